@@ -1,0 +1,32 @@
+"""Shardline: distributed LLM inference. One answer, any shape of hardware."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardline.api.async_llm import AsyncLLM
+    from shardline.api.llm import LLM
+    from shardline.config.engine import EngineConfig
+    from shardline.types import CompletionOutput, RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "shardline.api.llm",
+    "AsyncLLM": "shardline.api.async_llm",
+    "EngineConfig": "shardline.config.engine",
+    "CompletionOutput": "shardline.types",
+    "RequestOutput": "shardline.types",
+    "SamplingParams": "shardline.types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that `import shardline` and `--help` are instant."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardline' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

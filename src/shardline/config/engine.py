@@ -1,0 +1,143 @@
+"""What an engine is made of: frozen dataclasses, composed. CLI flags and LLM(...) keywords come from these fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardline.config.fields import option
+from shardline.config.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and how its weights are read."""
+
+    model: str = option("demo", "folder in Hugging Face format, hub id, or 'demo' for the embedded demo model")
+    revision: str | None = option(None, "branch, tag or commit on the hub")
+    tokenizer: str | None = option(None, "folder or hub id of the tokenizer, where it is not the model's")
+    dtype: str = option(
+        "auto",
+        "type of weights and activations; auto: the checkpoint's",
+        choices=("auto", "float32", "bfloat16", "float", "half", "float16"),
+    )
+    max_model_len: int | str | None = option(
+        None, "longest prompt plus output, in tokens; auto: the longest that fits the KV cache"
+    )
+    load_format: str = option(
+        "auto", "auto and safetensors: read the checkpoint; dummy: random weights", choices=("auto", "safetensors", "dummy")
+    )
+    seed: int = option(0, "seed of dummy weights and of requests that set none")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How a model is split over ranks."""
+
+    tensor_parallel_size: int = option(1, "ranks that share each layer", aliases=("tp",))
+    pipeline_parallel_size: int = option(1, "stages of consecutive layers", aliases=("pp",))
+    data_parallel_size: int = option(1, "replicas behind one endpoint", aliases=("dp",))
+    context_parallel_size: int = option(1, "ranks that share one request's KV cache", aliases=("cp",))
+    enable_expert_parallel: bool = option(False, "whole experts per rank instead of a slice of each")
+    pipeline_stages: str | None = option(None, "layers per stage, for example 10,12,10; default: balanced by cost")
+    distributed_executor_backend: str = option(
+        "auto",
+        "auto: uni for one rank, mp for several; threads: ranks as threads of one process",
+        choices=("auto", "uni", "mp", "threads"),
+    )
+    collectives: str = option(
+        "auto", "how ranks exchange tensors; auto: shm on one host", choices=("auto", "shm", "gloo")
+    )
+    numerics: str = option(
+        "exact",
+        "exact: one answer whatever the parallelism; fast: partial sums cross ranks, answers may differ",
+        choices=("exact", "fast"),
+    )
+    step_timeout: float = option(300.0, "seconds after which a step that did not finish ends the engine")
+    cpu_threads: int | None = option(None, "threads per rank; default: this process's cores divided by its ranks")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = option(16, "tokens per KV block")
+    enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
+    kv_cache_memory: str | int | None = option(
+        None, "KV cache bytes per rank, for example 4GiB; default: from --gpu-memory-utilization"
+    )
+    gpu_memory_utilization: float = option(0.9, "share of the device's (on CPU: half the host's free) memory to use")
+    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, whatever fits (for tests)")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What one step may hold."""
+
+    max_num_seqs: int = option(128, "sequences running at once")
+    max_num_batched_tokens: int = option(2048, "tokens computed in one step, prefill and decode together")
+    enable_chunked_prefill: bool = option(True, "accepted for compatibility: prefill is always chunked")
+    max_num_waiting: int = option(2048, "requests that may wait; one more is answered 429")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All that one engine needs to start."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """An EngineConfig from flat options, as LLM(...) and the command line give them.
+
+        Raises:
+            ValueError: an option is unknown or out of range.
+        """
+        parts: dict[str, Any] = {}
+        for part in dataclasses.fields(cls):
+            part_class = part.default_factory
+            assert isinstance(part_class, type)
+            names = {f.name for f in dataclasses.fields(part_class)}
+            parts[part.name] = part_class(**{name: options.pop(name) for name in names & options.keys()})
+        if options:
+            raise ValueError(f"unknown option {sorted(options)[0]!r}; known: {', '.join(option_names())}")
+        return cls(**parts)
+
+
+def option_names() -> list[str]:
+    """Every flat option of EngineConfig.from_options."""
+    parts = (ModelConfig, ParallelConfig, CacheConfig, SchedulerConfig)
+    return [f.name for part in parts for f in dataclasses.fields(part)]
+
+
+def _validate(config: EngineConfig) -> None:
+    for part in (config.parallel, config.scheduler, config.cache):
+        for f in dataclasses.fields(part):
+            value = getattr(part, f.name)
+            if f.type == "int" and isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ValueError(f"{f.name} must be at least 1, got {value}")
+            choices = f.metadata.get("choices")
+            if choices and value not in choices:
+                raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
+    for name in ("dtype", "load_format"):
+        f = ModelConfig.__dataclass_fields__[name]
+        if getattr(config.model, name) not in f.metadata["choices"]:
+            raise ValueError(
+                f"{name} must be one of {', '.join(f.metadata['choices'])}, got {getattr(config.model, name)!r}"
+            )
+    if not 0.0 < config.cache.gpu_memory_utilization <= 1.0:
+        raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {config.cache.gpu_memory_utilization}")
+    if config.cache.kv_cache_memory is not None:
+        parse_bytes(config.cache.kv_cache_memory)
+    if config.parallel.step_timeout <= 0:
+        raise ValueError(f"step_timeout must be positive, got {config.parallel.step_timeout}")
+    length = config.model.max_model_len
+    if isinstance(length, str) and length != "auto" or isinstance(length, int) and length < 1:
+        raise ValueError(f"max_model_len must be a positive number of tokens or 'auto', got {length!r}")

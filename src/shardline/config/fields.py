@@ -1,0 +1,16 @@
+"""Configuration fields that carry their own help text, so that CLI flags are generated from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+def option(default: Any, help: str, *, choices: tuple[str, ...] = (), aliases: tuple[str, ...] = ()) -> Any:
+    """A dataclass field that is also a command-line flag.
+
+    The flag is the field's name with dashes; `aliases` are further spellings (without the leading dashes).
+    """
+    metadata: Mapping[str, Any] = {"help": help, "choices": choices, "aliases": aliases}
+    return dataclasses.field(default=default, metadata=metadata)

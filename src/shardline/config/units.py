@@ -1,0 +1,31 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes in `text`: a plain number, or one with k, M, G, T (powers of 1000) or Ki, Mi, Gi, Ti (of 1024).
+
+    Raises:
+        ValueError: `text` is no size.
+    """
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if match is None or match.group(2) not in _FACTORS:
+        raise ValueError(f"{text!r} is not a size; write for example 4GiB, 512MiB or 4000000000")
+    return int(float(match.group(1)) * _FACTORS[match.group(2)])
+
+
+def format_bytes(count: int | float) -> str:
+    """`count` bytes in the binary unit that keeps three digits."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"

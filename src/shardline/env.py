@@ -1,0 +1,30 @@
+"""The only reader of os.environ."""
+
+from __future__ import annotations
+
+import os
+
+
+def cuda_visible_devices() -> str | None:
+    """CUDA_VISIBLE_DEVICES as set by the user."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def host_ip() -> str | None:
+    """SHARDLINE_HOST_IP: the address of this host that other hosts reach."""
+    return os.environ.get("SHARDLINE_HOST_IP")
+
+
+def log_level() -> str:
+    """SHARDLINE_LOG_LEVEL: DEBUG, INFO (default), WARNING or ERROR."""
+    return os.environ.get("SHARDLINE_LOG_LEVEL", "INFO").upper()
+
+
+def api_key() -> str | None:
+    """SHARDLINE_API_KEY: the key that clients must send, where --api-key is not given."""
+    return os.environ.get("SHARDLINE_API_KEY")
+
+
+def force_isa() -> str | None:
+    """SHARDLINE_ISA: use this CPU kernel path ("portable", "avx2", "avx512") instead of the best one."""
+    return os.environ.get("SHARDLINE_ISA")

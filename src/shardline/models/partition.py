@@ -1,0 +1,188 @@
+"""How dims, heads and layers are shared out: the only place that decides who owns what.
+
+Pure arithmetic, so that worker, planner and command line agree and a bad shape is refused before loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardline.models.spec import GQA, DecoderSpec
+
+
+@dataclass(frozen=True)
+class Span:
+    """The half-open range [start, stop) of a dim that one rank owns."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+def split_dim(size: int, parts: int, unit: int = 1) -> tuple[Span, ...]:
+    """[0, size) in `parts` consecutive spans, bounds on multiples of `unit`, the largest as small as can be.
+
+    Spans may be empty where size / unit < parts. `size` need not be a multiple of `unit`: the rest goes last.
+    """
+    num_units = -(-size // unit)
+    share, extra = divmod(num_units, parts)
+    spans, start = [], 0
+    for part in range(parts):
+        stop = min(size, start + (share + (part < extra)) * unit)
+        spans.append(Span(start, stop))
+        start = stop
+    return tuple(spans)
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """The query heads that one rank owns and the KV heads that these read."""
+
+    heads: Span
+    kv_heads: Span
+
+
+def split_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[HeadShare, ...]:
+    """Query and KV heads of each of `parts` ranks, by whole KV groups; with more ranks than KV heads these
+    are replicated, and each rank has some query heads of one group.
+
+    Raises:
+        ValueError: there are more ranks than query heads, or a group has fewer heads than ranks.
+    """
+    group = num_heads // num_kv_heads
+    if parts <= num_kv_heads:
+        return tuple(
+            HeadShare(Span(kv.start * group, kv.stop * group), kv) for kv in split_dim(num_kv_heads, parts)
+        )
+    shares = []
+    for kv_head, ranks in enumerate(split_dim(parts, num_kv_heads)):
+        if ranks.size > group:
+            raise ValueError(f"{parts} ranks cannot share {num_heads} attention heads ({num_kv_heads} KV heads)")
+        for heads in split_dim(group, ranks.size):
+            first = kv_head * group
+            shares.append(HeadShare(Span(first + heads.start, first + heads.stop), Span(kv_head, kv_head + 1)))
+    return tuple(shares)
+
+
+def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
+    """Refuse a tensor-parallel size that some layer cannot be split by.
+
+    Raises:
+        ValueError: names the nearest sizes that work.
+    """
+    if _splits(spec, size):
+        return
+    legal = [n for n in range(1, max(layer.attention.num_heads for layer in spec.layers) + 1) if _splits(spec, n)]
+    below = max(n for n in legal if n < size)
+    above = min((n for n in legal if n > size), default=None)
+    nearest = f"{below}" if above is None else f"{below} or {above}"
+    heads = spec.layers[0].attention
+    raise ValueError(
+        f"tensor_parallel_size {size} does not work for this model: it has {heads.num_heads} attention heads and "
+        f"{heads.num_kv_heads} KV heads, and every rank needs at least one attention head; use {nearest}"
+    )
+
+
+def _splits(spec: DecoderSpec, size: int) -> bool:
+    try:
+        for attention in {layer.attention for layer in spec.layers}:
+            split_heads(attention.num_heads, attention.num_kv_heads, size)
+    except ValueError:
+        return False
+    smallest = min(layer.feed_forward.intermediate_size for layer in spec.layers)
+    return size <= min(smallest, spec.hidden_size, spec.vocab_size)
+
+
+def balance_stages(costs: Sequence[float], num_stages: int, first_extra: float = 0.0, last_extra: float = 0.0) -> tuple[Span, ...]:
+    """Layers as `num_stages` consecutive non-empty spans whose dearest stage is as cheap as can be.
+
+    `first_extra` is the embedding's cost, `last_extra` the lm_head's, in the same unit as `costs`. Among equally
+    good splits the later stages are the lighter ones.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
+    num_layers = len(costs)
+    if num_layers < num_stages:
+        raise ValueError(
+            f"pipeline_parallel_size {num_stages} needs at least as many layers, and the model has {num_layers}; "
+            f"use {num_layers} or fewer"
+        )
+    prefix = [0.0]
+    for cost in costs:
+        prefix.append(prefix[-1] + cost)
+
+    def stage_cost(stage: int, start: int, stop: int) -> float:
+        extra = (first_extra if stage == 0 else 0.0) + (last_extra if stage == num_stages - 1 else 0.0)
+        return prefix[stop] - prefix[start] + extra
+
+    # best[stop] of stage s: the least possible maximum over stages 0..s that end at layer `stop`.
+    best = {stop: (stage_cost(0, 0, stop), [Span(0, stop)]) for stop in range(1, num_layers + 1)}
+    for stage in range(1, num_stages):
+        candidates = {}
+        for stop in range(stage + 1, num_layers + 1):
+            options = [
+                (max(best[start][0], stage_cost(stage, start, stop)), start) for start in range(stage, stop)
+            ]
+            worst, start = min(options, key=lambda option: (option[0], -option[1]))
+            candidates[stop] = (worst, [*best[start][1], Span(start, stop)])
+        best = candidates
+    return tuple(best[num_layers][1])
+
+
+def parse_stages(text: str, num_layers: int, num_stages: int) -> tuple[Span, ...]:
+    """Stages set by hand, as in "10,12,10".
+
+    Raises:
+        ValueError: the text is no list of positive counts, or they do not fit the model or the stages.
+    """
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"pipeline_stages must be layer counts like 10,12,10, got {text!r}") from None
+    if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
+        raise ValueError(
+            f"pipeline_stages {text!r} must be {num_stages} positive counts (pipeline_parallel_size) that add up to "
+            f"the model's {num_layers} layers"
+        )
+    spans, start = [], 0
+    for count in counts:
+        spans.append(Span(start, start + count))
+        start += count
+    return tuple(spans)
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers that share one block table: same shape, same window."""
+
+    layers: tuple[int, ...]
+    window: int | None
+
+
+def kv_groups(spec: DecoderSpec) -> tuple[KVGroup, ...]:
+    """The model's layers in groups of at most as many layers as its rarest kind of attention has.
+
+    All groups draw blocks from one pool: a block is `max(len(group.layers))` layers deep, so that groups of like
+    depth waste little (the idea of vLLM's hybrid KV cache manager). Full attention comes first.
+    """
+    by_window: dict[int | None, list[int]] = {}
+    for index, layer in enumerate(spec.layers):
+        by_window.setdefault(layer.attention.window, []).append(index)
+    depth = min(len(layers) for layers in by_window.values())
+    groups = []
+    for window in sorted(by_window, key=lambda w: (w is not None, w or 0)):
+        layers = by_window[window]
+        for part in split_dim(len(layers), -(-len(layers) // depth)):
+            groups.append(KVGroup(tuple(layers[part.start : part.stop]), window))
+    return tuple(groups)
+
+
+def kv_shape(attention: GQA) -> tuple[int, int]:
+    """(num_kv_heads, head_dim) that one layer stores per token, twice: for keys and for values."""
+    return attention.num_kv_heads, attention.head_dim

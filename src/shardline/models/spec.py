@@ -1,0 +1,112 @@
+"""A model as data: typed parts composed layer by layer. Nothing here knows of ranks, torch or file formats.
+
+The runtime builds modules from a DecoderSpec, the scheduler its KV groups, `models.sizes` the bytes and FLOPs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm or LayerNorm over the last dim."""
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    weight_offset: float = 0.0
+    """Added to the weight: 1.0 in Gemma."""
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding, scaling already folded in (a function of configuration only, never of length)."""
+
+    inv_freq: tuple[float, ...]
+    """[rotary_dim / 2], radians per position."""
+    attention_scaling: float = 1.0
+    """Multiplies cos and sin (YaRN's mscale)."""
+    interleaved: bool = False
+    """True: pairs (0,1), (2,3), ...; False: pairs (i, i + rotary_dim/2)."""
+
+
+@dataclass(frozen=True)
+class GQA:
+    """Grouped-query attention; multi-head and multi-query are its ends."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope | None = None
+    window: int | None = None
+    """A token sees itself and the window - 1 tokens before it."""
+    softcap: float | None = None
+    """scores = softcap * tanh(scores / softcap)"""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: Norm | None = None
+    """Over head_dim of q and k, before rope."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Feed-forward block: down(act(gate(x)) * up(x)), or down(act(up(x))) where it is not gated."""
+
+    intermediate_size: int
+    activation: Activation
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer: x += post(attention(pre(x))), then x += post(feed_forward(pre(x)))."""
+
+    attention: GQA
+    feed_forward: Dense
+    attention_norm: Norm
+    feed_forward_norm: Norm
+    post_attention_norm: Norm | None = None
+    post_feed_forward_norm: Norm | None = None
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A decoder-only language model."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[Layer, ...]
+    final_norm: Norm
+    max_position_embeddings: int
+    """Longest sequence that the configuration allows, rope scaling included."""
+    dtype: DType
+    """Type of the checkpoint."""
+    tied_embeddings: bool = False
+    embedding_scale: float = 1.0
+    """Multiplies token embeddings, rounded to the activations' type (Gemma)."""
+    learned_positions: int | None = None
+    """Rows of a learned position embedding (GPT-2)."""
+    lm_head_bias: bool = False
+    logits_softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """Where a canonical parameter lies in a checkpoint.
+
+    The parameter is checkpoint tensor `key`, transposed where the file stores [in, out], then its rows
+    [start, start + count) where several parameters share one tensor.
+    """
+
+    key: str
+    transposed: bool = False
+    rows: tuple[int, int] | None = None
+    """(start, count) along the parameter's dim 0, counted after transposition."""

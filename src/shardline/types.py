@@ -1,0 +1,243 @@
+"""The messages that travel through Shardline, in the order a request meets them.
+
+`Request -> StepPlan -> StepResult -> SequenceOutput -> RequestOutput`. Everything that crosses a process
+boundary is a frozen msgspec struct, so that msgpack with a declared type is the only wire format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the tokens of one request are chosen. Names and meanings are vLLM's.
+
+    Raises:
+        ValueError: a value is out of its range; the message says which range is allowed.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: all tokens."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    """None: one is drawn at admission and kept for the whole request."""
+    stop: Sequence[str] | str = ()
+    stop_token_ids: Sequence[int] = ()
+    max_tokens: int | None = 16
+    """None: up to the model's length."""
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Number of most likely tokens reported beside the chosen one; None: no log probabilities."""
+    logit_bias: dict[int, float] = {}
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logits_digest: bool = False
+    """Report a digest of the fp32 logits of every step: equal digests prove equal bits."""
+
+    def __post_init__(self) -> None:
+        def require(holds: bool, message: str) -> None:
+            if not holds:
+                raise ValueError(message)
+
+        require(self.n >= 1, f"n must be at least 1, got {self.n}")
+        require(0.0 <= self.temperature <= 100.0, f"temperature must be in [0, 100], got {self.temperature}")
+        require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
+        require(self.top_k >= -1, f"top_k must be -1 or 0 (off) or at least 1, got {self.top_k}")
+        require(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}")
+        require(
+            0.0 < self.repetition_penalty <= 100.0,
+            f"repetition_penalty must be in (0, 100], got {self.repetition_penalty}",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            require(-2.0 <= value <= 2.0, f"{name} must be in [-2, 2], got {value}")
+        require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed must fit in 64 bits")
+        require(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}")
+        require(self.min_tokens >= 0, f"min_tokens must be at least 0, got {self.min_tokens}")
+        require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            f"min_tokens ({self.min_tokens}) must not be larger than max_tokens ({self.max_tokens})",
+        )
+        require(self.logprobs is None or 0 <= self.logprobs <= 20, f"logprobs must be in [0, 20], got {self.logprobs}")
+        require(
+            all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values()),
+            "logit_bias values must be in [-100, 100]",
+        )
+        require(all(self.stop_strings), "stop strings must not be empty")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings as a tuple, whichever way they were given."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One choice of one user request, as the engine sees it: token ids only.
+
+    A user request with n > 1 becomes n of these, equal but for `choice`.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    """`seed` and `max_tokens` are set by the time the engine sees them."""
+    choice: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    """Lower runs first."""
+    arrival_time: float = 0.0
+    """Seconds, time.monotonic() of the front process."""
+    cache_salt: str = ""
+    """Requests share cached prefixes only with requests of the same salt."""
+
+
+class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker must know of a sequence before its first step (again after a preemption)."""
+
+    seq_id: int
+    token_ids: list[int]
+    """Prompt, then the tokens generated before a preemption."""
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    choice: int
+    eos_token_ids: tuple[int, ...]
+
+
+class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence's share of a step: compute positions [start, start + num_tokens)."""
+
+    seq_id: int
+    start: int
+    num_tokens: int
+    new_blocks: list[list[int]]
+    """Per KV group, the block ids appended to the sequence's block table."""
+    token_id: int
+    """Token at `start` where an earlier step generated it and this rank may not know it; -1: the worker has it."""
+    sample: bool
+    """Whether the last position's logits choose a token."""
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """What every rank does in one step; carries only what changed since the last plan."""
+
+    step_id: int
+    starts: list[SequenceStart]
+    steps: list[SequenceStep]
+    ends: list[int]
+    """Sequences that workers may forget; applied before `starts`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens computed by this step."""
+        return sum(step.num_tokens for step in self.steps)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities of one generated token, from the raw logits (before temperature and penalties)."""
+
+    logprob: float
+    rank: int
+    """1: the chosen token was the most likely one."""
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
+    """What a step produced for one sequence."""
+
+    seq_id: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    digests: list[str] | None = None
+    """One digest of the fp32 logits row per token, where asked for."""
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """The answer of the last stage to one StepPlan."""
+
+    step_id: int
+    results: list[SequenceResult]
+    seconds: float = 0.0
+    """Wall time of the step in the worker."""
+
+
+class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What the engine tells the front about one Request after a step."""
+
+    request_id: str
+    choice: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    digests: list[str] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The EOS or stop token that ended it (it is the last of `token_ids`)."""
+    num_cached_tokens: int = 0
+    error: str = ""
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+    """Counters of one engine since its start, and gauges of now."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    """Blocks referenced by a live sequence; cached but unreferenced blocks are free."""
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    """Of these, tokens found."""
+    step_seconds: float = 0.0
+    """Sum of the workers' step times."""
+    engine_seconds: float = 0.0
+    """Sum of the engine loop's own time, all but waiting for workers."""
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One choice of a finished or running request."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    digests: list[str] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it; None: EOS or length."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more tokens will come."""
+        return self.finish_reason is not None
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """All choices of one user request, as far as they have got."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice is finished."""
+        return all(output.finished for output in self.outputs)
