@@ -64,7 +64,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             value = getattr(self, name)
             require(-2.0 <= value <= 2.0, f"{name} must be in [-2, 2], got {value}")
         require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed must fit in 64 bits")
-        require(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}")
+        require(
+            self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"
+        )
         require(self.min_tokens >= 0, f"min_tokens must be at least 0, got {self.min_tokens}")
         require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,

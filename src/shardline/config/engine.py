@@ -26,7 +26,9 @@ class ModelConfig:
         None, "longest prompt plus output, in tokens; auto: the longest that fits the KV cache"
     )
     load_format: str = option(
-        "auto", "auto and safetensors: read the checkpoint; dummy: random weights", choices=("auto", "safetensors", "dummy")
+        "auto",
+        "auto and safetensors: read the checkpoint; dummy: random weights",
+        choices=("auto", "safetensors", "dummy"),
     )
     seed: int = option(0, "seed of dummy weights and of requests that set none")
 
@@ -139,5 +141,5 @@ def _validate(config: EngineConfig) -> None:
     if config.parallel.step_timeout <= 0:
         raise ValueError(f"step_timeout must be positive, got {config.parallel.step_timeout}")
     length = config.model.max_model_len
-    if isinstance(length, str) and length != "auto" or isinstance(length, int) and length < 1:
+    if (isinstance(length, str) and length != "auto") or (isinstance(length, int) and length < 1):
         raise ValueError(f"max_model_len must be a positive number of tokens or 'auto', got {length!r}")

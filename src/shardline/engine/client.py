@@ -27,7 +27,6 @@ class EngineClient:
             ValueError: the configuration is at fault.
             RuntimeError: the engine failed or ended.
         """
-        ...
 
     def add(self, requests: Sequence[Request]) -> None:
         """Hand requests to the engine."""

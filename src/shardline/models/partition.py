@@ -56,9 +56,7 @@ def split_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[HeadShar
     """
     group = num_heads // num_kv_heads
     if parts <= num_kv_heads:
-        return tuple(
-            HeadShare(Span(kv.start * group, kv.stop * group), kv) for kv in split_dim(num_kv_heads, parts)
-        )
+        return tuple(HeadShare(Span(kv.start * group, kv.stop * group), kv) for kv in split_dim(num_kv_heads, parts))
     shares = []
     for kv_head, ranks in enumerate(split_dim(parts, num_kv_heads)):
         if ranks.size > group:
@@ -98,7 +96,9 @@ def _splits(spec: DecoderSpec, size: int) -> bool:
     return size <= min(smallest, spec.hidden_size, spec.vocab_size)
 
 
-def balance_stages(costs: Sequence[float], num_stages: int, first_extra: float = 0.0, last_extra: float = 0.0) -> tuple[Span, ...]:
+def balance_stages(
+    costs: Sequence[float], num_stages: int, first_extra: float = 0.0, last_extra: float = 0.0
+) -> tuple[Span, ...]:
     """Layers as `num_stages` consecutive non-empty spans whose dearest stage is as cheap as can be.
 
     `first_extra` is the embedding's cost, `last_extra` the lm_head's, in the same unit as `costs`. Among equally
@@ -126,9 +126,7 @@ def balance_stages(costs: Sequence[float], num_stages: int, first_extra: float =
     for stage in range(1, num_stages):
         candidates = {}
         for stop in range(stage + 1, num_layers + 1):
-            options = [
-                (max(best[start][0], stage_cost(stage, start, stop)), start) for start in range(stage, stop)
-            ]
+            options = [(max(best[start][0], stage_cost(stage, start, stop)), start) for start in range(stage, stop)]
             worst, start = min(options, key=lambda option: (option[0], -option[1]))
             candidates[stop] = (worst, [*best[start][1], Span(start, stop)])
         best = candidates
