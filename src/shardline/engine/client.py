@@ -2,23 +2,62 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import queue
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from shardline.config.engine import EngineConfig
-from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
+from shardline.channel import Channel
+from shardline.engine.ipc import (
+    AbortRequests,
+    AddRequests,
+    EngineFailed,
+    EngineMessage,
+    EngineOutputs,
+    EngineReady,
+    StartEngine,
+    StopEngine,
+)
 from shardline.types import Request
+
+_log = logging.getLogger(__name__)
 
 
 class EngineClient:
     """Starts an engine process and talks to it.
 
-    `on_message` is called from a reader thread of this client, once per EngineOutputs, and once with EngineFailed
-    when the engine has failed or its process has ended unasked.
+    `config` is resolved (engine.setup.resolve). `on_message` is called from a reader thread of this client, once per
+    EngineOutputs, and once with EngineFailed when the engine has failed, or its process has ended unasked, after it
+    was ready.
     """
 
     def __init__(
         self, config: EngineConfig, replica: int, on_message: Callable[[EngineOutputs | EngineFailed], None]
-    ) -> None: ...
+    ) -> None:
+        ours, theirs = socket.socketpair()
+        # A plain child process rather than multiprocessing: the user's script needs no __main__ guard.
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "shardline.engine.process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self._replica = replica
+        self._channel: Channel[EngineMessage] = Channel(ours, EngineMessage)  # type: ignore[arg-type]
+        self._channel.send(StartEngine(config, replica))
+        self._on_message = on_message
+        self._first: queue.SimpleQueue[EngineReady | EngineFailed] = queue.SimpleQueue()
+        self._answer: EngineReady | EngineFailed | None = None
+        self._closing = False
+        self._reader = threading.Thread(target=self._read, name=f"engine-{replica}-reader", daemon=True)
+        self._reader.start()
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady:
         """Block until the engine can take requests.
@@ -26,13 +65,67 @@ class EngineClient:
         Raises:
             ValueError: the configuration is at fault.
             RuntimeError: the engine failed or ended.
+            TimeoutError: it was not ready in time.
         """
+        if self._answer is None:
+            try:
+                self._answer = self._first.get(timeout=timeout)
+            except queue.Empty:
+                raise TimeoutError(f"engine {self._replica} was not ready within {timeout:g} s") from None
+        if isinstance(self._answer, EngineReady):
+            return self._answer
+        raise (ValueError if self._answer.user_error else RuntimeError)(self._answer.message)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Hand requests to the engine."""
+        """Hand requests to the engine. Where it is gone, `on_message` tells so."""
+        self._send(AddRequests(list(requests)))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests; outputs already under way may still arrive."""
+        self._send(AbortRequests(list(request_ids)))
 
     def close(self, timeout: float = 10.0) -> None:
         """End the engine process and wait for it; killed where it does not end in time."""
+        self._closing = True
+        self._send(StopEngine())
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            _log.warning("engine %d did not end within %g s and is killed", self._replica, timeout)
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(timeout=1.0)
+        self._channel.close()
+
+    def _send(self, message: object) -> None:
+        # The reader thread sees the end of file and reports it, once.
+        with contextlib.suppress(OSError):
+            self._channel.send(message)
+
+    def _read(self) -> None:
+        ready = False
+        while True:
+            try:
+                message = self._channel.receive()
+            except (EOFError, OSError, msgspec.MsgspecError):
+                message = EngineFailed(self._ending())
+            if isinstance(message, EngineReady):
+                ready = True
+                self._first.put(message)
+            elif isinstance(message, EngineOutputs):
+                self._on_message(message)
+            else:
+                if not self._closing:
+                    if ready:
+                        self._on_message(message)
+                    else:
+                        self._first.put(message)
+                return
+
+    def _ending(self) -> str:
+        try:
+            code: int | None = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        how = "closed its channel" if code is None else f"was killed by signal {-code}" if code < 0 else f"exited ({code})"
+        return f"engine {self._replica} (pid {self._process.pid}) {how}"

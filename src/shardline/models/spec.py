@@ -110,3 +110,5 @@ class TensorSource:
     transposed: bool = False
     rows: tuple[int, int] | None = None
     """(start, count) along the parameter's dim 0, counted after transposition."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the tensor, for checkpoints that have no `key`: the first found counts."""

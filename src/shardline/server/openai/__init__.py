@@ -1,0 +1,1 @@
+"""OpenAI's endpoints, one file each: the protocol and its handler side by side."""

@@ -1,0 +1,62 @@
+// Ops that need no vector ISA of their own: memory moves and selection.
+#pragma once
+
+#include "types.h"
+
+namespace shardline {
+
+struct WriteKvArgs {
+  size_t element_size;
+  const void *key, *value;  // [num_tokens, num_kv_heads, key_dim or value_dim]
+  int64_t key_stride, value_stride;
+  void *key_cache, *value_cache;  // [num_blocks, num_kv_heads, block_size, key_dim or value_dim]
+  const int64_t* slots;           // [num_tokens]; negative: not stored
+  int64_t num_tokens, num_kv_heads, key_dim, value_dim, block_size;
+};
+void write_kv(const WriteKvArgs& args);
+
+// How each row of logits is sampled.
+struct SamplingRow {
+  float temperature;  // 0: greedy
+  int32_t top_k;      // <= 0: off
+  float top_p;        // 1: off
+  float min_p;        // 0: off
+  uint64_t seed;
+  uint32_t choice;
+  uint64_t position;
+};
+struct SampleArgs {
+  const float* logits;  // [num_rows, vocab_size]
+  int64_t logits_stride, num_rows, vocab_size;
+  const float *temperature, *top_p, *min_p;
+  const int32_t* top_k;
+  const int64_t *seeds, *choices, *positions;
+  uint32_t purpose;
+  int64_t* tokens;
+};
+void sample(const SampleArgs& args);
+
+// Entries of row r are [offsets[r], offsets[r + 1]); a token id appears at most once in a row.
+struct PenaltyArgs {
+  float* logits;  // [num_rows, vocab_size], in place
+  int64_t logits_stride, num_rows, vocab_size;
+  const int32_t *offsets, *ids, *output_counts;
+  const uint8_t* in_prompt;
+  const float* bias;
+  const float *repetition, *presence, *frequency;  // [num_rows]
+};
+void penalize(const PenaltyArgs& args);
+
+struct LogprobArgs {
+  const float* logits;  // [num_rows, vocab_size]
+  int64_t logits_stride, num_rows, vocab_size;
+  const int64_t* chosen;
+  int64_t top_n;
+  float* chosen_logprobs;
+  int64_t* chosen_ranks;
+  int64_t* top_ids;     // [num_rows, top_n]
+  float* top_logprobs;  // [num_rows, top_n]
+};
+void logprobs(const LogprobArgs& args);
+
+}  // namespace shardline

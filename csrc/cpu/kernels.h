@@ -1,0 +1,106 @@
+// The kernels that exist once per ISA: their arguments, and the table through which the rest calls them.
+//
+// "Rows" are row-major with contiguous elements in a row; a stride counts elements between rows.
+#pragma once
+
+#include "types.h"
+
+namespace shardline {
+
+constexpr int64_t kPanelColumns = 64;
+
+// weight [N, K] becomes panels of 64 columns: [panel][k][column], or for bf16 [panel][k / 2][column][k % 2]; padded
+// with zeros to whole panels and whole pairs.
+struct PackArgs {
+  DType dtype;
+  const void* weight;
+  int64_t weight_stride;
+  void* panels;
+  int64_t num_columns, depth;
+};
+
+struct LinearArgs {
+  DType dtype, out_dtype, bias_dtype;
+  const void* x;
+  int64_t x_stride;
+  const void* panels;
+  const void* bias;  // null for none
+  void* out;
+  int64_t out_stride;
+  int64_t num_rows, num_columns, depth;
+};
+
+struct NormArgs {
+  DType dtype;
+  const void* x;
+  int64_t x_stride;
+  const void* residual;  // null: normalise x alone
+  int64_t residual_stride;
+  void* summed;        // x + residual, contiguous
+  const void* weight;  // [width]
+  const void* bias;    // [width] or null; layer_norm only
+  void* out;           // contiguous
+  int64_t num_rows, width;
+  float eps;
+  float weight_offset;  // rms_norm only
+};
+
+struct RopeArgs {
+  DType dtype;
+  void* x;  // [num_tokens, num_heads, head_dim], in place
+  int64_t x_stride;
+  const void* positions;
+  bool positions_are_int64;
+  const float* table;  // [max_positions, 2 * half]: cosines, then sines
+  int64_t num_tokens, num_heads, head_dim, half;
+  bool interleaved;
+};
+
+enum class Activation : uint8_t { kSilu, kGeluTanh, kGelu, kRelu };
+
+struct ActivationArgs {
+  DType dtype;
+  Activation activation;
+  const void* x;  // [num_rows, width], or [num_rows, 2 * width] if gated
+  int64_t x_stride;
+  void* out;  // [num_rows, width], contiguous
+  int64_t num_rows, width;
+  bool gated;
+};
+
+struct AttentionArgs {
+  DType dtype;
+  const void* query;  // [num_tokens, num_heads, key_dim]
+  int64_t query_stride;
+  const void* key_cache;    // [num_blocks, num_kv_heads, block_size, key_dim]
+  const void* value_cache;  // [num_blocks, num_kv_heads, block_size, value_dim]
+  const int32_t* block_tables;
+  int64_t block_table_stride;
+  const int32_t* query_starts;  // [num_sequences + 1]
+  const int32_t* context_lens;  // [num_sequences]
+  void* out;                    // [num_tokens, num_heads, value_dim], contiguous
+  int64_t num_sequences, num_heads, num_kv_heads, key_dim, value_dim, block_size;
+  int64_t window;  // 0 for none
+  float scale;
+  float softcap;  // 0 for none
+};
+
+struct Kernels {
+  const char* isa;
+  void (*pack_weight)(const PackArgs&);
+  void (*linear)(const LinearArgs&);
+  void (*rms_norm)(const NormArgs&);
+  void (*layer_norm)(const NormArgs&);
+  void (*rope)(const RopeArgs&);
+  void (*activation)(const ActivationArgs&);
+  void (*paged_attention)(const AttentionArgs&);
+  void (*softcap)(float* logits, int64_t count, float cap);
+  // out[i] = exp((logits[i] - shift) * scale), and 0 for NaN; out may be logits.
+  void (*exp_shifted)(const float* logits, int64_t count, float shift, float scale, float* out);
+  // The largest logit, and the lowest index that has it; NaN never wins.
+  int64_t (*argmax)(const float* logits, int64_t count);
+};
+
+const Kernels& kernels();
+
+}  // namespace shardline

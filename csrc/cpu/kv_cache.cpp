@@ -1,0 +1,36 @@
+#include <cstring>
+
+#include "host_ops.h"
+#include "thread_pool.h"
+
+namespace shardline {
+namespace {
+
+void scatter_heads(const void* from, void* cache, int64_t slot, int64_t dim, const WriteKvArgs& args) {
+  const size_t head_bytes = static_cast<size_t>(dim) * args.element_size;
+  const int64_t block = slot / args.block_size, offset = slot % args.block_size;
+  for (int64_t head = 0; head < args.num_kv_heads; ++head) {
+    const size_t place = static_cast<size_t>((block * args.num_kv_heads + head) * args.block_size + offset);
+    std::memcpy(static_cast<char*>(cache) + place * head_bytes,
+                static_cast<const char*>(from) + static_cast<size_t>(head) * head_bytes, head_bytes);
+  }
+}
+
+const void* row_of(const void* base, int64_t row, int64_t stride, size_t element_size) {
+  return static_cast<const char*>(base) + static_cast<size_t>(row * stride) * element_size;
+}
+
+}  // namespace
+
+void write_kv(const WriteKvArgs& args) {
+  constexpr int64_t kSmallTokens = 16;
+  parallel_for_if(args.num_tokens > kSmallTokens, args.num_tokens, [&](int64_t token) {
+    const int64_t slot = args.slots[token];
+    if (slot < 0) return;
+    const size_t size = args.element_size;
+    scatter_heads(row_of(args.key, token, args.key_stride, size), args.key_cache, slot, args.key_dim, args);
+    scatter_heads(row_of(args.value, token, args.value_stride, size), args.value_cache, slot, args.value_dim, args);
+  });
+}
+
+}  // namespace shardline

@@ -1,0 +1,101 @@
+// RMSNorm and LayerNorm over rows, alone or after adding to the residual stream.
+#include "thread_pool.h"
+#include "variant.h"
+#include "vec.h"
+
+namespace shardline::SHARDLINE_ISA {
+namespace {
+
+constexpr int64_t kSmallWork = 1 << 14;
+
+// Sums f(chunk, valid lanes) over a row, in an order set by the width alone: four interleaved sums, then the lanes.
+template <class T, class Function>
+inline float reduce_row(const T* row, int64_t width, Function&& function) {
+  F32 sum[4] = {};
+  for (int64_t i = 0, chunk = 0; i < width; i += kLanes, ++chunk) {
+    F32& target = sum[chunk % 4];
+    target = function(load_n(row + i, width - i), width - i, target);
+  }
+  return sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
+inline float root(float x) { return __builtin_sqrtf(x); }
+
+template <class T>
+void add_row(const T* x, const T* residual, T* summed, int64_t width) {
+  for (int64_t i = 0; i < width; i += kLanes) {
+    store_n(summed + i, load_n(x + i, width - i) + load_n(residual + i, width - i), width - i);
+  }
+}
+
+template <class T>
+void rms_norm_row(const T* x, const T* weight, T* out, int64_t width, float eps, float weight_offset) {
+  const float square_sum = reduce_row(x, width, [](F32 v, int64_t, F32 sum) { return fma(v, v, sum); });
+  const F32 scale = broadcast(1.0f / root(square_sum / static_cast<float>(width) + eps));
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const int64_t n = width - i;
+    const F32 normed = load_n(x + i, n) * scale;
+    const F32 w = load_n(weight + i, n);
+    // Llama rounds before it multiplies by the weight; Gemma multiplies by 1 + weight in fp32.
+    const F32 y = weight_offset == 0.0f ? rounded_to<T>(normed) * w : normed * (w + weight_offset);
+    store_n(out + i, y, n);
+  }
+}
+
+template <class T>
+void layer_norm_row(const T* x, const T* weight, const T* bias, T* out, int64_t width, float eps) {
+  const float count = static_cast<float>(width);
+  const F32 mean = broadcast(reduce_row(x, width, [](F32 v, int64_t, F32 sum) { return sum + v; }) / count);
+  const float square_sum = reduce_row(x, width, [&](F32 v, int64_t n, F32 sum) {
+    const F32 centred = v - mean;
+    if (n >= kLanes) return fma(centred, centred, sum);
+    F32 inside = centred;
+    for (int64_t lane = n; lane < kLanes; ++lane) inside[lane] = 0.0f;
+    return fma(inside, inside, sum);
+  });
+  const F32 scale = broadcast(1.0f / root(square_sum / count + eps));
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const int64_t n = width - i;
+    const F32 y = (load_n(x + i, n) - mean) * scale * load_n(weight + i, n);
+    store_n(out + i, bias == nullptr ? y : y + load_n(bias + i, n), n);
+  }
+}
+
+template <class T, class NormRow>
+void for_each_row(const NormArgs& args, NormRow&& norm_row) {
+  parallel_for_if(args.num_rows * args.width > kSmallWork, args.num_rows, [&](int64_t row) {
+    const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+    if (args.residual != nullptr) {
+      T* summed = static_cast<T*>(args.summed) + row * args.width;
+      add_row(x, static_cast<const T*>(args.residual) + row * args.residual_stride, summed, args.width);
+      x = summed;
+    }
+    norm_row(x, static_cast<T*>(args.out) + row * args.width);
+  });
+}
+
+template <class T>
+void rms_norm_rows(const NormArgs& args) {
+  for_each_row<T>(args, [&](const T* x, T* out) {
+    rms_norm_row(x, static_cast<const T*>(args.weight), out, args.width, args.eps, args.weight_offset);
+  });
+}
+
+template <class T>
+void layer_norm_rows(const NormArgs& args) {
+  for_each_row<T>(args, [&](const T* x, T* out) {
+    layer_norm_row(x, static_cast<const T*>(args.weight), static_cast<const T*>(args.bias), out, args.width, args.eps);
+  });
+}
+
+}  // namespace
+
+void rms_norm(const NormArgs& args) {
+  args.dtype == DType::kFloat32 ? rms_norm_rows<float>(args) : rms_norm_rows<bf16>(args);
+}
+
+void layer_norm(const NormArgs& args) {
+  args.dtype == DType::kFloat32 ? layer_norm_rows<float>(args) : layer_norm_rows<bf16>(args);
+}
+
+}  // namespace shardline::SHARDLINE_ISA

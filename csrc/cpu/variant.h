@@ -1,0 +1,19 @@
+// The entry points that every ISA's kernel sources define.
+#pragma once
+
+#include "kernels.h"
+
+namespace shardline::SHARDLINE_ISA {
+
+void pack_weight(const PackArgs& args);
+void linear(const LinearArgs& args);
+void rms_norm(const NormArgs& args);
+void layer_norm(const NormArgs& args);
+void rope(const RopeArgs& args);
+void activation(const ActivationArgs& args);
+void paged_attention(const AttentionArgs& args);
+void softcap(float* logits, int64_t count, float cap);
+void exp_shifted(const float* logits, int64_t count, float shift, float scale, float* out);
+int64_t argmax(const float* logits, int64_t count);
+
+}  // namespace shardline::SHARDLINE_ISA

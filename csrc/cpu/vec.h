@@ -1,0 +1,180 @@
+// One vector of floats of the ISA that this file is compiled for, and the few operations that need intrinsics.
+//
+// Kernel sources are compiled several times, once per ISA, inside `namespace shardline::SHARDLINE_ISA`. They use no
+// inline function of the standard library: the linker would keep one copy, perhaps the one with AVX-512 in it.
+#pragma once
+
+#include "types.h"
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace shardline::SHARDLINE_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+#if defined(__AVX512BF16__)
+constexpr bool kHasBf16Dot = true;
+#else
+constexpr bool kHasBf16Dot = false;
+#endif
+
+typedef float F32 __attribute__((vector_size(kLanes * 4)));
+typedef int32_t I32 __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t U32 __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t U16 __attribute__((vector_size(kLanes * 2)));
+
+// Lane numbers 0..kLanes-1, to be expanded into a shuffle.
+template <int... kLane>
+struct Lanes {};
+#if defined(__AVX512F__)
+using AllLanes = Lanes<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>;
+#elif defined(__AVX2__)
+using AllLanes = Lanes<0, 1, 2, 3, 4, 5, 6, 7>;
+#else
+using AllLanes = Lanes<0, 1, 2, 3>;
+#endif
+
+inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline F32 broadcast(float x) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return _mm256_set1_ps(x);
+#else
+  return F32{x, x, x, x};
+#endif
+}
+
+inline I32 broadcast_int(int32_t x) {
+#if defined(__AVX512F__)
+  return (I32)_mm512_set1_epi32(x);
+#elif defined(__AVX2__)
+  return (I32)_mm256_set1_epi32(x);
+#else
+  return I32{x, x, x, x};
+#endif
+}
+
+// a * b + c, fused where the ISA has it; elsewhere rounded twice, always.
+inline F32 fma(F32 a, F32 b, F32 c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__FP_FAST_FMAF)
+  F32 sum;
+  for (int i = 0; i < kLanes; ++i) sum[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return sum;
+#else
+  return a * b + c;
+#endif
+}
+
+inline F32 maximum(F32 a, F32 b) { return a > b ? a : b; }
+inline F32 absolute(F32 a) { return (F32)((U32)a & 0x7fffffffu); }
+
+inline float to_float(bf16 x) {
+  const uint32_t bits = uint32_t{x.bits} << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+inline float to_float(float x) { return x; }
+
+inline F32 load(const float* p) {
+  F32 v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+inline F32 load(const bf16* p) {
+  U16 v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return (F32)(__builtin_convertvector(v, U32) << 16);
+}
+
+inline void store(float* p, F32 v) { __builtin_memcpy(p, &v, sizeof v); }
+// Round to nearest even; NaN stays NaN.
+inline void store(bf16* p, F32 v) {
+  const U32 bits = (U32)v;
+  const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const U32 quiet_nan = (bits >> 16) | 0x40u;
+  const U16 narrow = __builtin_convertvector(v == v ? rounded : quiet_nan, U16);
+  __builtin_memcpy(p, &narrow, sizeof narrow);
+}
+
+// The first n lanes; the others read as zero and are not written. Tails go through the same arithmetic as whole vectors.
+template <class T>
+inline F32 load_n(const T* p, int64_t n) {
+  if (n >= kLanes) return load(p);
+  alignas(64) T padded[kLanes] = {};
+  __builtin_memcpy(padded, p, static_cast<size_t>(n) * sizeof(T));
+  return load(padded);
+}
+template <class T>
+inline void store_n(T* p, F32 v, int64_t n) {
+  if (n >= kLanes) return store(p, v);
+  alignas(64) T padded[kLanes];
+  store(padded, v);
+  __builtin_memcpy(p, padded, static_cast<size_t>(n) * sizeof(T));
+}
+
+// What a value becomes when it passes through memory of type T.
+template <class T>
+inline F32 rounded_to(F32 v) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return v;
+  } else {
+    T narrow[kLanes];
+    store(narrow, v);
+    return load(narrow);
+  }
+}
+
+// Lane i pairs with lane i + half, then halves again: the one order in which lanes are ever added.
+inline float sum_lanes(F32 v) {
+  float lane[kLanes];
+  store(lane, v);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+  }
+  return lane[0];
+}
+inline float max_lanes(F32 v) {
+  float lane[kLanes];
+  store(lane, v);
+  float best = lane[0];
+  for (int i = 1; i < kLanes; ++i) best = lane[i] > best ? lane[i] : best;
+  return best;
+}
+
+// kLanes pairs of bf16, the even element of each pair in the low half.
+inline I32 load_pairs(const bf16* p) {
+  I32 v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+inline F32 even_of(I32 pairs) { return (F32)((U32)pairs << 16); }
+inline F32 odd_of(I32 pairs) { return (F32)((U32)pairs & 0xffff0000u); }
+
+// sum + a.even * b.even + a.odd * b.odd
+inline F32 dot_pairs(F32 sum, I32 a, I32 b) {
+#if defined(__AVX512BF16__)
+  return _mm512_dpbf16_ps(sum, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
+#else
+  sum = fma(even_of(a), even_of(b), sum);
+  return fma(odd_of(a), odd_of(b), sum);
+#endif
+}
+
+}  // namespace shardline::SHARDLINE_ISA

@@ -1,0 +1,57 @@
+// Transcendental functions, lane by lane: the same polynomial for every lane, so a value never depends on its place.
+#pragma once
+
+#include "vec.h"
+
+namespace shardline::SHARDLINE_ISA {
+
+inline F32 polynomial(F32, F32 sum) { return sum; }
+template <class... Rest>
+inline F32 polynomial(F32 x, F32 sum, float coefficient, Rest... rest) {
+  return polynomial(x, fma(sum, x, broadcast(coefficient)), rest...);
+}
+
+// Relative error below 2e-7; zero below -86.9, infinity above 88.7.
+inline F32 exp(F32 x) {
+  const F32 clamped = x > 89.0f ? broadcast(89.0f) : x;
+  // Adding 1.5 * 2^23 leaves the integer nearest to x / ln 2 in the low bits.
+  const F32 magic = broadcast(12582912.0f);
+  const F32 shifted = fma(clamped, broadcast(1.44269504f), magic);
+  const F32 n = shifted - magic;
+  F32 r = fma(n, broadcast(-0.693145751953125f), clamped);
+  r = fma(n, broadcast(-1.42860677e-6f), r);
+  const F32 tail = polynomial(r, broadcast(1.381459837e-3f), 8.368716898e-3f, 4.166838805e-2f, 1.666652063e-1f,
+                              4.999999345e-1f);
+  const F32 mantissa = fma(r * r, tail, r) + 1.0f;
+  // 2^(n-1), then doubled: n = 128 has no exponent field of its own.
+  const I32 exponent = (I32)shifted - (I32)magic + 126;
+  const F32 y = mantissa * (F32)(exponent << 23) * 2.0f;
+  return x < -86.9f ? F32{} : y;
+}
+
+// Absolute and relative error below 3e-7.
+inline F32 tanh(F32 x) {
+  const F32 a = absolute(x);
+  const F32 square = x * x;
+  const F32 series = polynomial(square, broadcast(-5.717044511e-3f), 2.065058678e-2f, -5.374349792e-2f,
+                                1.333149128e-1f, -3.333328393e-1f);
+  const F32 small = fma(square * x, series, x);
+  const F32 large = 1.0f - 2.0f / (exp(a + a) + 1.0f);
+  const F32 signed_large = (F32)((U32)large | ((U32)x & 0x80000000u));
+  return a < 0.625f ? small : signed_large;
+}
+
+inline F32 sigmoid(F32 x) { return 1.0f / (1.0f + exp(-x)); }
+
+// The standard normal's distribution function. erfc(z) = exp(-z^2) P(t), t = 1 / (1 + 0.4 z), keeps the left tail exact
+// where 1 + erf would cancel.
+inline F32 normal_cdf(F32 x) {
+  const F32 z = absolute(x) * 0.707106781f;
+  const F32 t = 1.0f / fma(z, broadcast(0.4f), broadcast(1.0f));
+  const F32 p = polynomial(t, broadcast(4.125304093e-2f), -1.403192429e-1f, 8.398729890e-2f, 8.796432877e-2f,
+                           7.975649620e-2f, 1.933932072e-1f, 2.018875901e-1f, 2.264431114e-1f, 2.256342312e-1f);
+  const F32 tail = exp(-z * z) * (p * t) * 0.5f;
+  return x > 0.0f ? 1.0f - tail : tail;
+}
+
+}  // namespace shardline::SHARDLINE_ISA

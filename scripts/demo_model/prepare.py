@@ -1,0 +1,144 @@
+"""Write everything of the demo model but its trained weights: tokenizer, chat template, configurations, random weights.
+
+The random weights let the folder be loaded before training is done; `train.py` starts from the same ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from dialogue import load_items, load_small_talk, texts
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+MODEL_DIR = Path(__file__).parents[2] / "src" / "shardline" / "demo_model"
+SEED = 20240229
+
+PAD, BEGIN, END, USER, ASSISTANT = SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>")
+VOCAB_SIZE = 2048
+MAX_POSITIONS = 2048
+
+# System messages are left out on purpose: the model is too small to follow them, and they would only disturb it.
+CHAT_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages if message['role'] in ('user', 'assistant') -%}
+    {%- if message['content'] is string -%}
+        {%- set content = message['content'] -%}
+    {%- else -%}
+        {%- set content = message['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join -%}
+    {%- endif -%}
+    {{- '<|' + message['role'] + '|>' + content | trim + eos_token -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|assistant|>' -}}
+{%- endif -%}
+"""
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": MAX_POSITIONS,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "bos_token_id": SPECIAL_TOKENS.index(BEGIN),
+    "eos_token_id": SPECIAL_TOKENS.index(END),
+    "pad_token_id": SPECIAL_TOKENS.index(PAD),
+    "dtype": "bfloat16",
+    # Readers older than `dtype` look for this one.
+    "torch_dtype": "bfloat16",
+}
+
+GENERATION_CONFIG: dict[str, Any] = {
+    "bos_token_id": CONFIG["bos_token_id"],
+    "eos_token_id": CONFIG["eos_token_id"],
+    "pad_token_id": CONFIG["pad_token_id"],
+    "do_sample": False,
+}
+
+TOKENIZER_CONFIG: dict[str, Any] = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": BEGIN,
+    "eos_token": END,
+    "pad_token": PAD,
+    "model_max_length": MAX_POSITIONS,
+    "clean_up_tokenization_spaces": False,
+    "chat_template": CHAT_TEMPLATE,
+}
+
+
+def train_tokenizer(lines: list[str]) -> Tokenizer:
+    """A byte-level BPE of exactly VOCAB_SIZE tokens; it puts the begin token before plain text, as Llama's does."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE, tokenizer.get_vocab_size()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", special_tokens=[(BEGIN, SPECIAL_TOKENS.index(BEGIN))]
+    )
+    return tokenizer
+
+
+def new_model() -> LlamaForCausalLM:
+    """The model with its first, random weights in float32: the same ones at every call."""
+    torch.manual_seed(SEED)
+    return LlamaForCausalLM(LlamaConfig(**{**CONFIG, "dtype": "float32", "torch_dtype": "float32"}))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_weights(model: LlamaForCausalLM, path: Path) -> None:
+    """The weights rounded to bfloat16, one tensor per parameter; readers see the old file or the new, never a part."""
+    from safetensors.torch import save_file
+
+    tensors = {name: parameter.detach().to(torch.bfloat16).contiguous() for name, parameter in model.named_parameters()}
+    unfinished = path.with_suffix(".part")
+    save_file(tensors, unfinished, metadata={"format": "pt"})
+    os.chmod(unfinished, 0o644)
+    os.replace(unfinished, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--output", type=Path, default=MODEL_DIR)
+    arguments = parser.parse_args()
+    output: Path = arguments.output
+    output.mkdir(parents=True, exist_ok=True)
+    train_tokenizer(texts(load_items(), load_small_talk())).save(str(output / "tokenizer.json"))
+    write_json(output / "tokenizer_config.json", TOKENIZER_CONFIG)
+    write_json(output / "config.json", CONFIG)
+    write_json(output / "generation_config.json", GENERATION_CONFIG)
+    write_weights(new_model(), output / "model.safetensors")
+    print(f"{output}: {sum(file.stat().st_size for file in output.iterdir()) / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()

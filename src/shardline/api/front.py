@@ -1,0 +1,64 @@
+"""What a front reads of the model's folder: tokenizer, chat template, vocabulary; no weights, no torch."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardline.api.requests import RequestBuilder
+from shardline.config.engine import EngineConfig
+from shardline.text.chat_template import ChatTemplate
+from shardline.text.tokenizer import Tokenizer, read_eos_token_ids
+
+
+@dataclass(frozen=True)
+class ModelText:
+    """How a model reads and writes.
+
+    `tokenizer` None: only token ids can be used; `chat_template` None: no chats.
+    """
+
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def request_builder(self, config: EngineConfig, max_model_len: int) -> RequestBuilder:
+        """Checks requests against this model; seeds follow from the configuration's, in order of admission."""
+        return RequestBuilder(
+            tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=self.eos_token_ids,
+            seeds=random.Random(config.model.seed),
+        )
+
+
+def load_model_text(config: EngineConfig) -> ModelText:
+    """Read tokenizer and templates of the configured model, from the hub where it is not here yet.
+
+    Raises:
+        ValueError: there is no such model, or its files are broken.
+    """
+    from shardline.models.lookup import decoder_spec
+    from shardline.runtime.loader.hub import resolve_model
+
+    model = config.model
+    files = resolve_model(model.model, model.revision)
+    folder = Path(files.folder)
+    spoken = folder
+    if model.tokenizer is not None:
+        local = Path(model.tokenizer)
+        spoken = local if local.is_dir() else Path(resolve_model(model.tokenizer, None).folder)
+    tokenizer = Tokenizer.from_folder(spoken)
+    special = {} if tokenizer is None else tokenizer.special_tokens
+    eos = read_eos_token_ids(folder)
+    if tokenizer is not None:
+        eos = tuple(dict.fromkeys((*eos, *tokenizer.eos_token_ids)))
+    return ModelText(
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate.from_folder(spoken, special),
+        vocab_size=decoder_spec(files.config).vocab_size,
+        eos_token_ids=eos,
+    )

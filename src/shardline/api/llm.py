@@ -1,0 +1,253 @@
+"""Offline batches: LLM(...).generate(prompts)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, cast
+
+from shardline.api.errors import EngineDead
+from shardline.api.front import ModelText, load_model_text
+from shardline.api.output_processor import OutputProcessor, RequestState
+from shardline.api.progress import Progress
+from shardline.api.replicas import Connect, EngineEvent, Replicas
+from shardline.api.requests import PreparedRequest, Prompt, TokensPrompt
+from shardline.config.engine import EngineConfig
+from shardline.text.chat_template import Message
+from shardline.text.tokenizer import Tokenizer
+from shardline.types import EngineStats, RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """When things happened to one request, in seconds of time.monotonic()."""
+
+    submitted: float
+    """Handed to a replica."""
+    first_token: float
+    finished: float
+
+
+class LLM:
+    """An engine for batches of prompts.
+
+    Options are those of `EngineConfig.from_options`, for example tensor_parallel_size=2. Safe to use from several
+    threads, one batch at a time. Use it as a context manager, or call `close`.
+
+    Raises:
+        ValueError: the configuration is at fault.
+        RuntimeError: the engine failed.
+    """
+
+    def __init__(self, model: str = "demo", **options: Any) -> None:
+        self._start(EngineConfig.from_options(model=model, **options), None, load_model_text)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        *,
+        connect: Connect | None = None,
+        load_text: Callable[[EngineConfig], ModelText] = load_model_text,
+    ) -> LLM:
+        """As the constructor, from a whole configuration; `connect` and `load_text` are for tests."""
+        llm = cls.__new__(cls)
+        llm._start(config, connect, load_text)
+        return llm
+
+    def _start(
+        self, config: EngineConfig, connect: Connect | None, load_text: Callable[[EngineConfig], ModelText]
+    ) -> None:
+        self.config = config
+        self._lock = threading.Lock()
+        self._ids = itertools.count()
+        self._events: queue.SimpleQueue[tuple[int, EngineEvent]] = queue.SimpleQueue()
+        self._replicas = Replicas(config, lambda index, event: self._events.put((index, event)), connect)
+        try:
+            with ThreadPoolExecutor(1, "read-model") as pool:
+                reading = pool.submit(load_text, config)
+                ready = self._replicas.wait_ready()
+                text = reading.result()
+        except BaseException:
+            self._replicas.close()
+            raise
+        self._text = text
+        self.max_model_len = min(one.max_model_len for one in ready)
+        self.fingerprint = ready[0].fingerprint
+        self.report = [line for one in ready for line in one.report]
+        for line in self.report:
+            logger.info("%s", line)
+        self._processor = OutputProcessor(text.tokenizer)
+        self._builder = text.request_builder(config, self.max_model_len)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The outputs of one prompt or of many, in their order.
+
+        Args:
+            prompts: text, {"prompt": text}, {"prompt_token_ids": ids}, a list of ids, or a list of these.
+            sampling_params: one for all, or one for each prompt; None: SamplingParams().
+            use_tqdm: show progress and tokens per second on stderr.
+
+        Raises:
+            ValueError: a prompt or a parameter cannot be; nothing has run then.
+            RuntimeError: every replica has died. (Where only some have, the choices that were lost have finish reason
+                "error" and the message as `stop_reason`.)
+        """
+        return self.generate_timed(prompts, sampling_params, use_tqdm=use_tqdm)[0]
+
+    def generate_timed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> tuple[list[RequestOutput], list[RequestTimes]]:
+        """As `generate`, with each request's times."""
+        batch = as_prompts(prompts)
+        params = _as_params(sampling_params, len(batch))
+        with self._lock:
+            requests = [
+                self._builder.build(str(next(self._ids)), prompt, one)
+                for prompt, one in zip(batch, params, strict=True)
+            ]
+            with Progress(len(requests), enabled=use_tqdm) as progress:
+                return self._run(requests, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The answers to one conversation or to many, in their order; see `generate`.
+
+        Raises:
+            ValueError: the model has no chat template, or it refuses the messages.
+        """
+        template, tokenizer = self._text.chat_template, self._text.tokenizer
+        if template is None or tokenizer is None:
+            raise ValueError(f"{self.config.model.model} has no chat template; use generate()")
+        one = not messages or isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            text = template.render(
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                **(chat_template_kwargs or {}),
+            )
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append(TokensPrompt(prompt_token_ids=ids, prompt=text))
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None: it has none."""
+        return self._text.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._text.vocab_size
+
+    def stats(self) -> list[EngineStats]:
+        """The latest counters of each replica."""
+        return self._replicas.stats()
+
+    def close(self) -> None:
+        """End the engine processes; may be called again."""
+        replicas = getattr(self, "_replicas", None)
+        if replicas is not None:
+            replicas.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def _run(
+        self, requests: Sequence[PreparedRequest], progress: Progress
+    ) -> tuple[list[RequestOutput], list[RequestTimes]]:
+        """Run a batch; the engine is given more as it gets through, so that replicas stay evenly loaded."""
+        pending = deque(requests)
+        states: list[RequestState] = []
+        first: dict[str, float] = {}
+        finished: dict[str, float] = {}
+        submitted: dict[str, float] = {}
+        window = 2 * self.config.scheduler.max_num_seqs
+        try:
+            while pending or len(self._processor):
+                while pending and self._replicas.num_in_flight() < window * max(1, sum(self._replicas.alive())):
+                    request = pending.popleft()
+                    submitted[request.request_id] = time.monotonic()
+                    self._replicas.add(request.children, bounded=False)
+                    states.append(self._processor.add(request))
+                for state in self._next_updates():
+                    now = time.monotonic()
+                    first.setdefault(state.request.request_id, now)
+                    if state.output.finished:
+                        finished[state.request.request_id] = now
+                        progress.add(state.output)
+        except BaseException:
+            self._abort_all()
+            raise
+        if self._replicas.dead_reason and requests:
+            raise EngineDead(self._replicas.dead_reason)
+        ids = [state.request.request_id for state in states]
+        times = [RequestTimes(submitted[i], first[i], finished[i]) for i in ids]
+        return [state.output for state in states], times
+
+    def _next_updates(self) -> list[RequestState]:
+        index, event = self._events.get()
+        done = self._processor.process(self._replicas.handle(index, event))
+        self._replicas.abort(done.aborts)
+        return done.updated
+
+    def _abort_all(self) -> None:
+        for request_id in self._processor.request_ids():
+            aborted = self._processor.abort(request_id)
+            if aborted is not None:
+                self._replicas.abort(aborted[1])
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """The prompts as a list: a string, an object and a list of ids are one prompt each."""
+    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [cast("Prompt", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"there are {count} prompts but {len(params)} sampling_params; give one, or one for each")
+    return list(params)

@@ -1,0 +1,188 @@
+"""From what the engine says to what the user reads: ids become text, stop strings end it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shardline.api.requests import PreparedRequest
+from shardline.text.detokenizer import Detokenizer
+from shardline.text.stop_strings import StopMatcher
+from shardline.text.tokenizer import Tokenizer
+from shardline.types import CompletionOutput, FinishReason, RequestOutput, SamplingParams, SequenceOutput
+
+
+class ChoiceState:
+    """One choice on its way: grows its CompletionOutput token by token, so that steps may bring any number of them."""
+
+    def __init__(self, output: CompletionOutput, request: PreparedRequest, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self.output = output
+        self._params = params
+        self._detokenizer = (
+            Detokenizer(tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+            if tokenizer is not None
+            else None
+        )
+        self._matcher = StopMatcher(params.stop_strings, params.include_stop_str_in_output)
+        self._eos_token_ids = () if params.ignore_eos else request.children[output.index].eos_token_ids
+
+    def update(self, step: SequenceOutput) -> bool:
+        """Take what a step brought; whether a stop string has ended it, so that the engine must be told."""
+        last = len(step.token_ids) - 1
+        for index, token_id in enumerate(step.token_ids):
+            self._append(step, index)
+            ends = index == last and step.finish_reason == "stop"
+            if not (ends and self._hides_stop_token(step)) and self._append_text(token_id):
+                self._finish("stop", self._matcher.found)
+                return step.finish_reason is None
+        if step.finish_reason is not None:
+            self._end(step)
+        return False
+
+    def abort(self) -> None:
+        """End it where it stands."""
+        if not self.output.finished:
+            self._flush()
+            self._finish("abort", None)
+
+    def _append(self, step: SequenceOutput, index: int) -> None:
+        output = self.output
+        output.token_ids.append(step.token_ids[index])
+        if output.logprobs is not None and step.logprobs is not None:
+            output.logprobs.append(step.logprobs[index])
+        if output.digests is not None and step.digests is not None:
+            output.digests.append(step.digests[index])
+
+    def _append_text(self, token_id: int) -> bool:
+        """Add the text of one token; whether it completes a stop string."""
+        if self._detokenizer is None:
+            return False
+        text = self._detokenizer.append([token_id])
+        if len(self.output.token_ids) <= self._params.min_tokens:
+            self.output.text += text
+            return False
+        self.output.text += self._matcher.append(text)
+        return self._matcher.found is not None
+
+    def _hides_stop_token(self, step: SequenceOutput) -> bool:
+        return step.stop_token_id is not None and not self._params.include_stop_str_in_output
+
+    def _end(self, step: SequenceOutput) -> None:
+        assert step.finish_reason is not None
+        self._flush()
+        if self._matcher.found is not None:
+            self._finish("stop", self._matcher.found)
+        elif step.finish_reason == "error":
+            self._finish("error", step.error)
+        else:
+            eos = step.stop_token_id in self._eos_token_ids
+            self._finish(step.finish_reason, None if eos else step.stop_token_id)
+
+    def _flush(self) -> None:
+        """Show what was held back: half characters as U+FFFD, beginnings of stop strings as text."""
+        if self._detokenizer is not None:
+            self.output.text += self._matcher.append(self._detokenizer.finish()) + self._matcher.finish()
+
+    def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        self.output.finish_reason = reason
+        self.output.stop_reason = stop_reason
+
+
+class RequestState:
+    """One user request on its way: its RequestOutput and the choices that grow it."""
+
+    def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None) -> None:
+        params: SamplingParams = request.params
+        self.request = request
+        self.output = RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[
+                CompletionOutput(
+                    index=child.choice,
+                    logprobs=None if params.logprobs is None else [],
+                    digests=[] if params.logits_digest else None,
+                )
+                for child in request.children
+            ],
+        )
+        self.choices = [ChoiceState(output, request, tokenizer) for output in self.output.outputs]
+
+    def unfinished(self) -> list[str]:
+        """Ids of the engine requests that still run."""
+        pairs = zip(self.request.children, self.output.outputs, strict=True)
+        return [child.request_id for child, output in pairs if not output.finished]
+
+
+@dataclass
+class Processed:
+    """What a batch of engine outputs changed."""
+
+    updated: list[RequestState] = field(default_factory=list)
+    """Each once, in the order of the outputs."""
+    aborts: list[str] = field(default_factory=list)
+    """Engine requests that a stop string has ended."""
+
+
+class OutputProcessor:
+    """The requests in flight of one front, by id."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._requests: dict[str, RequestState] = {}
+        self._by_child: dict[str, RequestState] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def add(self, request: PreparedRequest) -> RequestState:
+        """Begin to follow a request."""
+        state = RequestState(request, self._tokenizer)
+        self._requests[request.request_id] = state
+        for child in request.children:
+            self._by_child[child.request_id] = state
+        return state
+
+    def process(self, outputs: Iterable[SequenceOutput]) -> Processed:
+        """Apply engine outputs. Those of requests that are no longer followed are ignored."""
+        done = Processed()
+        seen: set[str] = set()
+        for output in outputs:
+            state = self._by_child.get(output.request_id)
+            if state is None or state.output.outputs[output.choice].finished:
+                continue
+            if state.choices[output.choice].update(output):
+                done.aborts.append(output.request_id)
+            state.output.num_cached_tokens = max(state.output.num_cached_tokens, output.num_cached_tokens)
+            request_id = state.request.request_id
+            if request_id not in seen:
+                seen.add(request_id)
+                done.updated.append(state)
+            if state.output.finished:
+                self._forget(state)
+        return done
+
+    def abort(self, request_id: str) -> tuple[RequestState, list[str]] | None:
+        """End a request where it stands: its state and the engine requests to abort; None: it is not in flight."""
+        state = self._requests.get(request_id)
+        if state is None:
+            return None
+        children = state.unfinished()
+        for choice in state.choices:
+            choice.abort()
+        self._forget(state)
+        return state, children
+
+    def request_ids(self) -> list[str]:
+        """The requests in flight."""
+        return list(self._requests)
+
+    def _forget(self, state: RequestState) -> None:
+        self._requests.pop(state.request.request_id, None)
+        for child in state.request.children:
+            self._by_child.pop(child.request_id, None)

@@ -1,0 +1,215 @@
+"""The data-parallel replicas behind one front: who runs what, and what happens when one dies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from shardline.api.errors import EngineDead, QueueFull
+from shardline.config.engine import EngineConfig
+from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
+from shardline.types import EngineStats, Request, SequenceOutput
+
+EngineEvent = EngineOutputs | EngineFailed
+
+
+class Client(Protocol):
+    """What a replica's handle can do; shardline.engine.client.EngineClient is the real one."""
+
+    def wait_ready(self, timeout: float | None = None) -> EngineReady: ...
+    def add(self, requests: Sequence[Request]) -> None: ...
+    def abort(self, request_ids: Sequence[str]) -> None: ...
+    def close(self, timeout: float = 10.0) -> None: ...
+
+
+Connect = Callable[[EngineConfig, int, Callable[[EngineEvent], None]], Client]
+"""Starts replica number int; its events go to the callable, from a thread of its own."""
+
+
+@dataclass
+class _Replica:
+    client: Client
+    in_flight: dict[str, Request] = field(default_factory=dict)
+    tokens: int = 0
+    """Prompt and maximal output tokens of what is in flight."""
+    stats: EngineStats = field(default_factory=EngineStats)
+    dead: str = ""
+    """Why it died."""
+
+    def waiting(self, max_num_seqs: int) -> int:
+        """About how many of its requests wait: at least those over max_num_seqs, and what it last reported."""
+        return max(len(self.in_flight) - max_num_seqs, min(self.stats.num_waiting, len(self.in_flight)))
+
+
+class Replicas:
+    """`data_parallel_size` engine clients with one door in front.
+
+    All methods but the constructor belong to one thread; events come on others and must be brought to that one, which
+    hands them to `handle`.
+    """
+
+    def __init__(
+        self, config: EngineConfig, on_event: Callable[[int, EngineEvent], None], connect: Connect | None = None
+    ) -> None:
+        """Start all replicas, without waiting for them."""
+        if connect is None:
+            from shardline.engine.client import EngineClient
+
+            connect = EngineClient
+        self._config = config
+        self._replicas: list[_Replica] = []
+        self._open: list[_Replica] = []
+        self._closing = threading.Lock()
+        self._home: dict[str, int] = {}
+        try:
+            for index in range(config.parallel.data_parallel_size):
+                replica = _Replica(connect(config, index, _bind(on_event, index)))
+                self._replicas.append(replica)
+                self._open.append(replica)
+        except BaseException:
+            self.close()
+            raise
+
+    def wait_ready(self) -> list[EngineReady]:
+        """Block until every replica is ready; may run on another thread, before anything else is called.
+
+        Raises:
+            ValueError: the configuration is at fault.
+            RuntimeError: a replica failed, or the replicas would give different answers.
+        """
+        with ThreadPoolExecutor(len(self._replicas), "wait-ready") as pool:
+            waits = [pool.submit(replica.client.wait_ready) for replica in self._replicas]
+            try:
+                done, _ = wait(waits, return_when=FIRST_EXCEPTION)
+            except BaseException:  # ctrl-C: closing the clients ends the threads that wait for them
+                self.close()
+                raise
+            failed = [error for error in (future.exception() for future in done) if error is not None]
+            if failed:
+                self.close()
+        if failed:
+            raise next((error for error in failed if isinstance(error, ValueError)), failed[0])
+        ready = [future.result() for future in waits]
+        if len({one.fingerprint for one in ready}) > 1:
+            self.close()
+            prints = ", ".join(f"replica {index}: {one.fingerprint}" for index, one in enumerate(ready))
+            raise RuntimeError(f"the replicas would give different answers ({prints})")
+        return ready
+
+    def add(self, children: Sequence[Request], *, bounded: bool = True) -> None:
+        """Run all choices of one user request on the replica with the least to do.
+
+        Raises:
+            QueueFull: `max_num_waiting` requests wait already (only where `bounded`).
+            EngineDead: no replica is left.
+        """
+        alive = [index for index, replica in enumerate(self._replicas) if not replica.dead]
+        if not alive:
+            raise EngineDead(self.dead_reason)
+        limit = self._config.scheduler.max_num_waiting
+        if bounded and self.num_waiting() >= limit:
+            raise QueueFull(f"{limit} requests wait already; try again later (--max-num-waiting)")
+        index = min(alive, key=lambda i: (len(self._replicas[i].in_flight), self._replicas[i].tokens, i))
+        replica = self._replicas[index]
+        for child in children:
+            replica.in_flight[child.request_id] = child
+            replica.tokens += _cost(child)
+            self._home[child.request_id] = index
+        try:
+            replica.client.add(children)
+        except OSError:
+            # It has just died: its EngineFailed is under way, and `handle` will fail these requests with the rest.
+            return
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop engine requests, each where it runs. Unknown ids are ignored."""
+        by_replica: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            index = self._home.get(request_id)
+            if index is not None:
+                by_replica.setdefault(index, []).append(request_id)
+                self._forget(request_id)
+        for index, ids in by_replica.items():
+            try:
+                self._replicas[index].client.abort(ids)
+            except OSError:
+                continue  # it died, and they with it
+
+    def handle(self, index: int, event: EngineEvent) -> Sequence[SequenceOutput]:
+        """Take in an event of replica `index` and return the outputs it means.
+
+        The death of a replica means an output with reason "error" for each of its requests.
+        """
+        replica = self._replicas[index]
+        if isinstance(event, EngineOutputs):
+            replica.stats = event.stats
+            for output in event.outputs:
+                if output.finish_reason is not None:
+                    self._forget(output.request_id)
+            return event.outputs
+        replica.dead = event.message or "the engine's process has ended"
+        gauges = {"num_running": 0, "num_waiting": 0, "kv_blocks_used": 0}
+        replica.stats = msgspec.structs.replace(replica.stats, **gauges)
+        lost = list(replica.in_flight.values())
+        for child in lost:
+            self._forget(child.request_id)
+        return [
+            SequenceOutput(child.request_id, child.choice, [], finish_reason="error", error=replica.dead)
+            for child in lost
+        ]
+
+    def num_waiting(self) -> int:
+        """About how many requests wait, on all living replicas together."""
+        limit = self._config.scheduler.max_num_seqs
+        return sum(replica.waiting(limit) for replica in self._replicas if not replica.dead)
+
+    def num_in_flight(self) -> int:
+        """Engine requests that have not finished."""
+        return len(self._home)
+
+    def stats(self) -> list[EngineStats]:
+        """The last counters of each replica, dead ones included."""
+        return [replica.stats for replica in self._replicas]
+
+    def alive(self) -> list[bool]:
+        """Per replica, whether it lives."""
+        return [not replica.dead for replica in self._replicas]
+
+    @property
+    def dead_reason(self) -> str:
+        """Why no replica is left; empty while one is."""
+        reasons = [replica.dead for replica in self._replicas]
+        return "; ".join(dict.fromkeys(reasons)) if reasons and all(reasons) else ""
+
+    def close(self) -> None:
+        """End every replica's process; may be called again, and from any thread."""
+        with self._closing:
+            replicas, self._open = self._open, []
+            if replicas:
+                with ThreadPoolExecutor(len(replicas), "close") as pool:
+                    list(pool.map(lambda replica: replica.client.close(), replicas))
+
+    def _forget(self, request_id: str) -> None:
+        index = self._home.pop(request_id, None)
+        if index is not None:
+            replica = self._replicas[index]
+            replica.tokens -= _cost(replica.in_flight.pop(request_id))
+
+
+def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
+    """The counters and gauges of several replicas, added up."""
+    names = EngineStats.__struct_fields__
+    return EngineStats(**{name: sum(getattr(one, name) for one in stats) for name in names})
+
+
+def _cost(request: Request) -> int:
+    return len(request.prompt_token_ids) + (request.sampling.max_tokens or 0)
+
+
+def _bind(on_event: Callable[[int, EngineEvent], None], index: int) -> Callable[[EngineEvent], None]:
+    return lambda event: on_event(index, event)

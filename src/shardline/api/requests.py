@@ -1,0 +1,164 @@
+"""From what a user asks to what the engine runs: prompts become ids, open parameters get their values."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import msgspec
+
+from shardline.text.tokenizer import Tokenizer
+from shardline.types import Request, SamplingParams
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt as token ids; `prompt` is the text that they came from, for display only."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: str
+
+
+MAX_CHOICES = 1024
+"""Upper bound of `n`: every choice is a request of its own in the engine."""
+
+Prompt = str | TextPrompt | TokensPrompt | Sequence[int]
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A user request, checked: `children` are its n choices as the engine sees them, equal but for `choice`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    children: list[Request]
+
+
+@dataclass(frozen=True)
+class RequestBuilder:
+    """Checks prompts and parameters against one model, and fills in what was left open.
+
+    Args:
+        tokenizer: None: the model has none, and prompts must be token ids.
+        vocab_size: rows of the embedding; ids are below it.
+        max_model_len: prompt and output together, in tokens.
+        seeds: where the seeds of requests come from that set none.
+    """
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    seeds: random.Random
+
+    def build(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+    ) -> PreparedRequest:
+        """The request, ready to be run.
+
+        Raises:
+            ValueError: the prompt or a parameter does not fit the model; the message says what would.
+        """
+        text, ids = self.tokenize(prompt)
+        self._check_prompt(ids)
+        self._check_params(params)
+        room = self.max_model_len - len(ids)
+        if params.min_tokens > room:
+            raise ValueError(
+                f"min_tokens is {params.min_tokens}, but a prompt of {len(ids)} tokens leaves room for {room} "
+                f"(the model's maximum length is {self.max_model_len})"
+            )
+        sampling = msgspec.structs.replace(
+            params,
+            seed=self.seeds.getrandbits(63) if params.seed is None else params.seed,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+        )
+        arrival = time.monotonic()
+        children = [
+            Request(
+                request_id=f"{request_id}-{choice}",
+                prompt_token_ids=ids,
+                sampling=sampling,
+                choice=choice,
+                eos_token_ids=self.eos_token_ids,
+                priority=priority,
+                arrival_time=arrival,
+                cache_salt=cache_salt,
+            )
+            for choice in range(params.n)
+        ]
+        return PreparedRequest(request_id, text, ids, sampling, children)
+
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The prompt's text (None: only ids were given) and ids.
+
+        Raises:
+            ValueError: the prompt is of no known form, or is text and the model has no tokenizer.
+        """
+        text, ids = split_prompt(prompt)
+        if ids is None:
+            assert text is not None
+            if self.tokenizer is None:
+                raise ValueError("the model has no tokenizer.json; give prompt_token_ids instead of text")
+            ids = self.tokenizer.encode(text)
+        return text, ids
+
+    def _check_prompt(self, ids: list[int]) -> None:
+        if not ids:
+            raise ValueError("the prompt is empty; it needs at least one token")
+        if len(ids) >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, but the model's maximum length is {self.max_model_len} tokens, "
+                "prompt and output together; shorten the prompt or raise --max-model-len"
+            )
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            bad = next(token_id for token_id in ids if not 0 <= token_id < self.vocab_size)
+            raise ValueError(f"token id {bad} is out of range: the vocabulary has {self.vocab_size} tokens")
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.n > MAX_CHOICES:
+            raise ValueError(f"n must be at most {MAX_CHOICES}, got {params.n}")
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            for token_id in ids:
+                if not 0 <= token_id < self.vocab_size:
+                    raise ValueError(f"{name} has token id {token_id}, but the vocabulary has {self.vocab_size} tokens")
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and the model has none; use stop_token_ids")
+
+
+def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
+    """The text and the ids that a prompt was given as; at least one of them is not None.
+
+    Raises:
+        ValueError: the prompt is of no known form.
+    """
+    if isinstance(prompt, str):
+        return prompt, None
+    if isinstance(prompt, Mapping):
+        unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if not unknown and (text is None or isinstance(text, str)):
+            if ids is not None:
+                return text, _as_ids(ids)
+            if text is not None:
+                return text, None
+    elif isinstance(prompt, Sequence):
+        return None, _as_ids(prompt)
+    raise ValueError('a prompt is text, {"prompt": text}, {"prompt_token_ids": ids} or a list of ids')
+
+
+def _as_ids(values: Any) -> list[int]:
+    ids = list(values) if isinstance(values, Sequence) and not isinstance(values, (str, bytes)) else None
+    if ids is None or not all(type(value) is int for value in ids):
+        raise ValueError("prompt token ids must be a list of integers")
+    return ids

@@ -1,0 +1,94 @@
+"""How the HTTP server is set up: frozen, validated once, a command-line flag per field."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from shardline import env
+from shardline.config.fields import option
+from shardline.config.units import parse_bytes
+
+_LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """All that the server needs beside the engine's configuration.
+
+    Raises:
+        ValueError: a value is out of its range or two of them contradict each other.
+    """
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every IPv4 interface")
+    port: int = option(8000, "port to listen on; 0: any free one")
+    api_key: tuple[str, ...] = option((), "keys that clients may send as bearer token; default: $SHARDLINE_API_KEY")
+    served_model_name: tuple[str, ...] = option(
+        (), "names under which the model is served, the first one in responses; default: the model as given"
+    )
+    ssl_keyfile: str | None = option(None, "file with the TLS private key")
+    ssl_certfile: str | None = option(None, "file with the TLS certificate")
+    allowed_origins: tuple[str, ...] = option(
+        (), "web origins whose pages may call this server (CORS), for example http://localhost:3000; *: every one"
+    )
+    max_request_bytes: int | str = option("32MiB", "largest request body; a larger one is answered 413")
+    disable_log_requests: bool = option(False, "accepted for compatibility: prompts are never logged")
+    disable_access_log: bool = option(False, "no log line per request", aliases=("disable-uvicorn-access-log",))
+    root_path: str = option("", "path prefix that a reverse proxy strips before it forwards")
+    uvicorn_log_level: str = option("warning", "log level of the HTTP library", choices=_LOG_LEVELS)
+    shutdown_timeout: float = option(30.0, "seconds that running requests get to finish on SIGTERM or SIGINT")
+    chat_template: str | None = option(None, "chat template to use instead of the model's: a file, or the text itself")
+    enable_metrics: bool = option(True, "serve Prometheus metrics at /metrics")
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that are valid; empty: every client is let in."""
+        if self.api_key:
+            return self.api_key
+        key = env.api_key()
+        return (key,) if key else ()
+
+    @property
+    def body_limit(self) -> int:
+        """Largest request body, in bytes."""
+        return parse_bytes(self.max_request_bytes)
+
+
+def _validate(config: ServerConfig) -> None:
+    def require(holds: bool, message: str) -> None:
+        if not holds:
+            raise ValueError(message)
+
+    require(bool(config.host), "host must not be empty; 127.0.0.1 is this machine, 0.0.0.0 every interface")
+    require(0 <= config.port <= 65535, f"port must be in [0, 65535], got {config.port}")
+    for name in ("api_key", "served_model_name", "allowed_origins"):
+        values = getattr(config, name)
+        require(not isinstance(values, str), f"{name} must be a sequence of strings, got the string {values!r}")
+        require(all(values), f"{name} must not be empty")
+    require(all(key.isascii() and key.isprintable() for key in config.api_key), "api_key must be printable ASCII")
+    for origin in config.allowed_origins:
+        require(
+            origin == "*" or re.fullmatch(r"https?://[^/\s]+", origin) is not None,
+            f"allowed_origins: {origin!r} is no origin; write scheme and host, for example https://chat.example.org",
+        )
+    require(
+        (config.ssl_keyfile is None) == (config.ssl_certfile is None),
+        "ssl_keyfile and ssl_certfile must be given together",
+    )
+    for name in ("ssl_keyfile", "ssl_certfile"):
+        path = getattr(config, name)
+        require(path is None or os.path.isfile(path), f"{name}: there is no file {path!r}")
+    require(config.body_limit >= 1, f"max_request_bytes must be at least 1, got {config.max_request_bytes}")
+    require(
+        config.root_path == "" or (config.root_path.startswith("/") and not config.root_path.endswith("/")),
+        f"root_path must start with / and not end with it, got {config.root_path!r}",
+    )
+    require(
+        config.uvicorn_log_level in _LOG_LEVELS,
+        f"uvicorn_log_level must be one of {', '.join(_LOG_LEVELS)}, got {config.uvicorn_log_level!r}",
+    )
+    require(0.0 <= config.shutdown_timeout < 1e6, f"shutdown_timeout must be seconds, got {config.shutdown_timeout}")

@@ -1,0 +1,47 @@
+"""One rank, in the engine's own process: no hop between plan and step."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from shardline.engine.executor.base import Executor, ExecutorFailure
+from shardline.runtime.messages import RankReport
+from shardline.runtime.setup import ReplicaSetup
+from shardline.types import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from shardline.runtime.worker import Worker
+
+
+class UniExecutor(Executor):
+    """Runs a step when its result is asked for."""
+
+    max_in_flight = 1
+
+    def __init__(self, setup: ReplicaSetup) -> None:
+        self._setup = setup
+        self._worker: Worker | None = None
+        self._plans: deque[StepPlan] = deque()
+
+    def start(self) -> list[RankReport]:
+        from shardline.runtime.parallel.groups import alone
+        from shardline.runtime.worker import Worker
+
+        self._worker = Worker(self._setup, alone())
+        return [self._worker.load()]
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def collect(self) -> StepResult:
+        assert self._worker is not None
+        try:
+            result = self._worker.run(self._plans.popleft())
+        except Exception as error:
+            raise ExecutorFailure(f"rank 0 failed: {type(error).__name__}: {error}") from error
+        assert result is not None
+        return result
+
+    def close(self) -> None:
+        self._worker = None

@@ -1,0 +1,41 @@
+"""The start-up log: what was chosen, where each rank stands, what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardline.config.units import format_bytes
+from shardline.runtime.messages import RankReport
+from shardline.runtime.setup import ReplicaSetup
+
+
+def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: dict[str, float]) -> list[str]:
+    """Lines for people; the KV cache and concurrency lines have the wording that vLLM's users look for."""
+    config, grid, spec = setup.config, setup.grid, setup.spec
+    cache = config.cache
+    lines = [
+        f"model {setup.files.name}: {spec.model_type}, {len(spec.layers)} layers, {config.model.dtype}, "
+        f"max_model_len {setup.max_model_len}",
+        f"layout: tensor {grid.tensor} x pipeline {grid.pipeline} = {grid.world_size} ranks a replica, "
+        f"{config.parallel.data_parallel_size} replicas; executor {config.parallel.distributed_executor_backend}, "
+        f"collectives {setup.collectives if grid.world_size > 1 else 'none needed'}, "
+        f"numerics {config.parallel.numerics}",
+    ]
+    for report in ranks:
+        place = grid.place(report.rank)
+        stage = setup.stages[place.pp_rank]
+        lines.append(
+            f"rank {report.rank}: {report.host} {report.device} ({report.isa}, {report.threads} threads, pid "
+            f"{report.pid}), pp {place.pp_rank} (layers {stage.start}-{stage.stop - 1}), tp {place.tp_rank}; weights "
+            f"{format_bytes(report.weight_bytes)}, KV {format_bytes(report.kv_bytes)}, "
+            f"loaded in {report.load_seconds:.2f} s"
+        )
+    tokens = int(setup.max_concurrency * setup.max_model_len)
+    lines += [
+        f"{ranks[0].device} KV cache size: {tokens:,} tokens",
+        f"# {ranks[0].device} blocks: {setup.num_blocks - 1}, block size {cache.block_size}, KV groups "
+        f"{len(setup.groups)}, prefix caching {'on' if cache.enable_prefix_caching else 'off'}",
+        f"Maximum concurrency for {setup.max_model_len:,} tokens per request: {setup.max_concurrency:.2f}x",
+        "seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items()),
+    ]
+    return lines

@@ -1,0 +1,133 @@
+"""From what the user asked for to a resolved configuration: every choice made, every refusal given, before loading."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from shardline.config.engine import EngineConfig, ParallelConfig
+from shardline.config.topology import RankGrid
+from shardline.config.units import format_bytes, parse_bytes
+from shardline.engine.host_memory import available_host_memory
+from shardline.models.kv_capacity import longest_request
+from shardline.models.lookup import decoder_spec
+from shardline.models.partition import Span, check_tensor_parallel, kv_groups
+from shardline.models.sizes import weight_bytes, stage_spans
+from shardline.models.spec import DecoderSpec, DType
+from shardline.runtime.loader.checkpoint import Checkpoint
+from shardline.runtime.loader.hub import resolve_model
+from shardline.runtime.setup import pool_blocks, replica_grid
+
+_CPU_DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
+
+
+def resolve(config: EngineConfig) -> EngineConfig:
+    """`config` with every open choice made for this host.
+
+    Raises:
+        ValueError: the model, the shape or the memory cannot be; the message says what would work.
+    """
+    parallel = _resolve_parallel(config.parallel)
+    dummy = config.model.load_format == "dummy"
+    files = resolve_model(config.model.model, config.model.revision, weights=not dummy)
+    dtype = _resolve_dtype(config.model.dtype, decoder_spec(files.config, None).dtype)
+    asked = config.model.max_model_len
+    spec = decoder_spec(files.config, asked if isinstance(asked, int) else None)
+    if isinstance(asked, int) and asked > spec.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len {asked} is more than the {spec.max_position_embeddings} positions this model has; "
+            f"use {spec.max_position_embeddings} or less"
+        )
+    check_tensor_parallel(spec, parallel.tensor_parallel_size)
+    stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
+    if not dummy:
+        Checkpoint.open(files.folder).check(spec)
+    grid = replica_grid(parallel)
+    kv_bytes = _kv_bytes_per_rank(config, spec, grid, stages, dtype)
+    model = dataclasses.replace(config.model, model=str(files.folder), dtype=dtype)
+    cache = dataclasses.replace(config.cache, kv_cache_memory=kv_bytes)
+    resolved = dataclasses.replace(config, model=model, parallel=parallel, cache=cache)
+    return dataclasses.replace(
+        resolved, model=dataclasses.replace(model, max_model_len=_resolve_length(asked, resolved, spec, grid, stages))
+    )
+
+
+def allowed_cpus() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
+    if parallel.enable_expert_parallel:
+        raise ValueError("enable_expert_parallel needs a mixture-of-experts model, and none is supported yet")
+    if parallel.context_parallel_size > 1:
+        raise ValueError("context_parallel_size above 1 is not supported yet; use tensor_parallel_size instead")
+    world = replica_grid(parallel).world_size
+    backend = parallel.distributed_executor_backend
+    if backend == "auto":
+        backend = "uni" if world == 1 else "mp"
+    if backend == "uni" and world > 1:
+        raise ValueError(f"distributed_executor_backend 'uni' runs one rank, and this layout has {world}; use 'mp'")
+    if backend == "threads" and parallel.collectives == "gloo":
+        raise ValueError("collectives 'gloo' needs processes; use distributed_executor_backend 'mp'")
+    cores = allowed_cpus()
+    if parallel.cpu_threads is not None and parallel.cpu_threads > cores:
+        raise ValueError(f"cpu_threads {parallel.cpu_threads} is more than the {cores} cores this process may use")
+    threads = parallel.cpu_threads or max(1, cores // (world * parallel.data_parallel_size))
+    return dataclasses.replace(parallel, distributed_executor_backend=backend, cpu_threads=threads)
+
+
+def _resolve_dtype(asked: str, checkpoint: str) -> DType:
+    if asked == "auto":
+        # The CPU kernels compute in float32 and bfloat16; float16 checkpoints keep their precision in float32.
+        return _CPU_DTYPES.get(checkpoint, "float32")
+    if asked not in _CPU_DTYPES:
+        raise ValueError(f"dtype {asked} is not supported on the CPU; use bfloat16 or float32")
+    return _CPU_DTYPES[asked]
+
+
+def _kv_bytes_per_rank(
+    config: EngineConfig, spec: DecoderSpec, grid: RankGrid, stages: tuple[Span, ...], dtype: DType
+) -> int:
+    if config.cache.kv_cache_memory is not None:
+        return parse_bytes(config.cache.kv_cache_memory)
+    weights = [weight_bytes(spec, grid.place(rank), stages, dtype) for rank in range(grid.world_size)]
+    replicas = config.parallel.data_parallel_size
+    total, available = sum(weights) * replicas, available_host_memory()
+    if total > available:
+        raise ValueError(
+            f"the weights need {format_bytes(total)} ({replicas} x {format_bytes(sum(weights))}) and this host has "
+            f"{format_bytes(available)} available; use a smaller model, fewer replicas, or --dtype bfloat16"
+        )
+    # Half of what is left: the page cache that holds the checkpoint, and the other programs, need room too.
+    free = (available - total) * config.cache.gpu_memory_utilization / 2
+    return int(free / (grid.world_size * replicas))
+
+
+def _resolve_length(
+    asked: int | str | None, config: EngineConfig, spec: DecoderSpec, grid: RankGrid, stages: tuple[Span, ...]
+) -> int:
+    """max_model_len as a number that the KV pool can hold.
+
+    Raises:
+        ValueError: one request of the wanted length does not fit.
+    """
+    wanted = asked if isinstance(asked, int) else spec.max_position_embeddings
+    num_blocks = pool_blocks(config, spec, grid, stages, wanted)
+    cache = config.cache
+    fits = longest_request(
+        kv_groups(spec), num_blocks - 1, cache.block_size, config.scheduler.max_num_batched_tokens
+    )
+    if fits >= wanted:
+        return wanted
+    if fits < 2:
+        raise ValueError(
+            f"the KV cache has room for {max(0, num_blocks - 1)} blocks of {cache.block_size} tokens, too few for any "
+            "request; raise --kv-cache-memory"
+        )
+    if asked == "auto":
+        return fits
+    raise ValueError(
+        f"one request of {wanted} tokens does not fit the KV cache, which holds {fits}; use --max-model-len {fits} or "
+        "less (or auto), or raise --kv-cache-memory"
+    )

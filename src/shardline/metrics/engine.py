@@ -1,0 +1,60 @@
+"""Engine counters and gauges, read when Prometheus asks rather than pushed at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from shardline.types import EngineStats
+
+_LABELS = ("model_name", "engine")
+
+_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("num_requests_running", "Sequences in the running batch.", lambda s: s.num_running),
+    ("num_requests_waiting", "Sequences that wait for a place in the batch.", lambda s: s.num_waiting),
+    (
+        "kv_cache_usage_perc",
+        "Share of the KV blocks in use; 1 means all of them.",
+        lambda s: s.kv_blocks_used / s.kv_blocks_total if s.kv_blocks_total else 0.0,
+    ),
+    ("kv_blocks", "KV blocks of the cache.", lambda s: s.kv_blocks_total),
+    ("kv_blocks_used", "KV blocks referenced by a live sequence.", lambda s: s.kv_blocks_used),
+)
+
+_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("num_preemptions", "Sequences preempted because the KV cache was full.", lambda s: s.num_preemptions),
+    ("prompt_tokens", "Prompt tokens processed.", lambda s: s.prompt_tokens),
+    ("generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
+    ("num_steps", "Engine steps.", lambda s: s.num_steps),
+    ("step_seconds", "Seconds that workers spent in steps.", lambda s: s.step_seconds),
+    ("engine_seconds", "Seconds of the engine loop's own time, all but waiting for workers.", lambda s: s.engine_seconds),
+)
+
+
+class EngineCollector:
+    """Turns `read_stats()`, one EngineStats per replica, into metric families labelled `model_name` and `engine`."""
+
+    def __init__(self, model_name: str, read_stats: Callable[[], Sequence[EngineStats]]) -> None:
+        self._model_name = model_name
+        self._read_stats = read_stats
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the families need no check for duplicates, and the engines may not be there yet."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """One family per metric, one sample per replica."""
+        replicas = [((self._model_name, str(index)), stats) for index, stats in enumerate(self._read_stats())]
+        for name, text, value in _GAUGES:
+            gauge = GaugeMetricFamily(f"shardline:{name}", text, labels=_LABELS)
+            for labels, stats in replicas:
+                gauge.add_metric(labels, value(stats))
+            yield gauge
+        for name, text, value in _COUNTERS:
+            counter = CounterMetricFamily(f"shardline:{name}", text, labels=_LABELS)
+            for labels, stats in replicas:
+                counter.add_metric(labels, value(stats))
+            yield counter

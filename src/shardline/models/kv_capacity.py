@@ -1,0 +1,31 @@
+"""KV blocks per request and requests per pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardline.models.partition import KVGroup
+
+
+def blocks_per_request(groups: Sequence[KVGroup], num_tokens: int, block_size: int, max_step_tokens: int) -> int:
+    """Blocks that one request of `num_tokens` holds at its largest, over all KV groups.
+
+    A windowed group gives back what slid out of the window, but holds the window and a whole step's new tokens.
+    """
+    total = 0
+    for group in groups:
+        held = num_tokens if group.window is None else min(num_tokens, group.window + max_step_tokens + block_size)
+        total += -(-held // block_size)
+    return total
+
+
+def longest_request(groups: Sequence[KVGroup], num_blocks: int, block_size: int, max_step_tokens: int) -> int:
+    """Tokens of the longest request whose blocks number at most `num_blocks`; 0 where none fits."""
+    low, high = 0, num_blocks * block_size
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_per_request(groups, middle, block_size, max_step_tokens) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,68 @@
+"""From a config.json's `model_type` to the file that knows it: `models/<model_type>.py`, found by its name."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+import shardline.models
+from shardline.models.spec import DecoderSpec, TensorSource
+
+
+class Family(Protocol):
+    """What the module of a model type offers."""
+
+    def decoder_spec(self, config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+        """The model that a parsed config.json describes.
+
+        `max_model_len` fixes those rope scalings that would follow the length; None: the longest that the
+        configuration allows.
+
+        Raises:
+            ValueError: a key is missing, of the wrong type, or asks for what is not supported.
+        """
+
+    def tensor_source(self, name: str, spec: DecoderSpec) -> TensorSource:
+        """Where the canonical parameter `name` lies in a checkpoint of this model type."""
+
+
+def family(model_type: str) -> Family:
+    """The module for a `model_type`.
+
+    Raises:
+        ValueError: there is none; names those that there are.
+    """
+    if model_type in _module_names():
+        module = importlib.import_module(f"shardline.models.{model_type}")
+        if hasattr(module, "decoder_spec"):
+            return cast(Family, module)
+    known = known_families()
+    close = difflib.get_close_matches(model_type, known, n=3)
+    hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+    raise ValueError(f"model_type {model_type!r} is not supported{hint}; supported: {', '.join(known)}")
+
+
+def known_families() -> list[str]:
+    """Every supported model type."""
+    return [
+        name for name in _module_names() if hasattr(importlib.import_module(f"shardline.models.{name}"), "decoder_spec")
+    ]
+
+
+def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None) -> DecoderSpec:
+    """The model that a parsed config.json describes, by its `model_type`.
+
+    Raises:
+        ValueError: the model type is missing or not supported, or the configuration is wrong.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(f"config.json has no model_type; supported: {', '.join(known_families())}")
+    return family(model_type).decoder_spec(config, max_model_len)
+
+
+def _module_names() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(shardline.models.__path__))

@@ -1,0 +1,195 @@
+"""Rotary embedding frequencies from config.json, as transformers computes them, but fixed at start.
+
+Where transformers lets the current length choose ("dynamic", "longrope"), max_model_len chooses here: the same token
+at the same position then has the same rotation in every request. Arithmetic is float32, powers rounded once from
+float64, so that the frequencies are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardline.models.hf_config import HFConfig
+from shardline.models.spec import Rope
+
+_Frequencies = tuple[NDArray[np.float32], float]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """One set of rope parameters of a config.json."""
+
+    section: HFConfig
+    kind: str
+    theta: float
+    rotary_dim: int
+    max_position_embeddings: int
+    original_max_position_embeddings: int
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence that these parameters allow.
+
+        As in vLLM: "linear" and "dynamic" stretch max_position_embeddings, "yarn" its original; elsewhere
+        max_position_embeddings already counts the scaling.
+        """
+        if self.kind in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * self.section.number("factor"))
+        if self.kind == "yarn":
+            return int(self.original_max_position_embeddings * self._factor())
+        return self.max_position_embeddings
+
+    def build(self, max_model_len: int | None) -> Rope:
+        """The frequencies; `max_model_len` None: for `max_length`.
+
+        Raises:
+            ValueError: a parameter is missing or wrong.
+        """
+        inv_freq, attention_scaling = _KINDS[self.kind](self, max_model_len or self.max_length)
+        return Rope(tuple(float(f) for f in inv_freq), attention_scaling)
+
+    def _factor(self) -> float:
+        """Scaling factor of yarn and longrope, which may leave it to the ratio of the two lengths."""
+        ratio = self.max_position_embeddings / self.original_max_position_embeddings
+        return self.section.number("factor", ratio)
+
+
+def read_rope(
+    config: HFConfig,
+    head_dim: int,
+    max_position_embeddings: int,
+    *,
+    default_theta: float = 10_000.0,
+    section: HFConfig | None = None,
+    partial: bool = False,
+    aliases: dict[str, str] | None = None,
+    default_original: int | None = None,
+) -> RopeConfig:
+    """The rope parameters of `config`, in `rope_parameters` (transformers 5) or in `rope_theta` and `rope_scaling`.
+
+    `section` overrides where they are; `partial` allows partial_rotary_factor; `aliases` renames rope types;
+    `default_original` is the original_max_position_embeddings of a file that has none.
+
+    Raises:
+        ValueError: the rope type is not known, or a parameter is wrong.
+    """
+    if section is None:
+        section = config.section("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
+    kind = section.text("rope_type", section.text("type", "default"))
+    kind = (aliases or {}).get(kind, kind)
+    if kind not in _KINDS:
+        raise section.error("rope_type", f"{kind!r} is not supported; supported: {', '.join(_KINDS)}")
+    fraction = section.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    if fraction > 1.0 or (fraction != 1.0 and not partial):
+        raise section.error("partial_rotary_factor", f"{fraction} is not supported for this model type")
+    rotary_dim = int(head_dim * fraction)
+    if rotary_dim % 2 or rotary_dim == 0:
+        raise section.error("", f"needs an even rotary size, got {rotary_dim} (head_dim {head_dim})")
+    # A value outside the rope parameters wins, as in transformers: there phi3 has it.
+    original = section.integer("original_max_position_embeddings", default_original or max_position_embeddings)
+    return RopeConfig(
+        section=section,
+        kind=kind,
+        theta=section.number("rope_theta", config.number("rope_theta", default_theta)),
+        rotary_dim=rotary_dim,
+        max_position_embeddings=max_position_embeddings,
+        original_max_position_embeddings=config.integer("original_max_position_embeddings", original),
+    )
+
+
+def _powers(theta: float, rotary_dim: int) -> NDArray[np.float32]:
+    """theta ** (2i / rotary_dim), [rotary_dim / 2]."""
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
+    base = float(np.float32(theta))
+    return np.array([math.pow(base, float(exponent)) for exponent in exponents], dtype=np.float32)
+
+
+def _default(rope: RopeConfig, length: int) -> _Frequencies:
+    return np.float32(1.0) / _powers(rope.theta, rope.rotary_dim), 1.0
+
+
+def _linear(rope: RopeConfig, length: int) -> _Frequencies:
+    inv_freq, scaling = _default(rope, length)
+    return inv_freq / np.float32(rope.section.number("factor")), scaling
+
+
+def _dynamic(rope: RopeConfig, length: int) -> _Frequencies:
+    dim, factor = rope.rotary_dim, rope.section.number("factor")
+    if dim <= 2:
+        raise rope.section.error("rope_type", f"'dynamic' needs a rotary size above 2, got {dim}")
+    stretch = max(length, rope.max_position_embeddings) / rope.max_position_embeddings
+    theta = rope.theta * (factor * stretch - (factor - 1)) ** (dim / (dim - 2))
+    return np.float32(1.0) / _powers(theta, dim), 1.0
+
+
+def _llama3(rope: RopeConfig, length: int) -> _Frequencies:
+    section, original = rope.section, rope.original_max_position_embeddings
+    factor = section.number("factor")
+    low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+    if high <= low:
+        raise section.error("high_freq_factor", f"must be above low_freq_factor ({low}), got {high}")
+    inv_freq, scaling = _default(rope, length)
+    wavelength = np.float32(2 * math.pi) / inv_freq
+    smooth = (np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low)
+    between = (1 - smooth) * inv_freq / np.float32(factor) + smooth * inv_freq
+    scaled = np.where(wavelength > original / low, inv_freq / np.float32(factor), between)
+    return np.where(wavelength < original / high, inv_freq, scaled).astype(np.float32), scaling
+
+
+def _yarn(rope: RopeConfig, length: int) -> _Frequencies:
+    section, dim, factor = rope.section, rope.rotary_dim, rope._factor()
+
+    def boundary(rotations: float) -> float:
+        """The dim that makes so many rotations within the original length."""
+        turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = boundary(section.number("beta_fast", 32.0)), boundary(section.number("beta_slow", 1.0))
+    if section.flag("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low or 0.001
+    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(width), 0, 1)
+    powers = _powers(rope.theta, dim)
+    extrapolated, interpolated = np.float32(1.0) / powers, np.float32(1.0) / (np.float32(factor) * powers)
+    keep = 1 - ramp
+    return (interpolated * (1 - keep) + extrapolated * keep).astype(np.float32), _yarn_scaling(section, factor)
+
+
+def _yarn_scaling(section: HFConfig, factor: float) -> float:
+    if section.has("attention_factor"):
+        return section.number("attention_factor")
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    # Some files have zeros here and mean "not set".
+    if section.values.get("mscale") and section.values.get("mscale_all_dim"):
+        return mscale(section.number("mscale")) / mscale(section.number("mscale_all_dim"))
+    return mscale(1.0)
+
+
+def _longrope(rope: RopeConfig, length: int) -> _Frequencies:
+    section, original = rope.section, rope.original_max_position_embeddings
+    key = "long_factor" if length > original else "short_factor"
+    factors = np.array(section.numbers(key, rope.rotary_dim // 2), dtype=np.float32)
+    inv_freq = np.float32(1.0) / (factors * _powers(rope.theta, rope.rotary_dim))
+    if section.has("attention_factor"):
+        return inv_freq, section.number("attention_factor")
+    factor = rope._factor()
+    return inv_freq, math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+_KINDS: dict[str, Callable[[RopeConfig, int], _Frequencies]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -1,0 +1,116 @@
+"""Weight bytes, KV bytes and FLOPs: the only formulas, used by worker, planner and doctor alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from shardline.config.topology import RankPlace
+from shardline.models.parameters import Shape, layer_parameters, parameters, stage_parameters
+from shardline.models.partition import (
+    Span,
+    balance_stages,
+    kv_groups,
+    kv_shape,
+    parse_stages,
+    split_heads,
+)
+from shardline.models.sharding import Numerics, shard, shard_shape
+from shardline.models.spec import GQA, DecoderSpec, DType
+
+DTYPE_BYTES: Mapping[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per element."""
+
+
+def num_parameters(spec: DecoderSpec) -> int:
+    """Parameters of the whole model; tied embeddings count once."""
+    return _num_elements(shape for _, shape in parameters(spec))
+
+
+def stage_spans(spec: DecoderSpec, num_stages: int, pipeline_stages: str | None = None) -> tuple[Span, ...]:
+    """The layers of each pipeline stage: as `pipeline_stages` says ("10,12,10"), else balanced.
+
+    A layer costs the weights that one token's decode reads, and so do the embedding (a row) and the lm_head (all).
+
+    Raises:
+        ValueError: there are more stages than layers, or `pipeline_stages` does not fit.
+    """
+    if pipeline_stages is not None:
+        return parse_stages(pipeline_stages, len(spec.layers), num_stages)
+    costs = [_num_elements(shape for _, shape in layer_parameters(layer, spec.hidden_size)) for layer in spec.layers]
+    embedding = spec.hidden_size * (1 if spec.learned_positions is None else 2)
+    return balance_stages(costs, num_stages, first_extra=embedding, last_extra=spec.vocab_size * spec.hidden_size)
+
+
+def weight_bytes(
+    spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: DType, numerics: Numerics = "exact"
+) -> int:
+    """Bytes of the weights that the rank at `place` holds, in `dtype`, without padding or packing."""
+    tp_size = len(place.tp_peers)
+    shapes = (
+        shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics))
+        for name, shape in stage_parameters(spec, stages[place.pp_rank])
+    )
+    return _num_elements(shapes) * DTYPE_BYTES[dtype]
+
+
+def kv_bytes_per_token(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: DType) -> int:
+    """Bytes of keys and values that the rank at `place` stores for a token, summed over its stage's layers.
+
+    A layer with a window stores only the tokens within it; this counts it like any other.
+    """
+    stage = stages[place.pp_rank]
+    return sum(_layer_kv_bytes(spec.layers[index].attention, place, dtype) for index in range(stage.start, stage.stop))
+
+
+def kv_block_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: DType, block_size: int) -> int:
+    """Bytes of one KV block on the rank at `place`.
+
+    A block holds `block_size` tokens of one KV group (see `partition.kv_groups`), those of the group's layers that lie
+    in the rank's stage; it is as large as the largest group needs.
+    """
+    stage = stages[place.pp_rank]
+    return block_size * max(
+        sum(
+            _layer_kv_bytes(spec.layers[index].attention, place, dtype)
+            for index in group.layers
+            if stage.start <= index < stage.stop
+        )
+        for group in kv_groups(spec)
+    )
+
+
+def flops(spec: DecoderSpec, num_tokens: int, context_len: int = 0, num_logits: int = 1) -> int:
+    """Floating-point operations of a forward pass over `num_tokens` new tokens of one sequence.
+
+    `context_len` tokens are in its KV cache already, and `num_logits` positions go through the lm_head. Matrix
+    products and attention only, an addition and a multiplication counted apart. A decode step has one new token.
+    """
+    total = 2 * num_logits * spec.vocab_size * spec.hidden_size
+    for layer in spec.layers:
+        matrices = _num_elements(shape for _, shape in layer_parameters(layer, spec.hidden_size) if len(shape) == 2)
+        gqa = layer.attention
+        pairs = attended_pairs(num_tokens, context_len, gqa.window)
+        total += 2 * num_tokens * matrices + 4 * gqa.num_heads * gqa.head_dim * pairs
+    return total
+
+
+def attended_pairs(num_tokens: int, context_len: int, window: int | None) -> int:
+    """(query, key) pairs of causal attention when `num_tokens` follow `context_len` cached ones."""
+    stop = context_len + num_tokens
+    if window is None or window >= stop:
+        return num_tokens * context_len + num_tokens * (num_tokens + 1) // 2
+    # Positions before `window` see all that is before them, the others exactly `window` tokens.
+    growing = max(0, min(stop, window) - context_len)
+    return growing * context_len + growing * (growing + 1) // 2 + (num_tokens - growing) * window
+
+
+def _layer_kv_bytes(attention: GQA, place: RankPlace, dtype: DType) -> int:
+    """Keys and values of one token in one layer on one rank."""
+    _, head_dim = kv_shape(attention)
+    shares = split_heads(attention.num_heads, attention.num_kv_heads, len(place.tp_peers))
+    return 2 * shares[place.tp_rank].kv_heads.size * head_dim * DTYPE_BYTES[dtype]
+
+
+def _num_elements(shapes: Iterable[Shape]) -> int:
+    return sum(math.prod(shape) for shape in shapes)

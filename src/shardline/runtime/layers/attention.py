@@ -1,0 +1,82 @@
+"""Attention over the paged KV cache, heads split over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardline.models.spec import GQA, Rope
+from shardline.runtime.layers.context import LayerContext
+from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
+from shardline.runtime.layers.norm import NormLayer
+from shardline.runtime.ops.attention import paged_attention
+from shardline.runtime.ops.kv_cache import write_kv
+from shardline.runtime.ops.rope import apply_rope, rotary_table
+from shardline.runtime.step import KVGroupInput, StepInput
+
+
+class RotaryTables:
+    """cos/sin tables of a stage, one per distinct Rope."""
+
+    def __init__(self, max_positions: int) -> None:
+        self._max_positions = max_positions
+        self._tables: dict[Rope, Tensor] = {}
+
+    def of(self, rope: Rope) -> Tensor:
+        """[max_positions, rotary_dim] float32, cos beside sin."""
+        if rope not in self._tables:
+            inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32)
+            self._tables[rope] = rotary_table(inv_freq, self._max_positions, rope.attention_scaling)
+        return self._tables[rope]
+
+
+class AttentionLayer:
+    """x [T, hidden] -> [T, hidden]: project, norm, rotate, store KV, attend, project back."""
+
+    def __init__(self, context: LayerContext, name: str, spec: GQA, tables: RotaryTables) -> None:
+        self._spec = spec
+        self._qkv = ColumnLinear(context, [f"{name}.{part}" for part in ("q", "k", "v")], spec.qkv_bias)
+        head_widths = [span.size for span in context.spans(f"{name}.q.weight")]
+        self._output = ClosingLinear(context, f"{name}.o", head_widths, spec.output_bias)
+        self._q_norm = NormLayer(context, f"{name}.q_norm", spec.qk_norm) if spec.qk_norm else None
+        self._k_norm = NormLayer(context, f"{name}.k_norm", spec.qk_norm) if spec.qk_norm else None
+        self._table = tables.of(spec.rope) if spec.rope else None
+        self._key_cache: Tensor | None = None
+        self._value_cache: Tensor | None = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads that this rank stores."""
+        return self._qkv.widths[1] // self._spec.head_dim
+
+    def bind_cache(self, key_cache: Tensor, value_cache: Tensor) -> None:
+        """Give the layer its pages, each [num_blocks, num_kv_heads, block_size, head_dim]."""
+        self._key_cache, self._value_cache = key_cache, value_cache
+
+    def __call__(self, x: Tensor, step: StepInput, kv: KVGroupInput) -> Tensor:
+        assert self._key_cache is not None
+        assert self._value_cache is not None
+        head_dim = self._spec.head_dim
+        q, k, v = (
+            part.reshape(x.shape[0], -1, head_dim) for part in self._qkv(x).split(self._qkv.widths, dim=1)
+        )
+        if self._q_norm is not None and self._k_norm is not None:
+            q = self._q_norm(q.reshape(-1, head_dim)).view_as(q)
+            k = self._k_norm(k.reshape(-1, head_dim)).view_as(k)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        if self._table is not None:
+            assert self._spec.rope is not None
+            apply_rope(q, k, step.positions, self._table, self._spec.rope.interleaved)
+        write_kv(k, v, self._key_cache, self._value_cache, kv.slots)
+        attended = paged_attention(
+            q,
+            self._key_cache,
+            self._value_cache,
+            kv.block_tables,
+            step.query_starts,
+            step.context_lens,
+            self._spec.scale,
+            window=self._spec.window,
+            softcap=self._spec.softcap,
+        )
+        return self._output(attended.view(x.shape[0], -1))

@@ -1,0 +1,43 @@
+"""Token embeddings, vocab-parallel: each rank owns rows of the table and sends the rows that a step needs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardline.runtime.layers.context import LayerContext
+
+
+class TokenEmbedding:
+    """token ids [T] (and positions, where they are learned) -> [T, hidden_size] on every rank."""
+
+    def __init__(self, context: LayerContext) -> None:
+        self._group = context.group
+        self.weight = context.load("embed.weight")
+        """This rank's rows of the table [local vocab, hidden_size]; a tied lm_head reads them too."""
+        spans = context.spans("embed.weight")
+        self._start = spans[context.group.rank].start
+        self._stops = torch.tensor([span.stop for span in spans])
+        # Gemma rounds the factor itself to the activations' dtype before it multiplies.
+        scale = context.spec.embedding_scale
+        self._scale = None if scale == 1.0 else torch.tensor(scale, dtype=context.dtype)
+        self._positions = context.load("positions.weight") if context.spec.learned_positions else None
+
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        hidden = self._rows(token_ids)
+        if self._scale is not None:
+            hidden = hidden * self._scale
+        if self._positions is not None:
+            hidden = hidden + self._positions[positions]
+        return hidden
+
+    def _rows(self, token_ids: Tensor) -> Tensor:
+        if self._group.size == 1:
+            return self.weight[token_ids]
+        owners = torch.bucketize(token_ids, self._stops, right=True)
+        local = self.weight[token_ids[owners == self._group.rank] - self._start]
+        counts = torch.bincount(owners, minlength=self._group.size).tolist()
+        gathered = self._group.all_gather_rows(local, counts)
+        hidden = torch.empty_like(gathered)
+        hidden[torch.argsort(owners, stable=True)] = gathered
+        return hidden

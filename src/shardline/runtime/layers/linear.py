@@ -1,0 +1,53 @@
+"""Linear layers that know their axis.
+
+Exact numerics split the output dim: each output element is summed by one rank over full K. Fast numerics split K of
+the closing projections (o, down) as in Megatron-LM (Shoeybi et al., 2019) and add partial sums across ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardline.runtime.layers.context import LayerContext
+from shardline.runtime.ops.linear import linear, pack_weight
+
+
+class ColumnLinear:
+    """Rows of one or several weights [out, in] that this rank owns, stacked: x [M, in] -> [M, local out].
+
+    The input is whole on every rank, the output local.
+    """
+
+    def __init__(self, context: LayerContext, names: Sequence[str], bias: bool) -> None:
+        weights = [context.load(f"{name}.weight") for name in names]
+        self.widths = tuple(weight.shape[0] for weight in weights)
+        """Local output columns of each name, in order."""
+        self._packed = pack_weight(torch.cat(weights) if len(weights) > 1 else weights[0])
+        self._bias = torch.cat([context.load(f"{name}.bias") for name in names]) if bias else None
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        return linear(x, self._packed, self._bias, out_dtype)
+
+
+class ClosingLinear:
+    """The projection that ends a block: local input columns [M, local in] -> [M, out], whole on every rank."""
+
+    def __init__(self, context: LayerContext, name: str, input_widths: Sequence[int], bias: bool) -> None:
+        self._group = context.group
+        self._exact = context.exact or context.group.size == 1
+        self._input_widths = tuple(input_widths)
+        self._packed = pack_weight(context.load(f"{name}.weight"))
+        self._bias = context.load(f"{name}.bias") if bias else None
+        self._output_widths = tuple(span.size for span in context.spans(f"{name}.weight")) if self._exact else ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._exact:
+            whole = self._group.all_gather_columns(x, self._input_widths)
+            return self._group.all_gather_columns(linear(whole, self._packed, self._bias), self._output_widths)
+        total = self._group.all_reduce_sum(linear(x, self._packed, out_dtype=torch.float32))
+        if self._bias is not None:
+            total += self._bias.float()
+        return total.to(x.dtype)

@@ -1,0 +1,31 @@
+"""The lm_head, vocab-parallel: each rank computes the logits of its own rows of the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardline.runtime.layers.context import LayerContext
+from shardline.runtime.ops.linear import linear, pack_weight
+from shardline.runtime.ops.softcap import softcap_
+
+
+class LMHead:
+    """hidden [R, hidden_size] -> this rank's columns of the fp32 logits [R, vocab_size]."""
+
+    def __init__(self, context: LayerContext, embedding: Tensor | None) -> None:
+        """`embedding` is this rank's part of the embedding table, where the stage has it."""
+        spec = context.spec
+        name = "embed.weight" if spec.tied_embeddings else "lm_head.weight"
+        self.spans = context.spans(name)
+        """Vocabulary range of each rank."""
+        shared = embedding if spec.tied_embeddings else None
+        self._packed = pack_weight(context.load(name) if shared is None else shared)
+        self._bias = context.load("lm_head.bias") if spec.lm_head_bias else None
+        self._softcap = spec.logits_softcap
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits = linear(hidden, self._packed, self._bias, torch.float32)
+        if self._softcap is not None:
+            softcap_(logits, self._softcap)
+        return logits

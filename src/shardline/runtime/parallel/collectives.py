@@ -1,0 +1,68 @@
+"""What ranks exchange: one façade over shared memory, torch.distributed, or nothing at all.
+
+Every tensor that crosses is a finished value (an element computed by one rank), except in `all_reduce_sum`, which
+only `--numerics fast` uses. All ranks of a group call the same methods in the same order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Collectives(ABC):
+    """The exchanges of one group of ranks.
+
+    Every method raises TimeoutError where a peer does not arrive within the group's time-out, and ConnectionError
+    where the group was aborted or a peer has gone.
+    """
+
+    rank: int
+    """This rank's index in the group."""
+    size: int
+
+    @abstractmethod
+    def all_gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
+        """[M, widths[rank]] on each rank -> [M, sum(widths)] on all, columns in rank order."""
+
+    @abstractmethod
+    def all_gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:
+        """[counts[rank], N] on each rank -> [sum(counts), N] on all, rows in rank order."""
+
+    @abstractmethod
+    def all_reduce_sum(self, local: Tensor) -> Tensor:
+        """The sum over ranks of float32 tensors of one shape, added in rank order."""
+
+    def close(self) -> None:
+        """Release what the group holds."""
+
+
+class StageLink(ABC):
+    """One-way hand-off of hidden states from a rank to its successor in the next stage."""
+
+    @abstractmethod
+    def send(self, tensor: Tensor) -> None:
+        """Hand over a contiguous tensor; returns once it is on its way."""
+
+    @abstractmethod
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The next tensor, which has this shape and dtype."""
+
+
+class SingleRank(Collectives):
+    """The group of one: every exchange is the identity."""
+
+    rank = 0
+    size = 1
+
+    def all_gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
+        return local
+
+    def all_gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:
+        return local
+
+    def all_reduce_sum(self, local: Tensor) -> Tensor:
+        return local

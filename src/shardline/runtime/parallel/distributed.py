@@ -1,0 +1,105 @@
+"""Collectives over torch.distributed: gloo between processes without common memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardline.config.topology import RankGrid
+from shardline.runtime.parallel.collectives import Collectives, StageLink
+from shardline.runtime.parallel.progress import ProgressLine
+
+
+def join_world(store_path: Path, rank: int, grid: RankGrid, timeout: float) -> None:
+    """Join the replica's default process group through a file that all ranks see; no rendezvous port is opened."""
+    store = dist.FileStore(str(store_path), grid.world_size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=grid.world_size, timeout=timedelta(seconds=timeout)
+    )
+
+
+def tensor_group(grid: RankGrid, rank: int) -> dist.ProcessGroup:
+    """The TP group of `rank`; every rank takes part in making every group, as torch.distributed requires."""
+    mine: dist.ProcessGroup | None = None
+    for first in range(0, grid.world_size, grid.tensor):
+        peers = list(range(first, first + grid.tensor))
+        group = dist.new_group(peers, backend="gloo")
+        if rank in peers:
+            mine = group
+    assert mine is not None
+    return mine
+
+
+class DistributedCollectives(Collectives):
+    """Gathers pad every rank's part to the widest one, since gloo wants equal shapes."""
+
+    def __init__(self, group: dist.ProcessGroup, progress: ProgressLine) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._progress = progress
+
+    def all_gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
+        num_rows = local.shape[0]
+        parts = self._gather_flat(local, [num_rows * width for width in widths])
+        return torch.cat([part.view(num_rows, width) for part, width in zip(parts, widths, strict=True)], dim=1)
+
+    def all_gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:
+        width = local.shape[1]
+        parts = self._gather_flat(local, [count * width for count in counts])
+        return torch.cat([part.view(count, width) for part, count in zip(parts, counts, strict=True)])
+
+    def all_reduce_sum(self, local: Tensor) -> Tensor:
+        # gloo's own all-reduce adds in an order of its choice; a gather and a sum in rank order has one.
+        parts = self._gather_flat(local, [local.numel()] * self.size)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total.view_as(local)
+
+    def _gather_flat(self, local: Tensor, sizes: list[int]) -> list[Tensor]:
+        padded = local.new_empty(max(sizes))
+        padded[: local.numel()] = local.reshape(-1)
+        parts = [torch.empty_like(padded) for _ in sizes]
+        with self._progress.waiting(), _named_errors():
+            dist.all_gather(parts, padded, group=self._group)
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class DistributedLink(StageLink):
+    """Point-to-point sends between global ranks."""
+
+    def __init__(self, peer: int, progress: ProgressLine) -> None:
+        self._peer = peer
+        self._progress = progress
+
+    def send(self, tensor: Tensor) -> None:
+        with self._progress.waiting(), _named_errors():
+            dist.send(tensor, self._peer)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(tuple(shape), dtype=dtype)
+        with self._progress.waiting(), _named_errors():
+            dist.recv(tensor, self._peer)
+        return tensor
+
+
+class _named_errors:  # noqa: N801
+    """Turns gloo's RuntimeErrors into the façade's TimeoutError and ConnectionError."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            text = str(error)
+            if "imed out" in text or "imeout" in text:
+                raise TimeoutError(text) from error
+            raise ConnectionError(text) from error

@@ -1,0 +1,68 @@
+"""Arrival counters that every rank keeps in shared memory, so that a missed deadline names the rank that missed it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+_FIELDS = 16
+"""int64 per rank: one 128-byte line, so that ranks do not share cache lines."""
+_STEP, _FINISHED, _ARRIVALS, _WAITING = range(4)
+
+
+class ProgressBoard:
+    """One line of counters per rank over a shared buffer; each rank writes its own line only."""
+
+    def __init__(self, buffer: memoryview, world_size: int) -> None:
+        self._lines: npt.NDArray[np.int64] = np.frombuffer(
+            buffer, dtype=np.int64, count=world_size * _FIELDS
+        ).reshape(world_size, _FIELDS)
+
+    @staticmethod
+    def num_bytes(world_size: int) -> int:
+        """Bytes of the buffer for `world_size` ranks."""
+        return world_size * _FIELDS * 8
+
+    def line(self, rank: int) -> ProgressLine:
+        """The writing end of one rank."""
+        return ProgressLine(self._lines[rank])
+
+    def late_ranks(self, step_id: int) -> list[int]:
+        """Ranks to blame for step `step_id` being late.
+
+        Those that have not finished it and are not waiting for another rank; where all wait, those that arrived at
+        the fewest exchanges.
+        """
+        unfinished = [rank for rank, line in enumerate(self._lines) if line[_FINISHED] < step_id]
+        busy = [rank for rank in unfinished if not self._lines[rank][_WAITING]]
+        if busy or not unfinished:
+            return busy
+        fewest = min(self._lines[rank][_ARRIVALS] for rank in unfinished)
+        return [rank for rank in unfinished if self._lines[rank][_ARRIVALS] == fewest]
+
+
+class ProgressLine:
+    """What one rank says of itself."""
+
+    def __init__(self, fields: npt.NDArray[np.int64]) -> None:
+        self._fields = fields
+
+    def begin(self, step_id: int) -> None:
+        """The rank has taken up a step."""
+        self._fields[_STEP] = step_id
+
+    def finish(self, step_id: int) -> None:
+        """The rank is done with a step."""
+        self._fields[_FINISHED] = step_id
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around every exchange in which this rank waits for others."""
+        self._fields[_ARRIVALS] += 1
+        self._fields[_WAITING] = 1
+        yield
+        # Not in a finally: a rank whose exchange failed is still one that waited.
+        self._fields[_WAITING] = 0

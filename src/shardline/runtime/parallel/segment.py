@@ -1,0 +1,44 @@
+"""How the memory that all ranks of a replica map is shared out; no torch, so that the engine can make it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardline.config.topology import RankGrid
+from shardline.runtime.parallel.progress import ProgressBoard
+
+_GROUP_BYTES = 16 << 20
+_LINK_BYTES = 4 << 20
+_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """Where the parts of a replica's shared segment lie: progress board, one area per TP group, one per stage link."""
+
+    grid: RankGrid
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the segment; pages that nobody touches cost nothing."""
+        num_links = self.grid.world_size - self.grid.world_size // self.grid.pipeline
+        return self._groups_start + self.grid.pipeline * self.grid.context * _GROUP_BYTES + num_links * _LINK_BYTES
+
+    @property
+    def _groups_start(self) -> int:
+        return -(-ProgressBoard.num_bytes(self.grid.world_size) // _ALIGNMENT) * _ALIGNMENT
+
+    def progress(self, segment: memoryview) -> memoryview:
+        """The area of the progress board."""
+        return segment[: ProgressBoard.num_bytes(self.grid.world_size)]
+
+    def group(self, segment: memoryview, rank: int) -> memoryview:
+        """The area of the tensor-parallel group of `rank`."""
+        start = self._groups_start + (rank // self.grid.tensor) * _GROUP_BYTES
+        return segment[start : start + _GROUP_BYTES]
+
+    def link(self, segment: memoryview, sender: int) -> memoryview:
+        """The area of the link from `sender` to its successor."""
+        num_groups = self.grid.pipeline * self.grid.context
+        start = self._groups_start + num_groups * _GROUP_BYTES + sender * _LINK_BYTES
+        return segment[start : start + _LINK_BYTES]

@@ -1,0 +1,59 @@
+"""Collectives between ranks of one host (processes or threads) through memory that all of them map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardline import _cpu
+from shardline.runtime.parallel.collectives import Collectives, StageLink
+from shardline.runtime.parallel.progress import ProgressLine
+
+
+class SharedCollectives(Collectives):
+    """A gather is: write the own slice into the segment, one barrier, read the whole."""
+
+    def __init__(self, buffer: memoryview, rank: int, size: int, timeout: float, progress: ProgressLine) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = _cpu.SharedGroup(buffer, rank, size)
+        self._timeout = timeout
+        self._progress = progress
+
+    def all_gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
+        out = torch.empty(local.shape[0], sum(widths), dtype=local.dtype)
+        with self._progress.waiting():
+            self._group.all_gather_columns(local, list(widths), out, self._timeout)
+        return out
+
+    def all_gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:
+        out = torch.empty(sum(counts), local.shape[1], dtype=local.dtype)
+        with self._progress.waiting():
+            self._group.all_gather_rows(local, list(counts), out, self._timeout)
+        return out
+
+    def all_reduce_sum(self, local: Tensor) -> Tensor:
+        with self._progress.waiting():
+            self._group.all_reduce_sum(local, self._timeout)
+        return local
+
+
+class SharedLink(StageLink):
+    """A ring of bytes with one writer and one reader."""
+
+    def __init__(self, buffer: memoryview, timeout: float, progress: ProgressLine) -> None:
+        self._mailbox = _cpu.Mailbox(buffer)
+        self._timeout = timeout
+        self._progress = progress
+
+    def send(self, tensor: Tensor) -> None:
+        with self._progress.waiting():
+            self._mailbox.send(tensor, self._timeout)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(tuple(shape), dtype=dtype)
+        with self._progress.waiting():
+            self._mailbox.receive(tensor, self._timeout)
+        return tensor

@@ -1,0 +1,112 @@
+"""StepPlan -> tensors -> forward -> sample -> StepResult, on one rank."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.parallel.groups import RankGroups
+from shardline.runtime.sampling.sampler import Sampler
+from shardline.runtime.sequences import SequenceTable
+from shardline.runtime.step import KVGroupInput, StepInput
+from shardline.types import StepPlan, StepResult
+
+
+class Runner:
+    """Runs the steps of one rank, in the order they were planned.
+
+    Every rank keeps the tokens of all its sequences; those of the last stage append what they sample themselves, so
+    that the next plan may name a token that the engine does not know yet.
+    """
+
+    def __init__(
+        self,
+        stage: DecoderStage,
+        groups: RankGroups,
+        sampler: Sampler | None,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        block_size: int,
+        max_model_len: int,
+        num_kv_groups: int,
+    ) -> None:
+        self._stage = stage
+        self._groups = groups
+        self._sampler = sampler
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._block_size = block_size
+        self._num_kv_groups = num_kv_groups
+        self._sequences = SequenceTable(num_kv_groups, -(-max_model_len // block_size) + 1)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the rank remembers."""
+        return len(self._sequences)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult | None:
+        """Run one step. The last stage's ranks return what was sampled, the others None."""
+        started = time.perf_counter()
+        self._groups.progress.begin(plan.step_id)
+        for seq_id in plan.ends:
+            self._sequences.end(seq_id)
+        for start in plan.starts:
+            self._sequences.start(start)
+        result = self._compute(plan, started) if plan.steps else StepResult(plan.step_id, [])
+        self._groups.progress.finish(plan.step_id)
+        return result if self._sampler is not None else None
+
+    def _compute(self, plan: StepPlan, started: float) -> StepResult | None:
+        step = self._step_input(plan)
+        hidden = None
+        if self._groups.from_previous is not None:
+            hidden = self._groups.from_previous.receive((plan.num_tokens, self._hidden_size), self._dtype)
+        output = self._stage.forward(step, hidden)
+        if self._groups.to_next is not None:
+            self._groups.to_next.send(output)
+        if self._sampler is None:
+            return None
+        sampled = [entry.seq_id for entry in plan.steps if entry.sample]
+        results = self._sampler.sample(output, sampled, self._sequences) if sampled else []
+        for result in results:
+            for token_id in result.token_ids:
+                self._sequences[result.seq_id].append(token_id)
+        return StepResult(plan.step_id, results, time.perf_counter() - started)
+
+    def _step_input(self, plan: StepPlan) -> StepInput:
+        num_seqs = len(plan.steps)
+        rows = np.empty(num_seqs, dtype=np.int64)
+        starts = np.empty(num_seqs, dtype=np.int64)
+        lengths = np.empty(num_seqs, dtype=np.int64)
+        tokens = []
+        for index, entry in enumerate(plan.steps):
+            sequence = self._sequences.advance(entry)
+            rows[index], starts[index], lengths[index] = sequence.row, entry.start, entry.num_tokens
+            tokens.append(sequence.tokens[entry.start : entry.start + entry.num_tokens])
+        query_starts = np.zeros(num_seqs + 1, dtype=np.int32)
+        np.cumsum(lengths, out=query_starts[1:])
+        context_lens = starts + lengths
+        owners = np.repeat(np.arange(num_seqs), lengths)
+        positions = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts, lengths)
+        max_blocks = -(-int(context_lens.max()) // self._block_size)
+        kv_groups = []
+        for group in range(self._num_kv_groups):
+            tables = self._sequences.block_tables(group, rows, max_blocks)
+            blocks = tables[owners, positions // self._block_size].astype(np.int64)
+            slots = blocks * self._block_size + positions % self._block_size
+            kv_groups.append(KVGroupInput(torch.from_numpy(tables), torch.from_numpy(slots)))
+        last_rows = query_starts[1:] - 1
+        sampled = np.array([entry.sample for entry in plan.steps], dtype=bool)
+        return StepInput(
+            token_ids=torch.from_numpy(np.concatenate(tokens)),
+            positions=torch.from_numpy(positions),
+            query_starts=torch.from_numpy(query_starts),
+            context_lens=torch.from_numpy(context_lens.astype(np.int32)),
+            kv_groups=tuple(kv_groups),
+            sample_rows=torch.from_numpy(last_rows[sampled].astype(np.int64)),
+        )

@@ -1,0 +1,112 @@
+"""What a worker remembers of the sequences it is computing: tokens, block tables, sampling state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from shardline.types import SamplingParams, SequenceStart, SequenceStep
+
+
+@dataclass
+class Sequence:
+    """One sequence: its tokens so far and the row of the block tables that is its own."""
+
+    row: int
+    tokens: npt.NDArray[np.int64]
+    num_tokens: int
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    choice: int
+    eos_token_ids: tuple[int, ...]
+    output_counts: dict[int, int] = field(default_factory=dict)
+    """How often each token was generated; kept only where penalties read it."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether sampling looks back at the tokens so far."""
+        params = self.sampling
+        return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    def append(self, token_id: int) -> None:
+        """A token that was generated."""
+        if self.num_tokens == len(self.tokens):
+            self.tokens = np.concatenate([self.tokens, np.empty_like(self.tokens)])
+        self.tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+        if self.has_penalties:
+            self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+
+
+class SequenceTable:
+    """All sequences of a worker, with one block table per KV group as rows of a common array."""
+
+    def __init__(self, num_groups: int, max_blocks: int) -> None:
+        self._sequences: dict[int, Sequence] = {}
+        self._free_rows: list[int] = []
+        self._tables = [np.zeros((0, max_blocks), dtype=np.int32) for _ in range(num_groups)]
+        self._num_blocks: npt.NDArray[np.int64] = np.zeros((0, num_groups), dtype=np.int64)
+
+    def __getitem__(self, seq_id: int) -> Sequence:
+        return self._sequences[seq_id]
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def start(self, start: SequenceStart) -> None:
+        """Take up a sequence."""
+        num_tokens = len(start.token_ids)
+        tokens = np.empty(num_tokens + 256, dtype=np.int64)
+        tokens[:num_tokens] = start.token_ids
+        sequence = Sequence(
+            row=self._take_row(),
+            tokens=tokens,
+            num_tokens=num_tokens,
+            num_prompt_tokens=start.num_prompt_tokens,
+            sampling=start.sampling,
+            choice=start.choice,
+            eos_token_ids=tuple(start.eos_token_ids),
+        )
+        if sequence.has_penalties:
+            for token_id in start.token_ids[start.num_prompt_tokens :]:
+                sequence.output_counts[token_id] = sequence.output_counts.get(token_id, 0) + 1
+        self._sequences[start.seq_id] = sequence
+
+    def end(self, seq_id: int) -> None:
+        """Forget a sequence."""
+        sequence = self._sequences.pop(seq_id, None)
+        if sequence is not None:
+            self._num_blocks[sequence.row] = 0
+            self._free_rows.append(sequence.row)
+
+    def advance(self, step: SequenceStep) -> Sequence:
+        """Apply what a plan brings for one sequence: new blocks, and the token it starts from where that is given."""
+        sequence = self._sequences[step.seq_id]
+        for group, blocks in enumerate(step.new_blocks):
+            if blocks:
+                first = self._num_blocks[sequence.row, group]
+                self._tables[group][sequence.row, first : first + len(blocks)] = blocks
+                self._num_blocks[sequence.row, group] = first + len(blocks)
+        if step.start == sequence.num_tokens and step.token_id >= 0:
+            sequence.append(step.token_id)
+        assert step.start + step.num_tokens <= sequence.num_tokens, "the plan computes tokens that nobody has"
+        return sequence
+
+    def block_tables(self, group: int, rows: npt.NDArray[np.int64], num_blocks: int) -> npt.NDArray[np.int32]:
+        """[len(rows), num_blocks] block ids."""
+        return self._tables[group][rows, :num_blocks]
+
+    def _take_row(self) -> int:
+        if not self._free_rows:
+            size = len(self._num_blocks)
+            grown = max(16, 2 * size)
+            for group, table in enumerate(self._tables):
+                self._tables[group] = np.zeros((grown, table.shape[1]), dtype=np.int32)
+                self._tables[group][:size] = table
+            counts = np.zeros((grown, self._num_blocks.shape[1]), dtype=np.int64)
+            counts[:size] = self._num_blocks
+            self._num_blocks = counts
+            self._free_rows = list(range(grown - 1, size - 1, -1))
+        return self._free_rows.pop()

@@ -1,0 +1,119 @@
+"""What follows from a resolved configuration: the same in the engine and in every worker, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from shardline.config.engine import EngineConfig, ParallelConfig
+from shardline.config.topology import RankGrid
+from shardline.models.kv_capacity import blocks_per_request
+from shardline.models.lookup import decoder_spec
+from shardline.models.partition import KVGroup, Span, kv_groups
+from shardline.models.sharding import Numerics
+from shardline.models.sizes import kv_block_bytes, stage_spans
+from shardline.models.spec import DecoderSpec, DType
+from shardline.runtime.loader.hub import ModelFiles, resolve_model
+
+NUMERICS_VERSION = 1
+"""Changes whenever the same request may get other bits than before; part of the fingerprint."""
+
+
+@dataclass(frozen=True)
+class ReplicaSetup:
+    """A resolved configuration and what follows from it; made again by every process from the same EngineConfig."""
+
+    config: EngineConfig
+    """With model a folder, dtype, max_model_len, backend, threads and KV bytes decided."""
+    files: ModelFiles
+    spec: DecoderSpec
+    grid: RankGrid
+    stages: tuple[Span, ...]
+    """Layers of each pipeline stage."""
+    groups: tuple[KVGroup, ...]
+    num_blocks: int
+    """Of the KV pool, on every rank; block 0 is never used."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest request in tokens."""
+        assert isinstance(self.config.model.max_model_len, int)
+        return self.config.model.max_model_len
+
+    @property
+    def dtype(self) -> DType:
+        """Type of weights, activations and KV cache."""
+        return cast(DType, self.config.model.dtype)
+
+    @property
+    def numerics(self) -> Numerics:
+        """Whether floating-point sums may cross ranks."""
+        return cast(Numerics, self.config.parallel.numerics)
+
+    @property
+    def max_in_flight(self) -> int:
+        """Plans under way at once: one per stage; with one stage, the next is planned while one runs."""
+        return max(2, self.grid.pipeline)
+
+    @property
+    def collectives(self) -> str:
+        """How ranks exchange tensors: "shm" or "gloo"."""
+        return "shm" if self.config.parallel.collectives == "auto" else self.config.parallel.collectives
+
+    @property
+    def max_concurrency(self) -> float:
+        """Requests of max_model_len tokens that fit the KV pool at once."""
+        cache, scheduler = self.config.cache, self.config.scheduler
+        per_request = blocks_per_request(
+            self.groups, self.max_model_len, cache.block_size, scheduler.max_num_batched_tokens
+        )
+        return (self.num_blocks - 1) / per_request
+
+    def block_bytes(self, rank: int) -> int:
+        """Bytes of one KV block on `rank`."""
+        place = self.grid.place(rank)
+        return kv_block_bytes(self.spec, place, self.stages, self.dtype, self.config.cache.block_size)
+
+
+def prepare(config: EngineConfig) -> ReplicaSetup:
+    """What follows from a resolved configuration; reads nothing but the model's configuration files."""
+    files = resolve_model(config.model.model, None, weights=config.model.load_format != "dummy")
+    assert isinstance(config.model.max_model_len, int)
+    spec = decoder_spec(files.config, config.model.max_model_len)
+    grid = replica_grid(config.parallel)
+    stages = stage_spans(spec, grid.pipeline, config.parallel.pipeline_stages)
+    return ReplicaSetup(
+        config=config,
+        files=files,
+        spec=spec,
+        grid=grid,
+        stages=stages,
+        groups=kv_groups(spec),
+        num_blocks=pool_blocks(config, spec, grid, stages, config.model.max_model_len),
+    )
+
+
+def replica_grid(parallel: ParallelConfig) -> RankGrid:
+    """The ranks of one replica."""
+    return RankGrid(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+
+
+def pool_blocks(
+    config: EngineConfig, spec: DecoderSpec, grid: RankGrid, stages: tuple[Span, ...], max_len: int | None
+) -> int:
+    """Blocks of the pool, the null block included: what the memory of the fullest rank holds, and no more than
+    max_num_seqs requests of full length can use."""
+    cache, scheduler = config.cache, config.scheduler
+    if cache.num_gpu_blocks_override is not None:
+        return cache.num_gpu_blocks_override + 1
+    assert isinstance(cache.kv_cache_memory, int)
+    dtype = cast(DType, config.model.dtype)
+    largest = max(
+        kv_block_bytes(spec, grid.place(rank), stages, dtype, cache.block_size) for rank in range(grid.world_size)
+    )
+    fitting = cache.kv_cache_memory // largest
+    length = spec.max_position_embeddings if max_len is None else max_len
+    useful = scheduler.max_num_seqs * blocks_per_request(
+        kv_groups(spec), length, cache.block_size, scheduler.max_num_batched_tokens
+    )
+    return int(min(fitting, useful + 1))

@@ -1,0 +1,154 @@
+"""What happens to every request before a handler sees it. Plain ASGI, so that a stream passes through untouched."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shardline.server.errors import ApiError
+from shardline.server.in_flight import InFlight
+
+access_logger = logging.getLogger("shardline.access")
+
+OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/version", "/metrics"})
+"""What probes and Prometheus read without a key."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+class AccessMiddleware:
+    """Names each request, counts its answer and logs it: method, path, status and time; never a body or a query.
+
+    The name is the client's own X-Request-Id where that is a plain word, else a new one; the answer carries it.
+    """
+
+    def __init__(self, app: ASGIApp, count: Callable[[str, str, int], None] | None, log: bool) -> None:
+        self._app = app
+        self._count = count
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = Headers(scope=scope).get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        status = 0
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        start = time.perf_counter()
+        try:
+            await self._app(scope, receive, send_named)
+        finally:
+            self._record(scope, status, time.perf_counter() - start, request_id)
+
+    def _record(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
+        # 499 is nginx's status for a client that left before an answer had begun.
+        status = status or 499
+        route = scope.get("route")
+        handler = route.path if route is not None else "none"
+        if self._count is not None:
+            self._count(handler, scope["method"], status)
+        if self._log:
+            level = logging.DEBUG if handler in OPEN_PATHS else logging.INFO
+            client = scope["client"][0] if scope.get("client") else "-"
+            path = scope["path"].encode("unicode_escape").decode()
+            access_logger.log(level, "%s %s %s %d %.3fs %s", client, scope["method"], path, status, seconds, request_id)
+
+
+class AuthMiddleware:
+    """Lets in requests with one of `keys` as bearer token; the paths of OPEN_PATHS need none."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            error = self._check(Headers(scope=scope).get("authorization", ""))
+            if error is not None:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, authorization: str) -> ApiError | None:
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            return ApiError(
+                401,
+                "You didn't provide an API key. You need to provide your API key in an Authorization header using "
+                "Bearer auth (i.e. Authorization: Bearer YOUR_KEY).",
+            )
+        digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
+        # Every key is compared, in constant time: how long it takes says nothing about which was nearly right.
+        if not any([hmac.compare_digest(digest, valid) for valid in self._digests]):  # noqa: C419
+            return ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
+        return None
+
+
+class BodyLimitMiddleware:
+    """Refuses bodies of more than `limit` bytes, at once where the length is announced, else as they grow."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "0")
+        if announced.isdecimal() and int(announced) > self._limit:
+            await self._too_large().response()(scope, receive, send)
+            return
+        received = 0
+
+        async def receive_limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._limit:
+                raise self._too_large()
+            return message
+
+        await self._app(scope, receive_limited, send)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"The request body is larger than {self._limit} bytes; the server's --max-request-bytes sets this limit.",
+            code="request_too_large",
+        )
+
+
+class InFlightMiddleware:
+    """Runs requests that may take long (POST) as members of `in_flight`."""
+
+    def __init__(self, app: ASGIApp, in_flight: InFlight) -> None:
+        self._app = app
+        self._in_flight = in_flight
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            await self._in_flight.run(self._app, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)

@@ -1,0 +1,204 @@
+"""One API request as engine requests, one per prompt, and their outputs as one sequence of events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from shardline.api.errors import EngineDead, EngineDraining, QueueFull
+from shardline.server.errors import ApiError, bad_request
+from shardline.server.service import Service, draining, engine_dead
+from shardline.types import CompletionOutput, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from shardline.api.async_llm import Prompt, RequestStream
+    from shardline.metrics.requests import RequestTimer
+
+RETRY_QUEUE_FULL_SECONDS = 1
+
+
+class Generation:
+    """The admitted engine requests of one API request.
+
+    Use it as an async context manager: leaving it aborts what has not finished and records the metrics.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._streams: list[RequestStream] = []
+        self._timers: list[RequestTimer] = []
+
+    @classmethod
+    async def start(
+        cls,
+        service: Service,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Generation:
+        """Admit all prompts, or none.
+
+        Raises:
+            ApiError: 400, a prompt or parameter cannot be; 429, the queue is full; 503, nothing is taken now.
+        """
+        generation = cls(service)
+        try:
+            for index, prompt in enumerate(prompts):
+                timer = service.metrics.timer(params.n)
+                stream = await service.llm.submit(
+                    prompt,
+                    params,
+                    request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
+                    priority=priority,
+                    cache_salt=cache_salt,
+                )
+                generation._streams.append(stream)
+                generation._timers.append(timer)
+        except BaseException as error:
+            await generation.aclose()
+            raise _as_api_error(error) from error
+        return generation
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """Per prompt, what there is so far."""
+        return [stream.output for stream in self._streams]
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Abort what has not finished. Harmless when called again."""
+        streams, timers = self._streams, self._timers
+        self._timers = []
+        for timer in timers:
+            timer.finish()
+        for stream in streams:
+            await stream.aclose()
+
+    async def events(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(Prompt index, its output so far), whenever there is more of it.
+
+        Raises:
+            ApiError: 503, the engine has died.
+        """
+        if len(self._streams) == 1:
+            async for output in self._streams[0]:
+                self._take(0, output)
+                yield 0, output
+            return
+        # One slot per prompt: a slow reader makes the pumps wait, and the streams merge what they have meanwhile.
+        queue: asyncio.Queue[int | BaseException | None] = asyncio.Queue(len(self._streams))
+        pumps = [asyncio.create_task(self._pump(index, queue)) for index in range(len(self._streams))]
+        try:
+            running = len(pumps)
+            while running:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    running -= 1
+                    continue
+                output = self._streams[item].output
+                self._take(item, output)
+                yield item, output
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def finished(self) -> list[RequestOutput]:
+        """Per prompt, the whole output.
+
+        Raises:
+            ApiError: 503, the engine has died.
+        """
+        async for _ in self.events():
+            pass
+        return self.outputs
+
+    async def _pump(self, index: int, queue: asyncio.Queue[int | BaseException | None]) -> None:
+        try:
+            async for _ in self._streams[index]:
+                await queue.put(index)
+        except Exception as error:  # raised again by the reader
+            await queue.put(error)
+        await queue.put(None)
+
+    def _take(self, index: int, output: RequestOutput) -> None:
+        self._timers[index].observe(output)
+        for choice in output.outputs:
+            if choice.finish_reason == "error":
+                raise engine_dead(str(choice.stop_reason or ""))
+
+
+def _as_api_error(error: BaseException) -> BaseException:
+    if isinstance(error, EngineDraining):
+        return draining()
+    if isinstance(error, EngineDead):
+        return engine_dead(str(error))
+    if isinstance(error, QueueFull):
+        return ApiError(
+            429, str(error), type="rate_limit_error", code="rate_limit_exceeded", retry_after=RETRY_QUEUE_FULL_SECONDS
+        )
+    if isinstance(error, ValueError):
+        return bad_request(str(error))
+    return error
+
+
+@dataclass
+class Delta:
+    """What one choice has gained since the last look at it."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    digests: list[str] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+class Progress:
+    """How much of one choice has been sent."""
+
+    __slots__ = ("finished", "num_chars", "num_tokens")
+
+    def __init__(self) -> None:
+        self.num_chars = 0
+        self.num_tokens = 0
+        self.finished = False
+
+    def advance(self, output: CompletionOutput, *, tokens_matter: bool) -> Delta | None:
+        """The news of `output`, counted as sent; None: nothing to send.
+
+        Tokens that bring no text, such as half a character, are news only where `tokens_matter`.
+        """
+        if self.finished:
+            return None
+        text = output.text[self.num_chars :]
+        first = self.num_tokens
+        grown = tokens_matter and len(output.token_ids) > first
+        if not (text or grown or output.finish_reason is not None):
+            return None
+        self.num_chars += len(text)
+        self.num_tokens = len(output.token_ids)
+        self.finished = output.finish_reason is not None
+        return Delta(
+            text,
+            output.token_ids[first:],
+            None if output.logprobs is None else output.logprobs[first : self.num_tokens],
+            None if output.digests is None else output.digests[first : self.num_tokens],
+            output.finish_reason,
+            output.stop_reason,
+        )

@@ -1,0 +1,163 @@
+"""What every handler works with: the engine, the configuration, the metrics, and the checks they share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from shardline.config.server import ServerConfig
+from shardline.metrics.registry import ServerMetrics
+from shardline.server.errors import ApiError, bad_request, unavailable
+from shardline.server.in_flight import InFlight
+from shardline.text.chat_template import ChatTemplate
+
+if TYPE_CHECKING:
+    from shardline.api.async_llm import AsyncLLM
+    from shardline.text.tokenizer import Tokenizer
+
+RETRY_STARTING_SECONDS = 2
+RETRY_DRAINING_SECONDS = 5
+
+_SHORT_TEXT = 2048
+"""Characters that are tokenized sooner than a thread is asked to do it."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Service:
+    """One served model.
+
+    Raises:
+        ValueError: the configured chat template cannot be read or does not parse.
+    """
+
+    llm: AsyncLLM
+    config: ServerConfig
+    metrics: ServerMetrics
+    in_flight: InFlight = field(default_factory=InFlight)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names under which the model is served; responses carry the first."""
+        return self.config.served_model_name or (self.llm.config.model.model,)
+
+    @cached_property
+    def chat_template_override(self) -> str | None:
+        """Source of the template that replaces the model's own.
+
+        Raises:
+            ValueError: the file cannot be read.
+        """
+        value = self.config.chat_template
+        if value is None or "{" in value:
+            return value
+        try:
+            return Path(value).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"--chat-template: cannot read {value!r} ({error}); give a file, or the template itself"
+            ) from error
+
+    @cached_property
+    def _own_template(self) -> ChatTemplate | None:
+        source = self.chat_template_override
+        if source is None:
+            return None
+        tokenizer = self.llm.tokenizer
+        return ChatTemplate(source, tokenizer.special_tokens if tokenizer is not None else None)
+
+    def require_ready(self) -> None:
+        """Raises:
+        ApiError: 503, requests are not taken now.
+        """
+        state = self.llm.state()
+        if state == "starting":
+            raise unavailable("The model is still loading; try again later.", "starting", RETRY_STARTING_SECONDS)
+        if state == "draining":
+            raise draining()
+        if state == "dead":
+            raise engine_dead(self.llm.dead_reason)
+
+    def require_model(self, name: str | None) -> None:
+        """Raises:
+        ApiError: 404, `name` is not served here. No name is the one model that there is.
+        """
+        if name is not None and name not in self.model_names:
+            served = ", ".join(f"`{known}`" for known in self.model_names)
+            raise ApiError(
+                404,
+                f"The model `{name}` does not exist or you do not have access to it. Served here: {served}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def require_tokenizer(self) -> Tokenizer:
+        """Raises:
+        ApiError: 400, the model has no tokenizer.
+        """
+        if self.llm.tokenizer is None:
+            raise bad_request("The model has no tokenizer; send prompts to /v1/completions as token ids.")
+        return self.llm.tokenizer
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The ids of `text`; a long one does not hold up the other requests."""
+        tokenizer = self.require_tokenizer()
+        if len(text) <= _SHORT_TEXT:
+            return tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> list[int]:
+        """The prompt ids of a conversation, by the chat template.
+
+        Raises:
+            ApiError: 400, there is no template, or it refuses the messages.
+        """
+        tokenizer = self.require_tokenizer()
+        template = self._own_template or self.llm.chat_template
+        if template is None:
+            raise bad_request(
+                "The model has no chat template: use /v1/completions, or start the server with --chat-template."
+            )
+
+        def render() -> list[int]:
+            text = template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+            return tokenizer.encode(text, add_special_tokens)
+
+        return await _in_thread(render, "messages")
+
+
+async def _in_thread(call: Callable[[], Result], param: str) -> Result:
+    try:
+        return await asyncio.to_thread(call)
+    except ValueError as error:
+        raise bad_request(str(error), param) from error
+
+
+def new_id(prefix: str) -> str:
+    """A fresh id, for example cmpl-1f0c…; never the client's own, which need not be unique."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def draining() -> ApiError:
+    """The answer to new requests during shut-down."""
+    return unavailable("The server is shutting down and takes no new requests.", "draining", RETRY_DRAINING_SECONDS)
+
+
+def engine_dead(reason: str) -> ApiError:
+    """The answer to requests that no engine can run any more."""
+    return unavailable(f"The engine has stopped: {reason or 'its process has ended'}", "engine_dead")

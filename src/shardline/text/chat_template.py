@@ -1,0 +1,250 @@
+"""Chat messages to prompt text, by the model's own jinja template in a sandbox.
+
+A template comes with the weights, from a stranger: it must not reach Python, nor eat the server's time or memory.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.exceptions
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+import jinja2.sandbox
+import jinja2.utils
+
+from shardline.text.tokenizer import read_json
+
+Message = Mapping[str, Any]
+
+MAX_RENDERED_CHARS = 16_000_000
+MAX_RENDER_SECONDS = 10.0
+
+
+class ChatTemplate:
+    """The template, or named templates, of one model.
+
+    Args:
+        templates: jinja source by name; "default" is for plain chats, "tool_use" (where there is one) for chats with
+            tools.
+        special_tokens: variables such as bos_token and eos_token.
+
+    Raises:
+        ValueError: a template does not parse.
+    """
+
+    def __init__(self, templates: str | Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
+        sources = {"default": templates} if isinstance(templates, str) else dict(templates)
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        environment.globals["namespace"] = _Namespace
+        self._special_tokens = dict(special_tokens or {})
+        self.sources = sources
+        try:
+            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template is broken: {error}") from error
+
+    @classmethod
+    def from_folder(cls, folder: Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
+        """The chat template in `folder`; None: the model has none.
+
+        chat_template.jinja goes before chat_template.json, and that before the entry in tokenizer_config.json.
+
+        Raises:
+            ValueError: a file is broken.
+        """
+        sources: dict[str, str] = {}
+        entry = read_json(folder / "tokenizer_config.json").get("chat_template")
+        entry = read_json(folder / "chat_template.json").get("chat_template", entry)
+        if isinstance(entry, str):
+            sources["default"] = entry
+        elif isinstance(entry, list):
+            sources.update({str(named["name"]): str(named["template"]) for named in entry})
+        for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            sources[path.stem] = path.read_text(encoding="utf-8")
+        if (folder / "chat_template.jinja").is_file():
+            sources["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return cls(sources, special_tokens) if sources else None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt text of a conversation; encode it with add_special_tokens=False.
+
+        Args:
+            messages: OpenAI chat messages; see `normalize_messages`.
+            tools: OpenAI tool definitions.
+            variables: anything else that the template reads, for example enable_thinking.
+
+        Raises:
+            ValueError: the messages are malformed, or the template refuses them; the message is the template's own.
+        """
+        values = {
+            **self._special_tokens,
+            **variables,
+            "messages": normalize_messages(messages),
+            "tools": [dict(tool) for tool in tools] if tools else None,
+            "documents": variables.get("documents"),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        template = self._choose(has_tools=bool(tools))
+        try:
+            return _render_bounded(template, values)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refused the messages: {error}") from error
+        except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
+            raise ValueError(f"the chat template failed on these messages: {error}") from error
+
+    def _choose(self, has_tools: bool) -> jinja2.Template:
+        name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise ValueError(f"the model has no default chat template, only {', '.join(sorted(self._templates))}")
+        return self._templates[name]
+
+
+def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates expect them: content as a string, tool-call arguments as an object.
+
+    Content given as a list of text parts is joined with newlines; a content of None becomes empty.
+
+    Raises:
+        ValueError: there are no messages, one has no role, or a part is not text.
+    """
+    if not messages:
+        raise ValueError("messages must not be empty")
+    normal = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"messages[{index}] must be an object with a role")
+        copy = dict(message)
+        copy["content"] = _text_content(message.get("content"), index)
+        if message.get("tool_calls"):
+            copy["tool_calls"] = [_parsed_call(call) for call in message["tool_calls"]]
+        normal.append(copy)
+    return normal
+
+
+def _text_content(content: Any, index: int) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise ValueError(f"messages[{index}].content must be text or a list of text parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"messages[{index}].content has a part of type {kind!r}; this model takes text only")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _parsed_call(call: Any) -> Any:
+    """The call with its arguments parsed: OpenAI sends them as a JSON string, templates print them as an object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, with a bound on what "*" and "**" may build."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:  # as in the base class
+        if operator == "**" and not (abs(left) <= 2**64 and abs(right) <= 64):
+            raise jinja2.TemplateRuntimeError("a power in the template is too large")
+        for sized, factor in ((left, right), (right, left)):
+            repeats = isinstance(sized, (str, list, tuple)) and isinstance(factor, int)
+            if repeats and len(sized) * factor > MAX_RENDERED_CHARS:
+                raise jinja2.TemplateRuntimeError("a repetition in the template is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """jinja's namespace without underscored names, which would shadow what Python itself looks up."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # "self" may be an attribute's name
+        self, *rest = args
+        values = dict(*rest, **kwargs)
+        for name in values:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"the template sets {name!r}; names must not begin with an underscore")
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %}...{% endgeneration %}, which training code reads; for a prompt it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012  as the base class declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _render_bounded(template: jinja2.Template, values: Mapping[str, Any]) -> str:
+    deadline = time.monotonic() + MAX_RENDER_SECONDS
+    pieces: list[str] = []
+    size = 0
+    for piece in template.generate(values):
+        pieces.append(piece)
+        size += len(piece)
+        if size > MAX_RENDERED_CHARS:
+            raise ValueError(f"the chat template wrote more than {MAX_RENDERED_CHARS} characters")
+        if time.monotonic() > deadline:
+            raise ValueError(f"the chat template took more than {MAX_RENDER_SECONDS:.0f} s")
+    return "".join(pieces)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja's own filter escapes HTML characters, which models were not trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,158 @@
+"""Text to token ids and back, from the tokenizer files of a folder in Hugging Face format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A `tokenizers` tokenizer with what tokenizer_config.json says beside it.
+
+    `special_tokens` maps names such as "bos_token" to their text; `eos_token_ids` are all ids that end a text, the
+    model's own (generation_config.json, else config.json) first.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: dict[str, str] | None = None,
+        eos_token_ids: Sequence[int] = (),
+        add_bos_token: bool | None = None,
+        add_eos_token: bool | None = None,
+    ) -> None:
+        # Both are saved in tokenizer.json by training scripts, and would cut prompts in silence.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        eos = self.token_id(self.special_tokens.get("eos_token"))
+        self.bos_token_id = self.token_id(self.special_tokens.get("bos_token"))
+        own = () if eos is None or eos in eos_token_ids else (eos,)
+        self.eos_token_ids: tuple[int, ...] = (*eos_token_ids, *own)
+        self._eos_token_id = eos
+        self._add_bos = add_bos_token
+        self._add_eos = add_eos_token
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer | None:
+        """The tokenizer in `folder`; None: the folder has none, so that only token ids can be used.
+
+        Raises:
+            ValueError: the files are broken, or of a kind that has no tokenizer.json.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            for other in ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"):
+                if (folder / other).is_file():
+                    raise ValueError(
+                        f"{folder} has {other} but no tokenizer.json; save one with "
+                        "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+                    )
+            return None
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ValueError(f"{path} is not a tokenizer: {error}") from error
+        config = read_json(folder / "tokenizer_config.json")
+        special = _special_tokens(read_json(folder / "special_tokens_map.json"))
+        special.update(_special_tokens(config))
+        return cls(
+            backend,
+            special_tokens=special,
+            eos_token_ids=read_eos_token_ids(folder),
+            add_bos_token=config.get("add_bos_token"),
+            add_eos_token=config.get("add_eos_token"),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included. A model's embedding may have more rows, as padding."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def token_id(self, token: str | None) -> int | None:
+        """The id of exactly this token; None: there is no such token."""
+        return None if token is None else self._backend.token_to_id(token)
+
+    def token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None: the id is out of range."""
+        return self._backend.id_to_token(token_id)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`.
+
+        A rendered chat template holds its special tokens already: encode it with add_special_tokens=False.
+        """
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._adjust(ids) if add_special_tokens else ids
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """As `encode` for each text, in parallel."""
+        rows = [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+        return [self._adjust(ids) for ids in rows] if add_special_tokens else rows
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; bytes that are no UTF-8 become U+FFFD, ids out of range nothing."""
+        return self._backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens)
+
+    def _adjust(self, ids: list[int]) -> list[int]:
+        """Honour add_bos_token and add_eos_token where tokenizer.json's own post-processor says otherwise."""
+        bos, eos = self.bos_token_id, self._eos_token_id
+        if self._add_bos is not None and bos is not None:
+            starts = bool(ids) and ids[0] == bos
+            if self._add_bos and not starts:
+                ids = [bos, *ids]
+            elif starts and not self._add_bos:
+                ids = ids[1:]
+        if self._add_eos and eos is not None and (not ids or ids[-1] != eos):
+            ids = [*ids, eos]
+        return ids
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where the file is missing.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return value
+
+
+def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that end a text, as generation_config.json (else config.json) lists them: none, one or several."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(folder / name).get("eos_token_id")
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, list) and value:
+            return tuple(int(token_id) for token_id in value)
+    return ()
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The named special tokens of a configuration, which spells each as a string or as an object with "content"."""
+    found: dict[str, str] = {}
+    for name in _SPECIAL_NAMES:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
