@@ -13,9 +13,10 @@ struct Silu {
   static F32 of(F32 x) { return x * sigmoid(x); }
 };
 struct GeluTanh {
+  // (1 + tanh(u)) / 2 is sigmoid(2u), which does not cancel on the left.
   static F32 of(F32 x) {
-    const F32 inner = fma(x * x * x, broadcast(0.044715f), x) * 0.797884561f;
-    return 0.5f * x * (1.0f + tanh(inner));
+    const F32 inner = fma(x * x * x, broadcast(0.044715f), x) * 1.595769122f;  // 2 sqrt(2 / pi)
+    return x * sigmoid(inner);
   }
 };
 struct Gelu {

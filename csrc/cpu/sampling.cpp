@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t kSumBlock = 512;
 constexpr int64_t kFirstCandidates = 256;
+constexpr float kGreedyBelow = 1e-5f;
 
 // What the filters keep: logits above `logit`, and those equal to it up to `last_id`.
 struct Cutoff {
@@ -95,7 +96,7 @@ void drop(const float* logits, float* weights, int64_t vocab_size, Cutoff cutoff
 int64_t sample_row(const float* logits, int64_t vocab_size, const SamplingRow& row, uint32_t purpose) {
   const int64_t best = kernels().argmax(logits, vocab_size);
   // An infinite logit has all the mass; with nothing but -inf or NaN there is nothing to choose from.
-  if (row.temperature <= 0.0f || !std::isfinite(logits[best])) return best;
+  if (row.temperature < kGreedyBelow || !std::isfinite(logits[best])) return best;
   static thread_local std::vector<float> weight_memory;
   static thread_local std::vector<Candidate> candidates;
   weight_memory.resize(static_cast<size_t>(vocab_size));

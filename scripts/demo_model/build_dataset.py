@@ -35,7 +35,10 @@ SIGNATURE = re.compile(
 SENTENCE_END = re.compile(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)(?<!etc\.)(?<!vs\.)\s+(?=[A-Z`'\"])")
 ROLE = re.compile(r":\w+:`~?([^`]+)`")
 """Sphinx cross-references such as :class:`~os.PathLike`."""
-NOT_PROSE = re.compile(r">>>|===|---|->|<==>|::|https?:|@|\\|Copyright|See help\(|^Alias|^Usage:|^[\w.]+\(.*\)\W*$")
+NOT_PROSE = re.compile(
+    r">>>|===|---|->|<==>|~~|::|https?:|@|\\|\.\.\.|Copyright|See help\(|^Return self\.|^An enumeration"
+    r"|^Alias|^Usage:|^[\w.]+\(.*\)\W*$"
+)
 
 
 class Fact(NamedTuple):

@@ -127,5 +127,11 @@ class EngineClient:
             code: int | None = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             code = None
-        how = "closed its channel" if code is None else f"was killed by signal {-code}" if code < 0 else f"exited ({code})"
+        how = (
+            "closed its channel"
+            if code is None
+            else f"was killed by signal {-code}"
+            if code < 0
+            else f"exited ({code})"
+        )
         return f"engine {self._replica} (pid {self._process.pid}) {how}"

@@ -115,9 +115,7 @@ def _resolve_length(
     wanted = asked if isinstance(asked, int) else spec.max_position_embeddings
     num_blocks = pool_blocks(config, spec, grid, stages, wanted)
     cache = config.cache
-    fits = longest_request(
-        kv_groups(spec), num_blocks - 1, cache.block_size, config.scheduler.max_num_batched_tokens
-    )
+    fits = longest_request(kv_groups(spec), num_blocks - 1, cache.block_size, config.scheduler.max_num_batched_tokens)
     if fits >= wanted:
         return wanted
     if fits < 2:

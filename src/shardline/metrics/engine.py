@@ -30,7 +30,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
     ("num_steps", "Engine steps.", lambda s: s.num_steps),
     ("step_seconds", "Seconds that workers spent in steps.", lambda s: s.step_seconds),
-    ("engine_seconds", "Seconds of the engine loop's own time, all but waiting for workers.", lambda s: s.engine_seconds),
+    (
+        "engine_seconds",
+        "Seconds of the engine loop's own time, all but waiting for workers.",
+        lambda s: s.engine_seconds,
+    ),
 )
 
 

@@ -21,7 +21,10 @@ class ServerMetrics:
         ProcessCollector(registry=self.registry)
         self.requests = RequestMetrics(self.registry, model_name)
         self._responses = Counter(
-            "shardline:http_requests", "HTTP requests answered.", ["handler", "method", "status"], registry=self.registry
+            "shardline:http_requests",
+            "HTTP requests answered.",
+            ["handler", "method", "status"],
+            registry=self.registry,
         )
 
     def timer(self, choices: int) -> RequestTimer:

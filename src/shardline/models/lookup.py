@@ -37,7 +37,7 @@ def family(model_type: str) -> Family:
     """
     if model_type in _module_names():
         module = importlib.import_module(f"shardline.models.{model_type}")
-        if hasattr(module, "decoder_spec"):
+        if hasattr(module, "tensor_source"):
             return cast(Family, module)
     known = known_families()
     close = difflib.get_close_matches(model_type, known, n=3)
@@ -48,11 +48,13 @@ def family(model_type: str) -> Family:
 def known_families() -> list[str]:
     """Every supported model type."""
     return [
-        name for name in _module_names() if hasattr(importlib.import_module(f"shardline.models.{name}"), "decoder_spec")
+        name
+        for name in _module_names()
+        if hasattr(importlib.import_module(f"shardline.models.{name}"), "tensor_source")
     ]
 
 
-def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None) -> DecoderSpec:
+def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> DecoderSpec:
     """The model that a parsed config.json describes, by its `model_type`.
 
     Raises:

@@ -134,8 +134,9 @@ def _llama3(rope: RopeConfig, length: int) -> _Frequencies:
     if high <= low:
         raise section.error("high_freq_factor", f"must be above low_freq_factor ({low}), got {high}")
     inv_freq, scaling = _default(rope, length)
-    wavelength = np.float32(2 * math.pi) / inv_freq
-    smooth = (np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low)
+    # torch divides a number by a tensor as reciprocal times number.
+    wavelength = np.float32(1.0) / inv_freq * np.float32(2 * math.pi)
+    smooth = (np.float32(1.0) / wavelength * np.float32(original) - np.float32(low)) / np.float32(high - low)
     between = (1 - smooth) * inv_freq / np.float32(factor) + smooth * inv_freq
     scaled = np.where(wavelength > original / low, inv_freq / np.float32(factor), between)
     return np.where(wavelength < original / high, inv_freq, scaled).astype(np.float32), scaling

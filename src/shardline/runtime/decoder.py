@@ -84,7 +84,5 @@ class DecoderStage:
             return hidden + delta
         # Norms and logits are needed of the sampled rows only.
         rows = step.sample_rows
-        normed, _ = self._final_norm.add(
-            torch.index_select(delta, 0, rows), torch.index_select(hidden, 0, rows)
-        )
+        normed, _ = self._final_norm.add(torch.index_select(delta, 0, rows), torch.index_select(hidden, 0, rows))
         return self.lm_head(normed)

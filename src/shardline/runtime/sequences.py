@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,11 @@ class Sequence:
     eos_token_ids: tuple[int, ...]
     output_counts: dict[int, int] = field(default_factory=dict)
     """How often each token was generated; kept only where penalties read it."""
+
+    @cached_property
+    def prompt_ids(self) -> frozenset[int]:
+        """The distinct tokens of the prompt."""
+        return frozenset(self.tokens[: self.num_prompt_tokens].tolist())
 
     @property
     def has_penalties(self) -> bool:

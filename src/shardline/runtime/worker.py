@@ -96,7 +96,7 @@ class Worker:
             context = LayerContext(
                 spec=setup.spec,
                 group=self._groups.tensor,
-                exact=setup.numerics == "exact",
+                numerics=setup.numerics,
                 dtype=self._dtype,
                 max_model_len=setup.max_model_len,
                 weights=open_weights(setup.files, setup.spec, setup.config.model),

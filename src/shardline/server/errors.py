@@ -43,9 +43,7 @@ class ApiError(HTTPException):
     ) -> None:
         headers = None if retry_after is None else {"Retry-After": str(retry_after)}
         super().__init__(status, message, headers)
-        self.body = msgspec.json.encode(
-            {"error": {"message": message, "type": type, "param": param, "code": code}}
-        )
+        self.body = msgspec.json.encode({"error": {"message": message, "type": type, "param": param, "code": code}})
         """The JSON of the answer."""
 
     def response(self) -> Response:
@@ -111,7 +109,9 @@ def explain_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     kind, message = first["type"], first["msg"]
     if kind == "json_invalid":
         reason = first.get("ctx", {}).get("error", message)
-        return bad_request(f"We could not parse the JSON body of your request: {reason} at character {first['loc'][-1]}.")
+        return bad_request(
+            f"We could not parse the JSON body of your request: {reason} at character {first['loc'][-1]}."
+        )
     path = [part for part in first["loc"] if part != "body"]
     if not path:
         if kind == "missing":
@@ -126,7 +126,7 @@ def explain_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
     if kind == "value_error":
         return bad_request(message.removeprefix("Value error, "), field)
-    branches = {str(error["msg"]) for error in errors if error["loc"][: 2] == first["loc"][: 2]}
+    branches = {str(error["msg"]) for error in errors if error["loc"][:2] == first["loc"][:2]}
     if len(branches) > 1:
         # A union: pydantic reports each of its branches with a path that names types, which says nothing to a client.
         return bad_request(f"Invalid type for '{field}': {' or '.join(_lower(b) for b in sorted(branches))}.", field)

@@ -67,8 +67,7 @@ class Exchange:
         if message["type"] == "http.response.start":
             self._started = True
             self._streaming = any(
-                name == b"content-type" and value.startswith(b"text/event-stream")
-                for name, value in message["headers"]
+                name == b"content-type" and value.startswith(b"text/event-stream") for name, value in message["headers"]
             )
         elif message["type"] == "http.response.body" and not message.get("more_body", False):
             self._ended = True

@@ -32,11 +32,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Service:
-    """One served model.
-
-    Raises:
-        ValueError: the configured chat template cannot be read or does not parse.
-    """
+    """One served model."""
 
     llm: AsyncLLM
     config: ServerConfig
@@ -49,13 +45,23 @@ class Service:
         """The names under which the model is served; responses carry the first."""
         return self.config.served_model_name or (self.llm.config.model.model,)
 
-    @cached_property
-    def chat_template_override(self) -> str | None:
-        """Source of the template that replaces the model's own.
-
-        Raises:
-            ValueError: the file cannot be read.
+    def check_template(self) -> None:
+        """Raises:
+        ValueError: the configured chat template cannot be read or does not parse.
         """
+        if self._template_source is not None:
+            ChatTemplate(self._template_source)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The configured template, else the model's own; None: there is none. Valid once the engine is ready."""
+        if self._template_source is None:
+            return self.llm.chat_template
+        tokenizer = self.llm.tokenizer
+        return ChatTemplate(self._template_source, tokenizer.special_tokens if tokenizer is not None else None)
+
+    @cached_property
+    def _template_source(self) -> str | None:
         value = self.config.chat_template
         if value is None or "{" in value:
             return value
@@ -65,14 +71,6 @@ class Service:
             raise ValueError(
                 f"--chat-template: cannot read {value!r} ({error}); give a file, or the template itself"
             ) from error
-
-    @cached_property
-    def _own_template(self) -> ChatTemplate | None:
-        source = self.chat_template_override
-        if source is None:
-            return None
-        tokenizer = self.llm.tokenizer
-        return ChatTemplate(source, tokenizer.special_tokens if tokenizer is not None else None)
 
     def require_ready(self) -> None:
         """Raises:
@@ -114,6 +112,17 @@ class Service:
             return tokenizer.encode(text, add_special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
 
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """The text of `token_ids`.
+
+        Raises:
+            ApiError: 400, an id is no token id, or the model has no tokenizer.
+        """
+        try:
+            return self.require_tokenizer().decode(token_ids, skip_special_tokens)
+        except OverflowError as error:
+            raise bad_request("Token ids must not be negative or larger than 32 bits.") from error
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -128,7 +137,7 @@ class Service:
             ApiError: 400, there is no template, or it refuses the messages.
         """
         tokenizer = self.require_tokenizer()
-        template = self._own_template or self.llm.chat_template
+        template = self.chat_template
         if template is None:
             raise bad_request(
                 "The model has no chat template: use /v1/completions, or start the server with --chat-template."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -24,22 +25,24 @@ def event(data: bytes) -> bytes:
 class EventStream(Response):
     """An answer that sends each item of `events` (one or several whole events) as it comes, then `data: [DONE]`.
 
-    An error in the middle becomes an error event: the status line is long gone by then.
+    An error in the middle becomes an error event: the status line is long gone by then. `source`, what the events are
+    made from, is left whatever happens, also where the first event was never asked for.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        # A body of None leaves out the content length; proxies such as nginx must not collect the events.
-        super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._events = events
+    def __init__(self, events: AsyncGenerator[bytes, None], source: AbstractAsyncContextManager[Any]) -> None:
+        # Proxies such as nginx must not collect the events.
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
+        self._events = events
+        self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. A client that reads slowly makes `send` wait: nothing piles up here."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         last = DONE
-        async with aclosing(self._events) as events:
+        async with self._source, aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 async for item in events:
                     await send({"type": "http.response.body", "body": item, "more_body": True})

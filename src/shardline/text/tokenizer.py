@@ -25,8 +25,6 @@ class Tokenizer:
         *,
         special_tokens: dict[str, str] | None = None,
         eos_token_ids: Sequence[int] = (),
-        add_bos_token: bool | None = None,
-        add_eos_token: bool | None = None,
     ) -> None:
         # Both are saved in tokenizer.json by training scripts, and would cut prompts in silence.
         backend.no_truncation()
@@ -37,9 +35,6 @@ class Tokenizer:
         self.bos_token_id = self.token_id(self.special_tokens.get("bos_token"))
         own = () if eos is None or eos in eos_token_ids else (eos,)
         self.eos_token_ids: tuple[int, ...] = (*eos_token_ids, *own)
-        self._eos_token_id = eos
-        self._add_bos = add_bos_token
-        self._add_eos = add_eos_token
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
@@ -63,16 +58,9 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"{path} is not a tokenizer: {error}") from error
-        config = read_json(folder / "tokenizer_config.json")
         special = _special_tokens(read_json(folder / "special_tokens_map.json"))
-        special.update(_special_tokens(config))
-        return cls(
-            backend,
-            special_tokens=special,
-            eos_token_ids=read_eos_token_ids(folder),
-            add_bos_token=config.get("add_bos_token"),
-            add_eos_token=config.get("add_eos_token"),
-        )
+        special.update(_special_tokens(read_json(folder / "tokenizer_config.json")))
+        return cls(backend, special_tokens=special, eos_token_ids=read_eos_token_ids(folder))
 
     @property
     def vocab_size(self) -> int:
@@ -90,32 +78,20 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.
 
-        A rendered chat template holds its special tokens already: encode it with add_special_tokens=False.
+        Which special tokens are added, tokenizer.json's post-processor alone decides: as in transformers 5, an
+        add_bos_token in tokenizer_config.json does not overrule it. A rendered chat template holds its special tokens
+        already: encode it with add_special_tokens=False.
         """
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return self._adjust(ids) if add_special_tokens else ids
+        return ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """As `encode` for each text, in parallel."""
-        rows = [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
-        return [self._adjust(ids) for ids in rows] if add_special_tokens else rows
+        return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD, ids out of range nothing."""
         return self._backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens)
-
-    def _adjust(self, ids: list[int]) -> list[int]:
-        """Honour add_bos_token and add_eos_token where tokenizer.json's own post-processor says otherwise."""
-        bos, eos = self.bos_token_id, self._eos_token_id
-        if self._add_bos is not None and bos is not None:
-            starts = bool(ids) and ids[0] == bos
-            if self._add_bos and not starts:
-                ids = [bos, *ids]
-            elif starts and not self._add_bos:
-                ids = ids[1:]
-        if self._add_eos and eos is not None and (not ids or ids[-1] != eos):
-            ids = [*ids, eos]
-        return ids
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -69,7 +69,13 @@ class MultiprocessExecutor(Executor):
 
     def _spawn(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "shardline.runtime.worker_process", str(theirs.fileno()), str(self._segment_fd)]
+        command = [
+            sys.executable,
+            "-m",
+            "shardline.runtime.worker_process",
+            str(theirs.fileno()),
+            str(self._segment_fd),
+        ]
         with theirs:
             process = subprocess.Popen(command, pass_fds=[theirs.fileno(), self._segment_fd], stdin=subprocess.DEVNULL)
         self._processes.append(process)
@@ -151,7 +157,13 @@ class MultiprocessExecutor(Executor):
             code: int | None = self._processes[rank].wait(1.0)
         except subprocess.TimeoutExpired:
             code = None
-        how = "closed its channel" if code is None else f"was killed by signal {-code}" if code < 0 else f"exited ({code})"
+        how = (
+            "closed its channel"
+            if code is None
+            else f"was killed by signal {-code}"
+            if code < 0
+            else f"exited ({code})"
+        )
         hint = "; the host may have run out of memory" if code == -9 else ""
         return f"{self._name(rank)} {how}{self._at_step()}{hint}"
 

@@ -36,6 +36,7 @@ class AttentionLayer:
     def __init__(self, context: LayerContext, name: str, spec: GQA, tables: RotaryTables) -> None:
         self._spec = spec
         self._qkv = ColumnLinear(context, [f"{name}.{part}" for part in ("q", "k", "v")], spec.qkv_bias)
+        self._num_heads = [width // spec.head_dim for width in self._qkv.widths]
         head_widths = [span.size for span in context.spans(f"{name}.q.weight")]
         self._output = ClosingLinear(context, f"{name}.o", head_widths, spec.output_bias)
         self._q_norm = NormLayer(context, f"{name}.q_norm", spec.qk_norm) if spec.qk_norm else None
@@ -47,7 +48,7 @@ class AttentionLayer:
     @property
     def num_kv_heads(self) -> int:
         """KV heads that this rank stores."""
-        return self._qkv.widths[1] // self._spec.head_dim
+        return self._num_heads[1]
 
     def bind_cache(self, key_cache: Tensor, value_cache: Tensor) -> None:
         """Give the layer its pages, each [num_blocks, num_kv_heads, block_size, head_dim]."""
@@ -57,16 +58,14 @@ class AttentionLayer:
         assert self._key_cache is not None
         assert self._value_cache is not None
         head_dim = self._spec.head_dim
-        q, k, v = (
-            part.reshape(x.shape[0], -1, head_dim) for part in self._qkv(x).split(self._qkv.widths, dim=1)
-        )
+        heads = self._qkv(x).view(x.shape[0], -1, head_dim)
+        q, k, v = torch.split(heads, self._num_heads, dim=1)
         if self._q_norm is not None and self._k_norm is not None:
             q = self._q_norm(q.reshape(-1, head_dim)).view_as(q)
             k = self._k_norm(k.reshape(-1, head_dim)).view_as(k)
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if self._table is not None:
             assert self._spec.rope is not None
-            apply_rope(q, k, step.positions, self._table, self._spec.rope.interleaved)
+            apply_rope(q, k, step.positions, self._table, interleaved=self._spec.rope.interleaved)
         write_kv(k, v, self._key_cache, self._value_cache, kv.slots)
         attended = paged_attention(
             q,

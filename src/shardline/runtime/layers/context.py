@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardline.models.partition import Span
-from shardline.models.sharding import shard
+from shardline.models.sharding import Numerics, shard
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.loader.weights import WeightSource
 from shardline.runtime.parallel.collectives import Collectives
@@ -21,8 +21,8 @@ class LayerContext:
 
     spec: DecoderSpec
     group: Collectives
-    exact: bool
-    """No floating-point sum crosses a rank."""
+    numerics: Numerics
+    """exact: no floating-point sum crosses a rank."""
     dtype: torch.dtype
     max_model_len: int
     weights: WeightSource
@@ -31,18 +31,18 @@ class LayerContext:
 
     def spans(self, name: str) -> tuple[Span, ...]:
         """The range of the sharded dim of parameter `name` on each rank of the group."""
-        numerics = "exact" if self.exact else "fast"
         spans = []
         for rank in range(self.group.size):
-            sharded = [span for span in shard(name, self.spec, rank, self.group.size, numerics) if span is not None]
+            sharded = [
+                span for span in shard(name, self.spec, rank, self.group.size, self.numerics) if span is not None
+            ]
             assert len(sharded) == 1, f"{name} is not sharded along one dim"
             spans.append(sharded[0])
         return tuple(spans)
 
     def load(self, name: str) -> Tensor:
         """This rank's slice of parameter `name`, contiguous, in the activations' dtype."""
-        numerics = "exact" if self.exact else "fast"
-        spans = shard(name, self.spec, self.group.rank, self.group.size, numerics)
+        spans = shard(name, self.spec, self.group.rank, self.group.size, self.numerics)
         tensor = self.weights.get(name, spans).to(self.dtype).contiguous()
         self.on_loaded(tensor.numel() * tensor.element_size())
         return tensor

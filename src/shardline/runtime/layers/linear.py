@@ -29,7 +29,7 @@ class ColumnLinear:
         self._bias = torch.cat([context.load(f"{name}.bias") for name in names]) if bias else None
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        return linear(x, self._packed, self._bias, out_dtype)
+        return linear(x, self._packed, self._bias, out_dtype=out_dtype)
 
 
 class ClosingLinear:
@@ -37,7 +37,7 @@ class ClosingLinear:
 
     def __init__(self, context: LayerContext, name: str, input_widths: Sequence[int], bias: bool) -> None:
         self._group = context.group
-        self._exact = context.exact or context.group.size == 1
+        self._exact = context.numerics == "exact" or context.group.size == 1
         self._input_widths = tuple(input_widths)
         self._packed = pack_weight(context.load(f"{name}.weight"))
         self._bias = context.load(f"{name}.bias") if bias else None

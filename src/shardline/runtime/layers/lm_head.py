@@ -25,7 +25,7 @@ class LMHead:
         self._softcap = spec.logits_softcap
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        logits = linear(hidden, self._packed, self._bias, torch.float32)
+        logits = linear(hidden, self._packed, self._bias, out_dtype=torch.float32)
         if self._softcap is not None:
             softcap_(logits, self._softcap)
         return logits

@@ -20,11 +20,11 @@ class NormLayer:
     def __call__(self, x: Tensor) -> Tensor:
         """[M, H] -> [M, H]."""
         if self._norm.kind == "rms":
-            return rms_norm(x, self._weight, self._norm.eps, self._norm.weight_offset)
+            return rms_norm(x, self._weight, self._norm.eps, weight_offset=self._norm.weight_offset)
         return layer_norm(x, self._weight, self._bias, self._norm.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual), the sum rounded to the activations' dtype first."""
         if self._norm.kind == "rms":
-            return add_rms_norm(x, residual, self._weight, self._norm.eps, self._norm.weight_offset)
+            return add_rms_norm(x, residual, self._weight, self._norm.eps, weight_offset=self._norm.weight_offset)
         return add_layer_norm(x, residual, self._weight, self._bias, self._norm.eps)

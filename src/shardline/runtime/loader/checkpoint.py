@@ -27,6 +27,7 @@ _ELEMENT_BYTES = {
 _LOADABLE = ("F32", "BF16", "F16", "F64")
 _MAX_HEADER_BYTES = 100_000_000
 _NAMED_PROBLEMS = 5
+_WEIGHT_SUFFIXES = (".bin", ".safetensors", ".gguf", ".pth")
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,123 @@ class Checkpoint:
             if key is None:
                 problems.append(f"{source.key} is missing")
                 continue
-            # Where parameters share a tensor, the last of them tells its full size.
-            rows = shape[0] if source.rows is None else max(sum(source.rows), expected.get(key, (0,))[0])
-            full = (rows, *shape[1:])
-            expected[key] = full
-        for key, full in expected.items():
-            problems += self._problems(key, full, transposed=None)
+            if source.rows is not None:
+                # Parameters that share a tensor: the last of them tells its full size.
+                shape = (sum(source.rows), *shape[1:])
+            if source.transposed:
+                shape = shape[::-1]
+            expected[key] = max(shape, expected.get(key, shape))
+        problems += [problem for key, shape in expected.items() for problem in self._problems(key, shape)]
         if problems:
-            more = f" and {len(problems) - _NAMED_PROBLEMS} more" if len(problems) > _NAMED_PROBLEMS else ""
+            more = f"; and {len(problems) - _NAMED_PROBLEMS} more" if len(problems) > _NAMED_PROBLEMS else ""
             raise ValueError(
-                f"the weights in {self.folder} do not fit its config.json: {'; '.join(problems[:_NAMED_PROBLEMS])}{more}"
+                f"the weights in {self.folder} do not fit its config.json: "
+                f"{'; '.join(dict.fromkeys(problems[:_NAMED_PROBLEMS]))}{more}"
             )
+
+    def _problems(self, key: str, shape: Shape) -> list[str]:
+        """What is wrong with a tensor that should have `shape`."""
+        entry = self.tensors[key]
+        problems = []
+        if entry.shape != shape:
+            problems.append(f"{key} has shape {list(entry.shape)}, not {list(shape)}")
+        if entry.dtype not in _LOADABLE:
+            problems.append(f"{key} has type {entry.dtype}; supported: {', '.join(_LOADABLE)}")
+        return problems
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint: model.safetensors, or those that its index names.
+
+    Raises:
+        ValueError: there are none, the index is corrupt, or files that it names are missing.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return (single,)
+    if not index.is_file():
+        others = sorted(path.name for path in folder.glob("*") if path.suffix in _WEIGHT_SUFFIXES)
+        found = f"found only {', '.join(others[:3])}" if others else "found no weights at all"
+        raise ValueError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json ({found}); convert the weights "
+            "to safetensors (in transformers: model.save_pretrained(folder)), or use load_format dummy"
+        )
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+        files = tuple(folder / name for name in names)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{index} is corrupt: it must be an object with a weight_map of key to file name") from None
+    outside = [name for name in names if Path(name).name != name]
+    if outside or not files:
+        raise ValueError(f"{index} is corrupt: its weight_map must name files beside it, got {outside or 'none'}")
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        named = ", ".join(missing[:_NAMED_PROBLEMS]) + (", ..." if len(missing) > _NAMED_PROBLEMS else "")
+        raise ValueError(f"{folder} lacks {len(missing)} of {len(files)} weight files: {named}; download it again")
+    return files
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of one safetensors file.
+
+    Raises:
+        ValueError: the file is corrupt or truncated.
+    """
+    try:
+        return _parse_header(file)
+    except _CorruptError as error:
+        raise ValueError(f"{file} is corrupt or truncated ({error}); download it again") from None
+
+
+class _CorruptError(Exception):
+    """What is wrong with a safetensors file."""
+
+
+def _parse_header(file: Path) -> dict[str, TensorEntry]:
+    file_size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise _CorruptError(f"{file_size} bytes, too short for a header")
+        (header_size,) = struct.unpack("<Q", prefix)
+        if header_size > min(file_size - 8, _MAX_HEADER_BYTES):
+            raise _CorruptError(f"header of {header_size} bytes in a file of {file_size}")
+        text = stream.read(header_size)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _CorruptError("header is not JSON") from None
+    if not isinstance(header, dict):
+        raise _CorruptError("header is not a JSON object")
+    header.pop("__metadata__", None)
+    spans: list[tuple[int, int]] = []
+    entries: dict[str, TensorEntry] = {}
+    for key, value in header.items():
+        dtype, shape, start, stop = _parse_entry(key, value)
+        spans.append((start, stop))
+        entries[key] = TensorEntry(file, dtype, shape, stop - start)
+    end = 0
+    for start, stop in sorted(spans):
+        if start != end:
+            raise _CorruptError(f"data of one tensor starts at byte {start} where another ends at {end}")
+        end = stop
+    if end != file_size - 8 - header_size:
+        raise _CorruptError(f"{file_size - 8 - header_size} bytes of data where the header counts {end}")
+    return entries
+
+
+def _parse_entry(key: str, value: Any) -> tuple[str, Shape, int, int]:
+    """(dtype, shape, start, stop) of a tensor, checked against each other."""
+    try:
+        dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
+        numbers = [start, stop, *shape]
+    except (KeyError, TypeError, ValueError):
+        raise _CorruptError(f"entry of {key!r} is malformed") from None
+    if dtype not in _ELEMENT_BYTES:
+        raise _CorruptError(f"{key!r} has unknown type {dtype!r}")
+    if any(not isinstance(number, int) or number < 0 for number in numbers):
+        raise _CorruptError(f"entry of {key!r} is malformed")
+    if stop - start != math.prod(shape) * _ELEMENT_BYTES[dtype]:
+        raise _CorruptError(f"{key!r} has {stop - start} bytes for shape {shape} of {dtype}")
+    return dtype, tuple(shape), start, stop

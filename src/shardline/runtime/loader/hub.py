@@ -1,4 +1,4 @@
-"""From what the user calls a model to a folder with its files: 'demo', a local folder, or an id on the hub. No torch."""
+"""From what the user calls a model to the folder of its files: 'demo', a folder, or a hub id. No torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ModelFiles:
     generation_config: dict[str, Any]
     """generation_config.json, parsed; empty where there is none."""
     weight_files: tuple[Path, ...]
-    """The safetensors files; empty for load_format dummy."""
+    """The safetensors files; empty where none were asked for."""
 
     @property
     def model_type(self) -> str:
@@ -59,10 +59,10 @@ class ModelFiles:
         return tuple(ids) if isinstance(ids, list) else (int(ids),)
 
 
-def resolve_model(model: str, revision: str | None = None, load_format: str = "auto") -> ModelFiles:
+def resolve_model(model: str, revision: str | None = None, weights: bool = True) -> ModelFiles:
     """The files of `model`: 'demo', a folder in Hugging Face format, or a hub id, downloaded where need be.
 
-    With `load_format` "dummy" no weights are looked for. HF_TOKEN, HF_HOME and HF_HUB_OFFLINE work as everywhere.
+    Without `weights` none are looked for. HF_TOKEN, HF_HOME and HF_HUB_OFFLINE work as everywhere.
 
     Raises:
         ValueError: there is no such model, it cannot be reached, its config.json is broken, its model_type is not
@@ -80,7 +80,7 @@ def resolve_model(model: str, revision: str | None = None, load_format: str = "a
     family(model_type)
     generation_config = folder / "generation_config.json"
     files: Sequence[Path] = ()
-    if load_format != "dummy":
+    if weights:
         if local is None:
             folder = _download(model, revision, (*_CONFIG_PATTERNS, *_WEIGHT_PATTERNS))
         files = weight_files(folder)
@@ -111,7 +111,7 @@ def _local_folder(model: str) -> Path | None:
     if model == "demo":
         return DEMO_FOLDER
     path = Path(model).expanduser()
-    if path.is_dir():
+    if path.is_dir() and model.strip():
         return path
     if path.is_file():
         raise ValueError(
@@ -148,7 +148,7 @@ def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path
     """
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils._validators import validate_repo_id
 
     def snapshot(commit: str | None, local_files_only: bool) -> Path:
         folder = huggingface_hub.snapshot_download(

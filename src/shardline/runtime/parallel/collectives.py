@@ -36,9 +36,6 @@ class Collectives(ABC):
     def all_reduce_sum(self, local: Tensor) -> Tensor:
         """The sum over ranks of float32 tensors of one shape, added in rank order."""
 
-    def close(self) -> None:
-        """Release what the group holds."""
-
 
 class StageLink(ABC):
     """One-way hand-off of hidden states from a rank to its successor in the next stage."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from shardline.config.topology import RankGrid
 from shardline.runtime.parallel.collectives import Collectives, StageLink
@@ -17,7 +18,7 @@ from shardline.runtime.parallel.progress import ProgressLine
 
 def join_world(store_path: Path, rank: int, grid: RankGrid, timeout: float) -> None:
     """Join the replica's default process group through a file that all ranks see; no rendezvous port is opened."""
-    store = dist.FileStore(str(store_path), grid.world_size)
+    store = FileStore(str(store_path), grid.world_size)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=grid.world_size, timeout=timedelta(seconds=timeout)
     )
@@ -70,9 +71,6 @@ class DistributedCollectives(Collectives):
             dist.all_gather(parts, padded, group=self._group)
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
-    def close(self) -> None:
-        dist.destroy_process_group()
-
 
 class DistributedLink(StageLink):
     """Point-to-point sends between global ranks."""
@@ -92,7 +90,7 @@ class DistributedLink(StageLink):
         return tensor
 
 
-class _named_errors:  # noqa: N801
+class _named_errors:
     """Turns gloo's RuntimeErrors into the façade's TimeoutError and ConnectionError."""
 
     def __enter__(self) -> None: ...

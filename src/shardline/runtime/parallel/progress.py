@@ -17,9 +17,9 @@ class ProgressBoard:
     """One line of counters per rank over a shared buffer; each rank writes its own line only."""
 
     def __init__(self, buffer: memoryview, world_size: int) -> None:
-        self._lines: npt.NDArray[np.int64] = np.frombuffer(
-            buffer, dtype=np.int64, count=world_size * _FIELDS
-        ).reshape(world_size, _FIELDS)
+        self._lines: npt.NDArray[np.int64] = np.frombuffer(buffer, dtype=np.int64, count=world_size * _FIELDS).reshape(
+            world_size, _FIELDS
+        )
 
     @staticmethod
     def num_bytes(world_size: int) -> int:

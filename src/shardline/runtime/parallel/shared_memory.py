@@ -55,5 +55,5 @@ class SharedLink(StageLink):
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype)
         with self._progress.waiting():
-            self._mailbox.receive(tensor, self._timeout)
+            self._mailbox.recv_into(tensor, self._timeout)
         return tensor

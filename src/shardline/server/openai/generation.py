@@ -62,7 +62,10 @@ class Generation:
                 generation._timers.append(timer)
         except BaseException as error:
             await generation.aclose()
-            raise _as_api_error(error) from error
+            answer = _as_api_error(error)
+            if answer is None:
+                raise
+            raise answer from error
         return generation
 
     @property
@@ -143,7 +146,8 @@ class Generation:
                 raise engine_dead(str(choice.stop_reason or ""))
 
 
-def _as_api_error(error: BaseException) -> BaseException:
+def _as_api_error(error: BaseException) -> ApiError | None:
+    """The answer to a request that was not admitted; None: the error is nothing that a client can be told."""
     if isinstance(error, EngineDraining):
         return draining()
     if isinstance(error, EngineDead):
@@ -154,7 +158,7 @@ def _as_api_error(error: BaseException) -> BaseException:
         )
     if isinstance(error, ValueError):
         return bad_request(str(error))
-    return error
+    return None
 
 
 @dataclass

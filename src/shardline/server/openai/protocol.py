@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from shardline.server.errors import bad_request
 from shardline.types import RequestOutput, SamplingParams
 
-TokenIds = Annotated[list[int], FailFast()]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 MAX_CHOICES = 128
 """Largest `n`, as at OpenAI."""
@@ -167,5 +167,3 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         (503, "Starting, draining, or the engine has stopped."),
     )
 }
-
-Finish = Literal["stop", "length", "abort"]

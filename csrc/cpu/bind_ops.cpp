@@ -1,0 +1,249 @@
+// Python entry points of the vector kernels: check the tensors, fill in the arguments, let go of the GIL.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "bind.h"
+#include "host_ops.h"
+#include "kernels.h"
+#include "tensor.h"
+
+namespace shardline {
+namespace {
+
+using namespace nanobind::literals;
+
+void check_panels(const Tensor& panels, int64_t num_columns, int64_t depth) {
+  const bool pairs = panels.dtype() == DType::kBFloat16;
+  const int64_t padded_depth = pairs ? (depth + 1) / 2 * 2 : depth;
+  const int64_t num_panels = (num_columns + kPanelColumns - 1) / kPanelColumns;
+  panels.is_floating().has_shape({num_panels, padded_depth, kPanelColumns}).is_contiguous();
+  if (depth < 1) throw nb::value_error("a weight needs at least one input feature");
+}
+
+void pack_weight(nb::handle weight_object, nb::handle panels_object) {
+  const Tensor weight(weight_object, "weight"), panels(panels_object, "panels");
+  weight.is_floating().has_shape({-1, -1}).has_rows().same_dtype(panels);
+  check_panels(panels, weight.size(0), weight.size(1));
+  const PackArgs args = {weight.dtype(), weight.data(), weight.row_stride(), panels.data(), weight.size(0),
+                         weight.size(1)};
+  nb::gil_scoped_release release;
+  kernels().pack_weight(args);
+}
+
+void linear(nb::handle x_object, nb::handle panels_object, nb::handle bias_object, nb::handle out_object) {
+  const Tensor x(x_object, "x"), panels(panels_object, "panels"), out(out_object, "out");
+  x.is_floating().has_shape({-1, -1}).has_rows().same_dtype(panels);
+  out.is_floating().has_shape({x.size(0), -1}).has_rows();
+  check_panels(panels, out.size(1), x.size(1));
+  LinearArgs args = {};
+  args.dtype = x.dtype();
+  args.out_dtype = out.dtype();
+  args.x = x.data();
+  args.x_stride = x.row_stride();
+  args.panels = panels.data();
+  if (!bias_object.is_none()) {
+    const Tensor bias(bias_object, "bias");
+    bias.is_floating().has_shape({out.size(1)}).is_contiguous();
+    args.bias = bias.data();
+    args.bias_dtype = bias.dtype();
+  }
+  args.out = out.data();
+  args.out_stride = out.row_stride();
+  args.num_rows = x.size(0);
+  args.num_columns = out.size(1);
+  args.depth = x.size(1);
+  nb::gil_scoped_release release;
+  kernels().linear(args);
+}
+
+NormArgs norm_args(const Tensor& x, const Tensor& weight, const Tensor& out, float eps) {
+  x.is_floating().has_shape({-1, -1}).has_rows();
+  weight.same_dtype(x).has_shape({x.size(1)}).is_contiguous();
+  out.same_dtype(x).has_shape({x.size(0), x.size(1)}).is_contiguous();
+  NormArgs args = {};
+  args.dtype = x.dtype();
+  args.x = x.data();
+  args.x_stride = x.row_stride();
+  args.weight = weight.data();
+  args.out = out.data();
+  args.num_rows = x.size(0);
+  args.width = x.size(1);
+  args.eps = eps;
+  return args;
+}
+
+void set_residual(NormArgs& args, const Tensor& x, nb::handle residual_object, nb::handle summed_object) {
+  if (residual_object.is_none()) return;
+  const Tensor residual(residual_object, "residual"), summed(summed_object, "summed");
+  residual.same_dtype(x).has_shape({x.size(0), x.size(1)}).has_rows();
+  summed.same_dtype(x).has_shape({x.size(0), x.size(1)}).is_contiguous();
+  args.residual = residual.data();
+  args.residual_stride = residual.row_stride();
+  args.summed = summed.data();
+}
+
+void rms_norm(nb::handle x_object, nb::handle weight_object, nb::handle out_object, float eps, float weight_offset,
+              nb::handle residual, nb::handle summed) {
+  const Tensor x(x_object, "x");
+  NormArgs args = norm_args(x, Tensor(weight_object, "weight"), Tensor(out_object, "out"), eps);
+  args.weight_offset = weight_offset;
+  set_residual(args, x, residual, summed);
+  nb::gil_scoped_release release;
+  kernels().rms_norm(args);
+}
+
+void layer_norm(nb::handle x_object, nb::handle weight_object, nb::handle bias_object, nb::handle out_object, float eps,
+                nb::handle residual, nb::handle summed) {
+  const Tensor x(x_object, "x");
+  NormArgs args = norm_args(x, Tensor(weight_object, "weight"), Tensor(out_object, "out"), eps);
+  if (!bias_object.is_none()) {
+    const Tensor bias(bias_object, "bias");
+    args.bias = bias.same_dtype(x).has_shape({x.size(1)}).is_contiguous().data();
+  }
+  set_residual(args, x, residual, summed);
+  nb::gil_scoped_release release;
+  kernels().layer_norm(args);
+}
+
+void apply_rope(nb::handle x_object, nb::handle positions_object, nb::handle table_object, bool interleaved) {
+  const Tensor x(x_object, "x"), positions(positions_object, "positions"), table(table_object, "table");
+  x.is_floating().has_shape({-1, -1, -1}).has_rows();
+  positions.has_shape({x.size(0)}).is_contiguous();
+  table.is(DType::kFloat32).has_shape({-1, -1}).is_contiguous();
+  if (positions.dtype() != DType::kInt32) positions.is(DType::kInt64);
+  if (table.size(1) % 2 != 0 || table.size(1) > x.size(2)) {
+    throw nb::value_error("the table's width must be even and at most the head's");
+  }
+  const RopeArgs args = {x.dtype(),    x.data(),  x.row_stride(), positions.data(), positions.dtype() == DType::kInt64,
+                         table.as<float>(), x.size(0), x.size(1), x.size(2), table.size(1) / 2, interleaved};
+  for (int64_t token = 0; token < args.num_tokens; ++token) {
+    const int64_t position = args.positions_are_int64 ? positions.as<int64_t>()[token] : positions.as<int32_t>()[token];
+    if (position < 0 || position >= table.size(0)) {
+      throw nb::value_error(("position " + std::to_string(position) + " is outside the rotary table").c_str());
+    }
+  }
+  nb::gil_scoped_release release;
+  kernels().rope(args);
+}
+
+Activation activation_named(const std::string& name) {
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "relu") return Activation::kRelu;
+  throw nb::value_error(("unknown activation '" + name + "'; known: silu, gelu_tanh, gelu, relu").c_str());
+}
+
+void activation(nb::handle x_object, nb::handle out_object, const std::string& name, bool gated) {
+  const Tensor x(x_object, "x"), out(out_object, "out");
+  x.is_floating().has_shape({-1, -1}).has_rows();
+  out.same_dtype(x).has_shape({x.size(0), gated ? x.size(1) / 2 : x.size(1)}).is_contiguous();
+  if (gated && x.size(1) % 2 != 0) throw nb::value_error("gate_up must have an even width");
+  const ActivationArgs args = {x.dtype(), activation_named(name), x.data(), x.row_stride(), out.data(),
+                               x.size(0), out.size(1), gated};
+  nb::gil_scoped_release release;
+  kernels().activation(args);
+}
+
+void softcap(nb::handle logits_object, float cap) {
+  const Tensor logits(logits_object, "logits");
+  logits.is(DType::kFloat32).is_contiguous();
+  nb::gil_scoped_release release;
+  kernels().softcap(logits.as<float>(), logits.num_elements(), cap);
+}
+
+void write_kv(nb::handle key_object, nb::handle value_object, nb::handle key_cache_object,
+              nb::handle value_cache_object, nb::handle slots_object) {
+  const Tensor key(key_object, "key"), value(value_object, "value");
+  const Tensor key_cache(key_cache_object, "key_cache"), value_cache(value_cache_object, "value_cache");
+  const Tensor slots(slots_object, "slots");
+  key.is_floating().has_shape({-1, -1, -1}).has_rows();
+  value.same_dtype(key).has_shape({key.size(0), key.size(1), -1}).has_rows();
+  key_cache.same_dtype(key).has_shape({-1, key.size(1), -1, key.size(2)}).is_contiguous();
+  value_cache.same_dtype(key).has_shape({key_cache.size(0), key.size(1), key_cache.size(2), value.size(2)})
+      .is_contiguous();
+  slots.is(DType::kInt64).has_shape({key.size(0)}).is_contiguous();
+  const int64_t num_slots = key_cache.size(0) * key_cache.size(2);
+  for (int64_t token = 0; token < slots.size(0); ++token) {
+    if (slots.as<int64_t>()[token] >= num_slots) throw nb::value_error("a slot lies outside the KV cache");
+  }
+  const WriteKvArgs args = {element_size(key.dtype()), key.data(), value.data(), key.row_stride(), value.row_stride(),
+                            key_cache.data(), value_cache.data(), slots.as<int64_t>(), key.size(0), key.size(1),
+                            key.size(2), value.size(2), key_cache.size(2)};
+  nb::gil_scoped_release release;
+  write_kv(args);
+}
+
+// A wrong index would read foreign memory, so every block that will be read is checked.
+void check_sequences(const AttentionArgs& args, int64_t num_tokens, int64_t max_blocks, int64_t num_blocks) {
+  if (args.query_starts[0] != 0 || args.query_starts[args.num_sequences] != num_tokens) {
+    throw nb::value_error("query_starts must run from 0 to the number of tokens");
+  }
+  for (int64_t s = 0; s < args.num_sequences; ++s) {
+    const int64_t query_len = args.query_starts[s + 1] - args.query_starts[s];
+    const int64_t context_len = args.context_lens[s];
+    if (query_len < 0 || context_len < query_len || context_len > max_blocks * args.block_size) {
+      throw nb::value_error(("sequence " + std::to_string(s) + ": context length " + std::to_string(context_len) +
+                             " does not fit " + std::to_string(query_len) + " query tokens and the block table").c_str());
+    }
+    if (query_len == 0) continue;
+    const int64_t first = args.window > 0 ? context_len - query_len - args.window + 1 : 0;
+    for (int64_t b = first > 0 ? first / args.block_size : 0; b * args.block_size < context_len; ++b) {
+      const int32_t block = args.block_tables[s * args.block_table_stride + b];
+      if (block < 0 || block >= num_blocks) throw nb::value_error("a block table names a block outside the KV cache");
+    }
+  }
+}
+
+void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::handle value_cache_object,
+                     nb::handle block_tables_object, nb::handle query_starts_object, nb::handle context_lens_object,
+                     nb::handle out_object, float scale, std::optional<int64_t> window, std::optional<float> softcap) {
+  const Tensor query(query_object, "query"), out(out_object, "out");
+  const Tensor key_cache(key_cache_object, "key_cache"), value_cache(value_cache_object, "value_cache");
+  const Tensor block_tables(block_tables_object, "block_tables"), query_starts(query_starts_object, "query_starts");
+  const Tensor context_lens(context_lens_object, "context_lens");
+  query.is_floating().has_shape({-1, -1, -1}).has_rows();
+  key_cache.same_dtype(query).has_shape({-1, -1, -1, query.size(2)}).is_contiguous();
+  value_cache.same_dtype(query).has_shape({key_cache.size(0), key_cache.size(1), key_cache.size(2), -1})
+      .is_contiguous();
+  out.same_dtype(query).has_shape({query.size(0), query.size(1), value_cache.size(3)}).is_contiguous();
+  context_lens.is(DType::kInt32).has_shape({-1}).is_contiguous();
+  block_tables.is(DType::kInt32).has_shape({context_lens.size(0), -1}).has_rows();
+  query_starts.is(DType::kInt32).has_shape({context_lens.size(0) + 1}).is_contiguous();
+  if (key_cache.size(1) == 0 || query.size(1) % key_cache.size(1) != 0) {
+    throw nb::value_error("the number of query heads must be a multiple of the number of KV heads");
+  }
+  if (window && *window < 1) throw nb::value_error("window must be at least 1, or None");
+  const AttentionArgs args = {query.dtype(), query.data(), query.row_stride(), key_cache.data(), value_cache.data(),
+                              block_tables.as<int32_t>(), block_tables.row_stride(), query_starts.as<int32_t>(),
+                              context_lens.as<int32_t>(), out.data(), context_lens.size(0), query.size(1),
+                              key_cache.size(1), query.size(2), value_cache.size(3), key_cache.size(2),
+                              window.value_or(0), scale, softcap.value_or(0.0f)};
+  check_sequences(args, query.size(0), block_tables.size(1), key_cache.size(0));
+  nb::gil_scoped_release release;
+  kernels().paged_attention(args);
+}
+
+}  // namespace
+
+void bind_ops(nb::module_& m) {
+  m.def("pack_weight", &pack_weight, "weight"_a, "panels"_a);
+  m.def("linear", &linear, "x"_a, "panels"_a, "bias"_a.none(), "out"_a);
+  m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "out"_a, "eps"_a, "weight_offset"_a, "residual"_a.none(),
+        "summed"_a.none());
+  m.def("layer_norm", &layer_norm, "x"_a, "weight"_a, "bias"_a.none(), "out"_a, "eps"_a, "residual"_a.none(),
+        "summed"_a.none());
+  m.def("apply_rope", &apply_rope, "x"_a, "positions"_a, "table"_a, "interleaved"_a);
+  m.def("activation", &activation, "x"_a, "out"_a, "name"_a, "gated"_a);
+  m.def("softcap", &softcap, "logits"_a, "cap"_a);
+  m.def("write_kv", static_cast<void (*)(nb::handle, nb::handle, nb::handle, nb::handle, nb::handle)>(&write_kv),
+        "key"_a, "value"_a, "key_cache"_a, "value_cache"_a, "slots"_a);
+  m.def("paged_attention", &paged_attention, "query"_a, "key_cache"_a, "value_cache"_a, "block_tables"_a,
+        "query_starts"_a, "context_lens"_a, "out"_a, "scale"_a, "window"_a.none(), "softcap"_a.none());
+}
+
+}  // namespace shardline

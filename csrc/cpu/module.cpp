@@ -1,0 +1,30 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind.h"
+#include "dispatch.h"
+#include "kernels.h"
+#include "thread_pool.h"
+
+namespace nb = nanobind;
+
+NB_MODULE(_cpu, m) {
+  using namespace nanobind::literals;
+  using namespace shardline;
+  m.doc() = "CPU kernels. Use them through shardline.runtime.ops.";
+  m.def("isa", [] { return kernels().isa; });
+  m.def("available_isas", &available_isas);
+  m.def("set_isa", &set_isa, "name"_a);
+  m.def("num_threads", &num_threads);
+  m.def(
+      "set_num_threads",
+      [](int count, const std::vector<int>& pin) {
+        nb::gil_scoped_release release;
+        set_num_threads(count, pin);
+      },
+      "num_threads"_a, "pin"_a = std::vector<int>());
+  bind_ops(m);
+  bind_sampling(m);
+  bind_shared(m);
+}

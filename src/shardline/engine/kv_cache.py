@@ -1,0 +1,154 @@
+"""The block tables of all sequences: the only writer of the block pool."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence as ReadOnlyList
+from dataclasses import dataclass
+
+from shardline.engine.block_pool import NULL_BLOCK, BlockPool
+from shardline.engine.prefix_cache import BlockHasher, longest_hit, num_window_blocks
+from shardline.engine.sequence import KVState, Sequence
+from shardline.models.partition import KVGroup
+
+
+@dataclass(frozen=True)
+class PrefixHit:
+    """The cached blocks that a sequence can start with; valid until the pool changes."""
+
+    tables: list[list[int]]
+    """Per group, as they will stand in the block table: NULL_BLOCK before a window."""
+    num_tokens: int
+    num_blocks: int
+    """Blocks in the tables that are not null."""
+    num_free: int
+    """Of these, blocks that nobody holds."""
+
+
+class KVCache:
+    """Gives sequences their blocks and takes them back, in all KV groups at once.
+
+    Relies on workers running plans in the order in which they were scheduled: a block that plan n writes may be read
+    by plan n + 1 (not by plan n itself, but for its own sequence), so content is published as soon as the plan that
+    completes it has been scheduled and its tokens are known. Should a scheduled plan not be run, throw the scheduler
+    away, cache and all. Published blocks are full and never written again.
+    """
+
+    def __init__(
+        self,
+        groups: ReadOnlyList[KVGroup],
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool,
+        namespace: str = "",
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self._groups = groups
+        self._block_size = block_size
+        self._hasher = BlockHasher(block_size, namespace) if prefix_caching else None
+        self._suffixes = [index.to_bytes(2, "little") for index in range(len(groups))]
+        self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
+        self._nothing: list[list[int]] = [[] for _ in groups]
+
+    def new_state(self) -> KVState:
+        """The state of a sequence that holds nothing."""
+        return KVState([[] for _ in self._groups], [0] * len(self._groups))
+
+    def lookup(self, sequence: Sequence) -> PrefixHit:
+        """The longest cached prefix of the sequence's tokens that leaves at least one token to compute."""
+        if self._hasher is None:
+            return PrefixHit(self._nothing, 0, 0, 0)
+        most = (len(sequence.tokens) - 1) // self._block_size
+        hashes, find, suffixes = sequence.kv.hashes, self.pool.find, self._suffixes
+        self._hasher.extend(hashes, sequence.request.cache_salt, sequence.tokens, most)
+        length = longest_hit(
+            self._groups,
+            self._block_size,
+            most,
+            lambda group, block: find(hashes[block] + suffixes[group]) is not None,
+        )
+        tables, held = [], []
+        for group, suffix in zip(self._groups, suffixes, strict=True):
+            needed = length if group.window is None else num_window_blocks(group.window, self._block_size)
+            first = max(0, length - needed)
+            blocks = [find(content + suffix) for content in hashes[first:length]]
+            known = [block for block in blocks if block is not None]
+            assert len(known) == length - first
+            tables.append([NULL_BLOCK] * first + known)
+            held += known
+        num_free = sum(self.pool.references(block) == 0 for block in held)
+        return PrefixHit(tables, length * self._block_size, len(held), num_free)
+
+    def start(self, sequence: Sequence, hit: PrefixHit) -> None:
+        """Give a sequence that holds nothing the blocks of a hit."""
+        kv = sequence.kv
+        for group, table in enumerate(hit.tables):
+            kv.tables[group] = list(table)
+            kv.num_slid[group] = table.count(NULL_BLOCK)
+            for block in table[kv.num_slid[group] :]:
+                self.pool.share(block)
+        kv.num_published = hit.num_tokens // self._block_size
+        kv.num_sent = 0
+
+    def reach(self, sequence: Sequence) -> int:
+        """The largest `num_tokens` that `grow` can be called with now."""
+        return (len(sequence.kv.tables[0]) + self.pool.num_free // len(self._groups)) * self._block_size
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> list[list[int]]:
+        """Give the sequence blocks for its first `num_tokens` tokens: the entries of each group's table that no plan
+        has carried yet, to be sent with the next one and not to be changed."""
+        kv = sequence.kv
+        length = -(-num_tokens // self._block_size)
+        if length <= kv.num_sent:
+            return self._nothing
+        for table in kv.tables:
+            while len(table) < length:
+                table.append(self.pool.take())
+        unsent = [table[kv.num_sent :] for table in kv.tables]
+        kv.num_sent = length
+        return unsent
+
+    def publish(self, sequence: Sequence) -> None:
+        """Make the full blocks findable whose tokens are scheduled and known."""
+        kv = sequence.kv
+        full = min(sequence.num_scheduled, len(sequence.tokens)) // self._block_size
+        if full <= kv.num_published or self._hasher is None:
+            return
+        self._hasher.extend(kv.hashes, sequence.request.cache_salt, sequence.tokens, full)
+        for table, suffix in zip(kv.tables, self._suffixes, strict=True):
+            for block in range(kv.num_published, full):
+                if table[block] != NULL_BLOCK:
+                    self.pool.publish(table[block], kv.hashes[block] + suffix)
+        kv.num_published = full
+
+    def slide(self, sequence: Sequence) -> None:
+        """Take back the blocks that no plan in flight and no later one will see through their group's window."""
+        kv = sequence.kv
+        for group, window in self._windows:
+            first = (sequence.num_computed - window + 1) // self._block_size
+            for block in range(kv.num_slid[group], first):
+                self.pool.release(kv.tables[group][block])
+                kv.tables[group][block] = NULL_BLOCK
+            kv.num_slid[group] = max(first, kv.num_slid[group])
+
+    def free(self, sequence: Sequence) -> None:
+        """Take back every block, the tail to be re-used before the head. No plan in flight may use them."""
+        kv = sequence.kv
+        for blocks in zip(*(reversed(table) for table in kv.tables), strict=True):
+            for block in blocks:
+                if block != NULL_BLOCK:
+                    self.pool.release(block)
+        for group, table in enumerate(kv.tables):
+            table.clear()
+            kv.num_slid[group] = 0
+        kv.num_published = kv.num_sent = 0
+
+    def recompute_cost(self, sequence: Sequence) -> int:
+        """Tokens that must be computed again if the sequence loses its blocks: all but what others hold as well.
+
+        O(log(blocks)): what is shared is always a prefix.
+        """
+        table, first = sequence.kv.tables[0], sequence.kv.num_slid[0]
+        shared = bisect_left(table, True, lo=first, key=lambda block: self.pool.references(block) == 1)
+        return sequence.num_scheduled - (shared * self._block_size if shared > first else 0)

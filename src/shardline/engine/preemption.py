@@ -1,0 +1,60 @@
+"""Who gives way when the KV cache is full, and how people hear of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as ReadOnlyList
+
+from shardline.engine.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_WARNINGS = 10.0
+
+
+def cheapest_victim(
+    running: ReadOnlyList[Sequence], needy: Sequence, cost: Callable[[Sequence], int]
+) -> Sequence | None:
+    """The running sequence that should give its blocks to `needy`, itself perhaps; None where nobody may be asked.
+
+    Cheapest is: of the least important priority class, then the fewest tokens to compute again (`cost`), then the
+    latest arrival. Nobody gives way to a less important class, and the first of `running`, which is in order, to
+    nobody. That one therefore always goes on, and with it the whole engine: a sequence that was preempted starts
+    again only when there is room for all its tokens (see Scheduler), so that two cannot chase each other away.
+    """
+    priority = needy.order[0]
+    candidates = [sequence for sequence in running[1:] if sequence.order[0] >= priority]
+    return max(candidates, key=lambda s: (s.order[0], -cost(s), s.order), default=None)
+
+
+class PreemptionLog:
+    """Counts preemptions, and warns of them at most once in ten seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.count = 0
+        self._clock = clock
+        self._next_warning = float("-inf")
+        self._unsaid = 0
+        self._unsaid_tokens = 0
+
+    def record(self, sequence: Sequence, cost: int) -> None:
+        """Note that `sequence` was preempted and that up to `cost` tokens must be computed again."""
+        self.count += 1
+        self._unsaid += 1
+        self._unsaid_tokens += cost
+        if self._clock() < self._next_warning:
+            return
+        self._next_warning = self._clock() + _SECONDS_BETWEEN_WARNINGS
+        logger.warning(
+            "Request %s was preempted because there is not enough KV cache space: %d preemption(s) since the last "
+            "such line, up to %d tokens to compute again; %d preemption(s) since the start. To avoid this, give the "
+            "KV cache more memory (--kv-cache-memory or --gpu-memory-utilization), run fewer sequences at once "
+            "(--max-num-seqs), or split the model over more ranks (--tensor-parallel-size, --pipeline-parallel-size).",
+            sequence.request.request_id,
+            self._unsaid,
+            self._unsaid_tokens,
+            self.count,
+        )
+        self._unsaid = self._unsaid_tokens = 0

@@ -1,0 +1,78 @@
+"""What makes two KV blocks interchangeable, and how long a cached prefix is usable."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+from shardline.models.partition import KVGroup
+
+_DIGEST_BYTES = 16
+
+
+class BlockHasher:
+    """Chained hashes of full token blocks: equal hashes mean equal namespace, salt, position and tokens so far.
+
+    The chains start from a secret of this process, so that nobody can compute a collision, or a salt's chain,
+    beforehand.
+    """
+
+    def __init__(self, block_size: int, namespace: str = "") -> None:
+        self._block_size = block_size
+        self._namespace = namespace
+        self._secret = secrets.token_bytes(32)
+
+    def root(self, salt: str) -> bytes:
+        """The parent of the first block of every sequence with this salt."""
+        text = f"{len(self._namespace)}:{self._namespace}{salt}"
+        return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, key=self._secret).digest()
+
+    def extend(self, hashes: list[bytes], salt: str, token_ids: Sequence[int], num_blocks: int) -> None:
+        """Append the hashes of blocks len(hashes) .. num_blocks - 1 of `token_ids`, whose first ones are given."""
+        if len(hashes) >= num_blocks:
+            return
+        parent = hashes[-1] if hashes else self.root(salt)
+        size = self._block_size
+        for start in range(len(hashes) * size, num_blocks * size, size):
+            tokens = array("q", token_ids[start : start + size]).tobytes()
+            parent = blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest()
+            hashes.append(parent)
+
+
+def num_window_blocks(window: int, block_size: int) -> int:
+    """Full blocks before a block boundary that the token at the boundary sees, itself and `window` - 1 before it."""
+    return -(-(window - 1) // block_size)
+
+
+def longest_hit(groups: Sequence[KVGroup], block_size: int, num_blocks: int, cached: Callable[[int, int], bool]) -> int:
+    """The largest number of blocks, at most `num_blocks`, that a sequence can skip.
+
+    `cached(group, block)` tells whether a block of the sequence is there. Full attention needs every skipped block,
+    a window only those that the first token after them sees.
+    """
+    length = num_blocks
+    for index, group in enumerate(groups):
+        if group.window is None:
+            length = next((block for block in range(length) if not cached(index, block)), length)
+    # A shorter length moves every other window, so repeat until all agree.
+    while True:
+        before = length
+        for index, group in enumerate(groups):
+            if group.window is not None:
+                length = _window_hit(index, num_window_blocks(group.window, block_size), length, cached)
+        if length == before:
+            return length
+
+
+def _window_hit(group: int, needed: int, length: int, cached: Callable[[int, int], bool]) -> int:
+    """The largest length whose last `needed` blocks (or all, where there are fewer) are cached in `group`."""
+    if needed == 0:
+        return length
+    for block in range(length - 1, -1, -1):
+        if not cached(group, block):
+            length = block
+        elif length - block >= needed:
+            return length
+    return length

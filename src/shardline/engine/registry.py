@@ -1,0 +1,146 @@
+"""The requests in the engine, from their arrival to their last output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardline.engine.kv_cache import KVCache
+from shardline.engine.sequence import Sequence, State
+from shardline.models.kv_capacity import blocks_per_request
+from shardline.models.partition import KVGroup
+from shardline.types import Request, SequenceOutput, SequenceResult
+
+
+@dataclass
+class Totals:
+    """Counters since the engine's start; see EngineStats."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    step_seconds: float = 0.0
+
+
+class RequestRegistry:
+    """Turns requests into sequences and their results into outputs, and counts tokens on the way."""
+
+    def __init__(self, kv: KVCache, groups: tuple[KVGroup, ...], *, block_size: int, max_model_len: int) -> None:
+        self.totals = Totals()
+        self._kv = kv
+        self._groups = groups
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._by_id: dict[str, list[Sequence]] = {}
+        self._num_live = 0
+        self._num_added = 0
+        self._outputs: list[SequenceOutput] = []
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that have not had their last output."""
+        return self._num_live
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether `take_outputs` would return any."""
+        return bool(self._outputs)
+
+    def add(self, request: Request) -> Sequence | None:
+        """A new sequence; None where the request can never run, which `take_outputs` then tells."""
+        prompt = request.prompt_token_ids
+        most = request.sampling.max_tokens
+        limit = self._max_model_len if most is None else min(len(prompt) + most, self._max_model_len)
+        error = self._refusal(len(prompt), limit)
+        if error:
+            self._outputs.append(
+                SequenceOutput(request.request_id, request.choice, [], finish_reason="error", error=error)
+            )
+            return None
+        siblings = self._by_id.setdefault(request.request_id, [])
+        assert all(other.request.choice != request.choice for other in siblings), "a request was added twice"
+        order = (request.priority, request.arrival_time, self._num_added)
+        self._num_added += 1
+        sequence = Sequence(request, limit, order, list(prompt), self._kv.new_state())
+        siblings.append(sequence)
+        self._num_live += 1
+        return sequence
+
+    def _refusal(self, num_prompt_tokens: int, limit: int) -> str:
+        if num_prompt_tokens == 0:
+            return "the prompt is empty; send at least one token"
+        if num_prompt_tokens >= self._max_model_len:
+            return (
+                f"the prompt has {num_prompt_tokens} tokens, and prompt and output together may have "
+                f"{self._max_model_len}; send a shorter prompt or raise --max-model-len"
+            )
+        # The last token is never computed. A step can be as short as one token where blocks are short.
+        needed = blocks_per_request(self._groups, limit - 1, self._block_size, 1)
+        if needed > self._kv.pool.num_usable:
+            return (
+                f"{num_prompt_tokens} prompt tokens and up to {limit - num_prompt_tokens} more need {needed} KV cache "
+                f"blocks, and there are {self._kv.pool.num_usable}; lower max_tokens, send a shorter prompt or give "
+                "the KV cache more memory (--kv-cache-memory or --gpu-memory-utilization)"
+            )
+        return ""
+
+    def find(self, request_ids: Iterable[str]) -> list[Sequence]:
+        """The live sequences of these requests."""
+        return [sequence for request_id in request_ids for sequence in self._by_id.get(request_id, ())]
+
+    def start(self, sequence: Sequence, num_cached_tokens: int, seq_id: int) -> None:
+        """A sequence begins to run, for the first time or again after a preemption."""
+        sequence.state = State.RUNNING
+        sequence.seq_id = seq_id
+        sequence.num_start_tokens = len(sequence.tokens)
+        sequence.num_computed = sequence.num_scheduled = num_cached_tokens
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = num_cached_tokens
+            self.totals.prefix_queries += len(sequence.tokens)
+            self.totals.prefix_hits += num_cached_tokens
+
+    def requeue(self, sequence: Sequence) -> None:
+        """A preempted sequence, its blocks gone, waits again."""
+        sequence.state = State.WAITING
+        sequence.num_computed = sequence.num_scheduled = sequence.blocks_wanted = 0
+
+    def take_result(self, sequence: Sequence, result: SequenceResult) -> SequenceOutput:
+        """Give a live sequence what a step sampled for it."""
+        if sequence.num_output_tokens == 0:
+            self.totals.prompt_tokens += len(sequence.tokens)
+        count, reason = sequence.append(result.token_ids)
+        self.totals.generation_tokens += count
+        if reason is not None:
+            self._forget(sequence)
+        return SequenceOutput(
+            sequence.request.request_id,
+            sequence.request.choice,
+            result.token_ids[:count],
+            result.logprobs and result.logprobs[:count],
+            result.digests and result.digests[:count],
+            reason,
+            sequence.tokens[-1] if reason == "stop" else None,
+            sequence.num_cached_tokens or 0,
+        )
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a live sequence without a result; `take_outputs` tells."""
+        self._forget(sequence)
+        request = sequence.request
+        cached = sequence.num_cached_tokens or 0
+        self._outputs.append(
+            SequenceOutput(request.request_id, request.choice, [], finish_reason="abort", num_cached_tokens=cached)
+        )
+
+    def take_outputs(self) -> list[SequenceOutput]:
+        """The outputs of requests that ended without a result since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _forget(self, sequence: Sequence) -> None:
+        siblings = self._by_id[sequence.request.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._by_id[sequence.request.request_id]
+        self._num_live -= 1

@@ -1,0 +1,323 @@
+"""Which sequences compute which tokens in the next step."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shardline.config.engine import CacheConfig, SchedulerConfig
+from shardline.engine.kv_cache import KVCache
+from shardline.engine.preemption import PreemptionLog, cheapest_victim
+from shardline.engine.registry import RequestRegistry
+from shardline.engine.sequence import Sequence, State
+from shardline.engine.waiting_queue import WaitingQueue
+from shardline.models.kv_capacity import blocks_per_request
+from shardline.models.partition import KVGroup
+from shardline.types import (
+    EngineStats,
+    Request,
+    SequenceOutput,
+    SequenceResult,
+    SequenceStart,
+    SequenceStep,
+    StepPlan,
+    StepResult,
+)
+
+MIN_PREFILL_TOKENS = 128
+"""A pipeline's prefill is not cut finer than this to keep its stages busy: tiny steps cost more than they overlap."""
+
+
+@dataclass
+class _Draft:
+    """A plan in the making."""
+
+    step_id: int
+    budget: int
+    starts: list[SequenceStart] = field(default_factory=list)
+    steps: list[SequenceStep] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    """Those of `steps`."""
+    preempted: bool = False
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill over a paged KV cache. Decides only: it never waits, knows no clock and
+    no tensor.
+
+    The caller's loop, with at most `max_in_flight` plans scheduled and not yet updated, updates in plan order:
+
+        plan = scheduler.schedule()  ->  run it  ->  outputs = scheduler.update(plan, result)
+
+    Every scheduled plan must be run, by workers that run plans in the order of their `step_id`; when one cannot be,
+    the scheduler is of no more use. What workers may rely on:
+
+    * A sequence is in `starts` of the first plan that steps it, with all tokens known then; its `seq_id` is new, also
+      after a preemption. A `seq_id` is in `ends` once, when no plan that steps it is in flight.
+    * The steps of a sequence are consecutive: each begins where the one before ended. `new_blocks` extend each group's
+      block table so that it covers the step's last token; NULL_BLOCK entries lie before the group's window.
+    * `sample` is set where the step's last token is the last there is. The result then has one token for it, or
+      several where no other plan in flight steps the sequence (these are not yet computed: later steps do that).
+    * `token_id` is the token at `start` wherever the scheduler knows it, else -1.
+
+    `last_token_known=True` is for pipelines, whose first stage never sees what the last one samples: a sequence whose
+    next token is unknown is not stepped, so that plans in flight decode disjoint sets of sequences, each about 1 /
+    max_in_flight of all; and generated tokens are stepped one at a time, so that `token_id` names every one of them.
+    `last_token_known=False` is for workers that keep what they sample: a step may start from a token that a plan in
+    flight will sample (-1). A stop is then noticed late, the surplus results are dropped. In both modes consecutive
+    prefill chunks of one sequence may be in flight, and no sequence is stepped beyond its length limit.
+
+    A block goes back to the pool when no plan in flight reads or writes it.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        groups: tuple[KVGroup, ...],
+        num_blocks: int,
+        max_model_len: int,
+        *,
+        max_in_flight: int = 1,
+        last_token_known: bool,
+        namespace: str = "",
+    ) -> None:
+        """`num_blocks` counts the null block. `namespace` sets apart whose KV may be shared (weights, adapter)."""
+        self._budget = config.max_num_batched_tokens
+        # One token for everyone that runs: a decode never waits for another.
+        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._groups = groups
+        self._block_size = cache.block_size
+        self._max_in_flight = max_in_flight
+        self._last_token_known = last_token_known
+        self._kv = KVCache(
+            groups, num_blocks, cache.block_size, prefix_caching=cache.enable_prefix_caching, namespace=namespace
+        )
+        self._registry = RequestRegistry(self._kv, groups, block_size=cache.block_size, max_model_len=max_model_len)
+        self._waiting = WaitingQueue()
+        self._running: list[Sequence] = []
+        """In order."""
+        self._draining: set[Sequence] = set()
+        """No longer running, but with plans in flight, and so with blocks."""
+        self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
+        self._ends: list[int] = []
+        self._num_starts = 0
+        self._num_steps = 0
+        self._preemptions = PreemptionLog()
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that can never run is answered with an error by the next `take_outputs`."""
+        sequence = self._registry.add(request)
+        if sequence is not None:
+            self._waiting.push(sequence)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End all choices of these requests, with outputs by the next `take_outputs`; unknown ids are ignored."""
+        for sequence in self._registry.find(request_ids):
+            self._leave(sequence, State.FINISHED)
+            self._registry.abort(sequence)
+
+    def take_outputs(self) -> list[SequenceOutput]:
+        """The outputs that belong to no step: errors and aborts since the last call, or since the last `update`."""
+        return self._registry.take_outputs()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request is unfinished, a plan in flight or an output not taken."""
+        return self._registry.num_live > 0 or bool(self._in_flight) or self._registry.has_outputs
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges; `engine_seconds` is the engine loop's to fill in."""
+        totals = self._registry.totals
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=self._registry.num_live - len(self._running),
+            kv_blocks_total=self._kv.pool.num_usable,
+            kv_blocks_used=self._kv.pool.num_used,
+            num_steps=self._num_steps - len(self._in_flight),
+            num_preemptions=self._preemptions.count,
+            prompt_tokens=totals.prompt_tokens,
+            generation_tokens=totals.generation_tokens,
+            prefix_queries=totals.prefix_queries,
+            prefix_hits=totals.prefix_hits,
+            step_seconds=totals.step_seconds,
+        )
+
+    def schedule(self) -> StepPlan | None:
+        """The next plan; None where nothing can run before another result is in, or at all.
+
+        With no plan in flight and a request unfinished there is always a plan.
+        """
+        if len(self._in_flight) >= self._max_in_flight:
+            return None
+        draft = _Draft(self._num_steps, self._budget)
+        prefills = self._schedule_decodes(draft)
+        self._schedule_prefills(draft, prefills)
+        if not draft.steps:
+            return None
+        for sequence in draft.sequences:
+            self._kv.publish(sequence)
+        plan = StepPlan(draft.step_id, draft.starts, draft.steps, self._ends)
+        self._ends = []
+        self._num_steps += 1
+        self._in_flight.append((plan, draft.sequences))
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+        """Take the result of the oldest plan in flight: an output for every sequence that got tokens or ended."""
+        flying, sequences = self._in_flight.popleft()
+        assert flying.step_id == plan.step_id == result.step_id, "results must come in the order of their plans"
+        self._registry.totals.step_seconds += result.seconds
+        outputs = self._registry.take_outputs()
+        results = {entry.seq_id: entry for entry in result.results}
+        for sequence, step in zip(sequences, flying.steps, strict=True):
+            sequence.num_in_flight -= 1
+            sequence.num_computed = step.start + step.num_tokens
+            if step.sample:
+                sequence.num_pending -= 1
+            if sequence.state is not State.FINISHED:
+                self._kv.slide(sequence)
+                if step.sample:
+                    outputs.append(self._take_result(sequence, results[step.seq_id]))
+            if sequence.num_in_flight == 0 and sequence in self._draining:
+                self._release(sequence)
+        return outputs
+
+    def _take_result(self, sequence: Sequence, result: SequenceResult) -> SequenceOutput:
+        several = len(result.token_ids) > 1
+        assert not (several and sequence.num_in_flight), "several tokens came while a later step was in flight"
+        output = self._registry.take_result(sequence, result)
+        self._kv.publish(sequence)
+        if output.finish_reason is not None:
+            self._leave(sequence, State.FINISHED)
+        return output
+
+    def _schedule_decodes(self, draft: _Draft) -> list[Sequence]:
+        """Step every sequence that has one token to compute, or a pipeline's share of them; returns the others."""
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for sequence in self._running:
+            (decodes if sequence.num_uncomputed == 1 else prefills).append(sequence)
+        if self._last_token_known:
+            share = -(-len(decodes) // self._max_in_flight)
+            ready = [sequence for sequence in decodes if sequence.num_pending == 0]
+            # Whoever waited longest goes first, so that no sequence is left out for good.
+            ready.sort(key=lambda sequence: sequence.last_step)
+            decodes = ready[:share]
+        for sequence in decodes:
+            # What is pending may bring the sequence to its limit: then there is nothing left to compute.
+            if sequence.num_pending == 0 or sequence.num_tokens < sequence.limit:
+                self._place(draft, sequence, 1)
+        return prefills
+
+    def _schedule_prefills(self, draft: _Draft, prefills: list[Sequence]) -> None:
+        """Fill the plan with chunks of prompts, those that run first, then those that wait."""
+        if self._last_token_known and (prefills or self._waiting):
+            unscheduled = sum(sequence.num_uncomputed for sequence in prefills) + self._waiting.num_tokens
+            share = -(-unscheduled // (self._max_in_flight - len(self._in_flight)))
+            draft.budget = min(draft.budget, max(share, MIN_PREFILL_TOKENS))
+        for sequence in prefills:
+            if draft.budget == 0:
+                return
+            generated = sequence.num_scheduled >= sequence.num_start_tokens
+            most = 1 if generated and self._last_token_known else draft.budget
+            self._place(draft, sequence, min(most, sequence.num_uncomputed))
+        while draft.budget > 0 and not draft.preempted and len(self._running) < self._max_running:
+            sequence_or_none = self._waiting.peek()
+            if sequence_or_none is None or not self._start(draft, sequence_or_none):
+                return
+
+    def _place(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> None:
+        """Step a running sequence by up to `num_tokens`, fewer where blocks are short, none where there are none."""
+        if sequence.state is not State.RUNNING:
+            return
+        start = sequence.num_scheduled
+        end = min(start + num_tokens, self._kv.reach(sequence))
+        if end <= start:
+            if not self._make_room(draft, sequence):
+                return
+            end = min(start + num_tokens, self._kv.reach(sequence))
+        tokens = sequence.tokens
+        token_id = tokens[start] if start < len(tokens) else -1
+        sample = end == sequence.num_tokens
+        blocks = self._kv.grow(sequence, end)
+        draft.steps.append(SequenceStep(sequence.seq_id, start, end - start, blocks, token_id, sample))
+        draft.sequences.append(sequence)
+        draft.budget -= end - start
+        sequence.num_scheduled = end
+        sequence.num_pending += sample
+        sequence.num_in_flight += 1
+        sequence.last_step = draft.step_id
+
+    def _start(self, draft: _Draft, sequence: Sequence) -> bool:
+        """Start a waiting sequence, if there is room for all of its tokens and for every running one to grow.
+
+        The looks for room keep a newcomer from being preempted, or preempting, at once. One alone needs none.
+        """
+        pool = self._kv.pool
+        room = pool.num_free - sum(max(0, other.start_blocks - other.kv.num_held) for other in self._running)
+        alone = not self._running and not self._draining
+        if not alone and sequence.blocks_wanted > room:
+            return False
+        hit = self._kv.lookup(sequence)
+        start_blocks = blocks_per_request(self._groups, len(sequence.tokens), self._block_size, self._budget)
+        spare = len(self._groups) * len(self._running)
+        sequence.blocks_wanted = start_blocks - hit.num_blocks + hit.num_free + spare
+        if not alone and sequence.blocks_wanted > room:
+            return False
+        self._waiting.remove(sequence)
+        self._kv.start(sequence, hit)
+        self._registry.start(sequence, hit.num_tokens, self._num_starts)
+        sequence.start_blocks = start_blocks
+        self._num_starts += 1
+        insort(self._running, sequence, key=lambda other: other.order)
+        request = sequence.request
+        draft.starts.append(
+            SequenceStart(
+                sequence.seq_id,
+                list(sequence.tokens),
+                len(request.prompt_token_ids),
+                request.sampling,
+                request.choice,
+                request.eos_token_ids,
+            )
+        )
+        self._place(draft, sequence, min(draft.budget, sequence.num_uncomputed))
+        assert draft.sequences[-1] is sequence, "a sequence was started without room for it"
+        return True
+
+    def _make_room(self, draft: _Draft, needy: Sequence) -> bool:
+        """Preempt until each group can have one more block; False where that takes results still in flight."""
+        while self._kv.pool.num_free < len(self._groups):
+            if self._draining:
+                return False
+            victim = cheapest_victim(self._running, needy, self._kv.recompute_cost)
+            if victim is None:
+                return False
+            draft.preempted = True
+            self._preemptions.record(victim, self._kv.recompute_cost(victim))
+            self._leave(victim, State.PREEMPTED)
+            if victim is needy:
+                return False
+        return True
+
+    def _leave(self, sequence: Sequence, state: State) -> None:
+        """End or preempt a sequence; its blocks go back now or when its plans in flight are collected."""
+        before, sequence.state = sequence.state, state
+        if before is State.WAITING:
+            self._waiting.remove(sequence)
+        elif before is State.RUNNING:
+            self._running.remove(sequence)
+            self._draining.add(sequence)
+            if sequence.num_in_flight == 0:
+                self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._draining.remove(sequence)
+        self._kv.free(sequence)
+        self._ends.append(sequence.seq_id)
+        if sequence.state is State.PREEMPTED:
+            self._registry.requeue(sequence)
+            self._waiting.push(sequence)

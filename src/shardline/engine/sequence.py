@@ -1,0 +1,117 @@
+"""What the scheduler remembers of one request."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as ReadOnlyList
+from dataclasses import dataclass, field
+
+from shardline.types import FinishReason, Request
+
+
+class State(enum.Enum):
+    """Where a sequence stands. Blocks may be held in every state but WAITING."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    """Will wait again as soon as its plans in flight are collected; their results still count."""
+    FINISHED = enum.auto()
+    """Told so to the front; what its plans in flight still bring is dropped."""
+
+
+@dataclass(eq=False)
+class KVState:
+    """The blocks of one sequence. Only KVCache writes here.
+
+    All groups' tables have the same length; entries that slid out of a group's window are NULL_BLOCK.
+    """
+
+    tables: list[list[int]]
+    num_slid: list[int]
+    """Per group, leading entries that are null."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Of the full blocks of tokens; stays valid when blocks are freed."""
+    num_published: int = 0
+    """Leading blocks whose content is published, or was when they slid out."""
+    num_sent: int = 0
+    """Leading entries of each table that a plan has carried."""
+
+    @property
+    def num_held(self) -> int:
+        """Blocks held, over all groups."""
+        return len(self.tables) * len(self.tables[0]) - sum(self.num_slid)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request in the engine.
+
+    Invariants: num_computed <= num_scheduled <= num_tokens; len(tokens) < limit until it is finished; what lies
+    between num_computed and num_scheduled is in plans in flight.
+    """
+
+    request: Request
+    limit: int
+    """Most tokens, prompt and output, that it may come to."""
+    order: tuple[int, float, int]
+    """(priority, arrival, number): the smallest goes first."""
+    tokens: list[int]
+    """Prompt and all output that is known."""
+    kv: KVState
+    seq_id: int = -1
+    """The workers' name for it, a new one at each start."""
+    state: State = State.WAITING
+    num_start_tokens: int = 0
+    """Tokens that the workers were given at the start."""
+    num_computed: int = 0
+    """Tokens whose KV is in the cache, as far as results have been collected."""
+    num_scheduled: int = 0
+    """The same once all plans in flight are collected."""
+    num_pending: int = 0
+    """Tokens that plans in flight will sample."""
+    num_in_flight: int = 0
+    """Plans in flight that hold it."""
+    last_step: int = -1
+    """The last plan that held it."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache when it first started; None before."""
+    start_blocks: int = 0
+    """Blocks that it will hold when all tokens of its start are computed."""
+    blocks_wanted: int = 0
+    """Free blocks that it lacked when it was last refused a start."""
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        eos = () if sampling.ignore_eos else self.request.eos_token_ids
+        self.stop_token_ids = frozenset((*eos, *sampling.stop_token_ids))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens once all plans in flight are collected and none of them stopped it."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that no plan has computed or will compute."""
+        return len(self.tokens) + self.num_pending - self.num_scheduled
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens that are known."""
+        return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    def append(self, token_ids: ReadOnlyList[int]) -> tuple[int, FinishReason | None]:
+        """Take generated tokens up to the one that finishes the sequence: how many were taken, and what finished it.
+
+        A stop token stops from `min_tokens` generated tokens on, itself counted.
+        """
+        tokens = self.tokens
+        for count, token_id in enumerate(token_ids, 1):
+            tokens.append(token_id)
+            if token_id in self.stop_token_ids and self.num_output_tokens >= self.request.sampling.min_tokens:
+                return count, "stop"
+            if len(tokens) >= self.limit:
+                return count, "length"
+        return len(token_ids), None

@@ -1,0 +1,104 @@
+"""Where a worker's weights come from: each rank asks for its own part of a parameter by the canonical name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+
+from shardline.config.engine import ModelConfig
+from shardline.models.lookup import family
+from shardline.models.parameters import parameters
+from shardline.models.partition import Span
+from shardline.models.sharding import Spans
+from shardline.models.spec import DecoderSpec, TensorSource
+from shardline.runtime.loader.checkpoint import Checkpoint
+from shardline.runtime.loader.dummy import DummyWeights
+from shardline.runtime.loader.hub import ModelFiles
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+
+
+class WeightSource(Protocol):
+    """Gives parameters by canonical name, whole or in part."""
+
+    def get(self, name: str, spans: Spans) -> torch.Tensor:
+        """The part `spans` (see `models.sharding.shard`) of parameter `name`: contiguous, on the CPU."""
+
+
+class CheckpointWeights:
+    """Weights of a safetensors checkpoint; files stay open, and only the bytes asked for are read."""
+
+    def __init__(self, checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype) -> None:
+        """`dtype`: type of the tensors given out.
+
+        Raises:
+            ValueError: the checkpoint has not all parameters of `spec`, in their shapes.
+        """
+        checkpoint.check(spec)
+        self._checkpoint = checkpoint
+        self._spec = spec
+        self._dtype = dtype
+        self._tensor_source = family(spec.model_type).tensor_source
+        self._handles: dict[Path, Any] = {}
+
+    def get(self, name: str, spans: Spans) -> torch.Tensor:
+        """See `WeightSource.get`."""
+        source = self._tensor_source(name, self._spec)
+        key = self._checkpoint.find(source)
+        assert key is not None, f"{source.key} passed the check, but is not there"
+        file = self._checkpoint.tensors[key].file
+        if file not in self._handles:
+            self._handles[file] = safe_open(file, framework="pt")
+        return load_parameter(self._handles[file].get_slice(key), source, spans, self._dtype)
+
+
+def load_parameter(tensor: Any, source: TensorSource, spans: Spans, dtype: torch.dtype) -> torch.Tensor:
+    """The part `spans` of the parameter that `source` finds in `tensor`, an open safetensors slice, as `dtype`."""
+    shape: list[int] = tensor.get_shape()
+    if source.transposed:
+        shape = shape[::-1]
+    bounds = [
+        slice(0, size) if span is None else slice(span.start, span.stop)
+        for size, span in zip(shape, spans, strict=True)
+    ]
+    if source.rows is not None:
+        first, count = source.rows
+        rows = Span(0, count) if spans[0] is None else spans[0]
+        bounds[0] = slice(first + rows.start, first + rows.stop)
+    if source.transposed:
+        bounds = bounds[::-1]
+    if any(bound.start == bound.stop for bound in bounds):
+        part = torch.empty([bound.stop - bound.start for bound in bounds], dtype=dtype)
+    else:
+        part = tensor[tuple(bounds)]
+    if source.transposed:
+        part = part.T
+    return part.to(dtype).contiguous()
+
+
+def open_weights(files: ModelFiles, spec: DecoderSpec, model: ModelConfig) -> WeightSource:
+    """The weights that `model` asks for by its load_format, dtype ("auto": the checkpoint's) and seed.
+
+    Raises:
+        ValueError: the checkpoint is corrupt or does not fit `spec`.
+    """
+    dtype = _DTYPES[spec.dtype if model.dtype == "auto" else model.dtype]
+    if model.load_format == "dummy":
+        return DummyWeights(spec, dtype, model.seed)
+    return CheckpointWeights(Checkpoint.open(files.folder), spec, dtype)
+
+
+def load_all(weights: WeightSource, spec: DecoderSpec) -> Iterable[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of every parameter, for tools and tests that want the full model."""
+    for name, shape in parameters(spec):
+        yield name, weights.get(name, (None,) * len(shape))

@@ -1,0 +1,46 @@
+"""Activations, alone or gating: act(gate) * up."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shardline import _cpu
+
+ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu"]
+"""gelu is the exact one (erf); gelu_tanh is also known as gelu_new and gelu_pytorch_tanh."""
+
+
+def activation(x: Tensor, name: ActivationName) -> Tensor:
+    """act(x), x [M, I]; in fp32, rounded once."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _cpu.activation(x, out, name, False)
+    return out
+
+
+def gated_activation(gate_up: Tensor, name: ActivationName) -> Tensor:
+    """act(gate) * up: [M, I], for gate_up [M, 2 * I], the gate first.
+
+    Rounded after the activation and after the product, as eager models do.
+    """
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+    _cpu.activation(gate_up, out, name, True)
+    return out
+
+
+def activation_reference(x: Tensor, name: ActivationName) -> Tensor:
+    exact = x.double()
+    if name == "silu":
+        y = torch.nn.functional.silu(exact)
+    elif name == "relu":
+        y = exact.relu()
+    else:
+        y = torch.nn.functional.gelu(exact, approximate="tanh" if name == "gelu_tanh" else "none")
+    return y.to(x.dtype)
+
+
+def gated_activation_reference(gate_up: Tensor, name: ActivationName) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (activation_reference(gate, name).double() * up.double()).to(gate_up.dtype)

@@ -1,0 +1,23 @@
+"""Writing new keys and values into the paged cache."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shardline import _cpu
+
+
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """Stores key and value [T, Hk, D] at slots [T] (int64) of the caches [num_blocks, Hk, block_size, D].
+
+    slot = block_id * block_size + offset; a negative slot is skipped. The token stride of key and value is free.
+    """
+    _cpu.write_kv(key, value, key_cache, value_cache, slots)
+
+
+def write_kv_reference(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    block_size = key_cache.shape[2]
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            key_cache[slot // block_size, :, slot % block_size] = key[token]
+            value_cache[slot // block_size, :, slot % block_size] = value[token]

@@ -1,0 +1,71 @@
+"""Matrix product with a weight packed once, at load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardline import _cpu
+
+PANEL_COLUMNS = 64
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [out_features, in_features] as panels of 64 output columns, zero-padded.
+
+    A column's bits do not depend on where it sits, so any slice of a weight may be packed alone.
+    """
+
+    panels: Tensor  # [num_panels, in_features (made even for bfloat16), PANEL_COLUMNS]
+    in_features: int
+    out_features: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.panels.dtype
+
+
+def pack_weight(weight: Tensor) -> PackedWeight:
+    """weight: [out_features, in_features], float32 or bfloat16; rows may be strided."""
+    out_features, in_features = weight.shape
+    num_panels = -(-out_features // PANEL_COLUMNS)
+    depth = in_features + in_features % 2 if weight.dtype == torch.bfloat16 else in_features
+    panels = torch.empty(num_panels, depth, PANEL_COLUMNS, dtype=weight.dtype)
+    _cpu.pack_weight(weight, panels)
+    return PackedWeight(panels, in_features, out_features)
+
+
+def linear(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x [M, K] times the weight's transpose, plus bias [N]: [M, N] of `out_dtype` (default: x's).
+
+    Sums run over all of K in order, in fp32; the bias is added in fp32; one rounding ends it. `out` may be a slice of
+    columns of a wider tensor.
+    """
+    if out is None:
+        out = torch.empty(x.shape[0], weight.out_features, dtype=out_dtype or x.dtype)
+    elif out.shape[1] != weight.out_features:
+        raise ValueError(f"out has {out.shape[1]} columns, the weight {weight.out_features}")
+    if x.shape[1] != weight.in_features:
+        raise ValueError(f"x has {x.shape[1]} features, the weight takes {weight.in_features}")
+    _cpu.linear(x, weight.panels, bias, out)
+    return out
+
+
+def linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """`linear` in fp64, for an unpacked weight [N, K]."""
+    product = x.double() @ weight.double().T
+    if bias is not None:
+        product = product + bias.double()
+    return product.to(out_dtype or x.dtype)

@@ -1,0 +1,61 @@
+"""RMSNorm and LayerNorm over rows, alone or fused with the residual addition before them.
+
+The residual stream is kept in the activations' dtype: x + residual is rounded before it is normalised, as eager
+models do. Rows may be strided, so that heads [num_tokens * num_heads, head_dim] can be normalised too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardline import _cpu
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
+    """x [M, H] / rms(x) * (weight_offset + weight [H]).
+
+    With no offset (Llama) the quotient is rounded to x's dtype before it meets the weight; with one (Gemma: 1.0) the
+    whole product is formed in fp32 and rounded once.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _cpu.rms_norm(x, weight, out, eps, weight_offset, None, None)
+    return out
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual); all [M, H]."""
+    out, summed = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+    _cpu.rms_norm(x, weight, out, eps, weight_offset, residual, summed)
+    return out, summed
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x [M, H] - mean) / std * weight [H] + bias [H], in fp32, rounded once."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _cpu.layer_norm(x, weight, bias, out, eps, None, None)
+    return out
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(x + residual), x + residual); all [M, H]."""
+    out, summed = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+    _cpu.layer_norm(x, weight, bias, out, eps, residual, summed)
+    return out, summed
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
+    exact = x.double()
+    normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
+    if weight_offset == 0.0:
+        return (normed.to(x.dtype).double() * weight.double()).to(x.dtype)
+    return (normed * (weight.double() + weight_offset)).to(x.dtype)
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    exact_bias = None if bias is None else bias.double()
+    return torch.nn.functional.layer_norm(x.double(), x.shape[-1:], weight.double(), exact_bias, eps).to(x.dtype)

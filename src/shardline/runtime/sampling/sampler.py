@@ -1,0 +1,111 @@
+"""From logits to tokens. Every rank of the last stage samples every row, from equal bits to equal tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence as Rows
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardline.models.partition import Span
+from shardline.runtime.ops.logprobs import logprobs
+from shardline.runtime.ops.sampling import greedy_argmax, sample
+from shardline.runtime.parallel.collectives import Collectives
+from shardline.runtime.sampling.adjustments import adjust_logits, needs_adjustment
+from shardline.runtime.sequences import Sequence, SequenceTable
+from shardline.types import SequenceResult, TokenLogprobs
+
+
+class Sampler:
+    """Chooses the next token of each row of vocab-parallel logits.
+
+    A token depends on its row, the request's parameters and the counter-based random number of (seed, choice,
+    position): never on the other rows.
+    """
+
+    def __init__(self, spans: Rows[Span], group: Collectives) -> None:
+        """`spans`: the vocabulary range of each rank of `group`."""
+        self._spans = tuple(spans)
+        self._group = group
+
+    def sample(self, local_logits: Tensor, seq_ids: Rows[int], table: SequenceTable) -> list[SequenceResult]:
+        """Results for rows [num_rows, local vocab] of fp32 logits, one per sequence. The logits may be overwritten."""
+        sequences = [table[seq_id] for seq_id in seq_ids]
+        if not any(_needs_whole_row(sequence) for sequence in sequences):
+            tokens = self._greedy(local_logits)
+            return [SequenceResult(seq_id, [token]) for seq_id, token in zip(seq_ids, tokens, strict=True)]
+        logits = self._group.all_gather_columns(local_logits, [span.size for span in self._spans])
+        digests = [
+            [_digest(row)] if sequence.sampling.logits_digest else None
+            for sequence, row in zip(sequences, logits, strict=True)
+        ]
+        reports_logprobs = any(sequence.sampling.logprobs is not None for sequence in sequences)
+        raw = logits.clone() if reports_logprobs else logits
+        adjust_logits(logits, sequences)
+        tokens = _sample(logits, sequences)
+        reported = _logprobs(raw, tokens, sequences) if reports_logprobs else [None] * len(tokens)
+        return [
+            SequenceResult(seq_id, [token], None if logprob is None else [logprob], digest)
+            for seq_id, token, logprob, digest in zip(seq_ids, tokens, reported, digests, strict=True)
+        ]
+
+    def _greedy(self, local_logits: Tensor) -> list[int]:
+        """Local argmax, then the largest over ranks; ties go to the lowest id, as spans are in order."""
+        ids, values = greedy_argmax(local_logits)
+        if self._group.size == 1:
+            return [int(token) for token in ids.tolist()]
+        ids = ids + self._spans[self._group.rank].start
+        # One exchange for both: the ids travel as the bits of floats.
+        pairs = torch.stack([values, ids.to(torch.int32).view(torch.float32)], dim=1)
+        gathered = self._group.all_gather_columns(pairs, [2] * self._group.size)
+        all_values = gathered[:, 0::2].numpy()
+        all_ids = gathered[:, 1::2].contiguous().view(torch.int32).numpy()
+        best = np.argmax(all_values, axis=1)
+        return [int(token) for token in all_ids[np.arange(len(best)), best]]
+
+
+def _needs_whole_row(sequence: Sequence) -> bool:
+    params = sequence.sampling
+    return params.temperature > 0.0 or params.logprobs is not None or params.logits_digest or needs_adjustment(sequence)
+
+
+def _sample(logits: Tensor, sequences: Rows[Sequence]) -> list[int]:
+    params = [sequence.sampling for sequence in sequences]
+    seeds = np.array([(p.seed or 0) & (2**64 - 1) for p in params], dtype=np.uint64).view(np.int64)
+    tokens = sample(
+        logits,
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int32),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
+        seeds=torch.from_numpy(seeds),
+        choices=torch.tensor([sequence.choice for sequence in sequences], dtype=torch.int64),
+        positions=torch.tensor([sequence.num_tokens for sequence in sequences], dtype=torch.int64),
+    )
+    return [int(token) for token in tokens.tolist()]
+
+
+def _logprobs(logits: Tensor, tokens: list[int], sequences: Rows[Sequence]) -> list[TokenLogprobs | None]:
+    widest = max(sequence.sampling.logprobs or 0 for sequence in sequences)
+    chosen, ranks, top_ids, top_logprobs = logprobs(logits, torch.tensor(tokens, dtype=torch.int64), widest)
+    reported: list[TokenLogprobs | None] = []
+    for row, sequence in enumerate(sequences):
+        wanted = sequence.sampling.logprobs
+        if wanted is None:
+            reported.append(None)
+            continue
+        reported.append(
+            TokenLogprobs(
+                logprob=float(chosen[row]),
+                rank=int(ranks[row]),
+                top_ids=[int(token) for token in top_ids[row, :wanted].tolist()],
+                top_logprobs=[float(value) for value in top_logprobs[row, :wanted].tolist()],
+            )
+        )
+    return reported
+
+
+def _digest(row: Tensor) -> str:
+    return hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest()

@@ -1,0 +1,365 @@
+"""POST /v1/chat/completions: a conversation in, its next message out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.responses import Response
+
+from shardline.server.errors import bad_request
+from shardline.server.openai.generation import Delta, Generation, Progress
+from shardline.server.openai.logprobs import ChatLogprobs, TokenPieces, chat_logprobs
+from shardline.server.openai.protocol import ERRORS, RequestModel, SamplingFields, Usage, refuse, usage_of
+from shardline.server.service import Service, new_id
+from shardline.server.sse import EventStream, event
+from shardline.types import RequestOutput
+
+
+class ContentPart(RequestModel):
+    """A part of a message. Parts of other types than text are refused with a message that says so."""
+
+    type: str
+    text: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+
+
+class ChatMessage(RequestModel):
+    """A message of the conversation, also as the client got it from an earlier answer."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: dict[str, Any] | None = None
+    function_call: dict[str, Any] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates know it: they have no developers, whose word is the system's."""
+        message = self.model_dump(exclude_none=True)
+        if self.role == "developer":
+            message["role"] = "system"
+        return message
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1)]
+
+
+class ConversationFields(RequestModel):
+    """The fields that say how messages become a prompt."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+    async def encode(self, service: Service, messages: Sequence[ChatMessage], add_special_tokens: bool) -> list[int]:
+        """The ids of the prompt that `messages` become.
+
+        Raises:
+            ApiError: 400, something asked for is not supported, or the model's template refuses the messages.
+        """
+        self._check_options()
+        _check_messages(messages)
+        return await service.encode_chat(
+            [message.for_template() for message in messages],
+            add_special_tokens=add_special_tokens,
+            add_generation_prompt=self.add_generation_prompt is not False,
+            variables=self.chat_template_kwargs or {},
+        )
+
+    def _check_options(self) -> None:
+        refuse(
+            [
+                (
+                    bool(self.tools) and self.tool_choice != "none",
+                    "tools",
+                    "Tool calls are not supported: leave out 'tools', or set 'tool_choice' to 'none'.",
+                ),
+                (
+                    self.tool_choice not in (None, "none", "auto"),
+                    "tool_choice",
+                    "Tool calls are not supported: leave out 'tool_choice', or set it to 'none'.",
+                ),
+                (
+                    bool(self.continue_final_message),
+                    "continue_final_message",
+                    "'continue_final_message' is not supported: send the rendered prompt to /v1/completions.",
+                ),
+            ]
+        )
+        reserved = {"messages", "tools", "add_generation_prompt", "has_tools"} & (
+            self.chat_template_kwargs or {}
+        ).keys()
+        if reserved:
+            raise bad_request(
+                f"'chat_template_kwargs' must not set '{sorted(reserved)[0]}'; there is a field of that name.",
+                "chat_template_kwargs",
+            )
+
+
+def _check_messages(messages: Sequence[ChatMessage]) -> None:
+    for index, message in enumerate(messages):
+        if message.content is None and message.role != "assistant":
+            raise bad_request(f"Missing required parameter: 'messages[{index}].content'.", "messages")
+        for part in message.content if isinstance(message.content, list) else ():
+            if part.type != "text" or part.text is None:
+                raise bad_request(
+                    f"messages[{index}] has a content part of type '{part.type}'; this model takes text only.",
+                    "messages",
+                )
+
+
+class ResponseFormat(RequestModel):
+    """What form the answer must have."""
+
+    type: str
+    json_schema: dict[str, Any] | None = None
+
+
+class ChatRequest(ConversationFields, SamplingFields):
+    """The body of POST /v1/chat/completions. The fields of the last block are accepted without effect."""
+
+    messages: Messages
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[str] | None = None
+    functions: list[dict[str, Any]] | None = None
+    audio: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    prediction: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raises:
+        ApiError: 400, the fields contradict each other or ask for what is not supported.
+        """
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request(
+                "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.", "top_logprobs"
+            )
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise bad_request("Set 'max_completion_tokens' or 'max_tokens', not both.", "max_tokens")
+        form = self.response_format
+        refuse(
+            [
+                (
+                    form is not None and form.type != "text",
+                    "response_format",
+                    f"'response_format' of type '{form.type if form else ''}' is not supported; use 'text'.",
+                ),
+                (self.modalities not in (None, ["text"]), "modalities", "Only the modality 'text' is supported."),
+                (self.audio is not None, "audio", "Audio is not supported."),
+                (bool(self.functions), "functions", "Function calls are not supported."),
+                (self.web_search_options is not None, "web_search_options", "Web search is not supported."),
+            ]
+        )
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens to generate; None: up to the model's length."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True, frozen=True):
+    """The message of a whole answer."""
+
+    role: str = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to the message."""
+
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True, frozen=True):
+    """One choice: `message` in a whole answer, `delta` in a chunk. The last two fields only where asked for."""
+
+    index: int
+    message: AssistantMessage | msgspec.UnsetType = msgspec.UNSET
+    delta: ChatDelta | msgspec.UnsetType = msgspec.UNSET
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    logits_digests: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatResponse(msgspec.Struct, kw_only=True, frozen=True):
+    """The answer, or a chunk of it."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: Sequence[ChatChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatWriter:
+    """Writes the answer to one request, whole or in chunks."""
+
+    def __init__(self, service: Service, body: ChatRequest, response_id: str) -> None:
+        self._body = body
+        self._options = body.check_stream()
+        self._id = response_id
+        self._created = int(time.time())
+        self._model = service.model_names[0]
+        self._fingerprint = service.llm.fingerprint
+        self._with_ids = bool(body.return_token_ids)
+        self._tokens_matter = bool(body.logprobs or body.return_token_ids or body.logits_digest)
+        self._pieces = TokenPieces(service.llm.tokenizer)
+
+    def whole(self, output: RequestOutput) -> bytes:
+        """The JSON of the whole answer."""
+        choices = []
+        for choice in output.outputs:
+            delta = Progress().advance(choice, tokens_matter=True)
+            assert delta is not None
+            choices.append(
+                ChatChoice(
+                    index=choice.index,
+                    message=AssistantMessage(content=delta.text),
+                    logprobs=self._logprobs(delta),
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
+                    token_ids=delta.token_ids if self._with_ids else msgspec.UNSET,
+                    logits_digests=msgspec.UNSET if delta.digests is None else delta.digests,
+                )
+            )
+        prompt_ids = output.prompt_token_ids if self._with_ids else msgspec.UNSET
+        return self._encode("chat.completion", choices, usage_of([output]), prompt_ids)
+
+    async def chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        """The events of a stream: per choice the role, then pieces of content, then the reason of its end."""
+        progress = [Progress() for _ in range(self._body.n or 1)]
+        prompt_ids = generation.outputs[0].prompt_token_ids if self._with_ids else msgspec.UNSET
+        yield b"".join(
+            self._chunk(generation, ChatChoice(index=index, delta=ChatDelta("assistant", "")), prompt_ids)
+            for index in range(len(progress))
+        )
+        async for _, output in generation.events():
+            events = []
+            for choice in output.outputs:
+                delta = progress[choice.index].advance(choice, tokens_matter=self._tokens_matter)
+                if delta is not None:
+                    events += [self._chunk(generation, part) for part in self._parts(choice.index, delta)]
+            if events:
+                yield b"".join(events)
+        if self._options.include_usage:
+            yield event(self._encode("chat.completion.chunk", [], usage_of(generation.outputs)))
+
+    def _parts(self, index: int, delta: Delta) -> list[ChatChoice]:
+        """One chunk for what was generated, and one, empty, for the end."""
+        parts = []
+        if delta.text or (self._tokens_matter and delta.token_ids):
+            parts.append(
+                ChatChoice(
+                    index=index,
+                    delta=ChatDelta(content=delta.text),
+                    logprobs=self._logprobs(delta),
+                    token_ids=delta.token_ids if self._with_ids else msgspec.UNSET,
+                    logits_digests=msgspec.UNSET if delta.digests is None else delta.digests,
+                )
+            )
+        if delta.finish_reason is not None:
+            parts.append(
+                ChatChoice(
+                    index=index, delta=ChatDelta(), finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
+                )
+            )
+        return parts
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        return None if delta.logprobs is None else chat_logprobs(self._pieces, delta.token_ids, delta.logprobs)
+
+    def _chunk(
+        self, generation: Generation, choice: ChatChoice, prompt_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    ) -> bytes:
+        usage: Usage | msgspec.UnsetType | None = None if self._options.include_usage else msgspec.UNSET
+        if self._options.continuous_usage_stats:
+            usage = usage_of(generation.outputs)
+        return event(self._encode("chat.completion.chunk", [choice], usage, prompt_ids))
+
+    def _encode(
+        self,
+        kind: str,
+        choices: Sequence[ChatChoice],
+        usage: Usage | msgspec.UnsetType | None,
+        prompt_ids: list[int] | msgspec.UnsetType = msgspec.UNSET,
+    ) -> bytes:
+        return msgspec.json.encode(
+            ChatResponse(
+                id=self._id,
+                object=kind,
+                created=self._created,
+                model=self._model,
+                system_fingerprint=self._fingerprint,
+                choices=choices,
+                usage=usage,
+                prompt_token_ids=prompt_ids,
+            )
+        )
+
+
+def chat_routes(service: Service) -> APIRouter:
+    """The endpoint."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", responses=ERRORS)
+    async def create_chat_completion(body: ChatRequest) -> Response:
+        """Answer a conversation. With `stream`, the answer comes as server-sent events."""
+        service.require_model(body.model)
+        body.check()
+        params = body.sampling(
+            max_tokens=body.token_limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None
+        )
+        response_id = new_id("chatcmpl")
+        writer = ChatWriter(service, body, response_id)
+        prompt = await body.encode(service, body.messages, add_special_tokens=bool(body.add_special_tokens))
+        generation = await Generation.start(
+            service,
+            [prompt],
+            params,
+            request_id=response_id,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+        )
+        if body.stream:
+            return EventStream(writer.chunks(generation), generation)
+        async with generation:
+            [output] = await generation.finished()
+            return Response(writer.whole(output), media_type="application/json")
+
+    return router

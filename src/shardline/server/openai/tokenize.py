@@ -1,0 +1,70 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes: text or a conversation to token ids and back."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from shardline.server.errors import bad_request
+from shardline.server.openai.chat import ConversationFields, Messages
+from shardline.server.openai.protocol import ERRORS, RequestModel, TokenIds
+from shardline.server.service import Service
+
+
+class TokenizeRequest(ConversationFields):
+    """The body of POST /tokenize: `prompt` or `messages`."""
+
+    messages: Messages | None = None
+    prompt: str | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    """None: as the generating endpoints do, that is for `prompt` but not for `messages`."""
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(RequestModel):
+    """The body of POST /detokenize."""
+
+    tokens: TokenIds
+    model: str | None = None
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True):
+    """The ids, and how many of them the model takes."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+def tokenize_routes(service: Service) -> APIRouter:
+    """The endpoints."""
+    router = APIRouter()
+
+    @router.post("/tokenize", responses=ERRORS)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """The token ids of a text or a conversation."""
+        service.require_model(body.model)
+        if body.prompt is not None and body.messages is None:
+            ids = await service.encode(body.prompt, body.add_special_tokens is not False)
+        elif body.messages is not None and body.prompt is None:
+            ids = await body.encode(service, body.messages, bool(body.add_special_tokens))
+        else:
+            raise bad_request("Set 'prompt' or 'messages', one of them.", "prompt")
+        strings = None
+        if body.return_token_strs:
+            tokenizer = service.require_tokenizer()
+            strings = [tokenizer.token(token_id) for token_id in ids]
+        answer = TokenizeResponse(len(ids), service.llm.max_model_len, ids, strings)
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    @router.post("/detokenize", responses=ERRORS)
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of token ids."""
+        service.require_model(body.model)
+        text = service.decode(body.tokens, skip_special_tokens=False)
+        return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")
+
+    return router

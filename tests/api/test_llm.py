@@ -1,0 +1,128 @@
+"""LLM over fake engines: batches in order, chats, failures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from shardline.api.errors import EngineDead
+from shardline.api.llm import LLM
+from shardline.config.engine import EngineConfig
+from shardline.types import SamplingParams
+from tests.api.fake_engine import FakeCluster, load_text, next_token, scripted
+
+
+def make(cluster: FakeCluster, **options: Any) -> LLM:
+    return LLM.from_config(EngineConfig.from_options(**options), connect=cluster, load_text=load_text)
+
+
+def test_outputs_come_in_the_order_of_the_prompts() -> None:
+    cluster = FakeCluster()
+    with make(cluster, data_parallel_size=2, max_num_seqs=4) as llm:
+        prompts = [[5 + i, 6] for i in range(50)]
+        params = [SamplingParams(max_tokens=1 + i % 9, n=1 + i % 2) for i in range(50)]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        by_id = {request.request_id: request for client in cluster.clients for request in client.added}
+        for i, output in enumerate(outputs):
+            assert output.prompt_token_ids == prompts[i]
+            for choice in output.outputs:
+                request = by_id[f"{output.request_id}-{choice.index}"]
+                assert choice.token_ids == [next_token(request, position) for position in range(1 + i % 9)]
+        assert all(len(client.added) > 20 for client in cluster.clients)
+    assert all(client.closed for client in cluster.clients)
+
+
+def test_forms_of_prompts_and_params(capsys: pytest.CaptureFixture[str]) -> None:
+    with make(FakeCluster()) as llm:
+        assert [o.prompt for o in llm.generate("dog")] == ["dog"]
+        assert [len(o.outputs[0].token_ids) for o in llm.generate([5, 6])] == [16]
+        assert [o.prompt for o in llm.generate(["dog", {"prompt": "the"}, [5], {"prompt_token_ids": [6]}])] == [
+            "dog",
+            "the",
+            None,
+            None,
+        ]
+        assert "tok/s" in capsys.readouterr().err
+        assert llm.generate([]) == []
+        with pytest.raises(ValueError, match="2 prompts but 1 sampling_params"):
+            llm.generate(["a", "b"], [SamplingParams()])
+        llm.generate("dog", use_tqdm=False)
+        assert capsys.readouterr().err == ""
+
+
+def test_nothing_runs_where_one_prompt_is_bad() -> None:
+    cluster = FakeCluster()
+    with make(cluster) as llm:
+        with pytest.raises(ValueError, match="out of range"):
+            llm.generate([[5], [999]])
+        assert cluster.clients[0].added == []
+
+
+def test_chat_renders_the_template() -> None:
+    with make(FakeCluster()) as llm:
+        tokenizer = llm.get_tokenizer()
+        assert tokenizer is not None
+        (output,) = llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False)
+        assert output.prompt == "<|bos|><|user|>hi<|end|>\n<|assistant|>"
+        assert output.prompt_token_ids.count(tokenizer.bos_token_id) == 1
+        conversations = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]
+        assert len(llm.chat(conversations, use_tqdm=False)) == 2
+        with pytest.raises(ValueError, match="must not be empty"):
+            llm.chat([])
+
+
+def test_times_are_in_order() -> None:
+    with make(FakeCluster()) as llm:
+        _, times = llm.generate_timed(["a", "b"])
+        assert all(t.submitted <= t.first_token <= t.finished for t in times)
+        assert llm.stats()[0].num_steps > 0
+
+
+def test_stop_strings() -> None:
+    tokenizer = load_text(EngineConfig()).tokenizer
+    assert tokenizer is not None
+    with make(FakeCluster(next_token=scripted(tokenizer.encode("one two three")))) as llm:
+        assert llm.generate("x", SamplingParams(stop=" t"))[0].outputs[0].text == "one"
+        assert llm.generate("x", SamplingParams())[0].outputs[0].finish_reason == "stop"
+
+
+def test_the_death_of_the_engine_is_an_error() -> None:
+    cluster = FakeCluster()
+    with make(cluster) as llm:
+        cluster.clients[0].paused.set()
+        threading.Timer(0.1, lambda: cluster.clients[0].die("rank 0 was killed")).start()
+        with pytest.raises(EngineDead, match="rank 0 was killed"):
+            llm.generate(["a", "b"], use_tqdm=False)
+        with pytest.raises(EngineDead):
+            llm.generate("a", use_tqdm=False)
+
+
+def test_an_interrupt_aborts_and_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster()
+    with make(cluster) as llm:
+        with monkeypatch.context() as patch:
+
+            def interrupted(self: LLM) -> Any:
+                time.sleep(0.05)
+                raise KeyboardInterrupt
+
+            patch.setattr(LLM, "_next_updates", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(["a", "b"], SamplingParams(max_tokens=None), use_tqdm=False)
+        assert len(cluster.clients[0].aborted) == 2
+        assert llm.generate("c", use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="unknown option 'tensor_parallel'"):
+        LLM("demo", tensor_parallel=2)
+
+
+def test_a_failed_start_closes_the_engines() -> None:
+    cluster = FakeCluster(start_error=RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        make(cluster, data_parallel_size=2)
+    assert all(client.closed for client in cluster.clients)

@@ -1,0 +1,141 @@
+"""Engine outputs become text, and stop where they should, however many tokens a step brings."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardline.api.output_processor import OutputProcessor
+from shardline.api.requests import RequestBuilder
+from shardline.config.engine import EngineConfig
+from shardline.types import CompletionOutput, SamplingParams, SequenceOutput, TokenLogprobs
+from tests.api.fake_engine import EOS, load_text
+
+TEXT = load_text(EngineConfig())
+TOKENIZER = TEXT.tokenizer
+assert TOKENIZER is not None
+
+
+def run(
+    params: SamplingParams, ids: list[int], sizes: list[int] | None = None, **last: Any
+) -> tuple[CompletionOutput, list[str]]:
+    """The choice after `ids` came in steps of the given sizes, and the aborts; `last`: how the engine ended it."""
+    builder = RequestBuilder(TOKENIZER, 408, 1000, (EOS,), random.Random(0))
+    processor = OutputProcessor(TOKENIZER)
+    state = processor.add(builder.build("r", "the dog", params))
+    aborts: list[str] = []
+    start = 0
+    for size in [*(sizes or []), len(ids)]:
+        piece = ids[start : start + size]
+        start += size
+        ending = last if start >= len(ids) else {}
+        logprobs = [TokenLogprobs(-1.0, 1, [], []) for _ in piece]
+        digests = [str(token) for token in piece]
+        output = SequenceOutput("r-0", 0, piece, logprobs=logprobs, digests=digests, **ending)
+        aborts += processor.process([output]).aborts
+        if start >= len(ids):
+            break
+    assert len(processor) == (0 if state.output.finished else 1)
+    return state.output.outputs[0], aborts
+
+
+def encode(text: str) -> list[int]:
+    assert TOKENIZER is not None
+    return TOKENIZER.encode(text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text("the dogqu 🙂é.", min_size=1, max_size=30),
+    stop=st.lists(st.text("tdo .🙂", min_size=1, max_size=3), max_size=2),
+    sizes=st.lists(st.integers(1, 6), max_size=10),
+    min_tokens=st.integers(0, 5),
+)
+def test_the_result_does_not_depend_on_the_steps(text: str, stop: list[str], sizes: list[int], min_tokens: int) -> None:
+    params = SamplingParams(stop=stop, max_tokens=100, min_tokens=min_tokens, logprobs=0, logits_digest=True)
+    ids = encode(text)
+    whole, _ = run(params, ids, finish_reason="length")
+    pieces, _ = run(params, ids, sizes, finish_reason="length")
+    assert pieces == whole
+    assert whole.logprobs is not None
+    assert len(whole.logprobs) == len(whole.digests or []) == len(whole.token_ids)
+    if whole.finish_reason == "length":
+        assert whole.text == text
+    else:
+        assert whole.stop_reason in stop
+        assert text.startswith(whole.text)
+
+
+def test_a_stop_string_ends_the_request_in_the_engine_too() -> None:
+    ids = encode("one two. three")
+    output, aborts = run(SamplingParams(stop=". t", max_tokens=100), ids, [1] * len(ids))
+    assert (output.text, output.finish_reason, output.stop_reason) == ("one two", "stop", ". t")
+    assert aborts == ["r-0"]
+    assert encode("one two. three")[: len(output.token_ids)] == output.token_ids
+
+
+def test_a_stop_string_in_the_last_step_needs_no_abort() -> None:
+    output, aborts = run(SamplingParams(stop="o.", max_tokens=100), encode("two."), finish_reason="length")
+    assert (output.text, output.finish_reason, output.stop_reason, aborts) == ("tw", "stop", "o.", [])
+
+
+def test_text_held_back_comes_at_the_end() -> None:
+    output, _ = run(SamplingParams(stop="two...", max_tokens=100), encode("one two."), finish_reason="length")
+    assert (output.text, output.finish_reason) == ("one two.", "length")
+
+
+def test_stop_strings_wait_for_min_tokens() -> None:
+    ids = encode("qqqqq")
+    assert len(ids) == 5
+    assert run(SamplingParams(stop="q", min_tokens=3, max_tokens=100), ids)[0].text == "qqq"
+
+
+@pytest.mark.parametrize(
+    ("params", "token", "text", "reason"),
+    [
+        ({}, EOS, "dog", None),
+        ({"skip_special_tokens": False}, EOS, "dog", None),
+        ({"skip_special_tokens": False, "include_stop_str_in_output": True}, EOS, "dog<|eos|>", None),
+        ({"stop_token_ids": [9]}, 9, "dog", 9),
+        ({"stop_token_ids": [9], "include_stop_str_in_output": True}, 9, "dog%", 9),
+        ({"stop_token_ids": [EOS], "ignore_eos": True}, EOS, "dog", EOS),
+    ],
+)
+def test_stop_tokens(params: dict[str, Any], token: int, text: str, reason: int | None) -> None:
+    assert TOKENIZER is not None
+    assert TOKENIZER.decode([9]) == "%"
+    ids = [*encode("dog"), token]
+    output, _ = run(SamplingParams(**params), ids, finish_reason="stop", stop_token_id=token)
+    assert output.token_ids == ids
+    assert (output.text, output.finish_reason, output.stop_reason) == (text, "stop", reason)
+
+
+def test_an_engines_error_is_told() -> None:
+    output, _ = run(SamplingParams(), [], finish_reason="error", error="rank 3 was killed")
+    assert (output.finish_reason, output.stop_reason) == ("error", "rank 3 was killed")
+
+
+def test_choices_finish_apart_and_abort_ends_the_rest() -> None:
+    builder = RequestBuilder(TOKENIZER, 408, 1000, (EOS,), random.Random(0))
+    processor = OutputProcessor(TOKENIZER)
+    state = processor.add(builder.build("r", "the dog", SamplingParams(n=2)))
+    done = processor.process(
+        [
+            SequenceOutput("r-0", 0, encode("dog"), finish_reason="length", num_cached_tokens=3),
+            SequenceOutput("r-1", 1, encode("do")),
+            SequenceOutput("gone-0", 0, [5]),
+        ]
+    )
+    assert done.updated == [state]
+    assert not state.output.finished
+    aborted = processor.abort("r")
+    assert aborted == (state, ["r-1"])
+    assert [choice.finish_reason for choice in state.output.outputs] == ["length", "abort"]
+    assert [choice.text for choice in state.output.outputs] == ["dog", "do"]
+    assert state.output.num_cached_tokens == 3
+    assert processor.abort("r") is None
+    assert processor.process([SequenceOutput("r-1", 1, [5])]).updated == []

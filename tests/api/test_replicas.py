@@ -1,0 +1,150 @@
+"""Routing over replicas, their deaths, and the bound on what waits."""
+
+from __future__ import annotations
+
+import queue
+import random
+
+import pytest
+
+from shardline.api.errors import EngineDead, QueueFull
+from shardline.api.replicas import Client, EngineEvent, Replicas, merge_stats
+from shardline.api.requests import RequestBuilder
+from shardline.config.engine import EngineConfig
+from shardline.engine.ipc import EngineFailed, EngineOutputs
+from shardline.types import EngineStats, Request, SamplingParams, SequenceOutput
+from tests.api.fake_engine import FakeCluster, FakeEngineClient
+
+
+def make(**options: int) -> tuple[Replicas, FakeCluster]:
+    """Replicas whose engines never step: the test says what they report."""
+    cluster = FakeCluster()
+    replicas = Replicas(EngineConfig.from_options(**options), lambda index, event: None, cluster)
+    return replicas, cluster
+
+
+def request(name: str, size: int = 3, n: int = 1) -> list[Request]:
+    builder = RequestBuilder(None, 400, 100, (), random.Random(0))
+    return builder.build(name, [5] * size, SamplingParams(n=n)).children
+
+
+def finished(name: str) -> EngineOutputs:
+    return EngineOutputs([SequenceOutput(name, 0, [5], finish_reason="length")], EngineStats())
+
+
+def test_the_replica_with_the_least_to_do_gets_the_next_request() -> None:
+    replicas, cluster = make(data_parallel_size=3)
+    for name, size in (("a", 30), ("b", 3), ("c", 3), ("d", 3)):
+        replicas.add(request(name, size))
+    assert [[r.request_id for r in client.added] for client in cluster.clients] == [["a-0"], ["b-0", "d-0"], ["c-0"]]
+    replicas.handle(0, finished("a-0"))
+    replicas.add(request("e", n=3))
+    assert [r.request_id for r in cluster.clients[0].added] == ["a-0", "e-0", "e-1", "e-2"]
+    assert replicas.num_in_flight() == 6
+
+
+def test_aborts_go_where_the_request_runs() -> None:
+    replicas, cluster = make(data_parallel_size=2)
+    replicas.add(request("a"))
+    replicas.add(request("b"))
+    replicas.abort(["b-0", "unknown"])
+    assert [client.aborted for client in cluster.clients] == [[], ["b-0"]]
+    replicas.abort(["b-0"])
+    assert cluster.clients[1].aborted == ["b-0"]
+    assert replicas.num_in_flight() == 1
+
+
+def test_a_death_fails_its_requests_and_no_others() -> None:
+    replicas, cluster = make(data_parallel_size=2)
+    for name in "abc":
+        replicas.add(request(name))
+    outputs = replicas.handle(0, EngineFailed("rank 1 was killed"))
+    assert [(o.request_id, o.finish_reason, o.error) for o in outputs] == [
+        ("a-0", "error", "rank 1 was killed"),
+        ("c-0", "error", "rank 1 was killed"),
+    ]
+    assert replicas.alive() == [False, True]
+    assert replicas.dead_reason == ""
+    for name in "de":
+        replicas.add(request(name))
+    assert len(cluster.clients[1].added) == 3
+    replicas.handle(1, EngineFailed(""))
+    assert replicas.dead_reason == "rank 1 was killed; the engine's process has ended"
+    with pytest.raises(EngineDead, match="rank 1 was killed"):
+        replicas.add(request("f"))
+
+
+def test_a_request_for_a_replica_that_has_just_died_fails_with_the_rest() -> None:
+    replicas, cluster = make()
+    cluster.clients[0]._dead = "gone"
+    replicas.add(request("a"))
+    replicas.abort([])
+    assert [output.request_id for output in replicas.handle(0, EngineFailed("gone"))] == ["a-0"]
+
+
+def test_the_queue_is_bounded() -> None:
+    replicas, _ = make(max_num_seqs=2, max_num_waiting=3)
+    for index in range(5):
+        replicas.add(request(str(index)))
+    assert replicas.num_waiting() == 3
+    with pytest.raises(QueueFull, match="3 requests wait already"):
+        replicas.add(request("more"))
+    replicas.add(request("offline"), bounded=False)
+    replicas.handle(0, finished("0-0"))
+    replicas.handle(0, finished("1-0"))
+    replicas.add(request("again"))
+
+
+def test_waiting_for_memory_counts_too() -> None:
+    replicas, _ = make(max_num_seqs=64, max_num_waiting=3)
+    for index in range(5):
+        replicas.add(request(str(index)))
+    replicas.handle(0, EngineOutputs([], EngineStats(num_running=1, num_waiting=4)))
+    assert replicas.num_waiting() == 4
+    with pytest.raises(QueueFull):
+        replicas.add(request("more"))
+
+
+def test_stats_are_per_replica_and_merged() -> None:
+    replicas, _ = make(data_parallel_size=2)
+    replicas.handle(0, EngineOutputs([], EngineStats(num_running=3, num_steps=7, kv_blocks_used=2)))
+    replicas.handle(1, EngineOutputs([], EngineStats(num_running=1, step_seconds=0.5)))
+    assert merge_stats(replicas.stats()) == EngineStats(num_running=4, num_steps=7, kv_blocks_used=2, step_seconds=0.5)
+    replicas.handle(0, EngineFailed("x"))
+    assert replicas.stats()[0] == EngineStats(num_steps=7), "what a dead replica has done stays, its gauges do not"
+
+
+@pytest.mark.parametrize(("error", "kind"), [(ValueError("bad tp"), ValueError), (RuntimeError("oom"), RuntimeError)])
+def test_one_failed_start_ends_all(error: Exception, kind: type[Exception]) -> None:
+    clients: list[FakeEngineClient] = []
+
+    def connect(config: EngineConfig, index: int, on_message: object) -> Client:
+        clients.append(FakeEngineClient(config, index, on_message, start_error=error if index else None))  # type: ignore[arg-type]
+        return clients[-1]
+
+    replicas = Replicas(EngineConfig.from_options(data_parallel_size=2), lambda index, event: None, connect)
+    with pytest.raises(kind, match=str(error)):
+        replicas.wait_ready()
+    assert all(client.closed for client in clients)
+
+
+def test_replicas_that_would_answer_differently_are_refused() -> None:
+    def connect(config: EngineConfig, index: int, on_message: object) -> Client:
+        return FakeEngineClient(config, index, on_message, fingerprint=f"isa-{index}")  # type: ignore[arg-type]
+
+    replicas = Replicas(EngineConfig.from_options(data_parallel_size=2), lambda index, event: None, connect)
+    with pytest.raises(RuntimeError, match=r"different answers .*isa-0.*isa-1"):
+        replicas.wait_ready()
+
+
+def test_events_carry_the_replicas_number() -> None:
+    events: queue.SimpleQueue[tuple[int, EngineEvent]] = queue.SimpleQueue()
+    cluster = FakeCluster()
+    replicas = Replicas(
+        EngineConfig.from_options(data_parallel_size=2), lambda index, event: events.put((index, event)), cluster
+    )
+    assert [one.report for one in replicas.wait_ready()] == [["replica 0 is up"], ["replica 1 is up"]]
+    cluster.clients[1].die("x")
+    assert events.get(timeout=5) == (1, EngineFailed("x"))
+    replicas.close()
+    replicas.close()

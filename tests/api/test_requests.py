@@ -1,0 +1,101 @@
+"""What is refused, and what the engine gets of what is not."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from shardline.api.requests import RequestBuilder
+from shardline.config.engine import EngineConfig
+from shardline.types import SamplingParams
+from tests.api.fake_engine import load_text
+
+TEXT = load_text(EngineConfig())
+
+
+def builder(**changes: Any) -> RequestBuilder:
+    options: dict[str, Any] = {
+        "tokenizer": TEXT.tokenizer,
+        "vocab_size": 400,
+        "max_model_len": 10,
+        "eos_token_ids": (1,),
+        "seeds": random.Random(0),
+        **changes,
+    }
+    return RequestBuilder(**options)
+
+
+def test_children_share_all_but_the_choice() -> None:
+    request = builder().build("r", [5, 6, 7], SamplingParams(n=3), priority=2, cache_salt="s")
+    assert [child.request_id for child in request.children] == ["r-0", "r-1", "r-2"]
+    assert [child.choice for child in request.children] == [0, 1, 2]
+    assert len({child.sampling.seed for child in request.children}) == 1
+    for child in request.children:
+        assert child.prompt_token_ids == [5, 6, 7]
+        assert (child.priority, child.cache_salt, child.eos_token_ids) == (2, "s", (1,))
+
+
+def test_seeds_are_drawn_only_where_none_is_given_and_follow_the_engines() -> None:
+    seeds = [builder().build("r", [5], SamplingParams(seed=seed)).params.seed for seed in (None, 3, 0)]
+    assert seeds[1:] == [3, 0]
+    one, other = builder(), builder()
+    drawn = [one.build("r", [5], SamplingParams()).params.seed for _ in range(3)]
+    assert len(set(drawn)) == 3
+    assert drawn == [other.build("r", [5], SamplingParams()).params.seed for _ in range(3)]
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, 7), (100, 7), (7, 7), (3, 3)])
+def test_max_tokens_is_what_the_model_has_room_for(asked: int | None, given: int) -> None:
+    assert builder().build("r", [5, 6, 7], SamplingParams(max_tokens=asked)).params.max_tokens == given
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "count"),
+    [
+        ("dog", "dog", None),
+        ({"prompt": "dog"}, "dog", None),
+        ({"prompt_token_ids": [5, 6]}, None, 2),
+        ({"prompt_token_ids": (5, 6), "prompt": "shown"}, "shown", 2),
+        ([5, 6], None, 2),
+    ],
+)
+def test_forms_of_prompts(prompt: Any, text: str | None, count: int | None) -> None:
+    request = builder().build("r", prompt, SamplingParams())
+    assert request.prompt == text
+    assert request.prompt_token_ids == ([5, 6] if count else TEXT.tokenizer and TEXT.tokenizer.encode("dog"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error"),
+    [
+        ("", {}, "prompt is empty"),
+        ([], {}, "prompt is empty"),
+        ([5] * 10, {}, "has 10 tokens, but the model's maximum length is 10"),
+        ([400], {}, "token id 400 is out of range: the vocabulary has 400"),
+        ([5, -1], {}, "token id -1 is out of range"),
+        ([5], {"stop_token_ids": [400]}, "stop_token_ids has token id 400"),
+        ([5], {"logit_bias": {-1: 1.0}}, "logit_bias has token id -1"),
+        ([5, 5], {"min_tokens": 9, "max_tokens": None}, "min_tokens is 9, but a prompt of 2 tokens leaves room for 8"),
+        ([5], {"n": 10**6}, "n must be at most 1024"),
+        ([5, "x"], {}, "must be a list of integers"),
+        ([True], {}, "must be a list of integers"),
+        ({"prompt_token_ids": "dog"}, {}, "must be a list of integers"),
+        ({"prompts": "dog"}, {}, "a prompt is text"),
+        ({}, {}, "a prompt is text"),
+        (3, {}, "a prompt is text"),
+    ],
+)
+def test_what_is_refused(prompt: Any, params: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        builder().build("r", prompt, SamplingParams(**params))
+
+
+def test_without_a_tokenizer_only_ids_work() -> None:
+    mute = builder(tokenizer=None)
+    assert mute.build("r", [5], SamplingParams()).prompt_token_ids == [5]
+    with pytest.raises(ValueError, match="no tokenizer"):
+        mute.build("r", "dog", SamplingParams())
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        mute.build("r", [5], SamplingParams(stop=["x"]))

@@ -1,0 +1,172 @@
+"""A worker without a model: it stores, instead of keys and values, which token prefix they would come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shardline.models.partition import KVGroup
+from shardline.types import Request, SamplingParams, SequenceResult, SequenceStep, StepPlan, StepResult
+
+VOCAB = 5
+EOS = 0
+
+
+class Prefixes:
+    """Exact names for token prefixes: equal names mean equal (root, tokens)."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[object, int], int] = {}
+
+    def extend(self, prefix: object, token_id: int) -> int:
+        return self._names.setdefault((prefix, token_id), len(self._names))
+
+
+def next_token(tokens: list[int], salt: str) -> int:
+    """The fake model: any deterministic function of the whole prefix."""
+    state = len(salt) + 7
+    for token in tokens:
+        state = (state * 1103515245 + token * 40503 + 12345) % 2147483647
+    return state // 1000 % VOCAB
+
+
+def reference(request: Request, max_model_len: int) -> tuple[list[int], str]:
+    """The output of a request that runs alone, and why it ends."""
+    sampling, tokens, output = request.sampling, list(request.prompt_token_ids), []
+    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(request.eos_token_ids))
+    while True:
+        token = next_token(tokens, request.cache_salt)
+        tokens.append(token)
+        output.append(token)
+        if token in stops and len(output) >= sampling.min_tokens:
+            return output, "stop"
+        if len(output) == sampling.max_tokens or len(tokens) == max_model_len:
+            return output, "length"
+
+
+def make_request(name: str, prompt: list[int], max_tokens: int = 8, **options: object) -> Request:
+    sampling = {"max_tokens": max_tokens}
+    for key in ("min_tokens", "ignore_eos", "stop_token_ids"):
+        if key in options:
+            sampling[key] = options.pop(key)
+    return Request(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(**sampling),
+        eos_token_ids=(EOS,),
+        **options,
+    )
+
+
+@dataclass
+class _Sequence:
+    tokens: list[int]
+    salt: str
+    prefixes: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
+    next_start: int | None = None
+
+
+class FakeWorker:
+    """Runs plans in order and checks that each step finds in the cache exactly what it would read.
+
+    `sees_samples=False` is a pipeline's first stage, which knows generated tokens only from plans. `salts` tells the
+    salt of each request id, which a real worker does not know: KV of another salt counts as wrong.
+    """
+
+    def __init__(
+        self,
+        groups: tuple[KVGroup, ...],
+        block_size: int,
+        *,
+        max_model_len: int,
+        sees_samples: bool = True,
+        tokens_per_result: int = 1,
+    ) -> None:
+        self._groups = groups
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._sees_samples = sees_samples
+        self._tokens_per_result = tokens_per_result
+        self._prefixes = Prefixes()
+        self._pool: dict[tuple[int, int], tuple[int, int]] = {}
+        """(block, offset) -> (group, prefix)"""
+        self.sequences: dict[int, _Sequence] = {}
+        self.num_computed_tokens = 0
+
+    def run(self, plan: StepPlan, salts: dict[int, str]) -> StepResult:
+        for seq_id in plan.ends:
+            del self.sequences[seq_id]
+        for start in plan.starts:
+            assert start.seq_id not in self.sequences
+            tables: list[list[int]] = [[] for _ in self._groups]
+            self.sequences[start.seq_id] = _Sequence(list(start.token_ids), salts[start.seq_id], [], tables)
+        assert len({step.seq_id for step in plan.steps}) == len(plan.steps)
+        for step in plan.steps:
+            self._apply(step)
+        # All reads come before the last writes would in a real layer, so nothing is read across sequences of a step.
+        for step in plan.steps:
+            self._check_old(step)
+        for step in plan.steps:
+            self._write(step)
+        for step in plan.steps:
+            self._check_new(step)
+        results = [self._sample(step) for step in plan.steps if step.sample]
+        return StepResult(plan.step_id, [result for result in results if result is not None], 0.001)
+
+    def _apply(self, step: SequenceStep) -> None:
+        sequence = self.sequences[step.seq_id]
+        for table, blocks in zip(sequence.tables, step.new_blocks, strict=True):
+            table.extend(blocks)
+        if sequence.next_start is not None:
+            assert step.start == sequence.next_start
+        sequence.next_start = end = step.start + step.num_tokens
+        assert step.num_tokens > 0
+        assert end < self._max_model_len
+        if step.start == len(sequence.tokens):
+            assert step.token_id >= 0, "a token that this worker does not know"
+            sequence.tokens.append(step.token_id)
+        if step.token_id >= 0:
+            assert step.token_id == sequence.tokens[step.start]
+        assert end <= len(sequence.tokens)
+        assert not step.sample or end == len(sequence.tokens)
+        assert all(len(table) == -(-end // self._block_size) for table in sequence.tables)
+        for token in sequence.tokens[len(sequence.prefixes) :]:
+            before = sequence.prefixes[-1] if sequence.prefixes else ("root", sequence.salt)
+            sequence.prefixes.append(self._prefixes.extend(before, token))
+
+    def _slot(self, table: list[int], position: int) -> tuple[int, int]:
+        return table[position // self._block_size], position % self._block_size
+
+    def _check(self, step: SequenceStep, stop: int) -> None:
+        sequence = self.sequences[step.seq_id]
+        for index, (group, table) in enumerate(zip(self._groups, sequence.tables, strict=True)):
+            first = 0 if group.window is None else max(0, step.start - group.window + 1)
+            for position in range(first, stop):
+                slot = self._slot(table, position)
+                assert slot[0] != 0, "the null block is read"
+                assert self._pool.get(slot) == (index, sequence.prefixes[position])
+
+    def _check_old(self, step: SequenceStep) -> None:
+        self._check(step, step.start)
+
+    def _check_new(self, step: SequenceStep) -> None:
+        self._check(step, step.start + step.num_tokens)
+
+    def _write(self, step: SequenceStep) -> None:
+        sequence = self.sequences[step.seq_id]
+        for position in range(step.start, step.start + step.num_tokens):
+            for index, table in enumerate(sequence.tables):
+                slot = self._slot(table, position)
+                assert slot[0] != 0, "the null block is written"
+                self._pool[slot] = (index, sequence.prefixes[position])
+        self.num_computed_tokens += step.num_tokens
+
+    def _sample(self, step: SequenceStep) -> SequenceResult | None:
+        if not self._sees_samples:
+            return None
+        sequence = self.sequences[step.seq_id]
+        sampled: list[int] = []
+        for _ in range(self._tokens_per_result):
+            sampled.append(next_token(sequence.tokens + sampled, sequence.salt))
+        sequence.tokens += sampled
+        return SequenceResult(step.seq_id, sampled)

@@ -1,0 +1,123 @@
+"""Whatever the scheduler does, every request gets the tokens it would get alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardline.engine import scheduler as scheduler_module
+from shardline.models.partition import KVGroup
+from shardline.types import Request
+from tests.engine.fake_worker import VOCAB, make_request
+from tests.engine.harness import Engine, Shape
+
+GROUPS = (
+    (KVGroup((0,), None),),
+    (KVGroup((0,), None), KVGroup((1,), 6)),
+    (KVGroup((0,), None), KVGroup((1,), 5), KVGroup((2,), 9), KVGroup((3,), 1)),
+    (KVGroup((0,), 7),),
+    (KVGroup((0,), None), KVGroup((1,), None)),
+)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    groups = draw(st.sampled_from(GROUPS))
+    return Shape(
+        groups=groups,
+        num_blocks=1 + len(groups) * draw(st.integers(6, 24)),
+        block_size=draw(st.sampled_from([1, 2, 4])),
+        max_model_len=draw(st.integers(8, 48)),
+        max_num_seqs=draw(st.integers(1, 8)),
+        max_num_batched_tokens=draw(st.integers(1, 24)),
+        max_in_flight=draw(st.integers(1, 4)),
+        pipeline=draw(st.booleans()),
+        prefix_caching=draw(st.booleans()),
+    )
+
+
+def random_request(rng: random.Random, number: int, now: int) -> Request:
+    shared = [1, 2, 3, 4, 1, 1, 2, 2, 3, 3, 4, 4, 1, 2, 1, 2, 3, 1]
+    prompt = shared[: rng.randrange(len(shared))] + [rng.randrange(VOCAB) for _ in range(rng.randrange(8))]
+    max_tokens = rng.choice([1, 2, 5, 12, 30])
+    return make_request(
+        f"r{number}",
+        prompt or [1],
+        max_tokens,
+        min_tokens=rng.choice([0, 0, 1, max_tokens]),
+        ignore_eos=rng.random() < 0.6,
+        stop_token_ids=rng.choice([(), (), (3,)]),
+        priority=rng.choice([0, 0, 0, 1, -1]),
+        arrival_time=float(now),
+        cache_salt=rng.choice(["", "", "", "salty"]),
+    )
+
+
+def drive(shape: Shape, rng: random.Random, num_requests: int, abort_rate: float) -> Engine:
+    """Random arrivals and aborts between random submissions and collections, until all is done."""
+    engine, aborted, number, turns = Engine(shape), set[str](), 0, 0
+    while number < num_requests or engine.scheduler.has_unfinished:
+        while number < num_requests and rng.random() < 0.4:
+            engine.add(random_request(rng, number, turns))
+            number += 1
+        if number and rng.random() < abort_rate:
+            name = f"r{rng.randrange(number)}"
+            aborted.add(name)
+            engine.scheduler.abort([name, "unknown"])
+        if rng.random() < 0.5:
+            engine.submit()
+        elif engine.in_flight and rng.random() < 0.5:
+            engine.collect()
+        else:
+            engine.turn() if engine.scheduler.has_unfinished else None
+        turns += 1
+        assert turns < 20_000, "no progress"
+    engine.check_done(aborted)
+    return engine
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(shapes(), st.integers(0, 2**32), st.integers(1, 14), st.sampled_from([0.0, 0.05, 0.2]))
+def test_any_schedule_gives_the_reference(shape: Shape, seed: int, num_requests: int, abort_rate: float) -> None:
+    drive(shape, random.Random(seed), num_requests, abort_rate)
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+@pytest.mark.parametrize("max_in_flight", [1, 2, 4])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_tiny_pools(
+    monkeypatch: pytest.MonkeyPatch, pipeline: bool, max_in_flight: int, groups: tuple[KVGroup, ...]
+) -> None:
+    monkeypatch.setattr(scheduler_module, "MIN_PREFILL_TOKENS", 3)
+    preemptions = 0
+    for seed in range(12):
+        shape = Shape(
+            groups,
+            num_blocks=1 + 12 * len(groups),
+            max_model_len=40,
+            max_in_flight=max_in_flight,
+            pipeline=pipeline,
+            max_num_batched_tokens=16,
+        )
+        preemptions += drive(shape, random.Random(seed), 12, 0.02).scheduler.stats().num_preemptions
+    assert preemptions > 0 or all(group.window is not None for group in groups)
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+@pytest.mark.parametrize("tokens_per_result", [2, 3])
+def test_results_of_several_tokens(pipeline: bool, tokens_per_result: int) -> None:
+    for seed in range(30):
+        rng = random.Random(seed)
+        shape = Shape(
+            rng.choice(GROUPS),
+            num_blocks=rng.choice([31, 61, 201]),
+            max_model_len=40,
+            max_num_batched_tokens=rng.choice([4, 16]),
+            pipeline=pipeline,
+            max_in_flight=2 if pipeline else 1,
+            tokens_per_result=tokens_per_result,
+        )
+        drive(shape, rng, 8, 0.05)

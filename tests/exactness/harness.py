@@ -1,0 +1,153 @@
+"""Runs the same requests under a layout and schedule, and says what came out: tokens and digests of fp32 logits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardline.config.engine import EngineConfig
+from shardline.engine.engine import Engine
+from shardline.engine.executor import make_executor
+from shardline.engine.resolve import resolve
+from shardline.runtime.setup import prepare
+from shardline.types import EngineStats, Request, SamplingParams
+from tests.exactness.cases import Case
+
+BLOCK_SIZE = 4
+"""Small, so that short prompts cross many block bounds."""
+
+
+@dataclass
+class Answer:
+    """What a request got."""
+
+    token_ids: list[int]
+    digests: list[str]
+    finish_reason: str
+
+
+def make_requests(vocab_size: int, count: int = 6, seed: int = 7) -> list[Request]:
+    """Prompts of unlike lengths, some with a common prefix; greedy, seeded and penalised sampling."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(vocab_size) for _ in range(23)]
+    samplings: list[dict[str, object]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 11},
+        {"temperature": 0.8, "seed": 12, "top_k": 20, "top_p": 0.9},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
+        {"temperature": 1.3, "seed": -3, "min_p": 0.05, "frequency_penalty": 0.7, "presence_penalty": 0.2},
+        {"temperature": 0.0, "min_tokens": 4},
+    ]
+    requests = []
+    for index in range(count):
+        tail = [rng.randrange(vocab_size) for _ in range(rng.choice([1, 5, 14, 30]))]
+        prompt = shared + tail if index % 2 else tail + [rng.randrange(vocab_size) for _ in range(9)]
+        params = SamplingParams(
+            max_tokens=rng.choice([5, 8, 11]),
+            logits_digest=True,
+            **samplings[index % len(samplings)],  # type: ignore[arg-type]
+        )
+        requests.append(
+            Request(
+                request_id=f"r{index}",
+                prompt_token_ids=prompt,
+                sampling=params,
+                choice=index % 3,
+                eos_token_ids=(3,),
+            )
+        )
+    return requests
+
+
+def start_engine(model: Path, *, tensor: int = 1, pipeline: int = 1, **options: object) -> tuple[Engine, object]:
+    """An engine whose ranks are threads (one rank: none), and the executor to close."""
+    config = EngineConfig.from_options(
+        model=str(model),
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        distributed_executor_backend="uni" if tensor * pipeline == 1 else "threads",
+        cpu_threads=1,
+        step_timeout=120.0,
+        block_size=BLOCK_SIZE,
+        **options,
+    )
+    setup = prepare(resolve(config))
+    executor = make_executor(setup)
+    executor.start()
+    return Engine(setup, executor), executor
+
+
+def run(engine: Engine, requests: Sequence[Request], batch: str) -> dict[str, Answer]:
+    """All requests to their end, joining as `batch` says."""
+    answers = {request.request_id: Answer([], [], "") for request in requests}
+    waiting = list(requests)
+    rng = random.Random(3)
+
+    def take() -> None:
+        if not waiting:
+            return
+        if batch == "together":
+            for request in waiting:
+                engine.add(request)
+            waiting.clear()
+        elif batch == "alone":
+            if not engine.busy:
+                engine.add(waiting.pop(0))
+        elif not engine.busy or rng.random() < 0.5:
+            engine.add(waiting.pop(rng.randrange(len(waiting))))
+
+    take()
+    while engine.busy or waiting:
+        for output in engine.step():
+            answer = answers[output.request_id]
+            answer.token_ids += output.token_ids
+            answer.digests += output.digests or []
+            answer.finish_reason = output.finish_reason or answer.finish_reason
+            assert not output.error, output.error
+        take()
+    return answers
+
+
+def golden(model: Path, requests: Sequence[Request]) -> dict[str, Answer]:
+    """One process, one rank, one request after another, nothing cached, prompts whole."""
+    engine, executor = start_engine(model, enable_prefix_caching=False)
+    answers = run(engine, requests, "alone")
+    executor.close()  # type: ignore[attr-defined]
+    return answers
+
+
+def run_case(model: Path, case: Case, requests: Sequence[Request]) -> tuple[dict[str, Answer], list[EngineStats]]:
+    """The requests under a case, and each replica's counters. The cases' conditions are asserted to have occurred."""
+    options: dict[str, object] = {
+        "enable_prefix_caching": case.cache != "off",
+        "max_num_batched_tokens": 2048 if case.prefill == "whole" else 13,
+    }
+    if case.memory == "tight":
+        longest = max(len(request.prompt_token_ids) + (request.sampling.max_tokens or 0) for request in requests)
+        options |= {"num_gpu_blocks_override": "tight", "max_model_len": longest}
+    answers: dict[str, Answer] = {}
+    stats = []
+    for replica in range(case.data):
+        share = [request for index, request in enumerate(requests) if index % case.data == replica]
+        replica_options = dict(options)
+        if case.memory == "tight":
+            replica_options["num_gpu_blocks_override"] = _tight_pool(model, share)
+        engine, executor = start_engine(model, tensor=case.tensor, pipeline=case.pipeline, **replica_options)
+        try:
+            if case.cache == "warm":
+                run(engine, share, case.batch)
+            answers |= run(engine, share, case.batch)
+            stats.append(engine.stats())
+        finally:
+            executor.close()  # type: ignore[attr-defined]
+    return answers, stats
+
+
+def _tight_pool(model: Path, requests: Sequence[Request]) -> int:
+    """Blocks for the largest request and a little more, over all KV groups."""
+    config = resolve(EngineConfig.from_options(model=str(model), block_size=BLOCK_SIZE))
+    num_groups = len(prepare(config).groups)
+    longest = max(len(request.prompt_token_ids) + (request.sampling.max_tokens or 0) for request in requests)
+    return num_groups * (-(-longest // BLOCK_SIZE) + 2)

@@ -1,0 +1,195 @@
+"""Tiny random checkpoints of every model type, made by transformers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import nn
+
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 3, "pad_token_id": 0}
+_SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 104,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-3,
+    **_TOKENS,
+}
+_GEMMA = {**_SHAPE, "head_dim": 20}
+_CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, _SHAPE),
+    "mistral": (transformers.MistralConfig, {**_SHAPE, "head_dim": 24, "sliding_window": 8}),
+    "qwen2": (transformers.Qwen2Config, _SHAPE),
+    "qwen3": (transformers.Qwen3Config, {**_SHAPE, "head_dim": 24}),
+    "gemma": (transformers.GemmaConfig, _GEMMA),
+    "gemma2": (transformers.Gemma2Config, {**_GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 30}),
+    "gemma3_text": (
+        transformers.Gemma3TextConfig,
+        {**_GEMMA, "num_hidden_layers": 7, "sliding_window": 8, "query_pre_attn_scalar": 30},
+    ),
+    "phi3": (transformers.Phi3Config, _SHAPE),
+    "gpt2": (
+        transformers.GPT2Config,
+        {
+            "vocab_size": 256,
+            "n_embd": 64,
+            "n_layer": 4,
+            "n_head": 4,
+            "n_positions": 256,
+            "layer_norm_epsilon": 1e-3,
+            **_TOKENS,
+        },
+    ),
+}
+FAMILIES = tuple(_CONFIGS)
+
+
+class Variant(NamedTuple):
+    """A configuration that takes another path than the family's plain one."""
+
+    family: str
+    overrides: dict[str, Any]
+    prompt_len: int = 40
+    """For lengths that matter to the rope scaling; max_model_len is to be the same."""
+
+
+def _rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 5000.0, **values}}
+
+
+_LLAMA3 = _rope(
+    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+_LONGROPE = {
+    **_rope(
+        "longrope",
+        short_factor=[1.0 + 0.05 * i for i in range(8)],
+        long_factor=[1.0 + 0.9 * i for i in range(8)],
+        original_max_position_embeddings=32,
+    ),
+    "original_max_position_embeddings": 32,
+}
+_NARROW_LONGROPE = {
+    "original_max_position_embeddings": 32,
+    **_rope(
+        "longrope",
+        short_factor=[1.0] * 6,
+        long_factor=[1.5] * 6,
+        original_max_position_embeddings=32,
+        partial_rotary_factor=0.75,
+    ),
+}
+VARIANTS: dict[str, Variant] = {
+    **{family: Variant(family, {}) for family in FAMILIES},
+    "llama-biased": Variant("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-gelu": Variant("llama", {"hidden_act": "gelu", "num_key_value_heads": 1, "head_dim": 12}),
+    "llama-relu": Variant("llama", {"hidden_act": "relu", "num_key_value_heads": 4}),
+    "llama-linear": Variant("llama", _rope("linear", factor=4.0)),
+    "llama-dynamic-long": Variant("llama", {**_rope("dynamic", factor=3.0), "max_position_embeddings": 32}, 48),
+    "llama-dynamic-short": Variant("llama", {**_rope("dynamic", factor=3.0), "max_position_embeddings": 64}),
+    "llama-llama3": Variant("llama", _LLAMA3),
+    "llama-yarn": Variant("llama", _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "llama-yarn-mscale": Variant(
+        "llama",
+        _rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=64,
+            mscale=0.8,
+            mscale_all_dim=0.4,
+            beta_fast=16.0,
+            beta_slow=2.0,
+            truncate=False,
+        ),
+    ),
+    "llama-longrope": Variant("llama", _LONGROPE),
+    "mistral-full": Variant("mistral", {"sliding_window": None, "head_dim": None}),
+    "qwen2-window": Variant("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
+    "qwen2-tied-yarn": Variant(
+        "qwen2",
+        {"tie_word_embeddings": True, **_rope("yarn", factor=4.0, original_max_position_embeddings=64)},
+    ),
+    "qwen3-biased-window": Variant(
+        "qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    ),
+    "gemma-untied": Variant("gemma", {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma2-capless": Variant("gemma2", {"final_logit_softcapping": None, "attn_logit_softcapping": None}),
+    "gemma2-small-caps": Variant("gemma2", {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.5}),
+    "gemma3_text-capped": Variant(
+        "gemma3_text",
+        {
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+            },
+        },
+    ),
+    "phi3-window": Variant("phi3", {"sliding_window": 7}),
+    "phi3-longrope-short": Variant("phi3", _LONGROPE, 30),
+    "phi3-longrope-long": Variant("phi3", _LONGROPE, 48),
+    "phi3-partial": Variant("phi3", _NARROW_LONGROPE, 48),
+    "gpt2-scaled": Variant("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 72}),
+    "gpt2-unscaled": Variant(
+        "gpt2", {"scale_attn_weights": False, "activation_function": "relu", "tie_word_embeddings": False}
+    ),
+}
+
+
+def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
+    """The family's tiny configuration: 4 heads, 4 layers (gemma3_text: 7), hidden size 64, 256 tokens."""
+    config_class, values = _CONFIGS[family]
+    return config_class(**{**values, **overrides})
+
+
+def make_model(family: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
+    """A float32 model with weights so large that every part of it shows in the logits."""
+    config = make_config(family, **overrides)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                values = torch.randn(parameter.shape, generator=generator)
+                if isinstance(module, nn.Embedding):
+                    values *= 0.3
+                elif parameter.dim() == 2:
+                    values *= parameter.shape[1] ** -0.5
+                elif name == "bias":
+                    values *= 0.2
+                else:
+                    # A norm's weight: spread around what it was made with, 1 or 0.
+                    values = values * 0.2 + parameter
+                parameter.copy_(values)
+    return model.eval()
+
+
+def make_checkpoint(
+    family: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    max_shard_size: str = "1GB",
+    **overrides: Any,
+) -> Path:
+    """Save a tiny random checkpoint of `family` in `folder`; `overrides` change its configuration.
+
+    Same arguments, same bytes. With a `max_shard_size` like "60KB" there are several files and an index.
+    """
+    model = make_model(family, seed, **overrides).to(getattr(torch, dtype))
+    model.config.dtype = dtype
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def make_variant(name: str, folder: Path, **options: Any) -> Path:
+    """Save the checkpoint of a variant by its name in VARIANTS."""
+    variant = VARIANTS[name]
+    return make_checkpoint(variant.family, folder, **{**variant.overrides, **options})

@@ -1,0 +1,79 @@
+"""Every model type against transformers: same parameters, same defaults, same logits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from shardline.models.lookup import decoder_spec, family, known_families
+from shardline.models.parameters import parameters
+from shardline.models.spec import DecoderSpec
+from shardline.runtime.loader.checkpoint import Checkpoint
+from shardline.runtime.loader.weights import CheckpointWeights, load_all
+from tests.models.checkpoints import FAMILIES, VARIANTS, make_config, make_variant
+from tests.models.reference import forward
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _spec(folder: Path, max_model_len: int | None) -> DecoderSpec:
+    return decoder_spec(json.loads((folder / "config.json").read_text()), max_model_len)
+
+
+def test_every_family_is_tested() -> None:
+    assert sorted(FAMILIES) == known_families()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_same_parameters_and_logits_as_transformers(name: str, tmp_path: Path) -> None:
+    variant = VARIANTS[name]
+    sharding = {"max_shard_size": "60KB"} if len(name) % 2 else {}
+    folder = make_variant(name, tmp_path, **sharding)
+    spec = _spec(folder, variant.prompt_len)
+    checkpoint = Checkpoint.open(folder)
+    assert len(checkpoint.files) > 1 or not sharding
+
+    tensor_source = family(spec.model_type).tensor_source
+    sources = {parameter: tensor_source(parameter, spec) for parameter, _ in parameters(spec)}
+    assert {source.key for source in sources.values()} == set(checkpoint.tensors)
+    weights = dict(load_all(CheckpointWeights(checkpoint, spec, torch.float32), spec))
+    assert {parameter: tuple(tensor.shape) for parameter, tensor in weights.items()} == dict(parameters(spec))
+    assert sum(tensor.numel() for tensor in weights.values()) * 4 == sum(
+        entry.num_bytes for entry in checkpoint.tensors.values()
+    )
+
+    token_ids = torch.randint(0, 256, (variant.prompt_len,), generator=torch.Generator().manual_seed(1))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        expected = model(token_ids[None]).logits[0]
+        actual = forward(spec, weights, token_ids)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family_name", FAMILIES)
+def test_missing_keys_take_the_defaults_of_transformers(family_name: str) -> None:
+    defaults = type(make_config(family_name))()
+    spelled_out = {**defaults.to_dict(), "dtype": "float32"}
+    assert decoder_spec({"model_type": family_name}) == decoder_spec(spelled_out)
+
+
+def test_gpt2_checkpoints_without_a_prefix_load(tmp_path: Path) -> None:
+    model = transformers.GPT2Model(make_config("gpt2"))
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.has("wte.weight")
+    spec = _spec(tmp_path, None)
+    weights = CheckpointWeights(checkpoint, spec, torch.float32)
+    assert torch.equal(weights.get("layers.1.attention.k.weight", (None, None)), model.h[1].attn.c_attn.weight[:, 64:128].T)

@@ -1,0 +1,191 @@
+"""The paged cache and the attention over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardline.runtime.ops.attention import paged_attention, paged_attention_reference
+from shardline.runtime.ops.kv_cache import write_kv, write_kv_reference
+
+from .helpers import assert_close, assert_same_bits, randn
+
+BLOCK_SIZE = 16
+
+
+@dataclass
+class Sequence:
+    """All queries, keys and values of one sequence."""
+
+    query: Tensor  # [length, Hq, D]
+    key: Tensor  # [length, Hk, D]
+    value: Tensor
+
+    @property
+    def length(self) -> int:
+        return self.query.shape[0]
+
+
+def random_sequence(rng, length, dtype, *, heads=4, kv_heads=2, dim=64) -> Sequence:
+    return Sequence(
+        2 * randn(length, heads, dim, dtype=dtype, rng=rng),
+        randn(length, kv_heads, dim, dtype=dtype, rng=rng),
+        randn(length, kv_heads, dim, dtype=dtype, rng=rng),
+    )
+
+
+def attend(
+    sequences: list[tuple[Sequence, int, int]],
+    *,
+    shuffle: int | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    poison: bool = True,
+    op=paged_attention,
+) -> list[Tensor]:
+    """One call for queries [begin, end) of each sequence, its keys being [0, end); returns one output per sequence.
+
+    Cache memory that no query may see is NaN, if `poison`. Blocks before the window are freed: their table says 0.
+    """
+    rng = None if shuffle is None else torch.Generator().manual_seed(shuffle)
+    first = sequences[0][0]
+    _, kv_heads, dim = first.key.shape
+    counts = [-(-end // BLOCK_SIZE) for _, _, end in sequences]
+    num_blocks = sum(counts) + 1
+    ids = 1 + (torch.arange(num_blocks - 1) if rng is None else torch.randperm(num_blocks - 1, generator=rng))
+    shape = (num_blocks, kv_heads, BLOCK_SIZE, dim)
+    key_cache, value_cache = (torch.full(shape, torch.nan if poison else 0.0, dtype=first.key.dtype) for _ in range(2))
+    tables = torch.zeros(len(sequences), max(counts) + 1, dtype=torch.int32)
+    for s, (sequence, begin, end) in enumerate(sequences):
+        tables[s, : counts[s]], ids = ids[: counts[s]].int(), ids[counts[s] :]
+        positions = torch.arange(end)
+        slots = tables[s, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        if window is not None:
+            freed = max(0, begin - window + 1) // BLOCK_SIZE
+            tables[s, :freed] = 0
+            slots[: freed * BLOCK_SIZE] = -1
+        write_kv(sequence.key[:end], sequence.value[:end], key_cache, value_cache, slots)
+    query = torch.cat([sequence.query[begin:end] for sequence, begin, end in sequences])
+    lengths = [end - begin for _, begin, end in sequences]
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    context_lens = torch.tensor([end for _, _, end in sequences], dtype=torch.int32)
+    scale = dim**-0.5
+    out = op(
+        query, key_cache, value_cache, tables, starts, context_lens, scale, window=window, softcap=softcap
+    )
+    return list(out.split(lengths))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 128), (2, 2, 80), (8, 1, 36), (1, 1, 7)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 5.0), (700, 30.0)])
+@pytest.mark.usefixtures("isa")
+def test_matches_reference(dtype, rng, heads, kv_heads, dim, window, softcap):
+    lengths = [(0, 37), (36, 37), (600, 603), (0, 1), (1020, 1030)]
+    batch = [
+        (random_sequence(rng, end, dtype, heads=heads, kv_heads=kv_heads, dim=dim), begin, end) for begin, end in lengths
+    ]
+    actual = attend(batch, window=window, softcap=softcap)
+    expected = attend(batch, window=window, softcap=softcap, poison=False, op=paged_attention_reference)
+    for a, e in zip(actual, expected, strict=True):
+        assert_close(a, e, scale=2.0)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.usefixtures("isa")
+def test_chunks_and_decode_have_the_bits_of_the_whole(dtype, rng, window):
+    sequence = random_sequence(rng, 1100, dtype, dim=32)
+    (whole,) = attend([(sequence, 0, 1100)], window=window)
+    for begin, end in [(0, 5), (5, 511), (511, 513), (513, 1099), (1099, 1100)]:
+        (chunk,) = attend([(sequence, begin, end)], window=window, shuffle=begin)
+        assert_same_bits(chunk, whole[begin:end])
+    for position in (0, 99, 100, 510, 511, 512, 1023, 1024, 1099):
+        (decoded,) = attend([(sequence, position, position + 1)], window=window)
+        assert_same_bits(decoded, whole[position : position + 1])
+
+
+@pytest.mark.usefixtures("isa", "two_threads")
+def test_neighbours_blocks_and_threads_do_not_matter(dtype, rng):
+    sequence = random_sequence(rng, 700, dtype)
+    (alone,) = attend([(sequence, 650, 700)])
+    others = [(random_sequence(rng, end, dtype), begin, end) for begin, end in [(0, 33), (699, 700), (100, 640)]]
+    for place in range(len(others) + 1):
+        batch = [*others[:place], (sequence, 650, 700), *others[place:]]
+        assert_same_bits(attend(batch, shuffle=place)[place], alone)
+
+
+@pytest.mark.usefixtures("isa")
+def test_a_shard_of_the_heads_has_the_bits_of_the_whole(dtype, rng):
+    sequence = random_sequence(rng, 530, dtype, heads=12, kv_heads=4, dim=32)
+    (whole,) = attend([(sequence, 500, 530)])
+    for first, last in [(0, 1), (1, 3), (3, 4)]:  # KV groups
+        shard = Sequence(
+            sequence.query[:, 3 * first : 3 * last].contiguous(),
+            sequence.key[:, first:last].contiguous(),
+            sequence.value[:, first:last].contiguous(),
+        )
+        assert_same_bits(attend([(shard, 500, 530)])[0], whole[:, 3 * first : 3 * last].contiguous())
+
+
+@pytest.mark.usefixtures("isa")
+def test_later_tokens_cannot_poison_earlier_ones(dtype, rng):
+    sequence = random_sequence(rng, 40, dtype)
+    (clean,) = attend([(sequence, 0, 40)])
+    sequence.key[20:] = torch.inf
+    sequence.value[20:] = torch.nan
+    (poisoned,) = attend([(sequence, 0, 40)])
+    assert_same_bits(poisoned[:20], clean[:20])
+
+
+def test_value_heads_may_be_narrower(rng):
+    sequence = random_sequence(rng, 20, torch.float32, heads=2, kv_heads=1, dim=48)
+    key_cache, value_cache = (cache.transpose(1, 2).contiguous() for cache in (sequence.key[None], sequence.value[None]))
+    arguments = (
+        torch.zeros(1, 1, dtype=torch.int32),
+        torch.tensor([0, 20], dtype=torch.int32),
+        torch.tensor([20], dtype=torch.int32),
+        0.2,
+    )
+    whole = paged_attention(sequence.query, key_cache, value_cache, *arguments)
+    narrow = paged_attention(sequence.query, key_cache, value_cache[..., :40].contiguous(), *arguments)
+    assert_same_bits(narrow, whole[..., :40])
+
+
+def test_wrong_indices_are_refused(rng):
+    cache = torch.zeros(4, 1, BLOCK_SIZE, 8)
+
+    def call(table: list[int], context_len: int, num_tokens: int = 1) -> Tensor:
+        return paged_attention(
+            torch.zeros(num_tokens, 1, 8),
+            cache,
+            cache,
+            torch.tensor([table], dtype=torch.int32),
+            torch.tensor([0, num_tokens], dtype=torch.int32),
+            torch.tensor([context_len], dtype=torch.int32),
+            1.0,
+        )
+
+    assert call([3, 1], 32).shape == (1, 1, 8)
+    with pytest.raises(ValueError, match="outside the KV cache"):
+        call([3, 4], 32)
+    with pytest.raises(ValueError, match="context length 33"):
+        call([3, 1], 33)
+    with pytest.raises(ValueError, match="context length 1 "):
+        call([3, 1], 1, num_tokens=2)
+    with pytest.raises(ValueError, match="a slot lies outside"):
+        write_kv(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), cache, cache, torch.tensor([64]))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 50])
+def test_write_kv(dtype, rng, num_tokens):
+    kv = randn(num_tokens, 2, 3, 20, dtype=dtype, rng=rng)
+    key, value = kv[:, 0], kv[:, 1]  # strided, as slices of a fused projection are
+    slots = torch.randperm(8 * BLOCK_SIZE, generator=rng)[:num_tokens]
+    slots[num_tokens // 2] = -1
+    caches = [torch.zeros(8, 3, BLOCK_SIZE, 20, dtype=dtype) for _ in range(4)]
+    write_kv(key, value, caches[0], caches[1], slots)
+    write_kv_reference(key, value, caches[2], caches[3], slots)
+    assert_same_bits(caches[0], caches[2])
+    assert_same_bits(caches[1], caches[3])

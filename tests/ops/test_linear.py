@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardline.runtime.ops.dispatch import set_num_threads
+from shardline.runtime.ops.linear import linear, linear_reference, pack_weight
+
+from .helpers import assert_close, assert_same_bits, randn
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 64), (3, 77, 100), (6, 1, 1), (13, 1500, 65), (250, 600, 130)])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.usefixtures("isa")
+def test_matches_reference(dtype, rng, m, k, n, with_bias):
+    x, weight = randn(m, k, dtype=dtype, rng=rng), randn(n, k, dtype=dtype, rng=rng)
+    bias = randn(n, dtype=dtype, rng=rng) if with_bias else None
+    scale = x.double().abs() @ weight.double().abs().T + 1
+    packed = pack_weight(weight)
+    for out_dtype in (dtype, torch.float32):
+        actual = linear(x, packed, bias, out_dtype=out_dtype)
+        assert_close(actual, linear_reference(x, weight, bias, out_dtype=out_dtype), scale=scale)
+
+
+@pytest.mark.usefixtures("isa")
+def test_a_row_does_not_depend_on_the_batch(dtype, rng):
+    k, n = 150, 70
+    weight, bias = pack_weight(randn(n, k, dtype=dtype, rng=rng)), randn(n, dtype=dtype, rng=rng)
+    x = randn(4096, k, dtype=dtype, rng=rng)
+    whole = linear(x, weight, bias)
+    for m in [*range(1, 258), 1024]:
+        assert_same_bits(linear(x[:m], weight, bias), whole[:m])
+    for start in (1, 5, 239, 4095):
+        assert_same_bits(linear(x[start : start + 1], weight, bias), whole[start : start + 1])
+
+
+@pytest.mark.usefixtures("isa")
+def test_a_column_does_not_depend_on_the_shard(dtype, rng):
+    k, n = 1100, 200  # more than one block of K
+    weight, x = randn(n, k, dtype=dtype, rng=rng), randn(9, k, dtype=dtype, rng=rng)
+    whole = linear(x, pack_weight(weight))
+    for begin, end in [(0, 1), (0, 67), (67, 134), (134, 200), (199, 200), (63, 129)]:
+        assert_same_bits(linear(x, pack_weight(weight[begin:end])), whole[:, begin:end])
+
+
+@pytest.mark.usefixtures("isa")
+def test_threads_do_not_matter(dtype, rng):
+    weight, x = pack_weight(randn(500, 300, dtype=dtype, rng=rng)), randn(600, 300, dtype=dtype, rng=rng)
+    alone = linear(x, weight)
+    for num_threads in (2, 3):
+        set_num_threads(num_threads)
+        assert_same_bits(linear(x, weight), alone)
+    set_num_threads(1)
+
+
+def test_strided_input_and_output(dtype, rng):
+    wide = randn(7, 90, dtype=dtype, rng=rng)
+    weight = pack_weight(randn(33, 40, dtype=dtype, rng=rng))
+    out = torch.zeros(7, 50, dtype=dtype)
+    linear(wide[:, 20:60], weight, out=out[:, 10:43])
+    assert_same_bits(out[:, 10:43].contiguous(), linear(wide[:, 20:60].contiguous(), weight))
+    assert (out[:, :10] == 0).all()
+    assert (out[:, 43:] == 0).all()
+
+
+def test_no_rows(dtype):
+    assert linear(torch.empty(0, 8, dtype=dtype), pack_weight(torch.ones(5, 8, dtype=dtype))).shape == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.ones(2, 9), ValueError, "features"),
+        (torch.ones(2, 8, dtype=torch.bfloat16), TypeError, "x is bfloat16 but panels is float32"),
+        (torch.ones(2, 8, dtype=torch.float64), TypeError, "float32 or bfloat16"),
+        (torch.ones(8, 2).T, ValueError, "contiguous"),
+        (torch.ones(2, 8, device="meta"), TypeError, "CPU"),
+    ],
+)
+def test_wrong_inputs_are_named(x, error, message):
+    with pytest.raises(error, match=message):
+        linear(x, pack_weight(torch.ones(5, 8)))

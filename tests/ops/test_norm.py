@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardline.runtime.ops.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    layer_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
+
+from .helpers import assert_close, assert_same_bits, randn
+
+WIDTHS = [1, 5, 64, 127, 1024, 3000]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("weight_offset", [0.0, 1.0])
+@pytest.mark.usefixtures("isa")
+def test_rms_norm(dtype, rng, width, weight_offset):
+    x, weight = randn(7, width, dtype=dtype, rng=rng), randn(width, dtype=dtype, rng=rng)
+    actual = rms_norm(x, weight, 1e-6, weight_offset=weight_offset)
+    expected = rms_norm_reference(x, weight, 1e-6, weight_offset=weight_offset)
+    assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.usefixtures("isa")
+def test_layer_norm(dtype, rng, width, with_bias):
+    x, weight = randn(7, width, dtype=dtype, rng=rng) + 3, randn(width, dtype=dtype, rng=rng)
+    bias = randn(width, dtype=dtype, rng=rng) if with_bias else None
+    scale = 10 * (weight.double().abs() + 1)
+    assert_close(layer_norm(x, weight, bias, 1e-5), layer_norm_reference(x, weight, bias, 1e-5), scale=scale)
+
+
+@pytest.mark.usefixtures("isa")
+def test_fused_addition_is_the_addition_then_the_norm(dtype, rng):
+    x, residual = randn(5, 200, dtype=dtype, rng=rng), randn(5, 200, dtype=dtype, rng=rng)
+    weight, bias = randn(200, dtype=dtype, rng=rng), randn(200, dtype=dtype, rng=rng)
+    normed, summed = add_rms_norm(x, residual, weight, 1e-6)
+    assert_same_bits(summed, x + residual)
+    assert_same_bits(normed, rms_norm(summed, weight, 1e-6))
+    normed, summed = add_layer_norm(x, residual, weight, bias, 1e-6)
+    assert_same_bits(summed, x + residual)
+    assert_same_bits(normed, layer_norm(summed, weight, bias, 1e-6))
+
+
+@pytest.mark.usefixtures("isa", "two_threads")
+def test_a_row_does_not_depend_on_its_neighbours(dtype, rng):
+    x, weight = randn(300, 130, dtype=dtype, rng=rng), randn(130, dtype=dtype, rng=rng)
+    rms, layer = rms_norm(x, weight, 1e-6), layer_norm(x, weight, weight, 1e-6)
+    for row in (0, 1, 150, 299):
+        assert_same_bits(rms_norm(x[row : row + 1], weight, 1e-6), rms[row : row + 1])
+        assert_same_bits(layer_norm(x[row : row + 1], weight, weight, 1e-6), layer[row : row + 1])
+
+
+def test_heads_of_a_fused_projection(dtype, rng):
+    qkv, weight = randn(4, 6 * 32, dtype=dtype, rng=rng), randn(32, dtype=dtype, rng=rng)
+    last_head = qkv[:, 5 * 32 :]  # strided rows
+    assert_same_bits(rms_norm(last_head, weight, 1e-6), rms_norm(last_head.contiguous(), weight, 1e-6))
+
+
+def test_agrees_with_llama_in_bfloat16(rng):
+    """The rounding of the models' own code: to bf16 before the weight."""
+    x, weight = randn(64, 512, dtype=torch.bfloat16, rng=rng), randn(512, dtype=torch.bfloat16, rng=rng)
+    wide = x.float()
+    expected = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16()
+    assert (rms_norm(x, weight, 1e-6) == expected).double().mean() > 0.999

@@ -1,0 +1,83 @@
+"""The whole runtime (kernels, paged cache, layers) against transformers on the same random checkpoints, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from shardline.config.engine import EngineConfig
+from shardline.engine.resolve import resolve
+from shardline.runtime.parallel.groups import alone
+from shardline.runtime.sequences import SequenceTable
+from shardline.runtime.setup import prepare
+from shardline.runtime.worker import Worker
+from shardline.types import SamplingParams, SequenceResult, SequenceStart, SequenceStep, StepPlan
+from tests.models.checkpoints import FAMILIES, VARIANTS, make_checkpoint, make_variant
+
+BLOCK_SIZE = 8
+
+
+class RecordingSampler:
+    """Keeps the logits and answers with the greedy token."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def sample(self, logits: Tensor, seq_ids: Rows[int], table: SequenceTable) -> list[SequenceResult]:
+        self.logits.append(logits.clone())
+        return [SequenceResult(seq_id, [int(row.argmax())]) for seq_id, row in zip(seq_ids, logits, strict=True)]
+
+
+def generate(model: Path, prompt: list[int], num_tokens: int, chunk: int) -> tuple[list[int], Tensor]:
+    """Greedy tokens and the logits [num_tokens, vocab] they came from; the prompt in chunks, then one by one."""
+    # Some rope scalings follow max_model_len here and the current length in transformers: make them one.
+    options = {"dtype": "float32", "block_size": BLOCK_SIZE, "max_model_len": len(prompt) + num_tokens}
+    setup = prepare(resolve(EngineConfig.from_options(model=str(model), **options)))
+    worker = Worker(setup, alone())
+    worker.load()
+    assert worker._runner is not None
+    recorder = RecordingSampler()
+    worker._runner._sampler = recorder  # type: ignore[assignment]
+    start = SequenceStart(1, prompt, len(prompt), SamplingParams(temperature=0.0), 0, ())
+    num_blocks = -(-(len(prompt) + num_tokens) // BLOCK_SIZE)
+    tables = [list(range(1 + group * num_blocks, 1 + (group + 1) * num_blocks)) for group in range(len(setup.groups))]
+    tokens: list[int] = []
+    position = 0
+    while len(tokens) < num_tokens:
+        size = min(chunk, len(prompt) - position) if position < len(prompt) else 1
+        first = position == 0
+        entry = SequenceStep(
+            1, position, size, tables if first else [[] for _ in tables], -1, position + size >= len(prompt)
+        )
+        result = worker.run(StepPlan(1, [start] if first else [], [entry], []))
+        position += size
+        assert result is not None
+        for sampled in result.results:
+            tokens += sampled.token_ids
+    return tokens, torch.cat(recorder.logits)
+
+
+def check(model: Path, prompt_len: int) -> None:
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(1)
+    prompt = torch.randint(0, oracle.config.vocab_size, (prompt_len,), generator=generator).tolist()
+    tokens, logits = generate(model, prompt, num_tokens=9, chunk=11)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert tokens == expected.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, tmp_path: Path) -> None:
+    check(make_checkpoint(family, tmp_path / "model"), prompt_len=37)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name: str, tmp_path: Path) -> None:
+    check(make_variant(name, tmp_path / "model"), prompt_len=VARIANTS[name].prompt_len)

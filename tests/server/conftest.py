@@ -1,0 +1,124 @@
+"""A real HTTP server on a free port, over a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from shardline.api.async_llm import AsyncLLM
+from shardline.config.engine import EngineConfig
+from shardline.config.server import ServerConfig
+from shardline.server.app import create_app
+from shardline.server.service import Service
+from tests.server.fake_engine import FakeEngine, fake_llm
+
+
+@dataclass
+class Running:
+    """A server that runs in a thread."""
+
+    port: int
+    llm: AsyncLLM
+    engine: FakeEngine
+    service: Service
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def http(self, **options: object) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=10, trust_env=False, **options)  # type: ignore[arg-type]
+
+    def openai(self, key: str = "none") -> openai.OpenAI:
+        transport = httpx.Client(trust_env=False, timeout=10)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=transport)
+
+    def in_loop(self, call: Callable[[], object]) -> None:
+        """Run `call` on the server's event loop, and wait for it."""
+        done = threading.Event()
+        self.loop.call_soon_threadsafe(lambda: (call(), done.set()))
+        assert done.wait(5)
+
+
+@contextlib.contextmanager
+def serve(
+    config: ServerConfig | None = None, *, ready: bool = True, engine_config: EngineConfig | None = None
+) -> Iterator[Running]:
+    """A server for the duration of the block; `ready=False`: its engine is still loading."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    box: list[Running | uvicorn.Server] = []
+    up = threading.Event()
+
+    async def main() -> None:
+        llm, engine = fake_llm(engine_config)
+        app = create_app(llm, config or ServerConfig(port=0))
+        server = uvicorn.Server(
+            uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        )
+        if ready:
+            engine.load.set()
+        loading = asyncio.create_task(llm.wait_ready())
+        port = listener.getsockname()[1]
+        box.extend([Running(port, llm, engine, app.state.service, asyncio.get_running_loop()), server])
+        if ready:
+            await loading
+        serving = asyncio.create_task(server.serve([listener]))
+        while not server.started:
+            await asyncio.sleep(0.005)
+        up.set()
+        await serving
+        await llm.close()
+        await asyncio.gather(loading, return_exceptions=True)
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    assert up.wait(10)
+    running, server = box
+    assert isinstance(running, Running)
+    assert isinstance(server, uvicorn.Server)
+    try:
+        yield running
+    finally:
+        running.engine.load.set()
+        server.should_exit = True
+        thread.join(10)
+        listener.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Running]:
+    """One server for the tests of a module that leave it as it was."""
+    with serve() as running:
+        yield running
+
+
+@pytest.fixture
+def client(shared: Running) -> Iterator[openai.OpenAI]:
+    with shared.openai() as client:
+        yield client
+
+
+@pytest.fixture
+def http(shared: Running) -> Iterator[httpx.Client]:
+    with shared.http() as http:
+        yield http
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait for another thread; fails after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)

@@ -1,0 +1,150 @@
+"""An engine that says what it is told, so that the server can be tested without a model.
+
+It stands where the engine process would: the real AsyncLLM, tokenizer and chat template are between it and the server.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from shardline.api.async_llm import AsyncLLM
+from shardline.api.front import ModelText
+from shardline.config.engine import EngineConfig
+from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
+from shardline.text.chat_template import ChatTemplate
+from shardline.text.tokenizer import Tokenizer
+from shardline.types import EngineStats, Request, SequenceOutput, TokenLogprobs
+from tests.text.builders import TEMPLATE, byte_level_json, tokenizer
+
+REPLY = "Hello, wörld 🙂! Bye."
+MAX_MODEL_LEN = 512
+BLOCK_SIZE = 16
+Event = EngineOutputs | EngineFailed
+
+
+class FakeEngine:
+    """Replica 0. Every request is answered with REPLY, its choice's number before it where that is not 0, and EOS.
+
+    `paused` holds the tokens back; `aborted` collects the ids of aborted engine requests.
+    """
+
+    def __init__(self, config: EngineConfig, replica: int, on_message: Callable[[Event], None]) -> None:
+        self.tokenizer: Tokenizer = tokenizer(byte_level_json())
+        self.aborted: list[str] = []
+        self.requests: list[Request] = []
+        self.paused = False
+        self.seconds_per_token = 0.0
+        self.cached_tokens = 0
+        self.load = threading.Event()
+        self.start_error: Exception | None = None
+        self._on_message = on_message
+        self._running: dict[str, tuple[Request, list[int]]] = {}
+        self._taken: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
+
+    def wait_ready(self, timeout: float | None = None) -> EngineReady:
+        self.load.wait(timeout)
+        if self.start_error is not None:
+            raise self.start_error
+        return EngineReady(MAX_MODEL_LEN, 100, BLOCK_SIZE, "fp_fake", ["KV cache size: 1600 tokens"])
+
+    def add(self, requests: Sequence[Request]) -> None:
+        with self._lock:
+            self.requests += requests
+            for request in requests:
+                self._running[request.request_id] = (request, self._reply(request))
+        self._wake.set()
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        with self._lock:
+            self.aborted += request_ids
+            for request_id in request_ids:
+                self._running.pop(request_id, None)
+
+    def close(self, timeout: float = 10.0) -> None:
+        self._closed = True
+        self.load.set()
+        self._wake.set()
+
+    def die(self, message: str) -> None:
+        """End as a killed engine process does."""
+        self._closed = True
+        self._on_message(EngineFailed(message))
+
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        with self._lock:
+            return len(self._running)
+
+    def resume(self) -> None:
+        self.paused = False
+        self._wake.set()
+
+    def _reply(self, request: Request) -> list[int]:
+        text = f"{request.choice}{REPLY}" if request.choice else REPLY
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return [*ids, request.eos_token_ids[0]] if not request.sampling.ignore_eos else ids * 1000
+
+    def _loop(self) -> None:
+        while not self._closed:
+            with self._lock:
+                idle = self.paused or not self._running
+            if idle:
+                self._wake.wait(0.05)
+                self._wake.clear()
+                continue
+            with self._lock:
+                outputs = [self._step(request, ids) for request, ids in self._running.values()]
+                for output in outputs:
+                    if output.finish_reason is not None:
+                        del self._running[output.request_id]
+                used = len(self._running)
+            stats = EngineStats(num_running=used, kv_blocks_total=100, kv_blocks_used=used, generation_tokens=7)
+            self._on_message(EngineOutputs(outputs, stats))
+            time.sleep(self.seconds_per_token)
+
+    def _step(self, request: Request, ids: list[int]) -> SequenceOutput:
+        token_id = ids.pop(0)
+        sampling = request.sampling
+        taken = self._taken[request.request_id] = self._taken.get(request.request_id, 0) + 1
+        reason = None
+        if token_id in request.eos_token_ids:
+            reason = "stop"
+        elif taken == sampling.max_tokens:
+            reason = "length"
+        logprobs = None
+        if sampling.logprobs is not None:
+            others = [token_id, 5, 6, 7][: sampling.logprobs]
+            logprobs = [TokenLogprobs(-0.5, 1, others, [-0.5, -1.5, -2.5, float("-inf")][: sampling.logprobs])]
+        return SequenceOutput(
+            request.request_id,
+            request.choice,
+            [token_id],
+            logprobs,
+            ["d"] if sampling.logits_digest else None,
+            reason,
+            token_id if reason == "stop" else None,
+            self.cached_tokens,
+        )
+
+
+def fake_llm(config: EngineConfig | None = None) -> tuple[AsyncLLM, FakeEngine]:
+    """A real AsyncLLM over a FakeEngine; set `engine.load` to let it become ready."""
+    engines: list[FakeEngine] = []
+
+    def connect(config: EngineConfig, replica: int, on_message: Callable[[Event], None]) -> FakeEngine:
+        engines.append(FakeEngine(config, replica, on_message))
+        return engines[-1]
+
+    def load_text(config: EngineConfig) -> ModelText:
+        own = tokenizer(byte_level_json())
+        return ModelText(own, ChatTemplate(TEMPLATE, own.special_tokens), own.vocab_size, own.eos_token_ids)
+
+    llm = AsyncLLM(config or EngineConfig(), connect=connect, load_text=load_text)
+    return llm, engines[0]

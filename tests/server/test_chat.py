@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from shardline.config.server import ServerConfig
+from tests.server.conftest import Running, serve
+from tests.server.fake_engine import REPLY
+from tests.text.builders import byte_level_json, tokenizer
+
+TOKENIZER = tokenizer(byte_level_json())
+MODEL = "demo"
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def test_answers_a_conversation(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]},
+        ],
+    )
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.system_fingerprint == "fp_fake"
+    [choice] = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == REPLY
+    assert choice.message.refusal is None
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is None
+
+
+def test_prompt_is_the_rendered_template(shared: Running, http: httpx.Client) -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, *HI]
+    answer = http.post("/v1/chat/completions", json={"messages": messages, "return_token_ids": True, "max_tokens": 2})
+    ids = answer.json()["prompt_token_ids"]
+    text = "<|bos|><|system|>Be brief.<|end|>\n<|user|>Hi<|end|>\n<|assistant|>"
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
+    assert shared.engine.requests[-1].prompt_token_ids == ids
+
+
+def test_takes_its_own_answer_back(client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(model=MODEL, messages=HI)  # type: ignore[arg-type]
+    again = [*HI, first.choices[0].message, {"role": "user", "content": "And?"}]
+    second = client.chat.completions.create(model=MODEL, messages=again)  # type: ignore[arg-type]
+    assert second.choices[0].message.content == REPLY
+
+
+def test_runs_up_to_the_models_length_by_default(shared: Running, http: httpx.Client) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": HI, "ignore_eos": True}).json()
+    assert answer["usage"]["total_tokens"] == shared.llm.max_model_len
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_both_names_of_the_limit(http: httpx.Client, name: str) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": HI, name: 3}).json()
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_stream_has_role_then_content_then_reason_then_usage(client: openai.OpenAI, n: int) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL,
+            messages=HI,
+            n=n,
+            stream=True,
+            stream_options={"include_usage": True},  # type: ignore[arg-type]
+        )
+    )
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    for index in range(n):
+        mine = [chunk.choices[0] for chunk in chunks[:-1] if chunk.choices[0].index == index]
+        assert mine[0].delta.role == "assistant"
+        assert mine[0].delta.content == ""
+        assert all(choice.delta.role is None for choice in mine[1:])
+        assert [choice.finish_reason for choice in mine] == [None] * (len(mine) - 1) + ["stop"]
+        assert mine[-1].delta.content is None
+        text = "".join(choice.delta.content or "" for choice in mine)
+        assert text == (f"{index}{REPLY}" if index else REPLY)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(client: openai.OpenAI, stream: bool) -> None:
+    request = client.chat.completions.create(
+        model=MODEL,
+        messages=HI,
+        logprobs=True,
+        top_logprobs=2,
+        stream=stream,  # type: ignore[arg-type]
+    )
+    answers = list(request) if stream else [request]
+    found = []
+    for answer in answers:
+        for choice in answer.choices:  # type: ignore[union-attr]
+            if choice.logprobs is not None:
+                found += choice.logprobs.content or []
+    raw = b"".join(bytes(entry.bytes or []) for entry in found)
+    assert raw.decode() == REPLY + "<|eos|>"
+    assert all(len(entry.top_logprobs) == 2 for entry in found)
+    assert all(entry.logprob == -0.5 for entry in found)
+
+
+def test_logprobs_without_top_ones(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=HI, logprobs=True)  # type: ignore[arg-type]
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content
+    assert content is not None
+    assert content[0].top_logprobs == []
+
+
+def test_fields_that_the_sdk_sends_are_tolerated(http: httpx.Client) -> None:
+    body = {
+        "messages": HI, "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "parallel_tool_calls": True,
+        "reasoning_effort": "low", "user": "me", "tools": [], "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "prompt_cache_key": "k", "safety_identifier": "s", "modalities": ["text"], "verbosity": "low", "stop": None,
+        "temperature": None, "max_tokens": None,
+    }  # fmt: skip
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "Hi"}, "messages"),
+        ({"messages": [{"role": "pope", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"modalities": ["audio"]}, "modalities"),
+    ],
+)
+def test_refuses_with_the_field(http: httpx.Client, change: dict[str, object], param: str) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": HI, **change})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_another_template() -> None:
+    config = ServerConfig(chat_template="{{ eos_token }}{{ messages[-1].content }} {{ mood }}")
+    with serve(config) as running, running.http() as http:
+        body = {"messages": HI, "chat_template_kwargs": {"mood": "gay"}}
+        answer = http.post("/tokenize", json=body).json()
+        assert TOKENIZER.decode(answer["tokens"], skip_special_tokens=False) == "<|eos|>Hi gay"
+
+
+def test_a_template_that_refuses_is_a_400() -> None:
+    with serve(ServerConfig(chat_template="{{ raise_exception('no users') }}")) as running, running.http() as http:
+        answer = http.post("/v1/chat/completions", json={"messages": HI})
+        assert answer.status_code == 400
+        assert "no users" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "/nowhere/template.jinja"])
+def test_a_broken_template_is_refused_at_start(template: str) -> None:
+    from shardline.server.app import create_app
+    from tests.server.fake_engine import fake_llm
+
+    llm, engine = fake_llm()
+    with pytest.raises(ValueError, match="template"):
+        create_app(llm, ServerConfig(chat_template=template))
+    engine.close()

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from tests.server.conftest import Running
+from tests.server.fake_engine import REPLY
+from tests.text.builders import byte_level_json, tokenizer
+
+TOKENIZER = tokenizer(byte_level_json())
+MODEL = "demo"
+
+
+def test_answers_a_prompt(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="Hi there", max_tokens=100)
+    assert answer.object == "text_completion"
+    assert answer.id.startswith("cmpl-")
+    assert answer.model == MODEL
+    assert answer.system_fingerprint == "fp_fake"
+    assert answer.choices[0].text == REPLY
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].logprobs is None
+    usage = answer.usage
+    assert usage is not None
+    assert usage.prompt_tokens == len(TOKENIZER.encode("Hi there"))
+    assert usage.completion_tokens == len(TOKENIZER.encode(REPLY)) + 1
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_stops_after_16_tokens_by_default(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "Hi", "ignore_eos": True}).json()
+    assert answer["usage"]["completion_tokens"] == 16
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_stream_says_what_the_whole_answer_says(client: openai.OpenAI, n: int) -> None:
+    texts = [""] * n
+    reasons: list[str | None] = [None] * n
+    for chunk in client.completions.create(model=MODEL, prompt="Hi", max_tokens=100, n=n, stream=True):
+        assert chunk.object == "text_completion"
+        assert chunk.usage is None
+        [choice] = chunk.choices
+        texts[choice.index] += choice.text
+        assert reasons[choice.index] is None
+        reasons[choice.index] = choice.finish_reason
+    assert texts == [REPLY, *(f"{k}{REPLY}" for k in range(1, n))]
+    assert reasons == ["stop"] * n
+
+
+def test_stream_ends_with_usage_where_asked_for(http: httpx.Client) -> None:
+    body = {"prompt": "Hi", "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}}
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    chunks = [httpx.Response(200, text=event).json() for event in events[:-1]]
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 5
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_continuous_usage_counts_up(client: openai.OpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = client.completions.create(
+        model=MODEL,
+        prompt="Hi",
+        max_tokens=5,
+        stream=True,
+        stream_options=options,  # type: ignore[arg-type]
+    )
+    counts = [chunk.usage.completion_tokens for chunk in stream if chunk.usage]
+    assert counts == sorted(counts)
+    assert counts[-1] == 5
+
+
+def test_several_prompts_of_every_form(http: httpx.Client) -> None:
+    for prompt in (["a", "b"], [[1, 2], [3]], ["a", "b"]):
+        answer = http.post("/v1/completions", json={"prompt": prompt, "n": 2, "max_tokens": 3}).json()
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    answer = http.post("/v1/completions", json={"prompt": [7, 8, 9], "max_tokens": 2}).json()
+    assert answer["usage"]["prompt_tokens"] == 3
+
+
+def test_several_prompts_stream(client: openai.OpenAI) -> None:
+    texts = [""] * 4
+    for chunk in client.completions.create(model=MODEL, prompt=["a", "b"], n=2, max_tokens=100, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [REPLY, "1" + REPLY] * 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["Say it: ", TOKENIZER.encode("Say it: ")])
+def test_echo_repeats_the_prompt(client: openai.OpenAI, prompt: str | list[int], stream: bool) -> None:
+    answer = client.completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=100, stream=stream)
+    text = "".join(c.choices[0].text for c in answer) if stream else answer.choices[0].text  # type: ignore[union-attr]
+    assert text == "Say it: " + REPLY
+
+
+def test_stop_string_is_left_out_and_named(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 99, "stop": ["nope", "wör"]}).json()
+    [choice] = answer["choices"]
+    assert choice["text"] == "Hello, "
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] == "wör"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(client: openai.OpenAI, stream: bool) -> None:
+    request = client.completions.create(model=MODEL, prompt="Hi", logprobs=4, max_tokens=100, stream=stream)
+    answers = list(request) if stream else [request]
+    tokens, offsets, top, values = [], [], [], []
+    for answer in answers:
+        for choice in answer.choices:  # type: ignore[union-attr]
+            found = choice.logprobs
+            assert found is not None
+            tokens += found.tokens or []
+            offsets += found.text_offset or []
+            top += found.top_logprobs or []
+            values += found.token_logprobs or []
+    assert tokens[-1] == "<|eos|>"
+    assert offsets[0] == 0
+    assert offsets == sorted(offsets)
+    assert offsets[-1] == len(REPLY)
+    assert values == [-0.5] * len(tokens)
+    assert all(token in entry for token, entry in zip(tokens, top, strict=True))
+    assert min(min(entry.values()) for entry in top) == -9999.0
+    whole = "".join(token for token in tokens[:-1] if not token.startswith("bytes:"))
+    assert whole.startswith("Hello, w")
+
+
+def test_extras_reach_the_engine(shared: Running, http: httpx.Client) -> None:
+    body = {
+        "prompt": "Hi", "max_tokens": 3, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 5, "priority": -2,
+        "stop_token_ids": [3], "logit_bias": {"9": -1.5}, "cache_salt": "s", "skip_special_tokens": False,
+        "return_token_ids": True, "logits_digest": True, "temperature": 0, "top_p": 0.5, "min_tokens": 1, "user": "me",
+    }  # fmt: skip
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    request = shared.engine.requests[-1]
+    assert request.priority == -2
+    assert request.cache_salt == "s"
+    sampling = request.sampling
+    assert (sampling.top_k, sampling.min_p, sampling.seed, sampling.top_p) == (7, 0.1, 5, 0.5)
+    assert sampling.logit_bias == {9: -1.5}
+    assert list(sampling.stop_token_ids) == [3]
+    choice = answer.json()["choices"][0]
+    assert choice["token_ids"] == TOKENIZER.encode(REPLY)[:3]
+    assert choice["prompt_token_ids"] == TOKENIZER.encode("Hi")
+    assert choice["logits_digests"] == ["d"] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "part"),
+    [
+        ({"prompt": ""}, None, "empty"),
+        ({"prompt": []}, "prompt", "empty"),
+        ({"prompt": [[1], []]}, None, "empty"),
+        ({"prompt": ["a", 1]}, "prompt", "prompt"),
+        ({"prompt": {"a": 1}}, "prompt", "string"),
+        ({"prompt": [999999]}, None, "out of range"),
+        ({"prompt": "x" * 5000}, None, "maximum length"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": "7"}, "max_tokens", "integer"),
+        ({"temperature": -1}, "temperature", "[0, 100]"),
+        ({"temperature": "hot"}, "temperature", "number"),
+        ({"top_p": 0}, "top_p", "(0, 1]"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 1000}, "n", "less than or equal to 128"),
+        ({"logprobs": 21}, "logprobs", "[0, 20]"),
+        ({"logprobs": True}, "logprobs", "integer"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "[-100, 100]"),
+        ({"stop": [""]}, None, "must not be empty"),
+        ({"best_of": 3}, "best_of", "best_of"),
+        ({"suffix": "x"}, "suffix", "suffix"),
+        ({"echo": True, "logprobs": 1}, "logprobs", "prompt"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed when 'stream'"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "Unrecognized"),
+        ({"frobnicate": 1}, "frobnicate", "Unrecognized request argument supplied: frobnicate"),
+    ],
+)  # fmt: skip
+def test_refuses_with_a_reason(http: httpx.Client, change: dict[str, object], param: str | None, part: str) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "Hi", **change})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert part in error["message"]
+
+
+def test_missing_prompt_is_named(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json={"model": MODEL})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "Missing required parameter: 'prompt'."
+
+
+def test_one_bad_prompt_refuses_the_whole_request_and_frees_the_rest(shared: Running, http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json={"prompt": [[1, 2], [10**6]], "ignore_eos": True, "max_tokens": 400})
+    assert answer.status_code == 400
+    assert shared.engine.num_running() == 0
