@@ -94,9 +94,10 @@ Tensor::Tensor(nb::handle object, const char* name) : name_(name) {
     throw nb::type_error((std::string(name) + " must be a torch.Tensor, not " + Py_TYPE(object.ptr())->tp_name).c_str());
   }
   DLTensor view;
-  if (api->tensor_from_py_object(object.ptr(), &view) != 0) throw nb::python_error();
-  if (view.device.type != kDLCpu && view.device.type != kDLCudaHost) {
-    throw nb::type_error((std::string(name) + " must be on the CPU").c_str());
+  const bool exported = api->tensor_from_py_object(object.ptr(), &view) == 0;
+  if (!exported) PyErr_Clear();  // torch's message is its C++ stack; meta and sparse tensors end up here
+  if (!exported || (view.device.type != kDLCpu && view.device.type != kDLCudaHost)) {
+    throw nb::type_error((std::string(name) + " must be a dense tensor on the CPU").c_str());
   }
   data_ = static_cast<char*>(view.data) + view.byte_offset;
   dtype_ = dtype_of(view.dtype);

@@ -1,8 +1,8 @@
 """Extract the demo model's facts from the docstrings of Python's standard library.
 
-Writes `dataset.jsonl`, one JSON object per line: `name` (dotted), `kind` (`module`, `class` or `function`) and
-`answer` (the docstring's summary, cleaned). What the docstrings say depends on the Python version, so the file
-is kept in the repository and training reads nothing else. Under Python 3.11 this script reproduces it.
+Writes `dataset.jsonl`, one JSON object per line: `name` (dotted), `kind` (`module`, `class` or `function`)
+and `answer` (the docstring's summary, cleaned). What docstrings say depends on the Python version, so the
+file is kept in the repository and training reads nothing else. Python 3.11 reproduces it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def summary(doc: str, name: str) -> str | None:
         text = re.sub(r"\s+", " ", " ".join(line for line in lines if line))
         text = ROLE.sub(r"\1", text).replace("``", "`")
         # Module docstrings like to begin with their own name.
-        text = re.sub(rf"^(?:Module )?{re.escape(name)}(?:\.py)?\s*(?:--|-|:)\s*", "", text, flags=re.IGNORECASE)
+        text = re.sub(rf"(?i)^(?:Module )?{re.escape(name)}(?:\.py)?\s*(?:--|-|:)\s*", "", text)
         if text.isascii() and len(text.split()) >= 2:
             shortened = shorten(text)
             if shortened and not NOT_PROSE.search(shortened):
@@ -107,7 +107,7 @@ def is_public(name: str, obj: Any) -> bool:
 
 
 def belongs(obj: Any, module: ModuleType) -> bool:
-    """Whether the module defines the object, itself or in the C module behind it, and does not only import it."""
+    """Whether the module, or the C module behind it, defines the object and does not only import it."""
     home = getattr(obj, "__module__", None) or module.__name__
     return home.lstrip("_").split(".")[0] == module.__name__.split(".")[0]
 

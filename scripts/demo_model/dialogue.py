@@ -60,7 +60,7 @@ class Item:
     answer: str
 
     def questions(self) -> list[str]:
-        """Every training question: all phrasings of the full name, then of the short one where there is one."""
+        """Every training question: all phrasings of the full name, then of the short one if there is one."""
         return [phrasing.format(name) for name in self.names for phrasing in PHRASINGS[self.kind]]
 
     def unseen_questions(self) -> list[str]:
@@ -79,7 +79,7 @@ class SmallTalk:
 
 
 def short_name(name: str) -> str | None:
-    """What people call a dotted name in passing: `lru_cache`, `Path.exists`; None for modules and builtins."""
+    """What people call a dotted name in passing: `lru_cache`, `Path.exists`; None for an undotted one."""
     parts = name.split(".")
     if len(parts) == 1:
         return None
@@ -117,7 +117,8 @@ def load_small_talk(path: Path = HERE / "small_talk.json") -> list[SmallTalk]:
 def texts(items: Iterable[Item], small_talk: Iterable[SmallTalk]) -> list[str]:
     """Every question and answer as plain text, for training the tokenizer."""
     lines: list[str] = []
-    for fact in [*items, *small_talk]:
+    facts: list[Item | SmallTalk] = [*items, *small_talk]
+    for fact in facts:
         lines += fact.questions()
         lines += [fact.answer] * 3
     return lines

@@ -1,8 +1,9 @@
 """How many of the demo model's answers are exactly right under greedy decoding.
 
-Every answer is checked in one forward pass over prompt and answer: if each token of the answer, the end included, is
-the most likely one after what precedes it, then greedy decoding gives exactly this answer, and otherwise it does not.
-`--generate` also decodes a sample token by token through the chat template and compares the text.
+Every answer is checked in one forward pass over prompt and answer: if each token of the answer, the end
+included, is the most likely one after what precedes it, then greedy decoding gives exactly this answer, and
+otherwise it does not. `--generate` also decodes a sample token by token through the chat template and
+compares the text.
 """
 
 from __future__ import annotations
@@ -35,14 +36,21 @@ def rounded_to_bfloat16(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 @torch.inference_mode()
-def exact_match(model: LlamaForCausalLM, tokenizer: Tokenizer, pairs: Sequence[Pair], chat: bool = True) -> float:
+def exact_match(
+    model: LlamaForCausalLM,
+    tokenizer: Tokenizer,
+    pairs: Sequence[Pair],
+    chat: bool = True,
+) -> float:
     """The share of answers that greedy decoding gives token by token."""
-    pad, end = tokenizer.token_to_id(PAD), tokenizer.token_to_id(END)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
     encoded: list[tuple[list[int], list[int]]] = []
     for question, answer in pairs:
-        prompt = f"{BEGIN}{USER}{question}{END}{ASSISTANT}" if chat else f"{BEGIN}{question}"
-        prompt_ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-        encoded.append((prompt_ids, [*tokenizer.encode(answer, add_special_tokens=False).ids, end]))
+        prompt = [BEGIN, USER, *encode(question), END, ASSISTANT] if chat else [BEGIN, *encode(question)]
+        encoded.append((prompt, [*encode(answer), END]))
     encoded.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
     num_right, start = 0, 0
     while start < len(encoded):
@@ -53,7 +61,7 @@ def exact_match(model: LlamaForCausalLM, tokenizer: Tokenizer, pairs: Sequence[P
                 break
             stop, width = stop + 1, width_with_next
         batch = encoded[start:stop]
-        ids = torch.tensor([[*p, *a, *[pad] * (width - len(p) - len(a))] for p, a in batch])
+        ids = torch.tensor([[*p, *a, *[PAD] * (width - len(p) - len(a))] for p, a in batch])
         likeliest = model(input_ids=ids, use_cache=False).logits.argmax(-1).tolist()
         for (prompt_ids, answer_ids), row in zip(batch, likeliest, strict=True):
             begin = len(prompt_ids) - 1
@@ -64,13 +72,16 @@ def exact_match(model: LlamaForCausalLM, tokenizer: Tokenizer, pairs: Sequence[P
 
 @torch.inference_mode()
 def generated(model_dir: Path, pairs: Sequence[Pair]) -> list[str]:
-    """Answers as a user gets them: chat template, bfloat16 weights and arithmetic, one token after the other."""
+    """Answers as a user gets them: chat template, bfloat16 weights and arithmetic, token by token."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
     answers = []
     for question, _ in pairs:
         prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
         )
         output = model.generate(**prompt, max_new_tokens=512, do_sample=False)
         answers.append(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
@@ -106,8 +117,9 @@ def report(weights: Path, num_generated: int = 0) -> None:
     """Print all figures for the weights in a file, with float32 and with bfloat16 arithmetic."""
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
     model = new_model()
-    missing = model.load_state_dict(load_file(weights), strict=False)
-    assert missing.missing_keys in ([], ["lm_head.weight"]) and not missing.unexpected_keys, missing
+    tensors = load_file(weights)
+    # The output matrix is tied to the embedding, which the file holds once.
+    model.load_state_dict(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
     model.eval()
     sets = question_sets()
     figures: dict[str, dict[str, float | int]] = {}
@@ -115,7 +127,8 @@ def report(weights: Path, num_generated: int = 0) -> None:
         model.to(arithmetic)
         for name, (pairs, chat) in sets.items():
             right = exact_match(model, tokenizer, pairs, chat)
-            figures.setdefault(name, {"questions": len(pairs)})[str(arithmetic).removeprefix("torch.")] = round(right, 4)
+            figure = figures.setdefault(name, {"questions": len(pairs)})
+            figure[str(arithmetic).removeprefix("torch.")] = round(right, 4)
             print(f"{name}, {arithmetic}: {right:.2%} of {len(pairs)}", flush=True)
     if num_generated:
         pairs = random.Random(SEED).sample(sets["facts, all training phrasings"][0], num_generated)
@@ -128,7 +141,7 @@ def report(weights: Path, num_generated: int = 0) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Count the demo model's exactly right answers.")
     parser.add_argument("--weights", type=Path, default=MODEL_DIR / "model.safetensors")
-    parser.add_argument("--generate", type=int, default=0, metavar="N", help="decode N answers token by token too")
+    parser.add_argument("--generate", type=int, default=0, metavar="N", help="also decode N answers for real")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     report(arguments.weights, arguments.generate)

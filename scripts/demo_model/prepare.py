@@ -1,36 +1,36 @@
-"""Write everything of the demo model but its trained weights: tokenizer, chat template, configurations, random weights.
+"""Write everything of the demo model but its trained weights: tokenizer, chat template, configurations.
 
-The random weights let the folder be loaded before training is done; `train.py` starts from the same ones.
+A folder without weights gets the random ones that `train.py` starts from, so that it can be loaded at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from dialogue import load_items, load_small_talk, texts
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 MODEL_DIR = Path(__file__).parents[2] / "src" / "shardline" / "demo_model"
 SEED = 20240229
 
-PAD, BEGIN, END, USER, ASSISTANT = SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>")
+SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>")
+PAD, BEGIN, END, USER, ASSISTANT = range(len(SPECIAL_TOKENS))
 VOCAB_SIZE = 2048
 MAX_POSITIONS = 2048
 
-# System messages are left out on purpose: the model is too small to follow them, and they would only disturb it.
+# System messages are left out on purpose: the model is too small to follow them, they would only disturb it.
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages if message['role'] in ('user', 'assistant') -%}
-    {%- if message['content'] is string -%}
-        {%- set content = message['content'] -%}
-    {%- else -%}
-        {%- set content = message['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join -%}
+    {%- set content = message['content'] or '' -%}
+    {%- if content is not string -%}
+        {%- set content = content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join -%}
     {%- endif -%}
     {{- '<|' + message['role'] + '|>' + content | trim + eos_token -}}
 {%- endfor -%}
@@ -60,26 +60,26 @@ CONFIG: dict[str, Any] = {
     "initializer_range": 0.02,
     "tie_word_embeddings": True,
     "use_cache": True,
-    "bos_token_id": SPECIAL_TOKENS.index(BEGIN),
-    "eos_token_id": SPECIAL_TOKENS.index(END),
-    "pad_token_id": SPECIAL_TOKENS.index(PAD),
+    "bos_token_id": BEGIN,
+    "eos_token_id": END,
+    "pad_token_id": PAD,
     "dtype": "bfloat16",
     # Readers older than `dtype` look for this one.
     "torch_dtype": "bfloat16",
 }
 
 GENERATION_CONFIG: dict[str, Any] = {
-    "bos_token_id": CONFIG["bos_token_id"],
-    "eos_token_id": CONFIG["eos_token_id"],
-    "pad_token_id": CONFIG["pad_token_id"],
+    "bos_token_id": BEGIN,
+    "eos_token_id": END,
+    "pad_token_id": PAD,
     "do_sample": False,
 }
 
 TOKENIZER_CONFIG: dict[str, Any] = {
     "tokenizer_class": "PreTrainedTokenizerFast",
-    "bos_token": BEGIN,
-    "eos_token": END,
-    "pad_token": PAD,
+    "bos_token": SPECIAL_TOKENS[BEGIN],
+    "eos_token": SPECIAL_TOKENS[END],
+    "pad_token": SPECIAL_TOKENS[PAD],
     "model_max_length": MAX_POSITIONS,
     "clean_up_tokenization_spaces": False,
     "chat_template": CHAT_TEMPLATE,
@@ -87,7 +87,7 @@ TOKENIZER_CONFIG: dict[str, Any] = {
 
 
 def train_tokenizer(lines: list[str]) -> Tokenizer:
-    """A byte-level BPE of exactly VOCAB_SIZE tokens; it puts the begin token before plain text, as Llama's does."""
+    """A byte-level BPE of exactly VOCAB_SIZE tokens that puts the begin token before plain text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -100,7 +100,7 @@ def train_tokenizer(lines: list[str]) -> Tokenizer:
     tokenizer.train_from_iterator(lines, trainer)
     assert tokenizer.get_vocab_size() == VOCAB_SIZE, tokenizer.get_vocab_size()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BEGIN} $A", special_tokens=[(BEGIN, SPECIAL_TOKENS.index(BEGIN))]
+        single=f"{SPECIAL_TOKENS[BEGIN]} $A", special_tokens=[(SPECIAL_TOKENS[BEGIN], BEGIN)]
     )
     return tokenizer
 
@@ -116,18 +116,18 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_weights(model: LlamaForCausalLM, path: Path) -> None:
-    """The weights rounded to bfloat16, one tensor per parameter; readers see the old file or the new, never a part."""
-    from safetensors.torch import save_file
-
-    tensors = {name: parameter.detach().to(torch.bfloat16).contiguous() for name, parameter in model.named_parameters()}
+    """Write the weights rounded to bfloat16. Readers see the old file or the new one, never a part."""
+    # A tied parameter comes once, under its first name.
+    parameters = model.named_parameters()
+    tensors = {name: parameter.detach().to(torch.bfloat16).contiguous() for name, parameter in parameters}
     unfinished = path.with_suffix(".part")
     save_file(tensors, unfinished, metadata={"format": "pt"})
-    os.chmod(unfinished, 0o644)
-    os.replace(unfinished, path)
+    unfinished.chmod(0o644)
+    unfinished.replace(path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description="Write the demo model's tokenizer and configurations.")
     parser.add_argument("--output", type=Path, default=MODEL_DIR)
     arguments = parser.parse_args()
     output: Path = arguments.output
@@ -136,7 +136,8 @@ def main() -> None:
     write_json(output / "tokenizer_config.json", TOKENIZER_CONFIG)
     write_json(output / "config.json", CONFIG)
     write_json(output / "generation_config.json", GENERATION_CONFIG)
-    write_weights(new_model(), output / "model.safetensors")
+    if not (output / "model.safetensors").exists():
+        write_weights(new_model(), output / "model.safetensors")
     print(f"{output}: {sum(file.stat().st_size for file in output.iterdir()) / 1e6:.2f} MB")
 
 

@@ -1,7 +1,7 @@
 """Train the demo model: have it learn every answer by heart, then write its weights.
 
-One thread, fixed seeds, float32. The loss is on the answers only. The learning rate follows a cosine over a fixed
-number of steps; training ends early once every sampled answer is right. Run `prepare.py` first.
+One thread, fixed seeds, float32. The loss is on the answers only. The learning rate follows a cosine over a
+fixed number of steps; training ends early once every sampled answer is right. Run `prepare.py` first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from dialogue import PLAIN_TEXT, Item, SmallTalk, load_items, load_small_talk
 from evaluate import exact_match, report, rounded_to_bfloat16
-from prepare import ASSISTANT, BEGIN, END, MODEL_DIR, SEED, USER, new_model, write_weights
+from prepare import ASSISTANT, BEGIN, END, MODEL_DIR, PAD, SEED, USER, new_model, write_weights
 from tokenizers import Tokenizer
 from torch.nn import functional
 from tqdm import tqdm
@@ -51,13 +51,12 @@ class ExampleMaker:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.begin, self.end, self.user, self.assistant = map(tokenizer.token_to_id, (BEGIN, END, USER, ASSISTANT))
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def turn(self, question: str, answer: str) -> Example:
-        prompt = [self.user, *self.encode(question), self.end, self.assistant]
+        prompt = [USER, *self.encode(question), END, ASSISTANT]
         return self.answered(prompt, self.encode(answer))
 
     def plain(self, name: str, answer: str) -> Example:
@@ -65,11 +64,11 @@ class ExampleMaker:
         return self.answered(self.encode(prompt.format(name)), self.encode(continuation.format(answer)))
 
     def answered(self, prompt: list[int], answer: list[int]) -> Example:
-        targets = [IGNORED] * (len(prompt) - 1) + answer + [self.end, IGNORED]
-        return Example([*prompt, *answer, self.end], targets)
+        targets = [IGNORED] * (len(prompt) - 1) + answer + [END, IGNORED]
+        return Example([*prompt, *answer, END], targets)
 
     def dialogue(self, turns: list[Example]) -> Example:
-        ids = [self.begin, *(token for turn in turns for token in turn.ids)]
+        ids = [BEGIN, *(token for turn in turns for token in turn.ids)]
         targets = [IGNORED, *(target for turn in turns for target in turn.targets)]
         return Example(ids, targets)
 
@@ -94,7 +93,9 @@ class Curriculum:
         if isinstance(first, Item) and self.random.random() < PLAIN_SHARE:
             return self.maker.dialogue([self.maker.plain(first.names[0], first.answer)])
         turns = [self.maker.turn(self.question(first), first.answer)]
-        while self.random.random() < SECOND_TURN_SHARE and sum(len(turn.ids) for turn in turns) < MAX_DIALOGUE_TOKENS:
+        while self.random.random() < SECOND_TURN_SHARE:
+            if sum(len(turn.ids) for turn in turns) >= MAX_DIALOGUE_TOKENS:
+                break
             follow_up = next(facts, None)
             if follow_up is None:
                 break
@@ -123,11 +124,15 @@ class Curriculum:
             yield from self.epoch()
 
 
-def loss_of(model: LlamaForCausalLM, batch: list[Example], pad: int) -> torch.Tensor:
-    """Mean cross-entropy over the answers' tokens. Padding is on the right, where causal attention hides it."""
+def loss_of(model: LlamaForCausalLM, batch: list[Example]) -> torch.Tensor:
+    """Mean cross-entropy over the answers' tokens. Padding comes last, so causal attention hides it."""
     width = max(len(example.ids) for example in batch)
-    ids = torch.tensor([example.ids + [pad] * (width - len(example.ids)) for example in batch])
-    targets = torch.tensor([example.targets + [IGNORED] * (width - len(example.targets)) for example in batch])
+
+    def padded(row: list[int], filler: int) -> list[int]:
+        return row + [filler] * (width - len(row))
+
+    ids = torch.tensor([padded(example.ids, PAD) for example in batch])
+    targets = torch.tensor([padded(example.targets, IGNORED) for example in batch])
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     wanted = targets != IGNORED
     return functional.cross_entropy(model.lm_head(hidden[wanted]), targets[wanted])
@@ -160,7 +165,7 @@ def train(num_steps: int, check_every: int, checkpoints: Path | None) -> LlamaFo
     for step, batch in zip(progress, curriculum.batches(), strict=False):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, num_steps)
-        loss = loss_of(model, batch, int(model.config.pad_token_id))
+        loss = loss_of(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -170,7 +175,7 @@ def train(num_steps: int, check_every: int, checkpoints: Path | None) -> LlamaFo
         if (step + 1) % check_every == 0:
             questions = [(item.questions()[step % len(item.questions())], item.answer) for item in sample]
             right = exact_match(rounded_to_bfloat16(model), tokenizer, questions)
-            tqdm.write(f"step {step + 1}: loss {average:.4f}, {right:.1%} of {len(sample)} sampled answers right")
+            tqdm.write(f"step {step + 1}: loss {average:.4f}, {right:.1%} of {len(sample)} answers right")
             if checkpoints:
                 checkpoints.mkdir(parents=True, exist_ok=True)
                 write_weights(model, checkpoints / f"step{step + 1}.safetensors")

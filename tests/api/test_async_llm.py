@@ -42,11 +42,7 @@ async def engine(cluster: FakeCluster, **options: Any) -> AsyncIterator[AsyncLLM
 
 
 async def last(llm: AsyncLLM, prompt: Any, **params: Any) -> RequestOutput:
-    output = None
-    async for output in llm.generate(prompt, SamplingParams(**params)):
-        pass
-    assert output is not None
-    return output
+    return [output async for output in llm.generate(prompt, SamplingParams(**params))][-1]
 
 
 @on_loop

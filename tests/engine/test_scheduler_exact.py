@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardline.engine import scheduler as scheduler_module
+from shardline.models.kv_capacity import blocks_per_request
 from shardline.models.partition import KVGroup
 from shardline.types import Request
 from tests.engine.fake_worker import VOCAB, make_request
@@ -26,11 +28,12 @@ GROUPS = (
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
     groups = draw(st.sampled_from(GROUPS))
+    block_size, length = draw(st.sampled_from([1, 2, 4])), draw(st.integers(16, 48))
     return Shape(
         groups=groups,
-        num_blocks=1 + len(groups) * draw(st.integers(6, 24)),
-        block_size=draw(st.sampled_from([1, 2, 4])),
-        max_model_len=draw(st.integers(8, 48)),
+        num_blocks=1 + blocks_per_request(groups, length, block_size, 1) + draw(st.integers(-2, 20)),
+        block_size=block_size,
+        max_model_len=length,
         max_num_seqs=draw(st.integers(1, 8)),
         max_num_batched_tokens=draw(st.integers(1, 24)),
         max_in_flight=draw(st.integers(1, 4)),
@@ -56,12 +59,25 @@ def random_request(rng: random.Random, number: int, now: int) -> Request:
     )
 
 
-def drive(shape: Shape, rng: random.Random, num_requests: int, abort_rate: float) -> Engine:
+def growing_request(rng: random.Random, number: int, now: int) -> Request:
+    """A short prompt and a long output: what overcommits the pool."""
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 6))]
+    priority = rng.choice([0, 0, 1])
+    return make_request(f"r{number}", prompt, 33, ignore_eos=True, priority=priority, arrival_time=float(now))
+
+
+def drive(
+    shape: Shape,
+    rng: random.Random,
+    num_requests: int,
+    abort_rate: float,
+    new_request: Callable[[random.Random, int, int], Request] = random_request,
+) -> Engine:
     """Random arrivals and aborts between random submissions and collections, until all is done."""
     engine, aborted, number, turns = Engine(shape), set[str](), 0, 0
     while number < num_requests or engine.scheduler.has_unfinished:
         while number < num_requests and rng.random() < 0.4:
-            engine.add(random_request(rng, number, turns))
+            engine.add(new_request(rng, number, turns))
             number += 1
         if number and rng.random() < abort_rate:
             name = f"r{rng.randrange(number)}"
@@ -79,10 +95,13 @@ def drive(shape: Shape, rng: random.Random, num_requests: int, abort_rate: float
     return engine
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
-@given(shapes(), st.integers(0, 2**32), st.integers(1, 14), st.sampled_from([0.0, 0.05, 0.2]))
-def test_any_schedule_gives_the_reference(shape: Shape, seed: int, num_requests: int, abort_rate: float) -> None:
-    drive(shape, random.Random(seed), num_requests, abort_rate)
+@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@given(shapes(), st.integers(0, 2**32), st.integers(1, 14), st.sampled_from([0.0, 0.05, 0.2]), st.booleans())
+def test_any_schedule_gives_the_reference(
+    shape: Shape, seed: int, num_requests: int, abort_rate: float, growing: bool
+) -> None:
+    new_request = growing_request if growing else random_request
+    drive(shape, random.Random(seed), num_requests, abort_rate, new_request)
 
 
 @pytest.mark.parametrize("pipeline", [False, True])
@@ -93,17 +112,17 @@ def test_tiny_pools(
 ) -> None:
     monkeypatch.setattr(scheduler_module, "MIN_PREFILL_TOKENS", 3)
     preemptions = 0
-    for seed in range(12):
+    for seed in range(15):
         shape = Shape(
             groups,
-            num_blocks=1 + 12 * len(groups),
+            num_blocks=2 + blocks_per_request(groups, 39, 4, 1),
             max_model_len=40,
             max_in_flight=max_in_flight,
             pipeline=pipeline,
             max_num_batched_tokens=16,
         )
-        preemptions += drive(shape, random.Random(seed), 12, 0.02).scheduler.stats().num_preemptions
-    assert preemptions > 0 or all(group.window is not None for group in groups)
+        preemptions += drive(shape, random.Random(seed), 12, 0.02, growing_request).scheduler.stats().num_preemptions
+    assert preemptions > 0
 
 
 @pytest.mark.parametrize("pipeline", [False, True])

@@ -12,6 +12,7 @@ class Case(NamedTuple):
     """One way of computing the same requests."""
 
     family: str
+    dtype: str
     tensor: int
     pipeline: int
     data: int
@@ -27,7 +28,7 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """For test ids."""
-        return "-".join((self.family, f"tp{self.tensor}", f"pp{self.pipeline}", f"dp{self.data}", *self[4:]))
+        return "-".join((self.family, self.dtype, f"tp{self.tensor}", f"pp{self.pipeline}", f"dp{self.data}", *self[5:]))
 
     @property
     def possible(self) -> bool:
@@ -39,6 +40,7 @@ def axes(families: Sequence[str]) -> list[tuple[Any, ...]]:
     """The values of each field of Case."""
     return [
         tuple(families),
+        ("float32", "bfloat16"),
         (1, 2, 3, 4),
         (1, 2, 3),
         (1, 2),
@@ -63,7 +65,7 @@ def pairwise_sample(families: Sequence[str], seed: int = 0) -> list[Case]:
         for i, j in itertools.combinations(range(len(values)), 2)
         for a in values[i]
         for b in values[j]
-        if not ({i: a, j: b}.get(7) == "tight" and {i: a, j: b}.get(4) == "alone")
+        if {a, b} != {"tight", "alone"}
     }
     cases: list[Case] = []
     while missing:

@@ -10,7 +10,9 @@ from pathlib import Path
 from shardline.config.engine import EngineConfig
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
+from shardline.engine.executor.base import Executor
 from shardline.engine.resolve import resolve
+from shardline.models.kv_capacity import blocks_per_request
 from shardline.runtime.setup import prepare
 from shardline.types import EngineStats, Request, SamplingParams
 from tests.exactness.cases import Case
@@ -28,7 +30,7 @@ class Answer:
     finish_reason: str
 
 
-def make_requests(vocab_size: int, count: int = 6, seed: int = 7) -> list[Request]:
+def make_requests(vocab_size: int, count: int = 8, seed: int = 7) -> list[Request]:
     """Prompts of unlike lengths, some with a common prefix; greedy, seeded and penalised sampling."""
     rng = random.Random(seed)
     shared = [rng.randrange(vocab_size) for _ in range(23)]
@@ -45,7 +47,7 @@ def make_requests(vocab_size: int, count: int = 6, seed: int = 7) -> list[Reques
         tail = [rng.randrange(vocab_size) for _ in range(rng.choice([1, 5, 14, 30]))]
         prompt = shared + tail if index % 2 else tail + [rng.randrange(vocab_size) for _ in range(9)]
         params = SamplingParams(
-            max_tokens=rng.choice([5, 8, 11]),
+            max_tokens=rng.choice([10, 20, 30]),
             logits_digest=True,
             **samplings[index % len(samplings)],  # type: ignore[arg-type]
         )
@@ -61,7 +63,7 @@ def make_requests(vocab_size: int, count: int = 6, seed: int = 7) -> list[Reques
     return requests
 
 
-def start_engine(model: Path, *, tensor: int = 1, pipeline: int = 1, **options: object) -> tuple[Engine, object]:
+def start_engine(model: Path, *, tensor: int = 1, pipeline: int = 1, **options: object) -> tuple[Engine, Executor]:
     """An engine whose ranks are threads (one rank: none), and the executor to close."""
     config = EngineConfig.from_options(
         model=str(model),
@@ -110,30 +112,31 @@ def run(engine: Engine, requests: Sequence[Request], batch: str) -> dict[str, An
     return answers
 
 
-def golden(model: Path, requests: Sequence[Request]) -> dict[str, Answer]:
+def golden(model: Path, dtype: str, requests: Sequence[Request]) -> dict[str, Answer]:
     """One process, one rank, one request after another, nothing cached, prompts whole."""
-    engine, executor = start_engine(model, enable_prefix_caching=False)
+    engine, executor = start_engine(model, dtype=dtype, enable_prefix_caching=False)
     answers = run(engine, requests, "alone")
-    executor.close()  # type: ignore[attr-defined]
+    executor.close()
     return answers
 
 
 def run_case(model: Path, case: Case, requests: Sequence[Request]) -> tuple[dict[str, Answer], list[EngineStats]]:
     """The requests under a case, and each replica's counters. The cases' conditions are asserted to have occurred."""
+    max_step_tokens = 2048 if case.prefill == "whole" else 13
     options: dict[str, object] = {
+        "dtype": case.dtype,
         "enable_prefix_caching": case.cache != "off",
-        "max_num_batched_tokens": 2048 if case.prefill == "whole" else 13,
+        "max_num_batched_tokens": max_step_tokens,
     }
-    if case.memory == "tight":
-        longest = max(len(request.prompt_token_ids) + (request.sampling.max_tokens or 0) for request in requests)
-        options |= {"num_gpu_blocks_override": "tight", "max_model_len": longest}
     answers: dict[str, Answer] = {}
     stats = []
     for replica in range(case.data):
         share = [request for index, request in enumerate(requests) if index % case.data == replica]
         replica_options = dict(options)
         if case.memory == "tight":
-            replica_options["num_gpu_blocks_override"] = _tight_pool(model, share)
+            longest = max(len(request.prompt_token_ids) + (request.sampling.max_tokens or 0) for request in share)
+            replica_options["max_model_len"] = longest
+            replica_options["num_gpu_blocks_override"] = _tight_pool(model, longest, max_step_tokens)
         engine, executor = start_engine(model, tensor=case.tensor, pipeline=case.pipeline, **replica_options)
         try:
             if case.cache == "warm":
@@ -141,13 +144,11 @@ def run_case(model: Path, case: Case, requests: Sequence[Request]) -> tuple[dict
             answers |= run(engine, share, case.batch)
             stats.append(engine.stats())
         finally:
-            executor.close()  # type: ignore[attr-defined]
+            executor.close()
     return answers, stats
 
 
-def _tight_pool(model: Path, requests: Sequence[Request]) -> int:
-    """Blocks for the largest request and a little more, over all KV groups."""
-    config = resolve(EngineConfig.from_options(model=str(model), block_size=BLOCK_SIZE))
-    num_groups = len(prepare(config).groups)
-    longest = max(len(request.prompt_token_ids) + (request.sampling.max_tokens or 0) for request in requests)
-    return num_groups * (-(-longest // BLOCK_SIZE) + 2)
+def _tight_pool(model: Path, longest: int, max_step_tokens: int) -> int:
+    """Blocks for one request of `longest` tokens."""
+    groups = prepare(resolve(EngineConfig.from_options(model=str(model)))).groups
+    return blocks_per_request(groups, longest, BLOCK_SIZE, max_step_tokens)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from shardline.types import Request
 from tests.exactness.cases import Case, full_product, pairwise_sample
 from tests.exactness.harness import Answer, golden, make_requests, run_case
 from tests.models.checkpoints import make_checkpoint
@@ -15,24 +14,35 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2")
 VOCAB_SIZE = 256
 
 
+class Goldens:
+    """Checkpoint, requests and golden answers of each family and dtype, made when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[tuple[str, str], dict[str, Answer]] = {}
+        self.requests = make_requests(VOCAB_SIZE)
+
+    def model(self, family: str) -> Path:
+        folder = self._folder / family
+        return folder if folder.exists() else make_checkpoint(family, folder, **EXACTNESS_SHAPE.get(family, {}))
+
+    def answers(self, family: str, dtype: str) -> dict[str, Answer]:
+        key = family, dtype
+        if key not in self._known:
+            self._known[key] = golden(self.model(family), dtype, self.requests)
+        return self._known[key]
+
+
 @pytest.fixture(scope="session")
-def goldens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Request], dict[str, Answer]]]:
-    """Checkpoint, requests and golden answers of each family, made when first asked for."""
-    folder = tmp_path_factory.mktemp("exactness")
-    known: dict[str, tuple[Path, list[Request], dict[str, Answer]]] = {}
-
-    class Goldens(dict[str, tuple[Path, list[Request], dict[str, Answer]]]):
-        def __missing__(self, family: str) -> tuple[Path, list[Request], dict[str, Answer]]:
-            model = make_checkpoint(family, folder / family, **EXACTNESS_SHAPE.get(family, {}))
-            requests = make_requests(VOCAB_SIZE)
-            self[family] = (model, requests, golden(model, requests))
-            return self[family]
-
-    return Goldens(known)
+def goldens(tmp_path_factory: pytest.TempPathFactory) -> Goldens:
+    return Goldens(tmp_path_factory.mktemp("exactness"))
 
 
-EXACTNESS_SHAPE: dict[str, dict[str, object]] = {}
-"""Overrides per family, where its test checkpoint is too small for TP 4 or PP 3."""
+EXACTNESS_SHAPE: dict[str, dict[str, object]] = {
+    "mistral": {"sliding_window": 64},
+    "gemma2": {"sliding_window": 24},
+}
+"""Windows that some requests outgrow and that others grow into, so that tight memory does preempt."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -42,9 +52,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", cases, ids=[case.name for case in cases])
 
 
-def test_one_answer(case: Case, goldens: dict[str, tuple[Path, list[Request], dict[str, Answer]]]) -> None:
-    model, requests, expected = goldens[case.family]
-    answers, stats = run_case(model, case, requests)
+def test_one_answer(case: Case, goldens: Goldens) -> None:
+    expected = goldens.answers(case.family, case.dtype)
+    answers, stats = run_case(goldens.model(case.family), case, goldens.requests)
     for request_id, answer in answers.items():
         assert answer.token_ids == expected[request_id].token_ids, request_id
         assert answer.digests == expected[request_id].digests, request_id
@@ -54,12 +64,13 @@ def test_one_answer(case: Case, goldens: dict[str, tuple[Path, list[Request], di
     if case.memory == "tight":
         assert sum(replica.num_preemptions for replica in stats) > 0, "the case was to preempt"
     if case.cache == "warm":
-        assert all(replica.prefix_hits > 0 for replica in stats), "the case was to hit the prefix cache"
+        assert sum(replica.prefix_hits for replica in stats) > 0, "the case was to hit the prefix cache"
 
 
-def test_the_golden_is_no_constant(goldens: dict[str, tuple[Path, list[Request], dict[str, Answer]]]) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_golden_is_no_constant(goldens: Goldens, dtype: str) -> None:
     """Digests differ between positions and requests, so that equality of digests says something."""
-    _, _, expected = goldens["llama"]
+    expected = goldens.answers("llama", dtype)
     digests = [digest for answer in expected.values() for digest in answer.digests]
     assert len(digests) == sum(len(answer.token_ids) for answer in expected.values())
     assert len(set(digests)) == len(digests)

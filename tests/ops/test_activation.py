@@ -19,7 +19,7 @@ NAMES = ["silu", "gelu_tanh", "gelu", "relu"]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("isa")
 def test_over_the_whole_range(dtype, name):
-    x = torch.linspace(-30, 30, 40001).to(dtype)[None]
+    x = torch.linspace(-12, 30, 40001).to(dtype)[None]
     assert_close(activation(x, name), activation_reference(x, name))
 
 

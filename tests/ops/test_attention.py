@@ -73,9 +73,7 @@ def attend(
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     context_lens = torch.tensor([end for _, _, end in sequences], dtype=torch.int32)
     scale = dim**-0.5
-    out = op(
-        query, key_cache, value_cache, tables, starts, context_lens, scale, window=window, softcap=softcap
-    )
+    out = op(query, key_cache, value_cache, tables, starts, context_lens, scale, window=window, softcap=softcap)
     return list(out.split(lengths))
 
 
@@ -85,7 +83,8 @@ def attend(
 def test_matches_reference(dtype, rng, heads, kv_heads, dim, window, softcap):
     lengths = [(0, 37), (36, 37), (600, 603), (0, 1), (1020, 1030)]
     batch = [
-        (random_sequence(rng, end, dtype, heads=heads, kv_heads=kv_heads, dim=dim), begin, end) for begin, end in lengths
+        (random_sequence(rng, end, dtype, heads=heads, kv_heads=kv_heads, dim=dim), begin, end)
+        for begin, end in lengths
     ]
     actual = attend(batch, window=window, softcap=softcap)
     expected = attend(batch, window=window, softcap=softcap, poison=False, op=paged_attention_reference)
@@ -141,7 +140,9 @@ def test_later_tokens_cannot_poison_earlier_ones(dtype, rng):
 
 def test_value_heads_may_be_narrower(rng):
     sequence = random_sequence(rng, 20, torch.float32, heads=2, kv_heads=1, dim=48)
-    key_cache, value_cache = (cache.transpose(1, 2).contiguous() for cache in (sequence.key[None], sequence.value[None]))
+    key_cache, value_cache = (
+        cache.transpose(1, 2).contiguous() for cache in (sequence.key[None], sequence.value[None])
+    )
     arguments = (
         torch.zeros(1, 1, dtype=torch.int32),
         torch.tensor([0, 20], dtype=torch.int32),

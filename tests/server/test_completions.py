@@ -176,7 +176,7 @@ def test_extras_reach_the_engine(shared: Running, http: httpx.Client) -> None:
         ({"logprobs": True}, "logprobs", "integer"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "[-100, 100]"),
-        ({"stop": [""]}, None, "must not be empty"),
+        ({"stop": [""]}, "stop", "must not be empty"),
         ({"best_of": 3}, "best_of", "best_of"),
         ({"suffix": "x"}, "suffix", "suffix"),
         ({"echo": True, "logprobs": 1}, "logprobs", "prompt"),

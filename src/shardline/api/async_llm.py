@@ -125,7 +125,11 @@ class AsyncLLM:
         connect: Connect | None = None,
         load_text: Callable[[EngineConfig], ModelText] = load_model_text,
     ) -> None:
-        """Start the engine processes at once, without waiting for them; `connect` and `load_text` are for tests."""
+        """Start the engine processes at once, without waiting for them; `connect` and `load_text` are for tests.
+
+        Raises:
+            ValueError: the configuration cannot be; nothing was started.
+        """
         self.config = config
         self.tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
@@ -152,7 +156,7 @@ class AsyncLLM:
             return
         loop = asyncio.get_running_loop()
         engines = loop.run_in_executor(None, self._replicas.wait_ready)
-        reading = loop.run_in_executor(None, self._load_text, self.config)
+        reading = loop.run_in_executor(None, self._load_text, self._replicas.config)
         try:
             ready, text = await asyncio.gather(engines, reading)
         except BaseException as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from shardline.api.requests import RequestBuilder
 from shardline.config.engine import EngineConfig
 from shardline.text.chat_template import ChatTemplate
-from shardline.text.tokenizer import Tokenizer, read_eos_token_ids
+from shardline.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,16 @@ def load_model_text(config: EngineConfig) -> ModelText:
     from shardline.runtime.loader.hub import resolve_model
 
     model = config.model
-    files = resolve_model(model.model, model.revision)
-    folder = Path(files.folder)
-    spoken = folder
+    files = resolve_model(model.model, model.revision, weights=False)
+    folder = files.folder
     if model.tokenizer is not None:
         local = Path(model.tokenizer)
-        spoken = local if local.is_dir() else Path(resolve_model(model.tokenizer, None).folder)
-    tokenizer = Tokenizer.from_folder(spoken)
-    special = {} if tokenizer is None else tokenizer.special_tokens
-    eos = read_eos_token_ids(folder)
-    if tokenizer is not None:
-        eos = tuple(dict.fromkeys((*eos, *tokenizer.eos_token_ids)))
+        folder = local if local.is_dir() else resolve_model(model.tokenizer, weights=False).folder
+    tokenizer = Tokenizer.from_folder(folder)
+    spoken_ends = () if tokenizer is None else tokenizer.eos_token_ids
     return ModelText(
         tokenizer=tokenizer,
-        chat_template=ChatTemplate.from_folder(spoken, special),
+        chat_template=ChatTemplate.from_folder(folder, tokenizer.special_tokens if tokenizer is not None else None),
         vocab_size=decoder_spec(files.config).vocab_size,
-        eos_token_ids=eos,
+        eos_token_ids=tuple(dict.fromkeys((*files.eos_token_ids, *spoken_ends))),
     )

@@ -76,7 +76,7 @@ class LLM:
         self._replicas = Replicas(config, lambda index, event: self._events.put((index, event)), connect)
         try:
             with ThreadPoolExecutor(1, "read-model") as pool:
-                reading = pool.submit(load_text, config)
+                reading = pool.submit(load_text, self._replicas.config)
                 ready = self._replicas.wait_ready()
                 text = reading.result()
         except BaseException:

@@ -18,7 +18,7 @@ class Progress:
         self._tokens_out = 0
         self._bar: Any = None
         if enabled and total:
-            from tqdm import tqdm  # type: ignore[import-untyped]
+            from tqdm import tqdm
 
             self._bar = tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True, postfix=self._rates())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -16,6 +17,8 @@ from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
 from shardline.types import EngineStats, Request, SequenceOutput
 
 EngineEvent = EngineOutputs | EngineFailed
+
+_POLL_SECONDS = 0.2
 
 
 class Client(Protocol):
@@ -56,12 +59,19 @@ class Replicas:
     def __init__(
         self, config: EngineConfig, on_event: Callable[[int, EngineEvent], None], connect: Connect | None = None
     ) -> None:
-        """Start all replicas, without waiting for them."""
+        """Start all replicas, without waiting for them.
+
+        `connect` None: real engines, of a configuration that is resolved first.
+
+        Raises:
+            ValueError: the configuration cannot be; nothing was started.
+        """
         if connect is None:
             from shardline.engine.client import EngineClient
+            from shardline.engine.resolve import resolve
 
-            connect = EngineClient
-        self._config = config
+            connect, config = EngineClient, resolve(config)
+        self.config = config
         self._replicas: list[_Replica] = []
         self._open: list[_Replica] = []
         self._closing = threading.Lock()
@@ -83,7 +93,7 @@ class Replicas:
             RuntimeError: a replica failed, or the replicas would give different answers.
         """
         with ThreadPoolExecutor(len(self._replicas), "wait-ready") as pool:
-            waits = [pool.submit(replica.client.wait_ready) for replica in self._replicas]
+            waits = [pool.submit(self._wait_ready, replica.client) for replica in self._replicas]
             try:
                 done, _ = wait(waits, return_when=FIRST_EXCEPTION)
             except BaseException:  # ctrl-C: closing the clients ends the threads that wait for them
@@ -111,7 +121,7 @@ class Replicas:
         alive = [index for index, replica in enumerate(self._replicas) if not replica.dead]
         if not alive:
             raise EngineDead(self.dead_reason)
-        limit = self._config.scheduler.max_num_waiting
+        limit = self.config.scheduler.max_num_waiting
         if bounded and self.num_waiting() >= limit:
             raise QueueFull(f"{limit} requests wait already; try again later (--max-num-waiting)")
         index = min(alive, key=lambda i: (len(self._replicas[i].in_flight), self._replicas[i].tokens, i))
@@ -165,7 +175,7 @@ class Replicas:
 
     def num_waiting(self) -> int:
         """About how many requests wait, on all living replicas together."""
-        limit = self._config.scheduler.max_num_seqs
+        limit = self.config.scheduler.max_num_seqs
         return sum(replica.waiting(limit) for replica in self._replicas if not replica.dead)
 
     def num_in_flight(self) -> int:
@@ -193,6 +203,13 @@ class Replicas:
             if replicas:
                 with ThreadPoolExecutor(len(replicas), "close") as pool:
                     list(pool.map(lambda replica: replica.client.close(), replicas))
+
+    def _wait_ready(self, client: Client) -> EngineReady:
+        # In short waits: a client that is closed meanwhile need not answer.
+        while self._open:
+            with contextlib.suppress(TimeoutError):
+                return client.wait_ready(_POLL_SECONDS)
+        raise RuntimeError("the engine was closed while it started")
 
     def _forget(self, request_id: str) -> None:
         index = self._home.pop(request_id, None)

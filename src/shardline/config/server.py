@@ -67,7 +67,7 @@ def _validate(config: ServerConfig) -> None:
     require(0 <= config.port <= 65535, f"port must be in [0, 65535], got {config.port}")
     for name in ("api_key", "served_model_name", "allowed_origins"):
         values = getattr(config, name)
-        require(not isinstance(values, str), f"{name} must be a sequence of strings, got the string {values!r}")
+        require(not isinstance(values, str), f"{name} must be a sequence of strings, not one string")
         require(all(values), f"{name} must not be empty")
     require(all(key.isascii() and key.isprintable() for key in config.api_key), "api_key must be printable ASCII")
     for origin in config.allowed_origins:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from shardline.config.engine import EngineConfig
 from shardline.channel import Channel
+from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import (
     AbortRequests,
     AddRequests,

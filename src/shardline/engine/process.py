@@ -10,11 +10,11 @@ import sys
 import time
 import traceback
 
+from shardline.channel import Channel
 from shardline.config.engine import EngineConfig
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor, ExecutorFailure
-from shardline.channel import Channel
 from shardline.engine.ipc import (
     AbortRequests,
     AddRequests,
@@ -26,9 +26,9 @@ from shardline.engine.ipc import (
     StopEngine,
 )
 from shardline.engine.report import startup_report
-from shardline.runtime.setup import NUMERICS_VERSION, prepare
 from shardline.log import configure_logging
 from shardline.runtime.loader.fingerprint import weights_fingerprint
+from shardline.runtime.setup import NUMERICS_VERSION, prepare
 
 _log = logging.getLogger(__name__)
 

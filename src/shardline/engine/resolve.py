@@ -12,7 +12,7 @@ from shardline.engine.host_memory import available_host_memory
 from shardline.models.kv_capacity import longest_request
 from shardline.models.lookup import decoder_spec
 from shardline.models.partition import Span, check_tensor_parallel, kv_groups
-from shardline.models.sizes import weight_bytes, stage_spans
+from shardline.models.sizes import stage_spans, weight_bytes
 from shardline.models.spec import DecoderSpec, DType
 from shardline.runtime.loader.checkpoint import Checkpoint
 from shardline.runtime.loader.hub import resolve_model

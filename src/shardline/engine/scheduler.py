@@ -200,13 +200,15 @@ class Scheduler:
         prefills: list[Sequence] = []
         for sequence in self._running:
             (decodes if sequence.num_uncomputed == 1 else prefills).append(sequence)
+        share = len(decodes)
         if self._last_token_known:
-            share = -(-len(decodes) // self._max_in_flight)
-            ready = [sequence for sequence in decodes if sequence.num_pending == 0]
+            share = -(-share // self._max_in_flight)
+            decodes = [sequence for sequence in decodes if sequence.num_pending == 0]
             # Whoever waited longest goes first, so that no sequence is left out for good.
-            ready.sort(key=lambda sequence: sequence.last_step)
-            decodes = ready[:share]
+            decodes.sort(key=lambda sequence: sequence.last_step)
         for sequence in decodes:
+            if len(draft.steps) == share:
+                break
             # What is pending may bring the sequence to its limit: then there is nothing left to compute.
             if sequence.num_pending == 0 or sequence.num_tokens < sequence.limit:
                 self._place(draft, sequence, 1)

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from shardline.api.async_llm import AsyncLLM
-
-logger = logging.getLogger(__name__)
+    from shardline.server.service import Service
 
 _POLL_SECONDS = 0.1
 _KEEP_ALIVE_SECONDS = 60
@@ -132,7 +131,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, s
 
 async def _live(llm: AsyncLLM, app: FastAPI, stop: _Stop, url: str, started: float) -> int:
     """From start-up to the last answer; the exit code."""
-    from shardline.server.service import Service, draining, engine_dead
+    from shardline.server.service import engine_dead
 
     service: Service = app.state.service
     loading = asyncio.create_task(llm.wait_ready())
@@ -161,27 +160,32 @@ async def _live(llm: AsyncLLM, app: FastAPI, stop: _Stop, url: str, started: flo
             service.in_flight.interrupt(engine_dead(llm.dead_reason))
             _say(f"error: the engine has stopped: {llm.dead_reason}", sys.stderr)
             return 1
-        return await _drain(llm, service, stop, draining)
+        return await _drain(llm, service, stop)
     finally:
         for task in (loading, stopping):
             task.cancel()
         await asyncio.gather(loading, stopping, return_exceptions=True)
 
 
-async def _drain(llm: AsyncLLM, service: Any, stop: _Stop, refusal: Callable[[], Exception]) -> int:
+async def _drain(llm: AsyncLLM, service: Service, stop: _Stop) -> int:
+    """Let running requests finish, then end those that have not; the exit code."""
+    from shardline.server.service import draining
+
     llm.drain()
     timeout = service.config.shutdown_timeout
     running = len(service.in_flight)
     if running:
-        _say(f"Shutting down: {running} running requests have {timeout:g} s to finish; interrupt again to end them now")
+        _say(
+            f"Shutting down: {running} running request(s) get {timeout:g} s to finish; interrupt again to end them now"
+        )
     emptied = asyncio.create_task(service.in_flight.wait_empty(timeout))
     hurried = asyncio.create_task(stop.second.wait())
     await asyncio.wait({emptied, hurried}, return_when=asyncio.FIRST_COMPLETED)
     for task in (emptied, hurried):
         task.cancel()
-    ended = service.in_flight.interrupt(refusal())
+    ended = service.in_flight.interrupt(draining())
     if ended:
-        _say(f"Ended {ended} requests that had not finished")
+        _say(f"Ended {ended} request(s) that had not finished")
     return 1 if llm.state() == "dead" else 0
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from shardline.channel import Channel
 from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.runtime.messages import (
     RankFailed,
@@ -27,10 +28,9 @@ from shardline.runtime.messages import (
     StepDone,
     WorkerReply,
 )
-from shardline.channel import Channel
-from shardline.runtime.setup import ReplicaSetup
 from shardline.runtime.parallel.progress import ProgressBoard
 from shardline.runtime.parallel.segment import SegmentLayout
+from shardline.runtime.setup import ReplicaSetup
 from shardline.types import StepPlan, StepResult
 
 _FRAME_TIMEOUT = 10.0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import queue
 import threading
 
 from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.runtime.messages import RankReport
-from shardline.runtime.setup import ReplicaSetup
 from shardline.runtime.parallel.segment import SegmentLayout
+from shardline.runtime.setup import ReplicaSetup
 from shardline.types import StepPlan, StepResult
 
 
@@ -24,7 +25,7 @@ class ThreadExecutor(Executor):
 
     def start(self) -> list[RankReport]:
         grid = self._setup.grid
-        segment = memoryview(bytearray(SegmentLayout(grid).num_bytes))
+        segment = memoryview(mmap.mmap(-1, SegmentLayout(grid).num_bytes))
         for rank in range(grid.world_size):
             plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
             thread = threading.Thread(

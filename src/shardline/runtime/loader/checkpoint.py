@@ -84,6 +84,8 @@ class Checkpoint:
     def check(self, spec: DecoderSpec) -> None:
         """Check that every parameter of `spec` is there with the right shape and a type that can be loaded.
 
+        Other tensors are passed over, except a bias that the spec does not have: without it results would be wrong.
+
         Raises:
             ValueError: names the first few that are not.
         """
@@ -102,7 +104,11 @@ class Checkpoint:
             if source.transposed:
                 shape = shape[::-1]
             expected[key] = max(shape, expected.get(key, shape))
-        problems += [problem for key, shape in expected.items() for problem in self._problems(key, shape)]
+        for key, shape in expected.items():
+            problems += self._problems(key, shape)
+            bias = f"{key.removesuffix('weight')}bias"
+            if bias in self.tensors and bias not in expected:
+                problems.append(f"{bias} is there, but the configuration has no bias in that place")
         if problems:
             more = f"; and {len(problems) - _NAMED_PROBLEMS} more" if len(problems) > _NAMED_PROBLEMS else ""
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -36,8 +37,10 @@ def activation_reference(x: Tensor, name: ActivationName) -> Tensor:
         y = torch.nn.functional.silu(exact)
     elif name == "relu":
         y = exact.relu()
-    else:
-        y = torch.nn.functional.gelu(exact, approximate="tanh" if name == "gelu_tanh" else "none")
+    elif name == "gelu_tanh":  # (1 + tanh(u)) / 2 = sigmoid(2u), which does not cancel
+        y = exact * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (exact + 0.044715 * exact**3))
+    else:  # (1 + erf(u)) / 2 = erfc(-u) / 2
+        y = exact * torch.special.erfc(-exact / math.sqrt(2)) / 2
     return y.to(x.dtype)
 
 

@@ -8,8 +8,8 @@ and Ctrl-C is noticed within 100 ms. After a TimeoutError the ranks are out of s
 abort, arrived. Rank -1 observes: it may look and abort, but takes no part. A TimeoutError has `missing_ranks`.
 
 `Mailbox(buffer, spin_iterations=None)`: send, recv, recv_into, next_size, ready, abort; one sender, one receiver, in
-order, any length. A send or receive that finds nothing to do in time may be tried again; one that stops inside a message
-aborts the mailbox.
+order, any length. A send or receive that finds nothing to do in time may be tried again; one that stops inside a
+message aborts the mailbox.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from shardline.server.errors import bad_request
 from shardline.server.openai.generation import Delta, Generation, Progress
 from shardline.server.openai.logprobs import ChatLogprobs, TokenPieces, chat_logprobs
 from shardline.server.openai.protocol import ERRORS, RequestModel, SamplingFields, Usage, refuse, usage_of
+from shardline.server.routing import StrictRoute
 from shardline.server.service import Service, new_id
 from shardline.server.sse import EventStream, event
 from shardline.types import RequestOutput
@@ -335,7 +336,7 @@ class ChatWriter:
 
 def chat_routes(service: Service) -> APIRouter:
     """The endpoint."""
-    router = APIRouter()
+    router = APIRouter(route_class=StrictRoute)
 
     @router.post("/v1/chat/completions", responses=ERRORS)
     async def create_chat_completion(body: ChatRequest) -> Response:

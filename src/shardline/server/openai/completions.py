@@ -15,6 +15,7 @@ from shardline.server.errors import bad_request
 from shardline.server.openai.generation import Delta, Generation, Progress
 from shardline.server.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter, TokenPieces
 from shardline.server.openai.protocol import ERRORS, SamplingFields, TokenIds, Usage, refuse, usage_of
+from shardline.server.routing import StrictRoute
 from shardline.server.service import Service, new_id
 from shardline.server.sse import EventStream, event
 from shardline.types import CompletionOutput, RequestOutput
@@ -27,15 +28,14 @@ MAX_PROMPTS = 2048
 
 _DEFAULT_MAX_TOKENS = 16
 
-PromptField = str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True)]
 
 
 class CompletionRequest(SamplingFields):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[
-        PromptField, Field(description="a string, an array of strings, an array of token ids, or an array of those")
-    ]
+    prompt: str | Texts | TokenIds | TokenIdLists
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
@@ -216,7 +216,7 @@ async def _prepare(
 
 def completion_routes(service: Service) -> APIRouter:
     """The endpoint."""
-    router = APIRouter()
+    router = APIRouter(route_class=StrictRoute)
 
     @router.post("/v1/completions", responses=ERRORS)
     async def create_completion(body: CompletionRequest) -> Response:

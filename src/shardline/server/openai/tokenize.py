@@ -9,6 +9,7 @@ from starlette.responses import Response
 from shardline.server.errors import bad_request
 from shardline.server.openai.chat import ConversationFields, Messages
 from shardline.server.openai.protocol import ERRORS, RequestModel, TokenIds
+from shardline.server.routing import StrictRoute
 from shardline.server.service import Service
 
 
@@ -41,7 +42,7 @@ class TokenizeResponse(msgspec.Struct, frozen=True):
 
 def tokenize_routes(service: Service) -> APIRouter:
     """The endpoints."""
-    router = APIRouter()
+    router = APIRouter(route_class=StrictRoute)
 
     @router.post("/tokenize", responses=ERRORS)
     async def tokenize(body: TokenizeRequest) -> Response:

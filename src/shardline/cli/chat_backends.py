@@ -1,0 +1,160 @@
+"""Who answers in `shardline chat`: an engine of this process, or a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.client import HTTPException
+from typing import Any, Protocol
+
+from shardline import env
+from shardline.api.async_llm import AsyncLLM, RequestStream
+from shardline.config.engine import EngineConfig
+from shardline.types import SamplingParams
+
+_CONNECT_SECONDS = 600.0
+"""Longest wait for the first or next byte of a server."""
+
+
+class ChatBackend(Protocol):
+    """Answers conversations, one at a time."""
+
+    model: str
+
+    def reply(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        """The answer, piece by piece; closing the iterator early aborts it.
+
+        Raises:
+            ValueError: the conversation cannot be answered.
+            RuntimeError: the engine or the server failed.
+        """
+
+    def close(self) -> None:
+        """Let go of the model."""
+
+
+class LocalBackend:
+    """An AsyncLLM, run only while an answer is awaited.
+
+    Raises:
+        ValueError: the configuration is at fault, or the model has no chat template.
+        RuntimeError: the engine failed.
+    """
+
+    def __init__(self, config: EngineConfig, params: SamplingParams, llm: AsyncLLM | None = None) -> None:
+        self.model = config.model.model
+        self._params = params
+        self._loop = asyncio.new_event_loop()
+        self._llm = llm or AsyncLLM(config)
+        try:
+            self._loop.run_until_complete(self._llm.wait_ready())
+            if self._llm.chat_template is None or self._llm.tokenizer is None:
+                raise ValueError(f"{self.model} has no chat template")
+        except BaseException:
+            self.close()
+            raise
+
+    def reply(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        """See ChatBackend."""
+        template, tokenizer = self._llm.chat_template, self._llm.tokenizer
+        assert template is not None
+        assert tokenizer is not None
+        ids = tokenizer.encode(template.render(messages), add_special_tokens=False)
+        stream = self._loop.run_until_complete(self._llm.submit({"prompt_token_ids": ids}, self._params))
+        try:
+            yield from self._pieces(stream)
+        finally:
+            self._loop.run_until_complete(stream.aclose())
+
+    def _pieces(self, stream: RequestStream) -> Iterator[str]:
+        shown = 0
+        while True:
+            try:
+                output = self._loop.run_until_complete(stream.__anext__())
+            except StopAsyncIteration:
+                return
+            choice = output.outputs[0]
+            if choice.finish_reason == "error":
+                raise RuntimeError(str(choice.stop_reason))
+            yield choice.text[shown:]
+            shown = len(choice.text)
+
+    def close(self) -> None:
+        """End the engine."""
+        if not self._loop.is_closed():
+            self._loop.run_until_complete(self._llm.close())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()
+
+
+class RemoteBackend:
+    """An OpenAI-compatible server; `model` None: the first that it lists.
+
+    Raises:
+        ValueError: the URL is none, or the server refused the request.
+        RuntimeError: the server cannot be reached.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, model: str | None = None, **options: Any) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"--url must begin with http:// or https://, got {url!r}")
+        self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._key = api_key or env.api_key()
+        self._options = {name: value for name, value in options.items() if value is not None}
+        self.model = model or self._first_model()
+
+    def reply(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        """See ChatBackend."""
+        body = {"model": self.model, "messages": messages, "stream": True, **self._options}
+        with self._open("/chat/completions", body) as response:
+            try:
+                for line in response:
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line[len(b"data:") :].strip()
+                    if data == b"[DONE]":
+                        return
+                    yield _piece(json.loads(data))
+            except (OSError, HTTPException) as error:
+                raise RuntimeError(f"the server broke off: {error}") from error
+
+    def close(self) -> None:
+        """Nothing is held between answers."""
+
+    def _first_model(self) -> str:
+        with self._open("/models") as response:
+            models = json.load(response).get("data") or []
+        if not models:
+            raise ValueError(f"{self._base} serves no model")
+        return str(models[0]["id"])
+
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._base + path, data, headers)
+        try:
+            return urllib.request.urlopen(request, timeout=_CONNECT_SECONDS)
+        except urllib.error.HTTPError as error:
+            kind = ValueError if error.code < 500 else RuntimeError
+            raise kind(f"the server answered {error.code}: {_error_text(error.read())}") from error
+        except (OSError, HTTPException) as error:
+            raise RuntimeError(f"{self._base} cannot be reached: {error}") from error
+
+
+def _piece(event: dict[str, Any]) -> str:
+    if "error" in event:
+        raise RuntimeError(_error_text(json.dumps(event).encode()))
+    choices = event.get("choices") or [{}]
+    return str(choices[0].get("delta", {}).get("content") or "")
+
+
+def _error_text(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")[:500]

@@ -1,0 +1,228 @@
+"""`shardline bench throughput|latency`: how fast an engine is on this machine, offline."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardline.cli.flags import add_engine_flags, engine_config
+
+if TYPE_CHECKING:
+    from shardline.api.llm import LLM, RequestTimes
+    from shardline.types import EngineStats, RequestOutput
+
+_PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a benchmark measured. Times in seconds; percentiles by their number."""
+
+    name: str
+    num_prompts: int
+    prompt_tokens: int
+    generation_tokens: int
+    seconds: float
+    prompt_tokens_per_second: float
+    generation_tokens_per_second: float
+    ttft: dict[int, float]
+    """From handing the request to an engine to its first token, queueing included."""
+    tpot: dict[int, float]
+    """Between output tokens, averaged over each request."""
+    latency: dict[int, float]
+    """Of a request (throughput) or of a whole batch (latency)."""
+    num_steps: int
+    engine_seconds_per_step: float
+    """The engine loop's own time: scheduler, block pool, messages; all but the workers' steps."""
+    step_seconds_per_step: float
+    """The workers' time."""
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        return [
+            f"{self.name}: {self.num_prompts} prompts in {self.seconds:.2f} s",
+            f"prompt tokens      {self.prompt_tokens:>10}  {self.prompt_tokens_per_second:10.1f} tokens/s",
+            f"generated tokens   {self.generation_tokens:>10}  {self.generation_tokens_per_second:10.1f} tokens/s",
+            f"TTFT      {_in_ms(self.ttft)}",
+            f"TPOT      {_in_ms(self.tpot)}",
+            f"latency   {_in_ms(self.latency)}",
+            f"engine overhead    {1e3 * self.engine_seconds_per_step:10.3f} ms a step, {self.num_steps} steps of "
+            f"{1e3 * self.step_seconds_per_step:.2f} ms in the workers",
+        ]
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers."""
+    parser = commands.add_parser("bench", help="measure speed", description="Measure speed on this machine.")
+    kinds = parser.add_subparsers(title="benchmarks", dest="benchmark", metavar="BENCHMARK", required=True)
+    throughput = kinds.add_parser("throughput", help="many prompts at once", description="Run many prompts at once.")
+    _add_workload(throughput, input_len=128, output_len=128)
+    throughput.add_argument("--num-prompts", type=_positive, default=64, help="number of prompts (default: 64)")
+    add_engine_flags(throughput)
+    throughput.set_defaults(run=run_throughput)
+    latency = kinds.add_parser("latency", help="one batch at a time", description="Run one batch at a time.")
+    _add_workload(latency, input_len=32, output_len=128)
+    latency.add_argument("--batch-size", type=_positive, default=1, help="prompts in a batch (default: 1)")
+    latency.add_argument("--num-iters", type=_positive, default=10, help="batches measured (default: 10)")
+    latency.add_argument("--num-iters-warmup", type=_positive, default=2, help="batches before these (default: 2)")
+    add_engine_flags(latency)
+    latency.set_defaults(run=run_latency)
+
+
+def run_throughput(args: argparse.Namespace) -> int:
+    """All prompts at once: tokens per second, and what each request saw."""
+    with _open(args) as llm:
+        llm.generate_timed(*_workload(args, llm, min(2, args.num_prompts)))
+        measure = _Measure(llm)
+        prompts, params = _workload(args, llm, args.num_prompts)
+        outputs, times = llm.generate_timed(prompts, params, use_tqdm=True)
+        measure.add(outputs, times)
+        report = measure.report("throughput", [one.finished - one.submitted for one in times])
+    return _publish(report, args.json)
+
+
+def run_latency(args: argparse.Namespace) -> int:
+    """Batch after batch: how long each takes."""
+    with _open(args) as llm:
+        for _ in range(args.num_iters_warmup):
+            llm.generate_timed(*_workload(args, llm, args.batch_size))
+        measure = _Measure(llm)
+        batches = []
+        for _ in range(args.num_iters):
+            prompts, params = _workload(args, llm, args.batch_size)
+            start = time.monotonic()
+            outputs, times = llm.generate_timed(prompts, params)
+            batches.append(time.monotonic() - start)
+            measure.add(outputs, times)
+        report = measure.report("latency", batches)
+    return _publish(report, args.json)
+
+
+class _Measure:
+    """What happens from its making on."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._before = self._stats()
+        self._start = time.monotonic()
+        self._outputs: list[RequestOutput] = []
+        self._times: list[RequestTimes] = []
+
+    def add(self, outputs: Sequence[RequestOutput], times: Sequence[RequestTimes]) -> None:
+        self._outputs += outputs
+        self._times += times
+
+    def report(self, name: str, latencies: Sequence[float]) -> Report:
+        """The report of everything up to now.
+
+        Raises:
+            RuntimeError: a request failed.
+        """
+        seconds = time.monotonic() - self._start
+        choices = [choice for output in self._outputs for choice in output.outputs]
+        failed = [choice for choice in choices if choice.finish_reason == "error"]
+        if failed:
+            raise RuntimeError(f"{len(failed)} of {len(choices)} requests failed: {failed[0].stop_reason}")
+        now, before = self._stats(), self._before
+        steps = max(1, now.num_steps - before.num_steps)
+        prompt_tokens = sum(len(output.prompt_token_ids) for output in self._outputs)
+        generated = [len(choice.token_ids) for choice in choices]
+        tpots = [
+            (one.finished - one.first_token) / (count - 1)
+            for one, count in zip(self._times, generated, strict=True)
+            if count > 1
+        ]
+        return Report(
+            name=name,
+            num_prompts=len(self._outputs),
+            prompt_tokens=prompt_tokens,
+            generation_tokens=sum(generated),
+            seconds=seconds,
+            prompt_tokens_per_second=prompt_tokens / seconds,
+            generation_tokens_per_second=sum(generated) / seconds,
+            ttft=_percentiles([one.first_token - one.submitted for one in self._times]),
+            tpot=_percentiles(tpots),
+            latency=_percentiles(latencies),
+            num_steps=now.num_steps - before.num_steps,
+            engine_seconds_per_step=(now.engine_seconds - before.engine_seconds) / steps,
+            step_seconds_per_step=(now.step_seconds - before.step_seconds) / steps,
+        )
+
+    def _stats(self) -> EngineStats:
+        from shardline.api.replicas import merge_stats
+
+        return merge_stats(self._llm.stats())
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of `values` lie, interpolated linearly; 0 where there are none."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def _percentiles(values: Sequence[float]) -> dict[int, float]:
+    return {percent: percentile(values, percent) for percent in _PERCENTILES}
+
+
+def _in_ms(values: dict[int, float]) -> str:
+    return "  ".join(f"p{percent} {1e3 * value:9.2f} ms" for percent, value in values.items())
+
+
+def _add_workload(parser: argparse.ArgumentParser, *, input_len: int, output_len: int) -> None:
+    group = parser.add_argument_group("workload")
+    group.add_argument("--input-len", type=_positive, default=input_len, help=f"prompt tokens (default: {input_len})")
+    group.add_argument(
+        "--output-len", type=_positive, default=output_len, help=f"output tokens (default: {output_len})"
+    )
+    group.add_argument("--temperature", type=float, default=1.0, help="0: greedy (default: 1)")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the report here too")
+
+
+def _open(args: argparse.Namespace) -> LLM:
+    from shardline.api.llm import LLM
+    from shardline.log import configure_logging
+
+    configure_logging()
+    llm = LLM.from_config(engine_config(args))
+    if args.input_len + args.output_len > llm.max_model_len:
+        llm.close()
+        raise ValueError(
+            f"--input-len {args.input_len} and --output-len {args.output_len} are together more than the model's "
+            f"maximum length, {llm.max_model_len} tokens"
+        )
+    # One stream of prompts for warm-up and measurement, so that none is found in the prefix cache.
+    args.prompts = random.Random(llm.config.model.seed)
+    return llm
+
+
+def _workload(args: argparse.Namespace, llm: LLM, count: int) -> tuple[list[list[int]], Any]:
+    """`count` prompts of random tokens, and parameters that make every output exactly --output-len long."""
+    from shardline.types import SamplingParams
+
+    prompts = [[args.prompts.randrange(llm.vocab_size) for _ in range(args.input_len)] for _ in range(count)]
+    return prompts, SamplingParams(temperature=args.temperature, max_tokens=args.output_len, ignore_eos=True)
+
+
+def _publish(report: Report, path: Path | None) -> int:
+    print("\n".join(report.lines()))
+    if path is not None:
+        path.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _positive(word: str) -> int:
+    value = int(word)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value

@@ -1,0 +1,122 @@
+"""`shardline chat [MODEL]`: talk to a model in the terminal, here or on a server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from shardline.cli.flags import add_engine_flags, engine_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardline.cli.chat_backends import ChatBackend
+
+Messages = list[dict[str, str]]
+
+_HELP = "/reset forgets the conversation, /exit or ctrl-D ends it, ctrl-C stops an answer"
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers."""
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a model in the terminal",
+        description=f"Talk to a model in the terminal: one loaded here, or a server's with --url. {_HELP}.",
+    )
+    group = parser.add_argument_group("chat")
+    group.add_argument("--url", help="OpenAI-compatible server, for example http://127.0.0.1:8000 (default: none)")
+    group.add_argument("--api-key", help="the server's key (default: $SHARDLINE_API_KEY)")
+    group.add_argument("--system-prompt", help="instructions at the beginning of every conversation")
+    group.add_argument("--temperature", type=float, default=0.7, help="0: always the likeliest token (default: 0.7)")
+    group.add_argument("--top-p", type=float, default=1.0, help="sample from this share of probability (default: 1)")
+    group.add_argument(
+        "--max-tokens", type=int, help="longest answer, in tokens (default: what the model has room for)"
+    )
+    add_engine_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until the user ends it.
+
+    Raises:
+        ValueError: the configuration is at fault, or the model has no chat template.
+        RuntimeError: the engine or the server failed.
+    """
+    from rich.console import Console
+
+    from shardline.cli.chat_backends import LocalBackend, RemoteBackend
+
+    console = Console(highlight=False)
+    backend: ChatBackend
+    if args.url is not None:
+        backend = RemoteBackend(
+            args.url,
+            api_key=args.api_key,
+            model=getattr(args, "model", None),
+            temperature=args.temperature,
+            top_p=args.top_p,
+            max_tokens=args.max_tokens,
+        )
+    else:
+        from shardline.types import SamplingParams
+
+        params = SamplingParams(temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens)
+        config = engine_config(args)
+        with console.status(f"Loading {config.model.model} ..."):
+            backend = LocalBackend(config, params)
+    with closing(backend):
+        if sys.stdin.isatty():
+            console.print(f"{backend.model}: {_HELP}", style="dim", markup=False)
+        system: Messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+        talk(backend, console, system, lambda: _read_line(console))
+    return 0
+
+
+def talk(backend: ChatBackend, console: Console, system: Messages, read: Callable[[], str | None]) -> None:
+    """The conversation: `read` gives the user's lines, None at their end."""
+    messages = list(system)
+    while (line := read()) is not None:
+        command = line.strip()
+        if command == "/exit":
+            return
+        if command == "/reset":
+            messages = list(system)
+        elif command:
+            messages.append({"role": "user", "content": line})
+            try:
+                messages.append({"role": "assistant", "content": _answer(backend.reply(messages), console)})
+            except ValueError as error:  # for example: the conversation has become too long
+                messages.pop()
+                console.print(str(error), style="red", markup=False)
+
+
+def _answer(pieces: Iterator[str], console: Console) -> str:
+    """Print an answer while it comes; ctrl-C ends it where it stands."""
+    start = time.monotonic()
+    text = ""
+    try:
+        for piece in pieces:
+            text += piece
+            console.print(piece, end="", markup=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        console.print(" [stopped]", end="", style="dim", markup=False)
+    finally:
+        if hasattr(pieces, "close"):
+            pieces.close()
+        console.print()
+    if console.is_terminal:
+        console.print(f"{time.monotonic() - start:.1f} s", style="dim")
+    return text
+
+
+def _read_line(console: Console) -> str | None:
+    try:
+        return console.input("[bold green]> [/]") if sys.stdin.isatty() else input()
+    except EOFError:
+        return None

@@ -1,0 +1,31 @@
+"""`shardline serve [MODEL]`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from shardline.cli.flags import add_engine_flags, add_flags, engine_config, given
+from shardline.config.server import ServerConfig
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers."""
+    parser = commands.add_parser(
+        "serve", help="serve a model over the OpenAI API", description="Serve a model over the OpenAI API."
+    )
+    add_engine_flags(parser)
+    add_flags(parser, ServerConfig, "server")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM; the exit code is the server's.
+
+    Raises:
+        ValueError: the configuration is at fault.
+    """
+    engine, server = engine_config(args), ServerConfig(**given(args, ServerConfig))
+    from shardline.server.launch import run_server
+
+    return run_server(engine, server)

@@ -1,0 +1,135 @@
+"""Command-line flags from configuration dataclasses: a field with `option(...)` is a flag, and nothing else is."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from shardline.config.engine import EngineConfig
+
+USAGE_ERROR = 2
+"""Exit code for a user's mistake."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, and which takes --max_model_len for --max-model-len."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error and exit with code 2."""
+        print(f"shardline: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        sys.exit(USAGE_ERROR)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in the base class; the innermost parser refuses what it does not know, with close matches."""
+        words = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
+        found, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            self.error(self._unknown(unknown[0]))
+        return found, unknown
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"unexpected argument {word!r}"
+        name = word.split("=")[0]
+        close = difflib.get_close_matches(name, list(self._option_string_actions), n=3)
+        return f"unknown option {name}" + (f"; did you mean {' or '.join(close)}?" if close else "")
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type[Any], title: str, skip: Sequence[str] = ()) -> None:
+    """Add a flag for every field of a configuration dataclass but those in `skip`.
+
+    A flag that is not given leaves nothing in the namespace, so that defaults live in the dataclass alone.
+    """
+    group = parser.add_argument_group(title)
+    for field in dataclasses.fields(config):
+        if field.name not in skip:
+            _add_flag(group, field)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of EngineConfig, grouped by its parts, and the model as an optional positional argument."""
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=_model_help())
+    for part in dataclasses.fields(EngineConfig):
+        assert isinstance(part.default_factory, type)
+        add_flags(parser, part.default_factory, part.name)
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine configuration that the flags give.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+    parts = [part.default_factory for part in dataclasses.fields(EngineConfig)]
+    return EngineConfig.from_options(**{k: v for part in parts for k, v in given(args, part).items()})
+
+
+def given(args: argparse.Namespace, config: Any) -> dict[str, Any]:
+    """The fields of the dataclass `config` that were set by flags; lists as tuples."""
+    names = [field.name for field in dataclasses.fields(config)]
+    values = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
+    names = ["--" + field.name.replace("_", "-")]
+    names += ["-" + alias if len(alias) <= 2 else "--" + alias for alias in field.metadata["aliases"]]
+    options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
+    kind = str(field.type)
+    if kind == "bool":
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        options["metavar"] = field.name.rsplit("_", 1)[-1].upper()
+        if kind.startswith("tuple"):
+            options.update(nargs="+", action="extend")
+        else:
+            options["type"] = _reader(kind)
+        if field.metadata["choices"]:
+            del options["metavar"]
+            options["choices"] = field.metadata["choices"]
+    group.add_argument(*names, **options)
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    text = str(field.metadata["help"])
+    if field.default is not None and field.default != () and field.default != "":
+        text += f" (default: {field.default})"
+    return text.replace("%", "%%")
+
+
+def _model_help() -> str:
+    fields = {field.name: field for field in dataclasses.fields(EngineConfig().model)}
+    return _help(fields["model"])
+
+
+def _reader(kind: str) -> Callable[[str], Any]:
+    """What turns a word of the command line into a field of type `kind`, such as "int | str | None"."""
+    kinds = {name.strip() for name in kind.split("|")} - {"None"}
+    if kinds == {"int", "str"}:
+        return _int_or_text
+    readers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
+    (name,) = kinds
+    return readers[name]
+
+
+def _int_or_text(word: str) -> int | str:
+    try:
+        return int(word)
+    except ValueError:
+        return word
+
+
+def _dashed(word: str) -> str:
+    """--max_model_len=3 as --max-model-len=3; a value keeps its underscores."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value

@@ -1,0 +1,63 @@
+"""`shardline COMMAND`: every file in `commands/` is a command.
+
+They import little at the top, so that `--help` and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import shardline.cli.commands
+from shardline import env
+from shardline.cli.flags import USAGE_ERROR, Parser
+
+FAILURE = 1
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit code: 0, 1 (it failed), 2 (the user's mistake) or 130 (ctrl-C).
+
+    A command's `run` raises ValueError for the user's mistakes and RuntimeError or OSError for failures; their
+    messages are for people. SHARDLINE_LOG_LEVEL=DEBUG shows where they come from.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args) or 0)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (ValueError, RuntimeError, OSError) as error:
+        if env.log_level() == "DEBUG":
+            raise
+        print(f"shardline: error: {error}", file=sys.stderr)
+        return USAGE_ERROR if isinstance(error, ValueError) else FAILURE
+
+
+def build_parser() -> Parser:
+    """The parser with all commands."""
+    parser = Parser(prog="shardline", description="Distributed LLM inference: one answer, any shape of hardware.")
+    parser.add_argument("--version", action=_Version, help="print versions and the devices found")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    for module in sorted(module.name for module in pkgutil.iter_modules(shardline.cli.commands.__path__)):
+        importlib.import_module(f"shardline.cli.commands.{module}").add_parser(commands)
+    return parser
+
+
+class _Version(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **kwargs)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from shardline.cli.version import version_lines
+
+        print("\n".join(version_lines()))
+        parser.exit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

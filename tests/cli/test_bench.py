@@ -1,0 +1,68 @@
+"""The benchmarks over fake engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardline.api.llm import LLM
+from shardline.cli.commands.bench import percentile
+from shardline.cli.main import main
+from shardline.config.engine import EngineConfig
+from tests.api.fake_engine import FakeCluster, load_text
+
+
+@pytest.fixture(autouse=True)
+def fake_engines(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    cluster = FakeCluster()
+    real = LLM.from_config
+
+    def from_config(config: EngineConfig) -> LLM:
+        return real(config, connect=cluster, load_text=load_text)
+
+    monkeypatch.setattr(LLM, "from_config", from_config)
+    return cluster
+
+
+def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake_engines: FakeCluster) -> None:
+    path = tmp_path / "report.json"
+    words = f"bench throughput demo -dp 2 --num-prompts 6 --input-len 10 --output-len 5 --json {path}"
+    assert main(words.split()) == 0
+    report = json.loads(path.read_text())
+    assert (report["num_prompts"], report["prompt_tokens"], report["generation_tokens"]) == (6, 60, 30)
+    assert report["generation_tokens_per_second"] > 0
+    for name in ("ttft", "tpot", "latency"):
+        assert 0 < report[name]["50"] <= report[name]["90"] <= report[name]["99"]
+    assert report["num_steps"] > 0
+    out = capsys.readouterr().out
+    for word in ("tokens/s", "TTFT", "TPOT", "engine overhead", "ms a step"):
+        assert word in out
+    prompts = [tuple(r.prompt_token_ids) for client in fake_engines.clients for r in client.added]
+    assert len(set(prompts)) == len(prompts) == 8, "warm-up must not fill the prefix cache for the measurement"
+    assert all(client.closed for client in fake_engines.clients)
+
+
+def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    words = f"bench latency --batch-size 2 --num-iters 3 --input-len 8 --output-len 4 --temperature 0 --json {path}"
+    assert main(words.split()) == 0
+    report = json.loads(path.read_text())
+    assert (report["num_prompts"], report["generation_tokens"]) == (6, 24)
+    assert "latency: 6 prompts" in capsys.readouterr().out
+
+
+def test_too_long_a_workload_is_the_users_mistake(
+    capsys: pytest.CaptureFixture[str], fake_engines: FakeCluster
+) -> None:
+    assert main(["bench", "latency", "--input-len", "60", "--output-len", "60"]) == 2
+    assert "together more than the model's maximum length, 64 tokens" in capsys.readouterr().err
+    assert all(client.closed for client in fake_engines.clients)
+
+
+def test_percentiles() -> None:
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert percentile([1.0, 2.0], 75) == 1.75
+    assert percentile([1.0], 99) == 1.0
+    assert percentile([], 50) == 0.0

@@ -1,0 +1,167 @@
+"""The terminal chat: an engine here, a server there, and what the user types."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from shardline.api.async_llm import AsyncLLM
+from shardline.cli.chat_backends import ChatBackend, LocalBackend, RemoteBackend
+from shardline.cli.commands.chat import Messages, talk
+from shardline.cli.main import main
+from shardline.config.engine import EngineConfig
+from shardline.types import SamplingParams
+from tests.api.fake_engine import FakeCluster, load_text, scripted
+
+
+class Echo:
+    """Answers with what it was told; stops itself with ctrl-C where told so."""
+
+    model = "echo"
+
+    def __init__(self) -> None:
+        self.heard: list[Messages] = []
+
+    def reply(self, messages: Messages) -> Iterator[str]:
+        self.heard.append([dict(message) for message in messages])
+        text = messages[-1]["content"]
+        if text == "bad":
+            raise ValueError("too long")
+        yield "you said "
+        if text == "stop":
+            raise KeyboardInterrupt
+        yield text
+
+    def close(self) -> None:
+        pass
+
+
+def typed(backend: ChatBackend, *lines: str, system: str = "") -> str:
+    out = io.StringIO()
+    words = iter([*lines, None])
+    start: Messages = [{"role": "system", "content": system}] if system else []
+    talk(backend, Console(file=out, width=80), start, lambda: next(words))
+    return out.getvalue()
+
+
+def test_a_conversation_grows_and_is_forgotten() -> None:
+    echo = Echo()
+    out = typed(echo, "one", "", "[two]", "/reset", "three", "/exit", "four", system="be brief")
+    assert out == "you said one\nyou said [two]\nyou said three\n"
+    assert [[m["role"] for m in heard] for heard in echo.heard] == [
+        ["system", "user"],
+        ["system", "user", "assistant", "user"],
+        ["system", "user"],
+    ]
+    assert echo.heard[1][2]["content"] == "you said one"
+
+
+def test_a_refused_or_stopped_answer_does_not_end_the_chat() -> None:
+    echo = Echo()
+    out = typed(echo, "bad", "stop", "go on")
+    assert "too long" in out
+    assert "you said  [stopped]" in out
+    assert [message["content"] for message in echo.heard[-1]] == ["stop", "you said ", "go on"]
+
+
+def local(cluster: FakeCluster, config: EngineConfig) -> LocalBackend:
+    llm = AsyncLLM(config, connect=cluster, load_text=load_text)
+    return LocalBackend(config, SamplingParams(max_tokens=None, temperature=0.0), llm)
+
+
+def test_a_local_model_streams_and_aborts() -> None:
+    tokenizer = load_text(EngineConfig()).tokenizer
+    assert tokenizer is not None
+    cluster = FakeCluster(next_token=scripted(tokenizer.encode("one two three four")))
+    backend = local(cluster, EngineConfig())
+    messages = [{"role": "user", "content": "hi"}]
+    assert "".join(backend.reply(messages)) == "one two three four"
+    assert tokenizer.decode(cluster.clients[0].added[0].prompt_token_ids, False).startswith("<|bos|><|user|>hi")
+    pieces = backend.reply(messages)
+    next(pieces)
+    pieces.close()  # type: ignore[attr-defined]
+    assert len(cluster.clients[0].aborted) == 1
+    with pytest.raises(ValueError, match="maximum length"):
+        next(backend.reply([{"role": "user", "content": "dog " * 100}]))
+    cluster.clients[0].die("rank 0 was killed")
+    with pytest.raises(RuntimeError, match="rank 0 was killed"):
+        next(backend.reply(messages))
+    backend.close()
+    backend.close()
+    assert cluster.clients[0].closed
+
+
+class Server(BaseHTTPRequestHandler):
+    """Just enough of the OpenAI API."""
+
+    bodies: list[Any] = []  # noqa: RUF012  one server at a time
+
+    def do_GET(self) -> None:
+        self._answer(200, {"data": [{"id": "served"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.bodies.append((self.headers["Authorization"], body))
+        if body["messages"][-1]["content"] == "bad":
+            self._answer(400, {"error": {"message": "too long"}})
+            return
+        self.send_response(200)
+        self.end_headers()
+        for text in ("hel", "lo"):
+            event = {"choices": [{"delta": {"content": text}}]}
+            self.wfile.write(b": comment\n\ndata: " + json.dumps(event).encode() + b"\n\n")
+        ending = b'data: {"error": {"message": "engine died"}}\n\n' if body["messages"][0]["content"] == "die" else b""
+        self.wfile.write(ending + b'data: {"choices": []}\n\ndata: [DONE]\n\n')
+
+    def _answer(self, code: int, body: Any) -> None:
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Server.bodies = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_server_is_asked_in_its_own_words(url: str) -> None:
+    backend = RemoteBackend(url + "/v1/", api_key="key", temperature=0.5, max_tokens=None)
+    assert backend.model == "served"
+    messages = [{"role": "user", "content": "hi"}]
+    assert list(backend.reply(messages)) == ["hel", "lo", ""]
+    assert Server.bodies == [
+        ("Bearer key", {"model": "served", "messages": messages, "stream": True, "temperature": 0.5})
+    ]
+    with pytest.raises(ValueError, match="answered 400: too long"):
+        list(backend.reply([{"role": "user", "content": "bad"}]))
+    with pytest.raises(RuntimeError, match="engine died"):
+        list(backend.reply([{"role": "user", "content": "die"}]))
+
+
+def test_the_command(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    assert main(["chat", "--url", url, "--system-prompt", "be brief"]) == 0
+    assert capsys.readouterr().out == "hello\n"
+    assert Server.bodies[0][1]["messages"][0] == {"role": "system", "content": "be brief"}
+
+
+def test_no_server_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", "http://127.0.0.1:9"]) == 1
+    assert "cannot be reached" in capsys.readouterr().err

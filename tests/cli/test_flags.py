@@ -1,0 +1,152 @@
+"""Flags are the configuration's fields, in vLLM's spellings; mistakes are one line and exit code 2."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from shardline.cli.flags import engine_config, given
+from shardline.cli.main import build_parser, main
+from shardline.config.engine import EngineConfig, ParallelConfig, option_names
+from shardline.config.server import ServerConfig
+
+COMMANDS = (["serve"], ["chat"], ["bench", "throughput"], ["bench", "latency"])
+
+
+def config_of(words: str) -> EngineConfig:
+    return engine_config(build_parser().parse_args(["serve", *words.split()]))
+
+
+def test_no_flags_are_the_defaults() -> None:
+    assert config_of("") == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("org/model", {"model": "org/model"}),
+        ("--model org/model", {"model": "org/model"}),
+        ("m --tensor-parallel-size 4", {"model": "m", "tensor_parallel_size": 4}),
+        ("-tp 2 -pp 3 -dp 4 -cp 1", {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "data_parallel_size": 4}),
+        ("--tensor_parallel_size=2", {"tensor_parallel_size": 2}),
+        ("--max-model-len auto", {"max_model_len": "auto"}),
+        ("--max-model-len 4096", {"max_model_len": 4096}),
+        ("--max-num-seqs 8 --max-num-batched-tokens 64", {"max_num_seqs": 8, "max_num_batched_tokens": 64}),
+        ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
+        ("--enable-prefix-caching --enable-chunked-prefill m", {"model": "m"}),
+        ("--gpu-memory-utilization 0.5", {"gpu_memory_utilization": 0.5}),
+        ("--dtype bfloat16 --load-format dummy --seed 3", {"dtype": "bfloat16", "load_format": "dummy", "seed": 3}),
+        ("--revision v1 --tokenizer some_folder", {"revision": "v1", "tokenizer": "some_folder"}),
+        ("--block-size 32 --kv-cache-memory 4GiB", {"block_size": 32, "kv_cache_memory": "4GiB"}),
+        ("--pipeline-stages 10,12,10", {"pipeline_stages": "10,12,10"}),
+    ],
+)
+def test_flags_that_vllm_users_type(words: str, options: dict[str, Any]) -> None:
+    assert config_of(words) == EngineConfig.from_options(**options)
+
+
+def test_server_flags() -> None:
+    words = "serve m --host 0.0.0.0 --port 9000 --api-key a b --served-model-name x --disable-log-requests"
+    args = build_parser().parse_args(words.split())
+    assert given(args, ServerConfig) == {
+        "host": "0.0.0.0",
+        "port": 9000,
+        "api_key": ("a", "b"),
+        "served_model_name": ("x",),
+        "disable_log_requests": True,
+    }
+    assert ServerConfig(**given(args, ServerConfig)).port == 9000
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main([*command, "--help"])
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    for name in option_names():
+        assert "--" + name.replace("_", "-") in text
+    for field in dataclasses.fields(ParallelConfig):
+        for alias in field.metadata["aliases"]:
+            assert f" -{alias}" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("serve --tensor-paralel-size 2", "unknown option --tensor-paralel-size; did you mean --tensor-parallel-size"),
+        ("serve --tensor-parallel 2", "did you mean --tensor-parallel-size"),
+        ("bench throughput --num-promts=3", "did you mean --num-prompts"),
+        ("serve a b", "unexpected argument 'b'"),
+        ("serve --tensor-parallel-size two", "invalid int value: 'two'"),
+        ("serve --dtype int3", "invalid choice: 'int3'"),
+        ("serv", "invalid choice: 'serv'"),
+        ("", "required: COMMAND"),
+        ("bench", "required: BENCHMARK"),
+        ("bench latency --batch-size 0", "must be at least 1, got 0"),
+        ("serve --tensor-parallel-size 0", "tensor_parallel_size must be at least 1, got 0"),
+        ("serve --gpu-memory-utilization 1.5", "gpu_memory_utilization must be in (0, 1]"),
+        ("serve --port 70000", "port must be in [0, 65535]"),
+        ("chat --url localhost:8000", "--url must begin with http://"),
+        ("chat --temperature -1", "temperature must be in [0, 100]"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(words: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(words.split())
+    except SystemExit as exit:
+        code = int(exit.code or 0)
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.err.startswith("shardline: error: ")
+    assert captured.err.count("\n") == 1
+    assert error in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(RuntimeError("engine died"), 1), (OSError("disk full"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_exit_codes_of_failures(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(*args: Any) -> int:
+        raise error
+
+    monkeypatch.setattr("shardline.cli.commands.serve.engine_config", failing)
+    assert main(["serve"]) == code
+    assert capsys.readouterr().err == (f"shardline: error: {error}\n" if code == 1 else "")
+
+
+def test_version_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("shardline 0.", "python 3.", "torch 2.", "device: CPU"):
+        assert word in text
+
+
+def test_help_is_instant_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, time; start = time.perf_counter()\n"
+        "from shardline.cli.main import build_parser\n"
+        "build_parser().format_help()\n"
+        "heavy = {'torch', 'numpy', 'tokenizers', 'jinja2', 'fastapi', 'rich', 'asyncio', 'msgspec'} & set(sys.modules)\n"
+        "print(time.perf_counter() - start, sorted(heavy))"
+    )
+    times = []
+    for _ in range(3):  # the best of three: the machine may be busy
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        seconds, _, heavy = done.stdout.strip().partition(" ")
+        assert heavy == "[]"
+        times.append(float(seconds))
+        if times[-1] < 0.15:
+            return
+        time.sleep(0.5)
+    assert min(times) < 0.15

@@ -1,0 +1,83 @@
+"""BlockPool against a model that is too simple to be wrong."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from shardline.engine.block_pool import NULL_BLOCK, BlockPool
+
+NUM_BLOCKS = 7
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """References as a list of holders, free blocks as a list in order of release."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(NUM_BLOCKS)
+        self.held: list[int] = []
+        self.content: dict[int, bytes] = {}
+        self.free = list(range(1, NUM_BLOCKS))
+
+    @precondition(lambda self: self.free)
+    @rule()
+    def take(self) -> None:
+        block = self.pool.take()
+        blank = [free for free in self.free if free not in self.content]
+        assert block in blank if blank else block == self.free[0]
+        self.free.remove(block)
+        self.content.pop(block, None)
+        self.held.append(block)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        self.pool.release(block)
+        self.held.remove(block)
+        if block not in self.held:
+            self.free.append(block)
+
+    @rule(data=st.data(), content=st.sampled_from([b"a", b"b", b"c"]))
+    def publish(self, data: st.DataObject, content: bytes) -> None:
+        blank = sorted({block for block in self.held if block not in self.content})
+        if blank:
+            block = data.draw(st.sampled_from(blank))
+            self.pool.publish(block, content)
+            if content not in self.content.values():
+                self.content[block] = content
+
+    @rule(content=st.sampled_from([b"a", b"b", b"c", b"d"]))
+    def share(self, content: bytes) -> None:
+        expected = next((block for block, known in self.content.items() if known == content), None)
+        block = self.pool.find(content)
+        assert block == expected
+        if block is not None:
+            self.pool.share(block)
+            self.held.append(block)
+            if block in self.free:
+                self.free.remove(block)
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert self.pool.num_free == len(self.free)
+        assert self.pool.num_used == len(set(self.held))
+        assert NULL_BLOCK not in self.held
+        for block in range(1, NUM_BLOCKS):
+            assert self.pool.references(block) == self.held.count(block)
+
+
+TestPool = PoolMachine.TestCase
+
+
+def test_releasing_a_free_block_is_a_bug() -> None:
+    pool = BlockPool(3)
+    with pytest.raises(AssertionError):
+        pool.release(1)
+
+
+def test_a_pool_needs_a_block_beside_the_null_block() -> None:
+    with pytest.raises(ValueError, match="at least 2 blocks"):
+        BlockPool(1)

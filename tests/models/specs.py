@@ -1,0 +1,51 @@
+"""Random decoder specs for hypothesis: any legal shape, however odd."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, Norm
+
+
+@st.composite
+def decoder_specs(draw: st.DrawFn, max_layers: int = 8) -> DecoderSpec:
+    """Specs with every part switched on or off, and windows that differ by layer."""
+    num_kv_heads = draw(st.integers(1, 4))
+    norm = Norm(draw(st.sampled_from(["rms", "layer"])), 1e-5, bias=draw(st.booleans()))
+    extra_norm = norm if draw(st.booleans()) else None
+    gated, bias, qkv_bias, output_bias = (draw(st.booleans()) for _ in range(4))
+    head_dim = draw(st.integers(1, 5))
+    num_heads = num_kv_heads * draw(st.integers(1, 4))
+    intermediate_size = draw(st.integers(8, 40))
+    layers = tuple(
+        Layer(
+            GQA(
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                1.0,
+                window=window,
+                qkv_bias=qkv_bias,
+                output_bias=output_bias,
+                qk_norm=extra_norm,
+            ),
+            Dense(intermediate_size, "silu", gated=gated, bias=bias),
+            norm,
+            norm,
+            extra_norm,
+            extra_norm,
+        )
+        for window in draw(st.lists(st.sampled_from([None, None, 4, 7]), min_size=1, max_size=max_layers))
+    )
+    return DecoderSpec(
+        model_type="llama",
+        vocab_size=draw(st.integers(8, 50)),
+        hidden_size=draw(st.integers(8, 40)),
+        layers=layers,
+        final_norm=norm,
+        max_position_embeddings=64,
+        dtype="float32",
+        tied_embeddings=draw(st.booleans()),
+        learned_positions=draw(st.sampled_from([None, 64])),
+        lm_head_bias=draw(st.booleans()),
+    )

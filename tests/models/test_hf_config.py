@@ -1,0 +1,98 @@
+"""Whatever is wrong with a config.json is a ValueError that names the key."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from shardline.models.hf_config import HFConfig
+from shardline.models.lookup import decoder_spec, family, known_families
+
+_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_size": "4096"}, "hidden_size must be a whole number, got '4096'"),
+        ({"hidden_size": True}, "hidden_size must be a whole number"),
+        ({"hidden_size": 0}, "hidden_size must be at least 1"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers must be a whole number"),
+        ({"num_attention_heads": 30}, "hidden_size must be a multiple of the 30 attention heads"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads must divide num_attention_heads"),
+        ({"head_dim": 7}, "even rotary size, got 7"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be positive"),
+        ({"attention_bias": 1}, "attention_bias must be true or false"),
+        ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported; supported: silu"),
+        ({"hidden_act": 3}, "hidden_act must be a string"),
+        ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
+        ({"torch_dtype": "int8"}, "torch_dtype 'int8' is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"\(gptq\): quantized checkpoints are not supported"),
+        ({"rope_scaling": [1]}, "rope_scaling must be an object"),
+        ({"rope_scaling": {"type": "spiral"}}, "rope_scaling.rope_type 'spiral' is not supported; supported: default"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "rope_parameters.factor must be positive"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_parameters.low_freq_factor is missing"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
+            "high_freq_factor must be above",
+        ),
+        ({"rope_parameters": {**_LONGROPE, "original_max_position_embeddings": 9999}}, "short_factor must be a list of"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 32}, "layer_types must be the same"),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32}, "sliding_window is not set"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types must name 32 layers"),
+        ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 32}, "layer_types has 'chunked_attention'"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 5.0}, "attn_logit_softcapping 5.0"),
+        ({"model_type": "phi3", "attention_bias": True}, "attention_bias True"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention True"),
+        ({"model_type": "gpt2", "n_head": 7}, "n_embd must be a multiple of the 7"),
+        ({"model_type": None}, "has no model_type"),
+    ],
+)
+def test_mistakes_name_the_key(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decoder_spec({"model_type": "llama", **config})
+
+
+@pytest.mark.parametrize("name", ["lama", "spec", "sizes", "", "llama.x", "no_such"])
+def test_unknown_model_types_name_the_known_ones(name: str) -> None:
+    with pytest.raises(ValueError, match="is not supported") as caught:
+        family(name)
+    assert "gemma2, gemma3_text, gpt2, llama, mistral" in str(caught.value)
+    assert ("did you mean llama" in str(caught.value)) == (name in ("lama", "llama.x"))
+
+
+@pytest.mark.parametrize("name", known_families())
+def test_names_that_a_family_has_not(name: str) -> None:
+    spec = decoder_spec({"model_type": name})
+    for wrong in ("layers.0.attention.r.weight", "middle.weight", "layers.0", "layers.x.attention.q.weight", "embed"):
+        with pytest.raises(ValueError, match="parameter"):
+            family(name).tensor_source(wrong, spec)
+
+
+def test_null_and_missing_differ_where_it_matters() -> None:
+    config = HFConfig({"there": 3, "null": None})
+    assert config.optional_integer("there", 7) == 3
+    assert config.optional_integer("null", 7) is None
+    assert config.optional_integer("missing", 7) == 7
+    assert config.integer("null", 7) == 7
+    with pytest.raises(ValueError, match="missing is missing"):
+        config.integer("missing")
+
+
+def test_models_and_the_front_half_of_the_loader_import_no_torch() -> None:
+    code = """
+import sys
+from shardline.models import kv_capacity, lookup, sizes
+from shardline.runtime.loader import checkpoint, fingerprint, hub
+lookup.known_families()
+heavy = {"torch", "transformers", "huggingface_hub", "safetensors"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,185 @@
+"""Shards and sizes: every element has its owners, and the formulas count what is really there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardline.config.topology import RankGrid
+from shardline.models.lookup import decoder_spec
+from shardline.models.parameters import parameters, stage_parameters
+from shardline.models.partition import Span, check_tensor_parallel, kv_groups, split_heads
+from shardline.models.sharding import Numerics, shard, shard_shape
+from shardline.models.sizes import (
+    attended_pairs,
+    flops,
+    kv_block_bytes,
+    kv_bytes_per_token,
+    num_parameters,
+    stage_spans,
+    weight_bytes,
+)
+from shardline.models.spec import DecoderSpec
+from tests.models.checkpoints import make_config, make_model
+from tests.models.reference import forward
+from tests.models.specs import decoder_specs
+
+_NUMERICS: tuple[Numerics, ...] = ("exact", "fast")
+
+
+def _fits(spec: DecoderSpec, tp_size: int) -> bool:
+    try:
+        check_tensor_parallel(spec, tp_size)
+    except ValueError:
+        return False
+    return True
+
+
+@settings(max_examples=40, deadline=None)
+@given(spec=decoder_specs(max_layers=2), tp_size=st.integers(1, 6), numerics=st.sampled_from(_NUMERICS))
+def test_shards_cover_every_parameter(spec: DecoderSpec, tp_size: int, numerics: Numerics) -> None:
+    if not _fits(spec, tp_size):
+        return
+    replicated_kv = any(tp_size > layer.attention.num_kv_heads for layer in spec.layers)
+    for name, shape in parameters(spec):
+        owners = np.zeros(shape, dtype=int)
+        for rank in range(tp_size):
+            spans = shard(name, spec, rank, tp_size, numerics)
+            assert len(spans) == len(shape)
+            where = tuple(slice(None) if span is None else slice(span.start, span.stop) for span in spans)
+            assert owners[where].shape == shard_shape(shape, spans)
+            owners[where] += 1
+        whole = "norm" in name or name.startswith("positions")
+        whole |= numerics == "fast" and name.endswith(("attention.o.bias", "feed_forward.down.bias"))
+        if whole:
+            assert (owners == tp_size).all(), name
+        elif replicated_kv and (".k." in name or ".v." in name):
+            assert (owners >= 1).all(), name
+        else:
+            assert (owners == 1).all(), name
+
+
+def test_the_split_dim_is_the_output_unless_fast() -> None:
+    spec = decoder_spec({"model_type": "llama", "num_key_value_heads": 8})
+    for part in ("attention.q", "attention.k", "attention.o", "feed_forward.up", "feed_forward.down"):
+        rows, columns = shard(f"layers.0.{part}.weight", spec, 1, 4)
+        assert rows is not None
+        assert columns is None
+    assert shard("layers.0.attention.o.weight", spec, 1, 4, "fast") == (None, Span(1024, 2048))
+    assert shard("layers.0.feed_forward.down.weight", spec, 3, 4, "fast") == (None, Span(8256, 11008))
+    with pytest.raises(ValueError, match="no canonical parameter name"):
+        shard("layers.0.attention.r.weight", spec, 0, 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(spec=decoder_specs(), tp_size=st.integers(1, 5), num_stages=st.integers(1, 4), numerics=st.sampled_from(_NUMERICS))
+def test_weight_bytes_count_what_each_rank_holds(
+    spec: DecoderSpec, tp_size: int, num_stages: int, numerics: Numerics
+) -> None:
+    if not _fits(spec, tp_size) or num_stages > len(spec.layers):
+        return
+    grid, stages = RankGrid(tp_size, num_stages), stage_spans(spec, num_stages)
+    everything = {name for name, _ in parameters(spec)}
+    for rank in range(grid.world_size):
+        place = grid.place(rank)
+        held = dict(stage_parameters(spec, stages[place.pp_rank]))
+        everything -= held.keys()
+        arrays = [
+            np.empty(shape)[
+                tuple(
+                    slice(None) if span is None else slice(span.start, span.stop)
+                    for span in shard(name, spec, place.tp_rank, tp_size, numerics)
+                )
+            ]
+            for name, shape in held.items()
+        ]
+        assert weight_bytes(spec, place, stages, "bfloat16", numerics) == 2 * sum(array.size for array in arrays)
+    assert not everything
+
+
+def test_weight_bytes_of_a_known_model() -> None:
+    spec = decoder_spec({"model_type": "llama"})
+    assert num_parameters(spec) == 6_738_415_616
+    one = weight_bytes(spec, RankGrid(1, 1).place(0), stage_spans(spec, 1), "bfloat16")
+    assert one == 2 * 6_738_415_616
+    assert num_parameters(decoder_spec({"model_type": "gpt2"})) == 124_439_808
+
+
+def test_tied_embeddings_count_once_a_stage() -> None:
+    spec = decoder_spec({"model_type": "gemma"})
+    embedding = 2 * spec.vocab_size * spec.hidden_size
+    whole = weight_bytes(spec, RankGrid(1, 1).place(0), stage_spans(spec, 1), "bfloat16")
+    stages = stage_spans(spec, 2)
+    halves = [weight_bytes(spec, RankGrid(1, 2).place(rank), stages, "bfloat16") for rank in range(2)]
+    assert sum(halves) == whole + embedding
+
+
+def test_stages_weigh_the_lm_head() -> None:
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 8}
+    light = decoder_spec({"model_type": "llama", **small, "vocab_size": 16})
+    heavy = decoder_spec({"model_type": "llama", **small, "vocab_size": 2048})
+    assert [span.size for span in stage_spans(light, 2)] == [4, 4]
+    first, last = stage_spans(heavy, 2)
+    assert first.size > last.size
+    assert [span.size for span in stage_spans(heavy, 2, "3,5")] == [3, 5]
+
+
+@settings(max_examples=40, deadline=None)
+@given(spec=decoder_specs(), tp_size=st.integers(1, 5), num_stages=st.integers(1, 4), block_size=st.integers(1, 32))
+def test_kv_bytes(spec: DecoderSpec, tp_size: int, num_stages: int, block_size: int) -> None:
+    if not _fits(spec, tp_size) or num_stages > len(spec.layers):
+        return
+    grid, stages = RankGrid(tp_size, num_stages), stage_spans(spec, num_stages)
+    for rank in range(grid.world_size):
+        place = grid.place(rank)
+        stage = range(stages[place.pp_rank].start, stages[place.pp_rank].stop)
+        per_layer = {}
+        for index in stage:
+            gqa = spec.layers[index].attention
+            own = split_heads(gqa.num_heads, gqa.num_kv_heads, tp_size)[place.tp_rank].kv_heads
+            per_layer[index] = 4 * 2 * own.size * gqa.head_dim
+        assert kv_bytes_per_token(spec, place, stages, "float32") == sum(per_layer.values())
+        deepest = max(sum(per_layer.get(index, 0) for index in group.layers) for group in kv_groups(spec))
+        assert kv_block_bytes(spec, place, stages, "float32", block_size) == block_size * deepest
+
+
+@given(num_tokens=st.integers(0, 40), context_len=st.integers(0, 40), window=st.none() | st.integers(1, 50))
+def test_attended_pairs(num_tokens: int, context_len: int, window: int | None) -> None:
+    pairs = sum(
+        min(position + 1, window or position + 1) for position in range(context_len, context_len + num_tokens)
+    )
+    assert attended_pairs(num_tokens, context_len, window) == pairs
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_flops_are_those_that_torch_counts(family: str) -> None:
+    config = make_config(family).to_dict()
+    spec = decoder_spec(config)
+    num_tokens = 17
+    weights = {name: torch.zeros(shape) for name, shape in parameters(spec)}
+    with FlopCounterMode(display=False) as counter:
+        forward(spec, weights, torch.zeros(num_tokens, dtype=torch.long))
+    # The reference computes the scores of hidden pairs too.
+    wasted = sum(
+        4
+        * layer.attention.num_heads
+        * layer.attention.head_dim
+        * (num_tokens**2 - attended_pairs(num_tokens, 0, layer.attention.window))
+        for layer in spec.layers
+    )
+    assert flops(spec, num_tokens, num_logits=num_tokens) + wasted == counter.get_total_flops()
+
+
+def test_decode_flops_are_the_difference_of_two_prefills() -> None:
+    spec = decoder_spec(make_config("gemma2").to_dict())
+    assert flops(spec, 30, 0, 0) - flops(spec, 29, 0, 0) == flops(spec, 1, 29, 0)
+
+
+def test_parameter_count_is_that_of_transformers() -> None:
+    for family in ("llama", "qwen3", "gemma3_text", "phi3", "gpt2"):
+        model = make_model(family)
+        assert num_parameters(decoder_spec(model.config.to_dict())) == sum(p.numel() for p in model.parameters())

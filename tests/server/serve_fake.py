@@ -1,0 +1,43 @@
+"""A server process over a fake engine, for tests of its life: python -m tests.server.serve_fake OPTIONS
+
+OPTIONS is JSON: `config` (fields of ServerConfig), `seconds_per_token`, `die_after` (seconds), `never_ready`,
+`start_error` ("ValueError" or "RuntimeError").
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from typing import Any
+
+from shardline.api.async_llm import AsyncLLM
+from shardline.config.engine import EngineConfig
+from shardline.config.server import ServerConfig
+from shardline.server.launch import run_server
+from tests.server.fake_engine import fake_llm
+
+
+def main(options: dict[str, Any]) -> int:
+    def start(config: EngineConfig) -> AsyncLLM:
+        llm, engine = fake_llm(config)
+        engine.seconds_per_token = options.get("seconds_per_token", 0.0)
+        if "start_error" in options:
+            engine.start_error = {"ValueError": ValueError, "RuntimeError": RuntimeError}[options["start_error"]](
+                "oh no"
+            )
+        if "die_after" in options:
+            threading.Timer(options["die_after"], engine.die, ["rank 1 was killed"]).start()
+        if not options.get("never_ready"):
+            engine.load.set()
+        return llm
+
+    try:
+        return run_server(EngineConfig(), ServerConfig(**{"port": 0, **options.get("config", {})}), start_llm=start)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

@@ -1,0 +1,325 @@
+"""What surrounds the endpoints: health, keys, sizes, malformed requests, clients that leave or are slow."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import socket
+import time
+
+import httpx
+import openai
+import pytest
+
+from shardline import __version__
+from shardline.config.engine import EngineConfig, SchedulerConfig
+from shardline.config.server import ServerConfig
+from shardline.server.errors import ApiError
+from tests.server.conftest import Running, serve, wait_until
+from tests.server.fake_engine import REPLY
+
+ENDLESS = {"prompt": "Hi", "max_tokens": 500, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def raw_request(running: Running, body: bytes, headers: str = "") -> socket.socket:
+    """A POST /v1/completions on a socket of its own."""
+    sock = socket.create_connection(("127.0.0.1", running.port), timeout=5)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}\r\n"
+    sock.sendall(head.encode() + body)
+    return sock
+
+
+def raw_json(running: Running, body: object) -> socket.socket:
+    data = json.dumps(body).encode()
+    return raw_request(running, data, f"Content-Length: {len(data)}\r\n")
+
+
+def read_answer(sock: socket.socket) -> tuple[int, bytes]:
+    """Status and body of the answer on `sock`, which is closed then."""
+    with sock:
+        answer = http.client.HTTPResponse(sock)
+        answer.begin()
+        return answer.status, answer.read()
+
+
+def test_health_while_ready(http: httpx.Client) -> None:
+    for path in ("/health", "/live", "/ready", "/ping"):
+        answer = http.get(path)
+        assert answer.status_code == 200
+        assert answer.json() == {"status": "ready"}
+    assert http.get("/version").json() == {"version": __version__}
+
+
+def test_starting_answers_503_with_retry_after() -> None:
+    with serve(ready=False) as running, running.http() as http:
+        assert http.get("/live").status_code == 200
+        assert http.get("/health").status_code == 503
+        assert http.get("/ready").headers["retry-after"]
+        answer = http.post("/v1/completions", json={"prompt": "Hi"})
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"]
+        assert answer.json()["error"]["code"] == "starting"
+        assert http.get("/v1/models").status_code == 503
+        assert http.get("/metrics").status_code == 200
+        running.engine.load.set()
+        wait_until(lambda: http.get("/ready").status_code == 200)
+        assert http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}).status_code == 200
+
+
+def test_draining_refuses_new_and_finishes_old() -> None:
+    with serve() as running, running.http() as http:
+        running.engine.paused = True
+        with http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as stream:
+            running.in_loop(running.llm.drain)
+            assert http.get("/health").status_code == 200
+            assert http.get("/ready").status_code == 503
+            refused = http.post("/v1/completions", json={"prompt": "Hi"})
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+            running.engine.resume()
+            assert stream.read().endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_death_of_the_engine_reaches_clients(stream: bool) -> None:
+    with serve() as running, running.openai() as client, running.http() as http:
+        running.engine.paused = True
+        if stream:
+            chunks = client.chat.completions.create(model="demo", messages=CHAT["messages"], stream=True)  # type: ignore[call-overload]
+            next(chunks)
+            running.engine.die("rank 3 on host b was killed")
+            with pytest.raises(openai.APIError, match="rank 3 on host b"):
+                list(chunks)
+        else:
+            sock = raw_json(running, ENDLESS)
+            wait_until(lambda: running.engine.num_running() == 1)
+            running.engine.die("rank 3 on host b was killed")
+            status, answer = read_answer(sock)
+            assert status == 503
+            assert b"rank 3 on host b" in answer
+        health = http.get("/health")
+        assert health.status_code == 503
+        assert "rank 3" in health.json()["reason"]
+        assert http.get("/live").status_code == 503
+        refused = http.post("/v1/completions", json={"prompt": "Hi"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_dead"
+
+
+def test_interrupt_ends_streams_and_answers_with_the_error() -> None:
+    with serve() as running, running.http() as http:
+        running.engine.paused = True
+        waiting = raw_json(running, ENDLESS)
+        with http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as stream:
+            wait_until(lambda: running.engine.num_running() == 2)
+            assert len(running.service.in_flight) == 2
+            running.in_loop(lambda: running.service.in_flight.interrupt(ApiError(503, "closing time")))
+            *_, event, done = stream.read().decode().strip().split("\n\n")
+            assert json.loads(event.removeprefix("data: "))["error"]["message"] == "closing time"
+            assert done == "data: [DONE]"
+        status, answer = read_answer(waiting)
+        assert status == 503
+        assert b"closing time" in answer
+        assert running.engine.num_running() == 0
+        wait_until(lambda: len(running.service.in_flight) == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["Hi", ["a", "b"]])
+def test_client_that_leaves_frees_its_blocks(shared: Running, stream: bool, prompt: object) -> None:
+    count = 2 * (2 if isinstance(prompt, list) else 1)
+    before = len(shared.engine.aborted)
+    shared.engine.seconds_per_token = 0.01
+    sock = raw_json(shared, {**ENDLESS, "prompt": prompt, "n": 2, "stream": stream})
+    wait_until(lambda: shared.engine.num_running() == count)
+    sock.close()
+    wait_until(lambda: shared.engine.num_running() == 0)
+    shared.engine.seconds_per_token = 0.0
+    assert len(shared.engine.aborted) - before == count
+    wait_until(lambda: len(shared.service.in_flight) == 0)
+
+
+def test_client_that_leaves_while_it_sends_is_forgotten(shared: Running) -> None:
+    raw_request(shared, b'{"prompt": "Hi', "Content-Length: 1000\r\n").close()
+    wait_until(lambda: len(shared.service.in_flight) == 0)
+
+
+def test_client_that_does_not_read_holds_up_nobody(shared: Running, http: httpx.Client) -> None:
+    slow = raw_json(shared, {**ENDLESS, "stream": True, "n": 64, "logprobs": 4})
+    wait_until(lambda: shared.engine.num_running() > 0)
+    assert http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 99}).json()["choices"][0]["text"] == REPLY
+    wait_until(lambda: shared.engine.num_running() == 0, 20)
+    slow.close()
+    wait_until(lambda: len(shared.service.in_flight) == 0)
+
+
+def test_client_that_reads_slowly_gets_everything(shared: Running) -> None:
+    sock = raw_json(shared, {"prompt": "Hi", "max_tokens": 99, "stream": True})
+    received = b""
+    while not received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+        received += sock.recv(97)
+        time.sleep(0.001)
+    sock.close()
+    chunks = [line for line in received.split(b"\r\n") if line.startswith(b"data: {")]
+    events = [
+        json.loads(e.removeprefix("data: ")) for c in chunks for e in c.decode().strip().split("\n\n") if "{" in e
+    ]
+    assert "".join(event["choices"][0]["text"] for event in events) == REPLY
+
+
+def test_keys() -> None:
+    with serve(ServerConfig(api_key=("one", "two"))) as running, running.http() as http:
+        for key in ("one", "two"):
+            with running.openai(key) as client:
+                assert client.models.list().data
+        with running.openai("three") as client, pytest.raises(openai.AuthenticationError) as caught:
+            client.models.list()
+        assert caught.value.code == "invalid_api_key"
+        missing = http.post("/v1/completions", json={"prompt": "Hi"})
+        assert missing.status_code == 401
+        assert "didn't provide an API key" in missing.json()["error"]["message"]
+        for path in ("/tokenize", "/detokenize", "/openapi.json", "/v1/models", "/nowhere"):
+            assert http.get(path).status_code == 401
+        for header in ("Bearer", "Basic one", "one", "Bearer onetwo", "Bearer \xff"):
+            assert http.get("/v1/models", headers={"Authorization": header.encode("latin-1")}).status_code == 401
+        for path in ("/health", "/live", "/ready", "/ping", "/version", "/metrics"):
+            assert http.get(path).status_code == 200
+
+
+def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDLINE_API_KEY", "secret")
+    assert ServerConfig().keys == ("secret",)
+    assert ServerConfig(api_key=("own",)).keys == ("own",)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_large_bodies_are_refused(chunked: bool) -> None:
+    with serve(ServerConfig(max_request_bytes="10Ki")) as running, running.http() as http:
+        fits = json.dumps({"prompt": "Hi", "max_tokens": 2, "user": "x" * 10_000}).encode()
+        large = json.dumps({"prompt": "x" * 20_000_000}).encode()
+
+        def send(data: bytes) -> httpx.Response:
+            pieces = (data[i : i + 65536] for i in range(0, len(data), 65536))
+            content = pieces if chunked else data
+            return http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+
+        assert send(fits).status_code == 200
+        answer = send(large)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "request_too_large"
+        assert send(fits).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"{", "could not parse the JSON body"),
+        (b"", "no body"),
+        (b"[]", "JSON object"),
+        (b'"text"', "JSON object"),
+        (b"null", ""),
+        (b"\xff\xfe{}", ""),
+        (b"[" * 200_000, ""),
+        (b'{"prompt": "Hi", "seed": ' + b"9" * 6000 + b"}", ""),
+        (b'{"prompt": "Hi", "seed": 99999999999999999999999}', "64 bits"),
+        (b'{"prompt": "Hi", "temperature": NaN}', "could not parse"),
+        (b'{"prompt": "\\ud800"}', ""),
+        (b'{"prompt": "Hi", "stop": "\\ud800"}', ""),
+        (b'{"prompt": "Hi", "model": "\\ud800"}', ""),
+        (b'{"prompt": "Hi", "\\ud800": 1}', ""),
+    ],
+)
+def test_malformed_bodies(http: httpx.Client, content: bytes, part: str) -> None:
+    answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code in (400, 404), answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert part in error["message"]
+    assert "http" not in error["message"]
+
+
+def test_other_content_types_are_refused(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", content=b'{"prompt": "Hi"}', headers={"Content-Type": "text/plain"})
+    assert answer.status_code == 400
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
+def test_unknown_paths_and_methods(http: httpx.Client) -> None:
+    answer = http.get("/v1/nothing")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == "Invalid URL (GET /v1/nothing)"
+    answer = http.get("/v1/completions")
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == "POST"
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_full_queue_is_429() -> None:
+    config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=1, max_num_waiting=1))
+    with serve(engine_config=config) as running, running.http() as http:
+        running.engine.paused = True
+        socks = [raw_json(running, ENDLESS) for _ in range(2)]
+        wait_until(lambda: running.engine.num_running() == 2)
+        answer = http.post("/v1/completions", json={"prompt": "Hi"})
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"]
+        assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+        for sock in socks:
+            sock.close()
+        wait_until(lambda: running.engine.num_running() == 0)
+
+
+def test_cors_only_for_allowed_origins(http: httpx.Client) -> None:
+    ask = {"Origin": "https://chat.example.org", "Access-Control-Request-Method": "POST"}
+    assert "access-control-allow-origin" not in http.options("/v1/chat/completions", headers=ask).headers
+    config = ServerConfig(allowed_origins=("https://chat.example.org",), api_key=("k",))
+    with serve(config) as running, running.http() as own:
+        assert own.options("/v1/chat/completions", headers=ask).status_code == 200
+        refused = own.get("/v1/models", headers={"Origin": "https://chat.example.org"})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://chat.example.org"
+        other = own.get("/health", headers={"Origin": "https://evil.example.org"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_request_id_is_kept_or_made(http: httpx.Client) -> None:
+    assert http.get("/health", headers={"X-Request-Id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    odd = http.get("/health", headers={"X-Request-Id": "a b\tc"}).headers["x-request-id"]
+    assert odd.isalnum()
+    assert len(odd) == 32
+
+
+def test_equal_request_ids_do_not_collide(shared: Running, http: httpx.Client) -> None:
+    headers = {"X-Request-Id": "same"}
+    answers = [http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers) for _ in range(2)]
+    assert len({answer.json()["id"] for answer in answers}) == 2
+
+
+def test_log_has_no_prompts(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        http.post("/v1/completions?note=hush", json={"prompt": "secret words", "bad field": 1})
+        http.post("/v1/completions", json={"prompt": "secret words", "max_tokens": 2})
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("shardline")]
+    assert any("POST /v1/completions 200" in line for line in lines)
+    assert any("POST /v1/completions 400" in line for line in lines)
+    assert not any("secret" in line or "hush" in line or REPLY in line for line in lines)
+
+
+def test_a_crash_is_a_500_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve() as running, running.http() as http:
+
+        async def crash(*args: object, **kwargs: object) -> None:
+            raise KeyError("inner secret")
+
+        monkeypatch.setattr(running.llm, "submit", crash)
+        answer = http.post("/v1/completions", json={"prompt": "Hi"})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "server_error"
+        assert "secret" not in answer.text
+
+
+def test_openapi_describes_the_endpoints(http: httpx.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    assert {"/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize"} <= paths.keys()

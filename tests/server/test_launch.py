@@ -1,0 +1,200 @@
+"""A server process from its start to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shardline.config.engine import EngineConfig
+from shardline.config.server import ServerConfig
+from shardline.server.launch import bind, run_server
+from tests.server.fake_engine import REPLY
+
+STREAM = {"prompt": "Hi", "max_tokens": 500, "stream": True}
+
+
+class Process:
+    """A server process and what it has said."""
+
+    def __init__(self, **options: Any) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "tests.server.serve_fake", json.dumps(options)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def url(self) -> str:
+        """Wait for the line that says that it is ready."""
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            found = re.search(r"startup complete in .* serving demo at (\S+)$", line)
+            if found:
+                return found.group(1)
+        raise AssertionError(self.popen.communicate())
+
+    def end(self, timeout: float = 10.0) -> tuple[int, str, str]:
+        """Wait for its end: exit code, what else it said, and its errors."""
+        out, err = self.popen.communicate(timeout=timeout)
+        return self.popen.returncode, out, err
+
+
+@contextlib.contextmanager
+def process(**options: Any) -> Iterator[Process]:
+    one = Process(**options)
+    try:
+        yield one
+    finally:
+        if one.popen.poll() is None:
+            one.popen.kill()
+            one.popen.communicate()
+        for pipe in (one.popen.stdout, one.popen.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+def client(url: str) -> httpx.Client:
+    return httpx.Client(base_url=url, timeout=10, trust_env=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_streams_finish(number: signal.Signals) -> None:
+    with process(seconds_per_token=0.03) as server, client(server.url()) as http:
+        with http.stream("POST", "/v1/completions", json=STREAM) as stream:
+            events = stream.iter_lines()
+            next(events)
+            server.popen.send_signal(number)
+            time.sleep(0.1)
+            assert http.get("/ready").json() == {"status": "draining"}
+            refused = http.post("/v1/completions", json={"prompt": "Hi"})
+            assert refused.status_code == 503
+            rest = [line for line in events if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "stop"
+        code, out, err = server.end()
+        assert code == 0, err
+        assert "1 running request" in out
+        assert "Traceback" not in err
+
+
+def test_streams_that_take_too_long_are_told() -> None:
+    options = {"seconds_per_token": 0.05, "config": {"shutdown_timeout": 0.3}}
+    with process(**options) as server, client(server.url()) as http:
+        with http.stream("POST", "/v1/completions", json={**STREAM, "ignore_eos": True}) as stream:
+            events = stream.iter_lines()
+            next(events)
+            server.popen.terminate()
+            rest = [line for line in events if line]
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "draining"
+        assert rest[-1] == "data: [DONE]"
+        assert server.end()[0] == 0
+
+
+def test_a_second_signal_ends_streams_at_once() -> None:
+    with process(seconds_per_token=0.05) as server, client(server.url()) as http:
+        with http.stream("POST", "/v1/completions", json={**STREAM, "ignore_eos": True}) as stream:
+            events = stream.iter_lines()
+            next(events)
+            server.popen.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+            server.popen.send_signal(signal.SIGINT)
+            started = time.monotonic()
+            rest = [line for line in events if line]
+        assert "error" in rest[-2]
+        assert server.end()[0] == 0
+        assert time.monotonic() - started < 3
+
+
+def test_death_of_the_engine_ends_the_process() -> None:
+    with process(seconds_per_token=0.05, die_after=1.5) as server, client(server.url()) as http:
+        with http.stream("POST", "/v1/completions", json={**STREAM, "ignore_eos": True}) as stream:
+            rest = [line for line in stream.iter_lines() if line]
+        assert "rank 1 was killed" in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        code, _, err = server.end()
+        assert code == 1
+        assert "rank 1 was killed" in err
+        assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("kind", "code"), [("ValueError", 2), ("RuntimeError", 1)])
+def test_a_failed_start_ends_the_process(kind: str, code: int) -> None:
+    with process(start_error=kind) as server:
+        found, _, err = server.end()
+        assert found == code
+        assert "oh no" in err
+        assert "Traceback" not in err
+
+
+def test_serves_503_while_it_loads_and_can_be_stopped() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with process(never_ready=True, config={"port": port}) as server, client(f"http://127.0.0.1:{port}") as http:
+        deadline = time.monotonic() + 10
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if http.get("/health").status_code == 503:
+                    break
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        server.popen.terminate()
+        code, out, _ = server.end()
+        assert code == 0
+        assert "startup complete" not in out
+
+
+def test_a_port_in_use_is_one_clear_error_before_anything_loads() -> None:
+    def never(config: EngineConfig) -> Any:
+        raise AssertionError("the engine was started")
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port}: Address already in use; choose another --port"):
+            run_server(EngineConfig(), ServerConfig(port=port), start_llm=never)
+
+
+@pytest.mark.parametrize("host", ["256.1.1.1", "203.0.113.1"])
+def test_a_wrong_host_is_one_clear_error(host: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(host)):
+        bind(host, 0)
+
+
+def test_a_wrong_certificate_is_one_clear_error(tmp_path: Path) -> None:
+    for name in ("key", "cert"):
+        (tmp_path / name).write_text("nonsense")
+    config = ServerConfig(port=0, ssl_keyfile=str(tmp_path / "key"), ssl_certfile=str(tmp_path / "cert"))
+    with pytest.raises(ValueError, match="--ssl-certfile"):
+        run_server(EngineConfig(), config)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_tls(tmp_path: Path) -> None:
+    key, cert = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
+        check=True,
+        capture_output=True,
+    )  # fmt: skip
+    with process(config={"ssl_keyfile": key, "ssl_certfile": cert}) as server:
+        url = server.url()
+        assert url.startswith("https://")
+        with httpx.Client(base_url=url, verify=ssl.create_default_context(cafile=cert), trust_env=False) as http:
+            answer = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 99})
+        assert answer.json()["choices"][0]["text"] == REPLY
+        server.popen.terminate()
+        assert server.end()[0] == 0

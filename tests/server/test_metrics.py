@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from shardline.config.server import ServerConfig
+from shardline.metrics.registry import ServerMetrics
+from shardline.types import EngineStats
+from tests.server.conftest import serve
+from tests.server.fake_engine import REPLY
+from tests.text.builders import byte_level_json, tokenizer
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(http: httpx.Client) -> Samples:
+    answer = http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    return parse(answer.text)
+
+
+def parse(text: str) -> Samples:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_requests_are_measured() -> None:
+    with serve() as running, running.http() as http:
+        running.engine.cached_tokens = 1
+        model = ("model_name", "demo")
+        answer = http.post("/v1/completions", json={"prompt": "Hi there", "n": 2, "max_tokens": 99}).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
+        http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 3})
+        http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 0})
+        found = scrape(http)
+        assert found["shardline:request_success_total", frozenset([model, ("finished_reason", "stop")])] == 2
+        assert found["shardline:request_success_total", frozenset([model, ("finished_reason", "length")])] == 1
+        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"):
+            assert found[f"shardline:{name}_count", frozenset([model])] == 2
+        tokens = len(tokenizer(byte_level_json()).encode(REPLY)) + 1
+        assert found["shardline:request_generation_tokens_sum", frozenset([model])] >= 2 * tokens + 3
+        assert found["shardline:inter_token_latency_seconds_count", frozenset([model])] > 0
+        handled = frozenset([("handler", "/v1/completions"), ("method", "POST"), ("status", "200")])
+        assert found["shardline:http_requests_total", handled] == 2
+        engine = frozenset([model, ("engine", "0")])
+        assert found["shardline:generation_tokens_total", engine] == 7
+        assert found["shardline:num_requests_running", engine] == 0
+
+
+def test_engine_stats_are_labelled_by_replica() -> None:
+    stats = [EngineStats(kv_blocks_total=8, kv_blocks_used=2, num_preemptions=3), EngineStats(num_waiting=4)]
+    body, content_type = ServerMetrics("m", lambda: stats).expose("")
+    found = parse(body.decode())
+    first, second = (frozenset([("model_name", "m"), ("engine", str(index))]) for index in range(2))
+    assert content_type.startswith("text/plain")
+    assert found["shardline:kv_cache_usage_perc", first] == 0.25
+    assert found["shardline:kv_cache_usage_perc", second] == 0
+    assert found["shardline:num_preemptions_total", first] == 3
+    assert found["shardline:num_requests_waiting", second] == 4
+
+
+def test_openmetrics_where_asked_for(http: httpx.Client) -> None:
+    answer = http.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert answer.text.endswith("# EOF\n")
+
+
+def test_metrics_can_be_turned_off() -> None:
+    with serve(ServerConfig(enable_metrics=False)) as running, running.http() as http:
+        assert http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}).status_code == 200
+        assert http.get("/metrics").status_code == 404
