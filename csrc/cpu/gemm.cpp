@@ -7,7 +7,9 @@
 namespace shardline::SHARDLINE_ISA {
 namespace {
 
-constexpr int kTileRows = 6;
+// Rows of a tile, so that sums and operands fit the registers: bf16 without a dot instruction needs more operands.
+template <class T>
+constexpr int kTileRows = sizeof(T) == 4 || kHasBf16Dot ? 6 : kLanes == 16 ? 5 : 4;
 constexpr int64_t kTaskRows = 240;    // their slice of x stays in L2 while a panel passes
 constexpr int64_t kDepthSteps = 256;  // 64 KB of a panel
 constexpr int64_t kSmallWork = 1 << 15;
@@ -135,7 +137,7 @@ void linear_task(const LinearArgs& args, int64_t panel_index, int64_t row_begin,
   const T* panel = static_cast<const T*>(args.panels) + panel_index * steps * kStep<T> * kPanelColumns;
   const T* x = static_cast<const T*>(args.x);
   const int64_t rows = row_end - row_begin;
-  const int64_t num_tiles = ceil_div(rows, kTileRows);
+  const int64_t num_tiles = ceil_div(rows, kTileRows<T>);
   Sums* sums = static_cast<Sums*>(thread_scratch(static_cast<size_t>(rows * kPanelColumns) * sizeof(Sums)));
   for (int64_t begin = 0; begin < steps; begin += kDepthSteps) {
     const int64_t end = min64(steps, begin + kDepthSteps);

@@ -10,6 +10,7 @@ import pytest
 
 from shardline.api.errors import EngineDead
 from shardline.api.llm import LLM
+from shardline.api.requests import Prompt
 from shardline.config.engine import EngineConfig
 from shardline.types import SamplingParams
 from tests.api.fake_engine import FakeCluster, load_text, next_token, scripted
@@ -39,12 +40,8 @@ def test_forms_of_prompts_and_params(capsys: pytest.CaptureFixture[str]) -> None
     with make(FakeCluster()) as llm:
         assert [o.prompt for o in llm.generate("dog")] == ["dog"]
         assert [len(o.outputs[0].token_ids) for o in llm.generate([5, 6])] == [16]
-        assert [o.prompt for o in llm.generate(["dog", {"prompt": "the"}, [5], {"prompt_token_ids": [6]}])] == [
-            "dog",
-            "the",
-            None,
-            None,
-        ]
+        mixed: list[Prompt] = ["dog", {"prompt": "the"}, [5], {"prompt_token_ids": [6]}]
+        assert [o.prompt for o in llm.generate(mixed)] == ["dog", "the", None, None]
         assert "tok/s" in capsys.readouterr().err
         assert llm.generate([]) == []
         with pytest.raises(ValueError, match="2 prompts but 1 sampling_params"):
@@ -65,6 +62,7 @@ def test_chat_renders_the_template() -> None:
     with make(FakeCluster()) as llm:
         tokenizer = llm.get_tokenizer()
         assert tokenizer is not None
+        assert tokenizer.bos_token_id is not None
         (output,) = llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False)
         assert output.prompt == "<|bos|><|user|>hi<|end|>\n<|assistant|>"
         assert output.prompt_token_ids.count(tokenizer.bos_token_id) == 1

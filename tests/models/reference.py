@@ -1,4 +1,4 @@
-"""A DecoderSpec executed the plainest way: one sequence, dense masks, float32, no cache. Shares no code with the runtime."""
+"""A DecoderSpec executed the plainest way: one sequence, dense masks, float32, no cache; none of the runtime's code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def forward(spec: DecoderSpec, weights: Weights, token_ids: Tensor) -> Tensor:
         if layer.post_attention_norm is not None:
             update = _norm(layer.post_attention_norm, own, "post_attention_norm", update)
         hidden = hidden + update
-        update = _feed_forward(layer.feed_forward, own, _norm(layer.feed_forward_norm, own, "feed_forward_norm", hidden))
+        update = _feed_forward(
+            layer.feed_forward, own, _norm(layer.feed_forward_norm, own, "feed_forward_norm", hidden)
+        )
         if layer.post_feed_forward_norm is not None:
             update = _norm(layer.post_feed_forward_norm, own, "post_feed_forward_norm", update)
         hidden = hidden + update

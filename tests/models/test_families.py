@@ -76,4 +76,6 @@ def test_gpt2_checkpoints_without_a_prefix_load(tmp_path: Path) -> None:
     assert checkpoint.has("wte.weight")
     spec = _spec(tmp_path, None)
     weights = CheckpointWeights(checkpoint, spec, torch.float32)
-    assert torch.equal(weights.get("layers.1.attention.k.weight", (None, None)), model.h[1].attn.c_attn.weight[:, 64:128].T)
+    assert torch.equal(
+        weights.get("layers.1.attention.k.weight", (None, None)), model.h[1].attn.c_attn.weight[:, 64:128].T
+    )

@@ -41,7 +41,10 @@ _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": 
             {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
             "high_freq_factor must be above",
         ),
-        ({"rope_parameters": {**_LONGROPE, "original_max_position_embeddings": 9999}}, "short_factor must be a list of"),
+        (
+            {"rope_parameters": {**_LONGROPE, "original_max_position_embeddings": 9999}},
+            "short_factor must be a list of",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 32}, "layer_types must be the same"),
         ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32}, "sliding_window is not set"),

@@ -83,7 +83,7 @@ def test_balance_stages_is_as_good_as_brute_force(costs: list[int], num_stages: 
 
 def test_stages_by_hand() -> None:
     assert parse_stages("1, 3,2", 6, 3) == (Span(0, 1), Span(1, 4), Span(4, 6))
-    for text, message in (("1,x", "layer counts like"), ("3,3", "must be 3 positive"), ("0,3,3", "add up to"), ("", "")):
+    for text, message in (("1,x", "layer counts like"), ("3,3", "must be 3 positive"), ("0,3,3", "add up to")):
         with pytest.raises(ValueError, match=message):
             parse_stages(text, 6, 3)
 

@@ -103,11 +103,12 @@ GEMMA_3_1B = {"model_type": "gemma3_text", "hidden_size": 1152, "intermediate_si
               "rope_local_base_freq": 10000, "rope_scaling": None, "sliding_window_pattern": 6, "vocab_size": 262144,
               "attn_logit_softcapping": None, "torch_dtype": "bfloat16"}  # fmt: skip
 GEMMA_3_SCALED = {**GEMMA_3_1B, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
-PHI_3_128K: dict[str, Any] = {"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+_LONG_FACTORS = {"short_factor": [1.05] * 48, "long_factor": [1.03 + i for i in range(48)]}
+PHI_3_128K = {"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
               "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 131072,
               "original_max_position_embeddings": 4096, "rope_theta": 10000.0, "sliding_window": 262144,
-              "rope_scaling": {"type": "longrope", "short_factor": [1.05] * 48, "long_factor": [1.03 + i for i in range(48)]},
-              "attention_bias": False, "torch_dtype": "bfloat16", "vocab_size": 32064}  # fmt: skip
+              "rope_scaling": {"type": "longrope", **_LONG_FACTORS}, "attention_bias": False,
+              "torch_dtype": "bfloat16", "vocab_size": 32064}  # fmt: skip
 PHI_4_MINI = {**PHI_3_128K, "partial_rotary_factor": 0.75, "num_attention_heads": 24, "num_key_value_heads": 8,
               "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
               "tie_word_embeddings": True}  # fmt: skip
@@ -160,7 +161,7 @@ def test_max_model_len_chooses_the_long_factors() -> None:
 
 
 def test_the_first_name_of_longrope_still_works() -> None:
-    older = {**PHI_3_128K, "rope_scaling": {**PHI_3_128K["rope_scaling"], "type": "su"}}
+    older = {**PHI_3_128K, "rope_scaling": {"type": "su", **_LONG_FACTORS}}
     assert decoder_spec(older) == _spec("PHI_3_128K")
 
 

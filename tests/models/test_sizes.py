@@ -76,7 +76,9 @@ def test_the_split_dim_is_the_output_unless_fast() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(spec=decoder_specs(), tp_size=st.integers(1, 5), num_stages=st.integers(1, 4), numerics=st.sampled_from(_NUMERICS))
+@given(
+    spec=decoder_specs(), tp_size=st.integers(1, 5), num_stages=st.integers(1, 4), numerics=st.sampled_from(_NUMERICS)
+)
 def test_weight_bytes_count_what_each_rank_holds(
     spec: DecoderSpec, tp_size: int, num_stages: int, numerics: Numerics
 ) -> None:
@@ -149,9 +151,7 @@ def test_kv_bytes(spec: DecoderSpec, tp_size: int, num_stages: int, block_size: 
 
 @given(num_tokens=st.integers(0, 40), context_len=st.integers(0, 40), window=st.none() | st.integers(1, 50))
 def test_attended_pairs(num_tokens: int, context_len: int, window: int | None) -> None:
-    pairs = sum(
-        min(position + 1, window or position + 1) for position in range(context_len, context_len + num_tokens)
-    )
+    pairs = sum(min(position + 1, window or position + 1) for position in range(context_len, context_len + num_tokens))
     assert attended_pairs(num_tokens, context_len, window) == pairs
 
 

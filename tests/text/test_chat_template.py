@@ -37,7 +37,9 @@ CHATML = """\
 {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "<b> & 'ü'", "parameters": {"type": "object"}}}]
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "f", "description": "<b> & 'ü'", "parameters": {"type": "object"}}}
+]
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hi <there> & 'you' 🙂"}],
     [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "  Why?\n"}],
@@ -141,7 +143,7 @@ def test_strftime_now() -> None:
 
 
 def test_messages_are_brought_into_shape() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    call: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     normal = normalize_messages(
         [{"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": [call]}]

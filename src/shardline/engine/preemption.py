@@ -44,9 +44,10 @@ class PreemptionLog:
         self.count += 1
         self._unsaid += 1
         self._unsaid_tokens += cost
-        if self._clock() < self._next_warning:
+        now = self._clock()
+        if now < self._next_warning:
             return
-        self._next_warning = self._clock() + _SECONDS_BETWEEN_WARNINGS
+        self._next_warning = now + _SECONDS_BETWEEN_WARNINGS
         logger.warning(
             "Request %s was preempted because there is not enough KV cache space: %d preemption(s) since the last "
             "such line, up to %d tokens to compute again; %d preemption(s) since the start. To avoid this, give the "

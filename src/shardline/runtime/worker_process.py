@@ -47,7 +47,8 @@ def _serve(channel: Channel[WorkerRequest], segment: memoryview, start: StartWor
     from shardline.runtime.worker import Worker
 
     setup = prepare(start.config)
-    timeout = setup.config.parallel.step_timeout
+    # The engine's deadline comes first, since it can say which rank is late; this is the back-stop.
+    timeout = 2 * setup.config.parallel.step_timeout + 5.0
     if start.store_path:
         groups = join_gloo(Path(start.store_path), segment, setup.grid, start.rank, timeout)
     else:

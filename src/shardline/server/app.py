@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from shardline import __version__
 from shardline.config.server import ServerConfig
 from shardline.metrics.registry import ServerMetrics
-from shardline.server.errors import install_error_handlers
+from shardline.server.handlers import install_error_handlers
 from shardline.server.health import health_routes
 from shardline.server.middleware import AccessMiddleware, AuthMiddleware, BodyLimitMiddleware, InFlightMiddleware
 from shardline.server.openai.chat import chat_routes

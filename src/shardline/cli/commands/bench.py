@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -95,36 +94,36 @@ def run_latency(args: argparse.Namespace) -> int:
         measure = _Measure(llm)
         batches = []
         for _ in range(args.num_iters):
-            prompts, params = _workload(args, llm, args.batch_size)
-            start = time.monotonic()
-            outputs, times = llm.generate_timed(prompts, params)
-            batches.append(time.monotonic() - start)
-            measure.add(outputs, times)
+            outputs, times = llm.generate_timed(*_workload(args, llm, args.batch_size))
+            batches.append(measure.add(outputs, times))
         report = measure.report("latency", batches)
     return _publish(report, args.json)
 
 
 class _Measure:
-    """What happens from its making on."""
+    """The engine's counters from its making on, and the batches that it is given."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._before = self._stats()
-        self._start = time.monotonic()
+        self._seconds = 0.0
         self._outputs: list[RequestOutput] = []
         self._times: list[RequestTimes] = []
 
-    def add(self, outputs: Sequence[RequestOutput], times: Sequence[RequestTimes]) -> None:
+    def add(self, outputs: Sequence[RequestOutput], times: Sequence[RequestTimes]) -> float:
+        """Take in a batch and return its seconds, from the first request handed to an engine to the last token."""
+        seconds = max(one.finished for one in times) - min(one.submitted for one in times)
+        self._seconds += seconds
         self._outputs += outputs
         self._times += times
+        return seconds
 
     def report(self, name: str, latencies: Sequence[float]) -> Report:
-        """The report of everything up to now.
+        """The report of the batches taken in.
 
         Raises:
             RuntimeError: a request failed.
         """
-        seconds = time.monotonic() - self._start
         choices = [choice for output in self._outputs for choice in output.outputs]
         failed = [choice for choice in choices if choice.finish_reason == "error"]
         if failed:
@@ -143,9 +142,9 @@ class _Measure:
             num_prompts=len(self._outputs),
             prompt_tokens=prompt_tokens,
             generation_tokens=sum(generated),
-            seconds=seconds,
-            prompt_tokens_per_second=prompt_tokens / seconds,
-            generation_tokens_per_second=sum(generated) / seconds,
+            seconds=self._seconds,
+            prompt_tokens_per_second=prompt_tokens / self._seconds,
+            generation_tokens_per_second=sum(generated) / self._seconds,
             ttft=_percentiles([one.first_token - one.submitted for one in self._times]),
             tpot=_percentiles(tpots),
             latency=_percentiles(latencies),

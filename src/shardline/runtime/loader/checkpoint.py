@@ -215,7 +215,7 @@ def _parse_entry(key: str, value: Any) -> tuple[str, Shape, int, int]:
         numbers = [start, stop, *shape]
     except (KeyError, TypeError, ValueError):
         raise _CorruptError(f"entry of {key!r} is malformed") from None
-    if dtype not in _ELEMENT_BYTES:
+    if not isinstance(dtype, str) or dtype not in _ELEMENT_BYTES:
         raise _CorruptError(f"{key!r} has unknown type {dtype!r}")
     if any(not isinstance(number, int) or number < 0 for number in numbers):
         raise _CorruptError(f"entry of {key!r} is malformed")

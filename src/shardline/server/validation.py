@@ -1,0 +1,114 @@
+"""From what pydantic found wrong with a body to one sentence in OpenAI's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardline.server.errors import ApiError, bad_request
+
+_EXPECTED = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "a boolean",
+    "list_type": "an array",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+_TYPES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array", dict: "an object"}
+_PLURALS = {"str": "strings", "int": "integers", "dict": "objects"}
+
+Path = tuple[str | int, ...]
+
+
+def explain_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """A 400 for the first field at fault.
+
+    Where a field may be of several types, pydantic reports how each of them failed; the answer then names the place
+    that they agree on, or all the types.
+    """
+    error = errors[0]
+    path = _path(error["loc"], body)
+    if error["loc"] == ("body",):
+        if error["type"] == "missing" or body is None:
+            return bad_request("The request has no body; a JSON object is expected.")
+        return bad_request("The body must be a JSON object, sent with the header Content-Type: application/json.")
+    if error["type"] == "missing":
+        name = spell((*path, str(error["loc"][-1])))
+        return bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
+    if error["type"] == "extra_forbidden":
+        name = spell(path)
+        return bad_request(f"Unrecognized request argument supplied: {name}", name, "unknown_parameter")
+    if len(path) == len(error["loc"]) - 1:
+        return _wrong_value(path, error)
+    return _wrong_union(errors, body)
+
+
+def _wrong_union(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """The answer where the first error is one branch of a union; the branch that got furthest was meant."""
+    stem = _stem(errors[0]["loc"], body)
+    rivals = [(_path(error["loc"], body), error) for error in errors if _stem(error["loc"], body) == stem]
+    deepest = max(len(path) for path, _ in rivals)
+    furthest = [(path, error) for path, error in rivals if len(path) == deepest]
+    if len(furthest) == 1:
+        return _wrong_value(*furthest[0])
+    branches = dict.fromkeys(_branch(str(error["loc"][len(stem) + 1])) for _, error in rivals)
+    name = spell(stem)
+    return bad_request(f"Invalid type for '{name}': expected {' or '.join(branches)}.", name, "invalid_type")
+
+
+def _wrong_value(path: Path, error: Mapping[str, Any]) -> ApiError:
+    name, value = spell(path), error.get("input")
+    expected = _EXPECTED.get(error["type"])
+    if expected is not None:
+        got = "null" if value is None else _TYPES.get(type(value), "something else")
+        return bad_request(
+            f"Invalid type for '{name}': expected {expected}, but got {got} instead.", name, "invalid_type"
+        )
+    message = error["msg"]
+    return bad_request(f"Invalid value for '{name}': {message[0].lower()}{message[1:]}.", name, "invalid_value")
+
+
+def _path(loc: Sequence[str | int], body: Any) -> Path:
+    """The part of `loc` that leads into `body`; what is left out names branches of unions."""
+    path: list[str | int] = []
+    for part in loc[1:]:
+        if _leads(part, body):
+            body = body[part]
+            path.append(part)
+    return tuple(path)
+
+
+def _stem(loc: Sequence[str | int], body: Any) -> Path:
+    """The part of `loc` before the first name of a branch: where the union stands."""
+    for length, part in enumerate(loc[1:]):
+        if not _leads(part, body):
+            return tuple(loc[1 : length + 1])
+        body = body[part]
+    return tuple(loc[1:])
+
+
+def _leads(part: str | int, body: Any) -> bool:
+    if isinstance(body, dict):
+        return part in body
+    return isinstance(body, list) and isinstance(part, int) and part < len(body)
+
+
+def _branch(tag: str) -> str:
+    """The type that the name of a branch stands for: list[str] is an array of strings."""
+    depth = tag.count("list[")
+    inner = tag.replace("list[", "").rstrip("]")
+    if not depth:
+        return "a string" if inner == "str" else "an object"
+    return "an array of " + "arrays of " * (depth - 1) + _PLURALS.get(inner, "objects")
+
+
+def spell(path: Sequence[str | int]) -> str:
+    """A path as OpenAI writes it, for example messages[0].role."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text

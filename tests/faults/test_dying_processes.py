@@ -1,0 +1,121 @@
+"""Real processes that are killed, stopped or orphaned: the failure is named and bounded, and nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from shardline.config.engine import EngineConfig
+from shardline.engine.client import EngineClient
+from shardline.engine.ipc import EngineFailed, EngineOutputs
+from shardline.engine.resolve import resolve
+from shardline.types import Request, SamplingParams
+
+
+class Replica:
+    """An engine with two ranks, and what it told its front."""
+
+    def __init__(self, step_timeout: float) -> None:
+        self.messages: queue.Queue[EngineOutputs | EngineFailed] = queue.Queue()
+        config = EngineConfig.from_options(model="demo", tensor_parallel_size=2, step_timeout=step_timeout)
+        self.client = EngineClient(resolve(config), 0, self.messages.put)
+        report = "\n".join(self.client.wait_ready(60).report)
+        self.worker_pids = [int(pid) for pid in re.findall(r"pid (\d+)", report)]
+        self.engine_pid = self.client._process.pid
+
+    def start_long_request(self) -> None:
+        """Returns once its tokens flow."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
+        self.client.add([Request(request_id="long", prompt_token_ids=list(range(100, 120)), sampling=sampling)])
+        assert isinstance(self.messages.get(timeout=30), EngineOutputs)
+
+    def failure(self, timeout: float) -> str:
+        """The message of the failure that must come within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            message = self.messages.get(timeout=max(0.01, deadline - time.monotonic()))
+            if isinstance(message, EngineFailed):
+                return message.message
+
+
+@pytest.fixture
+def replica() -> Iterator[Replica]:
+    replica = Replica(step_timeout=3.0)
+    yield replica
+    for pid in (replica.engine_pid, *replica.worker_pids):
+        if alive(pid):
+            os.kill(pid, signal.SIGCONT)
+    replica.client.close()
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def assert_all_end(pids: list[int], within: float) -> None:
+    deadline = time.monotonic() + within
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still running: {[pid for pid in pids if alive(pid)]}"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
+def test_a_killed_rank_is_named(replica: Replica, busy: bool) -> None:
+    if busy:
+        replica.start_long_request()
+    victim = replica.worker_pids[1]
+    os.kill(victim, signal.SIGKILL)
+    message = replica.failure(timeout=10)
+    assert "rank 1 (pp 0, tp 1)" in message
+    assert f"pid {victim}" in message
+    assert "signal 9" in message
+    assert_all_end([replica.engine_pid, *replica.worker_pids], within=10)
+
+
+def test_a_stopped_rank_is_named_at_the_deadline(replica: Replica) -> None:
+    replica.start_long_request()
+    victim = replica.worker_pids[1]
+    os.kill(victim, signal.SIGSTOP)
+    message = replica.failure(timeout=10)
+    assert "missed its deadline of 3 s" in message
+    assert "rank 1 (pp 0, tp 1)" in message
+    assert "rank 0" not in message
+    assert_all_end([replica.engine_pid, *replica.worker_pids], within=10)
+
+
+def test_ranks_end_with_their_engine(replica: Replica) -> None:
+    replica.start_long_request()
+    os.kill(replica.engine_pid, signal.SIGKILL)
+    assert "killed by signal 9" in replica.failure(timeout=10)
+    assert_all_end(replica.worker_pids, within=10)
+
+
+def test_everything_ends_with_the_front() -> None:
+    script = """
+import sys, time
+from shardline.config.engine import EngineConfig
+from shardline.engine.client import EngineClient
+from shardline.engine.resolve import resolve
+client = EngineClient(resolve(EngineConfig.from_options(model="demo", tensor_parallel_size=2)), 0, print)
+print(*client.wait_ready(60).report, client._process.pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as front:
+        assert front.stdout is not None
+        line = front.stdout.readline()
+        pids = [int(pid) for pid in re.findall(r"pid (\d+)", line)] + [int(line.split()[-1])]
+        assert len(pids) == 3
+        front.kill()
+    assert_all_end(pids, within=10)
