@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kSplitKeys = 512;
 constexpr int kTaskRows = 32;  // rows that pass over a split together while it is in L2
-constexpr int kMaxTileRows = 4;
+constexpr int kMaxTileRows = 8;  // rows that share each load of a value
 
 // Queries are held as fp32, or as bf16 where the ISA multiplies pairs of it.
 template <class T>
@@ -175,9 +175,15 @@ inline void add_value_columns(Row<T>* rows, const Split<T>& split, Range keys, i
   }
 }
 
+// How many vectors of columns a tile of `rows` sums in registers.
+constexpr int value_vectors(int rows) {
+  if (rows == 8) return kLanes == 16 ? 2 : 1;
+  return rows == 4 && kLanes != 16 ? 2 : 4;
+}
+
 template <class T, int kRows>
 void add_values(Row<T>* rows, const Split<T>& split, Range keys, int64_t dim) {
-  constexpr int kVectors = kLanes == 16 ? 4 : 2;
+  constexpr int kVectors = value_vectors(kRows);
   if (keys.empty()) return;
   int64_t column = 0;
   for (; column + kVectors * kLanes <= dim; column += kVectors * kLanes) {
@@ -196,7 +202,8 @@ void attend_split(Row<T>* rows, const Split<T>& split, const AttentionArgs& args
     any = {min64(any.begin, rows[r].keys.begin), max64(any.end, rows[r].keys.end)};
     all = {max64(all.begin, rows[r].keys.begin), min64(all.end, rows[r].keys.end)};
   }
-  score_keys<T, kRows>(rows, split, any, args.key_dim);
+  constexpr int kScoreRows = kRows < 4 ? kRows : 4;
+  for (int r = 0; r < kRows; r += kScoreRows) score_keys<T, kScoreRows>(rows + r, split, any, args.key_dim);
   for (int r = 0; r < kRows; ++r) {
     weigh_scores(rows[r], args.scale, args.softcap);
     __builtin_memset(rows[r].partial.output, 0, static_cast<size_t>(ceil_div(args.value_dim, kLanes) * kLanes) * 4);
@@ -262,6 +269,7 @@ class Task {
     for (int64_t split_begin = begin; split_begin < end; split_begin += kSplitKeys) {
       find_keys(split_begin);
       int r = 0;
+      for (; r + 8 <= num_rows_; r += 8) attend_tile<8>(r, split_begin);
       for (; r + 4 <= num_rows_; r += 4) attend_tile<4>(r, split_begin);
       for (; r + 2 <= num_rows_; r += 2) attend_tile<2>(r, split_begin);
       if (r < num_rows_) attend_tile<1>(r, split_begin);

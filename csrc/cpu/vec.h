@@ -84,6 +84,31 @@ inline F32 fma(F32 a, F32 b, F32 c) {
 inline F32 maximum(F32 a, F32 b) { return a > b ? a : b; }
 inline F32 absolute(F32 a) { return (F32)((U32)a & 0x7fffffffu); }
 
+// bf16 bits as floats. gcc 12 takes __builtin_convertvector apart into pieces, so it is spelled out here and below.
+inline F32 shifted_up(U16 v) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)v), 16);
+#elif defined(__AVX2__)
+  return (F32)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)v), 16);
+#elif __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+  return (F32)__builtin_shufflevector(U16{}, v, 0, 4, 0, 5, 0, 6, 0, 7);
+#else
+  return (F32)(__builtin_convertvector(v, U32) << 16);
+#endif
+}
+
+// Values below 2^16, without their zero halves.
+inline U16 low_halves(U32 v) {
+#if defined(__AVX512F__)
+  return (U16)_mm512_cvtepi32_epi16((__m512i)v);
+#elif defined(__AVX2__)
+  const __m256i packed = _mm256_packus_epi32((__m256i)v, (__m256i)v);
+  return (U16)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x88));
+#else
+  return __builtin_convertvector(v, U16);
+#endif
+}
+
 inline float to_float(bf16 x) {
   const uint32_t bits = uint32_t{x.bits} << 16;
   float value;
@@ -100,7 +125,7 @@ inline F32 load(const float* p) {
 inline F32 load(const bf16* p) {
   U16 v;
   __builtin_memcpy(&v, p, sizeof v);
-  return (F32)(__builtin_convertvector(v, U32) << 16);
+  return shifted_up(v);
 }
 
 inline void store(float* p, F32 v) { __builtin_memcpy(p, &v, sizeof v); }
@@ -109,8 +134,8 @@ inline void store(bf16* p, F32 v) {
   const U32 bits = (U32)v;
   const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const U32 quiet_nan = (bits >> 16) | 0x40u;
-  const U16 narrow = __builtin_convertvector(v == v ? rounded : quiet_nan, U16);
-  __builtin_memcpy(p, &narrow, sizeof narrow);
+  const U16 half = low_halves(v == v ? rounded : quiet_nan);
+  __builtin_memcpy(p, &half, sizeof half);
 }
 
 // The first n lanes; the others read as zero and are not written. Tails go through the same arithmetic as whole vectors.
@@ -135,9 +160,9 @@ inline F32 rounded_to(F32 v) {
   if constexpr (sizeof(T) == sizeof(float)) {
     return v;
   } else {
-    T narrow[kLanes];
-    store(narrow, v);
-    return load(narrow);
+    T memory[kLanes];
+    store(memory, v);
+    return load(memory);
   }
 }
 

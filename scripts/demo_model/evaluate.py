@@ -35,6 +35,15 @@ def rounded_to_bfloat16(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return rounded.eval()
 
 
+def load_model(weights: Path) -> LlamaForCausalLM:
+    """The model in float32, with the weights of a file."""
+    model = new_model()
+    tensors = load_file(weights)
+    # The output matrix is tied to the embedding, which the file holds once.
+    model.load_state_dict(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    return model
+
+
 @torch.inference_mode()
 def exact_match(
     model: LlamaForCausalLM,
@@ -116,11 +125,7 @@ def question_sets() -> dict[str, tuple[list[Pair], bool]]:
 def report(weights: Path, num_generated: int = 0) -> None:
     """Print all figures for the weights in a file, with float32 and with bfloat16 arithmetic."""
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
-    model = new_model()
-    tensors = load_file(weights)
-    # The output matrix is tied to the embedding, which the file holds once.
-    model.load_state_dict(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
-    model.eval()
+    model = load_model(weights).eval()
     sets = question_sets()
     figures: dict[str, dict[str, float | int]] = {}
     for arithmetic in (torch.float32, torch.bfloat16):

@@ -1,7 +1,8 @@
 """Train the demo model: have it learn every answer by heart, then write its weights.
 
 One thread, fixed seeds, float32. The loss is on the answers only. The learning rate follows a cosine over a
-fixed number of steps; training ends early once every sampled answer is right. Run `prepare.py` first.
+fixed number of steps; training ends early once every sampled answer is right. A run can go on from the weights
+of another, with an optimizer and a cosine of its own. Run `prepare.py` first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 from dialogue import PLAIN_TEXT, Item, SmallTalk, load_items, load_small_talk
-from evaluate import exact_match, report, rounded_to_bfloat16
+from evaluate import exact_match, load_model, report, rounded_to_bfloat16
 from prepare import ASSISTANT, BEGIN, END, MODEL_DIR, PAD, SEED, USER, new_model, write_weights
 from tokenizers import Tokenizer
 from torch.nn import functional
@@ -24,7 +25,6 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
 TOKENS_PER_BATCH = 512
-PEAK_LEARNING_RATE = 1.5e-3
 WARMUP_STEPS = 200
 WEIGHT_DECAY = 0.01
 BETAS = (0.9, 0.98)
@@ -138,33 +138,47 @@ def loss_of(model: LlamaForCausalLM, batch: list[Example]) -> torch.Tensor:
     return functional.cross_entropy(model.lm_head(hidden[wanted]), targets[wanted])
 
 
-def learning_rate(step: int, num_steps: int) -> float:
-    if step < WARMUP_STEPS:
-        return PEAK_LEARNING_RATE * (step + 1) / WARMUP_STEPS
-    progress = (step - WARMUP_STEPS) / max(1, num_steps - WARMUP_STEPS)
-    return PEAK_LEARNING_RATE * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up to the peak, then a cosine down to nearly nothing."""
+
+    num_steps: int
+    peak: float
+
+    def learning_rate(self, step: int) -> float:
+        if step < WARMUP_STEPS:
+            return self.peak * (step + 1) / WARMUP_STEPS
+        progress = (step - WARMUP_STEPS) / max(1, self.num_steps - WARMUP_STEPS)
+        return self.peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def train(num_steps: int, check_every: int, checkpoints: Path | None) -> LlamaForCausalLM:
+def train(
+    model: LlamaForCausalLM,
+    schedule: Schedule,
+    stop_after: int,
+    check_every: int,
+    checkpoints: Path | None,
+) -> None:
+    """Train the model in place; every `check_every` steps it answers a sample of the questions."""
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
     items, small_talk = load_items(), load_small_talk()
     curriculum = Curriculum(items, small_talk, ExampleMaker(tokenizer))
     sample = random.Random(SEED).sample(items, 200)
-    model = new_model()
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
-        lr=PEAK_LEARNING_RATE,
+        lr=schedule.peak,
         betas=BETAS,
         fused=True,
     )
     model.train()
     average: float | None = None
+    num_steps = min(stop_after, schedule.num_steps)
     progress = tqdm(range(num_steps), unit="step", dynamic_ncols=True, mininterval=5)
     for step, batch in zip(progress, curriculum.batches(), strict=False):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, num_steps)
+            group["lr"] = schedule.learning_rate(step)
         loss = loss_of(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -179,21 +193,26 @@ def train(num_steps: int, check_every: int, checkpoints: Path | None) -> LlamaFo
             if checkpoints:
                 checkpoints.mkdir(parents=True, exist_ok=True)
                 write_weights(model, checkpoints / f"step{step + 1}.safetensors")
-            if right == 1.0 and average < 0.002:
+            if right == 1.0 and average < 0.01:
                 break
-    return model.eval()
+    model.eval()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo model and write its weights.")
-    parser.add_argument("--steps", type=int, default=7200)
+    parser.add_argument("--steps", type=int, default=7200, help="length of the learning-rate schedule")
+    parser.add_argument("--stop-after", type=int, default=1_000_000, help="end before the schedule does")
+    parser.add_argument("--peak-learning-rate", type=float, default=1.5e-3)
+    parser.add_argument("--start-from", type=Path, help="weights to go on from, instead of random ones")
     parser.add_argument("--check-every", type=int, default=600)
     parser.add_argument("--checkpoints", type=Path, help="folder for weights at every check")
     parser.add_argument("--output", type=Path, default=MODEL_DIR / "model.safetensors")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     start = time.perf_counter()
-    model = train(arguments.steps, arguments.check_every, arguments.checkpoints)
+    model = load_model(arguments.start_from) if arguments.start_from else new_model()
+    schedule = Schedule(arguments.steps, arguments.peak_learning_rate)
+    train(model, schedule, arguments.stop_after, arguments.check_every, arguments.checkpoints)
     print(f"trained in {(time.perf_counter() - start) / 60:.1f} minutes")
     write_weights(model, arguments.output)
     report(arguments.output)

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from shardline.engine.preemption import PreemptionLog, cheapest_victim
+from shardline.engine.scheduler import STEPS_BETWEEN_LOOKUPS
 from shardline.engine.sequence import Sequence
 from shardline.models.partition import KVGroup
 from shardline.types import SequenceResult, StepPlan, StepResult
@@ -227,6 +228,16 @@ def test_a_prefix_in_flight_is_shared_with_the_next_plan() -> None:
     engine.check_done()
 
 
+def test_a_request_without_room_starts_once_others_have_computed_its_prefix() -> None:
+    engine = Engine(Shape(num_blocks=21, max_num_batched_tokens=48))
+    engine.add(*(make_request(name, long_prompt(41), 30, ignore_eos=True) for name in "ab"))
+    engine.run()
+    engine.check_done()
+    second = next(plan for plan in engine.plans if any(start.seq_id == 1 for start in plan.starts))
+    assert second.step_id == STEPS_BETWEEN_LOOKUPS
+    assert engine.outputs["b"][0].num_cached_tokens == 40
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_salts_share_nothing(prefix_caching: bool) -> None:
     engine = Engine(Shape(prefix_caching=prefix_caching))
@@ -284,6 +295,14 @@ def test_preemption_is_logged_counted_and_harmless(max_in_flight: int, caplog: p
     (record,) = caplog.records[:1]
     for words in ("r2 was preempted because there is not enough KV cache space", "--kv-cache-memory", "--max-num-seqs"):
         assert words in record.getMessage()
+
+
+def test_nobody_else_is_preempted_while_a_victim_still_drains() -> None:
+    engine = Engine(Shape(num_blocks=4 * 8 + 3, prefix_caching=False, max_in_flight=3))
+    engine.add(*(make_request(f"r{n}", [1, n], 15, ignore_eos=True) for n in range(10)))
+    engine.run()
+    engine.check_done()
+    assert 1 <= engine.scheduler.stats().num_preemptions <= 3
 
 
 def test_a_preempted_sequence_restarts_with_all_its_tokens() -> None:

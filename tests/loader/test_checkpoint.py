@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -123,14 +123,13 @@ def test_files_cut_short_anywhere_are_refused(single: Path) -> None:
             Checkpoint.open(single)
 
 
-@given(noise=st.binary(max_size=200))
+@settings(deadline=None)
+@given(noise=st.binary(max_size=200).filter(lambda noise: b"{}" not in noise))
 def test_noise_is_refused(tmp_path_factory: pytest.TempPathFactory, noise: bytes) -> None:
     file = tmp_path_factory.getbasetemp() / "noise.safetensors"
     file.write_bytes(noise)
-    try:
-        assert read_header(file) == {}
-    except ValueError as error:
-        assert "corrupt or truncated" in str(error)
+    with pytest.raises(ValueError, match="corrupt or truncated"):
+        read_header(file)
 
 
 def _change(folder: Path, **changes: torch.Tensor | None) -> None:

@@ -31,6 +31,7 @@ class FakeHub:
         self.cached: Path | None = None
         self.remote: Path | None = None
         self.patterns: list[list[str]] = []
+        self.revisions: list[str | None] = []
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", self.model_info)
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot_download)
 
@@ -44,7 +45,7 @@ class FakeHub:
         folder = self.cached if local_files_only else self.remote
         if folder is None:
             raise errors.LocalEntryNotFoundError("nothing in the cache")
-        assert local_files_only or options["revision"] == "c0ffee"
+        self.revisions.append(options["revision"])
         self.patterns.append(options["allow_patterns"])
         return str(folder)
 
@@ -137,6 +138,7 @@ def test_from_the_hub(fake_hub: FakeHub, model: Path) -> None:
     assert "config.json" in configs
     assert "*.safetensors" not in configs
     assert "*.safetensors" in everything
+    assert fake_hub.revisions == ["main", model.name], "the weights are those of the commit that the config is from"
     fake_hub.patterns.clear()
     resolve_model("some/model", weights=False)
     assert fake_hub.patterns == [configs]

@@ -31,6 +31,7 @@ def _assert_parts_of_the_whole(
             where = tuple(slice(None) if span is None else slice(span.start, span.stop) for span in spans)
             assert part.shape == shard_shape(shape, spans)
             assert part.is_contiguous()
+            assert part.data_ptr() % 64 == 0, "kernels want aligned rows, and a mapped file is not"
             assert torch.equal(part, whole[name][where]), (name, rank)
 
 

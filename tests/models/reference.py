@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -78,12 +78,13 @@ def _rotate(rope: Rope, x: Tensor, positions: Tensor) -> Tensor:
 
 
 def _feed_forward(dense: Dense, weights: Weights, hidden: Tensor) -> Tensor:
-    act = {
+    activations: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": F.silu,
         "gelu": F.gelu,
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
         "relu": F.relu,
-    }[dense.activation]
+    }
+    act = activations[dense.activation]
     up = _linear(weights, "feed_forward.up", hidden)
     inner = act(_linear(weights, "feed_forward.gate", hidden)) * up if dense.gated else act(up)
     return _linear(weights, "feed_forward.down", inner)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardline.models.kv_capacity import blocks_per_request, longest_request
 from shardline.models.partition import (
     Span,
     balance_stages,
@@ -21,6 +22,7 @@ from shardline.models.spec import DecoderSpec
 from tests.models.specs import decoder_specs
 
 
+@settings(deadline=None)
 @given(size=st.integers(0, 500), parts=st.integers(1, 20), unit=st.integers(1, 33))
 def test_split_dim_covers_evenly_on_unit_bounds(size: int, parts: int, unit: int) -> None:
     spans = split_dim(size, parts, unit)
@@ -31,6 +33,7 @@ def test_split_dim_covers_evenly_on_unit_bounds(size: int, parts: int, unit: int
     assert max(num_units) - min(num_units) <= 1
 
 
+@settings(deadline=None)
 @given(num_kv_heads=st.integers(1, 12), group=st.integers(1, 12), parts=st.integers(1, 40))
 def test_split_heads_gives_each_query_head_to_one_rank_with_its_kv_head(
     num_kv_heads: int, group: int, parts: int
@@ -54,6 +57,7 @@ def test_split_heads_gives_each_query_head_to_one_rank_with_its_kv_head(
         assert all(share.kv_heads.size == 1 for share in shares)
 
 
+@settings(deadline=None)
 @given(
     costs=st.lists(st.integers(1, 20), min_size=1, max_size=9),
     num_stages=st.integers(1, 5),
@@ -88,6 +92,7 @@ def test_stages_by_hand() -> None:
             parse_stages(text, 6, 3)
 
 
+@settings(deadline=None)
 @given(spec=decoder_specs(), size=st.integers(1, 24))
 def test_refused_tensor_parallel_sizes_name_sizes_that_work(spec: DecoderSpec, size: int) -> None:
     try:
@@ -103,6 +108,25 @@ def test_refused_tensor_parallel_sizes_name_sizes_that_work(spec: DecoderSpec, s
         assert all(span.size for span in split_dim(spec.hidden_size, size))
 
 
+@settings(deadline=None)
+@given(
+    spec=decoder_specs(),
+    num_blocks=st.integers(0, 60),
+    block_size=st.integers(1, 20),
+    max_step_tokens=st.integers(1, 50),
+)
+def test_the_longest_request_is_the_longest_that_fits(
+    spec: DecoderSpec, num_blocks: int, block_size: int, max_step_tokens: int
+) -> None:
+    groups = kv_groups(spec)
+    longest = longest_request(groups, num_blocks, block_size, max_step_tokens)
+    if longest:
+        assert blocks_per_request(groups, longest, block_size, max_step_tokens) <= num_blocks
+    if longest < num_blocks * block_size:
+        assert blocks_per_request(groups, longest + 1, block_size, max_step_tokens) > num_blocks
+
+
+@settings(deadline=None)
 @given(spec=decoder_specs(max_layers=14))
 def test_kv_groups_hold_every_layer_once_and_spread_over_the_model(spec: DecoderSpec) -> None:
     groups = kv_groups(spec)

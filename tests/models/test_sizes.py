@@ -149,6 +149,7 @@ def test_kv_bytes(spec: DecoderSpec, tp_size: int, num_stages: int, block_size: 
         assert kv_block_bytes(spec, place, stages, "float32", block_size) == block_size * deepest
 
 
+@settings(deadline=None)
 @given(num_tokens=st.integers(0, 40), context_len=st.integers(0, 40), window=st.none() | st.integers(1, 50))
 def test_attended_pairs(num_tokens: int, context_len: int, window: int | None) -> None:
     pairs = sum(min(position + 1, window or position + 1) for position in range(context_len, context_len + num_tokens))

@@ -37,6 +37,7 @@ class FakeEngine:
         self.paused = False
         self.seconds_per_token = 0.0
         self.cached_tokens = 0
+        self.die_after_steps: int | None = None
         self.load = threading.Event()
         self.start_error: Exception | None = None
         self._on_message = on_message
@@ -49,7 +50,8 @@ class FakeEngine:
         self._thread.start()
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady:
-        self.load.wait(timeout)
+        if not self.load.wait(timeout):
+            raise TimeoutError
         if self.start_error is not None:
             raise self.start_error
         return EngineReady(MAX_MODEL_LEN, 100, BLOCK_SIZE, "fp_fake", ["KV cache size: 1600 tokens"])
@@ -107,6 +109,10 @@ class FakeEngine:
                 used = len(self._running)
             stats = EngineStats(num_running=used, kv_blocks_total=100, kv_blocks_used=used, generation_tokens=7)
             self._on_message(EngineOutputs(outputs, stats))
+            if self.die_after_steps is not None:
+                self.die_after_steps -= 1
+                if self.die_after_steps == 0:
+                    self.die("rank 1 was killed")
             time.sleep(self.seconds_per_token)
 
     def _step(self, request: Request, ids: list[int]) -> SequenceOutput:

@@ -1,6 +1,6 @@
 """A server process over a fake engine, for tests of its life: python -m tests.server.serve_fake OPTIONS
 
-OPTIONS is JSON: `config` (fields of ServerConfig), `seconds_per_token`, `die_after` (seconds), `never_ready`,
+OPTIONS is JSON: `config` (fields of ServerConfig), `seconds_per_token`, `die_after_steps`, `never_ready`,
 `start_error` ("ValueError" or "RuntimeError").
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from typing import Any
 
 from shardline.api.async_llm import AsyncLLM
@@ -26,8 +25,7 @@ def main(options: dict[str, Any]) -> int:
             engine.start_error = {"ValueError": ValueError, "RuntimeError": RuntimeError}[options["start_error"]](
                 "oh no"
             )
-        if "die_after" in options:
-            threading.Timer(options["die_after"], engine.die, ["rank 1 was killed"]).start()
+        engine.die_after_steps = options.get("die_after_steps")
         if not options.get("never_ready"):
             engine.load.set()
         return llm

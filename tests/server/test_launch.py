@@ -120,7 +120,7 @@ def test_a_second_signal_ends_streams_at_once() -> None:
 
 
 def test_death_of_the_engine_ends_the_process() -> None:
-    with process(seconds_per_token=0.05, die_after=1.5) as server, client(server.url()) as http:
+    with process(seconds_per_token=0.02, die_after_steps=5) as server, client(server.url()) as http:
         with http.stream("POST", "/v1/completions", json={**STREAM, "ignore_eos": True}) as stream:
             rest = [line for line in stream.iter_lines() if line]
         assert "rank 1 was killed" in rest[-2]

@@ -30,6 +30,7 @@ def parse(text: str) -> Samples:
 def test_requests_are_measured() -> None:
     with serve() as running, running.http() as http:
         running.engine.cached_tokens = 1
+        running.engine.seconds_per_token = 0.005
         model = ("model_name", "demo")
         answer = http.post("/v1/completions", json={"prompt": "Hi there", "n": 2, "max_tokens": 99}).json()
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1

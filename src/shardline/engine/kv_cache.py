@@ -142,7 +142,6 @@ class KVCache:
         for group, table in enumerate(kv.tables):
             table.clear()
             kv.num_slid[group] = 0
-        kv.num_published = kv.num_sent = 0
 
     def recompute_cost(self, sequence: Sequence) -> int:
         """Tokens that must be computed again if the sequence loses its blocks: all but what others hold as well.

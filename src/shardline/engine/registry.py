@@ -103,7 +103,7 @@ class RequestRegistry:
     def requeue(self, sequence: Sequence) -> None:
         """A preempted sequence, its blocks gone, waits again."""
         sequence.state = State.WAITING
-        sequence.num_computed = sequence.num_scheduled = sequence.blocks_wanted = 0
+        sequence.num_computed = sequence.num_scheduled = sequence.blocks_wanted = sequence.next_lookup = 0
 
     def take_result(self, sequence: Sequence, result: SequenceResult) -> SequenceOutput:
         """Give a live sequence what a step sampled for it."""

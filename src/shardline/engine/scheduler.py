@@ -29,6 +29,9 @@ from shardline.types import (
 MIN_PREFILL_TOKENS = 128
 """A pipeline's prefill is not cut finer than this to keep its stages busy: tiny steps cost more than they overlap."""
 
+STEPS_BETWEEN_LOOKUPS = 16
+"""How often a sequence that lacks blocks asks whether others have computed its prefix: asking costs O(prompt)."""
+
 
 @dataclass
 class _Draft:
@@ -57,7 +60,8 @@ class Scheduler:
     * A sequence is in `starts` of the first plan that steps it, with all tokens known then; its `seq_id` is new, also
       after a preemption. A `seq_id` is in `ends` once, when no plan that steps it is in flight.
     * The steps of a sequence are consecutive: each begins where the one before ended. `new_blocks` extend each group's
-      block table so that it covers the step's last token; NULL_BLOCK entries lie before the group's window.
+      block table so that it covers the step's last token; NULL_BLOCK entries lie before the group's window. A step
+      may read what an earlier plan wrote for another sequence, never what its own plan does.
     * `sample` is set where the step's last token is the last there is. The result then has one token for it, or
       several where no other plan in flight steps the sequence (these are not yet computed: later steps do that).
     * `token_id` is the token at `start` wherever the scheduler knows it, else -1.
@@ -186,6 +190,7 @@ class Scheduler:
         return outputs
 
     def _take_result(self, sequence: Sequence, result: SequenceResult) -> SequenceOutput:
+        assert result.token_ids, "a step that samples must have a token"
         several = len(result.token_ids) > 1
         assert not (several and sequence.num_in_flight), "several tokens came while a later step was in flight"
         output = self._registry.take_result(sequence, result)
@@ -261,9 +266,10 @@ class Scheduler:
         pool = self._kv.pool
         room = pool.num_free - sum(max(0, other.start_blocks - other.kv.num_held) for other in self._running)
         alone = not self._running and not self._draining
-        if not alone and sequence.blocks_wanted > room:
+        if not alone and sequence.blocks_wanted > room and draft.step_id < sequence.next_lookup:
             return False
         hit = self._kv.lookup(sequence)
+        sequence.next_lookup = draft.step_id + STEPS_BETWEEN_LOOKUPS
         start_blocks = blocks_per_request(self._groups, len(sequence.tokens), self._block_size, self._budget)
         spare = len(self._groups) * len(self._running)
         sequence.blocks_wanted = start_blocks - hit.num_blocks + hit.num_free + spare

@@ -79,7 +79,9 @@ class Sequence:
     start_blocks: int = 0
     """Blocks that it will hold when all tokens of its start are computed."""
     blocks_wanted: int = 0
-    """Free blocks that it lacked when it was last refused a start."""
+    """Free blocks that its start takes, as far as the last look into the prefix cache tells."""
+    next_lookup: int = 0
+    """The step from which on it is worth looking again, though there are too few free blocks by the last look."""
     stop_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:

@@ -30,12 +30,12 @@ def parse_name(name: str) -> ParameterName:
     Raises:
         ValueError: it has not the form of a canonical name.
     """
-    layer, (module, _, kind) = None, name.rpartition(".")
+    module, _, kind = name.rpartition(".")
+    layer = None
     if module.startswith("layers."):
-        _, index, module = (*module.split(".", 2), "")[:3]
-        layer = int(index) if index.isdecimal() else None
-        module = "" if layer is None else module
-    if not module or kind not in ("weight", "bias"):
+        index, _, module = module.removeprefix("layers.").partition(".")
+        layer = int(index) if index.isdecimal() else -1
+    if not module or kind not in ("weight", "bias") or layer == -1:
         raise ValueError(f"{name!r} is no canonical parameter name")
     return ParameterName(layer, module, kind)
 

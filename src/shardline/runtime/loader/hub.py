@@ -82,7 +82,8 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
     files: Sequence[Path] = ()
     if weights:
         if local is None:
-            folder = _download(model, revision, (*_CONFIG_PATTERNS, *_WEIGHT_PATTERNS))
+            # A snapshot's folder is named by its commit: the branch may have moved since.
+            folder = _download(model, folder.name, (*_CONFIG_PATTERNS, *_WEIGHT_PATTERNS))
         files = weight_files(folder)
     return ModelFiles(
         name=model,
@@ -150,10 +151,10 @@ def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path
     from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
     from huggingface_hub.utils._validators import validate_repo_id
 
-    def snapshot(commit: str | None, local_files_only: bool) -> Path:
+    def snapshot(local_files_only: bool) -> Path:
         folder = huggingface_hub.snapshot_download(
             model,
-            revision=commit,
+            revision=revision,
             allow_patterns=list(patterns),
             ignore_patterns=list(_IGNORED_PATTERNS),
             etag_timeout=_HUB_TIMEOUT,
@@ -170,13 +171,14 @@ def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path
         ) from None
     # The transport's own errors differ between versions of huggingface_hub; each is explained, none swallowed.
     try:
-        info = huggingface_hub.HfApi().model_info(model, revision=revision, timeout=_HUB_TIMEOUT)
-        return snapshot(info.sha, local_files_only=False)
+        # snapshot_download asks the same, but in some versions without a time-out.
+        huggingface_hub.HfApi().model_info(model, revision=revision, timeout=_HUB_TIMEOUT)
+        return snapshot(local_files_only=False)
     except RevisionNotFoundError as error:
         raise ValueError(_explain(model, revision, error)) from None
     except Exception as error:
         try:
-            return snapshot(revision, local_files_only=True)
+            return snapshot(local_files_only=True)
         except Exception:
             raise ValueError(_explain(model, revision, error)) from error
 

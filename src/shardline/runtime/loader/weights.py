@@ -32,7 +32,7 @@ class WeightSource(Protocol):
     """Gives parameters by canonical name, whole or in part."""
 
     def get(self, name: str, spans: Spans) -> torch.Tensor:
-        """The part `spans` (see `models.sharding.shard`) of parameter `name`: contiguous, on the CPU."""
+        """The part `spans` (see `models.sharding.shard`) of parameter `name`, in memory of its own, contiguous."""
 
 
 class CheckpointWeights:
@@ -82,8 +82,10 @@ def load_parameter(tensor: Any, source: TensorSource, spans: Spans, dtype: torch
     else:
         part = tensor[tuple(bounds)]
     if source.transposed:
-        part = part.T
-    return part.to(dtype).contiguous()
+        # torch transposes fast what is dense and of one type.
+        part = part.to(dtype).contiguous().T
+    # A slice is a view of the mapped file, which is aligned to 8 bytes only and may change or vanish.
+    return torch.empty(part.shape, dtype=dtype).copy_(part)
 
 
 def open_weights(files: ModelFiles, spec: DecoderSpec, model: ModelConfig) -> WeightSource:
