@@ -6,7 +6,7 @@
 
 #include "types.h"
 
-#if defined(__AVX2__) || defined(__AVX512F__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -90,8 +90,8 @@ inline F32 shifted_up(U16 v) {
   return (F32)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)v), 16);
 #elif defined(__AVX2__)
   return (F32)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)v), 16);
-#elif __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-  return (F32)__builtin_shufflevector(U16{}, v, 0, 4, 0, 5, 0, 6, 0, 7);
+#elif defined(__SSE2__)
+  return (F32)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_set_epi64x(0, (int64_t)v));
 #else
   return (F32)(__builtin_convertvector(v, U32) << 16);
 #endif

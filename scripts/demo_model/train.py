@@ -1,8 +1,8 @@
 """Train the demo model: have it learn every answer by heart, then write its weights.
 
 One thread, fixed seeds, float32. The loss is on the answers only. The learning rate follows a cosine over a
-fixed number of steps; training ends early once every sampled answer is right. A run can go on from the weights
-of another, with an optimizer and a cosine of its own. Run `prepare.py` first.
+fixed number of steps; training ends early once every sampled answer is right. A run can go on from another's
+weights, with an optimizer and a cosine of its own. Run `prepare.py` first.
 """
 
 from __future__ import annotations

@@ -378,3 +378,34 @@ def test_two_sequences_never_chase_each_other_away() -> None:
     engine.check_done()
     computed = engine.workers[0].num_computed_tokens
     assert computed < 2 * 6 * 60, "most of the work was done twice"
+
+
+def test_a_pipeline_leaves_no_sequence_out() -> None:
+    engine = Engine(Shape(max_in_flight=3, pipeline=True))
+    engine.add(*(make_request(f"r{n}", [1, n], 20, ignore_eos=True) for n in range(7)))
+    for _ in range(10):
+        engine.submit()
+        engine.collect()
+    lengths = [len(engine.tokens(name)) for name in engine.requests]
+    assert max(lengths) - min(lengths) <= 1
+    engine.run()
+    engine.check_done()
+
+
+def test_a_newcomer_leaves_running_prompts_their_blocks() -> None:
+    engine = Engine(Shape(num_blocks=26, max_num_batched_tokens=24, prefix_caching=False))
+    engine.add(make_request("a", long_prompt(60), 1), make_request("b", long_prompt(41), 1))
+    engine.run()
+    engine.check_done()
+    assert engine.scheduler.stats().num_preemptions == 0
+    assert engine.workers[0].num_computed_tokens == 101
+
+
+def test_a_newcomer_leaves_running_sequences_room_to_grow() -> None:
+    engine = Engine(Shape(num_blocks=11, prefix_caching=False))
+    engine.add(make_request("a", long_prompt(20), 4, ignore_eos=True), make_request("b", long_prompt(20), 1))
+    plan = engine.submit()
+    assert shares(plan) == [(0, 0, 20)]
+    engine.run()
+    engine.check_done()
+    assert engine.scheduler.stats().num_preemptions == 0

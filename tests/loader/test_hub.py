@@ -1,4 +1,4 @@
-"""What a user may call a model, and what he is told where there is none."""
+"""What a user may call a model, and the answer where there is none."""
 
 from __future__ import annotations
 

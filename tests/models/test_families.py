@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from shardline.models.parameters import parameters
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.loader.checkpoint import Checkpoint
 from shardline.runtime.loader.weights import CheckpointWeights, load_all
-from tests.models.checkpoints import FAMILIES, VARIANTS, make_config, make_variant
+from tests.models.checkpoints import FAMILIES, VARIANTS, make_checkpoint, make_config, make_variant
 from tests.models.reference import forward
 
 
@@ -28,13 +30,41 @@ def test_every_family_is_tested() -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_same_parameters_and_logits_as_transformers(name: str, tmp_path: Path) -> None:
-    variant = VARIANTS[name]
     sharding = {"max_shard_size": "60KB"} if len(name) % 2 else {}
     folder = make_variant(name, tmp_path, **sharding)
-    spec = _spec(folder, variant.prompt_len)
-    checkpoint = Checkpoint.open(folder)
-    assert len(checkpoint.files) > 1 or not sharding
+    assert len(list(folder.glob("*.safetensors"))) > 1 or not sharding
+    _assert_same_as_transformers(folder, VARIANTS[name].prompt_len)
 
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("family_name", FAMILIES)
+def test_random_shapes(family_name: str, seed: int, tmp_path: Path) -> None:
+    rng = random.Random(f"{family_name} {seed}")
+    shape: dict[str, Any]
+    if family_name == "gpt2":
+        num_heads = rng.choice([1, 3, 5])
+        shape = {"n_head": num_heads, "n_embd": 10 * num_heads, "n_layer": rng.randint(1, 3), "n_inner": 37}
+    else:
+        num_kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 5])
+        shape = {
+            "num_attention_heads": num_kv_heads * group,
+            "num_key_value_heads": num_kv_heads,
+            "hidden_size": 8 * num_kv_heads * group,
+            "head_dim": rng.choice([4, 10, 16]),
+            "num_hidden_layers": rng.randint(1, 6),
+            "intermediate_size": rng.randint(5, 90),
+            "tie_word_embeddings": rng.random() < 0.5,
+        }
+        if family_name == "phi3":
+            del shape["head_dim"]
+    if family_name.startswith(("mistral", "gemma2", "gemma3")):
+        shape["sliding_window"] = rng.randint(1, 20)
+    _assert_same_as_transformers(make_checkpoint(family_name, tmp_path, seed=seed, **shape), prompt_len=24)
+
+
+def _assert_same_as_transformers(folder: Path, prompt_len: int) -> None:
+    spec = _spec(folder, prompt_len)
+    checkpoint = Checkpoint.open(folder)
     tensor_source = family(spec.model_type).tensor_source
     sources = {parameter: tensor_source(parameter, spec) for parameter, _ in parameters(spec)}
     assert {source.key for source in sources.values()} == set(checkpoint.tensors)
@@ -44,7 +74,7 @@ def test_same_parameters_and_logits_as_transformers(name: str, tmp_path: Path) -
         entry.num_bytes for entry in checkpoint.tensors.values()
     )
 
-    token_ids = torch.randint(0, 256, (variant.prompt_len,), generator=torch.Generator().manual_seed(1))
+    token_ids = torch.randint(0, 256, (prompt_len,), generator=torch.Generator().manual_seed(1))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     with torch.no_grad():
         expected = model(token_ids[None]).logits[0]

@@ -58,8 +58,9 @@ class Engine:
             self._executor.submit(plan)
             self._in_flight.append(plan)
         waited = 0.0
-        outputs: list[SequenceOutput] = []
-        if self._in_flight:
+        if not self._in_flight:
+            outputs = self._scheduler.take_outputs()
+        else:
             before = time.perf_counter()
             result = self._executor.collect()
             waited = time.perf_counter() - before

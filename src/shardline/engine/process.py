@@ -54,7 +54,8 @@ class EngineProcess:
             if len(isas) > 1:
                 raise ValueError(f"ranks run unlike kernel paths ({', '.join(sorted(isas))}); set SHARDLINE_ISA")
             engine = Engine(setup, executor)
-            fingerprint = _fingerprint(start.config, weights_fingerprint(setup.files), isas.pop())
+            dummy_seed = start.config.model.seed if start.config.model.load_format == "dummy" else None
+            fingerprint = _fingerprint(start.config, weights_fingerprint(setup.files, dummy_seed), isas.pop())
             seconds = {"weights": max(rank.load_seconds for rank in ranks), "engine": time.perf_counter() - began}
             self._channel.send(
                 EngineReady(

@@ -52,7 +52,6 @@ class Runner:
     def run(self, plan: StepPlan) -> StepResult | None:
         """Run one step. The last stage's ranks return what was sampled, the others None."""
         started = time.perf_counter()
-        self._groups.progress.begin(plan.step_id)
         for seq_id in plan.ends:
             self._sequences.end(seq_id)
         for start in plan.starts:

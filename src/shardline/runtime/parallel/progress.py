@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 _FIELDS = 16
 """int64 per rank: one 128-byte line, so that ranks do not share cache lines."""
-_STEP, _FINISHED, _ARRIVALS, _WAITING = range(4)
+_FINISHED, _ARRIVALS, _WAITING = range(3)
 
 
 class ProgressBoard:
@@ -36,7 +36,7 @@ class ProgressBoard:
         Those that have not finished it and are not waiting for another rank; where all wait, those that arrived at
         the fewest exchanges.
         """
-        unfinished = [rank for rank, line in enumerate(self._lines) if line[_FINISHED] < step_id]
+        unfinished = [rank for rank, line in enumerate(self._lines) if line[_FINISHED] <= step_id]
         busy = [rank for rank in unfinished if not self._lines[rank][_WAITING]]
         if busy or not unfinished:
             return busy
@@ -50,13 +50,9 @@ class ProgressLine:
     def __init__(self, fields: npt.NDArray[np.int64]) -> None:
         self._fields = fields
 
-    def begin(self, step_id: int) -> None:
-        """The rank has taken up a step."""
-        self._fields[_STEP] = step_id
-
     def finish(self, step_id: int) -> None:
-        """The rank is done with a step."""
-        self._fields[_FINISHED] = step_id
+        """The rank is done with a step; zero, as the memory begins, means none."""
+        self._fields[_FINISHED] = step_id + 1
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
