@@ -8,13 +8,20 @@ namespace {
 
 constexpr int64_t kSmallWork = 1 << 14;
 
-// Sums f(chunk, valid lanes) over a row, in an order set by the width alone: four interleaved sums, then the lanes.
+// Sums function(chunk, valid lanes, sum so far) over a row, in an order set by the width alone: chunk c goes to sum
+// c % 4, then the four are added, then the lanes.
 template <class T, class Function>
-inline float reduce_row(const T* row, int64_t width, Function&& function) {
+inline float reduce_row(const T* row, int64_t width, const Function& function) {
   F32 sum[4] = {};
-  for (int64_t i = 0, chunk = 0; i < width; i += kLanes, ++chunk) {
-    F32& target = sum[chunk % 4];
-    target = function(load_n(row + i, width - i), width - i, target);
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= width; i += 4 * kLanes) {
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) sum[c] = function(load(row + i + c * kLanes), kLanes, sum[c]);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    const int64_t n = width - i - c * kLanes;
+    if (n > 0) sum[c] = function(load_n(row + i + c * kLanes, n), n, sum[c]);
   }
   return sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
@@ -62,7 +69,7 @@ void layer_norm_row(const T* x, const T* weight, const T* bias, T* out, int64_t 
 }
 
 template <class T, class NormRow>
-void for_each_row(const NormArgs& args, NormRow&& norm_row) {
+void for_each_row(const NormArgs& args, const NormRow& norm_row) {
   parallel_for_if(args.num_rows * args.width > kSmallWork, args.num_rows, [&](int64_t row) {
     const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
     if (args.residual != nullptr) {

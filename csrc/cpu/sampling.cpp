@@ -14,7 +14,6 @@ namespace shardline {
 namespace {
 
 constexpr int64_t kSumBlock = 512;
-constexpr int64_t kFirstCandidates = 256;
 constexpr float kGreedyBelow = 1e-5f;
 
 // What the filters keep: logits above `logit`, and those equal to it up to `last_id`.
@@ -66,25 +65,16 @@ int64_t find_quantile(const float* weights, int64_t count, double target) {
   return last_possible;
 }
 
-// Keeps logits equal to the k-th largest too, as other engines do.
-Cutoff top_k_cutoff(const float* logits, int64_t vocab_size, int64_t k, std::vector<Candidate>& candidates) {
-  strongest(logits, vocab_size, k, candidates);
-  return candidates.empty() ? kKeepAll : Cutoff{candidates.back().logit, INT32_MAX};
+// What equals the k-th largest is kept too, as in other engines.
+Cutoff top_k_cutoff(const float* logits, int64_t vocab_size, int64_t k) {
+  return {kth_largest(logits, vocab_size, k), INT32_MAX};
 }
 
-// Keeps the shortest prefix, strongest first, that holds top_p of the mass of `weights`; the others are zero already.
-Cutoff top_p_cutoff(const float* logits, const float* weights, int64_t vocab_size, float top_p,
-                    std::vector<Candidate>& candidates) {
+// The shortest prefix, strongest first, that holds top_p of the mass of `weights`; at least one token.
+Cutoff top_p_cutoff(const float* logits, const float* weights, int64_t vocab_size, float top_p) {
   const double target = static_cast<double>(top_p) * total(weights, vocab_size);
-  for (int64_t count = std::min(kFirstCandidates, vocab_size);; count = std::min(count * 16, vocab_size)) {
-    strongest(logits, vocab_size, count, candidates);
-    double sum = 0.0;
-    for (const Candidate& candidate : candidates) {
-      sum += weights[candidate.id];
-      if (sum >= target) return {candidate.logit, candidate.id};
-    }
-    if (count == vocab_size) return kKeepAll;
-  }
+  const Candidate last = prefix_end(logits, weights, vocab_size, target);
+  return last.id < 0 ? kKeepAll : Cutoff{last.logit, last.id};
 }
 
 void drop(const float* logits, float* weights, int64_t vocab_size, Cutoff cutoff) {
@@ -98,7 +88,6 @@ int64_t sample_row(const float* logits, int64_t vocab_size, const SamplingRow& r
   // An infinite logit has all the mass; with nothing but -inf or NaN there is nothing to choose from.
   if (row.temperature < kGreedyBelow || !std::isfinite(logits[best])) return best;
   static thread_local std::vector<float> weight_memory;
-  static thread_local std::vector<Candidate> candidates;
   weight_memory.resize(static_cast<size_t>(vocab_size));
   float* weights = weight_memory.data();
   kernels().exp_shifted(logits, vocab_size, logits[best], 1.0f / row.temperature, weights);
@@ -106,10 +95,10 @@ int64_t sample_row(const float* logits, int64_t vocab_size, const SamplingRow& r
     for (int64_t id = 0; id < vocab_size; ++id) weights[id] = weights[id] >= row.min_p ? weights[id] : 0.0f;
   }
   if (row.top_k > 0 && row.top_k < vocab_size) {
-    drop(logits, weights, vocab_size, top_k_cutoff(logits, vocab_size, row.top_k, candidates));
+    drop(logits, weights, vocab_size, top_k_cutoff(logits, vocab_size, row.top_k));
   }
   if (row.top_p < 1.0f) {
-    drop(logits, weights, vocab_size, top_p_cutoff(logits, weights, vocab_size, row.top_p, candidates));
+    drop(logits, weights, vocab_size, top_p_cutoff(logits, weights, vocab_size, row.top_p));
   }
   const double u = uniform(row.seed, row.choice, row.position, purpose);
   return find_quantile(weights, vocab_size, u * total(weights, vocab_size));

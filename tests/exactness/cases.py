@@ -28,7 +28,8 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """For test ids."""
-        return "-".join((self.family, self.dtype, f"tp{self.tensor}", f"pp{self.pipeline}", f"dp{self.data}", *self[5:]))
+        layout = f"tp{self.tensor}-pp{self.pipeline}-dp{self.data}"
+        return "-".join((self.family, self.dtype, layout, *self[5:]))
 
     @property
     def possible(self) -> bool:

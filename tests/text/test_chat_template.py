@@ -37,7 +37,7 @@ CHATML = """\
 {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
-TOOLS: list[dict[str, Any]] = [
+TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "f", "description": "<b> & 'ü'", "parameters": {"type": "object"}}}
 ]
 CHATS: list[list[dict[str, Any]]] = [

@@ -22,6 +22,7 @@ from shardline.engine.ipc import (
     EngineMessage,
     EngineOutputs,
     EngineReady,
+    FrontMessage,
     StartEngine,
     StopEngine,
 )
@@ -33,7 +34,7 @@ _log = logging.getLogger(__name__)
 class EngineClient:
     """Starts an engine process and talks to it.
 
-    `config` is resolved (engine.setup.resolve). `on_message` is called from a reader thread of this client, once per
+    `config` is resolved (engine.resolve.resolve). `on_message` is called from a reader thread of this client, once per
     EngineOutputs, and once with EngineFailed when the engine has failed, or its process has ended unasked, after it
     was ready.
     """
@@ -56,6 +57,8 @@ class EngineClient:
         self._first: queue.SimpleQueue[EngineReady | EngineFailed] = queue.SimpleQueue()
         self._answer: EngineReady | EngineFailed | None = None
         self._closing = False
+        self._outbox: queue.SimpleQueue[FrontMessage] = queue.SimpleQueue()
+        threading.Thread(target=self._write, name=f"engine-{replica}-writer", daemon=True).start()
         self._reader = threading.Thread(target=self._read, name=f"engine-{replica}-reader", daemon=True)
         self._reader.start()
 
@@ -78,16 +81,16 @@ class EngineClient:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Hand requests to the engine. Where it is gone, `on_message` tells so."""
-        self._send(AddRequests(list(requests)))
+        self._outbox.put(AddRequests(list(requests)))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests; outputs already under way may still arrive."""
-        self._send(AbortRequests(list(request_ids)))
+        self._outbox.put(AbortRequests(list(request_ids)))
 
     def close(self, timeout: float = 10.0) -> None:
         """End the engine process and wait for it; killed where it does not end in time."""
         self._closing = True
-        self._send(StopEngine())
+        self._outbox.put(StopEngine())
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -97,10 +100,15 @@ class EngineClient:
         self._reader.join(timeout=1.0)
         self._channel.close()
 
-    def _send(self, message: object) -> None:
+    def _write(self) -> None:
+        """Runs beside the front, which must not wait while the engine is in the middle of a step."""
         # The reader thread sees the end of file and reports it, once.
         with contextlib.suppress(OSError):
-            self._channel.send(message)
+            while True:
+                message = self._outbox.get()
+                self._channel.send(message)
+                if isinstance(message, StopEngine):
+                    return
 
     def _read(self) -> None:
         ready = False
@@ -115,11 +123,10 @@ class EngineClient:
             elif isinstance(message, EngineOutputs):
                 self._on_message(message)
             else:
-                if not self._closing:
-                    if ready:
-                        self._on_message(message)
-                    else:
-                        self._first.put(message)
+                if not ready:
+                    self._first.put(message)
+                elif not self._closing:
+                    self._on_message(message)
                 return
 
     def _ending(self) -> str:

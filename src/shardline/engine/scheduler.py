@@ -261,10 +261,10 @@ class Scheduler:
     def _start(self, draft: _Draft, sequence: Sequence) -> bool:
         """Start a waiting sequence, if there is room for all of its tokens and for every running one to grow.
 
-        The looks for room keep a newcomer from being preempted, or preempting, at once. One alone needs none.
+        The looks for room keep a newcomer from being preempted, or preempting, at once. One alone needs none. There is
+        only one unfinished prompt to look after: while another takes up the budget, nobody gets here.
         """
-        pool = self._kv.pool
-        room = pool.num_free - sum(max(0, other.start_blocks - other.kv.num_held) for other in self._running)
+        room = self._kv.pool.num_free
         alone = not self._running and not self._draining
         if not alone and sequence.blocks_wanted > room and draft.step_id < sequence.next_lookup:
             return False
@@ -278,7 +278,6 @@ class Scheduler:
         self._waiting.remove(sequence)
         self._kv.start(sequence, hit)
         self._registry.start(sequence, hit.num_tokens, self._num_starts)
-        sequence.start_blocks = start_blocks
         self._num_starts += 1
         insort(self._running, sequence, key=lambda other: other.order)
         request = sequence.request

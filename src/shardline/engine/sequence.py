@@ -37,11 +37,6 @@ class KVState:
     num_sent: int = 0
     """Leading entries of each table that a plan has carried."""
 
-    @property
-    def num_held(self) -> int:
-        """Blocks held, over all groups."""
-        return len(self.tables) * len(self.tables[0]) - sum(self.num_slid)
-
 
 @dataclass(eq=False)
 class Sequence:
@@ -76,8 +71,6 @@ class Sequence:
     """The last plan that held it."""
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache when it first started; None before."""
-    start_blocks: int = 0
-    """Blocks that it will hold when all tokens of its start are computed."""
     blocks_wanted: int = 0
     """Free blocks that its start takes, as far as the last look into the prefix cache tells."""
     next_lookup: int = 0

@@ -56,6 +56,7 @@ class Executor(ABC):
         Raises:
             ExecutorFailure: a rank is gone.
         """
+        assert not self.watched(), "who names file descriptors to watch looks after them"
 
     @abstractmethod
     def close(self) -> None:

@@ -1,0 +1,50 @@
+"""The exactness matrix with real processes and real sockets, through the public API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shardline import LLM, SamplingParams
+from tests.exactness.harness import golden, make_requests
+from tests.models.checkpoints import make_checkpoint
+
+LAYOUTS = {
+    "tp2-pp2-dp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2},
+    "tp3-gloo": {"tensor_parallel_size": 3, "collectives": "gloo"},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_answer(layout: str, tmp_path: Path) -> None:
+    model = make_checkpoint("qwen3", tmp_path / "qwen3")
+    # The offline API numbers the choices of a request itself: each of these has one, number 0.
+    requests = [msgspec.structs.replace(request, choice=0, eos_token_ids=()) for request in make_requests(256)]
+    expected = golden(model, "bfloat16", requests)
+    options = {"block_size": 4, "max_num_batched_tokens": 32, "dtype": "bfloat16", **LAYOUTS[layout]}
+    with LLM(str(model), **options) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": request.prompt_token_ids} for request in requests],
+            [msgspec.structs.replace(request.sampling, ignore_eos=True) for request in requests],
+            use_tqdm=False,
+        )
+        assert len(llm.stats()) == LAYOUTS[layout].get("data_parallel_size", 1)
+        assert all(stats.num_steps > 0 and stats.kv_blocks_used == 0 for stats in llm.stats())
+    for request, output in zip(requests, outputs, strict=True):
+        answer = expected[request.request_id]
+        assert output.outputs[0].token_ids == answer.token_ids
+        assert output.outputs[0].digests == answer.digests
+
+
+def test_fast_numerics_answer_alike() -> None:
+    """Partial sums across ranks change last bits, not what a confident model says in float32."""
+    messages = [{"role": "user", "content": "What does os.path.join do?"}]
+    answers = []
+    for options in ({}, {"tensor_parallel_size": 2, "numerics": "fast"}):
+        with LLM("demo", dtype="float32", **options) as llm:
+            [output] = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=64), use_tqdm=False)
+            answers.append(output.outputs[0].text)
+    assert answers[0] == answers[1]
+    assert "Join two or more pathname components" in answers[0]
