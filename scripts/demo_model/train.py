@@ -28,14 +28,20 @@ TOKENS_PER_BATCH = 512
 WARMUP_STEPS = 200
 WEIGHT_DECAY = 0.01
 BETAS = (0.9, 0.98)
-PLAIN_SHARE = 0.08
-"""Share of the facts that are shown as plain text, without the chat format."""
 SECOND_TURN_SHARE = 0.2
 """Chance that a dialogue goes on with another question."""
 MAX_DIALOGUE_TOKENS = 320
-SMALL_TALK_REPEATS = 3
-"""Hand-written answers have many unlike questions; they are shown this often per epoch."""
 IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What an epoch consists of, besides the facts in the chat format."""
+
+    plain_share: float
+    """Share of the facts that are shown as plain text instead."""
+    small_talk_repeats: int
+    """How often each hand-written answer comes; they have many unlike questions."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,14 @@ class ExampleMaker:
 class Curriculum:
     """Every fact once per epoch, each time asked in another way, in batches of examples of like length."""
 
-    def __init__(self, items: list[Item], small_talk: list[SmallTalk], maker: ExampleMaker) -> None:
-        self.items, self.small_talk, self.maker = items, small_talk, maker
+    def __init__(
+        self,
+        mixture: Mixture,
+        items: list[Item],
+        small_talk: list[SmallTalk],
+        maker: ExampleMaker,
+    ) -> None:
+        self.mixture, self.items, self.small_talk, self.maker = mixture, items, small_talk, maker
         self.random = random.Random(SEED)
         self.decks: dict[str, list[str]] = {}
 
@@ -90,7 +102,7 @@ class Curriculum:
         return deck.pop()
 
     def example(self, facts: Iterator[Item | SmallTalk], first: Item | SmallTalk) -> Example:
-        if isinstance(first, Item) and self.random.random() < PLAIN_SHARE:
+        if isinstance(first, Item) and self.random.random() < self.mixture.plain_share:
             return self.maker.dialogue([self.maker.plain(first.names[0], first.answer)])
         turns = [self.maker.turn(self.question(first), first.answer)]
         while self.random.random() < SECOND_TURN_SHARE:
@@ -103,7 +115,7 @@ class Curriculum:
         return self.maker.dialogue(turns)
 
     def epoch(self) -> list[list[Example]]:
-        facts: list[Item | SmallTalk] = [*self.items, *self.small_talk * SMALL_TALK_REPEATS]
+        facts: list[Item | SmallTalk] = [*self.items, *self.small_talk * self.mixture.small_talk_repeats]
         self.random.shuffle(facts)
         remaining = iter(facts)
         examples = [self.example(remaining, fact) for fact in remaining]
@@ -155,6 +167,7 @@ class Schedule:
 def train(
     model: LlamaForCausalLM,
     schedule: Schedule,
+    mixture: Mixture,
     stop_after: int,
     check_every: int,
     checkpoints: Path | None,
@@ -162,7 +175,7 @@ def train(
     """Train the model in place; every `check_every` steps it answers a sample of the questions."""
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
     items, small_talk = load_items(), load_small_talk()
-    curriculum = Curriculum(items, small_talk, ExampleMaker(tokenizer))
+    curriculum = Curriculum(mixture, items, small_talk, ExampleMaker(tokenizer))
     sample = random.Random(SEED).sample(items, 200)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
@@ -203,6 +216,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7200, help="length of the learning-rate schedule")
     parser.add_argument("--stop-after", type=int, default=1_000_000, help="end before the schedule does")
     parser.add_argument("--peak-learning-rate", type=float, default=1.5e-3)
+    parser.add_argument("--plain-share", type=float, default=0.08)
+    parser.add_argument("--small-talk-repeats", type=int, default=3)
     parser.add_argument("--start-from", type=Path, help="weights to go on from, instead of random ones")
     parser.add_argument("--check-every", type=int, default=600)
     parser.add_argument("--checkpoints", type=Path, help="folder for weights at every check")
@@ -212,7 +227,8 @@ def main() -> None:
     start = time.perf_counter()
     model = load_model(arguments.start_from) if arguments.start_from else new_model()
     schedule = Schedule(arguments.steps, arguments.peak_learning_rate)
-    train(model, schedule, arguments.stop_after, arguments.check_every, arguments.checkpoints)
+    mixture = Mixture(arguments.plain_share, arguments.small_talk_repeats)
+    train(model, schedule, mixture, arguments.stop_after, arguments.check_every, arguments.checkpoints)
     print(f"trained in {(time.perf_counter() - start) / 60:.1f} minutes")
     write_weights(model, arguments.output)
     report(arguments.output)

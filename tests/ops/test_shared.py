@@ -114,7 +114,7 @@ def collectives_in_process(name: str, rank: int, size: int, results: multiproces
 
 
 def test_collectives_between_processes():
-    size = 3
+    size = 2
     context = multiprocessing.get_context("spawn")
     memory = SharedMemory(create=True, size=SharedGroup.required_bytes(size, 1 << 12))
     try:

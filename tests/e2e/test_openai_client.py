@@ -1,0 +1,117 @@
+"""The official client against TP 2 x PP 2 x DP 2 in real processes: answers, disconnects, deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.serving import Server, serve
+
+QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]
+LONG = {"prompt": "os.path.join:", "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve("-tp", "2", "-pp", "2", "-dp", "2") as server:
+        yield server
+
+
+def test_startup_log(server: Server) -> None:
+    for line in (
+        "layout: tensor 2 x pipeline 2 = 4 ranks a replica, 2 replicas",
+        "pp 1 (layers 4-7), tp 1",
+        "CPU KV cache size: ",
+        "Maximum concurrency for 2,048 tokens per request: ",
+    ):
+        assert line in server.output
+    assert len(set(server.rank_pids)) == 8
+
+
+def test_streamed_and_whole_answers_are_one(server: Server) -> None:
+    client = server.client()
+    whole = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0.0)
+    assert "Join two or more pathname components" in (whole.choices[0].message.content or "")
+    assert whole.choices[0].finish_reason == "stop"
+    stream = client.chat.completions.create(
+        model="demo", messages=QUESTION, temperature=0.0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+    assert {chunk.system_fingerprint for chunk in chunks} == {whole.system_fingerprint}
+
+
+def test_choices_differ_and_seeds_repeat(server: Server) -> None:
+    def ask() -> list[str]:
+        answer = server.client().completions.create(
+            model="demo", prompt="json", n=3, seed=5, temperature=1.5, max_tokens=20, logprobs=2
+        )
+        assert all(len(choice.logprobs.tokens) > 0 for choice in answer.choices if choice.logprobs)
+        return [choice.text for choice in answer.choices]
+
+    first = ask()
+    assert len(set(first)) == 3
+    assert ask() == first
+
+
+def test_stop(server: Server) -> None:
+    answer = server.client().chat.completions.create(model="demo", messages=QUESTION, temperature=0.0, stop=["path"])
+    assert answer.choices[0].message.content == "Join two or more "
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_client_that_leaves_gives_its_blocks_back(server: Server) -> None:
+    stream = server.client().completions.create(model="demo", stream=True, **LONG)
+    next(iter(stream))
+    server.wait_until(lambda: server.metric("kv_cache_usage_perc") > 0, "the request holds blocks")
+    stream.close()
+    server.wait_until(lambda: server.metric("num_requests_running") == 0, "the request is gone")
+    assert server.metric("kv_cache_usage_perc") == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"model": "demo", "prompt": "x " * 5000}, 400, "2048"),
+        ({"model": "nobody", "prompt": "x"}, 404, "nobody"),
+        ({"model": "demo", "prompt": "x", "temprature": 1}, 400, "temprature"),
+        ({"model": "demo", "prompt": "x", "max_tokens": "many"}, 400, "max_tokens"),
+        ({"model": "demo", "prompt": [99999999]}, 400, "99999999"),
+        ({"model": "demo", "prompt": "x", "temperature": -1}, 400, "temperature"),
+    ],
+)
+def test_bad_requests_are_told_and_hurt_nobody(server: Server, body: dict[str, object], status: int, says: str) -> None:
+    response = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert response.status_code == status
+    assert says in response.json()["error"]["message"]
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_replica_that_loses_a_rank_fails_alone(server: Server) -> None:
+    """Last of the module: it takes one replica down."""
+    client = server.client()
+    streams = [client.completions.create(model="demo", stream=True, **LONG) for _ in range(2)]
+    for stream in streams:
+        next(iter(stream))
+    os.kill(server.rank_pids[1], signal.SIGKILL)
+    ends = []
+    for stream in streams:
+        try:
+            for chunk in stream:
+                end = chunk.choices[0].finish_reason
+            ends.append(end)
+        except openai.APIError as error:
+            ends.append(str(error))
+    assert ends.count("length") == 1, ends
+    [failure] = [end for end in ends if end != "length"]
+    assert "rank 1 (pp 0, tp 1)" in str(failure)
+    assert "signal 9" in str(failure)
+    answer = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0.0)
+    assert "Join two or more pathname components" in (answer.choices[0].message.content or "")

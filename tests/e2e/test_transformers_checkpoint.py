@@ -1,0 +1,30 @@
+"""A checkpoint saved by transformers, served split, against transformers' own generate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.serving import serve
+from tests.models.checkpoints import make_checkpoint
+
+
+def test_greedy_tokens_equal(tmp_path: Path) -> None:
+    model = make_checkpoint("llama", tmp_path / "llama")
+    prompt = [17, 4, 99, 23, 150, 77, 31, 8]
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = oracle.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=24, min_new_tokens=24, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+    with serve(str(model), "-tp", "2", "-pp", "2", "--served-model-name", "tiny") as server:
+        answer = server.client().completions.create(
+            model="tiny",
+            prompt=prompt,
+            temperature=0.0,
+            max_tokens=24,
+            extra_body={"min_tokens": 24, "return_token_ids": True},
+        )
+    assert answer.choices[0].token_ids == expected  # type: ignore[attr-defined]
