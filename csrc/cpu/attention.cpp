@@ -36,7 +36,7 @@ class RowTile {
   // Takes scratch_bytes() of memory, 64-byte aligned, and returns what follows them.
   char* prepare(char* memory) {
     queries_ = reinterpret_cast<Query*>(memory);
-    float* floats = reinterpret_cast<float*>(memory + static_cast<size_t>(kTileRows * query_width(args_)) * sizeof(Query));
+    float* floats = reinterpret_cast<float*>(queries_ + kTileRows * query_width(args_));
     for (int r = 0; r < kMaxRows; ++r) {
       rows_[r].scores = floats;
       rows_[r].partial.output = floats + kScoreWidth;

@@ -1,8 +1,8 @@
 // Attention of a few query rows to one split of the keys: the unit whose arithmetic never changes.
 //
-// Keys are cut into splits of 512 anchored at absolute position. One query row meets one split in a fixed order (scores,
-// then their maximum, then weights and the weighted sum of values, key after key), and splits merge in index order. Rows
-// share loads of keys and values, never arithmetic, so a row does not notice which rows are computed beside it.
+// Keys are cut into splits of 512 anchored at absolute position. One query row meets one split in a fixed order
+// (scores, then their maximum, then weights and the weighted sum of values, key after key), and splits merge in index
+// order. Rows share loads of keys and values, never arithmetic, so a row does not notice which rows are beside it.
 #pragma once
 
 #include "kernels.h"
@@ -50,7 +50,9 @@ inline F32 sum_each(F32 (&sums)[kSegment]) {
   } else {
     F32 folded[kSegment / 2];
 #pragma GCC unroll 8
-    for (int i = 0; i < kSegment / 2; ++i) folded[i] = fold_segments<kSegment>(sums[2 * i], sums[2 * i + 1], AllLanes{});
+    for (int i = 0; i < kSegment / 2; ++i) {
+      folded[i] = fold_segments<kSegment>(sums[2 * i], sums[2 * i + 1], AllLanes{});
+    }
     return sum_each<kSegment / 2>(folded);
   }
 }

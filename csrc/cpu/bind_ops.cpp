@@ -21,7 +21,7 @@ void check_panels(const Tensor& panels, int64_t num_columns, int64_t depth) {
   const int64_t padded_depth = pairs ? (depth + 1) / 2 * 2 : depth;
   const int64_t num_panels = (num_columns + kPanelColumns - 1) / kPanelColumns;
   panels.is_floating().has_shape({num_panels, padded_depth, kPanelColumns}).is_contiguous();
-  if (depth < 1) throw nb::value_error("a weight needs at least one input feature");
+  if (depth < 1) raise_value_error("a weight needs at least one input feature");
 }
 
 void pack_weight(nb::handle weight_object, nb::handle panels_object) {
@@ -116,14 +116,14 @@ void apply_rope(nb::handle x_object, nb::handle positions_object, nb::handle tab
   table.is(DType::kFloat32).has_shape({-1, -1}).is_contiguous();
   if (positions.dtype() != DType::kInt32) positions.is(DType::kInt64);
   if (table.size(1) % 2 != 0 || table.size(1) > x.size(2)) {
-    throw nb::value_error("the table's width must be even and at most the head's");
+    raise_value_error("the table's width must be even and at most the head's");
   }
   const RopeArgs args = {x.dtype(),    x.data(),  x.row_stride(), positions.data(), positions.dtype() == DType::kInt64,
                          table.as<float>(), x.size(0), x.size(1), x.size(2), table.size(1) / 2, interleaved};
   for (int64_t token = 0; token < args.num_tokens; ++token) {
     const int64_t position = args.positions_are_int64 ? positions.as<int64_t>()[token] : positions.as<int32_t>()[token];
     if (position < 0 || position >= table.size(0)) {
-      throw nb::value_error(("position " + std::to_string(position) + " is outside the rotary table").c_str());
+      raise_value_error("position " + std::to_string(position) + " is outside the rotary table");
     }
   }
   nb::gil_scoped_release release;
@@ -135,14 +135,14 @@ Activation activation_named(const std::string& name) {
   if (name == "gelu_tanh") return Activation::kGeluTanh;
   if (name == "gelu") return Activation::kGelu;
   if (name == "relu") return Activation::kRelu;
-  throw nb::value_error(("unknown activation '" + name + "'; known: silu, gelu_tanh, gelu, relu").c_str());
+  raise_value_error("unknown activation '" + name + "'; known: silu, gelu_tanh, gelu, relu");
 }
 
 void activation(nb::handle x_object, nb::handle out_object, const std::string& name, bool gated) {
   const Tensor x(x_object, "x"), out(out_object, "out");
   x.is_floating().has_shape({-1, -1}).has_rows();
   out.same_dtype(x).has_shape({x.size(0), gated ? x.size(1) / 2 : x.size(1)}).is_contiguous();
-  if (gated && x.size(1) % 2 != 0) throw nb::value_error("gate_up must have an even width");
+  if (gated && x.size(1) % 2 != 0) raise_value_error("gate_up must have an even width");
   const ActivationArgs args = {x.dtype(), activation_named(name), x.data(), x.row_stride(), out.data(),
                                x.size(0), out.size(1), gated};
   nb::gil_scoped_release release;
@@ -169,7 +169,7 @@ void write_kv(nb::handle key_object, nb::handle value_object, nb::handle key_cac
   slots.is(DType::kInt64).has_shape({key.size(0)}).is_contiguous();
   const int64_t num_slots = key_cache.size(0) * key_cache.size(2);
   for (int64_t token = 0; token < slots.size(0); ++token) {
-    if (slots.as<int64_t>()[token] >= num_slots) throw nb::value_error("a slot lies outside the KV cache");
+    if (slots.as<int64_t>()[token] >= num_slots) raise_value_error("a slot lies outside the KV cache");
   }
   const WriteKvArgs args = {element_size(key.dtype()), key.data(), value.data(), key.row_stride(), value.row_stride(),
                             key_cache.data(), value_cache.data(), slots.as<int64_t>(), key.size(0), key.size(1),
@@ -181,20 +181,20 @@ void write_kv(nb::handle key_object, nb::handle value_object, nb::handle key_cac
 // A wrong index would read foreign memory, so every block that will be read is checked.
 void check_sequences(const AttentionArgs& args, int64_t num_tokens, int64_t max_blocks, int64_t num_blocks) {
   if (args.query_starts[0] != 0 || args.query_starts[args.num_sequences] != num_tokens) {
-    throw nb::value_error("query_starts must run from 0 to the number of tokens");
+    raise_value_error("query_starts must run from 0 to the number of tokens");
   }
   for (int64_t s = 0; s < args.num_sequences; ++s) {
     const int64_t query_len = args.query_starts[s + 1] - args.query_starts[s];
     const int64_t context_len = args.context_lens[s];
     if (query_len < 0 || context_len < query_len || context_len > max_blocks * args.block_size) {
-      throw nb::value_error(("sequence " + std::to_string(s) + ": context length " + std::to_string(context_len) +
-                             " does not fit " + std::to_string(query_len) + " query tokens and the block table").c_str());
+      raise_value_error("sequence " + std::to_string(s) + ": context length " + std::to_string(context_len) +
+                             " does not fit " + std::to_string(query_len) + " query tokens and the block table");
     }
     if (query_len == 0) continue;
     const int64_t first = args.window > 0 ? context_len - query_len - args.window + 1 : 0;
     for (int64_t b = first > 0 ? first / args.block_size : 0; b * args.block_size < context_len; ++b) {
       const int32_t block = args.block_tables[s * args.block_table_stride + b];
-      if (block < 0 || block >= num_blocks) throw nb::value_error("a block table names a block outside the KV cache");
+      if (block < 0 || block >= num_blocks) raise_value_error("a block table names a block outside the KV cache");
     }
   }
 }
@@ -215,9 +215,9 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
   block_tables.is(DType::kInt32).has_shape({context_lens.size(0), -1}).has_rows();
   query_starts.is(DType::kInt32).has_shape({context_lens.size(0) + 1}).is_contiguous();
   if (key_cache.size(1) == 0 || query.size(1) % key_cache.size(1) != 0) {
-    throw nb::value_error("the number of query heads must be a multiple of the number of KV heads");
+    raise_value_error("the number of query heads must be a multiple of the number of KV heads");
   }
-  if (window && *window < 1) throw nb::value_error("window must be at least 1, or None");
+  if (window && *window < 1) raise_value_error("window must be at least 1, or None");
   const AttentionArgs args = {query.dtype(), query.data(), query.row_stride(), key_cache.data(), value_cache.data(),
                               block_tables.as<int32_t>(), block_tables.row_stride(), query_starts.as<int32_t>(),
                               context_lens.as<int32_t>(), out.data(), context_lens.size(0), query.size(1),

@@ -19,7 +19,7 @@ using namespace nanobind::literals;
 
 const Tensor& check_logits(const Tensor& logits) {
   logits.is(DType::kFloat32).has_shape({-1, -1}).has_rows();
-  if (logits.size(1) < 1 || logits.size(1) > INT32_MAX) throw nb::value_error("logits must have a vocabulary");
+  if (logits.size(1) < 1 || logits.size(1) > INT32_MAX) raise_value_error("logits must have a vocabulary");
   return logits;
 }
 
@@ -54,10 +54,10 @@ void sample(nb::handle logits_object, nb::handle temperature, nb::handle top_k, 
 void check_penalty_entries(const PenaltyArgs& args, int64_t num_entries) {
   bool valid = args.offsets[0] == 0 && args.offsets[args.num_rows] == num_entries;
   for (int64_t r = 0; r < args.num_rows; ++r) valid = valid && args.offsets[r] <= args.offsets[r + 1];
-  if (!valid) throw nb::value_error("offsets must rise from 0 to the number of entries");
+  if (!valid) raise_value_error("offsets must rise from 0 to the number of entries");
   for (int64_t i = 0; i < num_entries; ++i) {
     if (args.ids[i] < 0 || args.ids[i] >= args.vocab_size) {
-      throw nb::value_error(("token id " + std::to_string(args.ids[i]) + " is outside the vocabulary").c_str());
+      raise_value_error("token id " + std::to_string(args.ids[i]) + " is outside the vocabulary");
     }
   }
 }
@@ -108,7 +108,7 @@ void logprobs(nb::handle logits_object, nb::handle chosen_object, int64_t top_n,
       top_logprobs.is(DType::kFloat32).has_shape({logits.size(0), top_n}).is_contiguous().as<float>();
   for (int64_t r = 0; r < args.num_rows; ++r) {
     if (args.chosen[r] < 0 || args.chosen[r] >= args.vocab_size) {
-      throw nb::value_error("a chosen id is outside the vocabulary");
+      raise_value_error("a chosen id is outside the vocabulary");
     }
   }
   nb::gil_scoped_release release;
@@ -131,8 +131,9 @@ void greedy_argmax(nb::handle logits_object, nb::handle ids_object, nb::handle v
 using Words4 = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;
 
 Words4 philox(Words4 counter, std::tuple<uint32_t, uint32_t> key) {
-  const auto words = philox4x32({std::get<0>(counter), std::get<1>(counter), std::get<2>(counter), std::get<3>(counter)},
-                                {std::get<0>(key), std::get<1>(key)});
+  const auto [c0, c1, c2, c3] = counter;
+  const auto [k0, k1] = key;
+  const auto words = philox4x32({c0, c1, c2, c3}, {k0, k1});
   return {words[0], words[1], words[2], words[3]};
 }
 

@@ -34,7 +34,7 @@ class Memory {
     }
     const Tensor tensor(object, "data");
     tensor.is_contiguous();
-    if (tensor.dtype() == DType::kOther) throw nb::type_error("data has an unsupported dtype");
+    if (tensor.dtype() == DType::kOther) raise_type_error("data has an unsupported dtype");
     data_ = tensor.data();
     size_ = tensor.num_elements() * static_cast<int64_t>(element_size(tensor.dtype()));
   }
@@ -141,16 +141,16 @@ class PySharedGroup {
 
  private:
   static int64_t item_size(const Tensor& tensor) {
-    if (tensor.dtype() == DType::kOther) throw nb::type_error("local has an unsupported dtype");
+    if (tensor.dtype() == DType::kOther) raise_type_error("local has an unsupported dtype");
     return static_cast<int64_t>(element_size(tensor.dtype()));
   }
 
   void check_counts(const std::vector<int64_t>& counts) const {
-    if (counts.size() != static_cast<size_t>(group_.size())) throw nb::value_error("one size per rank is needed");
+    if (counts.size() != static_cast<size_t>(group_.size())) raise_value_error("one size per rank is needed");
     for (int64_t count : counts) {
-      if (count < 0) throw nb::value_error("sizes must not be negative");
+      if (count < 0) raise_value_error("sizes must not be negative");
     }
-    if (group_.rank() < 0) throw nb::value_error("an observer takes no part in collectives");
+    if (group_.rank() < 0) raise_value_error("an observer takes no part in collectives");
   }
 
   int64_t own(const std::vector<int64_t>& counts) const { return counts[static_cast<size_t>(group_.rank())]; }

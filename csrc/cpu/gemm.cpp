@@ -10,7 +10,7 @@ namespace {
 // Rows of a tile, so that sums and operands fit the registers: bf16 without a dot instruction needs more operands.
 template <class T>
 constexpr int kTileRows = sizeof(T) == 4 || kHasBf16Dot ? 6 : kLanes == 16 ? 5 : 4;
-constexpr int64_t kTaskRows = 240;    // their slice of x stays in L2 while a panel passes
+constexpr int64_t kTaskRows = 240;    // at most: their slice of x stays in L2 while a panel passes
 constexpr int64_t kDepthSteps = 256;  // 64 KB of a panel
 constexpr int64_t kSmallWork = 1 << 15;
 
@@ -192,7 +192,9 @@ void pack_weight(const PackArgs& args) {
 void linear(const LinearArgs& args) {
   if (args.num_rows == 0 || args.num_columns == 0) return;
   const int64_t num_panels = ceil_div(args.num_columns, kPanelColumns);
-  const int64_t row_blocks = ceil_div(args.num_rows, kTaskRows);
+  int64_t task_rows = kTaskRows;
+  while (task_rows > 30 && num_panels * ceil_div(args.num_rows, task_rows) < 2 * num_threads()) task_rows /= 2;
+  const int64_t row_blocks = ceil_div(args.num_rows, task_rows);
   const bool parallel = args.num_rows * args.num_columns * args.depth > kSmallWork;
   parallel_for_if(parallel, row_blocks * num_panels, [&](int64_t task) {
     const int64_t block = task / num_panels;

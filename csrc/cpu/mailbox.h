@@ -1,5 +1,6 @@
-// Messages from one sender to one receiver through a ring of bytes in shared memory, in order. A message longer than the
-// ring streams through it. The memory may be mapped by two processes, or belong to two threads; zero-filled at first.
+// Messages from one sender to one receiver, in order, through a ring of bytes in shared memory. A message longer than
+// the ring streams through it. The memory may be mapped by two processes or belong to two threads; it must be
+// zero-filled at first.
 #pragma once
 
 #include <cstddef>

@@ -20,8 +20,8 @@ void strongest(const float* logits, int64_t vocab_size, int64_t count, std::vect
 // The k-th largest logit, 1 <= k <= vocab_size.
 float kth_largest(const float* logits, int64_t vocab_size, int64_t k);
 
-// The weakest token of the shortest prefix, strongest first, whose weights sum to `target`; id -1 if all of them do not.
-// Sums are fp64: bucket by bucket, in id order within one, and in the order of strength where the prefix ends.
+// The weakest token of the shortest prefix, strongest first, whose weights sum to `target`; id -1 if all of them do
+// not. Sums are fp64: bucket by bucket, in id order within one, and in the order of strength where the prefix ends.
 Candidate prefix_end(const float* logits, const float* weights, int64_t vocab_size, double target);
 
 }  // namespace shardline

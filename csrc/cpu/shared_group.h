@@ -1,8 +1,8 @@
 // Ranks that share memory: a barrier, and the collectives that a barrier makes out of it.
 //
-// The memory may be mapped by several processes or belong to threads of one; it must be zero-filled at first. It holds a
-// header, one line per rank, and a data area in two halves that alternate from barrier to barrier: a rank can only write
-// into a half again after a barrier that every reader of it has reached, so one barrier a collective is enough.
+// The memory may be mapped by several processes or belong to threads of one; it must be zero-filled at first. It holds
+// a header, one line per rank, and a data area in two halves that alternate from barrier to barrier: a rank can only
+// write into a half again after a barrier that every reader of it has reached, so one barrier a collective is enough.
 #pragma once
 
 #include <cstddef>

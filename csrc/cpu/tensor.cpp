@@ -88,16 +88,20 @@ const char* dtype_name(DType dtype) {
   }
 }
 
+void raise_type_error(const std::string& message) { throw nb::type_error(message.c_str()); }
+
+void raise_value_error(const std::string& message) { throw nb::value_error(message.c_str()); }
+
 Tensor::Tensor(nb::handle object, const char* name) : name_(name) {
   const DLPackExchangeApi* api = exchange_api(Py_TYPE(object.ptr()));
   if (api == nullptr) {
-    throw nb::type_error((std::string(name) + " must be a torch.Tensor, not " + Py_TYPE(object.ptr())->tp_name).c_str());
+    raise_type_error(std::string(name) + " must be a torch.Tensor, not " + Py_TYPE(object.ptr())->tp_name);
   }
   DLTensor view;
   const bool exported = api->tensor_from_py_object(object.ptr(), &view) == 0;
   if (!exported) PyErr_Clear();  // torch's message is its C++ stack; meta and sparse tensors end up here
   if (!exported || (view.device.type != kDLCpu && view.device.type != kDLCudaHost)) {
-    throw nb::type_error((std::string(name) + " must be a dense tensor on the CPU").c_str());
+    raise_type_error(std::string(name) + " must be a dense tensor on the CPU");
   }
   data_ = static_cast<char*>(view.data) + view.byte_offset;
   dtype_ = dtype_of(view.dtype);
@@ -108,22 +112,22 @@ Tensor::Tensor(nb::handle object, const char* name) : name_(name) {
 
 const Tensor& Tensor::is(DType dtype) const {
   if (dtype_ != dtype) {
-    throw nb::type_error((std::string(name_) + " must be " + dtype_name(dtype) + ", not " + dtype_name(dtype_)).c_str());
+    raise_type_error(std::string(name_) + " must be " + dtype_name(dtype) + ", not " + dtype_name(dtype_));
   }
   return *this;
 }
 
 const Tensor& Tensor::is_floating() const {
   if (dtype_ != DType::kFloat32 && dtype_ != DType::kBFloat16) {
-    throw nb::type_error((std::string(name_) + " must be float32 or bfloat16, not " + dtype_name(dtype_)).c_str());
+    raise_type_error(std::string(name_) + " must be float32 or bfloat16, not " + dtype_name(dtype_));
   }
   return *this;
 }
 
 const Tensor& Tensor::same_dtype(const Tensor& other) const {
   if (dtype_ != other.dtype_) {
-    throw nb::type_error((std::string(name_) + " is " + dtype_name(dtype_) + " but " + other.name_ + " is " +
-                          dtype_name(other.dtype_)).c_str());
+    raise_type_error(std::string(name_) + " is " + dtype_name(dtype_) + " but " + other.name_ + " is " +
+                          dtype_name(other.dtype_));
   }
   return *this;
 }
@@ -138,7 +142,7 @@ const Tensor& Tensor::has_shape(std::initializer_list<int64_t> sizes) const {
     ++dim;
   }
   if (!matches) {
-    throw nb::value_error((std::string(name_) + " has shape " + shape_text() + ", expected [" + expected + "]").c_str());
+    raise_value_error(std::string(name_) + " has shape " + shape_text() + ", expected [" + expected + "]");
   }
   return *this;
 }
@@ -154,14 +158,14 @@ bool Tensor::inner_contiguous() const {
 
 const Tensor& Tensor::has_rows() const {
   if (num_elements() != 0 && !inner_contiguous()) {
-    throw nb::value_error((std::string(name_) + " must be contiguous but for its first stride").c_str());
+    raise_value_error(std::string(name_) + " must be contiguous but for its first stride");
   }
   return *this;
 }
 
 const Tensor& Tensor::is_contiguous() const {
   if (num_elements() != 0 && (!inner_contiguous() || (rank_ > 0 && row_stride() != row_elements()))) {
-    throw nb::value_error((std::string(name_) + " must be contiguous").c_str());
+    raise_value_error(std::string(name_) + " must be contiguous");
   }
   return *this;
 }

@@ -51,4 +51,7 @@ class Tensor {
 
 const char* dtype_name(DType dtype);
 
+[[noreturn]] void raise_type_error(const std::string& message);
+[[noreturn]] void raise_value_error(const std::string& message);
+
 }  // namespace shardline

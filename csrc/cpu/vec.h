@@ -138,7 +138,7 @@ inline void store(bf16* p, F32 v) {
   __builtin_memcpy(p, &half, sizeof half);
 }
 
-// The first n lanes; the others read as zero and are not written. Tails go through the same arithmetic as whole vectors.
+// The first n lanes; the others read as zero and are not written. Tails go through the arithmetic of whole vectors.
 template <class T>
 inline F32 load_n(const T* p, int64_t n) {
   if (n >= kLanes) return load(p);

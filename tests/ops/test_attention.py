@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.ops.attention import paged_attention, paged_attention_reference
+from shardline.runtime.ops.dispatch import set_num_threads
 from shardline.runtime.ops.kv_cache import write_kv, write_kv_reference
 
 from .helpers import assert_close, assert_same_bits, randn
@@ -113,6 +114,19 @@ def test_neighbours_blocks_and_threads_do_not_matter(dtype, rng):
     for place in range(len(others) + 1):
         batch = [*others[:place], (sequence, 650, 700), *others[place:]]
         assert_same_bits(attend(batch, shuffle=place)[place], alone)
+
+
+@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.usefixtures("isa")
+def test_threads_that_share_the_splits_of_one_row_do_not_matter(dtype, rng, window):
+    sequences = [random_sequence(rng, 1100, dtype), random_sequence(rng, 30, dtype)]
+    batch = [(sequences[0], 1090, 1100), (sequences[1], 29, 30)]
+    expected = attend(batch, window=window)
+    set_num_threads(5)
+    actual = attend(batch, window=window)
+    set_num_threads(1)
+    for a, e in zip(actual, expected, strict=True):
+        assert_same_bits(a, e)
 
 
 @pytest.mark.usefixtures("isa")

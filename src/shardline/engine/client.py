@@ -15,6 +15,7 @@ import msgspec
 
 from shardline.channel import Channel
 from shardline.config.engine import EngineConfig
+from shardline.engine.children import describe_end
 from shardline.engine.ipc import (
     AbortRequests,
     AddRequests,
@@ -116,7 +117,9 @@ class EngineClient:
             try:
                 message = self._channel.receive()
             except (EOFError, OSError, msgspec.MsgspecError):
-                message = EngineFailed(self._ending())
+                message = EngineFailed(
+                    f"engine {self._replica} (pid {self._process.pid}) {describe_end(self._process)}"
+                )
             if isinstance(message, EngineReady):
                 ready = True
                 self._first.put(message)
@@ -128,17 +131,3 @@ class EngineClient:
                 elif not self._closing:
                     self._on_message(message)
                 return
-
-    def _ending(self) -> str:
-        try:
-            code: int | None = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            code = None
-        how = (
-            "closed its channel"
-            if code is None
-            else f"was killed by signal {-code}"
-            if code < 0
-            else f"exited ({code})"
-        )
-        return f"engine {self._replica} (pid {self._process.pid}) {how}"

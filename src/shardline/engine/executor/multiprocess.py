@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from shardline.channel import Channel
+from shardline.engine.children import describe_end
 from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.runtime.messages import (
     RankFailed,
@@ -153,19 +154,7 @@ class MultiprocessExecutor(Executor):
         return f" at step {self._submitted[0]}" if self._submitted else ""
 
     def _death(self, rank: int) -> str:
-        try:
-            code: int | None = self._processes[rank].wait(1.0)
-        except subprocess.TimeoutExpired:
-            code = None
-        how = (
-            "closed its channel"
-            if code is None
-            else f"was killed by signal {-code}"
-            if code < 0
-            else f"exited ({code})"
-        )
-        hint = "; the host may have run out of memory" if code == -9 else ""
-        return f"{self._name(rank)} {how}{self._at_step()}{hint}"
+        return f"{self._name(rank)} {describe_end(self._processes[rank])}{self._at_step()}"
 
     def _missed_deadline(self) -> str:
         step = self._submitted[0]

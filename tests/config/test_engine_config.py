@@ -1,0 +1,69 @@
+"""Options: known names, ranges, sizes; and the rank grid."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from shardline.config.engine import EngineConfig, option_names
+from shardline.config.topology import RankGrid
+from shardline.config.units import format_bytes, parse_bytes
+
+
+def test_every_option_lands_where_it_belongs() -> None:
+    config = EngineConfig.from_options(model="x", tensor_parallel_size=3, block_size=8, max_num_seqs=5)
+    assert config.model.model == "x"
+    assert config.parallel.tensor_parallel_size == 3
+    assert config.cache.block_size == 8
+    assert config.scheduler.max_num_seqs == 5
+    assert len(option_names()) == len(set(option_names()))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("tensor_parallel", 2, "unknown option"),
+        ("tensor_parallel_size", 0, "at least 1"),
+        ("numerics", "sloppy", "exact, fast"),
+        ("dtype", "int3", "bfloat16"),
+        ("gpu_memory_utilization", 1.5, "(0, 1]"),
+        ("kv_cache_memory", "4 parsecs", "4GiB"),
+        ("max_model_len", "long", "auto"),
+        ("step_timeout", 0.0, "positive"),
+    ],
+)
+def test_mistakes_are_told(option: str, value: object, says: str) -> None:
+    with pytest.raises(ValueError) as error:
+        EngineConfig.from_options(**{option: value})
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("4GiB", 4 << 30), ("4G", 4 * 10**9), ("1.5Ki", 1536), ("512 MiB", 512 << 20), ("77", 77)]
+)
+def test_sizes(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+def test_sizes_are_shown_in_binary_units() -> None:
+    assert format_bytes(3 << 20) == "3.00 MiB"
+    assert format_bytes(512) == "512 B"
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), list(itertools.product((1, 2, 3), (1, 2, 4))))
+def test_grid(tensor: int, pipeline: int) -> None:
+    grid = RankGrid(tensor, pipeline)
+    places = [grid.place(rank) for rank in range(grid.world_size)]
+    assert len({(place.pp_rank, place.tp_rank) for place in places}) == tensor * pipeline
+    for place in places:
+        assert place.tp_peers[place.tp_rank] == place.rank
+        assert (place.previous_stage is None) == (place.pp_rank == 0)
+        if place.next_stage is not None:
+            successor = grid.place(place.next_stage)
+            assert (successor.pp_rank, successor.tp_rank) == (place.pp_rank + 1, place.tp_rank)
+            assert successor.previous_stage == place.rank
+    driver = grid.place(grid.driver)
+    assert (driver.pp_rank, driver.tp_rank) == (pipeline - 1, 0)
+    with pytest.raises(ValueError, match="outside"):
+        grid.place(grid.world_size)
