@@ -96,6 +96,7 @@ class RowTile {
 
   // Only blocks that some row sees are looked up: those before the window may be freed already.
   void find_keys(int64_t split_begin) {
+    split_->cold = true;
     const int64_t begin = max64(split_begin, visible(0).begin);
     const int64_t end = min64(split_begin + kSplitKeys, visible(index_.num_rows - 1).end);
     const int32_t* block_table = args_.block_tables + index_.sequence * args_.block_table_stride;
@@ -124,6 +125,7 @@ class RowTile {
     }
     if (all_see) {
       attend_split<T, kRows>(rows_, *split_, args_);
+      split_->cold = false;
       for (int r = 0; r < kRows; ++r) take(first + r, rows_[r].partial);
     } else if constexpr (kRows > 1) {
       for (int r = 0; r < kRows; ++r) attend_rows<1>(first + r, split_begin, take);

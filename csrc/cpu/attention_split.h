@@ -62,7 +62,15 @@ template <class T>
 struct Split {
   const T* keys[kSplitKeys];
   const T* values[kSplitKeys];
+  bool cold;  // not read yet: blocks lie anywhere in memory, so the hardware cannot guess which comes next
 };
+
+constexpr int64_t kPrefetchKeys = 32;  // two blocks ahead
+
+template <class T>
+inline void prefetch(const T* row, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + d);
+}
 
 struct Range {
   int64_t begin, end;
@@ -93,6 +101,9 @@ void score_keys(const Row<T>* rows, const Split<T>& split, Range keys, int64_t d
   for (int64_t begin = keys.begin; begin < keys.end; begin += kKeys) {
     const T* key[kKeys];
     for (int j = 0; j < kKeys; ++j) key[j] = split.keys[min64(begin + j, keys.end - 1)];
+    for (int64_t j = begin + kPrefetchKeys; split.cold && j < min64(begin + kPrefetchKeys + kKeys, keys.end); ++j) {
+      prefetch(split.keys[j], dim);
+    }
     F32 sums[kLanes] = {};
     for (int64_t d = 0; d < whole; d += kChunk) {
 #pragma GCC unroll 16
@@ -148,19 +159,21 @@ void weigh_scores(Row<T>& row, float scale, float softcap) {
 
 // Adds weight * value to the outputs of kRows rows, over columns [column, column + kVectors * kLanes).
 template <class T, int kRows, int kVectors>
-inline void add_value_columns(Row<T>* rows, const Split<T>& split, Range keys, int64_t column, int64_t count) {
+inline void add_value_columns(Row<T>* rows, const Split<T>& split, Range keys, int64_t column, int64_t dim) {
   F32 sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) sum[r][v] = load(rows[r].partial.output + column + v * kLanes);
   }
+  const bool cold = split.cold && column == 0;
   for (int64_t j = keys.begin; j < keys.end; ++j) {
+    if (cold && j + kPrefetchKeys < keys.end) prefetch(split.values[j + kPrefetchKeys], dim);
     F32 value[kVectors];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       const T* p = split.values[j] + column + v * kLanes;
-      value[v] = kVectors == 1 ? load_n(p, count) : load(p);
+      value[v] = kVectors == 1 ? load_n(p, dim - column) : load(p);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
@@ -187,10 +200,10 @@ void add_values(Row<T>* rows, const Split<T>& split, Range keys, int64_t dim) {
   if (keys.empty()) return;
   int64_t column = 0;
   for (; column + kVectors * kLanes <= dim; column += kVectors * kLanes) {
-    add_value_columns<T, kRows, kVectors>(rows, split, keys, column, kLanes);
+    add_value_columns<T, kRows, kVectors>(rows, split, keys, column, dim);
   }
   for (; column < dim; column += kLanes) {
-    add_value_columns<T, kRows, 1>(rows, split, keys, column, dim - column);
+    add_value_columns<T, kRows, 1>(rows, split, keys, column, dim);
   }
 }
 
