@@ -21,7 +21,7 @@ struct Mailbox::Header {
 
 size_t Mailbox::required_bytes(size_t capacity) { return sizeof(Header) + (capacity + 63) / 64 * 64; }
 
-Mailbox::Mailbox(void* memory, size_t num_bytes, int spin_iterations) : spin_iterations_(spin_iterations) {
+Mailbox::Mailbox(void* memory, size_t num_bytes, int spin_iterations) : spin_(spin_iterations) {
   if (num_bytes < required_bytes(64)) throw std::invalid_argument("the buffer is too small for a mailbox");
   if (reinterpret_cast<uintptr_t>(memory) % 64 != 0) throw std::invalid_argument("the buffer must be 64-byte aligned");
   header_ = static_cast<Header*>(memory);
@@ -35,8 +35,8 @@ Mailbox::Mailbox(void* memory, size_t num_bytes, int spin_iterations) : spin_ite
   }
 }
 
-WaitLimits Mailbox::limits(double timeout_s, bool (*interrupted)()) const {
-  return {deadline_after(timeout_s), spin_iterations_, interrupted};
+WaitLimits Mailbox::limits(double timeout_s, bool (*interrupted)()) {
+  return {deadline_after(timeout_s), &spin_, interrupted};
 }
 
 // Giving up inside a message leaves half of it in the ring, so nobody may use the mailbox any more.

@@ -29,7 +29,7 @@ class Mailbox {
  private:
   struct Header;
 
-  WaitLimits limits(double timeout_s, bool (*interrupted)()) const;
+  WaitLimits limits(double timeout_s, bool (*interrupted)());
   WaitStatus write(const char* from, int64_t num_bytes, const WaitLimits& limits, bool started);
   WaitStatus read(char* to, int64_t num_bytes, const WaitLimits& limits);
   void copy_out(uint64_t position, char* to, int64_t num_bytes) const;
@@ -39,7 +39,7 @@ class Mailbox {
   WaitCell* cell_;
   char* ring_;
   int64_t capacity_;
-  int spin_iterations_;
+  Spin spin_;
 };
 
 }  // namespace shardline

@@ -69,7 +69,7 @@ size_t SharedGroup::required_bytes(int size, size_t data_bytes) {
 }
 
 SharedGroup::SharedGroup(void* memory, size_t num_bytes, int rank, int size, int spin_iterations)
-    : rank_(rank), size_(size), spin_iterations_(spin_iterations) {
+    : rank_(rank), size_(size), spin_(spin_iterations) {
   if (size < 1 || rank < kObserver || rank >= size) throw std::invalid_argument("rank must be in [0, size), or -1");
   const size_t control = required_bytes(size, 0);
   const size_t smallest = control + 2 * static_cast<size_t>(size) * 64;
@@ -91,8 +91,8 @@ SharedGroup::SharedGroup(void* memory, size_t num_bytes, int rank, int size, int
   if (rank != kObserver) epoch_ = lines_[rank].epoch.load();
 }
 
-WaitLimits SharedGroup::limits(double timeout_s, bool (*interrupted)()) const {
-  return {deadline_after(timeout_s), spin_iterations_, interrupted};
+WaitLimits SharedGroup::limits(double timeout_s, bool (*interrupted)()) {
+  return {deadline_after(timeout_s), &spin_, interrupted};
 }
 
 WaitStatus SharedGroup::arrive_and_wait(const WaitLimits& limits) {

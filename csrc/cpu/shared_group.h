@@ -51,7 +51,7 @@ class SharedGroup {
   struct RankLine;
 
   WaitStatus arrive_and_wait(const WaitLimits& limits);
-  WaitLimits limits(double timeout_s, bool (*interrupted)()) const;
+  WaitLimits limits(double timeout_s, bool (*interrupted)());
   char* slab(int rank) const;
   void announce(int64_t bytes);
   void check_announced(int rank, int64_t bytes) const;
@@ -61,7 +61,8 @@ class SharedGroup {
   RankLine* lines_;
   char* data_;
   int64_t slab_bytes_;
-  int rank_, size_, spin_iterations_;
+  int rank_, size_;
+  Spin spin_;
   uint64_t epoch_ = 0;
 };
 

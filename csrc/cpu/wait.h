@@ -32,9 +32,22 @@ struct WaitCell {
 
 enum class WaitStatus { kDone, kTimeout, kAborted, kInterrupted };
 
+// How long one waiter spins before it sleeps: no longer than pays off. Where peers answer soon it grows back to `most`;
+// where they do not run at all, because the cores are taken, spinning only keeps them from running.
+struct Spin {
+  explicit Spin(int iterations) : most(iterations), now(iterations) {}
+  void learn(int64_t slept_ns) {
+    constexpr int64_t kWorthSpinningNs = 100000;
+    constexpr int kLeast = 64;
+    now = slept_ns < kWorthSpinningNs ? (now < most / 2 ? 2 * now : most) : now / 2;
+    if (now < kLeast) now = kLeast < most ? kLeast : most;
+  }
+  int most, now;
+};
+
 struct WaitLimits {
-  int64_t deadline_ns;   // of monotonic_ns()
-  int spin_iterations;   // then sleep
+  int64_t deadline_ns;  // of monotonic_ns()
+  Spin* spin;
   bool (*interrupted)();  // asked at least every 100 ms; true gives up
 };
 
@@ -49,11 +62,12 @@ void sleep_until_notified(WaitCell* cell, uint32_t seen, int64_t deadline_ns);
 // Waits until ready(); whoever makes it true must notify() afterwards.
 template <class Ready>
 WaitStatus wait_until(WaitCell* cell, const WaitLimits& limits, const Ready& ready) {
-  for (int spin = 0; spin < limits.spin_iterations; ++spin) {
+  for (int spin = 0; spin < limits.spin->now; ++spin) {
     if (cell->aborted.load(std::memory_order_relaxed) != 0) return WaitStatus::kAborted;
     if (ready()) return WaitStatus::kDone;
     cpu_pause();
   }
+  const int64_t began_ns = monotonic_ns();
   for (;;) {
     cell->sleepers.fetch_add(1);  // before the last look, so that a notify() after it knows of us
     const uint32_t seen = cell->word.load();
@@ -63,7 +77,10 @@ WaitStatus wait_until(WaitCell* cell, const WaitLimits& limits, const Ready& rea
     if (!aborted && !done && !late) sleep_until_notified(cell, seen, limits.deadline_ns);
     cell->sleepers.fetch_sub(1);
     if (aborted) return WaitStatus::kAborted;
-    if (done) return WaitStatus::kDone;
+    if (done) {
+      limits.spin->learn(monotonic_ns() - began_ns);
+      return WaitStatus::kDone;
+    }
     if (late) return WaitStatus::kTimeout;
     if (limits.interrupted()) return WaitStatus::kInterrupted;
   }
