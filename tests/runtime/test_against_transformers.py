@@ -33,10 +33,12 @@ class RecordingSampler:
         return [SequenceResult(seq_id, [int(row.argmax())]) for seq_id, row in zip(seq_ids, logits, strict=True)]
 
 
-def generate(model: Path, prompt: list[int], num_tokens: int, chunk: int) -> tuple[list[int], Tensor]:
+def generate(
+    model: Path, prompt: list[int], num_tokens: int, chunk: int, dtype: str = "float32"
+) -> tuple[list[int], Tensor]:
     """Greedy tokens and the logits [num_tokens, vocab] they came from; the prompt in chunks, then one by one."""
     # Some rope scalings follow max_model_len here and the current length in transformers: make them one.
-    options = {"dtype": "float32", "block_size": BLOCK_SIZE, "max_model_len": len(prompt) + num_tokens}
+    options = {"dtype": dtype, "block_size": BLOCK_SIZE, "max_model_len": len(prompt) + num_tokens}
     setup = prepare(resolve(EngineConfig.from_options(model=str(model), **options)))
     worker = Worker(setup, alone())
     worker.load()
@@ -81,3 +83,21 @@ def test_families(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(name: str, tmp_path: Path) -> None:
     check(make_variant(name, tmp_path / "model"), prompt_len=VARIANTS[name].prompt_len)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_as_close_as_transformers_own(family: str, tmp_path: Path) -> None:
+    """Both round at every layer; against float32 arithmetic on the same rounded weights, ours must not be worse."""
+    model = make_checkpoint(family, tmp_path / "model", dtype="bfloat16")
+
+    def oracle(dtype: torch.dtype, tokens: list[int]) -> Tensor:
+        network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="eager").eval()
+        with torch.no_grad():
+            logits: Tensor = network(torch.tensor([tokens])).logits
+        return logits[0].float()
+
+    prompt = torch.randint(0, 256, (37,), generator=torch.Generator().manual_seed(1)).tolist()
+    tokens, logits = generate(model, prompt, num_tokens=9, chunk=11, dtype="bfloat16")
+    exact = oracle(torch.float32, prompt + tokens)[len(prompt) - 1 : -1]
+    rounded = oracle(torch.bfloat16, prompt + tokens)[len(prompt) - 1 : -1]
+    assert (logits - exact).norm() <= 1.25 * (rounded - exact).norm()
