@@ -30,6 +30,45 @@ struct LinearArgs {
   int64_t num_rows, num_columns, depth;
 };
 
+// Bytes of k that one column contributes to a step of the quantized GEMMs, and weights that share a scale in int4.
+constexpr int64_t kQuad = 4, kGroupDepth = 32;
+// A group of a panel in int4: halves of bytes, then a bf16 scale per column.
+constexpr int64_t kInt4GroupBytes = kGroupDepth * kPanelColumns / 2 + kPanelColumns * 2;
+
+struct QuantizeRowsArgs {
+  DType dtype;
+  const void* x;
+  int64_t x_stride;
+  int8_t* values;  // [num_rows, depth padded with zeros to whole groups]
+  float* scales;   // [num_rows]
+  int32_t* sums;   // [num_rows, 1 + number of groups]: of the row's values, then of each group's
+  int64_t num_rows, depth;
+};
+
+// weight [N, K] becomes panels of 64 columns: in int8 [panel][k / 4][column][k % 4] with 128 added, and a scale per
+// column; in int4 [panel][k / 32], each kInt4GroupBytes.
+struct PackQuantizedArgs {
+  DType dtype;
+  const void* weight;
+  int64_t weight_stride;
+  uint8_t* panels;
+  float* scales;  // [N padded to whole panels], int8 only
+  int64_t num_columns, depth;
+};
+
+struct QuantizedLinearArgs {
+  DType out_dtype, bias_dtype;
+  const int8_t* x;  // as in QuantizeRowsArgs
+  const float* row_scales;
+  const int32_t* row_sums;
+  const uint8_t* panels;
+  const float* column_scales;  // int8 only
+  const void* bias;            // null for none
+  void* out;
+  int64_t out_stride;
+  int64_t num_rows, num_columns, depth;
+};
+
 struct NormArgs {
   DType dtype;
   const void* x;
@@ -99,6 +138,11 @@ struct Kernels {
   void (*exp_shifted)(const float* logits, int64_t count, float shift, float scale, float* out);
   // The largest logit, and the lowest index that has it; NaN never wins.
   int64_t (*argmax)(const float* logits, int64_t count);
+  void (*quantize_rows)(const QuantizeRowsArgs&);
+  void (*pack_int8)(const PackQuantizedArgs&);
+  void (*linear_int8)(const QuantizedLinearArgs&);
+  void (*pack_int4)(const PackQuantizedArgs&);
+  void (*linear_int4)(const QuantizedLinearArgs&);
 };
 
 const Kernels& kernels();

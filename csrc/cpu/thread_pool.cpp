@@ -48,11 +48,11 @@ void set_thread_cpu(const std::vector<int>&, size_t) {}
 
 class ThreadPool {
  public:
-  ThreadPool(int num_threads, const std::vector<int>& pin) {
+  ThreadPool(int num_threads, const std::vector<int>& pin) : shares_(static_cast<size_t>(num_threads)) {
     for (int index = 1; index < num_threads; ++index) {
       workers_.emplace_back([this, pin, index] {
         set_thread_cpu(pin, static_cast<size_t>(index));
-        work();
+        work(static_cast<size_t>(index));
       });
     }
   }
@@ -70,11 +70,14 @@ class ThreadPool {
   void run(int64_t num_tasks, TaskFunction function, void* context) {
     function_ = function;
     context_ = context;
-    num_tasks_ = num_tasks;
-    next_task_.store(0, std::memory_order_relaxed);
+    const int64_t num_shares = static_cast<int64_t>(shares_.size());
+    for (int64_t s = 0; s < num_shares; ++s) {
+      shares_[static_cast<size_t>(s)].next.store(num_tasks * s / num_shares, std::memory_order_relaxed);
+      shares_[static_cast<size_t>(s)].end = num_tasks * (s + 1) / num_shares;
+    }
     open_.store(true);
     announce();
-    take_tasks();
+    take_tasks(0);
     open_.store(false);
     for (int spin = 0; active_.load() != 0; ++spin) {
       if (spin < kSpinIterations) {
@@ -88,11 +91,21 @@ class ThreadPool {
   }
 
  private:
-  void take_tasks() {
-    for (;;) {
-      const int64_t task = next_task_.fetch_add(1, std::memory_order_relaxed);
-      if (task >= num_tasks_) return;
-      function_(context_, task);
+  // Consecutive tasks, which mostly read consecutive memory: each thread streams through a part of its own.
+  struct alignas(128) Share {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+
+  // The thread's own share first, then what others have not come to.
+  void take_tasks(size_t self) {
+    for (size_t offset = 0; offset < shares_.size(); ++offset) {
+      Share& share = shares_[(self + offset) % shares_.size()];
+      for (;;) {
+        const int64_t task = share.next.fetch_add(1, std::memory_order_relaxed);
+        if (task >= share.end) break;
+        function_(context_, task);
+      }
     }
   }
 
@@ -111,22 +124,21 @@ class ThreadPool {
     sleepers_.fetch_sub(1);
   }
 
-  void work() {
+  void work(size_t self) {
     for (uint32_t seen = 0;;) {
       wait_for_round(seen);
       seen = round_.load();
       if (stop_.load()) return;
       active_.fetch_add(1);
-      if (open_.load()) take_tasks();  // once entered, the caller waits for us before it reuses the fields
+      if (open_.load()) take_tasks(self);  // once entered, the caller waits for us before it reuses the fields
       if (active_.fetch_sub(1) == 1 && caller_sleeps_.load()) wake_all(&active_, WordScope::kProcess);
     }
   }
 
   TaskFunction function_ = nullptr;
   void* context_ = nullptr;
-  int64_t num_tasks_ = 0;
+  std::vector<Share> shares_;
   std::vector<std::thread> workers_;
-  alignas(128) std::atomic<int64_t> next_task_{0};
   alignas(128) std::atomic<uint32_t> round_{0};
   std::atomic<uint32_t> sleepers_{0};
   std::atomic<bool> open_{false};

@@ -18,6 +18,11 @@ const Kernels kKernels = {
     softcap,
     exp_shifted,
     argmax,
+    quantize_rows,
+    pack_int8,
+    linear_int8,
+    pack_int4,
+    linear_int4,
 };
 
 }  // namespace shardline::SHARDLINE_ISA

@@ -15,8 +15,24 @@ import msgspec
 
 MAX_FRAME_BYTES = 1 << 28
 _LENGTH = struct.Struct("<I")
+_ENCODER = msgspec.msgpack.Encoder()
 
 Incoming = TypeVar("Incoming")
+
+
+def encode(message: object) -> bytes:
+    """The body of a frame.
+
+    Raises:
+        ValueError: the message cannot be encoded, or is larger than a frame may be.
+    """
+    try:
+        body = _ENCODER.encode(message)
+    except (OverflowError, UnicodeEncodeError, TypeError) as error:
+        raise ValueError(f"a value cannot be sent: {error}") from error
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes is larger than the limit of {MAX_FRAME_BYTES}")
+    return body
 
 
 class Channel(Generic[Incoming]):
@@ -28,7 +44,6 @@ class Channel(Generic[Incoming]):
     def __init__(self, sock: socket.socket, incoming: type[Incoming]) -> None:
         sock.setblocking(True)
         self._socket = sock
-        self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._send_lock = threading.Lock()
 
@@ -39,13 +54,14 @@ class Channel(Generic[Incoming]):
             ValueError: the message is larger than a frame may be.
             OSError: the peer is gone.
         """
-        body = self._encoder.encode(message)
-        self.send_encoded(body)
+        self.send_encoded(encode(message))
 
     def send_encoded(self, body: bytes) -> None:
-        """Send a message that is encoded already, for example one that goes to several peers."""
-        if len(body) > MAX_FRAME_BYTES:
-            raise ValueError(f"a message of {len(body)} bytes is larger than the limit of {MAX_FRAME_BYTES}")
+        """Send what `encode` made, for example a message that goes to several peers.
+
+        Raises:
+            OSError: the peer is gone.
+        """
         with self._send_lock:
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
 

@@ -10,11 +10,6 @@ def cuda_visible_devices() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def host_ip() -> str | None:
-    """SHARDLINE_HOST_IP: the address of this host that other hosts reach."""
-    return os.environ.get("SHARDLINE_HOST_IP")
-
-
 def log_level() -> str:
     """SHARDLINE_LOG_LEVEL: DEBUG, INFO (default), WARNING or ERROR."""
     return os.environ.get("SHARDLINE_LOG_LEVEL", "INFO").upper()
@@ -26,5 +21,10 @@ def api_key() -> str | None:
 
 
 def force_isa() -> str | None:
-    """SHARDLINE_ISA: use this CPU kernel path ("portable", "avx2", "avx512") instead of the best one."""
+    """SHARDLINE_ISA: use this CPU kernel path (as `shardline --version` names them) instead of the best one."""
     return os.environ.get("SHARDLINE_ISA")
+
+
+def for_children() -> dict[str, str]:
+    """The environment of engines and workers: gloo listens on the loopback interface unless told otherwise."""
+    return {"GLOO_SOCKET_IFNAME": "lo", **os.environ}

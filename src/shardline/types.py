@@ -222,7 +222,9 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     digests: list[str] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token id or stop string that ended it; None: EOS or length."""
+    """The stop token id or stop string that ended it; None: EOS, length, or no stop at all."""
+    error: str = ""
+    """What happened, where the finish reason is "error"."""
 
     @property
     def finished(self) -> bool:

@@ -194,7 +194,7 @@ async def test_one_replica_dies_and_the_other_goes_on() -> None:
         cluster.clients[1].paused.clear()
         outputs = [(await task).outputs[0] for task in tasks]
         assert [o.finish_reason for o in outputs] == ["error", "length", "error", "length"]
-        assert outputs[0].stop_reason == "rank 0 was killed"
+        assert outputs[0].error == "rank 0 was killed"
         assert llm.state() == "ready"
         assert llm.replicas_alive() == [False, True]
         assert (await last(llm, "dog")).outputs[0].finish_reason == "length"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from typing import Any
@@ -124,3 +125,18 @@ def test_a_failed_start_closes_the_engines() -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         make(cluster, data_parallel_size=2)
     assert all(client.closed for client in cluster.clients)
+
+
+def test_dropping_the_last_reference_ends_the_engine() -> None:
+    cluster = FakeCluster()
+    llm = make(cluster)
+    del llm
+    gc.collect()
+    assert all(client.closed for client in cluster.clients)
+
+
+def test_a_closed_engine_says_so() -> None:
+    llm = make(FakeCluster())
+    llm.close()
+    with pytest.raises(EngineDead, match="was closed"):
+        llm.generate("Hi", use_tqdm=False)

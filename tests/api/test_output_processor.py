@@ -116,7 +116,7 @@ def test_stop_tokens(params: dict[str, Any], token: int, text: str, reason: int 
 
 def test_an_engines_error_is_told() -> None:
     output, _ = run(SamplingParams(), [], finish_reason="error", error="rank 3 was killed")
-    assert (output.finish_reason, output.stop_reason) == ("error", "rank 3 was killed")
+    assert (output.finish_reason, output.stop_reason, output.error) == ("error", None, "rank 3 was killed")
 
 
 def test_choices_finish_apart_and_abort_ends_the_rest() -> None:

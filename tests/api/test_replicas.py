@@ -74,6 +74,15 @@ def test_a_death_fails_its_requests_and_no_others() -> None:
         replicas.add(request("f"))
 
 
+def test_a_death_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    replicas, _ = make()
+    replicas.add(request("a"))
+    replicas.handle(0, EngineFailed("rank 3 was killed"))
+    [record] = caplog.records
+    assert record.levelname == "ERROR"
+    assert record.getMessage() == "replica 0 is lost, 1 of its choices too; 1 left: rank 3 was killed"
+
+
 def test_a_request_for_a_replica_that_has_just_died_fails_with_the_rest() -> None:
     replicas, cluster = make()
     cluster.clients[0]._dead = "gone"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shardline.api.errors import ContextLengthExceeded
 from shardline.api.requests import RequestBuilder
 from shardline.config.engine import EngineConfig
 from shardline.types import SamplingParams
@@ -25,6 +26,37 @@ def builder(**changes: Any) -> RequestBuilder:
         **changes,
     }
     return RequestBuilder(**options)
+
+
+def test_what_the_engine_gets_can_be_sent_and_holds_no_stop_strings() -> None:
+    params = SamplingParams(top_k=10**30, stop=["a", "b"], stop_token_ids=[3] * 1000 + [2])
+    request = builder().build("r", [5], params)
+    [child] = request.children
+    assert request.params.stop_strings == ("a", "b")
+    assert child.sampling.stop_strings == ()
+    assert child.sampling.top_k == 0
+    assert list(child.sampling.stop_token_ids) == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("params", "options", "says"),
+    [
+        (SamplingParams(max_tokens=2.5), {}, "max_tokens"),  # type: ignore[arg-type]
+        (SamplingParams(ignore_eos="yes"), {}, "ignore_eos"),  # type: ignore[arg-type]
+        (SamplingParams(stop=["s"] * 2000), {}, "at most 1024 strings"),
+        (SamplingParams(stop="s" * 70_000), {}, "65536 characters"),
+        (SamplingParams(), {"priority": 2**63}, "priority"),
+        (SamplingParams(), {"cache_salt": "s" * 2000}, "cache_salt"),
+    ],
+)
+def test_what_could_not_be_sent_is_refused(params: SamplingParams, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        builder().build("r", [5], params, **options)
+
+
+def test_a_prompt_that_is_too_long_is_an_error_of_its_own() -> None:
+    with pytest.raises(ContextLengthExceeded, match="10 tokens"):
+        builder().build("r", [5] * 10, SamplingParams())
 
 
 def test_children_share_all_but_the_choice() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import pytest
 
 from shardline.config.engine import EngineConfig
+from shardline.engine import host_memory
 from shardline.engine import resolve as resolve_module
 from shardline.engine.resolve import resolve
 from shardline.runtime.setup import ReplicaSetup, prepare
+from tests.models.checkpoints import make_checkpoint, make_variant
 
 
 def setup(**options: object) -> ReplicaSetup:
@@ -44,7 +48,7 @@ def test_a_length_that_does_not_fit_is_refused_with_one_that_does() -> None:
 
 def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve_module, "available_host_memory", lambda: 20_000_000)
-    with pytest.raises(ValueError, match="2 x 11"):
+    with pytest.raises(ValueError, match="2 x 12"):
         resolve(EngineConfig.from_options(data_parallel_size=2))
 
 
@@ -62,9 +66,43 @@ def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_refusals(options: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(says)):
         resolve(EngineConfig.from_options(**options))
-    assert says in str(error.value)
+
+
+def test_memory_that_is_asked_for_must_be_there() -> None:
+    with pytest.raises(ValueError, match="lower --kv-cache-memory"):
+        resolve(EngineConfig.from_options(num_gpu_blocks_override=10**9))
+
+
+def test_a_rope_that_follows_the_length_wants_a_length(tmp_path: Path) -> None:
+    """Else the layout, by the memory it leaves, would choose the tokens."""
+    model = str(make_variant("phi3-longrope-long", tmp_path / "model"))
+    options = {"model": model, "kv_cache_memory": "8KiB", "block_size": 4}
+    with pytest.raises(ValueError, match="set it yourself"):
+        resolve(EngineConfig.from_options(max_model_len="auto", **options))
+
+
+def test_a_folder_called_demo_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint("llama", tmp_path / "demo")
+    monkeypatch.chdir(tmp_path)
+    assert resolve(EngineConfig.from_options(model="./demo")).model.model == str(tmp_path / "demo")
+
+
+def test_a_window_bounds_what_a_long_request_holds(tmp_path: Path) -> None:
+    model = str(make_checkpoint("mistral", tmp_path / "model", max_position_embeddings=4096))
+    wide = setup(model=model, num_gpu_blocks_override=20, max_num_batched_tokens=32)
+    assert wide.max_model_len == 4096
+
+
+def test_page_cache_is_memory_that_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 700\n")
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    monkeypatch.setattr(host_memory, "_own_groups", lambda controller: [tmp_path])
+    assert host_memory.available_host_memory() == 800
+    assert host_memory.allowed_cpus() == min(2, len(os.sched_getaffinity(0)))
 
 
 def test_stages_by_hand() -> None:

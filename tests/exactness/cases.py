@@ -24,6 +24,7 @@ class Case(NamedTuple):
     """off; cold: the first time; warm: the second time, prefixes are in the cache."""
     memory: str
     """roomy; tight: so few KV blocks that sequences are preempted."""
+    quantization: str
 
     @property
     def name(self) -> str:
@@ -49,6 +50,7 @@ def axes(families: Sequence[str]) -> list[tuple[Any, ...]]:
         ("whole", "chunked"),
         ("off", "cold", "warm"),
         ("roomy", "tight"),
+        ("none", "int8", "int4"),
     ]
 
 

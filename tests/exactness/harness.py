@@ -112,9 +112,9 @@ def run(engine: Engine, requests: Sequence[Request], batch: str) -> dict[str, An
     return answers
 
 
-def golden(model: Path, dtype: str, requests: Sequence[Request]) -> dict[str, Answer]:
+def golden(model: Path, dtype: str, quantization: str, requests: Sequence[Request]) -> dict[str, Answer]:
     """One process, one rank, one request after another, nothing cached, prompts whole."""
-    engine, executor = start_engine(model, dtype=dtype, enable_prefix_caching=False)
+    engine, executor = start_engine(model, dtype=dtype, quantization=quantization, enable_prefix_caching=False)
     answers = run(engine, requests, "alone")
     executor.close()
     return answers
@@ -125,6 +125,7 @@ def run_case(model: Path, case: Case, requests: Sequence[Request]) -> tuple[dict
     max_step_tokens = 2048 if case.prefill == "whole" else 13
     options: dict[str, object] = {
         "dtype": case.dtype,
+        "quantization": case.quantization,
         "enable_prefix_caching": case.cache != "off",
         "max_num_batched_tokens": max_step_tokens,
     }

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import shardline
 from shardline.config.engine import EngineConfig
 from shardline.engine.client import EngineClient
 from shardline.engine.ipc import EngineFailed, EngineOutputs
@@ -119,3 +121,50 @@ time.sleep(60)
         assert len(pids) == 3
         front.kill()
     assert_all_end(pids, within=10)
+
+
+def test_a_hung_load_ends_with_the_front() -> None:
+    """A rank that stops while it loads has no deadline; the front's end is one."""
+    script = """
+import sys, time
+from shardline.config.engine import EngineConfig
+from shardline.engine.client import EngineClient
+from shardline.engine.resolve import resolve
+client = EngineClient(resolve(EngineConfig.from_options(model="demo", tensor_parallel_size=2)), 0, print)
+print(client._process.pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as front:
+        assert front.stdout is not None
+        engine = int(front.stdout.readline())
+        deadline = time.monotonic() + 20
+        while len(children := children_of(engine)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        os.kill(children[1], signal.SIGSTOP)
+        front.kill()
+    assert_all_end([engine, *children], within=15)
+
+
+def test_code_in_the_current_directory_is_not_imported(tmp_path: Path) -> None:
+    """A model's folder is a place to start `serve` from, and must not bring code along."""
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('imported from the current directory')")
+    script = """
+from shardline.config.engine import EngineConfig
+from shardline.engine.client import EngineClient
+from shardline.engine.resolve import resolve
+client = EngineClient(resolve(EngineConfig.from_options(model="demo", tensor_parallel_size=2)), 0, print)
+client.wait_ready(60)
+client.close()
+"""
+    source = Path(shardline.__file__).parent.parent
+    command = f"import sys; sys.path[0] = {str(source)!r}\n{script}"
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    done = subprocess.run(
+        [sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

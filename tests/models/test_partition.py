@@ -114,15 +114,17 @@ def test_refused_tensor_parallel_sizes_name_sizes_that_work(spec: DecoderSpec, s
     num_blocks=st.integers(0, 60),
     block_size=st.integers(1, 20),
     max_step_tokens=st.integers(1, 50),
+    most=st.integers(0, 2000),
 )
 def test_the_longest_request_is_the_longest_that_fits(
-    spec: DecoderSpec, num_blocks: int, block_size: int, max_step_tokens: int
+    spec: DecoderSpec, num_blocks: int, block_size: int, max_step_tokens: int, most: int
 ) -> None:
     groups = kv_groups(spec)
-    longest = longest_request(groups, num_blocks, block_size, max_step_tokens)
+    longest = longest_request(groups, num_blocks, block_size, max_step_tokens, most)
+    assert longest <= most
     if longest:
         assert blocks_per_request(groups, longest, block_size, max_step_tokens) <= num_blocks
-    if longest < num_blocks * block_size:
+    if longest < most:
         assert blocks_per_request(groups, longest + 1, block_size, max_step_tokens) > num_blocks
 
 

@@ -99,8 +99,16 @@ def test_weight_bytes_count_what_each_rank_holds(
             ]
             for name, shape in held.items()
         ]
-        assert weight_bytes(spec, place, stages, "bfloat16", numerics) == 2 * sum(array.size for array in arrays)
+        elements = sum(array.size for array in arrays)
+        if spec.tied_embeddings and num_stages == 1:  # the lm_head is packed, a copy of its own
+            elements += held_embedding(held, spec, place.tp_rank, tp_size)
+        assert weight_bytes(spec, place, stages, "bfloat16", numerics) == 2 * elements
     assert not everything
+
+
+def held_embedding(held: dict[str, tuple[int, ...]], spec: DecoderSpec, tp_rank: int, tp_size: int) -> int:
+    rows, columns = shard_shape(held["embed.weight"], shard("embed.weight", spec, tp_rank, tp_size))
+    return rows * columns
 
 
 def test_weight_bytes_of_a_known_model() -> None:
@@ -111,13 +119,27 @@ def test_weight_bytes_of_a_known_model() -> None:
     assert num_parameters(decoder_spec({"model_type": "gpt2"})) == 124_439_808
 
 
-def test_tied_embeddings_count_once_a_stage() -> None:
+def test_tied_embeddings_count_where_they_are_held() -> None:
+    """As a table in the first stage, packed for the lm_head in the last, both where these are one."""
     spec = decoder_spec({"model_type": "gemma"})
-    embedding = 2 * spec.vocab_size * spec.hidden_size
     whole = weight_bytes(spec, RankGrid(1, 1).place(0), stage_spans(spec, 1), "bfloat16")
     stages = stage_spans(spec, 2)
     halves = [weight_bytes(spec, RankGrid(1, 2).place(rank), stages, "bfloat16") for rank in range(2)]
-    assert sum(halves) == whole + embedding
+    assert sum(halves) == whole
+    assert whole == 2 * (num_parameters(spec) + spec.vocab_size * spec.hidden_size)
+
+
+def test_quantized_weight_bytes_of_a_known_model() -> None:
+    spec = decoder_spec({"model_type": "llama"})
+    place, stages = RankGrid(1, 1).place(0), stage_spans(spec, 1)
+    hidden, inner, vocab = 4096, 11008, 32000
+    plain = 2 * (vocab * hidden + 65 * hidden)  # embedding and norms
+    projections = [(hidden, hidden)] * 4 + [(inner, hidden)] * 2 + [(hidden, inner)]
+    head = vocab * (hidden + 4)
+    int8 = 32 * sum(rows * (columns + 4) for rows, columns in projections)
+    assert weight_bytes(spec, place, stages, "bfloat16", quantization="int8") == plain + head + int8
+    int4 = 32 * sum(rows * (columns // 2 + columns // 32 * 2) for rows, columns in projections)
+    assert weight_bytes(spec, place, stages, "bfloat16", quantization="int4") == plain + head + int4
 
 
 def test_stages_weigh_the_lm_head() -> None:

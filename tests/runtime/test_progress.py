@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from shardline.config.topology import RankGrid
 from shardline.runtime.parallel.progress import ProgressBoard
 
 
-def board(num_ranks: int) -> ProgressBoard:
-    return ProgressBoard(memoryview(bytearray(ProgressBoard.num_bytes(num_ranks))), num_ranks)
+def board(tensor: int, pipeline: int = 1) -> ProgressBoard:
+    grid = RankGrid(tensor, pipeline)
+    return ProgressBoard(memoryview(bytearray(ProgressBoard.num_bytes(grid.world_size))), grid)
 
 
 def test_the_one_that_computes_while_others_wait() -> None:
@@ -30,3 +32,11 @@ def test_where_all_wait_the_one_that_arrived_least() -> None:
     for rank in (0, 1):
         progress.line(rank).waiting().__enter__()
     assert progress.late_ranks(0) == [0]
+
+
+def test_later_stages_are_not_blamed_for_an_earlier_one() -> None:
+    progress = board(2, pipeline=2)
+    for rank, arrivals in ((0, 5), (1, 4), (2, 1), (3, 1)):
+        for _ in range(arrivals):
+            progress.line(rank).waiting().__enter__()
+    assert progress.late_ranks(0) == [1]

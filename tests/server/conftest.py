@@ -63,9 +63,17 @@ def serve(
 
     async def main() -> None:
         llm, engine = fake_llm(engine_config)
-        app = create_app(llm, config or ServerConfig(port=0))
+        server_config = config or ServerConfig(port=0)
+        app = create_app(llm, server_config)
         server = uvicorn.Server(
-            uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=1,
+                root_path=server_config.root_path,
+            )
         )
         if ready:
             engine.load.set()

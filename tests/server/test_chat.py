@@ -134,7 +134,7 @@ def test_fields_that_the_sdk_sends_are_tolerated(http: httpx.Client) -> None:
         ({"messages": []}, "messages"),
         ({"messages": "Hi"}, "messages"),
         ({"messages": [{"role": "pope", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -179,3 +179,10 @@ def test_a_broken_template_is_refused_at_start(template: str) -> None:
     with pytest.raises(ValueError, match="template"):
         create_app(llm, ServerConfig(chat_template=template))
     engine.close()
+
+
+def test_template_variables_may_have_any_name(http: httpx.Client) -> None:
+    names = ("self", "template", "tokenize", "has_tools", "values", "variables", "special_tokens")
+    kwargs = dict.fromkeys(names, 1)
+    answer = http.post("/v1/chat/completions", json={"messages": HI, "chat_template_kwargs": kwargs})
+    assert answer.status_code == 200, answer.text

@@ -134,6 +134,32 @@ def test_logprobs(client: openai.OpenAI, stream: bool) -> None:
     assert whole.startswith("Hello, w")
 
 
+def test_a_prompt_that_is_too_long_has_openais_code(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="demo", prompt="x" * 5000)
+    assert (caught.value.code, caught.value.type, caught.value.param) == (
+        "context_length_exceeded",
+        "invalid_request_error",
+        "prompt",
+    )
+
+
+def test_numbers_beyond_64_bits_harm_nobody(http: httpx.Client) -> None:
+    huge = 10**30
+    for field in ("priority", "seed", "min_tokens"):
+        answer = http.post("/v1/completions", json={"prompt": "Hi", field: huge})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == field
+    for field in ("top_k", "max_tokens"):
+        assert http.post("/v1/completions", json={"prompt": "Hi", field: huge}).status_code == 200
+
+
+def test_more_choices_than_can_ever_wait_are_no_429(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json={"prompt": ["Hi"] * 2048, "n": 2})
+    assert answer.status_code == 400
+    assert "4096 choices" in answer.json()["error"]["message"]
+
+
 def test_extras_reach_the_engine(shared: Running, http: httpx.Client) -> None:
     body = {
         "prompt": "Hi", "max_tokens": 3, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 5, "priority": -2,
@@ -170,7 +196,7 @@ def test_extras_reach_the_engine(shared: Running, http: httpx.Client) -> None:
         ({"stream": "yes"}, "stream", "expected a boolean"),
         ({"prompt": {"a": 1}}, "prompt", "string"),
         ({"prompt": [999999]}, None, "out of range"),
-        ({"prompt": "x" * 5000}, None, "maximum length"),
+        ({"prompt": "x" * 5000}, "prompt", "maximum length"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": "7"}, "max_tokens", "integer"),
         ({"temperature": -1}, "temperature", "[0, 100]"),

@@ -323,3 +323,34 @@ def test_a_crash_is_a_500_without_details(monkeypatch: pytest.MonkeyPatch) -> No
 def test_openapi_describes_the_endpoints(http: httpx.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     assert {"/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize"} <= paths.keys()
+
+
+def test_a_crash_is_an_answer_with_a_name_and_keeps_the_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def crash(*_: object) -> None:
+        raise KeyError("secret")
+
+    with serve() as running, running.http() as http:
+        with monkeypatch.context() as patch:
+            patch.setattr("shardline.server.openai.completions.CompletionRequest.check", crash)
+            answer = http.post("/v1/completions", json={"prompt": "Hi"})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "internal_error"
+        assert answer.headers["x-request-id"]
+        assert "secret" not in answer.text
+        assert http.post("/v1/completions", json={"prompt": "Hi"}).status_code == 200
+        assert 'method="POST",status="500"' in http.get("/metrics").text
+
+
+def test_probes_may_ask_for_the_head_alone(http: httpx.Client) -> None:
+    for path in ("/health", "/live", "/ready"):
+        answer = http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+
+
+def test_probes_need_no_key_behind_a_prefix() -> None:
+    with serve(config=ServerConfig(root_path="/llm", api_key=("k",))) as running, running.http() as http:
+        assert http.get("/health").status_code == 200
+        assert http.get("/v1/models").status_code == 401
+        assert http.get("/llm/v1/models").status_code == 401

@@ -40,8 +40,8 @@ class Process:
 
     def url(self) -> str:
         """Wait for the line that says that it is ready."""
-        assert self.popen.stdout is not None
-        for line in self.popen.stdout:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
             found = re.search(r"startup complete in .* serving demo at (\S+)$", line)
             if found:
                 return found.group(1)
@@ -85,9 +85,9 @@ def test_a_signal_lets_streams_finish(number: signal.Signals) -> None:
             rest = [line for line in events if line]
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "stop"
-        code, out, err = server.end()
+        code, _, err = server.end()
         assert code == 0, err
-        assert "1 running request" in out
+        assert "1 running request" in err
         assert "Traceback" not in err
 
 
@@ -152,9 +152,9 @@ def test_serves_503_while_it_loads_and_can_be_stopped() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         server.popen.terminate()
-        code, out, _ = server.end()
+        code, _, err = server.end()
         assert code == 0
-        assert "startup complete" not in out
+        assert "startup complete" not in err
 
 
 def test_a_port_in_use_is_one_clear_error_before_anything_loads() -> None:

@@ -5,7 +5,7 @@ import openai
 import pytest
 
 from shardline.config.server import ServerConfig
-from shardline.server.openai.logprobs import CompletionLogprobsWriter, TokenPieces, chat_logprobs, token_bytes
+from shardline.server.openai.logprobs import CompletionLogprobsWriter, TokenPieces, chat_logprobs
 from shardline.types import TokenLogprobs
 from tests.server.conftest import serve
 from tests.server.fake_engine import MAX_MODEL_LEN
@@ -76,7 +76,7 @@ def test_token_bytes_join_to_the_text(source: str) -> None:
     one = tokenizer(source)
     text = "the quick 🙂 brown" if source != metaspace_json() else "the quick brown"
     ids = one.encode(text, add_special_tokens=False)
-    joined = b"".join(token_bytes(one, token_id) for token_id in ids).decode()
+    joined = b"".join(one.token_bytes(token_id) for token_id in ids).decode()
     assert joined.removeprefix(" ") == text
 
 

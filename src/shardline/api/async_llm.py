@@ -182,7 +182,7 @@ class AsyncLLM:
     ) -> RequestStream:
         """Check and admit a request; the errors below come before any output.
 
-        A replica that dies ends its choices with finish reason "error" and the message as `stop_reason`.
+        A replica that dies ends its choices with finish reason "error" and the message as `error`.
 
         Raises:
             ValueError: the prompt or the parameters cannot be (HTTP 400).

@@ -1,6 +1,10 @@
-"""What can go wrong with a request that is not the request's own fault (that is a ValueError)."""
+"""What can go wrong with a request beyond a plain ValueError, which is the request's own fault."""
 
 from __future__ import annotations
+
+
+class ContextLengthExceeded(ValueError):
+    """The prompt leaves no room for output (HTTP 400, code context_length_exceeded)."""
 
 
 class QueueFull(Exception):

@@ -72,8 +72,11 @@ class LLM:
         self.config = config
         self._lock = threading.Lock()
         self._ids = itertools.count()
-        self._events: queue.SimpleQueue[tuple[int, EngineEvent]] = queue.SimpleQueue()
-        self._replicas = Replicas(config, lambda index, event: self._events.put((index, event)), connect)
+        self._closed = False
+        events: queue.SimpleQueue[tuple[int, EngineEvent]] = queue.SimpleQueue()
+        self._events = events
+        # The readers' threads must not hold this object: dropping its last reference closes it.
+        self._replicas = Replicas(config, lambda index, event: events.put((index, event)), connect)
         try:
             with ThreadPoolExecutor(1, "read-model") as pool:
                 reading = pool.submit(load_text, self._replicas.config)
@@ -108,7 +111,7 @@ class LLM:
         Raises:
             ValueError: a prompt or a parameter cannot be; nothing has run then.
             RuntimeError: every replica has died. (Where only some have, the choices that were lost have finish reason
-                "error" and the message as `stop_reason`.)
+                "error" and the message as `error`.)
         """
         return self.generate_timed(prompts, sampling_params, use_tqdm=use_tqdm)[0]
 
@@ -123,6 +126,8 @@ class LLM:
         batch = as_prompts(prompts)
         params = _as_params(sampling_params, len(batch))
         with self._lock:
+            if self._closed:
+                raise EngineDead("this LLM was closed; make a new one")
             requests = [
                 self._builder.build(str(next(self._ids)), prompt, one)
                 for prompt, one in zip(batch, params, strict=True)
@@ -177,6 +182,7 @@ class LLM:
 
     def close(self) -> None:
         """End the engine processes; may be called again."""
+        self._closed = True
         replicas = getattr(self, "_replicas", None)
         if replicas is not None:
             replicas.close()

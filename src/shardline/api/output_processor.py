@@ -74,7 +74,8 @@ class ChoiceState:
         if self._matcher.found is not None:
             self._finish("stop", self._matcher.found)
         elif step.finish_reason == "error":
-            self._finish("error", step.error)
+            self.output.error = step.error
+            self._finish("error", None)
         else:
             eos = step.stop_token_id in self._eos_token_ids
             self._finish(step.finish_reason, None if eos else step.stop_token_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -15,6 +16,8 @@ from shardline.api.errors import EngineDead, QueueFull
 from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
 from shardline.types import EngineStats, Request, SequenceOutput
+
+logger = logging.getLogger(__name__)
 
 EngineEvent = EngineOutputs | EngineFailed
 
@@ -168,6 +171,8 @@ class Replicas:
         lost = list(replica.in_flight.values())
         for child in lost:
             self._forget(child.request_id)
+        left = sum(self.alive())
+        logger.error("replica %d is lost, %d of its choices too; %d left: %s", index, len(lost), left, replica.dead)
         return [
             SequenceOutput(child.request_id, child.choice, [], finish_reason="error", error=replica.dead)
             for child in lost

@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
+from shardline.api.errors import ContextLengthExceeded
 from shardline.text.tokenizer import Tokenizer
 from shardline.types import Request, SamplingParams
 
@@ -29,6 +30,15 @@ class TokensPrompt(TypedDict, total=False):
 
 MAX_CHOICES = 1024
 """Upper bound of `n`: every choice is a request of its own in the engine."""
+
+MAX_STOP_STRINGS = 1024
+MAX_STOP_CHARS = 65_536
+"""Of all stop strings together: each choice builds its own tables of them."""
+
+MAX_SALT_CHARS = 1024
+
+_WIRE_ENCODER = msgspec.msgpack.Encoder()
+_WIRE_DECODER = msgspec.msgpack.Decoder(SamplingParams)
 
 Prompt = str | TextPrompt | TokensPrompt | Sequence[int]
 
@@ -67,22 +77,30 @@ class RequestBuilder:
         """The request, ready to be run.
 
         Raises:
+            ContextLengthExceeded: the prompt is longer than the model takes.
             ValueError: the prompt or a parameter does not fit the model; the message says what would.
         """
         text, ids = self.tokenize(prompt)
         self._check_prompt(ids)
         self._check_params(params)
+        if not -(2**63) <= priority < 2**63:
+            raise ValueError("priority must fit in 64 bits")
+        if len(cache_salt) > MAX_SALT_CHARS:
+            raise ValueError(f"cache_salt must have at most {MAX_SALT_CHARS} characters, got {len(cache_salt)}")
         room = self.max_model_len - len(ids)
         if params.min_tokens > room:
             raise ValueError(
                 f"min_tokens is {params.min_tokens}, but a prompt of {len(ids)} tokens leaves room for {room} "
                 f"(the model's maximum length is {self.max_model_len})"
             )
-        sampling = msgspec.structs.replace(
+        params = msgspec.structs.replace(
             params,
             seed=self.seeds.getrandbits(63) if params.seed is None else params.seed,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            top_k=0 if params.top_k >= self.vocab_size else params.top_k,
+            stop_token_ids=tuple(dict.fromkeys(params.stop_token_ids)),
         )
+        sampling = _for_engine(params)
         arrival = time.monotonic()
         children = [
             Request(
@@ -97,7 +115,7 @@ class RequestBuilder:
             )
             for choice in range(params.n)
         ]
-        return PreparedRequest(request_id, text, ids, sampling, children)
+        return PreparedRequest(request_id, text, ids, params, children)
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text (None: only ids were given) and ids.
@@ -117,7 +135,7 @@ class RequestBuilder:
         if not ids:
             raise ValueError("the prompt is empty; it needs at least one token")
         if len(ids) >= self.max_model_len:
-            raise ValueError(
+            raise ContextLengthExceeded(
                 f"the prompt has {len(ids)} tokens, but the model's maximum length is {self.max_model_len} tokens, "
                 "prompt and output together; shorten the prompt or raise --max-model-len"
             )
@@ -128,12 +146,29 @@ class RequestBuilder:
     def _check_params(self, params: SamplingParams) -> None:
         if params.n > MAX_CHOICES:
             raise ValueError(f"n must be at most {MAX_CHOICES}, got {params.n}")
+        stops = params.stop_strings
+        if len(stops) > MAX_STOP_STRINGS or sum(map(len, stops)) > MAX_STOP_CHARS:
+            raise ValueError(
+                f"stop must have at most {MAX_STOP_STRINGS} strings, and {MAX_STOP_CHARS} characters in all of them; "
+                f"it has {len(stops)} and {sum(map(len, stops))}"
+            )
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             for token_id in ids:
                 if not 0 <= token_id < self.vocab_size:
                     raise ValueError(f"{name} has token id {token_id}, but the vocabulary has {self.vocab_size} tokens")
-        if params.stop_strings and self.tokenizer is None:
+        if stops and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the model has none; use stop_token_ids")
+
+
+def _for_engine(params: SamplingParams) -> SamplingParams:
+    """`params` without the stop strings, which the front finds, and as the engine will decode them.
+
+    What cannot be sent must be refused here, where it harms nobody else.
+    """
+    try:
+        return _WIRE_DECODER.decode(_WIRE_ENCODER.encode(msgspec.structs.replace(params, stop=())))
+    except (msgspec.MsgspecError, OverflowError, TypeError) as error:
+        raise ValueError(f"the sampling parameters cannot be: {error}") from error
 
 
 def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:

@@ -9,6 +9,8 @@ from typing import Any
 from shardline.config.fields import option
 from shardline.config.units import parse_bytes
 
+_LONGEST_STEP = 86400.0
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -29,6 +31,11 @@ class ModelConfig:
         "auto",
         "auto and safetensors: read the checkpoint; dummy: random weights",
         choices=("auto", "safetensors", "dummy"),
+    )
+    quantization: str | None = option(
+        None,
+        "hold linear weights in fewer bits and compute in int8; none: as they are",
+        choices=("none", "int8", "int4"),
     )
     seed: int = option(0, "seed of dummy weights and of requests that set none")
 
@@ -123,14 +130,14 @@ def _validate(config: EngineConfig) -> None:
     for part in (config.parallel, config.scheduler, config.cache):
         for f in dataclasses.fields(part):
             value = getattr(part, f.name)
-            if f.type == "int" and isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            if isinstance(value, int) and not isinstance(value, bool) and f.name != "kv_cache_memory" and value < 1:
                 raise ValueError(f"{f.name} must be at least 1, got {value}")
             choices = f.metadata.get("choices")
             if choices and value not in choices:
                 raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
-    for name in ("dtype", "load_format"):
+    for name in ("dtype", "load_format", "quantization"):
         f = ModelConfig.__dataclass_fields__[name]
-        if getattr(config.model, name) not in f.metadata["choices"]:
+        if getattr(config.model, name) not in (f.default, *f.metadata["choices"]):
             raise ValueError(
                 f"{name} must be one of {', '.join(f.metadata['choices'])}, got {getattr(config.model, name)!r}"
             )
@@ -138,8 +145,10 @@ def _validate(config: EngineConfig) -> None:
         raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {config.cache.gpu_memory_utilization}")
     if config.cache.kv_cache_memory is not None:
         parse_bytes(config.cache.kv_cache_memory)
-    if config.parallel.step_timeout <= 0:
-        raise ValueError(f"step_timeout must be positive, got {config.parallel.step_timeout}")
+    if not 0 < config.parallel.step_timeout <= _LONGEST_STEP:
+        raise ValueError(f"step_timeout must be in (0, {_LONGEST_STEP}] seconds, got {config.parallel.step_timeout}")
+    if not -(2**63) <= config.model.seed < 2**63:
+        raise ValueError(f"seed must fit in 64 bits, got {config.model.seed}")
     length = config.model.max_model_len
     if (isinstance(length, str) and length != "auto") or (isinstance(length, int) and length < 1):
         raise ValueError(f"max_model_len must be a positive number of tokens or 'auto', got {length!r}")

@@ -7,15 +7,14 @@ import logging
 import queue
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from shardline.channel import Channel
+from shardline.channel import Channel, encode
 from shardline.config.engine import EngineConfig
-from shardline.engine.children import describe_end
+from shardline.engine.children import describe_end, start_child
 from shardline.engine.ipc import (
     AbortRequests,
     AddRequests,
@@ -23,7 +22,6 @@ from shardline.engine.ipc import (
     EngineMessage,
     EngineOutputs,
     EngineReady,
-    FrontMessage,
     StartEngine,
     StopEngine,
 )
@@ -44,13 +42,8 @@ class EngineClient:
         self, config: EngineConfig, replica: int, on_message: Callable[[EngineOutputs | EngineFailed], None]
     ) -> None:
         ours, theirs = socket.socketpair()
-        # A plain child process rather than multiprocessing: the user's script needs no __main__ guard.
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "shardline.engine.process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
+            self._process = start_child("shardline.engine.process", [theirs.fileno()])
         self._replica = replica
         self._channel: Channel[EngineMessage] = Channel(ours, EngineMessage)  # type: ignore[arg-type]
         self._channel.send(StartEngine(config, replica))
@@ -58,7 +51,7 @@ class EngineClient:
         self._first: queue.SimpleQueue[EngineReady | EngineFailed] = queue.SimpleQueue()
         self._answer: EngineReady | EngineFailed | None = None
         self._closing = False
-        self._outbox: queue.SimpleQueue[FrontMessage] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         threading.Thread(target=self._write, name=f"engine-{replica}-writer", daemon=True).start()
         self._reader = threading.Thread(target=self._read, name=f"engine-{replica}-reader", daemon=True)
         self._reader.start()
@@ -81,17 +74,24 @@ class EngineClient:
         raise (ValueError if self._answer.user_error else RuntimeError)(self._answer.message)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Hand requests to the engine. Where it is gone, `on_message` tells so."""
-        self._outbox.put(AddRequests(list(requests)))
+        """Hand requests to the engine. Where it is gone, `on_message` tells so.
+
+        Raises:
+            ValueError: a request cannot be sent; none of them was.
+        """
+        # One frame each: many choices of a long prompt must not add up to more than a frame may hold.
+        for body in [encode(AddRequests([request])) for request in requests]:
+            self._outbox.put(body)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests; outputs already under way may still arrive."""
-        self._outbox.put(AbortRequests(list(request_ids)))
+        self._outbox.put(encode(AbortRequests(list(request_ids))))
 
     def close(self, timeout: float = 10.0) -> None:
         """End the engine process and wait for it; killed where it does not end in time."""
         self._closing = True
-        self._outbox.put(StopEngine())
+        self._outbox.put(encode(StopEngine()))
+        self._outbox.put(None)
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -105,11 +105,8 @@ class EngineClient:
         """Runs beside the front, which must not wait while the engine is in the middle of a step."""
         # The reader thread sees the end of file and reports it, once.
         with contextlib.suppress(OSError):
-            while True:
-                message = self._outbox.get()
-                self._channel.send(message)
-                if isinstance(message, StopEngine):
-                    return
+            while (body := self._outbox.get()) is not None:
+                self._channel.send_encoded(body)
 
     def _read(self) -> None:
         ready = False

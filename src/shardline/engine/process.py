@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 
 from shardline.channel import Channel
-from shardline.config.engine import EngineConfig
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor, ExecutorFailure
@@ -28,7 +30,10 @@ from shardline.engine.ipc import (
 from shardline.engine.report import startup_report
 from shardline.log import configure_logging
 from shardline.runtime.loader.fingerprint import weights_fingerprint
-from shardline.runtime.setup import NUMERICS_VERSION, prepare
+from shardline.runtime.setup import NUMERICS_VERSION, ReplicaSetup, prepare
+
+_GRACE = 5.0
+"""Seconds that the orderly way out has once the front is gone."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,23 +44,23 @@ class EngineProcess:
     def __init__(self, channel: Channel[FrontMessage]) -> None:
         self._channel = channel
         self._stopping = False
+        self._ready = False
+        self._executor: Executor | None = None
 
     def run(self) -> None:
         """Start, serve, end; every failure is told to the front in words."""
-        executor: Executor | None = None
         try:
             start = self._channel.receive()
             assert isinstance(start, StartEngine)
             began = time.perf_counter()
             setup = prepare(start.config)
-            executor = make_executor(setup)
+            self._executor = executor = make_executor(setup)
             ranks = executor.start()
             isas = {report.isa for report in ranks}
             if len(isas) > 1:
                 raise ValueError(f"ranks run unlike kernel paths ({', '.join(sorted(isas))}); set SHARDLINE_ISA")
             engine = Engine(setup, executor)
-            dummy_seed = start.config.model.seed if start.config.model.load_format == "dummy" else None
-            fingerprint = _fingerprint(start.config, weights_fingerprint(setup.files, dummy_seed), isas.pop())
+            fingerprint = _fingerprint(setup, isas.pop())
             seconds = {"weights": max(rank.load_seconds for rank in ranks), "engine": time.perf_counter() - began}
             self._channel.send(
                 EngineReady(
@@ -66,14 +71,25 @@ class EngineProcess:
                     report=startup_report(setup, ranks, seconds),
                 )
             )
+            self._ready = True
             self._serve(engine, executor)
         except EOFError:
             _log.debug("the front has ended")
         except Exception as error:
             self._tell(error)
         finally:
-            if executor is not None:
-                executor.close()
+            if self._executor is not None:
+                self._executor.close()
+
+    def end_with_front(self) -> None:
+        """Wait for the front's end, then end this process, even in the middle of a load or of a step that hangs."""
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLRDHUP)
+        poll.poll()
+        time.sleep(_GRACE)
+        if self._executor is not None:
+            self._executor.kill()
+        os._exit(1)
 
     def _serve(self, engine: Engine, executor: Executor) -> None:
         while not self._stopping:
@@ -82,8 +98,11 @@ class EngineProcess:
                 if ready != [self._channel.fileno()]:
                     executor.check()
             self._take_messages(engine)
+            if self._stopping:
+                return
             outputs = engine.step()
-            if outputs:
+            # The last message before a rest has the gauges of that rest: blocks may come back without an output.
+            if outputs or not engine.busy:
                 self._channel.send(EngineOutputs(outputs, engine.stats()))
 
     def _take_messages(self, engine: Engine) -> None:
@@ -100,28 +119,40 @@ class EngineProcess:
                 self._stopping = True
 
     def _tell(self, error: Exception) -> None:
-        expected = isinstance(error, (ValueError, ExecutorFailure))
-        if not expected:
+        user_error = isinstance(error, ValueError) and not self._ready
+        expected = user_error or isinstance(error, ExecutorFailure)
+        if not expected or error.__cause__ is not None:
             _log.error("the engine failed\n%s", traceback.format_exc())
         message = str(error) if expected else f"the engine failed: {type(error).__name__}: {error}"
         try:
-            self._channel.send(EngineFailed(message, user_error=isinstance(error, ValueError)))
+            self._channel.send(EngineFailed(message, user_error=user_error))
         except OSError:
             _log.error("%s", message)
 
 
-def _fingerprint(config: EngineConfig, weights: str, isa: str) -> str:
-    numerics = f"n{NUMERICS_VERSION}" if config.parallel.numerics == "exact" else "fast"
-    return f"sl-{weights[:12]}-{config.model.dtype}-{numerics}-{isa}"
+def _fingerprint(setup: ReplicaSetup, isa: str) -> str:
+    """Equal fingerprints, equal tokens: weights, what was made of the configuration, numerics and kernel path."""
+    config = setup.config
+    dummy_seed = config.model.seed if config.model.load_format == "dummy" else None
+    digest = hashlib.blake2b(digest_size=6)
+    digest.update(weights_fingerprint(setup.files, dummy_seed).encode())
+    # The spec has the rope tables, which may follow max_model_len.
+    digest.update(repr(setup.spec).encode())
+    exact = config.parallel.numerics == "exact"
+    numerics = f"n{NUMERICS_VERSION}" if exact else f"fast-tp{setup.grid.tensor}"
+    scheme = "" if setup.quantization is None else f"-{setup.quantization}"
+    return f"sl-{digest.hexdigest()}-{config.model.dtype}{scheme}-{numerics}-{isa}"
 
 
 def main() -> None:
-    """`python -m shardline.engine.process FD`: serve the front at the other end of this socket."""
+    """Serve the front at the other end of the socket whose number is the first argument."""
     # The terminal's ctrl-C reaches the whole process group; the front decides when engines end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     configure_logging()
     sock = socket.socket(fileno=int(sys.argv[1]))
-    EngineProcess(Channel(sock, FrontMessage)).run()  # type: ignore[arg-type]
+    process = EngineProcess(Channel(sock, FrontMessage))  # type: ignore[arg-type]
+    threading.Thread(target=process.end_with_front, daemon=True).start()
+    process.run()
 
 
 if __name__ == "__main__":

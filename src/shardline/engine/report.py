@@ -15,6 +15,7 @@ def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: di
     cache = config.cache
     lines = [
         f"model {setup.files.name}: {spec.model_type}, {len(spec.layers)} layers, {config.model.dtype}, "
+        f"quantization {config.model.quantization or 'none'}, "
         f"max_model_len {setup.max_model_len}",
         f"layout: tensor {grid.tensor} x pipeline {grid.pipeline} = {grid.world_size} ranks a replica, "
         f"{config.parallel.data_parallel_size} replicas; executor {config.parallel.distributed_executor_backend}, "

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import logging
+from typing import cast
 
 from shardline.config.engine import EngineConfig, ParallelConfig
 from shardline.config.topology import RankGrid
 from shardline.config.units import format_bytes, parse_bytes
-from shardline.engine.host_memory import available_host_memory
+from shardline.engine.host_memory import allowed_cpus, available_host_memory
 from shardline.models.kv_capacity import longest_request
 from shardline.models.lookup import decoder_spec
 from shardline.models.partition import Span, check_tensor_parallel, kv_groups
-from shardline.models.sizes import stage_spans, weight_bytes
+from shardline.models.sharding import Numerics
+from shardline.models.sizes import kv_block_bytes, stage_spans, weight_bytes
 from shardline.models.spec import DecoderSpec, DType
 from shardline.runtime.loader.checkpoint import Checkpoint
 from shardline.runtime.loader.hub import resolve_model
 from shardline.runtime.setup import pool_blocks, replica_grid
+
+_log = logging.getLogger(__name__)
 
 _CPU_DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
 
@@ -44,17 +48,19 @@ def resolve(config: EngineConfig) -> EngineConfig:
         Checkpoint.open(files.folder).check(spec)
     grid = replica_grid(parallel)
     kv_bytes = _kv_bytes_per_rank(config, spec, grid, stages, dtype)
-    model = dataclasses.replace(config.model, model=str(files.folder), dtype=dtype)
+    scheme = None if config.model.quantization == "none" else config.model.quantization
+    model = dataclasses.replace(config.model, model=str(files.folder), dtype=dtype, quantization=scheme)
     cache = dataclasses.replace(config.cache, kv_cache_memory=kv_bytes)
     resolved = dataclasses.replace(config, model=model, parallel=parallel, cache=cache)
-    return dataclasses.replace(
-        resolved, model=dataclasses.replace(model, max_model_len=_resolve_length(asked, resolved, spec, grid, stages))
-    )
-
-
-def allowed_cpus() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    length = _resolve_length(asked, resolved, spec, grid, stages)
+    if decoder_spec(files.config, length).layers != spec.layers:
+        raise ValueError(
+            "this model's rope scaling follows max_model_len, so that the memory at hand would decide the answers; "
+            f"set it yourself, for example --max-model-len {length}"
+        )
+    num_blocks = pool_blocks(resolved, spec, grid, stages, length)
+    _check_memory(resolved, spec, grid, stages, num_blocks)
+    return dataclasses.replace(resolved, model=dataclasses.replace(model, max_model_len=length))
 
 
 def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
@@ -73,7 +79,10 @@ def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
     cores = allowed_cpus()
     if parallel.cpu_threads is not None and parallel.cpu_threads > cores:
         raise ValueError(f"cpu_threads {parallel.cpu_threads} is more than the {cores} cores this process may use")
-    threads = parallel.cpu_threads or max(1, cores // (world * parallel.data_parallel_size))
+    ranks = world * parallel.data_parallel_size
+    threads = parallel.cpu_threads or max(1, cores // ranks)
+    if threads * ranks > cores:
+        _log.warning("%d ranks of %d threads share %d cores: expect them to wait for each other", ranks, threads, cores)
     return dataclasses.replace(parallel, distributed_executor_backend=backend, cpu_threads=threads)
 
 
@@ -91,17 +100,42 @@ def _kv_bytes_per_rank(
 ) -> int:
     if config.cache.kv_cache_memory is not None:
         return parse_bytes(config.cache.kv_cache_memory)
-    weights = [weight_bytes(spec, grid.place(rank), stages, dtype) for rank in range(grid.world_size)]
     replicas = config.parallel.data_parallel_size
-    total, available = sum(weights) * replicas, available_host_memory()
+    weights = _replica_weight_bytes(config, spec, grid, stages, dtype)
+    total, available = weights * replicas, available_host_memory()
     if total > available:
         raise ValueError(
-            f"the weights need {format_bytes(total)} ({replicas} x {format_bytes(sum(weights))}) and this host has "
-            f"{format_bytes(available)} available; use a smaller model, fewer replicas, or --dtype bfloat16"
+            f"the weights need {format_bytes(total)} ({replicas} x {format_bytes(weights)}) and this host has "
+            f"{format_bytes(available)} available; use a smaller model, fewer replicas, --dtype bfloat16 or "
+            "--quantization int8"
         )
     # Half of what is left: the page cache that holds the checkpoint, and the other programs, need room too.
     free = (available - total) * config.cache.gpu_memory_utilization / 2
     return int(free / (grid.world_size * replicas))
+
+
+def _replica_weight_bytes(
+    config: EngineConfig, spec: DecoderSpec, grid: RankGrid, stages: tuple[Span, ...], dtype: DType
+) -> int:
+    numerics = cast(Numerics, config.parallel.numerics)
+    scheme = None if config.model.quantization == "none" else config.model.quantization
+    return sum(weight_bytes(spec, grid.place(rank), stages, dtype, numerics, scheme) for rank in range(grid.world_size))
+
+
+def _check_memory(
+    config: EngineConfig, spec: DecoderSpec, grid: RankGrid, stages: tuple[Span, ...], num_blocks: int
+) -> None:
+    """Refuse a KV cache that was asked for and cannot be: its pages are taken as they are used, hours later."""
+    dtype, block_size = cast(DType, config.model.dtype), config.cache.block_size
+    blocks = sum(kv_block_bytes(spec, grid.place(rank), stages, dtype, block_size) for rank in range(grid.world_size))
+    weights = _replica_weight_bytes(config, spec, grid, stages, dtype)
+    needed = config.parallel.data_parallel_size * (weights + num_blocks * blocks)
+    available = available_host_memory()
+    if needed > available:
+        raise ValueError(
+            f"weights and KV cache need {format_bytes(needed)} and this host has {format_bytes(available)} available; "
+            "lower --kv-cache-memory"
+        )
 
 
 def _resolve_length(
@@ -115,7 +149,8 @@ def _resolve_length(
     wanted = asked if isinstance(asked, int) else spec.max_position_embeddings
     num_blocks = pool_blocks(config, spec, grid, stages, wanted)
     cache = config.cache
-    fits = longest_request(kv_groups(spec), num_blocks - 1, cache.block_size, config.scheduler.max_num_batched_tokens)
+    step_tokens = config.scheduler.max_num_batched_tokens
+    fits = longest_request(kv_groups(spec), num_blocks - 1, cache.block_size, step_tokens, wanted)
     if fits >= wanted:
         return wanted
     if fits < 2:

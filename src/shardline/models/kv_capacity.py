@@ -19,9 +19,11 @@ def blocks_per_request(groups: Sequence[KVGroup], num_tokens: int, block_size: i
     return total
 
 
-def longest_request(groups: Sequence[KVGroup], num_blocks: int, block_size: int, max_step_tokens: int) -> int:
-    """Tokens of the longest request whose blocks number at most `num_blocks`; 0 where none fits."""
-    low, high = 0, num_blocks * block_size
+def longest_request(
+    groups: Sequence[KVGroup], num_blocks: int, block_size: int, max_step_tokens: int, most: int
+) -> int:
+    """Tokens of the longest request, up to `most`, whose blocks number at most `num_blocks`; 0 where none fits."""
+    low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
         if blocks_per_request(groups, middle, block_size, max_step_tokens) <= num_blocks:

@@ -40,6 +40,12 @@ def parse_name(name: str) -> ParameterName:
     return ParameterName(layer, module, kind)
 
 
+def is_linear(name: str) -> bool:
+    """Whether `name` is the weight of a matrix product: of a layer's projection, or the lm_head."""
+    layer, part, kind = parse_name(name)
+    return kind == "weight" and not part.endswith("norm") and (layer is not None or part == "lm_head")
+
+
 def parameters(spec: DecoderSpec) -> Iterator[tuple[str, Shape]]:
     """(name, full shape) of every parameter, in the order of computation; with tied embeddings there is no
     `lm_head.weight`."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from shardline.config.topology import RankPlace
-from shardline.models.parameters import Shape, layer_parameters, parameters, stage_parameters
+from shardline.models.parameters import Shape, is_linear, layer_parameters, parameters, stage_parameters
 from shardline.models.partition import (
     Span,
     balance_stages,
@@ -17,6 +17,7 @@ from shardline.models.partition import (
 )
 from shardline.models.sharding import Numerics, shard, shard_shape
 from shardline.models.spec import GQA, DecoderSpec, DType
+from shardline.models.weight_formats import weight_format
 
 DTYPE_BYTES: Mapping[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element."""
@@ -43,15 +44,27 @@ def stage_spans(spec: DecoderSpec, num_stages: int, pipeline_stages: str | None 
 
 
 def weight_bytes(
-    spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: DType, numerics: Numerics = "exact"
+    spec: DecoderSpec,
+    place: RankPlace,
+    stages: Sequence[Span],
+    dtype: DType,
+    numerics: Numerics = "exact",
+    quantization: str | None = None,
 ) -> int:
-    """Bytes of the weights that the rank at `place` holds, in `dtype`, without padding or packing."""
+    """Bytes of the weights that the rank at `place` holds, without padding.
+
+    Linear weights are in the format of `quantization`, the rest in `dtype`. An lm_head tied to the embedding is a
+    copy of its own, packed for the matrix product.
+    """
     tp_size = len(place.tp_peers)
-    shapes = (
-        shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics))
-        for name, shape in stage_parameters(spec, stages[place.pp_rank])
-    )
-    return _num_elements(shapes) * DTYPE_BYTES[dtype]
+    total = 0
+    for name, shape in _held(spec, stages[place.pp_rank]):
+        local = shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics))
+        if quantization is not None and is_linear(name):
+            total += weight_format(quantization, lm_head=name == "lm_head.weight").num_bytes(*local)
+        else:
+            total += math.prod(local) * DTYPE_BYTES[dtype]
+    return total
 
 
 def kv_bytes_per_token(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: DType) -> int:
@@ -103,6 +116,15 @@ def attended_pairs(num_tokens: int, context_len: int, window: int | None) -> int
     # Positions before `window` see all that is before them, the others exactly `window` tokens.
     growing = max(0, min(stop, window) - context_len)
     return growing * context_len + growing * (growing + 1) // 2 + (num_tokens - growing) * window
+
+
+def _held(spec: DecoderSpec, stage: Span) -> Iterator[tuple[str, Shape]]:
+    """The parameters of a stage as they are held: a tied lm_head under its own name."""
+    first, last = stage.start == 0, stage.stop == len(spec.layers)
+    for name, shape in stage_parameters(spec, stage):
+        yield ("lm_head.weight" if name == "embed.weight" and not first else name), shape
+    if first and last and spec.tied_embeddings:
+        yield "lm_head.weight", (spec.vocab_size, spec.hidden_size)
 
 
 def _layer_kv_bytes(attention: GQA, place: RankPlace, dtype: DType) -> int:

@@ -60,6 +60,9 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     rank: int
     message: str
     user_error: bool = False
+    """The checkpoint or the configuration is at fault."""
+    consequence: bool = False
+    """It only lost touch with another rank, which is the one to name."""
 
 
 WorkerReply = RankReady | StepDone | RankFailed

@@ -43,11 +43,6 @@ class Runner:
         self._num_kv_groups = num_kv_groups
         self._sequences = SequenceTable(num_kv_groups, -(-max_model_len // block_size) + 1)
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that the rank remembers."""
-        return len(self._sequences)
-
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult | None:
         """Run one step. The last stage's ranks return what was sampled, the others None."""

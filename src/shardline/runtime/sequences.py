@@ -26,9 +26,9 @@ class Sequence:
     """How often each token was generated; kept only where penalties read it."""
 
     @cached_property
-    def prompt_ids(self) -> frozenset[int]:
-        """The distinct tokens of the prompt."""
-        return frozenset(self.tokens[: self.num_prompt_tokens].tolist())
+    def prompt_ids(self) -> npt.NDArray[np.int64]:
+        """The distinct tokens of the prompt, ascending."""
+        return np.unique(self.tokens[: self.num_prompt_tokens])
 
     @property
     def has_penalties(self) -> bool:

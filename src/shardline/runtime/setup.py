@@ -15,6 +15,9 @@ from shardline.models.sizes import kv_block_bytes, stage_spans
 from shardline.models.spec import DecoderSpec, DType
 from shardline.runtime.loader.hub import ModelFiles, resolve_model
 
+_CACHED_REQUESTS = 64
+"""Requests of full length that the prefix cache may keep, however few may run at once."""
+
 NUMERICS_VERSION = 1
 """Changes whenever the same request may get other bits than before; part of the fingerprint."""
 
@@ -49,6 +52,11 @@ class ReplicaSetup:
     def numerics(self) -> Numerics:
         """Whether floating-point sums may cross ranks."""
         return cast(Numerics, self.config.parallel.numerics)
+
+    @property
+    def quantization(self) -> str | None:
+        """Name of the scheme in which linear weights are held; None: in `dtype`."""
+        return self.config.model.quantization
 
     @property
     def max_in_flight(self) -> int:
@@ -102,7 +110,7 @@ def pool_blocks(
     config: EngineConfig, spec: DecoderSpec, grid: RankGrid, stages: tuple[Span, ...], max_len: int | None
 ) -> int:
     """Blocks of the pool, the null block included: what the memory of the fullest rank holds, and no more than
-    max_num_seqs requests of full length can use."""
+    max_num_seqs requests of full length, with prefix caching at least _CACHED_REQUESTS, can use."""
     cache, scheduler = config.cache, config.scheduler
     if cache.num_gpu_blocks_override is not None:
         return cache.num_gpu_blocks_override + 1
@@ -113,7 +121,8 @@ def pool_blocks(
     )
     fitting = cache.kv_cache_memory // largest
     length = spec.max_position_embeddings if max_len is None else max_len
-    useful = scheduler.max_num_seqs * blocks_per_request(
+    most_requests = max(scheduler.max_num_seqs, _CACHED_REQUESTS if cache.enable_prefix_caching else 0)
+    useful = most_requests * blocks_per_request(
         kv_groups(spec), length, cache.block_size, scheduler.max_num_batched_tokens
     )
     return int(min(fitting, useful + 1))

@@ -17,6 +17,7 @@ from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.messages import RankReport
 from shardline.runtime.parallel.groups import RankGroups
+from shardline.runtime.quantization.base import quantization
 from shardline.runtime.runner import Runner
 from shardline.runtime.sampling.sampler import Sampler
 from shardline.runtime.setup import ReplicaSetup
@@ -83,7 +84,7 @@ class Worker:
     def _load_stage(self) -> tuple[DecoderStage, int]:
         setup, place = self._setup, self._groups.place
         layers = setup.stages[place.pp_rank]
-        expected = weight_bytes(setup.spec, place, setup.stages, setup.dtype, setup.numerics)
+        expected = weight_bytes(setup.spec, place, setup.stages, setup.dtype, setup.numerics, setup.quantization)
         quiet = place.rank != 0 or expected < _PROGRESS_BYTES
         loaded = 0
         with tqdm(total=expected, unit="B", unit_scale=True, desc="loading weights", disable=quiet) as bar:
@@ -99,6 +100,7 @@ class Worker:
                 numerics=setup.numerics,
                 dtype=self._dtype,
                 max_model_len=setup.max_model_len,
+                quantization=quantization(setup.quantization),
                 weights=open_weights(setup.files, setup.spec, setup.config.model),
                 on_loaded=count,
             )
@@ -122,5 +124,7 @@ class Worker:
                     pool = (torch.empty(shape, dtype=self._dtype), torch.empty(shape, dtype=self._dtype))
                     total += sum(part.numel() * part.element_size() for part in pool)
                     pools.append(pool)
+                head_dim = setup.spec.layers[index].attention.head_dim
+                assert pools[depth][0].shape[1::2] == (attention.num_kv_heads, head_dim), "one shape per pool"
                 attention.bind_cache(*pools[depth])
         return total

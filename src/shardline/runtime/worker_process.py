@@ -1,8 +1,9 @@
-"""`python -m shardline.runtime.worker_process SOCKET_FD SEGMENT_FD`: one rank as a process of its own."""
+"""One rank as a process of its own; started by engine.children with SOCKET_FD and SEGMENT_FD."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import mmap
 import os
@@ -13,35 +14,55 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardline.channel import Channel
 from shardline.log import configure_logging
-from shardline.runtime.messages import RankFailed, RankReady, RunStep, StartWorker, StepDone, WorkerRequest
+from shardline.runtime.messages import (
+    RankFailed,
+    RankReady,
+    RankReport,
+    RunStep,
+    StartWorker,
+    StepDone,
+    WorkerRequest,
+)
 from shardline.types import StepPlan
 
+if TYPE_CHECKING:
+    from shardline.runtime.worker import Worker
+
+_PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
 
 
 def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
-    """Load, then run plans until the engine ends."""
+    """Load, then run plans until the engine ends; a failure is told to the engine in words."""
     start = channel.receive()
     assert isinstance(start, StartWorker)
+    plans: queue.SimpleQueue[StepPlan] = queue.SimpleQueue()
+    # The reader is up before torch is imported: an engine that ends meanwhile ends its workers too.
+    threading.Thread(target=_read_plans, args=(channel, plans), daemon=True).start()
+    loaded = False
     try:
-        _serve(channel, segment, start)
+        worker, report, is_driver = _load(start, segment)
+        channel.send(RankReady(report))
+        loaded = True
+        while True:
+            result = worker.run(plans.get())
+            if result is not None and is_driver:
+                channel.send(StepDone(result))
     except Exception as error:
-        user_error = isinstance(error, ValueError)
+        user_error = isinstance(error, ValueError) and not loaded
+        consequence = isinstance(error, (ConnectionError, TimeoutError))
         if not user_error:
             _log.error("rank %d failed\n%s", start.rank, traceback.format_exc())
         message = str(error) if user_error else f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
-            channel.send(RankFailed(start.rank, message, user_error))
+            channel.send(RankFailed(start.rank, message, user_error, consequence))
 
 
-def _serve(channel: Channel[WorkerRequest], segment: memoryview, start: StartWorker) -> None:
-    plans: queue.SimpleQueue[StepPlan] = queue.SimpleQueue()
-    threading.Thread(target=_read_plans, args=(channel, plans), daemon=True).start()
-
-    # The reader is up before this: an engine that ends while torch is being imported ends its workers too.
+def _load(start: StartWorker, segment: memoryview) -> tuple[Worker, RankReport, bool]:
     from shardline.runtime.parallel.groups import join_gloo, join_shared
     from shardline.runtime.setup import prepare
     from shardline.runtime.worker import Worker
@@ -54,27 +75,33 @@ def _serve(channel: Channel[WorkerRequest], segment: memoryview, start: StartWor
     else:
         groups = join_shared(segment, setup.grid, start.rank, timeout)
     worker = Worker(setup, groups)
-    channel.send(RankReady(worker.load()))
-    while True:
-        result = worker.run(plans.get())
-        if result is not None and start.rank == setup.grid.driver:
-            channel.send(StepDone(result))
+    return worker, worker.load(), start.rank == setup.grid.driver
 
 
 def _read_plans(channel: Channel[WorkerRequest], plans: queue.SimpleQueue[StepPlan]) -> None:
     """Runs beside the steps, so that the engine's end is noticed even in the middle of an exchange."""
-    while True:
-        try:
+    try:
+        while True:
             message = channel.receive()
-        except (EOFError, OSError):
-            os._exit(0)
-        assert isinstance(message, RunStep)
-        plans.put(message.plan)
+            assert isinstance(message, RunStep)
+            plans.put(message.plan)
+    except (EOFError, OSError):
+        os._exit(0)
+    except BaseException:
+        _log.exception("the engine sent what is no plan")
+        os._exit(1)
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process with the engine that started it, even if it is stopped by then."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:
     """Entry point; the file descriptors come from the engine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
     configure_logging()
     sock = socket.socket(fileno=int(sys.argv[1]))
     segment_fd = int(sys.argv[2])

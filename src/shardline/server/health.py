@@ -20,14 +20,19 @@ def health_routes(service: Service) -> APIRouter:
         body: dict[str, str] = {"status": state}
         if state == "dead":
             body["reason"] = service.llm.dead_reason
+        alive = service.llm.replicas_alive()
+        if not all(alive):
+            body["replicas"] = f"{sum(alive)} of {len(alive)} alive"
         headers = {"Retry-After": str(RETRY_STARTING_SECONDS)} if state == "starting" and not healthy else None
         return Response(msgspec.json.encode(body), 200 if healthy else 503, headers, "application/json")
 
+    @router.head("/live")
     @router.get("/live")
     async def live() -> Response:
         """Whether the process should be left alone: 503 only once the engine is dead for good."""
         return answer(service.llm.state() != "dead")
 
+    @router.head("/ready")
     @router.get("/ready")
     async def ready() -> Response:
         """Whether new requests should be sent here: 503 while starting or draining, too."""
@@ -35,6 +40,7 @@ def health_routes(service: Service) -> APIRouter:
 
     @router.get("/ping")
     @router.post("/ping")
+    @router.head("/health")
     @router.get("/health")
     async def health() -> Response:
         """Whether the engine works: 200 also while draining, when it still finishes what it has."""

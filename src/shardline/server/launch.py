@@ -12,14 +12,14 @@ import logging
 import signal
 import socket
 import ssl
-import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
-from shardline import __version__, env
+from shardline import __version__
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
+from shardline.log import configure_logging
 
 if TYPE_CHECKING:
     import uvicorn
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from shardline.api.async_llm import AsyncLLM
     from shardline.server.service import Service
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
 _KEEP_ALIVE_SECONDS = 60
@@ -52,7 +54,7 @@ def run_server(
     Raises:
         ValueError: the configuration is at fault, or the address cannot be listened on; nothing was loaded then.
     """
-    _set_up_logging()
+    configure_logging()
     check_tls(server_config)
     started = time.monotonic()
     with contextlib.closing(bind(server_config.host, server_config.port)) as listener:
@@ -97,11 +99,15 @@ def check_tls(config: ServerConfig) -> None:
     if config.ssl_certfile is None:
         return
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile, _no_password)
     except (OSError, ssl.SSLError) as error:
         raise ValueError(
             f"--ssl-certfile {config.ssl_certfile} and --ssl-keyfile {config.ssl_keyfile} cannot be used: {error}"
         ) from error
+
+
+def _no_password() -> str:
+    raise ValueError("the key of --ssl-keyfile is encrypted; save it without a password")
 
 
 def url_of(listener: socket.socket, config: ServerConfig) -> str:
@@ -142,23 +148,22 @@ async def _live(llm: AsyncLLM, app: FastAPI, stop: _Stop, url: str, started: flo
             return 0
         error = loading.exception()
         if isinstance(error, RuntimeError):
-            _say(f"error: the engine failed to start: {error}", sys.stderr)
+            logger.error("the engine failed to start: %s", error)
             return 1
         if error is not None:
             raise error
         for line in llm.report:
-            _say(line)
+            logger.info("%s", line)
         name = service.model_names[0]
-        _say(
-            f"Shardline {__version__}: startup complete in {time.monotonic() - started:.1f} s, serving {name} at {url}"
-        )
+        seconds = time.monotonic() - started
+        logger.info("Shardline %s: startup complete in %.1f s, serving %s at %s", __version__, seconds, name, url)
         while not stop.first.is_set() and llm.state() != "dead":
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(asyncio.shield(stopping), _POLL_SECONDS)
         if not stop.first.is_set():
             await service.in_flight.wait_empty(_DEATH_GRACE_SECONDS)
             service.in_flight.interrupt(engine_dead(llm.dead_reason))
-            _say(f"error: the engine has stopped: {llm.dead_reason}", sys.stderr)
+            logger.error("the engine has stopped: %s", llm.dead_reason)
             return 1
         return await _drain(llm, service, stop)
     finally:
@@ -175,8 +180,8 @@ async def _drain(llm: AsyncLLM, service: Service, stop: _Stop) -> int:
     timeout = service.config.shutdown_timeout
     running = len(service.in_flight)
     if running:
-        _say(
-            f"Shutting down: {running} running request(s) get {timeout:g} s to finish; interrupt again to end them now"
+        logger.info(
+            "shutting down: %d running request(s) get %g s to finish; interrupt again to end them now", running, timeout
         )
     emptied = asyncio.create_task(service.in_flight.wait_empty(timeout))
     hurried = asyncio.create_task(stop.second.wait())
@@ -185,7 +190,7 @@ async def _drain(llm: AsyncLLM, service: Service, stop: _Stop) -> int:
         task.cancel()
     ended = service.in_flight.interrupt(draining())
     if ended:
-        _say(f"Ended {ended} request(s) that had not finished")
+        logger.warning("ended %d request(s) that had not finished", ended)
     return 1 if llm.state() == "dead" else 0
 
 
@@ -248,21 +253,3 @@ def _run_loop(main: Coroutine[Any, Any, int]) -> int:
     except ImportError:
         return asyncio.run(main)
     return uvloop.run(main)
-
-
-def _say(line: str, stream: Any = None) -> None:
-    print(line, file=stream, flush=True)
-
-
-def _set_up_logging() -> None:
-    """Show this package's log and uvicorn's on stderr, unless the program has set up logging itself."""
-    if logging.getLogger().handlers:
-        return
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("shardline", "uvicorn"):
-        target = logging.getLogger(name)
-        if not target.handlers:
-            target.addHandler(handler)
-            target.propagate = False
-    logging.getLogger("shardline").setLevel(env.log_level())

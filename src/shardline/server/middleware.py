@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shardline.server.errors import ApiError
+from shardline.server.errors import ApiError, internal_error
 from shardline.server.in_flight import InFlight
 
 access_logger = logging.getLogger("shardline.access")
@@ -44,17 +44,31 @@ class AccessMiddleware:
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
         status = 0
+        lost = False
 
         async def send_named(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
-            await send(message)
+            try:
+                await send(message)
+            except (OSError, RuntimeError):  # what event loops raise for a connection that is gone
+                nonlocal lost
+                lost = True
+                raise
 
         start = time.perf_counter()
         try:
             await self._app(scope, receive, send_named)
+        except Exception:
+            # Not left to the framework, which would answer past this class and break the connection off.
+            if lost:
+                return
+            access_logger.exception("request %s failed", request_id)
+            if status:
+                raise
+            await internal_error().response()(scope, receive, send_named)
         finally:
             self._record(scope, status, time.perf_counter() - start, request_id)
 
@@ -81,7 +95,7 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection event."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and _route_path(scope) not in OPEN_PATHS:
             error = self._check(Headers(scope=scope).get("authorization", ""))
             if error is not None:
                 await error.response()(scope, receive, send)
@@ -101,6 +115,12 @@ class AuthMiddleware:
         if not any([hmac.compare_digest(digest, valid) for valid in self._digests]):  # noqa: C419
             return ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
         return None
+
+
+def _route_path(scope: Scope) -> str:
+    """The path as routes spell it: without the prefix of --root-path, which the HTTP library has put before it."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 class BodyLimitMiddleware:

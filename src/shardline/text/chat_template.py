@@ -82,6 +82,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+_REPLACEMENT = "\ufffd"
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -75,6 +77,24 @@ class Tokenizer:
         """The token as the vocabulary spells it; None: the id is out of range."""
         return self._backend.id_to_token(token_id)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, also where they are no whole character; none: the id is out of range."""
+        spelling = self.token(token_id)
+        if spelling is None:
+            return b""
+        if spelling.startswith("▁"):
+            # Decoded alone, the token would lose its space as if it began the text.
+            return spelling.replace("▁", " ").encode()
+        if len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">"):
+            return bytes.fromhex(spelling[3:5])
+        text = self.decode([token_id], skip_special_tokens=False)
+        if _REPLACEMENT not in text:
+            return text.encode()
+        alphabet = _byte_alphabet()
+        if all(char in alphabet for char in spelling):
+            return bytes(alphabet[char] for char in spelling)
+        return text.encode()
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.
 
@@ -92,6 +112,16 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD, ids out of range nothing."""
         return self._backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens)
+
+
+@lru_cache(maxsize=1)
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes, as byte-level BPE vocabularies spell them."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    rest = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(rest)})
+    return alphabet
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class _Measure:
         choices = [choice for output in self._outputs for choice in output.outputs]
         failed = [choice for choice in choices if choice.finish_reason == "error"]
         if failed:
-            raise RuntimeError(f"{len(failed)} of {len(choices)} requests failed: {failed[0].stop_reason}")
+            raise RuntimeError(f"{len(failed)} of {len(choices)} requests failed: {failed[0].error}")
         now, before = self._stats(), self._before
         steps = max(1, now.num_steps - before.num_steps)
         prompt_tokens = sum(len(output.prompt_token_ids) for output in self._outputs)
@@ -192,6 +192,8 @@ def _open(args: argparse.Namespace) -> LLM:
     from shardline.api.llm import LLM
     from shardline.log import configure_logging
 
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
     configure_logging()
     llm = LLM.from_config(engine_config(args))
     if args.input_len + args.output_len > llm.max_model_len:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import select
@@ -10,15 +11,14 @@ import shutil
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import msgspec
 
-from shardline.channel import Channel
-from shardline.engine.children import describe_end
+from shardline.channel import Channel, encode
+from shardline.engine.children import describe_end, start_child
 from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.runtime.messages import (
     RankFailed,
@@ -35,7 +35,12 @@ from shardline.runtime.setup import ReplicaSetup
 from shardline.types import StepPlan, StepResult
 
 _FRAME_TIMEOUT = 10.0
-"""Seconds in which a frame that has begun must be whole."""
+"""Seconds without a byte after which a rank in the middle of a frame counts as gone."""
+
+_LOADING_NOTICE = 30.0
+"""Seconds of loading after which the ranks that are awaited are named, again and again."""
+
+_log = logging.getLogger(__name__)
 
 
 class MultiprocessExecutor(Executor):
@@ -44,7 +49,6 @@ class MultiprocessExecutor(Executor):
     def __init__(self, setup: ReplicaSetup) -> None:
         self._setup = setup
         self.max_in_flight = setup.max_in_flight
-        self._encoder = msgspec.msgpack.Encoder()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel[WorkerReply]] = []
         self._submitted: list[int] = []
@@ -53,7 +57,7 @@ class MultiprocessExecutor(Executor):
         os.ftruncate(self._segment_fd, SegmentLayout(setup.grid).num_bytes)
         self._segment = mmap.mmap(self._segment_fd, SegmentLayout(setup.grid).num_bytes)
         layout = SegmentLayout(setup.grid)
-        self._progress = ProgressBoard(layout.progress(memoryview(self._segment)), setup.grid.world_size)
+        self._progress = ProgressBoard(layout.progress(memoryview(self._segment)), setup.grid)
         self._store_folder = tempfile.mkdtemp(prefix="shardline-") if setup.collectives == "gloo" else None
 
     def start(self) -> list[RankReport]:
@@ -62,23 +66,20 @@ class MultiprocessExecutor(Executor):
         reports: dict[int, RankReport] = {}
         while len(reports) < len(self._channels):
             waiting = [rank for rank in range(len(self._channels)) if rank not in reports]
-            for rank in self._readable(waiting, timeout=None):
+            ready = self._readable(waiting, _LOADING_NOTICE)
+            if not ready:
+                _log.info("still loading: %s", "; ".join(self._name(rank).rstrip(",") for rank in waiting))
+            for rank in ready:
                 reply = self._receive(rank)
                 if isinstance(reply, RankReady):
                     reports[rank] = reply.report
+        self._remove_store()
         return [reports[rank] for rank in sorted(reports)]
 
     def _spawn(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
-        command = [
-            sys.executable,
-            "-m",
-            "shardline.runtime.worker_process",
-            str(theirs.fileno()),
-            str(self._segment_fd),
-        ]
         with theirs:
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno(), self._segment_fd], stdin=subprocess.DEVNULL)
+            process = start_child("shardline.runtime.worker_process", [theirs.fileno(), self._segment_fd])
         self._processes.append(process)
         # A worker reads at once whatever it is doing; one that does not has stopped, and must not stop the engine.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_FRAME_TIMEOUT), 0))
@@ -88,12 +89,15 @@ class MultiprocessExecutor(Executor):
         channel.send(StartWorker(self._setup.config, rank, store))
 
     def submit(self, plan: StepPlan) -> None:
-        message = self._encoder.encode(RunStep(plan))
+        message = encode(RunStep(plan))
         self._submitted.append(plan.step_id)
         for rank, channel in enumerate(self._channels):
             try:
                 channel.send_encoded(message)
+            except BlockingIOError:
+                raise ExecutorFailure(f"{self._name(rank)} does not read its plans{self._at_step()}") from None
             except OSError:
+                # It is gone; what it said last, if anything, is still to be read.
                 self._receive(rank)
                 raise ExecutorFailure(self._death(rank)) from None
 
@@ -126,10 +130,19 @@ class MultiprocessExecutor(Executor):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._store_folder is not None:
-            shutil.rmtree(self._store_folder, ignore_errors=True)
+        self._remove_store()
         with contextlib.suppress(OSError):
             os.close(self._segment_fd)
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def _remove_store(self) -> None:
+        """The ranks need it to meet, and not afterwards."""
+        if self._store_folder is not None:
+            shutil.rmtree(self._store_folder, ignore_errors=True)
+            self._store_folder = None
 
     def _readable(self, ranks: range | list[int], timeout: float | None) -> list[int]:
         fds = {self._channels[rank].fileno(): rank for rank in ranks}
@@ -144,8 +157,20 @@ class MultiprocessExecutor(Executor):
         if isinstance(reply, RankFailed):
             if reply.user_error:
                 raise ValueError(reply.message)
+            if reply.consequence:
+                self._raise_cause(rank)
             raise ExecutorFailure(f"{self._name(rank)} failed{self._at_step()}: {reply.message}")
         return reply
+
+    def _raise_cause(self, complaining: int) -> None:
+        """Name the rank that has died, where there is one, instead of the one that noticed it."""
+        deadline = time.monotonic() + 0.5
+        others = [rank for rank in range(len(self._processes)) if rank != complaining]
+        while time.monotonic() < deadline:
+            for rank in others:
+                if self._processes[rank].poll() not in (None, 0):
+                    raise ExecutorFailure(self._death(rank))
+            time.sleep(0.01)
 
     def _name(self, rank: int) -> str:
         return f"{self._setup.grid.place(rank)} on {socket.gethostname()}, pid {self._processes[rank].pid},"

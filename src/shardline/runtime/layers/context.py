@@ -13,6 +13,7 @@ from shardline.models.sharding import Numerics, shard
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.loader.weights import WeightSource
 from shardline.runtime.parallel.collectives import Collectives
+from shardline.runtime.quantization.base import PackedLinear, Quantization
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,11 @@ class LayerContext:
     """exact: no floating-point sum crosses a rank."""
     dtype: torch.dtype
     max_model_len: int
+    quantization: Quantization
+    """How linear weights are held."""
     weights: WeightSource
     on_loaded: Callable[[int], None]
-    """Told the bytes of each tensor that was loaded."""
+    """Told the bytes of each tensor that is kept."""
 
     def spans(self, name: str) -> tuple[Span, ...]:
         """The range of the sharded dim of parameter `name` on each rank of the group."""
@@ -42,7 +45,23 @@ class LayerContext:
 
     def load(self, name: str) -> Tensor:
         """This rank's slice of parameter `name`, contiguous, in the activations' dtype."""
-        spans = shard(name, self.spec, self.group.rank, self.group.size, self.numerics)
-        tensor = self.weights.get(name, spans).to(self.dtype).contiguous()
-        self.on_loaded(tensor.numel() * tensor.element_size())
+        tensor = self.read(name)
+        self.on_loaded(tensor.nbytes)
         return tensor
+
+    def read(self, name: str) -> Tensor:
+        """As `load`, for what is packed next and not kept."""
+        spans = shard(name, self.spec, self.group.rank, self.group.size, self.numerics)
+        return self.weights.get(name, spans).to(self.dtype).contiguous()
+
+    def pack(self, weight: Tensor) -> PackedLinear:
+        """A weight of a layer [out, in] as the quantization holds it."""
+        packed = self.quantization.pack(weight)
+        self.on_loaded(packed.nbytes)
+        return packed
+
+    def pack_lm_head(self, weight: Tensor) -> PackedLinear:
+        """The output embedding [vocab, hidden_size] as the quantization holds it."""
+        packed = self.quantization.pack_lm_head(weight)
+        self.on_loaded(packed.nbytes)
+        return packed

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.layers.context import LayerContext
-from shardline.runtime.ops.linear import linear, pack_weight
 
 
 class ColumnLinear:
@@ -22,14 +21,14 @@ class ColumnLinear:
     """
 
     def __init__(self, context: LayerContext, names: Sequence[str], bias: bool) -> None:
-        weights = [context.load(f"{name}.weight") for name in names]
+        weights = [context.read(f"{name}.weight") for name in names]
         self.widths = tuple(weight.shape[0] for weight in weights)
         """Local output columns of each name, in order."""
-        self._packed = pack_weight(torch.cat(weights) if len(weights) > 1 else weights[0])
+        self._linear = context.pack(torch.cat(weights) if len(weights) > 1 else weights[0])
         self._bias = torch.cat([context.load(f"{name}.bias") for name in names]) if bias else None
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        return linear(x, self._packed, self._bias, out_dtype=out_dtype)
+        return self._linear(x, self._bias, out_dtype=out_dtype)
 
 
 class ClosingLinear:
@@ -39,15 +38,15 @@ class ClosingLinear:
         self._group = context.group
         self._exact = context.numerics == "exact" or context.group.size == 1
         self._input_widths = tuple(input_widths)
-        self._packed = pack_weight(context.load(f"{name}.weight"))
+        self._linear = context.pack(context.read(f"{name}.weight"))
         self._bias = context.load(f"{name}.bias") if bias else None
         self._output_widths = tuple(span.size for span in context.spans(f"{name}.weight")) if self._exact else ()
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._exact:
             whole = self._group.all_gather_columns(x, self._input_widths)
-            return self._group.all_gather_columns(linear(whole, self._packed, self._bias), self._output_widths)
-        total = self._group.all_reduce_sum(linear(x, self._packed, out_dtype=torch.float32))
+            return self._group.all_gather_columns(self._linear(whole, self._bias), self._output_widths)
+        total = self._group.all_reduce_sum(self._linear(x, out_dtype=torch.float32))
         if self._bias is not None:
             total += self._bias.float()
         return total.to(x.dtype)

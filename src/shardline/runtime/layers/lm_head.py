@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.layers.context import LayerContext
-from shardline.runtime.ops.linear import linear, pack_weight
 from shardline.runtime.ops.softcap import softcap_
 
 
@@ -20,12 +19,12 @@ class LMHead:
         self.spans = context.spans(name)
         """Vocabulary range of each rank."""
         shared = embedding if spec.tied_embeddings else None
-        self._packed = pack_weight(context.load(name) if shared is None else shared)
+        self._linear = context.pack_lm_head(context.read(name) if shared is None else shared)
         self._bias = context.load("lm_head.bias") if spec.lm_head_bias else None
         self._softcap = spec.logits_softcap
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        logits = linear(hidden, self._packed, self._bias, out_dtype=torch.float32)
+        logits = self._linear(hidden, self._bias, out_dtype=torch.float32)
         if self._softcap is not None:
             softcap_(logits, self._softcap)
         return logits

@@ -113,7 +113,8 @@ def _local_folder(model: str) -> Path | None:
         return DEMO_FOLDER
     path = Path(model).expanduser()
     if path.is_dir() and model.strip():
-        return path
+        # Absolute, so that a folder called demo is never taken for the embedded model.
+        return path.absolute()
     if path.is_file():
         raise ValueError(
             f"model {model!r} is a file; give the folder that has its config.json and *.safetensors, or a hub id"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.ops.storage import streamed_empty
 
 PANEL_COLUMNS = 64
 
@@ -33,7 +34,7 @@ def pack_weight(weight: Tensor) -> PackedWeight:
     out_features, in_features = weight.shape
     num_panels = -(-out_features // PANEL_COLUMNS)
     depth = in_features + in_features % 2 if weight.dtype == torch.bfloat16 else in_features
-    panels = torch.empty(num_panels, depth, PANEL_COLUMNS, dtype=weight.dtype)
+    panels = streamed_empty((num_panels, depth, PANEL_COLUMNS), weight.dtype)
     _cpu.pack_weight(weight, panels)
     return PackedWeight(panels, in_features, out_features)
 

@@ -17,7 +17,7 @@ class Collectives(ABC):
     """The exchanges of one group of ranks.
 
     Every method raises TimeoutError where a peer does not arrive within the group's time-out, and ConnectionError
-    where the group was aborted or a peer has gone.
+    where the transport notices that one has gone.
     """
 
     rank: int

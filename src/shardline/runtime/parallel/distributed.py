@@ -17,19 +17,23 @@ from shardline.runtime.parallel.progress import ProgressLine
 
 
 def join_world(store_path: Path, rank: int, grid: RankGrid, timeout: float) -> None:
-    """Join the replica's default process group through a file that all ranks see; no rendezvous port is opened."""
+    """Join the replica's default process group through a file that all ranks see.
+
+    No rendezvous port is opened; gloo itself listens on the interface that GLOO_SOCKET_IFNAME names, loopback by
+    default (see env.for_children).
+    """
     store = FileStore(str(store_path), grid.world_size)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=grid.world_size, timeout=timedelta(seconds=timeout)
     )
 
 
-def tensor_group(grid: RankGrid, rank: int) -> dist.ProcessGroup:
+def tensor_group(grid: RankGrid, rank: int, timeout: float) -> dist.ProcessGroup:
     """The TP group of `rank`; every rank takes part in making every group, as torch.distributed requires."""
     mine: dist.ProcessGroup | None = None
     for first in range(0, grid.world_size, grid.tensor):
         peers = list(range(first, first + grid.tensor))
-        group = dist.new_group(peers, backend="gloo")
+        group = dist.new_group(peers, backend="gloo", timeout=timedelta(seconds=timeout))
         if rank in peers:
             mine = group
     assert mine is not None

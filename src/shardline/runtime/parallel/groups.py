@@ -28,7 +28,7 @@ def join_shared(segment: memoryview, grid: RankGrid, rank: int, timeout: float) 
 
     layout = SegmentLayout(grid)
     place = grid.place(rank)
-    progress = ProgressBoard(layout.progress(segment), grid.world_size).line(rank)
+    progress = ProgressBoard(layout.progress(segment), grid).line(rank)
     tensor: Collectives = SingleRank()
     if grid.tensor > 1:
         tensor = SharedCollectives(layout.group(segment, rank), place.tp_rank, grid.tensor, timeout, progress)
@@ -55,12 +55,11 @@ def join_gloo(store_path: Path, segment: memoryview, grid: RankGrid, rank: int, 
     )
 
     place = grid.place(rank)
-    progress = ProgressBoard(SegmentLayout(grid).progress(segment), grid.world_size).line(rank)
+    progress = ProgressBoard(SegmentLayout(grid).progress(segment), grid).line(rank)
     join_world(store_path, rank, grid, timeout)
-    group = tensor_group(grid, rank)
     return RankGroups(
         place=place,
-        tensor=DistributedCollectives(group, progress) if grid.tensor > 1 else SingleRank(),
+        tensor=DistributedCollectives(tensor_group(grid, rank, timeout), progress) if grid.tensor > 1 else SingleRank(),
         from_previous=None if place.previous_stage is None else DistributedLink(place.previous_stage, progress),
         to_next=None if place.next_stage is None else DistributedLink(place.next_stage, progress),
         progress=progress,
@@ -70,5 +69,5 @@ def join_gloo(store_path: Path, segment: memoryview, grid: RankGrid, rank: int, 
 def alone() -> RankGroups:
     """The groups of a replica of one rank."""
     grid = RankGrid(tensor=1, pipeline=1)
-    board = ProgressBoard(memoryview(bytearray(ProgressBoard.num_bytes(1))), 1)
+    board = ProgressBoard(memoryview(bytearray(ProgressBoard.num_bytes(1))), grid)
     return RankGroups(grid.place(0), SingleRank(), None, None, board.line(0))

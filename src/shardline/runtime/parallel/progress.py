@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
+from shardline.config.topology import RankGrid
+
 _FIELDS = 16
 """int64 per rank: one 128-byte line, so that ranks do not share cache lines."""
 _FINISHED, _ARRIVALS, _WAITING = range(3)
@@ -16,10 +18,10 @@ _FINISHED, _ARRIVALS, _WAITING = range(3)
 class ProgressBoard:
     """One line of counters per rank over a shared buffer; each rank writes its own line only."""
 
-    def __init__(self, buffer: memoryview, world_size: int) -> None:
-        self._lines: npt.NDArray[np.int64] = np.frombuffer(buffer, dtype=np.int64, count=world_size * _FIELDS).reshape(
-            world_size, _FIELDS
-        )
+    def __init__(self, buffer: memoryview, grid: RankGrid) -> None:
+        count = grid.world_size * _FIELDS
+        self._stage_size = grid.world_size // grid.pipeline
+        self._lines: npt.NDArray[np.int64] = np.frombuffer(buffer, dtype=np.int64, count=count).reshape(-1, _FIELDS)
 
     @staticmethod
     def num_bytes(world_size: int) -> int:
@@ -33,15 +35,19 @@ class ProgressBoard:
     def late_ranks(self, step_id: int) -> list[int]:
         """Ranks to blame for step `step_id` being late.
 
-        Those that have not finished it and are not waiting for another rank; where all wait, those that arrived at
-        the fewest exchanges.
+        Of the first stage that has not finished it, since later ones wait for that: the ranks that are not waiting
+        for another one; where all wait, those that arrived at the fewest exchanges.
         """
         unfinished = [rank for rank, line in enumerate(self._lines) if line[_FINISHED] <= step_id]
-        busy = [rank for rank in unfinished if not self._lines[rank][_WAITING]]
-        if busy or not unfinished:
+        if not unfinished:
+            return []
+        stage = unfinished[0] // self._stage_size
+        suspects = [rank for rank in unfinished if rank // self._stage_size == stage]
+        busy = [rank for rank in suspects if not self._lines[rank][_WAITING]]
+        if busy:
             return busy
-        fewest = min(self._lines[rank][_ARRIVALS] for rank in unfinished)
-        return [rank for rank in unfinished if self._lines[rank][_ARRIVALS] == fewest]
+        fewest = min(self._lines[rank][_ARRIVALS] for rank in suspects)
+        return [rank for rank in suspects if self._lines[rank][_ARRIVALS] == fewest]
 
 
 class ProgressLine:

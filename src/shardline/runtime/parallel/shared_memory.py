@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardline import _cpu
+from shardline.runtime.ops.shared import Mailbox, SharedGroup
 from shardline.runtime.parallel.collectives import Collectives, StageLink
 from shardline.runtime.parallel.progress import ProgressLine
 
@@ -18,7 +18,7 @@ class SharedCollectives(Collectives):
     def __init__(self, buffer: memoryview, rank: int, size: int, timeout: float, progress: ProgressLine) -> None:
         self.rank = rank
         self.size = size
-        self._group = _cpu.SharedGroup(buffer, rank, size)
+        self._group = SharedGroup(buffer, rank, size)
         self._timeout = timeout
         self._progress = progress
 
@@ -44,7 +44,7 @@ class SharedLink(StageLink):
     """A ring of bytes with one writer and one reader."""
 
     def __init__(self, buffer: memoryview, timeout: float, progress: ProgressLine) -> None:
-        self._mailbox = _cpu.Mailbox(buffer)
+        self._mailbox = Mailbox(buffer)
         self._timeout = timeout
         self._progress = progress
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shardline.runtime.ops.penalties import Penalties, penalize_
 from shardline.runtime.sequences import Sequence
+
+_NO_IDS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 def adjust_logits(logits: Tensor, sequences: Rows[Sequence]) -> None:
@@ -19,25 +24,17 @@ def adjust_logits(logits: Tensor, sequences: Rows[Sequence]) -> None:
     """
     if not any(needs_adjustment(sequence) for sequence in sequences):
         return
-    offsets, ids, counts, in_prompt, biases = [0], [], [], [], []
-    for sequence in sequences:
-        bias = _biases(sequence)
-        prompt_ids = sequence.prompt_ids if sequence.sampling.repetition_penalty != 1.0 else frozenset()
-        touched = sorted(prompt_ids | sequence.output_counts.keys() | bias.keys())
-        ids += touched
-        counts += [sequence.output_counts.get(token_id, 0) for token_id in touched]
-        in_prompt += [token_id in prompt_ids for token_id in touched]
-        biases += [bias.get(token_id, 0.0) for token_id in touched]
-        offsets.append(len(ids))
+    rows = [_row(sequence) for sequence in sequences]
+    offsets = np.cumsum([0, *(len(row.ids) for row in rows)], dtype=np.int32)
     params = [sequence.sampling for sequence in sequences]
     penalize_(
         logits,
         Penalties(
-            offsets=torch.tensor(offsets, dtype=torch.int32),
-            ids=torch.tensor(ids, dtype=torch.int32),
-            output_counts=torch.tensor(counts, dtype=torch.int32),
-            in_prompt=torch.tensor(in_prompt, dtype=torch.bool),
-            bias=torch.tensor(biases, dtype=torch.float32),
+            offsets=torch.from_numpy(offsets),
+            ids=torch.from_numpy(np.concatenate([row.ids for row in rows]).astype(np.int32)),
+            output_counts=torch.from_numpy(np.concatenate([row.counts for row in rows])),
+            in_prompt=torch.from_numpy(np.concatenate([row.in_prompt for row in rows])),
+            bias=torch.from_numpy(np.concatenate([row.bias for row in rows])),
             repetition=torch.tensor([p.repetition_penalty for p in params], dtype=torch.float32),
             presence=torch.tensor([p.presence_penalty for p in params], dtype=torch.float32),
             frequency=torch.tensor([p.frequency_penalty for p in params], dtype=torch.float32),
@@ -48,6 +45,33 @@ def adjust_logits(logits: Tensor, sequences: Rows[Sequence]) -> None:
 def needs_adjustment(sequence: Sequence) -> bool:
     """Whether anything but the raw logits decides this sequence's next token."""
     return sequence.has_penalties or bool(sequence.sampling.logit_bias) or _ends_are_banned(sequence)
+
+
+class _Row(NamedTuple):
+    """The tokens of one row whose logits change, and how."""
+
+    ids: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int32]
+    in_prompt: npt.NDArray[np.bool_]
+    bias: npt.NDArray[np.float32]
+
+
+def _row(sequence: Sequence) -> _Row:
+    """Costs a copy of the prompt's distinct tokens, and Python only for the few that were generated or have a bias."""
+    in_prompt_ids = sequence.prompt_ids if sequence.sampling.repetition_penalty != 1.0 else _NO_IDS
+    biases = _biases(sequence)
+    few = np.array(sorted(sequence.output_counts.keys() | biases.keys()), dtype=np.int64)
+    places = np.searchsorted(in_prompt_ids, few)
+    known = np.zeros(len(few), dtype=np.bool_)
+    inside = places < len(in_prompt_ids)
+    known[inside] = in_prompt_ids[places[inside]] == few[inside]
+    ids = np.concatenate([in_prompt_ids, few[~known]])
+    places[~known] = len(in_prompt_ids) + np.arange(np.count_nonzero(~known))
+    counts = np.zeros(len(ids), dtype=np.int32)
+    counts[places] = [sequence.output_counts.get(token_id, 0) for token_id in few.tolist()]
+    bias = np.zeros(len(ids), dtype=np.float32)
+    bias[places] = [biases.get(token_id, 0.0) for token_id in few.tolist()]
+    return _Row(ids, counts, np.arange(len(ids)) < len(in_prompt_ids), bias)
 
 
 def _ends_are_banned(sequence: Sequence) -> bool:

@@ -101,9 +101,7 @@ class ConversationFields(RequestModel):
                 ),
             ]
         )
-        reserved = {"messages", "tools", "add_generation_prompt", "has_tools"} & (
-            self.chat_template_kwargs or {}
-        ).keys()
+        reserved = {"messages", "tools", "add_generation_prompt"} & (self.chat_template_kwargs or {}).keys()
         if reserved:
             raise bad_request(
                 f"'chat_template_kwargs' must not set '{sorted(reserved)[0]}'; there is a field of that name.",
@@ -114,7 +112,8 @@ class ConversationFields(RequestModel):
 def _check_messages(messages: Sequence[ChatMessage]) -> None:
     for index, message in enumerate(messages):
         if message.content is None and message.role != "assistant":
-            raise bad_request(f"Missing required parameter: 'messages[{index}].content'.", "messages")
+            name = f"messages[{index}].content"
+            raise bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
         for part in message.content if isinstance(message.content, list) else ():
             if part.type != "text" or part.text is None:
                 raise bad_request(
@@ -354,6 +353,7 @@ def chat_routes(service: Service) -> APIRouter:
             [prompt],
             params,
             request_id=response_id,
+            prompt_param="messages",
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
         )

@@ -234,6 +234,7 @@ def completion_routes(service: Service) -> APIRouter:
             prompts,
             params,
             request_id=response_id,
+            prompt_param="prompt",
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
         )

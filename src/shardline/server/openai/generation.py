@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from shardline.api.errors import EngineDead, EngineDraining, QueueFull
+from shardline.api.errors import ContextLengthExceeded, EngineDead, EngineDraining, QueueFull
 from shardline.server.errors import ApiError, bad_request
+from shardline.server.openai.protocol import bad_parameter
 from shardline.server.service import Service, draining, engine_dead
 from shardline.types import CompletionOutput, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 
@@ -39,14 +40,22 @@ class Generation:
         params: SamplingParams,
         *,
         request_id: str,
+        prompt_param: str,
         priority: int = 0,
         cache_salt: str = "",
     ) -> Generation:
-        """Admit all prompts, or none.
+        """Admit all prompts, or none; `prompt_param` is the field of the request that they came from.
 
         Raises:
             ApiError: 400, a prompt or parameter cannot be; 429, the queue is full; 503, nothing is taken now.
         """
+        most = service.llm.config.scheduler.max_num_waiting
+        if len(prompts) * params.n > most:
+            raise bad_request(
+                f"The request asks for {len(prompts) * params.n} choices ({len(prompts)} prompts, n={params.n}); at "
+                f"most {most} are taken in one request (--max-num-waiting).",
+                prompt_param,
+            )
         generation = cls(service)
         try:
             for index, prompt in enumerate(prompts):
@@ -62,7 +71,7 @@ class Generation:
                 generation._timers.append(timer)
         except BaseException as error:
             await generation.aclose()
-            answer = _as_api_error(error)
+            answer = _as_api_error(error, prompt_param)
             if answer is None:
                 raise
             raise answer from error
@@ -143,10 +152,10 @@ class Generation:
         self._timers[index].observe(output)
         for choice in output.outputs:
             if choice.finish_reason == "error":
-                raise engine_dead(str(choice.stop_reason or ""))
+                raise engine_dead(choice.error)
 
 
-def _as_api_error(error: BaseException) -> ApiError | None:
+def _as_api_error(error: BaseException, prompt_param: str) -> ApiError | None:
     """The answer to a request that was not admitted; None: the error is nothing that a client can be told."""
     if isinstance(error, EngineDraining):
         return draining()
@@ -156,8 +165,10 @@ def _as_api_error(error: BaseException) -> ApiError | None:
         return ApiError(
             429, str(error), type="rate_limit_error", code="rate_limit_exceeded", retry_after=RETRY_QUEUE_FULL_SECONDS
         )
+    if isinstance(error, ContextLengthExceeded):
+        return bad_request(str(error), prompt_param, "context_length_exceeded")
     if isinstance(error, ValueError):
-        return bad_request(str(error))
+        return bad_parameter(str(error))
     return None
 
 

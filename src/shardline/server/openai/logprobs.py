@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import msgspec
 
 from shardline.text.tokenizer import Tokenizer
 from shardline.types import TokenLogprobs
 
-_REPLACEMENT = "\ufffd"
 _LOWEST = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON cannot say."""
 
@@ -41,7 +39,7 @@ class TokenPieces:
     def _make(self, token_id: int) -> TokenPiece:
         if self._tokenizer is None:
             return TokenPiece(f"token_id:{token_id}", [], 0)
-        raw = token_bytes(self._tokenizer, token_id)
+        raw = self._tokenizer.token_bytes(token_id)
         # A continuation byte (10xxxxxx) belongs to a character that began earlier.
         num_chars = sum(byte & 0xC0 != 0x80 for byte in raw)
         try:
@@ -49,35 +47,6 @@ class TokenPieces:
         except UnicodeDecodeError:
             text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
         return TokenPiece(text, list(raw), num_chars)
-
-
-def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """The bytes that a token stands for, also where they are no whole character."""
-    spelling = tokenizer.token(token_id)
-    if spelling is None:
-        return b""
-    if spelling.startswith("▁"):
-        # Decoded alone, the token would lose its space as if it began the text.
-        return spelling.replace("▁", " ").encode()
-    if len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">"):
-        return bytes.fromhex(spelling[3:5])
-    text = tokenizer.decode([token_id], skip_special_tokens=False)
-    if _REPLACEMENT not in text:
-        return text.encode()
-    alphabet = _byte_alphabet()
-    if all(char in alphabet for char in spelling):
-        return bytes(alphabet[char] for char in spelling)
-    return text.encode()
-
-
-@lru_cache(maxsize=1)
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes, as byte-level BPE vocabularies spell them."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in printable}
-    rest = [byte for byte in range(256) if byte not in set(printable)]
-    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(rest)})
-    return alphabet
 
 
 class TopLogprob(msgspec.Struct, frozen=True):

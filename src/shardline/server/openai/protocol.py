@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from shardline.server.errors import bad_request
+from shardline.server.errors import ApiError, bad_request
 from shardline.types import RequestOutput, SamplingParams
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -78,9 +78,7 @@ class SamplingFields(RequestModel):
         try:
             return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
         except ValueError as error:
-            message = str(error)
-            name = message.split(" ", 1)[0]
-            raise bad_request(message, name if name in SamplingParams.__struct_fields__ else None) from error
+            raise bad_parameter(str(error)) from error
 
     def check_stream(self) -> StreamOptions:
         """The stream options, all off where none are given.
@@ -98,6 +96,13 @@ class SamplingFields(RequestModel):
 _SAMPLING_NAMES = tuple(
     name for name in SamplingParams.__struct_fields__ if name in SamplingFields.model_fields and name != "logit_bias"
 )
+
+
+def bad_parameter(message: str) -> ApiError:
+    """A 400 for a message that begins with the name of the parameter at fault, or with none."""
+    name = message.split(" ", 1)[0]
+    known = name in SamplingFields.model_fields or name in SamplingParams.__struct_fields__
+    return bad_request(message, name if known else None)
 
 
 def _parse_bias(bias: dict[str, float]) -> dict[int, float]:

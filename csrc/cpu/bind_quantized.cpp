@@ -1,0 +1,142 @@
+// Python entry points of the kernels over quantized rows and weights.
+#include <string>
+
+#include "bind.h"
+#include "kernels.h"
+#include "tensor.h"
+
+namespace shardline {
+namespace {
+
+using namespace nanobind::literals;
+
+int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
+
+// Sums of products of bytes stay within int32 up to here, offsets included: 128 * 127 * 2^17 < 2^31.
+void check_depth(int64_t depth) {
+  constexpr int64_t kMaxDepth = 1 << 17;
+  if (depth < 1 || depth > kMaxDepth) {
+    raise_value_error("a quantized weight takes 1 to " + std::to_string(kMaxDepth) + " input features, not " +
+                      std::to_string(depth));
+  }
+}
+
+void check_rows(const Tensor& values, const Tensor& scales, const Tensor& sums, int64_t num_rows, int64_t depth) {
+  check_depth(depth);
+  const int64_t padded_depth = round_up(depth, kGroupDepth);
+  values.is(DType::kInt8).has_shape({num_rows, padded_depth}).is_contiguous();
+  scales.is(DType::kFloat32).has_shape({num_rows}).is_contiguous();
+  sums.is(DType::kInt32).has_shape({num_rows, 1 + padded_depth / kGroupDepth}).is_contiguous();
+}
+
+void check_int8(const Tensor& panels, const Tensor& scales, int64_t num_columns, int64_t depth) {
+  check_depth(depth);
+  const int64_t num_panels = round_up(num_columns, kPanelColumns) / kPanelColumns;
+  panels.is(DType::kUInt8)
+      .has_shape({num_panels, round_up(depth, kQuad) / kQuad, kPanelColumns, kQuad})
+      .is_contiguous();
+  scales.is(DType::kFloat32).has_shape({num_panels * kPanelColumns}).is_contiguous();
+}
+
+void check_int4(const Tensor& panels, int64_t num_columns, int64_t depth) {
+  check_depth(depth);
+  const int64_t num_panels = round_up(num_columns, kPanelColumns) / kPanelColumns;
+  panels.is(DType::kUInt8)
+      .has_shape({num_panels, round_up(depth, kGroupDepth) / kGroupDepth, kInt4GroupBytes})
+      .is_contiguous();
+}
+
+void quantize_rows(nb::handle x_object, nb::handle values_object, nb::handle scales_object, nb::handle sums_object) {
+  const Tensor x(x_object, "x"), values(values_object, "values"), scales(scales_object, "scales");
+  const Tensor sums(sums_object, "sums");
+  x.is_floating().has_shape({-1, -1}).has_rows();
+  check_rows(values, scales, sums, x.size(0), x.size(1));
+  const QuantizeRowsArgs args = {x.dtype(),          x.data(),          x.row_stride(), values.as<int8_t>(),
+                                 scales.as<float>(), sums.as<int32_t>(), x.size(0),      x.size(1)};
+  nb::gil_scoped_release release;
+  kernels().quantize_rows(args);
+}
+
+PackQuantizedArgs pack_args(const Tensor& weight, const Tensor& panels) {
+  weight.is_floating().has_shape({-1, -1}).has_rows();
+  return {weight.dtype(), weight.data(), weight.row_stride(), panels.as<uint8_t>(), nullptr, weight.size(0),
+          weight.size(1)};
+}
+
+void pack_int8(nb::handle weight_object, nb::handle panels_object, nb::handle scales_object) {
+  const Tensor weight(weight_object, "weight"), panels(panels_object, "panels"), scales(scales_object, "scales");
+  PackQuantizedArgs args = pack_args(weight, panels);
+  check_int8(panels, scales, args.num_columns, args.depth);
+  args.scales = scales.as<float>();
+  nb::gil_scoped_release release;
+  kernels().pack_int8(args);
+}
+
+void pack_int4(nb::handle weight_object, nb::handle panels_object) {
+  const Tensor weight(weight_object, "weight"), panels(panels_object, "panels");
+  const PackQuantizedArgs args = pack_args(weight, panels);
+  check_int4(panels, args.num_columns, args.depth);
+  nb::gil_scoped_release release;
+  kernels().pack_int4(args);
+}
+
+// All but the weight.
+QuantizedLinearArgs linear_args(nb::handle values_object, nb::handle scales_object, nb::handle sums_object,
+                                int64_t depth, nb::handle bias_object, nb::handle out_object) {
+  const Tensor values(values_object, "values"), scales(scales_object, "scales"), sums(sums_object, "sums");
+  const Tensor out(out_object, "out");
+  out.is_floating().has_shape({values.size(0), -1}).has_rows();
+  check_rows(values, scales, sums, values.size(0), depth);
+  QuantizedLinearArgs args = {};
+  args.out_dtype = out.dtype();
+  args.x = values.as<int8_t>();
+  args.row_scales = scales.as<float>();
+  args.row_sums = sums.as<int32_t>();
+  if (!bias_object.is_none()) {
+    const Tensor bias(bias_object, "bias");
+    bias.is_floating().has_shape({out.size(1)}).is_contiguous();
+    args.bias = bias.data();
+    args.bias_dtype = bias.dtype();
+  }
+  args.out = out.data();
+  args.out_stride = out.row_stride();
+  args.num_rows = values.size(0);
+  args.num_columns = out.size(1);
+  args.depth = depth;
+  return args;
+}
+
+void linear_int8(nb::handle values, nb::handle scales, nb::handle sums, int64_t depth, nb::handle panels_object,
+                 nb::handle column_scales_object, nb::handle bias, nb::handle out) {
+  QuantizedLinearArgs args = linear_args(values, scales, sums, depth, bias, out);
+  const Tensor panels(panels_object, "panels"), column_scales(column_scales_object, "column_scales");
+  check_int8(panels, column_scales, args.num_columns, depth);
+  args.panels = panels.as<uint8_t>();
+  args.column_scales = column_scales.as<float>();
+  nb::gil_scoped_release release;
+  kernels().linear_int8(args);
+}
+
+void linear_int4(nb::handle values, nb::handle scales, nb::handle sums, int64_t depth, nb::handle panels_object,
+                 nb::handle bias, nb::handle out) {
+  QuantizedLinearArgs args = linear_args(values, scales, sums, depth, bias, out);
+  const Tensor panels(panels_object, "panels");
+  check_int4(panels, args.num_columns, depth);
+  args.panels = panels.as<uint8_t>();
+  nb::gil_scoped_release release;
+  kernels().linear_int4(args);
+}
+
+}  // namespace
+
+void bind_quantized(nb::module_& m) {
+  m.def("quantize_rows", &quantize_rows, "x"_a, "values"_a, "scales"_a, "sums"_a);
+  m.def("pack_int8", &pack_int8, "weight"_a, "panels"_a, "scales"_a);
+  m.def("pack_int4", &pack_int4, "weight"_a, "panels"_a);
+  m.def("linear_int8", &linear_int8, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a, "column_scales"_a,
+        "bias"_a.none(), "out"_a);
+  m.def("linear_int4", &linear_int4, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a, "bias"_a.none(),
+        "out"_a);
+}
+
+}  // namespace shardline

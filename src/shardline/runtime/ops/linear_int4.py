@@ -1,0 +1,83 @@
+"""Matrix product of quantized rows with a 4-bit weight that has one scale per column and 32 neighbours of K (W4A8)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardline import _cpu
+from shardline.runtime.ops.linear import PANEL_COLUMNS
+from shardline.runtime.ops.quantize_rows import GROUP_SIZE, QuantizedRows
+from shardline.runtime.ops.storage import streamed_empty
+
+_VALUE_BYTES = GROUP_SIZE * PANEL_COLUMNS // 2
+_GROUP_BYTES = _VALUE_BYTES + 2 * PANEL_COLUMNS
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """A weight [out_features, in_features] as halves of bytes in panels of 64 output columns.
+
+    A column's values and scales follow from its own weights, so any slice of columns may be packed alone.
+    """
+
+    panels: Tensor
+    """[num_panels, number of groups, 1152] uint8: 32 x 64 values of 4 bits, then 64 bfloat16 scales."""
+    in_features: int
+    out_features: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, padding included."""
+        return self.panels.nbytes
+
+
+def pack_int4(weight: Tensor) -> Int4Weight:
+    """weight: [out_features, in_features], float32 or bfloat16; rows may be strided."""
+    out_features, in_features = weight.shape
+    num_panels = -(-out_features // PANEL_COLUMNS)
+    panels = streamed_empty((num_panels, -(-in_features // GROUP_SIZE), _GROUP_BYTES), torch.uint8)
+    _cpu.pack_int4(weight, panels)
+    return Int4Weight(panels, in_features, out_features)
+
+
+def linear_int4(
+    x: QuantizedRows, weight: Int4Weight, bias: Tensor | None = None, *, out_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """x [M, K] times the weight's transpose, plus bias [N]: [M, N] of `out_dtype`.
+
+    Products of a group are summed exactly, in int32; the groups' sums times their scales are added in fp32 in the
+    order of K, then multiplied by the row's scale; the bias is added; one rounding ends it.
+    """
+    if x.in_features != weight.in_features:
+        raise ValueError(f"x has {x.in_features} features, the weight takes {weight.in_features}")
+    out = torch.empty(x.values.shape[0], weight.out_features, dtype=out_dtype)
+    _cpu.linear_int4(x.values, x.scales, x.sums, x.in_features, weight.panels, bias, out)
+    return out
+
+
+def unpack_int4(weight: Int4Weight) -> tuple[Tensor, Tensor]:
+    """Values [N, K padded to whole groups] int8 and scales [N, number of groups] float32 of a packed weight."""
+    num_panels, num_groups, _ = weight.panels.shape
+    pairs = weight.panels[:, :, :_VALUE_BYTES].reshape(num_panels, num_groups, 4, PANEL_COLUMNS, 4)
+    values = torch.stack([pairs & 15, pairs >> 4], dim=3).to(torch.int8) - 8  # [.., pair, half, column, byte]
+    values = values.permute(0, 4, 1, 2, 3, 5).reshape(num_panels * PANEL_COLUMNS, num_groups * GROUP_SIZE)
+    scales = weight.panels[:, :, _VALUE_BYTES:].contiguous().view(torch.bfloat16).float()
+    scales = scales.transpose(1, 2).reshape(num_panels * PANEL_COLUMNS, num_groups)
+    return values[: weight.out_features], scales[: weight.out_features]
+
+
+def linear_int4_reference(
+    x: QuantizedRows, weight: Int4Weight, bias: Tensor | None = None, *, out_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """`linear_int4` with exact sums, and floating point in fp64."""
+    values, scales = unpack_int4(weight)
+    num_groups = scales.shape[1]
+    rows = x.values.view(-1, num_groups, GROUP_SIZE).transpose(0, 1).long()
+    sums = rows @ values.view(-1, num_groups, GROUP_SIZE).permute(1, 2, 0).long()  # [groups, M, N]
+    out = (sums.double() * scales.T[:, None].double()).sum(0) * x.scales[:, None].double()
+    if bias is not None:
+        out = out + bias.double()
+    return out.to(out_dtype)

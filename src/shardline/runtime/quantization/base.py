@@ -1,0 +1,43 @@
+"""What the file of a quantization scheme offers, and how it is found: by its name.
+
+A scheme turns a weight in the activations' dtype into something that multiplies. Ranks split outputs, so a weight may
+be any slice of rows of the whole: a row's packed bits must follow from that row alone. A scheme's bytes are counted by
+`models.sizes`, from the `WeightFormat` of the same name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+
+class PackedLinear(Protocol):
+    """A weight [out_features, in_features], ready to multiply."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x [M, in_features] times the transpose, plus bias: [M, out_features] of `out_dtype` (default: x's).
+
+        An output's bits depend on its row of x and its row of the weight only.
+        """
+
+
+class Quantization(Protocol):
+    """What the module of a scheme offers."""
+
+    def pack(self, weight: Tensor) -> PackedLinear:
+        """A linear weight [out_features, in_features] of a layer."""
+
+    def pack_lm_head(self, weight: Tensor) -> PackedLinear:
+        """The output embedding [vocab, hidden_size], which some schemes hold more precisely."""
+
+
+def quantization(name: str | None) -> Quantization:
+    """The scheme of a `--quantization`; None: weights as they are."""
+    return cast(Quantization, importlib.import_module(f"shardline.runtime.quantization.{name or 'none'}"))

@@ -1,0 +1,36 @@
+"""W4A8: weights in 4 bits with a scale per output and 32 inputs, activations in int8; the lm_head is int8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardline.runtime.ops.linear_int4 import Int4Weight, linear_int4, pack_int4
+from shardline.runtime.ops.quantize_rows import quantize_rows
+from shardline.runtime.quantization import int8
+
+
+@dataclass(frozen=True)
+class Int4Linear:
+    """See `base.PackedLinear`."""
+
+    weight: Int4Weight
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.weight.nbytes
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        return linear_int4(quantize_rows(x), self.weight, bias, out_dtype=out_dtype or x.dtype)
+
+
+def pack(weight: Tensor) -> Int4Linear:
+    """See `base.Quantization.pack`."""
+    return Int4Linear(pack_int4(weight))
+
+
+# Errors in the logits are not averaged out by later layers.
+pack_lm_head = int8.pack
