@@ -80,7 +80,7 @@ def test_a_death_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> 
     replicas.handle(0, EngineFailed("rank 3 was killed"))
     [record] = caplog.records
     assert record.levelname == "ERROR"
-    assert record.getMessage() == "replica 0 is lost, 1 of its choices too; 1 left: rank 3 was killed"
+    assert record.getMessage() == "replica 0 is lost, 1 of its choices too; 0 left: rank 3 was killed"
 
 
 def test_a_request_for_a_replica_that_has_just_died_fails_with_the_rest() -> None:

@@ -58,9 +58,6 @@ class SequenceTable:
     def __getitem__(self, seq_id: int) -> Sequence:
         return self._sequences[seq_id]
 
-    def __len__(self) -> int:
-        return len(self._sequences)
-
     def start(self, start: SequenceStart) -> None:
         """Take up a sequence."""
         num_tokens = len(start.token_ids)

@@ -35,6 +35,7 @@ class Worker:
         self._groups = groups
         self._dtype: torch.dtype = getattr(torch, setup.dtype)
         self._runner: Runner | None = None
+        self._stage: DecoderStage | None = None
 
     def load(self) -> RankReport:
         """Load this rank's weights, allocate its KV cache, and say what it holds.
@@ -52,6 +53,7 @@ class Worker:
         if (isa := env.force_isa()) is not None:
             _cpu.set_isa(isa)
         stage, weight_bytes = self._load_stage()
+        self._stage = stage
         kv_bytes = self._allocate_cache(stage)
         sampler = Sampler(stage.lm_head.spans, self._groups.tensor) if stage.lm_head is not None else None
         self._runner = Runner(
@@ -75,6 +77,12 @@ class Worker:
             kv_bytes=kv_bytes,
             load_seconds=time.perf_counter() - started,
         )
+
+    @property
+    def stage(self) -> DecoderStage:
+        """The layers, once they are loaded."""
+        assert self._stage is not None
+        return self._stage
 
     def run(self, plan: StepPlan) -> StepResult | None:
         """Run one step; see Runner.run."""

@@ -37,7 +37,6 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     app = FastAPI(
         title="Shardline",
         version=__version__,
-        root_path=config.root_path,
         middleware=_middleware(service),
         # The pages would load scripts from elsewhere; /openapi.json is served.
         docs_url=None,

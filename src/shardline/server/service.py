@@ -133,6 +133,9 @@ class Service:
     ) -> list[int]:
         """The prompt ids of a conversation, by the chat template.
 
+        As everywhere in this trade, the rendered text is tokenized as a whole: a special token that a user spells out,
+        such as <|assistant|>, becomes that token. Who must keep users from it strips it from their messages.
+
         Raises:
             ApiError: 400, there is no template, or it refuses the messages.
         """
