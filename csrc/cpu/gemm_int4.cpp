@@ -13,6 +13,9 @@ namespace {
 constexpr int kTileRows = kLanes == 16 ? 6 : 3;
 constexpr int64_t kValueBytes = kGroupDepth * kPanelColumns / 2;
 
+// Without the dot instruction gcc 12 reorders the sums of unrolled steps until they no longer fit the registers.
+constexpr int kPairUnroll = kHasByteDot ? 4 : 1;
+
 // How many vectors of columns a tile of `rows` holds in registers, twice: as integers and as floats.
 constexpr int tile_vectors(int rows) {
   if (kLanes == 16) return rows <= 3 ? 4 : 2;
@@ -21,7 +24,7 @@ constexpr int tile_vectors(int rows) {
 
 template <int kRows, int kVectors>
 inline void add_group(const int8_t* x, int64_t x_stride, const uint8_t* w, I32 (&sum)[kRows][kVectors]) {
-#pragma GCC unroll 4
+#pragma GCC unroll kPairUnroll
   for (int pair = 0; pair < 4; ++pair) {
     I32 low[kVectors], high[kVectors];
 #pragma GCC unroll 8
@@ -35,9 +38,9 @@ inline void add_group(const int8_t* x, int64_t x_stride, const uint8_t* w, I32 (
       const I32 first = broadcast_quad(x + r * x_stride + pair * 2 * kQuad);
       const I32 second = broadcast_quad(x + r * x_stride + pair * 2 * kQuad + kQuad);
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = dot_quads(sum[r][v], low[v], first);
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = add_small_quads(sum[r][v], low[v], first);
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = dot_quads(sum[r][v], high[v], second);
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = add_small_quads(sum[r][v], high[v], second);
     }
   }
 }
@@ -53,19 +56,21 @@ void tile(const QuantizedLinearArgs& args, const uint8_t* panel, int64_t first_r
     F32 total[kRows][kVectors] = {};
     for (int64_t g = 0; g < num_groups; ++g) {
       const uint8_t* group = panel + g * kInt4GroupBytes;
+      const auto start = [&](int r) { return broadcast_int(-8 * row_sums[r * (num_groups + 1) + g]); };
       I32 sum[kRows][kVectors];
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        const I32 start = broadcast_int(-8 * row_sums[r * (num_groups + 1) + g]);
 #pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) sum[r][v] = start;
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = begin_small(start(r));
       }
       add_group<kRows, kVectors>(x + g * kGroupDepth, x_stride, group + column * kQuad, sum);
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
         const F32 scale = load(reinterpret_cast<const bf16*>(group + kValueBytes) + column + v * kLanes);
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) total[r][v] = fma(to_float(sum[r][v]), scale, total[r][v]);
+        for (int r = 0; r < kRows; ++r) {
+          total[r][v] = fma(to_float(end_small(sum[r][v], start(r))), scale, total[r][v]);
+        }
       }
     }
 #pragma GCC unroll 8

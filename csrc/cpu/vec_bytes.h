@@ -5,6 +5,12 @@
 
 namespace shardline::SHARDLINE_ISA {
 
+#if defined(__AVX512VNNI__)
+constexpr bool kHasByteDot = true;
+#else
+constexpr bool kHasByteDot = false;
+#endif
+
 typedef int16_t HalfLanes __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t UHalfLanes __attribute__((vector_size(kLanes * 4)));
 
@@ -52,6 +58,26 @@ inline I32 dot_quads(I32 sum, I32 w, I32 x) {
   return sum;
 #endif
 }
+
+// Sums of 32 products per lane, as dot_quads, for unsigned bytes of at most 15: eight steps of add_small_quads between
+// begin_small and end_small. Without the dot instruction they fit 16 bits meanwhile: 8 x 2 x 15 x 127 < 2^15.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+inline I32 begin_small(I32) { return I32{}; }
+inline I32 add_small_quads(I32 sum, I32 w, I32 x) {
+#if defined(__AVX512BW__)
+  return (I32)((HalfLanes)sum + (HalfLanes)_mm512_maddubs_epi16((__m512i)w, (__m512i)x));
+#else
+  return (I32)((HalfLanes)sum + (HalfLanes)_mm256_maddubs_epi16((__m256i)w, (__m256i)x));
+#endif
+}
+inline I32 end_small(I32 sum, I32 start) {
+  return start + multiply_pairs((HalfLanes)sum, (HalfLanes)broadcast_int(0x00010001));
+}
+#else
+inline I32 begin_small(I32 start) { return start; }
+inline I32 add_small_quads(I32 sum, I32 w, I32 x) { return dot_quads(sum, w, x); }
+inline I32 end_small(I32 sum, I32) { return sum; }
+#endif
 
 // The nearest integers, ties to even; |v| below 2^22.
 inline I32 nearest(F32 v) {

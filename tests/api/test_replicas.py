@@ -91,6 +91,18 @@ def test_a_request_for_a_replica_that_has_just_died_fails_with_the_rest() -> Non
     assert [output.request_id for output in replicas.handle(0, EngineFailed("gone"))] == ["a-0"]
 
 
+def test_a_request_that_cannot_be_sent_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas, cluster = make()
+
+    def refuse(_: object) -> None:
+        raise ValueError("too large")
+
+    monkeypatch.setattr(cluster.clients[0], "add", refuse)
+    with pytest.raises(ValueError, match="too large"):
+        replicas.add(request("a"))
+    assert replicas.num_in_flight() == 0
+
+
 def test_the_queue_is_bounded() -> None:
     replicas, _ = make(max_num_seqs=2, max_num_waiting=3)
     for index in range(5):

@@ -138,7 +138,7 @@ time.sleep(60)
         assert front.stdout is not None
         engine = int(front.stdout.readline())
         deadline = time.monotonic() + 20
-        while len(children := children_of(engine)) < 2:
+        while len(children := children_of(engine)) < 2 or not all(map(is_worker, children)):
             assert time.monotonic() < deadline
             time.sleep(0.005)
         os.kill(children[1], signal.SIGSTOP)
@@ -164,6 +164,11 @@ client.close()
         [sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
+
+
+def is_worker(pid: int) -> bool:
+    """Whether the process has come as far as running our code; just forked, it still is its parent's."""
+    return b"shardline.runtime.worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def children_of(pid: int) -> list[int]:

@@ -138,6 +138,10 @@ class Replicas:
         except OSError:
             # It has just died: its EngineFailed is under way, and `handle` will fail these requests with the rest.
             return
+        except BaseException:  # it cannot be sent
+            for child in children:
+                self._forget(child.request_id)
+            raise
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Stop engine requests, each where it runs. Unknown ids are ignored."""

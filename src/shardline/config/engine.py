@@ -130,6 +130,8 @@ def _validate(config: EngineConfig) -> None:
     for part in (config.parallel, config.scheduler, config.cache):
         for f in dataclasses.fields(part):
             value = getattr(part, f.name)
+            if isinstance(f.default, int) and not isinstance(value, int):
+                raise ValueError(f"{f.name} must be a whole number, got {value!r}")
             if isinstance(value, int) and not isinstance(value, bool) and f.name != "kv_cache_memory" and value < 1:
                 raise ValueError(f"{f.name} must be at least 1, got {value}")
             choices = f.metadata.get("choices")

@@ -73,7 +73,7 @@ class EngineProcess:
             )
             self._ready = True
             self._serve(engine, executor)
-        except EOFError:
+        except (EOFError, BrokenPipeError, ConnectionResetError):
             _log.debug("the front has ended")
         except Exception as error:
             self._tell(error)
@@ -146,8 +146,9 @@ def _fingerprint(setup: ReplicaSetup, isa: str) -> str:
 
 def main() -> None:
     """Serve the front at the other end of the socket whose number is the first argument."""
-    # The terminal's ctrl-C reaches the whole process group; the front decides when engines end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C and a service manager's SIGTERM reach the whole process group; the front decides when engines end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     configure_logging()
     sock = socket.socket(fileno=int(sys.argv[1]))
     process = EngineProcess(Channel(sock, FrontMessage))  # type: ignore[arg-type]

@@ -100,7 +100,8 @@ def end_with_parent() -> None:
 
 def main() -> None:
     """Entry point; the file descriptors come from the engine."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     configure_logging()
     sock = socket.socket(fileno=int(sys.argv[1]))

@@ -1,0 +1,99 @@
+"""`shardline evaluate MODEL --quantization SCHEME`: what a quantization costs in quality."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardline.cli.flags import add_engine_flags, engine_config
+
+if TYPE_CHECKING:
+    from shardline.api.front import ModelText
+    from shardline.config.engine import EngineConfig
+    from shardline.runtime.scoring import Document, Quality
+
+_WINDOW = 512
+"""Tokens of a text that are scored together."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers."""
+    description = "Compare a quantized model with the same model in its own dtype, token by token over a text."
+    parser = commands.add_parser("evaluate", help="measure what a quantization costs", description=description)
+    group = parser.add_argument_group("evaluation")
+    group.add_argument("--text", type=Path, metavar="FILE", help="plain text to score (default: the demo model's own)")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    add_engine_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Score a text with both models and print what differs.
+
+    Raises:
+        ValueError: the configuration or the text is at fault.
+    """
+    from shardline.api.front import load_model_text
+    from shardline.engine.resolve import resolve
+    from shardline.runtime.scoring import compare
+    from shardline.runtime.setup import prepare
+
+    config = engine_config(args)
+    parallel = config.parallel
+    if (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size) != (1, 1, 1):
+        raise ValueError("evaluate runs on one rank: answers are the same in every layout")
+    documents = _documents(config, load_model_text(config), args.text)
+    plain = dataclasses.replace(config, model=dataclasses.replace(config.model, quantization=None))
+    quality = compare(prepare(resolve(config)), prepare(resolve(plain)), documents)
+    print("\n".join(_lines(config.model.quantization or "none", quality)))
+    if args.json is not None:
+        args.json.write_text(json.dumps(dataclasses.asdict(quality), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _documents(config: EngineConfig, text: ModelText, path: Path | None) -> list[Document]:
+    """The text in windows; without one, the demo model's conversations, of which the answers are scored."""
+    from shardline.runtime.scoring import Document
+
+    if text.tokenizer is None:
+        raise ValueError(f"{config.model.model} has no tokenizer, and evaluate reads text")
+    if path is not None:
+        ids = text.tokenizer.encode(path.read_text(encoding="utf-8"))
+        windows = [ids[start : start + _WINDOW] for start in range(0, len(ids), _WINDOW)]
+        found = [Document(window, 1) for window in windows if len(window) > 1]
+        if not found:
+            raise ValueError(f"{path} is too short: two tokens are the least")
+        return found
+    if config.model.model != "demo":
+        raise ValueError("give a text to score with --text FILE; only the demo model brings its own")
+    return _conversations(text)
+
+
+def _conversations(text: ModelText) -> list[Document]:
+    from shardline.runtime.loader.hub import DEMO_FOLDER
+    from shardline.runtime.scoring import Document
+
+    assert text.tokenizer is not None
+    assert text.chat_template is not None
+    documents = []
+    for line in (DEMO_FOLDER / "conversations.jsonl").read_text(encoding="utf-8").splitlines():
+        known = json.loads(line)
+        question = {"role": "user", "content": known["question"]}
+        answer = {"role": "assistant", "content": known["answer"]}
+        prompt = text.chat_template.render([question])
+        whole = text.chat_template.render([question, answer], add_generation_prompt=False)
+        ids = text.tokenizer.encode(whole, add_special_tokens=False)
+        documents.append(Document(ids, len(text.tokenizer.encode(prompt, add_special_tokens=False))))
+    return documents
+
+
+def _lines(scheme: str, quality: Quality) -> list[str]:
+    return [
+        f"{scheme} against the model as it is, over {quality.num_tokens} tokens",
+        f"perplexity             {quality.perplexity:.4f} against {quality.reference_perplexity:.4f}",
+        f"top-1 agreement        {100 * quality.top1_agreement:.2f}%",
+        f"logprob difference     mean {quality.mean_difference:.4f}, max {quality.max_difference:.4f}",
+    ]

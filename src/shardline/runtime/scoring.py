@@ -1,0 +1,102 @@
+"""What a model makes of given texts, and how far another version of it is from that."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardline.runtime.parallel.groups import alone
+from shardline.runtime.setup import ReplicaSetup
+from shardline.runtime.step import KVGroupInput, StepInput
+from shardline.runtime.worker import Worker
+
+
+class Document(NamedTuple):
+    """A text as token ids; those from `first` on are scored, each given all that are before it."""
+
+    token_ids: Sequence[int]
+    first: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """A model against a reference, over the same tokens."""
+
+    num_tokens: int
+    perplexity: float
+    reference_perplexity: float
+    top1_agreement: float
+    """Share of positions at which both find the same token most likely."""
+    mean_difference: float
+    """Of the log probabilities that both give to the text's tokens, absolute."""
+    max_difference: float
+
+
+class Scorer:
+    """A model on one rank, whole texts in one step each."""
+
+    def __init__(self, setup: ReplicaSetup, longest: int) -> None:
+        """`longest`: tokens of the longest document."""
+        self._block_size = setup.config.cache.block_size
+        self._num_groups = len(setup.groups)
+        num_blocks = 1 + self._num_groups * -(-longest // self._block_size)
+        worker = Worker(dataclasses.replace(setup, num_blocks=num_blocks), alone())
+        worker.load()
+        self._stage = worker.stage
+
+    @torch.inference_mode()
+    def logprobs(self, document: Document) -> Tensor:
+        """[number of scored tokens, vocab_size]: of every token, in the place of each scored one."""
+        size = len(document.token_ids)
+        positions = torch.arange(size)
+        blocks_each = -(-size // self._block_size)
+        groups = []
+        for group in range(self._num_groups):
+            blocks = torch.arange(blocks_each) + 1 + group * blocks_each
+            slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size
+            groups.append(KVGroupInput(blocks.int()[None], slots))
+        step = StepInput(
+            token_ids=torch.tensor(document.token_ids),
+            positions=positions,
+            query_starts=torch.tensor([0, size], dtype=torch.int32),
+            context_lens=torch.tensor([size], dtype=torch.int32),
+            kv_groups=tuple(groups),
+            sample_rows=positions[document.first - 1 : -1],
+        )
+        return torch.log_softmax(self._stage.forward(step, None), dim=-1)
+
+
+def compare(setup: ReplicaSetup, reference: ReplicaSetup, documents: Sequence[Document]) -> Quality:
+    """The model of `setup` against that of `reference`.
+
+    Raises:
+        ValueError: the checkpoint is at fault.
+    """
+    longest = max(len(document.token_ids) for document in documents)
+    model, oracle = Scorer(setup, longest), Scorer(reference, longest)
+    num_tokens, agreeing, largest = 0, 0, 0.0
+    total = reference_total = difference_total = 0.0
+    for document in documents:
+        scored = torch.tensor(document.token_ids[document.first :])[:, None]
+        ours, theirs = model.logprobs(document), oracle.logprobs(document)
+        agreeing += int((ours.argmax(1) == theirs.argmax(1)).sum())
+        ours, theirs = ours.gather(1, scored).double(), theirs.gather(1, scored).double()
+        difference = (ours - theirs).abs()
+        num_tokens += len(scored)
+        total += float(ours.sum())
+        reference_total += float(theirs.sum())
+        difference_total += float(difference.sum())
+        largest = max(largest, float(difference.max()))
+    return Quality(
+        num_tokens=num_tokens,
+        perplexity=math.exp(-total / num_tokens),
+        reference_perplexity=math.exp(-reference_total / num_tokens),
+        top1_agreement=agreeing / num_tokens,
+        mean_difference=difference_total / num_tokens,
+        max_difference=largest,
+    )

@@ -1,0 +1,47 @@
+"""`shardline evaluate`: figures for a text of one's own and for the demo model's conversations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardline.cli.main import main
+
+
+@pytest.mark.parametrize(("scheme", "agreement"), [("none", 1.0), ("int8", 0.99), ("int4", 0.98)])
+def test_the_demo_model_by_its_conversations(
+    scheme: str, agreement: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "quality.json"
+    assert main(["evaluate", "--quantization", scheme, "--json", str(report)]) == 0
+    figures = json.loads(report.read_text())
+    assert figures["num_tokens"] > 500
+    assert figures["top1_agreement"] >= agreement
+    assert figures["reference_perplexity"] < 1.02
+    assert figures["perplexity"] < 1.02
+    assert (figures["max_difference"] == 0) == (scheme == "none")
+    assert f"{100 * figures['top1_agreement']:.2f}%" in capsys.readouterr().out
+
+
+def test_a_text_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Join two or more pathname components. " * 100)
+    assert main(["evaluate", "--quantization", "int8", "--text", str(text)]) == 0
+    assert "int8 against the model as it is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-tp 2", "evaluate runs on one rank"),
+        ("--text EMPTY", "is too short"),
+        ("--text MISSING", "No such file"),
+    ],
+)
+def test_mistakes_are_named(words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "EMPTY").touch()
+    arguments = [str(tmp_path / word) if word.isupper() else word for word in words.split()]
+    assert main(["evaluate", *arguments]) != 0
+    assert message in capsys.readouterr().err

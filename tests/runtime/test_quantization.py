@@ -1,0 +1,97 @@
+"""Every quantization scheme found: the contract, the bytes it takes, and what it makes of the demo model."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardline.runtime.quantization
+from shardline import LLM, SamplingParams
+from shardline.config.engine import EngineConfig, ModelConfig
+from shardline.engine.resolve import resolve
+from shardline.models.sizes import weight_bytes
+from shardline.models.weight_formats import WEIGHT_FORMATS
+from shardline.runtime.parallel.groups import alone
+from shardline.runtime.quantization.base import quantization
+from shardline.runtime.setup import ReplicaSetup, prepare
+from shardline.runtime.worker import Worker
+
+SCHEMES = sorted(
+    module.name for module in pkgutil.iter_modules(shardline.runtime.quantization.__path__) if module.name != "base"
+)
+
+
+def test_schemes_are_options_and_have_a_format() -> None:
+    assert set(ModelConfig.__dataclass_fields__["quantization"].metadata["choices"]) == set(SCHEMES)
+    assert {"none", *WEIGHT_FORMATS} == set(SCHEMES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_contract(name: str, dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(9, 100, generator=rng).to(dtype), torch.randn(150, 100, generator=rng).to(dtype)
+    bias = torch.randn(150, generator=rng).to(dtype)
+    exact = x.double() @ weight.double().T + bias.double()
+    scheme = quantization(name)
+    for pack in (scheme.pack, scheme.pack_lm_head):
+        packed = pack(weight)
+        out = packed(x, bias)
+        assert out.dtype == dtype
+        assert packed(x, out_dtype=torch.float32).dtype == torch.float32
+        assert (out.double() - exact).norm() / exact.norm() < 0.12
+        assert torch.equal(pack(weight[37:])(x[3:], bias[37:]), out[3:, 37:])
+        assert packed.nbytes > 0
+
+
+def dummy_setup(folder: Path, scheme: str, **overrides: object) -> ReplicaSetup:
+    config = {
+        "model_type": "qwen2",
+        "vocab_size": 32000,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        **overrides,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    options = {"load_format": "dummy", "dtype": "bfloat16", "num_gpu_blocks_override": 64, "cpu_threads": 1}
+    return prepare(resolve(EngineConfig.from_options(model=str(folder), quantization=scheme, **options)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_reported_bytes_are_those_of_the_formula(name: str, tied: bool, tmp_path: Path) -> None:
+    setup = dummy_setup(tmp_path, name, tie_word_embeddings=tied)
+    report = Worker(setup, alone()).load()
+    scheme = None if name == "none" else name
+    assert setup.quantization == scheme
+    expected = weight_bytes(setup.spec, alone().place, setup.stages, "bfloat16", quantization=scheme)
+    assert report.weight_bytes == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_demo_model_still_knows_its_answers(name: str) -> None:
+    question = [{"role": "user", "content": "What does os.path.join do?"}]
+    params = SamplingParams(temperature=0.0, max_tokens=64)
+    with LLM(model="demo", quantization=name, max_model_len=256) as llm:
+        (output,) = llm.chat(question, params, use_tqdm=False)
+        assert (f"-{name}-" in llm.fingerprint) == (name != "none")
+    assert output.outputs[0].text == (
+        "Join two or more pathname components, inserting '/' as needed. If any component is an absolute path, all "
+        "previous path components will be discarded."
+    )
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_fast_numerics_take_every_scheme(name: str) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    with LLM(model="demo", quantization=name, numerics="fast", tensor_parallel_size=2, max_model_len=256) as llm:
+        (output,) = llm.chat([{"role": "user", "content": "What is ArithmeticError?"}], params, use_tqdm=False)
+    assert output.outputs[0].text == "Base class for arithmetic errors."
