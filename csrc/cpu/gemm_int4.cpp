@@ -2,9 +2,9 @@
 // K. A group's products are summed in int32; the groups are scaled and added in fp32 in the order of K, whatever the
 // tiling; then one multiplication by the row's scale, one addition, one rounding.
 //
-// A weight q in [-8, 7] is stored as q + 8, so a group's sum starts at -8 times that of the row's bytes. A group of a
-// panel is 64 columns x 4 bytes of k, four times: the low halves of quad 2i beside the high ones of quad 2i + 1; then
-// the columns' scales in bf16.
+// A weight q in [-8, 7] is stored as q + 8, so a group's sum has -8 times that of the row's bytes added. A group of a
+// panel is 64 columns x 4 bytes, four times: quad 2i of k in the low halves, quad 2i + 1 in the high ones; then the
+// columns' scales in bf16.
 #include "gemm_quantized.h"
 
 namespace shardline::SHARDLINE_ISA {

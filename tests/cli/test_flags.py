@@ -40,6 +40,7 @@ def test_no_flags_are_the_defaults() -> None:
         ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
         ("--enable-prefix-caching --enable-chunked-prefill m", {"model": "m"}),
         ("--gpu-memory-utilization 0.5", {"gpu_memory_utilization": 0.5}),
+        ("--quantization int8", {"quantization": "int8"}),
         ("--dtype bfloat16 --load-format dummy --seed 3", {"dtype": "bfloat16", "load_format": "dummy", "seed": 3}),
         ("--revision v1 --tokenizer some_folder", {"revision": "v1", "tokenizer": "some_folder"}),
         ("--block-size 32 --kv-cache-memory 4GiB", {"block_size": 32, "kv_cache_memory": "4GiB"}),
