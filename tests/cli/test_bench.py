@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from shardline.api.llm import LLM
 from shardline.cli.commands.bench import percentile
 from shardline.cli.main import main
+from shardline.cli.workloads import WORKLOADS, Workload, random_prompts
 from shardline.config.engine import EngineConfig
 from tests.api.fake_engine import FakeCluster, load_text
 
@@ -66,3 +68,23 @@ def test_percentiles() -> None:
     assert percentile([1.0, 2.0], 75) == 1.75
     assert percentile([1.0], 99) == 1.0
     assert percentile([], 50) == 0.0
+
+
+def test_workloads_by_name() -> None:
+    prompts = random_prompts(random.Random(1), 100, count=4, length=9, shared=6)
+    assert {len(prompt) for prompt in prompts} == {9}
+    assert len({tuple(prompt[:6]) for prompt in prompts}) == 1
+    assert len({tuple(prompt) for prompt in prompts}) == 4
+    for workload in WORKLOADS.values():
+        assert 0 <= workload.shared_len < workload.input_len
+
+
+def test_a_named_workload_sets_all(tmp_path: Path, fake_engines: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WORKLOADS, "W5", Workload(5, 12, 3, shared_len=8))
+    path = tmp_path / "report.json"
+    assert main(f"bench throughput --workload W5 --json {path}".split()) == 0
+    report = json.loads(path.read_text())
+    assert (report["num_prompts"], report["prompt_tokens"], report["generation_tokens"]) == (5, 60, 15)
+    measured = [r for client in fake_engines.clients for r in client.added][-5:]
+    assert {tuple(r.prompt_token_ids[:8]) for r in measured} == {tuple(measured[0].prompt_token_ids[:8])}
+    assert all(r.sampling.temperature == 0.0 for r in measured)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.cli.flags import add_engine_flags, engine_config
+from shardline.cli.workloads import WORKLOADS, random_prompts
 
 if TYPE_CHECKING:
     from shardline.api.llm import LLM, RequestTimes
@@ -180,6 +181,12 @@ def _in_ms(values: dict[int, float]) -> str:
 
 def _add_workload(parser: argparse.ArgumentParser, *, input_len: int, output_len: int) -> None:
     group = parser.add_argument_group("workload")
+    group.add_argument(
+        "--workload",
+        choices=sorted(WORKLOADS),
+        help="a workload by its name, greedy, instead of the other options here: "
+        + "; ".join(f"{name} {w.num_prompts} x {w.input_len} in, {w.output_len} out" for name, w in WORKLOADS.items()),
+    )
     group.add_argument("--input-len", type=_positive, default=input_len, help=f"prompt tokens (default: {input_len})")
     group.add_argument(
         "--output-len", type=_positive, default=output_len, help=f"output tokens (default: {output_len})"
@@ -195,6 +202,12 @@ def _open(args: argparse.Namespace) -> LLM:
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
     configure_logging()
+    args.shared_len = 0
+    if args.workload is not None:
+        workload = WORKLOADS[args.workload]
+        args.num_prompts = args.batch_size = workload.num_prompts
+        args.input_len, args.output_len, args.shared_len = workload.input_len, workload.output_len, workload.shared_len
+        args.temperature = 0.0
     llm = LLM.from_config(engine_config(args))
     if args.input_len + args.output_len > llm.max_model_len:
         llm.close()
@@ -211,7 +224,7 @@ def _workload(args: argparse.Namespace, llm: LLM, count: int) -> tuple[list[list
     """`count` prompts of random tokens, and parameters that make every output exactly --output-len long."""
     from shardline.types import SamplingParams
 
-    prompts = [[args.prompts.randrange(llm.vocab_size) for _ in range(args.input_len)] for _ in range(count)]
+    prompts = random_prompts(args.prompts, llm.vocab_size, count, args.input_len, args.shared_len)
     return prompts, SamplingParams(temperature=args.temperature, max_tokens=args.output_len, ignore_eos=True)
 
 
