@@ -48,7 +48,7 @@ def test_a_length_that_does_not_fit_is_refused_with_one_that_does() -> None:
 
 def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve_module, "available_host_memory", lambda: 20_000_000)
-    with pytest.raises(ValueError, match="2 x 12"):
+    with pytest.raises(ValueError, match="2 x 11"):
         resolve(EngineConfig.from_options(data_parallel_size=2))
 
 

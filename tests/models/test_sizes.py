@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -100,15 +102,8 @@ def test_weight_bytes_count_what_each_rank_holds(
             for name, shape in held.items()
         ]
         elements = sum(array.size for array in arrays)
-        if spec.tied_embeddings and num_stages == 1:  # the lm_head is packed, a copy of its own
-            elements += held_embedding(held, spec, place.tp_rank, tp_size)
         assert weight_bytes(spec, place, stages, "bfloat16", numerics) == 2 * elements
     assert not everything
-
-
-def held_embedding(held: dict[str, tuple[int, ...]], spec: DecoderSpec, tp_rank: int, tp_size: int) -> int:
-    rows, columns = shard_shape(held["embed.weight"], shard("embed.weight", spec, tp_rank, tp_size))
-    return rows * columns
 
 
 def test_weight_bytes_of_a_known_model() -> None:
@@ -120,13 +115,17 @@ def test_weight_bytes_of_a_known_model() -> None:
 
 
 def test_tied_embeddings_count_where_they_are_held() -> None:
-    """As a table in the first stage, packed for the lm_head in the last, both where these are one."""
+    """In the first stage and in the last; once where these are one, unless the lm_head's copy is quantized."""
     spec = decoder_spec({"model_type": "gemma"})
-    whole = weight_bytes(spec, RankGrid(1, 1).place(0), stage_spans(spec, 1), "bfloat16")
-    stages = stage_spans(spec, 2)
-    halves = [weight_bytes(spec, RankGrid(1, 2).place(rank), stages, "bfloat16") for rank in range(2)]
-    assert sum(halves) == whole
-    assert whole == 2 * (num_parameters(spec) + spec.vocab_size * spec.hidden_size)
+    table = spec.vocab_size * spec.hidden_size
+    place, stages = RankGrid(1, 1).place(0), stage_spans(spec, 1)
+    assert weight_bytes(spec, place, stages, "bfloat16") == 2 * num_parameters(spec)
+    two = stage_spans(spec, 2)
+    halves = [weight_bytes(spec, RankGrid(1, 2).place(rank), two, "bfloat16") for rank in range(2)]
+    assert sum(halves) == 2 * (num_parameters(spec) + table)
+    untied = dataclasses.replace(spec, tied_embeddings=False)
+    quantized = [weight_bytes(s, place, stages, "bfloat16", quantization="int8") for s in (spec, untied)]
+    assert quantized[0] == quantized[1]
 
 
 def test_quantized_weight_bytes_of_a_known_model() -> None:

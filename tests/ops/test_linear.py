@@ -80,3 +80,11 @@ def test_no_rows(dtype):
 def test_wrong_inputs_are_named(x, error, message):
     with pytest.raises(error, match=message):
         linear(x, pack_weight(torch.ones(5, 8)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(200, 31), (64, 8), (130, 32)])
+def test_rows_come_back_as_they_were(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape).to(dtype)
+    indices = torch.tensor([0, shape[0] - 1, 63, 5, 5])
+    assert torch.equal(pack_weight(weight).rows(indices), weight[indices])

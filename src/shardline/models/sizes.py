@@ -53,12 +53,12 @@ def weight_bytes(
 ) -> int:
     """Bytes of the weights that the rank at `place` holds, without padding.
 
-    Linear weights are in the format of `quantization`, the rest in `dtype`. An lm_head tied to the embedding is a
-    copy of its own, packed for the matrix product.
+    Linear weights are in the format of `quantization`, the rest in `dtype`. A quantized lm_head tied to the
+    embedding is a copy of its own; one that is not serves both.
     """
     tp_size = len(place.tp_peers)
     total = 0
-    for name, shape in _held(spec, stages[place.pp_rank]):
+    for name, shape in _held(spec, stages[place.pp_rank], quantization):
         local = shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics))
         if quantization is not None and is_linear(name):
             total += weight_format(quantization, lm_head=name == "lm_head.weight").num_bytes(*local)
@@ -118,12 +118,12 @@ def attended_pairs(num_tokens: int, context_len: int, window: int | None) -> int
     return growing * context_len + growing * (growing + 1) // 2 + (num_tokens - growing) * window
 
 
-def _held(spec: DecoderSpec, stage: Span) -> Iterator[tuple[str, Shape]]:
+def _held(spec: DecoderSpec, stage: Span, quantization: str | None) -> Iterator[tuple[str, Shape]]:
     """The parameters of a stage as they are held: a tied lm_head under its own name."""
     first, last = stage.start == 0, stage.stop == len(spec.layers)
     for name, shape in stage_parameters(spec, stage):
         yield ("lm_head.weight" if name == "embed.weight" and not first else name), shape
-    if first and last and spec.tied_embeddings:
+    if first and last and spec.tied_embeddings and quantization is not None:
         yield "lm_head.weight", (spec.vocab_size, spec.hidden_size)
 
 

@@ -60,14 +60,14 @@ class DecoderStage:
             next(g for g, group in enumerate(kv_groups(spec)) if index in group.layers)
             for index in range(layers.start, layers.stop)
         ]
-        self._embedding = TokenEmbedding(context) if layers.start == 0 else None
+        first, last = layers.start == 0, layers.stop == len(spec.layers)
+        self.lm_head = LMHead(context) if last else None
+        held = self.lm_head.rows if self.lm_head is not None and spec.tied_embeddings else None
+        self._embedding = TokenEmbedding(context, held) if first else None
         self.layers = [
             DecoderLayer(context, index, spec.layers[index], tables) for index in range(layers.start, layers.stop)
         ]
-        last = layers.stop == len(spec.layers)
         self._final_norm = NormLayer(context, "final_norm", spec.final_norm) if last else None
-        embedding = self._embedding.weight if self._embedding is not None else None
-        self.lm_head = LMHead(context, embedding) if last else None
 
     def forward(self, step: StepInput, hidden: Tensor | None) -> Tensor:
         """Hidden states [T, H] for the next stage, or, from the last one, this rank's fp32 logits of the sampled

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,10 +13,10 @@ from shardline.runtime.layers.context import LayerContext
 class TokenEmbedding:
     """token ids [T] (and positions, where they are learned) -> [T, hidden_size] on every rank."""
 
-    def __init__(self, context: LayerContext) -> None:
+    def __init__(self, context: LayerContext, rows: Callable[[Tensor], Tensor] | None) -> None:
+        """`rows` looks rows of this rank's part of the table up, where a tied lm_head holds them already."""
         self._group = context.group
-        self.weight = context.load("embed.weight")
-        """This rank's rows of the table [local vocab, hidden_size]; a tied lm_head reads them too."""
+        self._lookup = rows or context.load("embed.weight").__getitem__
         spans = context.spans("embed.weight")
         self._start = spans[context.group.rank].start
         self._stops = torch.tensor([span.stop for span in spans])
@@ -33,9 +35,9 @@ class TokenEmbedding:
 
     def _rows(self, token_ids: Tensor) -> Tensor:
         if self._group.size == 1:
-            return self.weight[token_ids]
+            return self._lookup(token_ids)
         owners = torch.bucketize(token_ids, self._stops, right=True)
-        local = self.weight[token_ids[owners == self._group.rank] - self._start]
+        local = self._lookup(token_ids[owners == self._group.rank] - self._start)
         counts = torch.bincount(owners, minlength=self._group.size).tolist()
         gathered = self._group.all_gather_rows(local, counts)
         hidden = torch.empty_like(gathered)

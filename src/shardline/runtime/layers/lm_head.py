@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.ops.softcap import softcap_
+from shardline.runtime.quantization.none import PlainLinear
 
 
 class LMHead:
     """hidden [R, hidden_size] -> this rank's columns of the fp32 logits [R, vocab_size]."""
 
-    def __init__(self, context: LayerContext, embedding: Tensor | None) -> None:
-        """`embedding` is this rank's part of the embedding table, where the stage has it."""
+    def __init__(self, context: LayerContext) -> None:
         spec = context.spec
         name = "embed.weight" if spec.tied_embeddings else "lm_head.weight"
         self.spans = context.spans(name)
         """Vocabulary range of each rank."""
-        shared = embedding if spec.tied_embeddings else None
-        self._linear = context.pack_lm_head(context.read(name) if shared is None else shared)
+        self._linear = context.pack_lm_head(context.read(name))
         self._bias = context.load("lm_head.bias") if spec.lm_head_bias else None
         self._softcap = spec.logits_softcap
+
+    @property
+    def rows(self) -> Callable[[Tensor], Tensor] | None:
+        """Looks rows up in the weight by their index in this rank's range; None where quantization has changed them."""
+        return self._linear.weight.rows if isinstance(self._linear, PlainLinear) else None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self._linear(hidden, self._bias, out_dtype=torch.float32)

@@ -28,6 +28,15 @@ class PackedWeight:
     def dtype(self) -> torch.dtype:
         return self.panels.dtype
 
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows of the weight as it was, [len(indices), in_features]: a tied embedding need not be held twice."""
+        panel, column = indices // PANEL_COLUMNS, indices % PANEL_COLUMNS
+        if self.dtype != torch.bfloat16:
+            return self.panels[panel, :, column]
+        # Pairs of k lie together: [num_panels, depth / 2, PANEL_COLUMNS, 2].
+        pairs = self.panels.view(len(self.panels), -1, PANEL_COLUMNS, 2)
+        return pairs[panel, :, column].flatten(1)[:, : self.in_features]
+
 
 def pack_weight(weight: Tensor) -> PackedWeight:
     """weight: [out_features, in_features], float32 or bfloat16; rows may be strided."""
