@@ -19,12 +19,14 @@ def test_greedy_tokens_equal(tmp_path: Path) -> None:
         expected = oracle.generate(
             torch.tensor([prompt]), do_sample=False, max_new_tokens=24, min_new_tokens=24, pad_token_id=0
         )[0, len(prompt) :].tolist()
-    with serve(str(model), "-tp", "2", "-pp", "2", "--served-model-name", "tiny") as server:
-        answer = server.client().completions.create(
+    with serve(str(model), "-tp", "2", "-pp", "2", "-dp", "2", "--served-model-name", "tiny") as server:
+        stream = server.client().completions.create(
             model="tiny",
             prompt=prompt,
             temperature=0.0,
             max_tokens=24,
+            stream=True,
             extra_body={"min_tokens": 24, "return_token_ids": True},
         )
-    assert answer.choices[0].token_ids == expected  # type: ignore[attr-defined]
+        tokens = [token for chunk in stream for token in chunk.choices[0].token_ids or []]  # type: ignore[attr-defined]
+    assert tokens == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from pathlib import Path
@@ -108,3 +109,20 @@ def test_page_cache_is_memory_that_can_be_had(tmp_path: Path, monkeypatch: pytes
 def test_stages_by_hand() -> None:
     spans = setup(pipeline_parallel_size=3, pipeline_stages="1,5,2").stages
     assert [(span.start, span.stop) for span in spans] == [(0, 1), (1, 6), (6, 8)]
+
+
+def test_what_was_chosen_is_told_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    resolved = resolve(EngineConfig.from_options(pipeline_parallel_size=2))
+    [line] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("chosen: ")]
+    for words in (
+        "dtype bfloat16 (the checkpoint's is bfloat16)",
+        "max_model_len 2048 (all that the model has)",
+        "executor mp (2 ranks a replica)",
+        "pipeline_stages 4,4 (balanced",
+        "of KV cache a rank",
+    ):
+        assert words in line
+    caplog.clear()
+    resolve(dataclasses.replace(resolved, parallel=dataclasses.replace(resolved.parallel, pipeline_stages="4,4")))
+    assert not [record for record in caplog.records if "chosen" in record.getMessage()]

@@ -60,7 +60,37 @@ def resolve(config: EngineConfig) -> EngineConfig:
         )
     num_blocks = pool_blocks(resolved, spec, grid, stages, length)
     _check_memory(resolved, spec, grid, stages, num_blocks)
-    return dataclasses.replace(resolved, model=dataclasses.replace(model, max_model_len=length))
+    resolved = dataclasses.replace(resolved, model=dataclasses.replace(model, max_model_len=length))
+    reasons = _reasons(config, resolved, spec, stages)
+    if reasons:
+        _log.info("chosen: %s", "; ".join(reasons))
+    return resolved
+
+
+def _reasons(asked: EngineConfig, chosen: EngineConfig, spec: DecoderSpec, stages: tuple[Span, ...]) -> list[str]:
+    """What was left open, what was chosen for it, and why."""
+    reasons = []
+    if asked.model.dtype == "auto":
+        reasons.append(f"dtype {chosen.model.dtype} (the checkpoint's is {spec.dtype})")
+    if not isinstance(asked.model.max_model_len, int):
+        whole = chosen.model.max_model_len == spec.max_position_embeddings
+        why = "all that the model has" if whole else "what the KV cache holds"
+        reasons.append(f"max_model_len {chosen.model.max_model_len} ({why})")
+    parallel = chosen.parallel
+    ranks = replica_grid(parallel).world_size
+    if asked.parallel.distributed_executor_backend == "auto":
+        reasons.append(f"executor {parallel.distributed_executor_backend} ({ranks} rank{'s' * (ranks > 1)} a replica)")
+    if asked.parallel.cpu_threads is None:
+        total = ranks * parallel.data_parallel_size
+        reasons.append(f"{parallel.cpu_threads} threads a rank ({allowed_cpus()} cores, ranks in all: {total})")
+    if asked.parallel.pipeline_stages is None and len(stages) > 1:
+        layers = ",".join(str(stage.size) for stage in stages)
+        reasons.append(f"pipeline_stages {layers} (balanced by the weights that a token reads)")
+    if asked.cache.kv_cache_memory is None and asked.cache.num_gpu_blocks_override is None:
+        assert isinstance(chosen.cache.kv_cache_memory, int)
+        share = f"{asked.cache.gpu_memory_utilization:g} of half the free memory, shared by all ranks"
+        reasons.append(f"up to {format_bytes(chosen.cache.kv_cache_memory)} of KV cache a rank ({share})")
+    return reasons
 
 
 def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
