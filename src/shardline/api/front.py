@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 from shardline.api.requests import RequestBuilder
 from shardline.config.engine import EngineConfig
@@ -42,14 +41,11 @@ def load_model_text(config: EngineConfig) -> ModelText:
         ValueError: there is no such model, or its files are broken.
     """
     from shardline.models.lookup import decoder_spec
-    from shardline.runtime.loader.hub import resolve_model
+    from shardline.runtime.loader.hub import resolve_model, resolve_tokenizer
 
     model = config.model
     files = resolve_model(model.model, model.revision, weights=False)
-    folder = files.folder
-    if model.tokenizer is not None:
-        local = Path(model.tokenizer)
-        folder = local if local.is_dir() else resolve_model(model.tokenizer, weights=False).folder
+    folder = files.folder if model.tokenizer is None else resolve_tokenizer(model.tokenizer)
     tokenizer = Tokenizer.from_folder(folder)
     spoken_ends = () if tokenizer is None else tokenizer.eos_token_ids
     return ModelText(

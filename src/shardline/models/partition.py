@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardline.models.spec import GQA, DecoderSpec
+from shardline.models.spec import DecoderSpec
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,3 @@ def kv_groups(spec: DecoderSpec) -> tuple[KVGroup, ...]:
         num_groups = -(-len(layers) // depth)
         groups.extend(KVGroup(tuple(layers[first::num_groups]), window) for first in range(num_groups))
     return tuple(groups)
-
-
-def kv_shape(attention: GQA) -> tuple[int, int]:
-    """(num_kv_heads, head_dim) that one layer stores per token, twice: for keys and for values."""
-    return attention.num_kv_heads, attention.head_dim

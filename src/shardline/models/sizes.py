@@ -11,7 +11,6 @@ from shardline.models.partition import (
     Span,
     balance_stages,
     kv_groups,
-    kv_shape,
     parse_stages,
     split_heads,
 )
@@ -129,9 +128,8 @@ def _held(spec: DecoderSpec, stage: Span, quantization: str | None) -> Iterator[
 
 def _layer_kv_bytes(attention: GQA, place: RankPlace, dtype: DType) -> int:
     """Keys and values of one token in one layer on one rank."""
-    _, head_dim = kv_shape(attention)
     shares = split_heads(attention.num_heads, attention.num_kv_heads, len(place.tp_peers))
-    return 2 * shares[place.tp_rank].kv_heads.size * head_dim * DTYPE_BYTES[dtype]
+    return 2 * shares[place.tp_rank].kv_heads.size * attention.head_dim * DTYPE_BYTES[dtype]
 
 
 def _num_elements(shapes: Iterable[Shape]) -> int:

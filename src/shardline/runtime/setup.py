@@ -77,11 +77,6 @@ class ReplicaSetup:
         )
         return (self.num_blocks - 1) / per_request
 
-    def block_bytes(self, rank: int) -> int:
-        """Bytes of one KV block on `rank`."""
-        place = self.grid.place(rank)
-        return kv_block_bytes(self.spec, place, self.stages, self.dtype, self.config.cache.block_size)
-
 
 def prepare(config: EngineConfig) -> ReplicaSetup:
     """What follows from a resolved configuration; reads nothing but the model's configuration files."""

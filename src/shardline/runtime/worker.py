@@ -125,14 +125,13 @@ class Worker:
             mine = [index for index in group.layers if layers.start <= index < layers.stop]
             for depth, index in enumerate(mine):
                 attention = stage.layers[index - layers.start].attention
+                head_dim = setup.spec.layers[index].attention.head_dim
                 if depth == len(pools):
-                    head_dim = setup.spec.layers[index].attention.head_dim
                     shape = (setup.num_blocks, attention.num_kv_heads, block_size, head_dim)
                     # Untouched pages of an empty tensor take no memory.
                     pool = (torch.empty(shape, dtype=self._dtype), torch.empty(shape, dtype=self._dtype))
                     total += sum(part.numel() * part.element_size() for part in pool)
                     pools.append(pool)
-                head_dim = setup.spec.layers[index].attention.head_dim
                 assert pools[depth][0].shape[1::2] == (attention.num_kv_heads, head_dim), "one shape per pool"
                 attention.bind_cache(*pools[depth])
         return total
