@@ -55,6 +55,33 @@ class GQA:
 
 
 @dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one latent per token is key and value of all
+    heads. It always runs absorbed: the up-projections of keys and values are applied to queries and outputs instead, so
+    that what is cached per token is [kv_lora_rank + rope_head_dim] and prefill and decode have one set of bits.
+    """
+
+    num_heads: int
+    kv_lora_rank: int
+    nope_head_dim: int
+    """Part of a query and key head that is not rotated."""
+    rope_head_dim: int
+    """Part that is; the key's is shared by all heads."""
+    value_head_dim: int
+    scale: float
+    """Of the scores, YaRN's mscale folded in."""
+    rope: Rope
+    kv_norm: Norm
+    """Over the latent."""
+    q_lora_rank: int | None = None
+    """None: queries are projected directly."""
+    q_norm: Norm | None = None
+    """Over the queries' latent; there is one iff q_lora_rank is set."""
+    bias: bool = False
+    """Of the projections down to the latents and of the output projection."""
+
+
+@dataclass(frozen=True)
 class Dense:
     """Feed-forward block: down(act(gate(x)) * up(x)), or down(act(up(x))) where it is not gated."""
 
@@ -62,6 +89,39 @@ class Dense:
     activation: Activation
     gated: bool = True
     bias: bool = False
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a token chooses its experts: scores in fp32, the best `experts_per_token` of them, lowest id on ties."""
+
+    num_experts: int
+    experts_per_token: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """Of the router's logits over all experts, before any are chosen."""
+    normalized: bool = True
+    """Whether the chosen experts' scores are divided by their sum."""
+    scale: float = 1.0
+    """Multiplies the weights at the end."""
+    num_groups: int = 1
+    """Experts lie in groups of equal size; only the best `top_groups` groups are eligible."""
+    top_groups: int = 1
+    group_score: Literal["max", "top2_sum"] = "max"
+    """A group's score, from those of its experts."""
+    correction_bias: bool = False
+    """A learned bias per expert is added to the scores for choosing, not to the weights (DeepSeek-V3)."""
+
+
+@dataclass(frozen=True)
+class MoE:
+    """Mixture of experts: sum over a token's chosen experts of weight * expert(x), plus what every token passes."""
+
+    routing: Routing
+    expert: Dense
+    shared: Dense | None = None
+    """One block for every token, as wide as all shared experts together."""
+    shared_gate: bool = False
+    """The shared block's output is multiplied by sigmoid(x . gate) (Qwen2-MoE)."""
 
 
 @dataclass(frozen=True)
