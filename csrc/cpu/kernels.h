@@ -71,8 +71,8 @@ struct QuantizedLinearArgs {
 
 struct NormArgs {
   DType dtype;
-  const void* x;
-  int64_t x_stride;
+  const void* x;  // rows of a token lie together, tokens x_stride apart
+  int64_t x_stride, rows_per_token;
   const void* residual;  // null: normalise x alone
   int64_t residual_stride;
   void* summed;        // x + residual, contiguous
@@ -82,6 +82,13 @@ struct NormArgs {
   int64_t num_rows, width;
   float eps;
   float weight_offset;  // rms_norm only
+};
+
+struct AddArgs {
+  DType dtype;
+  const void *x, *y;
+  void* out;
+  int64_t count;
 };
 
 struct RopeArgs {
@@ -130,6 +137,7 @@ struct Kernels {
   void (*linear)(const LinearArgs&);
   void (*rms_norm)(const NormArgs&);
   void (*layer_norm)(const NormArgs&);
+  void (*add)(const AddArgs&);
   void (*rope)(const RopeArgs&);
   void (*activation)(const ActivationArgs&);
   void (*paged_attention)(const AttentionArgs&);

@@ -1,40 +1,9 @@
 #include "tensor.h"
 
-#include <stdexcept>
+#include "dlpack.h"
 
 namespace shardline {
 namespace {
-
-// The part of DLPack 1.x that we use; the layout is fixed by its specification.
-struct DLDevice {
-  int32_t type;
-  int32_t id;
-};
-struct DLDataType {
-  uint8_t code, bits;
-  uint16_t lanes;
-};
-struct DLTensor {
-  void* data;
-  DLDevice device;
-  int32_t rank;
-  DLDataType dtype;
-  int64_t* shape;
-  int64_t* strides;
-  uint64_t byte_offset;
-};
-struct DLPackExchangeApi {
-  uint32_t major, minor;
-  DLPackExchangeApi* previous;
-  void* managed_tensor_allocator;
-  void* managed_tensor_from_py_object;
-  void* managed_tensor_to_py_object;
-  int (*tensor_from_py_object)(void* object, DLTensor* out);
-  void* current_work_stream;
-};
-
-constexpr int32_t kDLCpu = 1, kDLCudaHost = 3;
-enum : uint8_t { kDLInt = 0, kDLUInt = 1, kDLFloat = 2, kDLBfloat = 4, kDLBool = 6 };
 
 DType dtype_of(DLDataType type) {
   if (type.lanes != 1) return DType::kOther;
@@ -61,6 +30,8 @@ const DLPackExchangeApi* find_exchange_api(PyTypeObject* type) {
   return api != nullptr && api->tensor_from_py_object != nullptr ? api : nullptr;
 }
 
+}  // namespace
+
 // Types come one or two at a time (Tensor, Parameter): remember the last.
 const DLPackExchangeApi* exchange_api(PyTypeObject* type) {
   thread_local PyTypeObject* last_type = nullptr;
@@ -74,8 +45,6 @@ const DLPackExchangeApi* exchange_api(PyTypeObject* type) {
   }
   return last_api;
 }
-
-}  // namespace
 
 const char* dtype_name(DType dtype) {
   switch (dtype) {

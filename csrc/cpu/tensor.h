@@ -32,6 +32,8 @@ class Tensor {
     return static_cast<T*>(data_);
   }
   DType dtype() const { return dtype_; }
+  int rank() const { return rank_; }
+  const int64_t* shape() const { return shape_; }
   int64_t size(int dim) const { return shape_[dim]; }
   int64_t num_elements() const;
   int64_t row_stride() const;

@@ -12,6 +12,7 @@ const Kernels kKernels = {
     linear,
     rms_norm,
     layer_norm,
+    add,
     rope,
     activation,
     paged_attention,

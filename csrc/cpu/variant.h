@@ -9,6 +9,7 @@ void pack_weight(const PackArgs& args);
 void linear(const LinearArgs& args);
 void rms_norm(const NormArgs& args);
 void layer_norm(const NormArgs& args);
+void add(const AddArgs& args);
 void rope(const RopeArgs& args);
 void activation(const ActivationArgs& args);
 void paged_attention(const AttentionArgs& args);

@@ -13,6 +13,7 @@ from shardline.runtime.layers.embedding import TokenEmbedding
 from shardline.runtime.layers.feed_forward import DenseFeedForward
 from shardline.runtime.layers.lm_head import LMHead
 from shardline.runtime.layers.norm import NormLayer
+from shardline.runtime.ops.add import add
 from shardline.runtime.step import KVGroupInput, StepInput
 
 
@@ -69,20 +70,23 @@ class DecoderStage:
         ]
         self._final_norm = NormLayer(context, "final_norm", spec.final_norm) if last else None
 
-    def forward(self, step: StepInput, hidden: Tensor | None) -> Tensor:
-        """Hidden states [T, H] for the next stage, or, from the last one, this rank's fp32 logits of the sampled
-        rows [R, local vocab]. `hidden` comes from the previous stage; the first has none.
+    def embed(self, step: StepInput) -> Tensor:
+        """What the first stage begins with: hidden states [T, H]."""
+        assert self._embedding is not None
+        return self._embedding(step.token_ids, step.positions)
+
+    def forward(self, step: StepInput, hidden: Tensor) -> Tensor:
+        """Hidden states [T, H] through the layers: the next stage's, or from the last this rank's fp32 logits of the
+        sampled rows [R, local vocab].
         """
-        if self._embedding is not None:
-            hidden = self._embedding(step.token_ids, step.positions)
-        assert hidden is not None
         delta: Tensor | None = None
         for layer, group in zip(self.layers, self._group_of, strict=True):
             hidden, delta = layer(hidden, delta, step, step.kv_groups[group])
         assert delta is not None
         if self._final_norm is None or self.lm_head is None:
-            return hidden + delta
+            return add(hidden, delta)
         # Norms and logits are needed of the sampled rows only.
-        rows = step.sample_rows
-        normed, _ = self._final_norm.add(torch.index_select(delta, 0, rows), torch.index_select(hidden, 0, rows))
+        if (rows := step.sample_rows) is not None:
+            delta, hidden = torch.index_select(delta, 0, rows), torch.index_select(hidden, 0, rows)
+        normed, _ = self._final_norm.add(delta, hidden)
         return self.lm_head(normed)

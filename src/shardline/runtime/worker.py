@@ -64,6 +64,7 @@ class Worker:
             dtype=self._dtype,
             block_size=setup.config.cache.block_size,
             max_model_len=setup.max_model_len,
+            max_num_seqs=setup.config.scheduler.max_num_seqs,
             num_kv_groups=len(setup.groups),
         )
         return RankReport(

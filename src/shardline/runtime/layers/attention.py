@@ -61,8 +61,7 @@ class AttentionLayer:
         heads = self._qkv(x).view(x.shape[0], -1, head_dim)
         q, k, v = torch.split(heads, self._num_heads, dim=1)
         if self._q_norm is not None and self._k_norm is not None:
-            q = self._q_norm(q.reshape(-1, head_dim)).view_as(q)
-            k = self._k_norm(k.reshape(-1, head_dim)).view_as(k)
+            q, k = self._q_norm(q), self._k_norm(k)
         if self._table is not None:
             assert self._spec.rope is not None
             apply_rope(q, k, step.positions, self._table, interleaved=self._spec.rope.interleaved)
