@@ -68,6 +68,8 @@ class DecoderStage:
         self.layers = [
             DecoderLayer(context, index, spec.layers[index], tables) for index in range(layers.start, layers.stop)
         ]
+        self._watch = context.watch
+        self._first_layer = layers.start
         self._final_norm = NormLayer(context, "final_norm", spec.final_norm) if last else None
 
     def embed(self, step: StepInput) -> Tensor:
@@ -80,8 +82,14 @@ class DecoderStage:
         sampled rows [R, local vocab].
         """
         delta: Tensor | None = None
-        for layer, group in zip(self.layers, self._group_of, strict=True):
+        watch = self._watch
+        if watch is not None:
+            watch.begin(len(hidden))
+            watch.look("the embedding" if self._embedding else "what the previous stage sent", hidden)
+        for index, (layer, group) in enumerate(zip(self.layers, self._group_of, strict=True), self._first_layer):
             hidden, delta = layer(hidden, delta, step, step.kv_groups[group])
+            if watch is not None:
+                watch.look(f"layer {index}", delta)
         assert delta is not None
         if self._final_norm is None or self.lm_head is None:
             return add(hidden, delta)
@@ -89,4 +97,7 @@ class DecoderStage:
         if (rows := step.sample_rows) is not None:
             delta, hidden = torch.index_select(delta, 0, rows), torch.index_select(hidden, 0, rows)
         normed, _ = self._final_norm.add(delta, hidden)
-        return self.lm_head(normed)
+        logits = self.lm_head(normed)
+        if watch is not None:
+            watch.look("the logits", logits, rows)
+        return logits

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.finite import FiniteWatch, with_errors
 from shardline.runtime.parallel.groups import RankGroups
-from shardline.runtime.replay import DecodeReplay
+from shardline.runtime.replay import DecodeReplay, Forward
 from shardline.runtime.sampling.sampler import Sampler
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.step import KVGroupInput, StepInput
@@ -35,6 +36,7 @@ class Runner:
         max_model_len: int,
         max_num_seqs: int,
         num_kv_groups: int,
+        watch: FiniteWatch | None,
     ) -> None:
         self._stage = stage
         self._groups = groups
@@ -45,14 +47,17 @@ class Runner:
         self._num_kv_groups = num_kv_groups
         max_blocks = -(-max_model_len // block_size) + 1
         self._sequences = SequenceTable(num_kv_groups, max_blocks)
-        self._forward = DecodeReplay(
-            stage.forward,
-            max_seqs=max_num_seqs,
-            max_blocks=max_blocks,
-            num_kv_groups=num_kv_groups,
-            hidden_size=hidden_size,
-            dtype=dtype,
-        )
+        self._watch = watch
+        self._forward: Forward = stage.forward
+        if watch is None:
+            self._forward = DecodeReplay(
+                stage.forward,
+                max_seqs=max_num_seqs,
+                max_blocks=max_blocks,
+                num_kv_groups=num_kv_groups,
+                hidden_size=hidden_size,
+                dtype=dtype,
+            )
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult | None:
@@ -75,6 +80,7 @@ class Runner:
         output = self._forward(step, hidden)
         if self._groups.to_next is not None:
             self._groups.to_next.send(output)
+        errors = self._watch.report(plan) if self._watch is not None else {}
         if self._sampler is None:
             return None
         sampled = [entry.seq_id for entry in plan.steps if entry.sample]
@@ -82,6 +88,8 @@ class Runner:
         for result in results:
             for token_id in result.token_ids:
                 self._sequences[result.seq_id].append(token_id)
+        if errors:
+            results = with_errors(results, errors)
         return StepResult(plan.step_id, results, time.perf_counter() - started)
 
     def _step_input(self, plan: StepPlan) -> StepInput:

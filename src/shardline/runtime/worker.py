@@ -13,6 +13,7 @@ from tqdm import tqdm
 from shardline import _cpu, env
 from shardline.models.sizes import weight_bytes
 from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.finite import FiniteWatch
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.messages import RankReport
@@ -36,6 +37,7 @@ class Worker:
         self._dtype: torch.dtype = getattr(torch, setup.dtype)
         self._runner: Runner | None = None
         self._stage: DecoderStage | None = None
+        self._watch = FiniteWatch(groups.place.rank) if setup.config.model.check_finite else None
 
     def load(self) -> RankReport:
         """Load this rank's weights, allocate its KV cache, and say what it holds.
@@ -66,6 +68,7 @@ class Worker:
             max_model_len=setup.max_model_len,
             max_num_seqs=setup.config.scheduler.max_num_seqs,
             num_kv_groups=len(setup.groups),
+            watch=self._watch,
         )
         return RankReport(
             rank=place.rank,
@@ -111,6 +114,7 @@ class Worker:
                 max_model_len=setup.max_model_len,
                 quantization=quantization(setup.quantization),
                 weights=open_weights(setup.files, setup.spec, setup.config.model),
+                watch=self._watch,
                 on_loaded=count,
             )
             return DecoderStage(context, layers), loaded
