@@ -111,15 +111,16 @@ void layer_norm(nb::handle x_object, nb::handle weight_object, nb::handle bias_o
 
 void apply_rope(nb::handle x_object, nb::handle positions_object, nb::handle table_object, bool interleaved) {
   const Tensor x(x_object, "x"), positions(positions_object, "positions"), table(table_object, "table");
-  x.is_floating().has_shape({-1, -1, -1}).has_rows();
+  x.is_floating().has_shape({-1, -1, -1}).has_heads();
   positions.has_shape({x.size(0)}).is_contiguous();
   table.is(DType::kFloat32).has_shape({-1, -1}).is_contiguous();
   if (positions.dtype() != DType::kInt32) positions.is(DType::kInt64);
   if (table.size(1) % 2 != 0 || table.size(1) > x.size(2)) {
     raise_value_error("the table's width must be even and at most the head's");
   }
-  const RopeArgs args = {x.dtype(),    x.data(),  x.row_stride(), positions.data(), positions.dtype() == DType::kInt64,
-                         table.as<float>(), x.size(0), x.size(1), x.size(2), table.size(1) / 2, interleaved};
+  const RopeArgs args = {x.dtype(), x.data(), x.row_stride(), x.head_stride(), positions.data(),
+                         positions.dtype() == DType::kInt64, table.as<float>(), x.size(0), x.size(1),
+                         table.size(1) / 2, interleaved};
   for (int64_t token = 0; token < args.num_tokens; ++token) {
     const int64_t position = args.positions_are_int64 ? positions.as<int64_t>()[token] : positions.as<int32_t>()[token];
     if (position < 0 || position >= table.size(0)) {
