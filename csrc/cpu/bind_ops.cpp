@@ -7,6 +7,7 @@
 #include <string>
 
 #include "bind.h"
+#include "bind_checks.h"
 #include "host_ops.h"
 #include "kernels.h"
 #include "program.h"
@@ -138,15 +139,16 @@ void check_positions(const RopeArgs& args, int64_t num_positions) {
 
 void apply_rope(nb::handle x_object, nb::handle positions_object, nb::handle table_object, bool interleaved) {
   const Tensor x(x_object, "x"), positions(positions_object, "positions"), table(table_object, "table");
-  x.is_floating().has_shape({-1, -1, -1}).has_rows();
+  x.is_floating().has_shape({-1, -1, -1}).has_heads();
   positions.has_shape({x.size(0)}).is_contiguous();
   table.is(DType::kFloat32).has_shape({-1, -1}).is_contiguous();
   if (positions.dtype() != DType::kInt32) positions.is(DType::kInt64);
   if (table.size(1) % 2 != 0 || table.size(1) > x.size(2)) {
     raise_value_error("the table's width must be even and at most the head's");
   }
-  const RopeArgs args = {x.dtype(),    x.data(),  x.row_stride(), positions.data(), positions.dtype() == DType::kInt64,
-                         table.as<float>(), x.size(0), x.size(1), x.size(2), table.size(1) / 2, interleaved};
+  const RopeArgs args = {x.dtype(), x.data(), x.row_stride(), x.head_stride(), positions.data(),
+                         positions.dtype() == DType::kInt64, table.as<float>(), x.size(0), x.size(1),
+                         table.size(1) / 2, interleaved};
   perform([args, num_positions = table.size(0)] {
     check_positions(args, num_positions);
     kernels().rope(args);
@@ -192,32 +194,9 @@ void write_kv(nb::handle key_object, nb::handle value_object, nb::handle key_cac
                             key_cache.data(), value_cache.data(), slots.as<int64_t>(), key.size(0), key.size(1),
                             key.size(2), value.size(2), key_cache.size(2)};
   perform([args, num_slots = key_cache.size(0) * key_cache.size(2)] {
-    for (int64_t token = 0; token < args.num_tokens; ++token) {
-      if (args.slots[token] >= num_slots) raise_value_error("a slot lies outside the KV cache");
-    }
+    check_slots(args.slots, args.num_tokens, num_slots);
     write_kv(args);
   });
-}
-
-// A wrong index would read foreign memory, so every block that will be read is checked.
-void check_sequences(const AttentionArgs& args, int64_t num_tokens, int64_t max_blocks, int64_t num_blocks) {
-  if (args.query_starts[0] != 0 || args.query_starts[args.num_sequences] != num_tokens) {
-    raise_value_error("query_starts must run from 0 to the number of tokens");
-  }
-  for (int64_t s = 0; s < args.num_sequences; ++s) {
-    const int64_t query_len = args.query_starts[s + 1] - args.query_starts[s];
-    const int64_t context_len = args.context_lens[s];
-    if (query_len < 0 || context_len < query_len || context_len > max_blocks * args.block_size) {
-      raise_value_error("sequence " + std::to_string(s) + ": context length " + std::to_string(context_len) +
-                             " does not fit " + std::to_string(query_len) + " query tokens and the block table");
-    }
-    if (query_len == 0) continue;
-    const int64_t first = args.window > 0 ? context_len - query_len - args.window + 1 : 0;
-    for (int64_t b = first > 0 ? first / args.block_size : 0; b * args.block_size < context_len; ++b) {
-      const int32_t block = args.block_tables[s * args.block_table_stride + b];
-      if (block < 0 || block >= num_blocks) raise_value_error("a block table names a block outside the KV cache");
-    }
-  }
 }
 
 void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::handle value_cache_object,
@@ -245,7 +224,7 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
                               key_cache.size(1), query.size(2), value_cache.size(3), key_cache.size(2),
                               window.value_or(0), scale, softcap.value_or(0.0f)};
   perform([args, num_tokens = query.size(0), max_blocks = block_tables.size(1), num_blocks = key_cache.size(0)] {
-    check_sequences(args, num_tokens, max_blocks, num_blocks);
+    check_sequences(args, args.window, num_tokens, max_blocks, num_blocks);
     kernels().paged_attention(args);
   });
 }

@@ -118,9 +118,9 @@ const Tensor& Tensor::has_shape(std::initializer_list<int64_t> sizes) const {
   return *this;
 }
 
-bool Tensor::inner_contiguous() const {
+bool Tensor::inner_contiguous(int first_dim) const {
   int64_t stride = 1;
-  for (int dim = rank_ - 1; dim > 0; --dim) {
+  for (int dim = rank_ - 1; dim >= first_dim; --dim) {
     if (shape_[dim] != 1 && strides_ != nullptr && strides_[dim] != stride) return false;
     stride *= shape_[dim];
   }
@@ -130,6 +130,13 @@ bool Tensor::inner_contiguous() const {
 const Tensor& Tensor::has_rows() const {
   if (num_elements() != 0 && !inner_contiguous()) {
     raise_value_error(std::string(name_) + " must be contiguous but for its first stride");
+  }
+  return *this;
+}
+
+const Tensor& Tensor::has_heads() const {
+  if (num_elements() != 0 && !inner_contiguous(2)) {
+    raise_value_error(std::string(name_) + " must be contiguous but for its first two strides");
   }
   return *this;
 }
@@ -149,6 +156,10 @@ int64_t Tensor::num_elements() const {
 
 int64_t Tensor::row_stride() const {
   return shape_[0] <= 1 || strides_ == nullptr ? row_elements() : strides_[0];
+}
+
+int64_t Tensor::head_stride() const {
+  return shape_[1] <= 1 || strides_ == nullptr ? row_elements() / (shape_[1] > 0 ? shape_[1] : 1) : strides_[1];
 }
 
 int64_t Tensor::row_elements() const {

@@ -16,6 +16,7 @@ const Kernels kKernels = {
     rope,
     activation,
     paged_attention,
+    mla_attention,
     softcap,
     exp_shifted,
     argmax,

@@ -13,6 +13,7 @@ void add(const AddArgs& args);
 void rope(const RopeArgs& args);
 void activation(const ActivationArgs& args);
 void paged_attention(const AttentionArgs& args);
+void mla_attention(const MlaAttentionArgs& args);
 void softcap(float* logits, int64_t count, float cap);
 void exp_shifted(const float* logits, int64_t count, float shift, float scale, float* out);
 int64_t argmax(const float* logits, int64_t count);

@@ -78,6 +78,18 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
 ) -> None: ...
+def linear_heads(x: Tensor, panels: Tensor, out: Tensor) -> None: ...
+def write_latent(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor) -> None: ...
+def mla_attention(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    scale: float,
+) -> None: ...
 def sample(
     logits: Tensor,
     temperature: Tensor,

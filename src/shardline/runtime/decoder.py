@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from shardline.models.partition import Span, kv_groups
-from shardline.models.spec import Layer
+from shardline.models.spec import MLA, Attention, Layer
 from shardline.runtime.layers.attention import AttentionLayer, RotaryTables
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.layers.embedding import TokenEmbedding
 from shardline.runtime.layers.feed_forward import DenseFeedForward
 from shardline.runtime.layers.lm_head import LMHead
+from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.norm import NormLayer
 from shardline.runtime.ops.add import add
 from shardline.runtime.step import KVGroupInput, StepInput
@@ -23,7 +24,7 @@ class DecoderLayer:
     def __init__(self, context: LayerContext, index: int, spec: Layer, tables: RotaryTables) -> None:
         name = f"layers.{index}"
         self._attention_norm = NormLayer(context, f"{name}.attention_norm", spec.attention_norm)
-        self.attention = AttentionLayer(context, f"{name}.attention", spec.attention, tables)
+        self.attention = _attention(context, f"{name}.attention", spec.attention, tables)
         self._feed_forward_norm = NormLayer(context, f"{name}.feed_forward_norm", spec.feed_forward_norm)
         self._feed_forward = DenseFeedForward(context, f"{name}.feed_forward", spec.feed_forward)
 
@@ -49,6 +50,14 @@ class DecoderLayer:
         if self._post_feed_forward is not None:
             delta = self._post_feed_forward(delta)
         return hidden, delta
+
+
+def _attention(
+    context: LayerContext, name: str, spec: Attention, tables: RotaryTables
+) -> AttentionLayer | LatentAttentionLayer:
+    if isinstance(spec, MLA):
+        return LatentAttentionLayer(context, name, spec, tables)
+    return AttentionLayer(context, name, spec, tables)
 
 
 class DecoderStage:
