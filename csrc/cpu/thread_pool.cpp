@@ -148,6 +148,8 @@ class ThreadPool {
 };
 
 thread_local std::unique_ptr<ThreadPool> pool;
+// Whether the calling thread is inside of a task of its pool, which cannot open a second round.
+thread_local bool in_task = false;
 
 struct Scratch {
   void* data = nullptr;
@@ -159,8 +161,10 @@ thread_local Scratch scratch;
 }  // namespace
 
 void run_tasks(int64_t num_tasks, TaskFunction function, void* context) {
-  if (pool && num_tasks > 1) {
+  if (pool && num_tasks > 1 && !in_task) {
+    in_task = true;
     pool->run(num_tasks, function, context);
+    in_task = false;
     return;
   }
   for (int64_t task = 0; task < num_tasks; ++task) function(context, task);

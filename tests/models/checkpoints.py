@@ -22,6 +22,7 @@ _SHAPE = {
     **_TOKENS,
 }
 _GEMMA = {**_SHAPE, "head_dim": 20}
+_EXPERTS = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, _SHAPE),
     "mistral": (transformers.MistralConfig, {**_SHAPE, "head_dim": 24, "sliding_window": 8}),
@@ -34,6 +35,18 @@ _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
         {**_GEMMA, "num_hidden_layers": 7, "sliding_window": 8, "query_pre_attn_scalar": 30},
     ),
     "phi3": (transformers.Phi3Config, _SHAPE),
+    "mixtral": (
+        transformers.MixtralConfig,
+        {**_SHAPE, "intermediate_size": 56, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        {**_SHAPE, **_EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2},
+    ),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {**_SHAPE, **_EXPERTS, "head_dim": 24, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
     "gpt2": (
         transformers.GPT2Config,
         {
@@ -48,6 +61,11 @@ _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
     ),
 }
 FAMILIES = tuple(_CONFIGS)
+
+
+def has_experts(family: str) -> bool:
+    """Whether the family's models are mixtures of experts."""
+    return "num_experts_per_tok" in _CONFIGS[family][1]
 
 
 class Variant(NamedTuple):
@@ -133,6 +151,29 @@ VARIANTS: dict[str, Variant] = {
     "phi3-longrope-short": Variant("phi3", _LONGROPE, 30),
     "phi3-longrope-long": Variant("phi3", _LONGROPE, 48),
     "phi3-partial": Variant("phi3", _NARROW_LONGROPE, 48),
+    "mixtral-window": Variant("mixtral", {"sliding_window": 7, "num_experts_per_tok": 1}),
+    "qwen2_moe-window": Variant(
+        "qwen2_moe",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 3,
+            "qkv_bias": False,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "qwen3_moe-biased-window": Variant(
+        "qwen3_moe",
+        {
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gpt2-scaled": Variant("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 72}),
     "gpt2-unscaled": Variant(
         "gpt2", {"scale_attn_weights": False, "activation_function": "relu", "tie_word_embeddings": False}
@@ -149,7 +190,9 @@ def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
 def make_model(family: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
     """A float32 model with weights so large that every part of it shows in the logits."""
     config = make_config(family, **overrides)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():
@@ -157,8 +200,8 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> transformers.Pre
                 values = torch.randn(parameter.shape, generator=generator)
                 if isinstance(module, nn.Embedding):
                     values *= 0.3
-                elif parameter.dim() == 2:
-                    values *= parameter.shape[1] ** -0.5
+                elif parameter.dim() >= 2:
+                    values *= parameter.shape[-1] ** -0.5
                 elif name == "bias":
                     values *= 0.2
                 else:

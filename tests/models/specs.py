@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, Norm
+from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, MoE, Norm, Routing
 
 
 @st.composite
@@ -17,6 +17,11 @@ def decoder_specs(draw: st.DrawFn, max_layers: int = 8) -> DecoderSpec:
     head_dim = draw(st.integers(1, 5))
     num_heads = num_kv_heads * draw(st.integers(1, 4))
     intermediate_size = draw(st.integers(8, 40))
+    dense = Dense(intermediate_size, "silu", gated=gated, bias=bias)
+    shared = dense if draw(st.booleans()) else None
+    moe = MoE(
+        Routing(draw(st.integers(6, 9)), 2, correction_bias=draw(st.booleans())), dense, shared, shared is not None
+    )
     layers = tuple(
         Layer(
             GQA(
@@ -29,13 +34,15 @@ def decoder_specs(draw: st.DrawFn, max_layers: int = 8) -> DecoderSpec:
                 output_bias=output_bias,
                 qk_norm=extra_norm,
             ),
-            Dense(intermediate_size, "silu", gated=gated, bias=bias),
+            moe if sparse else dense,
             norm,
             norm,
             extra_norm,
             extra_norm,
         )
-        for window in draw(st.lists(st.sampled_from([None, None, 4, 7]), min_size=1, max_size=max_layers))
+        for window, sparse in draw(
+            st.lists(st.tuples(st.sampled_from([None, None, 4, 7]), st.booleans()), min_size=1, max_size=max_layers)
+        )
     )
     return DecoderSpec(
         model_type="llama",

@@ -54,6 +54,11 @@ class ReplicaSetup:
         return cast(Numerics, self.config.parallel.numerics)
 
     @property
+    def expert_parallel(self) -> bool:
+        """Whether each expert is whole, on one rank of a tensor-parallel group."""
+        return self.config.parallel.enable_expert_parallel
+
+    @property
     def quantization(self) -> str | None:
         """Name of the scheme in which linear weights are held; None: in `dtype`."""
         return self.config.model.quantization
