@@ -120,6 +120,7 @@ class Worker:
                 weights=open_weights(setup.files, setup.spec, setup.config.model),
                 on_loaded=count,
                 expert_parallel=setup.expert_parallel,
+                expert_load=torch.from_numpy(load) if (load := self._groups.expert_load).size else None,
             )
             return DecoderStage(context, layers), loaded
 
