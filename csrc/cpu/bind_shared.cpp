@@ -122,6 +122,37 @@ class PySharedGroup {
     gather(local, parts, out, timeout_s);
   }
 
+  void all_to_all_rows(nb::handle local_object, nb::handle counts_object, nb::handle out_object,
+                       std::optional<double> timeout_s) {
+    const Tensor local(local_object, "local"), counts_tensor(counts_object, "counts"), out(out_object, "out");
+    const int64_t size = group_.size(), rank = group_.rank();
+    counts_tensor.is(DType::kInt64).has_shape({size, size}).is_contiguous();
+    local.has_shape({-1, -1}).is_contiguous();
+    out.same_dtype(local).has_shape({-1, local.size(1)}).is_contiguous();
+    if (rank < 0) raise_value_error("an observer takes no part in collectives");
+    const int64_t* counts = counts_tensor.as<int64_t>();
+    int64_t sent = 0, received = 0;
+    for (int64_t r = 0; r < size; ++r) {
+      sent += counts[rank * size + r];
+      received += counts[r * size + rank];
+    }
+    for (int64_t i = 0; i < size * size; ++i) {
+      if (counts[i] < 0) raise_value_error("sizes must not be negative");
+    }
+    if (sent > local.size(0) || received > out.size(0)) {
+      raise_value_error("counts name " + std::to_string(sent) + " rows to send and " + std::to_string(received) +
+                        " to receive, local and out have " + std::to_string(local.size(0)) + " and " +
+                        std::to_string(out.size(0)));
+    }
+    WaitStatus status;
+    {
+      nb::gil_scoped_release release;
+      status = group_.all_to_all_rows(local.data(), counts, local.size(1) * item_size(local), out.data(),
+                                      seconds(timeout_s), interrupted);
+    }
+    check(status, timeout_s);
+  }
+
   void all_reduce_sum(nb::handle x_object, std::optional<double> timeout_s) {
     const Tensor x(x_object, "x");
     x.is_floating().is_contiguous();
@@ -274,6 +305,8 @@ void bind_shared(nb::module_& m) {
       .def("all_gather_columns", &PySharedGroup::all_gather_columns, "local"_a, "widths"_a, "out"_a,
            "timeout_s"_a.none() = nb::none())
       .def("all_gather_rows", &PySharedGroup::all_gather_rows, "local"_a, "counts"_a, "out"_a,
+           "timeout_s"_a.none() = nb::none())
+      .def("all_to_all_rows", &PySharedGroup::all_to_all_rows, "local"_a, "counts"_a, "out"_a,
            "timeout_s"_a.none() = nb::none())
       .def("all_reduce_sum", &PySharedGroup::all_reduce_sum, "x"_a, "timeout_s"_a.none() = nb::none())
       .def("abort", &PySharedGroup::abort)
