@@ -2,8 +2,15 @@
 
 #include <nanobind/nanobind.h>
 
+#include <string>
+
+#include "kernels.h"
+
 namespace shardline {
 
+Activation activation_named(const std::string& name);
+
+void bind_experts(nanobind::module_& m);
 void bind_ops(nanobind::module_& m);
 void bind_mla(nanobind::module_& m);
 void bind_program(nanobind::module_& m);

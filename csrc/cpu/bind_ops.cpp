@@ -155,6 +155,8 @@ void apply_rope(nb::handle x_object, nb::handle positions_object, nb::handle tab
   });
 }
 
+}  // namespace
+
 Activation activation_named(const std::string& name) {
   if (name == "silu") return Activation::kSilu;
   if (name == "gelu_tanh") return Activation::kGeluTanh;
@@ -162,6 +164,8 @@ Activation activation_named(const std::string& name) {
   if (name == "relu") return Activation::kRelu;
   raise_value_error("unknown activation '" + name + "'; known: silu, gelu_tanh, gelu, relu");
 }
+
+namespace {
 
 void activation(nb::handle x_object, nb::handle out_object, const std::string& name, bool gated) {
   const Tensor x(x_object, "x"), out(out_object, "out");

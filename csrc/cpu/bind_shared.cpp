@@ -122,6 +122,21 @@ class PySharedGroup {
     gather(local, parts, out, timeout_s);
   }
 
+  void all_to_all_rows(nb::handle local_object, nb::handle counts_object, nb::handle out_object,
+                       std::optional<double> timeout_s) {
+    const Tensor local(local_object, "local"), counts_tensor(counts_object, "counts"), out(out_object, "out");
+    counts_tensor.is(DType::kInt64).has_shape({group_.size(), group_.size()}).is_contiguous();
+    local.has_shape({-1, -1}).is_contiguous();
+    out.same_dtype(local).has_shape({-1, local.size(1)}).is_contiguous();
+    if (group_.rank() < 0) raise_value_error("an observer takes no part in collectives");
+    exchange(timeout_s, [this, timeout_s, counts = counts_tensor.as<int64_t>(), from = local.data(), to = out.data(),
+                         local_rows = local.size(0), out_rows = out.size(0),
+                         row_bytes = local.size(1) * item_size(local)] {
+      check_exchange(counts, local_rows, out_rows);
+      return group_.all_to_all_rows(from, counts, row_bytes, to, seconds(timeout_s), interrupted);
+    });
+  }
+
   void all_reduce_sum(nb::handle x_object, std::optional<double> timeout_s) {
     const Tensor x(x_object, "x");
     x.is_floating().is_contiguous();
@@ -148,6 +163,24 @@ class PySharedGroup {
       if (count < 0) raise_value_error("sizes must not be negative");
     }
     if (group_.rank() < 0) raise_value_error("an observer takes no part in collectives");
+  }
+
+  // counts [size, size]: rows that each rank sends to each other.
+  void check_exchange(const int64_t* counts, int64_t local_rows, int64_t out_rows) const {
+    const int64_t size = group_.size(), rank = group_.rank();
+    int64_t sent = 0, received = 0;
+    for (int64_t i = 0; i < size * size; ++i) {
+      if (counts[i] < 0) raise_value_error("sizes must not be negative");
+    }
+    for (int64_t r = 0; r < size; ++r) {
+      sent += counts[rank * size + r];
+      received += counts[r * size + rank];
+    }
+    if (sent > local_rows || received > out_rows) {
+      raise_value_error("counts name " + std::to_string(sent) + " rows to send and " + std::to_string(received) +
+                        " to receive, local and out have " + std::to_string(local_rows) + " and " +
+                        std::to_string(out_rows));
+    }
   }
 
   int64_t own(const std::vector<int64_t>& counts) const { return counts[static_cast<size_t>(group_.rank())]; }
@@ -287,6 +320,8 @@ void bind_shared(nb::module_& m) {
       .def("all_gather_columns", &PySharedGroup::all_gather_columns, "local"_a, "widths"_a, "out"_a,
            "timeout_s"_a.none() = nb::none())
       .def("all_gather_rows", &PySharedGroup::all_gather_rows, "local"_a, "counts"_a, "out"_a,
+           "timeout_s"_a.none() = nb::none())
+      .def("all_to_all_rows", &PySharedGroup::all_to_all_rows, "local"_a, "counts"_a, "out"_a,
            "timeout_s"_a.none() = nb::none())
       .def("all_reduce_sum", &PySharedGroup::all_reduce_sum, "x"_a, "timeout_s"_a.none() = nb::none())
       .def("abort", &PySharedGroup::abort)

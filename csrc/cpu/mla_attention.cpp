@@ -15,6 +15,7 @@ namespace {
 constexpr int64_t kSplitKeys = 512;
 constexpr int64_t kPackedKeys = 128;  // whose values are packed at a time, so that they stay in L2
 constexpr int64_t kPanelDims = 16;
+constexpr int64_t kPanelStride = (kPackedKeys + 1) * kPanelDims;  // no power of two: panels would share cache sets
 constexpr int kMaxVectors = 4;  // of rows in a tile
 constexpr int64_t kMaxRows = kMaxVectors * kLanes;
 constexpr int64_t kMaxPartialBytes = 64 << 20;
@@ -36,7 +37,7 @@ inline F32 multiply_add(F32 sum, I32 a, I32 b) {
   }
 }
 
-inline I32 load_words(const int32_t* p) {
+inline I32 load_words(const void* p) {
   I32 v;
   __builtin_memcpy(&v, p, sizeof v);
   return v;
@@ -107,15 +108,16 @@ class Tile {
         index_(index),
         vectors_(static_cast<int>(ceil_div(index.num_rows, kLanes))),
         first_token_(args.query_starts[index.sequence]),
-        first_position_(args.context_lens[index.sequence] - (args.query_starts[index.sequence + 1] - first_token_)) {}
+        first_position_(args.context_lens[index.sequence] - (args.query_starts[index.sequence + 1] - first_token_)),
+        words_(ceil_div(args.latent_dim + args.rope_dim, kPerWord<T>)) {}
 
   static int64_t padded_dims(const MlaAttentionArgs& args) {
     return ceil_div(args.latent_dim, kPanelDims) * kPanelDims;
   }
   static int64_t output_size(const MlaAttentionArgs& args) { return padded_dims(args) * kMaxRows; }
   static size_t scratch_bytes(const MlaAttentionArgs& args) {
-    const int64_t words = (kLanes + kMaxRows) * query_words(args) + (kSplitKeys + kSums) * kMaxRows +
-                          kSplitKeys * kMaxRows + kPackedKeys * padded_dims(args) + 2 * output_size(args) +
+    const int64_t words = (2 * kLanes + kMaxRows) * query_words(args) + (kSplitKeys + kSums) * kMaxRows +
+                          kSplitKeys * kMaxRows + kPanelStride * padded_dims(args) / kPanelDims + 2 * output_size(args) +
                           4 * kMaxRows;
     return static_cast<size_t>(words) * 4 + kSplitKeys * sizeof(T*) + 16 * 64;
   }
@@ -123,9 +125,10 @@ class Tile {
   // Takes what attend() needs, and packs the queries.
   void prepare(Memory& memory) {
     queries_ = memory.take<int32_t>(kMaxRows * query_words(args_));
+    packed_keys_ = memory.take<int32_t>(kLanes * query_words(args_));
     scores_ = memory.take<float>((kSplitKeys + kSums) * kMaxRows);
     weights_ = memory.take<int32_t>(kSplitKeys * kMaxRows);
-    values_ = memory.take<int32_t>(kPackedKeys * padded_dims(args_));
+    values_ = memory.take<int32_t>(kPanelStride * padded_dims(args_) / kPanelDims);
     keys_ = memory.take<const T*>(kSplitKeys);
     int32_t* rows = memory.take<int32_t>(kLanes * query_words(args_));
     for (int v = 0; v < vectors_; ++v) pack_queries(v, rows);
@@ -246,7 +249,10 @@ class Tile {
       most = max64(most, end[v][kLanes - 1]);
     }
     find_keys(split, most);
-    for (int64_t key = 0; key < most; key += broadcasts(kVectors)) score_keys<kVectors>(key, most);
+    for (int64_t key = 0; key < most; key += kLanes) {
+      pack_keys(key, most);
+      for (int64_t j = 0; j < kLanes && key + j < most; j += broadcasts(kVectors)) score_keys<kVectors>(key + j, j, most);
+    }
     for (int v = 0; v < kVectors; ++v) weigh_scores<kVectors>(v, end[v], most, partial);
     // Words of keys that all rows see, and of those that some do. One that a row does not see must not be added with a
     // weight of zero, which would turn an infinite value of a later token into NaN.
@@ -259,34 +265,65 @@ class Tile {
     }
   }
 
-  // Scores of the keys [first, first + broadcasts), as they come: not scaled, keys from `num_keys` on mean nothing.
-  template <int kVectors>
-  void score_keys(int64_t first, int64_t num_keys) {
-    constexpr int kKeys = broadcasts(kVectors);
-    const T* key[kKeys];
-    for (int j = 0; j < kKeys; ++j) key[j] = keys_[min64(first + j, num_keys - 1)];
-    const int64_t dims = args_.latent_dim + args_.rope_dim, words = dims / kPerWord<T>;
-    F32 sums[kKeys][kVectors] = {};
-    for (int64_t word = 0; word < words; ++word) {
-      I32 query[kVectors];
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) query[v] = load_words(queries_ + (word * kVectors + v) * kLanes);
-#pragma GCC unroll 16
-      for (int j = 0; j < kKeys; ++j) {
-        const I32 dim = broadcast_int(word_at(key[j] + word * kPerWord<T>));
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) sums[j][v] = multiply_add<T>(sums[j][v], dim, query[v]);
-      }
+  // The keys [first, first + kLanes) as [word][key], so that one address reaches all of them; past `num_keys` the last.
+  void pack_keys(int64_t first, int64_t num_keys) {
+    const int64_t dims = args_.latent_dim + args_.rope_dim, whole = dims / (kLanes * kPerWord<T>) * kLanes;
+    const T* key[kLanes];
+    for (int j = 0; j < kLanes; ++j) key[j] = keys_[min64(first + j, num_keys - 1)];
+    for (int64_t word = 0; word < whole; word += kLanes) {
+      pack_words(word, [&](int j) { return load_words(key[j] + word * kPerWord<T>); });
     }
-    if (words * kPerWord<T> < dims) {  // half a pair
+    if (whole == words_) return;
+    pack_words(whole, [&](int j) {
+      alignas(64) T padded[kLanes * kPerWord<T>] = {};
+      const int64_t from = whole * kPerWord<T>;
+      __builtin_memcpy(padded, key[j] + from, static_cast<size_t>(dims - from) * sizeof(T));
+      return load_words(padded);
+    });
+  }
+
+  template <class Load>
+  void pack_words(int64_t word, const Load& load) {
+    I32 block[kLanes];
 #pragma GCC unroll 16
-      for (int j = 0; j < kKeys; ++j) {
-        T pair[2] = {key[j][dims - 1], T{}};
-        const I32 dim = broadcast_int(word_at(pair));
+    for (int j = 0; j < kLanes; ++j) block[j] = load(j);
+    transpose(block);
+#pragma GCC unroll 16
+    for (int j = 0; j < kLanes; ++j) store_words(packed_keys_ + (word + j) * kLanes, block[j]);
+  }
+
+  // Blocks lie anywhere in memory, so the hardware cannot guess which comes next.
+  void prefetch_key(int64_t key, int64_t num_keys) const {
+    if (key >= num_keys) return;
+    const int64_t row_bytes = (args_.latent_dim + args_.rope_dim) * static_cast<int64_t>(sizeof(T));
+    for (int64_t byte = 0; byte < row_bytes; byte += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(keys_[key]) + byte);
+    }
+  }
+
+  // Scores of the kKeys packed keys from `offset` on, which are the split's from `first` on, not yet scaled; meanwhile
+  // the keys that are packed next are fetched.
+  template <int kVectors>
+  void score_keys(int64_t first, int64_t offset, int64_t num_keys) {
+    constexpr int kKeys = broadcasts(kVectors);
+    F32 sums[kKeys][kVectors] = {};
+    const int32_t* query = queries_;
+    const int32_t* key = packed_keys_ + offset;
+    int64_t word = 0;
+    for (int piece = 0; piece < kKeys; ++piece) {
+      prefetch_key(first + kLanes + piece, num_keys);
+      for (const int64_t end = words_ * (piece + 1) / kKeys; word < end; ++word) {
+        I32 column[kVectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-          sums[j][v] = multiply_add<T>(sums[j][v], dim, load_words(queries_ + (words * kVectors + v) * kLanes));
+        for (int v = 0; v < kVectors; ++v) column[v] = load_words(query + v * kLanes);
+#pragma GCC unroll 16
+        for (int j = 0; j < kKeys; ++j) {
+          const I32 dim = broadcast_int(key[j]);
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) sums[j][v] = multiply_add<T>(sums[j][v], dim, column[v]);
         }
+        query += kVectors * kLanes;
+        key += kLanes;
       }
     }
 #pragma GCC unroll 16
@@ -331,7 +368,7 @@ class Tile {
       const int64_t key = word * kPerWord<T>;
       const bool whole = key + kPerWord<T> <= num_keys;
       for (int64_t panel = 0; panel * kPanelDims < dims; ++panel) {
-        int32_t* to = values_ + (panel * (last - first) + word - first) * kPanelDims;
+        int32_t* to = values_ + panel * kPanelStride + (word - first) * kPanelDims;
         for (int64_t i = 0; i < kPanelDims; i += kLanes) {
           const int64_t dim = panel * kPanelDims + i, n = max64(0, dims - dim);
           I32 packed = (I32)load_n(keys_[key] + dim, n);
@@ -349,7 +386,7 @@ class Tile {
   void add_values(int64_t first, int64_t last, int64_t common, const I32 (&end)[kVectors], float* output) {
     constexpr int kDims = broadcasts(kVectors);
     for (int64_t dim = 0; dim < args_.latent_dim; dim += kDims) {
-      const int32_t* panel = values_ + dim / kPanelDims * (last - first) * kPanelDims + dim % kPanelDims;
+      const int32_t* panel = values_ + dim / kPanelDims * kPanelStride + dim % kPanelDims;
       F32 sums[kDims][kVectors];
 #pragma GCC unroll 16
       for (int d = 0; d < kDims; ++d) {
@@ -406,7 +443,9 @@ class Tile {
   const TileIndex index_;
   const int vectors_;
   const int64_t first_token_, first_position_;
-  int32_t* queries_ = nullptr;  // [query_words][rows]
+  const int64_t words_;         // of a query or key
+  int32_t* queries_ = nullptr;  // [words][rows]
+  int32_t* packed_keys_ = nullptr;
   float* scores_ = nullptr;     // [kSplitKeys + kSums][rows]
   int32_t* weights_ = nullptr;  // [words of keys][rows]
   int32_t* values_ = nullptr;   // see pack_values

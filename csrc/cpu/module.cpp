@@ -24,6 +24,7 @@ NB_MODULE(_cpu, m) {
         set_num_threads(count, pin);
       },
       "num_threads"_a, "pin"_a = std::vector<int>());
+  bind_experts(m);
   bind_ops(m);
   bind_mla(m);
   bind_program(m);

@@ -158,6 +158,59 @@ WaitStatus SharedGroup::all_gather(const void* local, const std::vector<GatherPa
   return WaitStatus::kDone;
 }
 
+WaitStatus SharedGroup::all_to_all_rows(const void* local, const int64_t* counts, int64_t row_bytes, void* out,
+                                        double timeout_s, bool (*interrupted)()) {
+  const WaitLimits limits = this->limits(timeout_s, interrupted);
+  // A rank's rows for itself stay where they are: `skipped` of its bytes, from `start` on, are not sent.
+  struct Stream {
+    int64_t bytes = 0, mine = 0, start = 0, skipped = 0;  // sent; first for this rank; first for itself; for itself
+  };
+  std::vector<Stream> streams(static_cast<size_t>(size_));
+  int64_t longest = 0;
+  for (int from = 0; from < size_; ++from) {
+    Stream& stream = streams[static_cast<size_t>(from)];
+    for (int to = 0; to < size_; ++to) {
+      const int64_t bytes = counts[from * size_ + to] * row_bytes;
+      if (to == rank_) stream.mine = stream.bytes;
+      if (to == from) stream.start = stream.bytes;
+      (to == from ? stream.skipped : stream.bytes) += bytes;
+    }
+    longest = std::max(longest, stream.bytes);
+  }
+  const Stream& own = streams[static_cast<size_t>(rank_)];
+  const char* rows = static_cast<const char*>(local);
+  for (int64_t begin = 0; begin < longest || begin == 0; begin += slab_bytes_) {
+    const int64_t own_end = std::min(own.bytes, begin + slab_bytes_);
+    const int64_t before = std::max(begin, std::min(own_end, own.start));
+    if (begin < before) std::memcpy(slab(rank_), rows + begin, static_cast<size_t>(before - begin));
+    if (before < own_end) {
+      std::memcpy(slab(rank_) + (before - begin), rows + before + own.skipped, static_cast<size_t>(own_end - before));
+    }
+    announce(own.bytes);
+    std::vector<const char*> slabs;
+    for (int r = 0; r < size_; ++r) slabs.push_back(slab(r));
+    const WaitStatus status = arrive_and_wait(limits);
+    if (status != WaitStatus::kDone) return status;
+    char* to = static_cast<char*>(out);
+    for (int from = 0; from < size_; ++from) {
+      const Stream& stream = streams[static_cast<size_t>(from)];
+      const int64_t bytes = counts[from * size_ + rank_] * row_bytes;
+      check_announced(from, stream.bytes);
+      if (from == rank_) {
+        if (begin == 0) std::memcpy(to, rows + own.start, static_cast<size_t>(bytes));
+      } else {
+        const int64_t first = std::max(begin, stream.mine), last = std::min(begin + slab_bytes_, stream.mine + bytes);
+        if (first < last) {
+          std::memcpy(to + (first - stream.mine), slabs[static_cast<size_t>(from)] + (first - begin),
+                      static_cast<size_t>(last - first));
+        }
+      }
+      to += bytes;
+    }
+  }
+  return WaitStatus::kDone;
+}
+
 WaitStatus SharedGroup::all_reduce_sum(void* x, int64_t count, DType dtype, double timeout_s,
                                        bool (*interrupted)()) {
   const WaitLimits limits = this->limits(timeout_s, interrupted);

@@ -34,6 +34,10 @@ class SharedGroup {
   // parts[r] describes rank r's data; `local` is this rank's, contiguous.
   WaitStatus all_gather(const void* local, const std::vector<GatherPart>& parts, void* out, double timeout_s,
                         bool (*interrupted)());
+  // Rows of `row_bytes` from every rank to every other: counts[from * size + to], the same on all ranks. `local` has the
+  // rows for each rank, one rank after another; `out` gets those from each rank.
+  WaitStatus all_to_all_rows(const void* local, const int64_t* counts, int64_t row_bytes, void* out, double timeout_s,
+                             bool (*interrupted)());
   // x becomes the sum over ranks, added in rank order in fp32 and rounded once.
   WaitStatus all_reduce_sum(void* x, int64_t count, DType dtype, double timeout_s, bool (*interrupted)());
 

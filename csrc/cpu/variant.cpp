@@ -25,6 +25,7 @@ const Kernels kKernels = {
     linear_int8,
     pack_int4,
     linear_int4,
+    combine,
 };
 
 }  // namespace shardline::SHARDLINE_ISA

@@ -22,5 +22,6 @@ void pack_int8(const PackQuantizedArgs& args);
 void linear_int8(const QuantizedLinearArgs& args);
 void pack_int4(const PackQuantizedArgs& args);
 void linear_int4(const QuantizedLinearArgs& args);
+void combine(const CombineArgs& args);
 
 }  // namespace shardline::SHARDLINE_ISA

@@ -30,6 +30,59 @@ def linear(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor) -> None:
 def quantize_rows(x: Tensor, values: Tensor, scales: Tensor, sums: Tensor) -> None: ...
 def pack_int8(weight: Tensor, panels: Tensor, scales: Tensor) -> None: ...
 def pack_int4(weight: Tensor, panels: Tensor) -> None: ...
+def route_experts(
+    logits: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    weights: Tensor,
+    shared_scale: Tensor | None,
+    counts: Tensor | None,
+    sigmoid: bool,
+    normalized: bool,
+    scale: float,
+    num_experts: int,
+    num_groups: int,
+    top_groups: int,
+    top2_sum: bool,
+) -> None: ...
+def expert_up(
+    x: Tensor,
+    ids: Tensor,
+    first_expert: int,
+    compact: bool,
+    panels: Tensor,
+    scales: Tensor | None,
+    activation: str,
+    gated: bool,
+    out: Tensor,
+) -> None: ...
+def expert_down(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    first_expert: int,
+    panels: Tensor,
+    scales: Tensor | None,
+    shared: Tensor | None,
+    shared_scale: Tensor | None,
+    out: Tensor,
+) -> None: ...
+def expert_slots(
+    x: Tensor, ids: Tensor, first_expert: int, panels: Tensor, scales: Tensor | None, out: Tensor
+) -> None: ...
+def combine_slots(
+    rows: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    expert_bounds: Tensor,
+    shared: Tensor | None,
+    shared_scale: Tensor | None,
+    out: Tensor,
+) -> None: ...
+def count_exchanged(
+    ids: Tensor, token_bounds: Sequence[int], expert_bounds: Tensor, row_counts: Tensor, slot_counts: Tensor
+) -> None: ...
+def pack_dispatch(x: Tensor, ids: Tensor, expert_bounds: Tensor, out: Tensor) -> None: ...
 def linear_int8(
     values: Tensor,
     scales: Tensor,
@@ -146,6 +199,7 @@ class SharedGroup:
     def all_gather_rows(
         self, local: Tensor, counts: Sequence[int], out: Tensor, timeout_s: float | None = None
     ) -> None: ...
+    def all_to_all_rows(self, local: Tensor, counts: Tensor, out: Tensor, timeout_s: float | None = None) -> None: ...
     def all_reduce_sum(self, x: Tensor, timeout_s: float | None = None) -> None: ...
     def abort(self) -> None: ...
     @property

@@ -192,6 +192,19 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
+class ExpertLoad(msgspec.Struct, frozen=True, array_like=True):
+    """How tokens were spread over experts since the engine's start; a token counts once for each expert it chose."""
+
+    expert_tokens: list[int]
+    """Of each expert, summed over layers."""
+    rank_tokens: list[int]
+    """Of the experts that each rank of the replica has, summed over its layers."""
+    expert_imbalance: float
+    """Tokens of a layer's busiest expert over the mean of its experts, averaged over layers; 1 is even."""
+    rank_imbalance: float
+    """The same over the ranks that share a layer."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Counters of one engine since its start, and gauges of now."""
 
@@ -212,6 +225,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Sum of the workers' step times."""
     engine_seconds: float = 0.0
     """Sum of the engine loop's own time, all but waiting for workers."""
+    experts: ExpertLoad | None = None
+    """About a second old while the engine is busy; None: the model has no experts."""
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from shardline.config.engine import EngineConfig
 from shardline.engine import host_memory
@@ -68,6 +69,24 @@ def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_refusals(options: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         resolve(EngineConfig.from_options(**options))
+
+
+def test_experts_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    model = str(make_checkpoint("mixtral", tmp_path / "model", num_local_experts=3))
+    whole = {"model": model, "enable_expert_parallel": True}
+    assert setup(tensor_parallel_size=3, **whole).expert_parallel
+    with pytest.raises(ValueError, match=r"4 ranks .* cannot share 3; use tensor_parallel_size 3 or less"):
+        resolve(EngineConfig.from_options(tensor_parallel_size=4, **whole))
+    assert setup(model=model, tensor_parallel_size=4).grid.tensor == 4
+
+
+def test_a_missing_expert_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    model = make_checkpoint("qwen3_moe", tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    del weights["model.layers.2.mlp.experts.7.down_proj.weight"]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.2\.mlp\.experts\.7\.down_proj\.weight is missing"):
+        resolve(EngineConfig.from_options(model=str(model)))
 
 
 def test_memory_that_is_asked_for_must_be_there() -> None:

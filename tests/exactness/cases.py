@@ -7,6 +7,10 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from tests.models.checkpoints import FAMILIES, has_experts
+
+WHOLE_EXPERTS = "whole-experts"
+
 
 class Case(NamedTuple):
     """One way of computing the same requests."""
@@ -25,6 +29,8 @@ class Case(NamedTuple):
     memory: str
     """roomy; tight: so few KV blocks that sequences are preempted."""
     quantization: str
+    experts: str
+    """split-experts: a part of every one on each rank; whole-experts: some on each, where the family has any."""
 
     @property
     def name(self) -> str:
@@ -34,8 +40,15 @@ class Case(NamedTuple):
 
     @property
     def possible(self) -> bool:
-        """Preemption needs several sequences at once; the rest combines freely."""
-        return not (self.memory == "tight" and self.batch == "alone")
+        """Preemption needs several sequences at once, and whole experts a model with experts."""
+        return all(_meet(a, b) for a, b in itertools.combinations(self, 2))
+
+
+def _meet(a: Any, b: Any) -> bool:
+    """Whether two values, in the order of the axes, can be in one case."""
+    if b == WHOLE_EXPERTS and a in FAMILIES:
+        return has_experts(a)
+    return (a, b) != ("alone", "tight")
 
 
 def axes(families: Sequence[str]) -> list[tuple[Any, ...]]:
@@ -51,6 +64,7 @@ def axes(families: Sequence[str]) -> list[tuple[Any, ...]]:
         ("off", "cold", "warm"),
         ("roomy", "tight"),
         ("none", "int8", "int4"),
+        ("split-experts", WHOLE_EXPERTS),
     ]
 
 
@@ -68,7 +82,7 @@ def pairwise_sample(families: Sequence[str], seed: int = 0) -> list[Case]:
         for i, j in itertools.combinations(range(len(values)), 2)
         for a in values[i]
         for b in values[j]
-        if {a, b} != {"tight", "alone"}
+        if _meet(a, b)
     }
     cases: list[Case] = []
     while missing:

@@ -17,7 +17,7 @@ from shardline.models.kv_capacity import blocks_per_request
 from shardline.runtime.replay import DecodeReplay
 from shardline.runtime.setup import prepare
 from shardline.types import EngineStats, Request, SamplingParams
-from tests.exactness.cases import Case
+from tests.exactness.cases import WHOLE_EXPERTS, Case
 
 BLOCK_SIZE = 4
 """Small, so that short prompts cross many block bounds."""
@@ -131,6 +131,7 @@ def run_case(model: Path, case: Case, requests: Sequence[Request]) -> tuple[dict
         "quantization": case.quantization,
         "enable_prefix_caching": case.cache != "off",
         "max_num_batched_tokens": max_step_tokens,
+        "enable_expert_parallel": case.experts == WHOLE_EXPERTS,
     }
     answers: dict[str, Answer] = {}
     stats = []

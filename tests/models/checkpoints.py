@@ -25,14 +25,21 @@ _GEMMA = {**_SHAPE, "head_dim": 20}
 _DEEPSEEK = {
     **_SHAPE,
     "num_key_value_heads": 4,
-    "first_k_dense_replace": 99,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 12,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.7,
     "q_lora_rank": 40,
     "kv_lora_rank": 24,
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
-    "num_experts_per_tok": 2,
 }
+_EXPERTS = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, _SHAPE),
     "mistral": (transformers.MistralConfig, {**_SHAPE, "head_dim": 24, "sliding_window": 8}),
@@ -45,6 +52,18 @@ _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
         {**_GEMMA, "num_hidden_layers": 7, "sliding_window": 8, "query_pre_attn_scalar": 30},
     ),
     "phi3": (transformers.Phi3Config, _SHAPE),
+    "mixtral": (
+        transformers.MixtralConfig,
+        {**_SHAPE, "intermediate_size": 56, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        {**_SHAPE, **_EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2},
+    ),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {**_SHAPE, **_EXPERTS, "head_dim": 24, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
     "gpt2": (
         transformers.GPT2Config,
         {
@@ -61,6 +80,11 @@ _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
     "deepseek_v3": (transformers.DeepseekV3Config, _DEEPSEEK),
 }
 FAMILIES = tuple(_CONFIGS)
+
+
+def has_experts(family: str) -> bool:
+    """Whether the family's models are mixtures of experts."""
+    return "num_experts_per_tok" in _CONFIGS[family][1]
 
 
 class Variant(NamedTuple):
@@ -156,10 +180,43 @@ VARIANTS: dict[str, Variant] = {
     "phi3-longrope-long": Variant("phi3", _LONGROPE, 48),
     "phi3-partial": Variant("phi3", _NARROW_LONGROPE, 48),
     "deepseek_v2-q-lora-yarn": Variant("deepseek_v2", {"q_lora_rank": 24, "mlp_bias": True, **_YARN_MSCALE}),
-    "deepseek_v2-biased": Variant("deepseek_v2", {"attention_bias": True, "v_head_dim": 20}),
-    "deepseek_v3-yarn": Variant("deepseek_v3", {**_YARN_MSCALE, "attention_bias": True}),
+    "deepseek_v2-biased-groups": Variant(
+        "deepseek_v2", {"attention_bias": True, "v_head_dim": 20, "topk_method": "group_limited_greedy"}
+    ),
+    "deepseek_v3-yarn": Variant("deepseek_v3", {**_YARN_MSCALE, "attention_bias": True, "norm_topk_prob": False}),
     "deepseek_v3-halves": Variant(
-        "deepseek_v3", {"rope_interleave": False, "q_lora_rank": None, "tie_word_embeddings": True}
+        "deepseek_v3",
+        {
+            "rope_interleave": False,
+            "q_lora_rank": None,
+            "tie_word_embeddings": True,
+            "first_k_dense_replace": 9,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "mixtral-window": Variant("mixtral", {"sliding_window": 7, "num_experts_per_tok": 1}),
+    "qwen2_moe-window": Variant(
+        "qwen2_moe",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 3,
+            "qkv_bias": False,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "qwen3_moe-biased-window": Variant(
+        "qwen3_moe",
+        {
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "tie_word_embeddings": True,
+        },
     ),
     "gpt2-scaled": Variant("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 72}),
     "gpt2-unscaled": Variant(
@@ -177,7 +234,9 @@ def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
 def make_model(family: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
     """A float32 model with weights so large that every part of it shows in the logits."""
     config = make_config(family, **overrides)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():
@@ -185,14 +244,17 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> transformers.Pre
                 values = torch.randn(parameter.shape, generator=generator)
                 if isinstance(module, nn.Embedding):
                     values *= 0.3
-                elif parameter.dim() == 2:
-                    values *= parameter.shape[1] ** -0.5
+                elif parameter.dim() >= 2:
+                    values *= parameter.shape[-1] ** -0.5
                 elif name == "bias":
                     values *= 0.2
                 else:
                     # A norm's weight: spread around what it was made with, 1 or 0.
                     values = values * 0.2 + parameter
                 parameter.copy_(values)
+            for name, buffer in module.named_buffers(recurse=False):
+                if name == "e_score_correction_bias":
+                    buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     return model.eval()
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, Norm, Rope
+from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, MoE, Norm, Rope, Routing
 
 Weights = Mapping[str, Tensor]
 
@@ -27,7 +27,9 @@ def forward(spec: DecoderSpec, weights: Weights, token_ids: Tensor) -> Tensor:
             update = _norm(layer.post_attention_norm, own, "post_attention_norm", update)
         hidden = hidden + update
         update = _feed_forward(
-            layer.feed_forward, own, _norm(layer.feed_forward_norm, own, "feed_forward_norm", hidden)
+            layer.feed_forward,
+            _below(own, "feed_forward."),
+            _norm(layer.feed_forward_norm, own, "feed_forward_norm", hidden),
         )
         if layer.post_feed_forward_norm is not None:
             update = _norm(layer.post_feed_forward_norm, own, "post_feed_forward_norm", update)
@@ -103,7 +105,36 @@ def _rotate(rope: Rope, x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([rotated, x[..., 2 * half :]], -1)
 
 
-def _feed_forward(dense: Dense, weights: Weights, hidden: Tensor) -> Tensor:
+def _feed_forward(feed_forward: Dense | MoE, weights: Weights, hidden: Tensor) -> Tensor:
+    if isinstance(feed_forward, Dense):
+        return _dense(feed_forward, weights, hidden)
+    moe = feed_forward
+    chosen = route(moe.routing, hidden @ weights["router.weight"].T, weights.get("router.bias"))
+    output = torch.zeros_like(hidden)
+    for expert in range(moe.routing.num_experts):
+        rows = chosen[:, expert].nonzero()[:, 0]
+        update = _dense(moe.expert, _below(weights, f"experts.{expert}."), hidden[rows])
+        output[rows] += chosen[rows, expert, None] * update
+    if moe.shared is not None:
+        gate = torch.sigmoid(hidden @ weights["shared_gate.weight"].T) if moe.shared_gate else 1.0
+        output = output + gate * _dense(moe.shared, _below(weights, "shared."), hidden)
+    return output
+
+
+def route(routing: Routing, logits: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The weight of every expert for every token [num_tokens, num_experts], zero for those not chosen."""
+    scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
+    eligible = scores if bias is None else scores + bias
+    groups = eligible.view(len(logits), routing.num_groups, -1)
+    best = groups.topk(2, -1)[0].sum(-1) if routing.group_score == "top2_sum" else groups.amax(-1)
+    chosen_groups = torch.zeros_like(best).scatter(1, best.topk(routing.top_groups, -1)[1], 1.0)
+    eligible = groups.masked_fill(chosen_groups[..., None] == 0, -math.inf).flatten(1)
+    ids = eligible.topk(routing.experts_per_token, -1)[1]
+    chosen = torch.zeros_like(scores).scatter(1, ids, scores.gather(1, ids))
+    return (chosen / chosen.sum(-1, keepdim=True) if routing.normalized else chosen) * routing.scale
+
+
+def _dense(dense: Dense, weights: Weights, hidden: Tensor) -> Tensor:
     activations: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": F.silu,
         "gelu": F.gelu,
@@ -111,9 +142,9 @@ def _feed_forward(dense: Dense, weights: Weights, hidden: Tensor) -> Tensor:
         "relu": F.relu,
     }
     act = activations[dense.activation]
-    up = _linear(weights, "feed_forward.up", hidden)
-    inner = act(_linear(weights, "feed_forward.gate", hidden)) * up if dense.gated else act(up)
-    return _linear(weights, "feed_forward.down", inner)
+    up = _linear(weights, "up", hidden)
+    inner = act(_linear(weights, "gate", hidden)) * up if dense.gated else act(up)
+    return _linear(weights, "down", inner)
 
 
 def _norm(norm: Norm, weights: Weights, name: str, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, Layer, Norm, Rope
+from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, Layer, MoE, Norm, Rope, Routing
 
 
 @st.composite
@@ -46,10 +46,15 @@ def decoder_specs(draw: st.DrawFn, max_layers: int = 8) -> DecoderSpec:
     ]
     if draw(st.integers(0, 3)) == 0:
         attentions = [latent] * len(windows)
+    dense = Dense(intermediate_size, "silu", gated=gated, bias=bias)
+    shared = dense if draw(st.booleans()) else None
+    moe = MoE(
+        Routing(draw(st.integers(6, 9)), 2, correction_bias=draw(st.booleans())), dense, shared, shared is not None
+    )
     layers = tuple(
         Layer(
             attention,
-            Dense(intermediate_size, "silu", gated=gated, bias=bias),
+            moe if draw(st.booleans()) else dense,
             norm,
             norm,
             extra_norm,

@@ -86,7 +86,9 @@ def _assert_same_as_transformers(folder: Path, prompt_len: int) -> None:
     )
 
     token_ids = torch.randint(0, 256, (prompt_len,), generator=torch.Generator().manual_seed(1))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager"
+    )
     with torch.no_grad():
         expected = model(token_ids[None]).logits[0]
         actual = forward(spec, weights, token_ids)

@@ -42,8 +42,15 @@ def _fits(spec: DecoderSpec, tp_size: int) -> bool:
 
 
 @settings(max_examples=40, deadline=None)
-@given(spec=decoder_specs(max_layers=2), tp_size=st.integers(1, 6), numerics=st.sampled_from(_NUMERICS))
-def test_shards_cover_every_parameter(spec: DecoderSpec, tp_size: int, numerics: Numerics) -> None:
+@given(
+    spec=decoder_specs(max_layers=2),
+    tp_size=st.integers(1, 6),
+    numerics=st.sampled_from(_NUMERICS),
+    expert_parallel=st.booleans(),
+)
+def test_shards_cover_every_parameter(
+    spec: DecoderSpec, tp_size: int, numerics: Numerics, expert_parallel: bool
+) -> None:
     if not _fits(spec, tp_size):
         return
     replicated_kv = any(
@@ -52,13 +59,14 @@ def test_shards_cover_every_parameter(spec: DecoderSpec, tp_size: int, numerics:
     for name, shape in parameters(spec):
         owners = np.zeros(shape, dtype=int)
         for rank in range(tp_size):
-            spans = shard(name, spec, rank, tp_size, numerics)
+            spans = shard(name, spec, rank, tp_size, numerics, expert_parallel)
             assert len(spans) == len(shape)
             where = tuple(slice(None) if span is None else slice(span.start, span.stop) for span in spans)
             assert owners[where].shape == shard_shape(shape, spans)
             owners[where] += 1
-        whole = "norm" in name or name.startswith("positions")
-        whole |= numerics == "fast" and name.endswith(("attention.o.bias", "feed_forward.down.bias"))
+        whole = "norm" in name or name.startswith("positions") or ".router." in name or ".shared_gate." in name
+        split_input = not (expert_parallel and ".experts." in name)
+        whole |= numerics == "fast" and split_input and name.endswith(("attention.o.bias", ".down.bias"))
         if whole:
             assert (owners == tp_size).all(), name
         elif replicated_kv and (".k." in name or ".v." in name):
@@ -81,10 +89,14 @@ def test_the_split_dim_is_the_output_unless_fast() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    spec=decoder_specs(), tp_size=st.integers(1, 5), num_stages=st.integers(1, 4), numerics=st.sampled_from(_NUMERICS)
+    spec=decoder_specs(),
+    tp_size=st.integers(1, 5),
+    num_stages=st.integers(1, 4),
+    numerics=st.sampled_from(_NUMERICS),
+    expert_parallel=st.booleans(),
 )
 def test_weight_bytes_count_what_each_rank_holds(
-    spec: DecoderSpec, tp_size: int, num_stages: int, numerics: Numerics
+    spec: DecoderSpec, tp_size: int, num_stages: int, numerics: Numerics, expert_parallel: bool
 ) -> None:
     if not _fits(spec, tp_size) or num_stages > len(spec.layers):
         return
@@ -95,16 +107,16 @@ def test_weight_bytes_count_what_each_rank_holds(
         held = dict(stage_parameters(spec, stages[place.pp_rank]))
         everything -= held.keys()
         arrays = [
-            np.empty(shape)[
+            np.empty(shape, np.float32 if name.endswith("router.bias") else np.float16)[
                 tuple(
                     slice(None) if span is None else slice(span.start, span.stop)
-                    for span in shard(name, spec, place.tp_rank, tp_size, numerics)
+                    for span in shard(name, spec, place.tp_rank, tp_size, numerics, expert_parallel)
                 )
             ]
             for name, shape in held.items()
         ]
-        elements = sum(array.size for array in arrays)
-        assert weight_bytes(spec, place, stages, "bfloat16", numerics) == 2 * elements
+        held_bytes = sum(array.nbytes for array in arrays)
+        assert weight_bytes(spec, place, stages, "bfloat16", numerics, None, expert_parallel) == held_bytes
     assert not everything
 
 
@@ -128,6 +140,15 @@ def test_tied_embeddings_count_where_they_are_held() -> None:
     untied = dataclasses.replace(spec, tied_embeddings=False)
     quantized = [weight_bytes(s, place, stages, "bfloat16", quantization="int8") for s in (spec, untied)]
     assert quantized[0] == quantized[1]
+
+
+def test_sizes_of_known_mixtures_of_experts() -> None:
+    qwen = decoder_spec({"model_type": "qwen3_moe", "num_hidden_layers": 48, "head_dim": 128})
+    assert num_parameters(qwen) == 30_532_122_624  # Qwen3-30B-A3B
+    assert num_parameters(decoder_spec({"model_type": "mixtral"})) == 46_702_792_704
+    assert num_parameters(decoder_spec({"model_type": "qwen2_moe"})) == 14_315_784_192  # Qwen1.5-MoE-A2.7B
+    active = flops(qwen, 1) // 2
+    assert 3.0e9 < active < 3.1e9
 
 
 def test_quantized_weight_bytes_of_a_known_model() -> None:
@@ -182,7 +203,7 @@ def test_attended_pairs(num_tokens: int, context_len: int, window: int | None) -
     assert attended_pairs(num_tokens, context_len, window) == pairs
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mixtral", "qwen2_moe"])
 def test_flops_are_those_that_torch_counts(family: str) -> None:
     config = make_config(family).to_dict()
     spec = decoder_spec(config)
@@ -222,6 +243,7 @@ def test_decode_flops_are_the_difference_of_two_prefills() -> None:
 
 
 def test_parameter_count_is_that_of_transformers() -> None:
-    for family in ("llama", "qwen3", "gemma3_text", "phi3", "gpt2", "deepseek_v2", "deepseek_v3"):
+    dense = ("llama", "qwen3", "gemma3_text", "phi3", "gpt2")
+    for family in (*dense, "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2"):
         model = make_model(family)
         assert num_parameters(decoder_spec(model.config.to_dict())) == sum(p.numel() for p in model.parameters())

@@ -101,6 +101,37 @@ def test_collectives_between_threads(size, data_bytes):
     check_collectives(run_ranks(size, collectives, data_bytes=max(data_bytes, smallest)))
 
 
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("data_bytes", [0, 1 << 10, 1 << 18])
+def test_all_to_all_between_threads(size, data_bytes):
+    """Rows say where they come from and go to; some ranks send nothing, in the end all of them."""
+    tables = [
+        torch.tensor([[(3 * i + 5 * j + m) % m for j in range(size)] for i in range(size)]) for m in (7, 2, 60, 1)
+    ]
+
+    def rows(sender: int, receiver: int, count: int) -> Tensor:
+        return torch.arange(count * 33).view(count, 33).to(torch.float32) + 1e4 * sender + 1e5 * receiver
+
+    def body(group: SharedGroup) -> None:
+        for counts in tables:
+            local = torch.cat([rows(group.rank, to, int(counts[group.rank, to])) for to in range(size)])
+            out = torch.full((int(counts[:, group.rank].sum()) + 2, 33), -1.0)
+            group.all_to_all_rows(local, counts, out, PATIENCE_S)
+            expected = torch.cat([rows(sender, group.rank, int(counts[sender, group.rank])) for sender in range(size)])
+            assert_same_bits(out[:-2], expected)
+            assert (out[-2:] == -1).all()
+
+    assert run_ranks(size, body, data_bytes=max(data_bytes, 2 * size * 64)) == [None] * size
+
+
+def test_all_to_all_checks_its_counts():
+    def body(group: SharedGroup) -> None:
+        counts = torch.tensor([[0, 2], [1, 0]])
+        group.all_to_all_rows(torch.zeros(2, 4), counts, torch.zeros(0, 4), PATIENCE_S)
+
+    assert all("counts name" in str(error) for error in run_ranks(2, body))
+
+
 def collectives_in_process(name: str, rank: int, size: int, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
     memory = SharedMemory(name)

@@ -12,25 +12,32 @@ from tests.exactness.harness import golden, make_requests
 from tests.models.checkpoints import make_checkpoint
 
 LAYOUTS = {
-    "tp2-pp2-dp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2},
-    "tp3-gloo": {"tensor_parallel_size": 3, "collectives": "gloo"},
+    "tp2-pp2-dp2": ("qwen3", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}),
+    "tp3-gloo": ("qwen3", {"tensor_parallel_size": 3, "collectives": "gloo"}),
+    "ep2": ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    "ep3-gloo": ("mixtral", {"tensor_parallel_size": 3, "enable_expert_parallel": True, "collectives": "gloo"}),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_answer(layout: str, tmp_path: Path) -> None:
-    model = make_checkpoint("qwen3", tmp_path / "qwen3")
+    family, parallel = LAYOUTS[layout]
+    model = make_checkpoint(family, tmp_path / family)
     # The offline API numbers the choices of a request itself: each of these has one, number 0.
     requests = [msgspec.structs.replace(request, choice=0, eos_token_ids=()) for request in make_requests(256)]
     expected = golden(model, "bfloat16", "none", requests)
-    options = {"block_size": 4, "max_num_batched_tokens": 32, "dtype": "bfloat16", **LAYOUTS[layout]}
+    options = {"block_size": 4, "max_num_batched_tokens": 32, "dtype": "bfloat16", **parallel}
     with LLM(str(model), **options) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": request.prompt_token_ids} for request in requests],
             [msgspec.structs.replace(request.sampling, ignore_eos=True) for request in requests],
             use_tqdm=False,
         )
-        assert len(llm.stats()) == LAYOUTS[layout].get("data_parallel_size", 1)
+        assert len(llm.stats()) == parallel.get("data_parallel_size", 1)
+        for stats in llm.stats():
+            # Every expert is somebody's, and every rank has work to do.
+            load = stats.experts
+            assert load is None if family == "qwen3" else load is not None and all(load.rank_tokens)
         assert all(stats.num_steps > 0 and stats.kv_blocks_used == 0 for stats in llm.stats())
     for request, output in zip(requests, outputs, strict=True):
         answer = expected[request.request_id]

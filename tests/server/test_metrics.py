@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shardline.config.server import ServerConfig
 from shardline.metrics.registry import ServerMetrics
-from shardline.types import EngineStats
+from shardline.types import EngineStats, ExpertLoad
 from tests.server.conftest import serve
 from tests.server.fake_engine import REPLY
 from tests.text.builders import byte_level_json, tokenizer
@@ -61,6 +61,19 @@ def test_engine_stats_are_labelled_by_replica() -> None:
     assert found["shardline:kv_cache_usage_perc", second] == 0
     assert found["shardline:num_preemptions_total", first] == 3
     assert found["shardline:num_requests_waiting", second] == 4
+
+
+def test_load_of_experts_is_shown_where_there_are_any() -> None:
+    load = ExpertLoad([5, 0, 7], [5, 7], 1.75, 1.1)
+    body, _ = ServerMetrics("m", lambda: [EngineStats(experts=load)]).expose("")
+    found = parse(body.decode())
+    labels = [("model_name", "m"), ("engine", "0")]
+    assert found["shardline:expert_tokens_total", frozenset([*labels, ("expert", "2")])] == 7
+    assert found["shardline:expert_rank_tokens_total", frozenset([*labels, ("rank", "0")])] == 5
+    assert found["shardline:expert_imbalance", frozenset(labels)] == 1.75
+    assert found["shardline:expert_rank_imbalance", frozenset(labels)] == 1.1
+    body, _ = ServerMetrics("m", lambda: [EngineStats()]).expose("")
+    assert b"expert" not in body
 
 
 def test_openmetrics_where_asked_for(http: httpx.Client) -> None:

@@ -9,15 +9,20 @@ from collections.abc import Sequence
 import msgspec
 
 from shardline.engine.executor.base import Executor
+from shardline.engine.expert_load import expert_load
 from shardline.engine.scheduler import Scheduler
 from shardline.runtime.setup import ReplicaSetup
-from shardline.types import EngineStats, Request, SequenceOutput, StepPlan
+from shardline.types import EngineStats, ExpertLoad, Request, SequenceOutput, StepPlan
+
+_LOAD_SECONDS = 1.0
+"""How old the load of experts may be while the engine is busy: adding it up takes longer than all other counters."""
 
 
 class Engine:
     """One replica: a scheduler and the executor that runs its plans."""
 
     def __init__(self, setup: ReplicaSetup, executor: Executor) -> None:
+        self._setup = setup
         self._executor = executor
         self._scheduler = Scheduler(
             setup.config.scheduler,
@@ -30,6 +35,8 @@ class Engine:
         )
         self._in_flight: deque[StepPlan] = deque()
         self._engine_seconds = 0.0
+        self._expert_load: ExpertLoad | None = None
+        self._expert_load_time = 0.0
 
     @property
     def busy(self) -> bool:
@@ -70,4 +77,12 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters since the start, gauges of now."""
-        return msgspec.structs.replace(self._scheduler.stats(), engine_seconds=self._engine_seconds)
+        now = time.monotonic()
+        if self._setup.num_experts and (not self.busy or now - self._expert_load_time > _LOAD_SECONDS):
+            setup = self._setup
+            counts = self._executor.expert_load()
+            self._expert_load = expert_load(counts, setup.grid, setup.stages, setup.expert_parallel)
+            self._expert_load_time = now
+        return msgspec.structs.replace(
+            self._scheduler.stats(), engine_seconds=self._engine_seconds, experts=self._expert_load
+        )

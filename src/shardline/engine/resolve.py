@@ -42,7 +42,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
             f"max_model_len {asked} is more than the {spec.max_position_embeddings} positions this model has; "
             f"use {spec.max_position_embeddings} or less"
         )
-    check_tensor_parallel(spec, parallel.tensor_parallel_size)
+    check_tensor_parallel(spec, parallel.tensor_parallel_size, parallel.enable_expert_parallel)
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
     if not dummy:
         Checkpoint.open(files.folder).check(spec)
@@ -94,8 +94,6 @@ def _reasons(asked: EngineConfig, chosen: EngineConfig, spec: DecoderSpec, stage
 
 
 def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
-    if parallel.enable_expert_parallel:
-        raise ValueError("enable_expert_parallel needs a mixture-of-experts model, and none is supported yet")
     if parallel.context_parallel_size > 1:
         raise ValueError("context_parallel_size above 1 is not supported yet; use tensor_parallel_size instead")
     world = replica_grid(parallel).world_size
@@ -149,7 +147,11 @@ def _replica_weight_bytes(
 ) -> int:
     numerics = cast(Numerics, config.parallel.numerics)
     scheme = None if config.model.quantization == "none" else config.model.quantization
-    return sum(weight_bytes(spec, grid.place(rank), stages, dtype, numerics, scheme) for rank in range(grid.world_size))
+    whole_experts = config.parallel.enable_expert_parallel
+    return sum(
+        weight_bytes(spec, grid.place(rank), stages, dtype, numerics, scheme, whole_experts)
+        for rank in range(grid.world_size)
+    )
 
 
 def _check_memory(

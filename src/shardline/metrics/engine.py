@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from shardline.types import EngineStats
+from shardline.types import EngineStats, ExpertLoad
 
 _LABELS = ("model_name", "engine")
 
@@ -38,6 +38,35 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
 )
 
 
+_EXPERT_COUNTERS: tuple[tuple[str, str, str, Callable[[ExpertLoad], Sequence[int]]], ...] = (
+    (
+        "expert_tokens",
+        "Tokens that chose an expert, summed over layers; a token counts for each of its experts.",
+        "expert",
+        lambda e: e.expert_tokens,
+    ),
+    (
+        "expert_rank_tokens",
+        "Tokens of the experts of a rank, summed over layers.",
+        "rank",
+        lambda e: e.rank_tokens,
+    ),
+)
+
+_EXPERT_GAUGES: tuple[tuple[str, str, Callable[[ExpertLoad], float]], ...] = (
+    (
+        "expert_imbalance",
+        "Tokens of the busiest expert over the mean, averaged over layers; 1 is even.",
+        lambda e: e.expert_imbalance,
+    ),
+    (
+        "expert_rank_imbalance",
+        "Tokens of the busiest rank over the mean, averaged over layers; 1 is even.",
+        lambda e: e.rank_imbalance,
+    ),
+)
+
+
 class EngineCollector:
     """Turns `read_stats()`, one EngineStats per replica, into metric families labelled `model_name` and `engine`."""
 
@@ -62,3 +91,21 @@ class EngineCollector:
             for labels, stats in replicas:
                 counter.add_metric(labels, value(stats))
             yield counter
+        yield from _expert_metrics([(labels, stats.experts) for labels, stats in replicas if stats.experts is not None])
+
+
+def _expert_metrics(replicas: Sequence[tuple[tuple[str, str], ExpertLoad]]) -> Iterable[Metric]:
+    """Nothing where no model has experts."""
+    if not replicas:
+        return
+    for name, text, label, values in _EXPERT_COUNTERS:
+        counter = CounterMetricFamily(f"shardline:{name}", text, labels=(*_LABELS, label))
+        for labels, load in replicas:
+            for index, value in enumerate(values(load)):
+                counter.add_metric((*labels, str(index)), value)
+        yield counter
+    for name, text, read in _EXPERT_GAUGES:
+        gauge = GaugeMetricFamily(f"shardline:{name}", text, labels=_LABELS)
+        for labels, load in replicas:
+            gauge.add_metric(labels, read(load))
+        yield gauge

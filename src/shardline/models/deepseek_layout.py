@@ -7,20 +7,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shardline.models.hf_config import Dims, HFConfig, read_dims
-from shardline.models.llama_layout import LAYER_KEYS
+from shardline.models.llama_layout import MOE_LAYER_KEYS
 from shardline.models.rope import RopeConfig, read_rope
 from shardline.models.spec import MLA, DecoderSpec, Dense, Layer, MoE, Norm, Routing
 
 DEEPSEEK_LAYER_KEYS: Mapping[str, str] = {
-    **LAYER_KEYS,
+    **MOE_LAYER_KEYS,
     "attention.q_down": "self_attn.q_a_proj",
     "attention.q_norm": "self_attn.q_a_layernorm",
     "attention.q_up": "self_attn.q_b_proj",
     "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
     "attention.kv_norm": "self_attn.kv_a_layernorm",
     "attention.kv_up": "self_attn.kv_b_proj",
+    "feed_forward.shared.gate": "mlp.shared_experts.gate_proj",
+    "feed_forward.shared.up": "mlp.shared_experts.up_proj",
+    "feed_forward.shared.down": "mlp.shared_experts.down_proj",
 }
-"""As `llama_layout.LAYER_KEYS`."""
+"""As `llama_layout.MOE_LAYER_KEYS`."""
 
 _LATENT_NORM = Norm("rms", 1e-6)
 """Of the latents; the models' own code does not pass rms_norm_eps on to them."""
@@ -101,7 +104,7 @@ def deepseek_spec(
     model_type, norm = hf.text("model_type"), Norm("rms", hf.number("rms_norm_eps", 1e-6))
     num_dense = min(first_dense, dims.num_layers)
     dense_layer = Layer(attention, dense, norm, norm)
-    moe_layer = Layer(attention, moe, norm, norm)  # type: ignore[arg-type]
+    moe_layer = Layer(attention, moe, norm, norm)
     return DecoderSpec(
         model_type=model_type,
         vocab_size=dims.vocab_size,

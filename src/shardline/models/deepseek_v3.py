@@ -14,6 +14,7 @@ from shardline.models.deepseek_layout import (
 )
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import llama_source
+from shardline.models.parameters import parse_name
 from shardline.models.spec import DecoderSpec, Dense, Routing, TensorSource
 
 
@@ -56,4 +57,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
 
 def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
     """See `lookup.Family`."""
+    layer, part, kind = parse_name(name)
+    if part == "feed_forward.router" and kind == "bias":
+        return TensorSource(f"model.layers.{layer}.mlp.gate.e_score_correction_bias")
     return llama_source(name, DEEPSEEK_LAYER_KEYS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from shardline.models.hf_config import Dims
-from shardline.models.parameters import parse_name
-from shardline.models.spec import GQA, Dense, Layer, Norm, Rope, TensorSource
+from shardline.models.parameters import expert_of, parse_name
+from shardline.models.spec import GQA, Dense, Layer, MoE, Norm, Rope, TensorSource
 
 _MODEL_KEYS = {"embed": "model.embed_tokens", "final_norm": "model.norm", "lm_head": "lm_head"}
 LAYER_KEYS: Mapping[str, str] = {
@@ -23,6 +23,19 @@ LAYER_KEYS: Mapping[str, str] = {
     "feed_forward.down": "mlp.down_proj",
 }
 """Canonical part to key below `model.layers.{i}.`, for pre-norm models."""
+
+MOE_LAYER_KEYS: Mapping[str, str] = {
+    **LAYER_KEYS,
+    "feed_forward.router": "mlp.gate",
+    "feed_forward.experts.*.gate": "mlp.experts.*.gate_proj",
+    "feed_forward.experts.*.up": "mlp.experts.*.up_proj",
+    "feed_forward.experts.*.down": "mlp.experts.*.down_proj",
+    "feed_forward.shared.gate": "mlp.shared_expert.gate_proj",
+    "feed_forward.shared.up": "mlp.shared_expert.up_proj",
+    "feed_forward.shared.down": "mlp.shared_expert.down_proj",
+    "feed_forward.shared_gate": "mlp.shared_expert_gate",
+}
+"""The same for models with experts; an asterisk stands for an expert's number."""
 
 FOUR_NORM_LAYER_KEYS: Mapping[str, str] = {
     **LAYER_KEYS,
@@ -41,10 +54,13 @@ def llama_source(name: str, layer_keys: Mapping[str, str] = LAYER_KEYS) -> Tenso
     """
     layer, part, kind = parse_name(name)
     keys = _MODEL_KEYS if layer is None else layer_keys
-    if part not in keys:
+    expert = expert_of(part)
+    pattern = part if expert is None else part.replace(f".{expert}.", ".*.")
+    if pattern not in keys:
         raise ValueError(f"{name!r} is no parameter of this model type")
+    key = keys[pattern] if expert is None else keys[pattern].replace("*", str(expert))
     prefix = "" if layer is None else f"model.layers.{layer}."
-    return TensorSource(f"{prefix}{keys[part]}.{kind}")
+    return TensorSource(f"{prefix}{key}.{kind}")
 
 
 def attention(dims: Dims, rope: Rope, *, scale: float | None = None, window: int | None = None) -> GQA:
@@ -59,6 +75,6 @@ def windowed_layers(windows: list[int | None], layer: Callable[[int | None], Lay
     return tuple(by_window[window] for window in windows)
 
 
-def pre_norm_layer(attention: GQA, feed_forward: Dense, norm: Norm) -> Layer:
+def pre_norm_layer(attention: GQA, feed_forward: Dense | MoE, norm: Norm) -> Layer:
     """A layer with one kind of norm before each block."""
     return Layer(attention, feed_forward, attention_norm=norm, feed_forward_norm=norm)

@@ -7,6 +7,10 @@ per layer `layers.{i}.` + `attention.{q,k,v,o}.*`, `attention.{q_norm,k_norm}.we
 Latent attention has `attention.q`, or `attention.{q_down,q_norm,q_up}`; `attention.{kv_down,kv_norm,kv_up}` and
 `attention.o`. `kv_down` gives the latent and below it the part of the key that is rotated; `kv_up` has, head after
 head, the rows of the key's other part and those of the value.
+
+A mixture of experts has `feed_forward.router.weight` [experts, hidden] and `.bias` [experts] (for choosing only),
+`feed_forward.experts.{e}.{gate,up,down}.*`, `feed_forward.shared.{gate,up,down}.*` and
+`feed_forward.shared_gate.weight` [1, hidden].
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardline.models.partition import Span
-from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, Layer, Norm
+from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, Layer, MoE, Norm
 
 Shape = tuple[int, ...]
 
@@ -45,14 +49,27 @@ def parse_name(name: str) -> ParameterName:
 
 
 def is_linear(name: str) -> bool:
-    """Whether `name` is the weight of a linear layer, which can be quantized: of a layer's projection, or the lm_head.
+    """Whether `name` is the weight of a matrix product that may be quantized: of a layer's projection, or the lm_head.
 
-    Not `attention.kv_up`: absorbed, it is multiplied from both sides, so that it has no rows of one meaning.
+    A router and the gate of a shared expert are not: they are small, and errors in them choose other experts. Nor is
+    `attention.kv_up`: absorbed, it is multiplied from both sides, so that it has no rows of one meaning.
     """
     layer, part, kind = parse_name(name)
-    if kind != "weight" or part.endswith("norm") or part == "attention.kv_up":
-        return False
-    return layer is not None or part == "lm_head"
+    if layer is None or kind != "weight":
+        return part == "lm_head" and kind == "weight"
+    return not part.endswith(("norm", "router", "shared_gate", "kv_up"))
+
+
+def is_kept_in_float32(name: str) -> bool:
+    """Whether `name` stays in float32 whatever the activations' dtype: a router's bias decides between close scores."""
+    _, part, kind = parse_name(name)
+    return part == "feed_forward.router" and kind == "bias"
+
+
+def expert_of(part: str) -> int | None:
+    """The expert that a part like "feed_forward.experts.7.gate" belongs to; None: it is no expert's."""
+    prefix = "feed_forward.experts."
+    return int(part.removeprefix(prefix).partition(".")[0]) if part.startswith(prefix) else None
 
 
 def parameters(spec: DecoderSpec) -> Iterator[tuple[str, Shape]]:
@@ -92,7 +109,10 @@ def layer_parameters(layer: Layer, hidden_size: int) -> Iterator[tuple[str, Shap
     yield from _attention(layer.attention, hidden_size)
     yield from _norm("post_attention_norm", layer.post_attention_norm, hidden_size)
     yield from _norm("feed_forward_norm", layer.feed_forward_norm, hidden_size)
-    yield from _feed_forward(layer.feed_forward, hidden_size)
+    if isinstance(layer.feed_forward, MoE):
+        yield from _experts(layer.feed_forward, hidden_size)
+    else:
+        yield from _dense("feed_forward", layer.feed_forward, hidden_size)
     yield from _norm("post_feed_forward_norm", layer.post_feed_forward_norm, hidden_size)
 
 
@@ -124,10 +144,21 @@ def _gqa(attention: GQA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
     yield from _linear("attention.o", hidden_size, q_size, attention.output_bias)
 
 
-def _feed_forward(dense: Dense, hidden_size: int) -> Iterator[tuple[str, Shape]]:
+def _experts(moe: MoE, hidden_size: int) -> Iterator[tuple[str, Shape]]:
+    routing = moe.routing
+    yield from _linear("feed_forward.router", routing.num_experts, hidden_size, routing.correction_bias)
+    for expert in range(routing.num_experts):
+        yield from _dense(f"feed_forward.experts.{expert}", moe.expert, hidden_size)
+    if moe.shared is not None:
+        yield from _dense("feed_forward.shared", moe.shared, hidden_size)
+    if moe.shared_gate:
+        yield from _linear("feed_forward.shared_gate", 1, hidden_size, False)
+
+
+def _dense(name: str, dense: Dense, hidden_size: int) -> Iterator[tuple[str, Shape]]:
     for part in ("gate", "up") if dense.gated else ("up",):
-        yield from _linear(f"feed_forward.{part}", dense.intermediate_size, hidden_size, dense.bias)
-    yield from _linear("feed_forward.down", hidden_size, dense.intermediate_size, dense.bias)
+        yield from _linear(f"{name}.{part}", dense.intermediate_size, hidden_size, dense.bias)
+    yield from _linear(f"{name}.down", hidden_size, dense.intermediate_size, dense.bias)
 
 
 def _linear(name: str, out_size: int, in_size: int, bias: bool) -> Iterator[tuple[str, Shape]]:

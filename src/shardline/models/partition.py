@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardline.models.spec import MLA, Attention, DecoderSpec
+from shardline.models.spec import MLA, Attention, DecoderSpec, Layer, MoE
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,14 @@ def split_query_heads(attention: Attention, parts: int) -> tuple[Span, ...]:
     return split_dim(attention.num_heads, parts)
 
 
-def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
-    """Refuse a tensor-parallel size that some layer cannot be split by.
+def check_tensor_parallel(spec: DecoderSpec, size: int, expert_parallel: bool = False) -> None:
+    """Refuse a tensor-parallel size that some layer cannot be split by, and experts that `size` ranks cannot share.
 
     Raises:
         ValueError: names the nearest sizes that work.
     """
+    if expert_parallel:
+        _check_expert_parallel(spec, size)
     if _splits(spec, size):
         return
     legal = [n for n in range(1, max(layer.attention.num_heads for layer in spec.layers) + 1) if _splits(spec, n)]
@@ -108,8 +110,31 @@ def _splits(spec: DecoderSpec, size: int) -> bool:
                 return False
     except ValueError:
         return False
-    smallest = min(layer.feed_forward.intermediate_size for layer in spec.layers)
+    smallest = min(_narrowest(layer) for layer in spec.layers)
     return size <= min(smallest, spec.hidden_size, spec.vocab_size)
+
+
+def _narrowest(layer: Layer) -> int:
+    """The smallest intermediate size of a layer's feed-forward blocks."""
+    feed_forward = layer.feed_forward
+    if not isinstance(feed_forward, MoE):
+        return feed_forward.intermediate_size
+    blocks = [feed_forward.expert] + ([] if feed_forward.shared is None else [feed_forward.shared])
+    return min(block.intermediate_size for block in blocks)
+
+
+def _check_expert_parallel(spec: DecoderSpec, size: int) -> None:
+    counts = [layer.feed_forward.routing.num_experts for layer in spec.layers if isinstance(layer.feed_forward, MoE)]
+    if not counts:
+        raise ValueError(
+            f"enable_expert_parallel needs a mixture-of-experts model, and {spec.model_type} has no experts; leave "
+            "it out"
+        )
+    if size > min(counts):
+        raise ValueError(
+            f"enable_expert_parallel gives every rank whole experts, and {size} ranks (tensor_parallel_size) cannot "
+            f"share {min(counts)}; use tensor_parallel_size {min(counts)} or less, or leave enable_expert_parallel out"
+        )
 
 
 def balance_stages(

@@ -58,7 +58,9 @@ def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
     layer, part, kind = parse_name(name)
     if layer is None:
         return llama_source(name)
-    size = spec.layers[layer].feed_forward.intermediate_size
+    dense = spec.layers[layer].feed_forward
+    assert isinstance(dense, Dense)
+    size = dense.intermediate_size
     gqa = spec.layers[layer].attention
     assert isinstance(gqa, GQA)
     q_size, kv_size = gqa.num_heads * gqa.head_dim, gqa.num_kv_heads * gqa.head_dim

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from typing import Literal
 
-from shardline.models.parameters import parse_name
+from shardline.models.parameters import expert_of, parse_name
 from shardline.models.partition import Span, split_dim, split_heads, split_query_heads
-from shardline.models.spec import MLA, Attention, DecoderSpec
+from shardline.models.spec import MLA, Attention, DecoderSpec, Dense, MoE
 
 Numerics = Literal["exact", "fast"]
 Spans = tuple[Span | None, ...]
 
 
-def shard(name: str, spec: DecoderSpec, tp_rank: int, tp_size: int, numerics: Numerics = "exact") -> Spans:
+def shard(
+    name: str,
+    spec: DecoderSpec,
+    tp_rank: int,
+    tp_size: int,
+    numerics: Numerics = "exact",
+    expert_parallel: bool = False,
+) -> Spans:
     """The part of parameter `name` that rank `tp_rank` of `tp_size` holds: per dim a span, or None for all of it.
 
     Every linear is split by its output: q, k and v by heads, o and down by the hidden size, gate and up by the
     intermediate size, embedding and lm_head by the vocabulary. Numerics "fast" splits o and down by their input
-    instead; their biases are then whole, to be added once, after the sum. Norms and learned positions are whole.
+    instead; their biases are then whole, to be added once, after the sum. Norms, learned positions, routers and gates
+    of shared experts are whole. Experts are split like any other feed-forward block; with `expert_parallel` each is
+    whole on one rank, and has no rows on the others.
 
     Latent attention's q, q_up and kv_up go by heads; q_down and kv_down are split as one, q_down's rows first, so that
     gathering what the ranks project gives both latents side by side: a span may be empty.
@@ -37,22 +46,54 @@ def shard(name: str, spec: DecoderSpec, tp_rank: int, tp_size: int, numerics: Nu
         raise ValueError(f"{name!r} is no canonical parameter name")
     if part.endswith("norm"):
         return (None,)
-    attention, feed_forward = spec.layers[layer].attention, spec.layers[layer].feed_forward
+    if part.startswith("feed_forward."):
+        return _shard_feed_forward(name, spec, tp_rank, tp_size, numerics, expert_parallel)
+    attention = spec.layers[layer].attention
     if part in _projections(attention):
         return _split(0, _projection_span(attention, part, tp_rank, tp_size), whole)
-    if part in ("feed_forward.gate", "feed_forward.up"):
-        return _split(0, split_dim(feed_forward.intermediate_size, tp_size)[tp_rank], whole)
-    if part not in ("attention.o", "feed_forward.down"):
+    if part != "attention.o":
         raise ValueError(f"{name!r} is no canonical parameter name")
     if numerics == "exact":
         return _split(0, split_dim(spec.hidden_size, tp_size)[tp_rank], whole)
     if kind == "bias":
         return whole
-    if part == "attention.o":
-        heads = split_query_heads(attention, tp_size)[tp_rank]
-        width = attention.value_head_dim if isinstance(attention, MLA) else attention.head_dim
-        return _split(1, _scaled(heads, width), whole)
-    return _split(1, split_dim(feed_forward.intermediate_size, tp_size)[tp_rank], whole)
+    heads = split_query_heads(attention, tp_size)[tp_rank]
+    width = attention.value_head_dim if isinstance(attention, MLA) else attention.head_dim
+    return _split(1, _scaled(heads, width), whole)
+
+
+def _shard_feed_forward(
+    name: str, spec: DecoderSpec, tp_rank: int, tp_size: int, numerics: Numerics, expert_parallel: bool
+) -> Spans:
+    layer, part, kind = parse_name(name)
+    assert layer is not None
+    whole: Spans = (None, None) if kind == "weight" else (None,)
+    feed_forward = spec.layers[layer].feed_forward
+    block, _, projection = part.rpartition(".")
+    if isinstance(feed_forward, MoE) and part in ("feed_forward.router", "feed_forward.shared_gate"):
+        return whole
+    expert = expert_of(part)
+    dense = _dense_block(feed_forward, block)
+    if dense is None or projection not in ("gate", "up", "down"):
+        raise ValueError(f"{name!r} is no canonical parameter name")
+    if expert_parallel and expert is not None:
+        assert isinstance(feed_forward, MoE)
+        mine = split_dim(feed_forward.routing.num_experts, tp_size)[tp_rank]
+        return whole if mine.start <= expert < mine.stop else _split(0, Span(0, 0), whole)
+    if projection != "down":
+        return _split(0, split_dim(dense.intermediate_size, tp_size)[tp_rank], whole)
+    if numerics == "exact":
+        return _split(0, split_dim(spec.hidden_size, tp_size)[tp_rank], whole)
+    return whole if kind == "bias" else _split(1, split_dim(dense.intermediate_size, tp_size)[tp_rank], whole)
+
+
+def _dense_block(feed_forward: Dense | MoE, block: str) -> Dense | None:
+    """The block of linears that parts below `block` belong to."""
+    if isinstance(feed_forward, Dense):
+        return feed_forward if block == "feed_forward" else None
+    if block == "feed_forward.shared":
+        return feed_forward.shared
+    return feed_forward.expert if expert_of(f"{block}.") is not None else None
 
 
 def shard_shape(shape: tuple[int, ...], spans: Spans) -> tuple[int, ...]:

@@ -6,7 +6,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from shardline.config.topology import RankPlace
-from shardline.models.parameters import Shape, is_linear, layer_parameters, parameters, stage_parameters
+from shardline.models.parameters import (
+    Shape,
+    expert_of,
+    is_kept_in_float32,
+    is_linear,
+    layer_parameters,
+    parameters,
+    stage_parameters,
+)
 from shardline.models.partition import (
     Span,
     balance_stages,
@@ -15,7 +23,7 @@ from shardline.models.partition import (
     split_heads,
 )
 from shardline.models.sharding import Numerics, shard, shard_shape
-from shardline.models.spec import MLA, Attention, DecoderSpec, DType
+from shardline.models.spec import MLA, Attention, DecoderSpec, DType, Layer, MoE
 from shardline.models.weight_formats import weight_format
 
 DTYPE_BYTES: Mapping[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -30,14 +38,15 @@ def num_parameters(spec: DecoderSpec) -> int:
 def stage_spans(spec: DecoderSpec, num_stages: int, pipeline_stages: str | None = None) -> tuple[Span, ...]:
     """The layers of each pipeline stage: as `pipeline_stages` says ("10,12,10"), else balanced.
 
-    A layer costs the weights that one token's decode reads, and so do the embedding (a row) and the lm_head (all).
+    A layer costs the weights that one token's decode reads (of experts those it chooses), and so do the embedding
+    (a row) and the lm_head (all).
 
     Raises:
         ValueError: there are more stages than layers, or `pipeline_stages` does not fit.
     """
     if pipeline_stages is not None:
         return parse_stages(pipeline_stages, len(spec.layers), num_stages)
-    costs = [_num_elements(shape for _, shape in layer_parameters(layer, spec.hidden_size)) for layer in spec.layers]
+    costs = [_num_active(layer, spec.hidden_size) for layer in spec.layers]
     embedding = spec.hidden_size * (1 if spec.learned_positions is None else 2)
     return balance_stages(costs, num_stages, first_extra=embedding, last_extra=spec.vocab_size * spec.hidden_size)
 
@@ -49,6 +58,7 @@ def weight_bytes(
     dtype: DType,
     numerics: Numerics = "exact",
     quantization: str | None = None,
+    expert_parallel: bool = False,
 ) -> int:
     """Bytes of the weights that the rank at `place` holds, without padding.
 
@@ -58,11 +68,11 @@ def weight_bytes(
     tp_size = len(place.tp_peers)
     total = 0
     for name, shape in _held(spec, stages[place.pp_rank], quantization):
-        local = shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics))
+        local = shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics, expert_parallel))
         if quantization is not None and is_linear(name):
             total += weight_format(quantization, lm_head=name == "lm_head.weight").num_bytes(*local)
         else:
-            total += math.prod(local) * DTYPE_BYTES[dtype]
+            total += math.prod(local) * DTYPE_BYTES["float32" if is_kept_in_float32(name) else dtype]
     return total
 
 
@@ -100,7 +110,7 @@ def flops(spec: DecoderSpec, num_tokens: int, context_len: int = 0, num_logits: 
     """
     total = 2 * num_logits * spec.vocab_size * spec.hidden_size
     for layer in spec.layers:
-        matrices = _num_elements(shape for _, shape in layer_parameters(layer, spec.hidden_size) if len(shape) == 2)
+        matrices = _num_active(layer, spec.hidden_size, dims=2)
         pairs = attended_pairs(num_tokens, context_len, layer.attention.window)
         total += 2 * num_tokens * matrices + 2 * _multiplications_per_pair(layer.attention) * pairs
     return total
@@ -138,6 +148,21 @@ def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: DType) -> int
         return attention.latent_dim * DTYPE_BYTES[dtype]
     shares = split_heads(attention.num_heads, attention.num_kv_heads, len(place.tp_peers))
     return 2 * shares[place.tp_rank].kv_heads.size * attention.head_dim * DTYPE_BYTES[dtype]
+
+
+def _num_active(layer: Layer, hidden_size: int, dims: int | None = None) -> int:
+    """Elements of a layer's parameters (those with `dims` dims) that one token meets: of the experts it has some."""
+    always = experts = 0
+    for name, shape in layer_parameters(layer, hidden_size):
+        if dims in (None, len(shape)):
+            if expert_of(name) is None:
+                always += math.prod(shape)
+            else:
+                experts += math.prod(shape)
+    if isinstance(layer.feed_forward, MoE):
+        routing = layer.feed_forward.routing
+        experts = experts // routing.num_experts * routing.experts_per_token
+    return always + experts
 
 
 def _num_elements(shapes: Iterable[Shape]) -> int:

@@ -147,7 +147,7 @@ class Layer:
     """One decoder layer: x += post(attention(pre(x))), then x += post(feed_forward(pre(x)))."""
 
     attention: Attention
-    feed_forward: Dense
+    feed_forward: Dense | MoE
     attention_norm: Norm
     feed_forward_norm: Norm
     post_attention_norm: Norm | None = None

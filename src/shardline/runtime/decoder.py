@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from shardline.models.partition import Span, kv_groups
-from shardline.models.spec import MLA, Attention, Layer
+from shardline.models.spec import MLA, Attention, Layer, MoE
 from shardline.runtime.layers.attention import AttentionLayer, RotaryTables
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.layers.embedding import TokenEmbedding
 from shardline.runtime.layers.feed_forward import DenseFeedForward
 from shardline.runtime.layers.lm_head import LMHead
 from shardline.runtime.layers.mla import LatentAttentionLayer
+from shardline.runtime.layers.moe import MoEFeedForward
 from shardline.runtime.layers.norm import NormLayer
 from shardline.runtime.ops.add import add
 from shardline.runtime.step import KVGroupInput, StepInput
@@ -26,7 +27,11 @@ class DecoderLayer:
         self._attention_norm = NormLayer(context, f"{name}.attention_norm", spec.attention_norm)
         self.attention = _attention(context, f"{name}.attention", spec.attention, tables)
         self._feed_forward_norm = NormLayer(context, f"{name}.feed_forward_norm", spec.feed_forward_norm)
-        self._feed_forward = DenseFeedForward(context, f"{name}.feed_forward", spec.feed_forward)
+        self._feed_forward: DenseFeedForward | MoEFeedForward
+        if isinstance(spec.feed_forward, MoE):
+            self._feed_forward = MoEFeedForward(context, index, spec.feed_forward)
+        else:
+            self._feed_forward = DenseFeedForward(context, f"{name}.feed_forward", spec.feed_forward)
 
         def optional(part: str, norm: object) -> NormLayer | None:
             return NormLayer(context, f"{name}.{part}", getattr(spec, part)) if norm else None

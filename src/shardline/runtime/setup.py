@@ -12,8 +12,9 @@ from shardline.models.lookup import decoder_spec
 from shardline.models.partition import KVGroup, Span, kv_groups
 from shardline.models.sharding import Numerics
 from shardline.models.sizes import kv_block_bytes, stage_spans
-from shardline.models.spec import DecoderSpec, DType
+from shardline.models.spec import DecoderSpec, DType, MoE
 from shardline.runtime.loader.hub import ModelFiles, resolve_model
+from shardline.runtime.parallel.segment import SegmentLayout
 
 _CACHED_REQUESTS = 64
 """Requests of full length that the prefix cache may keep, however few may run at once."""
@@ -54,9 +55,26 @@ class ReplicaSetup:
         return cast(Numerics, self.config.parallel.numerics)
 
     @property
+    def expert_parallel(self) -> bool:
+        """Whether each expert is whole, on one rank of a tensor-parallel group."""
+        return self.config.parallel.enable_expert_parallel
+
+    @property
     def quantization(self) -> str | None:
         """Name of the scheme in which linear weights are held; None: in `dtype`."""
         return self.config.model.quantization
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of the layer that has most; 0: the model has none."""
+        blocks = [layer.feed_forward for layer in self.spec.layers]
+        return max((block.routing.num_experts for block in blocks if isinstance(block, MoE)), default=0)
+
+    @property
+    def segment_layout(self) -> SegmentLayout:
+        """Of the memory that all ranks map."""
+        num_experts = self.num_experts
+        return SegmentLayout(self.grid, len(self.spec.layers) if num_experts else 0, num_experts)
 
     @property
     def max_in_flight(self) -> int:

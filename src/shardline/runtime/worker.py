@@ -96,7 +96,15 @@ class Worker:
     def _load_stage(self) -> tuple[DecoderStage, int]:
         setup, place = self._setup, self._groups.place
         layers = setup.stages[place.pp_rank]
-        expected = weight_bytes(setup.spec, place, setup.stages, setup.dtype, setup.numerics, setup.quantization)
+        expected = weight_bytes(
+            setup.spec,
+            place,
+            setup.stages,
+            setup.dtype,
+            setup.numerics,
+            setup.quantization,
+            setup.expert_parallel,
+        )
         quiet = place.rank != 0 or expected < _PROGRESS_BYTES
         loaded = 0
         with tqdm(total=expected, unit="B", unit_scale=True, desc="loading weights", disable=quiet) as bar:
@@ -116,6 +124,8 @@ class Worker:
                 weights=open_weights(setup.files, setup.spec, setup.config.model),
                 watch=self._watch,
                 on_loaded=count,
+                expert_parallel=setup.expert_parallel,
+                expert_load=torch.from_numpy(load) if (load := self._groups.expert_load).size else None,
             )
             return DecoderStage(context, layers), loaded
 

@@ -71,9 +71,9 @@ def _load(start: StartWorker, segment: memoryview) -> tuple[Worker, RankReport, 
     # The engine's deadline comes first, since it can say which rank is late; this is the back-stop.
     timeout = 2 * setup.config.parallel.step_timeout + 5.0
     if start.store_path:
-        groups = join_gloo(Path(start.store_path), segment, setup.grid, start.rank, timeout)
+        groups = join_gloo(Path(start.store_path), segment, setup.segment_layout, start.rank, timeout)
     else:
-        groups = join_shared(segment, setup.grid, start.rank, timeout)
+        groups = join_shared(segment, setup.segment_layout, start.rank, timeout)
     worker = Worker(setup, groups)
     return worker, worker.load(), start.rank == setup.grid.driver
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from shardline.runtime.messages import RankReport
+from shardline.runtime.parallel.expert_load import Counts
 from shardline.types import StepPlan, StepResult
 
 
@@ -57,6 +58,10 @@ class Executor(ABC):
             ExecutorFailure: a rank is gone.
         """
         assert not self.watched(), "who names file descriptors to watch looks after them"
+
+    @abstractmethod
+    def expert_load(self) -> Counts:
+        """Tokens of each expert since the start, [num_layers, num_experts]; empty: the model has no experts."""
 
     @abstractmethod
     def close(self) -> None:

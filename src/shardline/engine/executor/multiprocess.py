@@ -29,8 +29,8 @@ from shardline.runtime.messages import (
     StepDone,
     WorkerReply,
 )
+from shardline.runtime.parallel.expert_load import Counts
 from shardline.runtime.parallel.progress import ProgressBoard
-from shardline.runtime.parallel.segment import SegmentLayout
 from shardline.runtime.setup import ReplicaSetup
 from shardline.types import StepPlan, StepResult
 
@@ -54,10 +54,11 @@ class MultiprocessExecutor(Executor):
         self._submitted: list[int] = []
         # An anonymous file is gone with its last user, however that ends: nothing to clean up in /dev/shm.
         self._segment_fd = os.memfd_create("shardline")
-        os.ftruncate(self._segment_fd, SegmentLayout(setup.grid).num_bytes)
-        self._segment = mmap.mmap(self._segment_fd, SegmentLayout(setup.grid).num_bytes)
-        layout = SegmentLayout(setup.grid)
+        layout = setup.segment_layout
+        os.ftruncate(self._segment_fd, layout.num_bytes)
+        self._segment = mmap.mmap(self._segment_fd, layout.num_bytes)
         self._progress = ProgressBoard(layout.progress(memoryview(self._segment)), setup.grid)
+        self._load = layout.expert_load(memoryview(self._segment))
         self._store_folder = tempfile.mkdtemp(prefix="shardline-") if setup.collectives == "gloo" else None
 
     def start(self) -> list[RankReport]:
@@ -119,6 +120,9 @@ class MultiprocessExecutor(Executor):
     def check(self) -> None:
         for rank in self._readable(range(len(self._channels)), 0.0):
             self._receive(rank)
+
+    def expert_load(self) -> Counts:
+        return self._load.total()
 
     def close(self) -> None:
         for channel in self._channels:

@@ -8,7 +8,7 @@ import threading
 
 from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.runtime.messages import RankReport
-from shardline.runtime.parallel.segment import SegmentLayout
+from shardline.runtime.parallel.expert_load import Counts, ExpertLoadBoard
 from shardline.runtime.setup import ReplicaSetup
 from shardline.types import StepPlan, StepResult
 
@@ -22,10 +22,13 @@ class ThreadExecutor(Executor):
         self._replies: queue.SimpleQueue[RankReport | StepResult | Exception] = queue.SimpleQueue()
         self._plans: list[queue.SimpleQueue[StepPlan | None]] = []
         self._threads: list[threading.Thread] = []
+        self._load: ExpertLoadBoard | None = None
 
     def start(self) -> list[RankReport]:
         grid = self._setup.grid
-        segment = memoryview(mmap.mmap(-1, SegmentLayout(grid).num_bytes))
+        layout = self._setup.segment_layout
+        segment = memoryview(mmap.mmap(-1, layout.num_bytes))
+        self._load = layout.expert_load(segment)
         for rank in range(grid.world_size):
             plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
             thread = threading.Thread(
@@ -46,7 +49,8 @@ class ThreadExecutor(Executor):
         from shardline.runtime.worker import Worker
 
         try:
-            groups = join_shared(segment, self._setup.grid, rank, self._setup.config.parallel.step_timeout)
+            timeout = self._setup.config.parallel.step_timeout
+            groups = join_shared(segment, self._setup.segment_layout, rank, timeout)
             worker = Worker(self._setup, groups)
             self._replies.put(worker.load())
             while (plan := plans.get()) is not None:
@@ -75,6 +79,10 @@ class ThreadExecutor(Executor):
         if isinstance(reply, Exception):
             raise ExecutorFailure(f"a rank failed: {type(reply).__name__}: {reply}") from reply
         return reply
+
+    def expert_load(self) -> Counts:
+        assert self._load is not None
+        return self._load.total()
 
     def close(self) -> None:
         for plans in self._plans:

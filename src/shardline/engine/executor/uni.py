@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.runtime.messages import RankReport
+from shardline.runtime.parallel.expert_load import Counts
 from shardline.runtime.setup import ReplicaSetup
 from shardline.types import StepPlan, StepResult
 
@@ -23,12 +24,16 @@ class UniExecutor(Executor):
         self._setup = setup
         self._worker: Worker | None = None
         self._plans: deque[StepPlan] = deque()
+        self._expert_load: Counts | None = None
 
     def start(self) -> list[RankReport]:
         from shardline.runtime.parallel.groups import alone
         from shardline.runtime.worker import Worker
 
-        self._worker = Worker(self._setup, alone())
+        layout = self._setup.segment_layout
+        groups = alone(layout.num_layers, layout.num_experts)
+        self._expert_load = groups.expert_load
+        self._worker = Worker(self._setup, groups)
         return [self._worker.load()]
 
     def submit(self, plan: StepPlan) -> None:
@@ -42,6 +47,10 @@ class UniExecutor(Executor):
             raise ExecutorFailure(f"rank 0 failed: {type(error).__name__}: {error}") from error
         assert result is not None
         return result
+
+    def expert_load(self) -> Counts:
+        assert self._expert_load is not None
+        return self._expert_load
 
     def close(self) -> None:
         self._worker = None

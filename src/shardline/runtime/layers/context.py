@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardline.models.parameters import is_kept_in_float32
 from shardline.models.partition import Span
-from shardline.models.sharding import Numerics, shard
+from shardline.models.sharding import Numerics, Spans, shard
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.finite import FiniteWatch
 from shardline.runtime.loader.weights import WeightSource
@@ -34,14 +35,16 @@ class LayerContext:
     """With `--check-finite`."""
     on_loaded: Callable[[int], None]
     """Told the bytes of each tensor that is kept."""
+    expert_parallel: bool = False
+    """Experts are whole, each on one rank of the group."""
+    expert_load: Tensor | None = None
+    """[num_layers, num_experts] int64: grows by the tokens that this rank counts for each expert."""
 
     def spans(self, name: str) -> tuple[Span, ...]:
         """The range of the sharded dim of parameter `name` on each rank of the group."""
         spans = []
         for rank in range(self.group.size):
-            sharded = [
-                span for span in shard(name, self.spec, rank, self.group.size, self.numerics) if span is not None
-            ]
+            sharded = [span for span in self._shard(name, rank) if span is not None]
             assert len(sharded) == 1, f"{name} is not sharded along one dim"
             spans.append(sharded[0])
         return tuple(spans)
@@ -54,13 +57,14 @@ class LayerContext:
 
     def read(self, name: str) -> Tensor:
         """As `load`, for what is packed next and not kept."""
-        spans = shard(name, self.spec, self.group.rank, self.group.size, self.numerics)
-        tensor = self.weights.get(name, spans).to(self.dtype).contiguous()
+        dtype = torch.float32 if is_kept_in_float32(name) else self.dtype
+        tensor = self.weights.get(name, self._shard(name, self.group.rank)).to(dtype).contiguous()
         if self.watch is not None and not bool(torch.isfinite(tensor).all()):
-            raise ValueError(
-                f"{name} holds NaN or Inf in {self.dtype}: the checkpoint is damaged, or needs a wider --dtype"
-            )
+            raise ValueError(f"{name} holds NaN or Inf in {dtype}: the checkpoint is damaged, or needs a wider --dtype")
         return tensor
+
+    def _shard(self, name: str, rank: int) -> Spans:
+        return shard(name, self.spec, rank, self.group.size, self.numerics, self.expert_parallel)
 
     def pack(self, weight: Tensor) -> PackedLinear:
         """A weight of a layer [out, in] as the quantization holds it."""

@@ -21,5 +21,12 @@ class DenseFeedForward:
         self._down = ClosingLinear(context, f"{name}.down", widths, spec.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self._down(self._inner(x))
+
+    def local(self, x: Tensor) -> Tensor:
+        """This rank's columns of the output, [T, local hidden]; exact numerics only."""
+        return self._down.local(self._inner(x))
+
+    def _inner(self, x: Tensor) -> Tensor:
         combine = gated_activation if self._spec.gated else activation
-        return self._down(combine(self._up(x), self._spec.activation))
+        return combine(self._up(x), self._spec.activation)

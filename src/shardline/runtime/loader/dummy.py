@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardline.models.parameters import Shape, parameters, parse_name
+from shardline.models.parameters import Shape, is_kept_in_float32, parameters, parse_name
 from shardline.models.partition import Span
 from shardline.models.sharding import Spans, shard_shape
 from shardline.models.spec import GQA, DecoderSpec, Norm
@@ -40,7 +40,8 @@ class DummyWeights:
         shape, center = self._shapes[name], np.float32(self._center(name))
         rows = Span(0, shape[0]) if spans[0] is None else spans[0]
         columns = slice(None) if len(spans) == 1 or spans[1] is None else slice(spans[1].start, spans[1].stop)
-        result = torch.empty(shard_shape(shape, spans), dtype=self._dtype)
+        dtype = torch.float32 if is_kept_in_float32(name) else self._dtype
+        result = torch.empty(shard_shape(shape, spans), dtype=dtype)
         done = 0
         for drawn in self._draw(name, shape, rows):
             values = drawn.astype(np.float32)

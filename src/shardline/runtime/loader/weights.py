@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from shardline.config.engine import ModelConfig
 from shardline.models.lookup import family
-from shardline.models.parameters import parameters
+from shardline.models.parameters import is_kept_in_float32, parameters
 from shardline.models.partition import Span
 from shardline.models.sharding import Spans
 from shardline.models.spec import DecoderSpec, TensorSource
@@ -59,7 +59,8 @@ class CheckpointWeights:
         file = self._checkpoint.tensors[key].file
         if file not in self._handles:
             self._handles[file] = safe_open(file, framework="pt")
-        return load_parameter(self._handles[file].get_slice(key), source, spans, self._dtype)
+        dtype = torch.float32 if is_kept_in_float32(name) else self._dtype
+        return load_parameter(self._handles[file].get_slice(key), source, spans, dtype)
 
 
 def load_parameter(tensor: Any, source: TensorSource, spans: Spans, dtype: torch.dtype) -> torch.Tensor:

@@ -38,12 +38,17 @@ class PackedWeight:
         return pairs[panel, :, column].flatten(1)[:, : self.in_features]
 
 
-def pack_weight(weight: Tensor) -> PackedWeight:
-    """weight: [out_features, in_features], float32 or bfloat16; rows may be strided."""
+def panel_shape(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Shape of a weight's panels."""
+    depth = in_features + in_features % 2 if dtype == torch.bfloat16 else in_features
+    return -(-out_features // PANEL_COLUMNS), depth, PANEL_COLUMNS
+
+
+def pack_weight(weight: Tensor, panels: Tensor | None = None) -> PackedWeight:
+    """weight: [out_features, in_features], float32 or bfloat16; rows may be strided. `panels`: where to pack it."""
     out_features, in_features = weight.shape
-    num_panels = -(-out_features // PANEL_COLUMNS)
-    depth = in_features + in_features % 2 if weight.dtype == torch.bfloat16 else in_features
-    panels = streamed_empty((num_panels, depth, PANEL_COLUMNS), weight.dtype)
+    if panels is None:
+        panels = streamed_empty(panel_shape(out_features, in_features, weight.dtype), weight.dtype)
     _cpu.pack_weight(weight, panels)
     return PackedWeight(panels, in_features, out_features)
 

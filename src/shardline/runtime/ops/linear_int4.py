@@ -34,11 +34,16 @@ class Int4Weight:
         return self.panels.nbytes
 
 
-def pack_int4(weight: Tensor) -> Int4Weight:
-    """weight: [out_features, in_features], float32 or bfloat16; rows may be strided."""
+def int4_panel_shape(out_features: int, in_features: int) -> tuple[int, int, int]:
+    """Shape of a weight's panels."""
+    return -(-out_features // PANEL_COLUMNS), -(-in_features // GROUP_SIZE), _GROUP_BYTES
+
+
+def pack_int4(weight: Tensor, panels: Tensor | None = None) -> Int4Weight:
+    """weight: [out_features, in_features], float32 or bfloat16; rows may be strided. `panels`: where to pack it."""
     out_features, in_features = weight.shape
-    num_panels = -(-out_features // PANEL_COLUMNS)
-    panels = streamed_empty((num_panels, -(-in_features // GROUP_SIZE), _GROUP_BYTES), torch.uint8)
+    if panels is None:
+        panels = streamed_empty(int4_panel_shape(out_features, in_features), torch.uint8)
     _cpu.pack_int4(weight, panels)
     return Int4Weight(panels, in_features, out_features)
 

@@ -35,12 +35,18 @@ class Int8Weight:
         return self.panels.nbytes + self.scales.nbytes
 
 
-def pack_int8(weight: Tensor) -> Int8Weight:
-    """weight: [out_features, in_features], float32 or bfloat16; rows may be strided."""
+def int8_panel_shape(out_features: int, in_features: int) -> tuple[int, int, int, int]:
+    """Shape of a weight's panels."""
+    return -(-out_features // PANEL_COLUMNS), -(-in_features // _QUAD), PANEL_COLUMNS, _QUAD
+
+
+def pack_int8(weight: Tensor, panels: Tensor | None = None, scales: Tensor | None = None) -> Int8Weight:
+    """weight: [out_features, in_features], float32 or bfloat16; rows may be strided. `panels` and `scales`: where to
+    pack it."""
     out_features, in_features = weight.shape
-    num_panels = -(-out_features // PANEL_COLUMNS)
-    panels = streamed_empty((num_panels, -(-in_features // _QUAD), PANEL_COLUMNS, _QUAD), torch.uint8)
-    scales = torch.empty(num_panels * PANEL_COLUMNS, dtype=torch.float32)
+    shape = int8_panel_shape(out_features, in_features)
+    panels = streamed_empty(shape, torch.uint8) if panels is None else panels
+    scales = torch.empty(shape[0] * PANEL_COLUMNS, dtype=torch.float32) if scales is None else scales
     _cpu.pack_int8(weight, panels, scales)
     return Int8Weight(panels, scales, in_features, out_features)
 

@@ -33,6 +33,15 @@ class Collectives(ABC):
         """[counts[rank], N] on each rank -> [sum(counts), N] on all, rows in rank order."""
 
     @abstractmethod
+    def all_to_all_rows(self, local: Tensor, counts: Tensor, capacity: int) -> Tensor:
+        """Rows from every rank to every other.
+
+        counts: [size, size] int64, rows that rank i sends to rank j, the same on all ranks. local: [at least
+        counts[rank].sum(), N], those for rank 0 first. Returns [capacity, N], those from rank 0 first; what lies behind
+        the counts[:, rank].sum() rows that came is undefined.
+        """
+
+    @abstractmethod
     def all_reduce_sum(self, local: Tensor) -> Tensor:
         """The sum over ranks of float32 tensors of one shape, added in rank order."""
 
@@ -59,6 +68,9 @@ class SingleRank(Collectives):
         return local
 
     def all_gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:
+        return local
+
+    def all_to_all_rows(self, local: Tensor, counts: Tensor, capacity: int) -> Tensor:
         return local
 
     def all_reduce_sum(self, local: Tensor) -> Tensor:

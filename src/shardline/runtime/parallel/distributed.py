@@ -59,6 +59,15 @@ class DistributedCollectives(Collectives):
         parts = self._gather_flat(local, [count * width for count in counts])
         return torch.cat([part.view(count, width) for part, count in zip(parts, counts, strict=True)])
 
+    def all_to_all_rows(self, local: Tensor, counts: Tensor, capacity: int) -> Tensor:
+        sent, received = counts[self.rank].tolist(), counts[:, self.rank].tolist()
+        out = torch.empty(capacity, local.shape[1], dtype=local.dtype)
+        # As bytes: gloo does not know every type.
+        arriving, leaving = out[: sum(received)].view(torch.uint8), local[: sum(sent)].view(torch.uint8)
+        with self._progress.waiting(), _named_errors():
+            dist.all_to_all_single(arriving, leaving, received, sent, group=self._group)
+        return out
+
     def all_reduce_sum(self, local: Tensor) -> Tensor:
         # gloo's own all-reduce adds in an order of its choice; a gather and a sum in rank order has one.
         parts = self._gather_flat(local, [local.numel()] * self.size)

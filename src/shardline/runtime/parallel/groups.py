@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from shardline.config.topology import RankGrid, RankPlace
 from shardline.runtime.parallel.collectives import Collectives, SingleRank, StageLink
+from shardline.runtime.parallel.expert_load import Counts
 from shardline.runtime.parallel.progress import ProgressBoard, ProgressLine
 from shardline.runtime.parallel.segment import SegmentLayout
 
@@ -20,13 +23,15 @@ class RankGroups:
     from_previous: StageLink | None
     to_next: StageLink | None
     progress: ProgressLine
+    expert_load: Counts
+    """[num_layers, num_experts]: where this rank counts tokens."""
 
 
-def join_shared(segment: memoryview, grid: RankGrid, rank: int, timeout: float) -> RankGroups:
+def join_shared(segment: memoryview, layout: SegmentLayout, rank: int, timeout: float) -> RankGroups:
     """Groups over a segment that all ranks of the replica map (see SegmentLayout)."""
     from shardline.runtime.parallel.shared_memory import SharedCollectives, SharedLink
 
-    layout = SegmentLayout(grid)
+    grid = layout.grid
     place = grid.place(rank)
     progress = ProgressBoard(layout.progress(segment), grid).line(rank)
     tensor: Collectives = SingleRank()
@@ -42,11 +47,12 @@ def join_shared(segment: memoryview, grid: RankGrid, rank: int, timeout: float) 
         from_previous=None if place.previous_stage is None else link(place.previous_stage),
         to_next=None if place.next_stage is None else link(rank),
         progress=progress,
+        expert_load=layout.expert_load(segment).of_rank(rank),
     )
 
 
-def join_gloo(store_path: Path, segment: memoryview, grid: RankGrid, rank: int, timeout: float) -> RankGroups:
-    """Groups over gloo; the segment only carries the progress board."""
+def join_gloo(store_path: Path, segment: memoryview, layout: SegmentLayout, rank: int, timeout: float) -> RankGroups:
+    """Groups over gloo; the segment only carries the progress board and the expert load."""
     from shardline.runtime.parallel.distributed import (
         DistributedCollectives,
         DistributedLink,
@@ -54,8 +60,9 @@ def join_gloo(store_path: Path, segment: memoryview, grid: RankGrid, rank: int, 
         tensor_group,
     )
 
+    grid = layout.grid
     place = grid.place(rank)
-    progress = ProgressBoard(SegmentLayout(grid).progress(segment), grid).line(rank)
+    progress = ProgressBoard(layout.progress(segment), grid).line(rank)
     join_world(store_path, rank, grid, timeout)
     return RankGroups(
         place=place,
@@ -63,11 +70,13 @@ def join_gloo(store_path: Path, segment: memoryview, grid: RankGrid, rank: int, 
         from_previous=None if place.previous_stage is None else DistributedLink(place.previous_stage, progress),
         to_next=None if place.next_stage is None else DistributedLink(place.next_stage, progress),
         progress=progress,
+        expert_load=layout.expert_load(segment).of_rank(rank),
     )
 
 
-def alone() -> RankGroups:
-    """The groups of a replica of one rank."""
+def alone(num_layers: int = 0, num_experts: int = 0) -> RankGroups:
+    """The groups of a replica of one rank, which counts the tokens of so many experts."""
     grid = RankGrid(tensor=1, pipeline=1)
     board = ProgressBoard(memoryview(bytearray(ProgressBoard.num_bytes(1))), grid)
-    return RankGroups(grid.place(0), SingleRank(), None, None, board.line(0))
+    load = np.zeros((num_layers, num_experts), dtype=np.int64)
+    return RankGroups(grid.place(0), SingleRank(), None, None, board.line(0), load)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardline.config.topology import RankGrid
+from shardline.runtime.parallel.expert_load import ExpertLoadBoard
 from shardline.runtime.parallel.progress import ProgressBoard
 
 _GROUP_BYTES = 16 << 20
@@ -14,19 +15,33 @@ _ALIGNMENT = 4096
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """Where the parts of a replica's shared segment lie: progress board, one area per TP group, one per stage link."""
+    """Where the parts of a replica's shared segment lie: progress board, one area per TP group, one per stage link,
+    expert load."""
 
     grid: RankGrid
+    num_layers: int = 0
+    num_experts: int = 0
+    """Of the layer that has most."""
 
     @property
     def num_bytes(self) -> int:
         """Size of the segment; pages that nobody touches cost nothing."""
-        num_links = self.grid.world_size - self.grid.world_size // self.grid.pipeline
-        return self._groups_start + self.grid.pipeline * self.grid.context * _GROUP_BYTES + num_links * _LINK_BYTES
+        return self._load_start + ExpertLoadBoard.num_bytes(self.grid.world_size, self.num_layers, self.num_experts)
 
     @property
     def _groups_start(self) -> int:
         return -(-ProgressBoard.num_bytes(self.grid.world_size) // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def _load_start(self) -> int:
+        num_links = self.grid.world_size - self.grid.world_size // self.grid.pipeline
+        return self._groups_start + self.grid.pipeline * self.grid.context * _GROUP_BYTES + num_links * _LINK_BYTES
+
+    def expert_load(self, segment: memoryview) -> ExpertLoadBoard:
+        """The counters of tokens per expert."""
+        return ExpertLoadBoard(
+            segment[self._load_start : self.num_bytes], self.grid.world_size, self.num_layers, self.num_experts
+        )
 
     def progress(self, segment: memoryview) -> memoryview:
         """The area of the progress board."""

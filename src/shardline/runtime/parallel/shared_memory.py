@@ -32,6 +32,11 @@ class SharedCollectives(Collectives):
         self._group.all_gather_rows(local, list(counts), out, self._timeout)
         return out
 
+    def all_to_all_rows(self, local: Tensor, counts: Tensor, capacity: int) -> Tensor:
+        out = activation_empty(capacity, local.shape[1], dtype=local.dtype)
+        self._group.all_to_all_rows(local, counts, out, self._timeout)
+        return out
+
     def all_reduce_sum(self, local: Tensor) -> Tensor:
         self._group.all_reduce_sum(local, self._timeout)
         return local

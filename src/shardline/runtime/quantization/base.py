@@ -13,6 +13,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from shardline.runtime.ops.experts import ExpertWeights
+
 
 class PackedLinear(Protocol):
     """A weight [out_features, in_features], ready to multiply."""
@@ -33,6 +35,14 @@ class Quantization(Protocol):
 
     def pack(self, weight: Tensor) -> PackedLinear:
         """A linear weight [out_features, in_features] of a layer."""
+
+    def allocate_experts(
+        self, num_experts: int, out_features: int, in_features: int, dtype: torch.dtype
+    ) -> ExpertWeights:
+        """Room for the same linear of several experts, computed on activations of `dtype`."""
+
+    def pack_expert(self, experts: ExpertWeights, index: int, weight: Tensor) -> None:
+        """Put one expert's weight [out_features, in_features] in its place."""
 
     def pack_lm_head(self, weight: Tensor) -> PackedLinear:
         """The output embedding [vocab, hidden_size], which some schemes hold more precisely."""

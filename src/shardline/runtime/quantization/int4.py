@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops.linear_int4 import Int4Weight, linear_int4, pack_int4
+from shardline.runtime.ops.experts import ExpertWeights
+from shardline.runtime.ops.linear_int4 import Int4Weight, int4_panel_shape, linear_int4, pack_int4
 from shardline.runtime.ops.quantize_rows import quantize_rows
+from shardline.runtime.ops.storage import streamed_empty
 from shardline.runtime.quantization import int8
 
 
@@ -30,6 +32,17 @@ class Int4Linear:
 def pack(weight: Tensor) -> Int4Linear:
     """See `base.Quantization.pack`."""
     return Int4Linear(pack_int4(weight))
+
+
+def allocate_experts(num_experts: int, out_features: int, in_features: int, dtype: torch.dtype) -> ExpertWeights:
+    """See `base.Quantization.allocate_experts`."""
+    panels = streamed_empty((num_experts, *int4_panel_shape(out_features, in_features)), torch.uint8)
+    return ExpertWeights(panels, None, in_features, out_features)
+
+
+def pack_expert(experts: ExpertWeights, index: int, weight: Tensor) -> None:
+    """See `base.Quantization.pack_expert`."""
+    pack_int4(weight, experts.panels[index])
 
 
 # Errors in the logits are not averaged out by later layers.

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops.linear_int8 import Int8Weight, linear_int8, pack_int8
+from shardline.runtime.ops.experts import ExpertWeights
+from shardline.runtime.ops.linear import PANEL_COLUMNS
+from shardline.runtime.ops.linear_int8 import Int8Weight, int8_panel_shape, linear_int8, pack_int8
 from shardline.runtime.ops.quantize_rows import quantize_rows
+from shardline.runtime.ops.storage import streamed_empty
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,19 @@ class Int8Linear:
 def pack(weight: Tensor) -> Int8Linear:
     """See `base.Quantization.pack`."""
     return Int8Linear(pack_int8(weight))
+
+
+def allocate_experts(num_experts: int, out_features: int, in_features: int, dtype: torch.dtype) -> ExpertWeights:
+    """See `base.Quantization.allocate_experts`."""
+    shape = int8_panel_shape(out_features, in_features)
+    scales = torch.empty(num_experts, shape[0] * PANEL_COLUMNS, dtype=torch.float32)
+    return ExpertWeights(streamed_empty((num_experts, *shape), torch.uint8), scales, in_features, out_features)
+
+
+def pack_expert(experts: ExpertWeights, index: int, weight: Tensor) -> None:
+    """See `base.Quantization.pack_expert`."""
+    assert experts.scales is not None
+    pack_int8(weight, experts.panels[index], experts.scales[index])
 
 
 pack_lm_head = pack

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops.linear import PackedWeight, linear, pack_weight
+from shardline.runtime.ops.experts import ExpertWeights
+from shardline.runtime.ops.linear import PackedWeight, linear, pack_weight, panel_shape
+from shardline.runtime.ops.storage import streamed_empty
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,17 @@ class PlainLinear:
 def pack(weight: Tensor) -> PlainLinear:
     """See `base.Quantization.pack`."""
     return PlainLinear(pack_weight(weight))
+
+
+def allocate_experts(num_experts: int, out_features: int, in_features: int, dtype: torch.dtype) -> ExpertWeights:
+    """See `base.Quantization.allocate_experts`."""
+    shape = (num_experts, *panel_shape(out_features, in_features, dtype))
+    return ExpertWeights(streamed_empty(shape, dtype), None, in_features, out_features)
+
+
+def pack_expert(experts: ExpertWeights, index: int, weight: Tensor) -> None:
+    """See `base.Quantization.pack_expert`."""
+    pack_weight(weight, experts.panels[index])
 
 
 pack_lm_head = pack

@@ -1,0 +1,36 @@
+"""How many tokens each expert got, counted by every rank in memory that the engine maps too; no torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Counts = npt.NDArray[np.int64]
+
+
+class ExpertLoadBoard:
+    """Counters [num_layers, num_experts] per rank over a shared buffer; each rank writes its own only.
+
+    A token is counted once for each expert that it chose, by one rank: the sum over ranks is the model's. Layers
+    without experts stay at zero.
+    """
+
+    def __init__(self, buffer: memoryview, num_ranks: int, num_layers: int, num_experts: int) -> None:
+        count = num_ranks * num_layers * num_experts
+        flat: Counts = np.frombuffer(buffer, dtype=np.int64, count=count) if count else np.empty(0, dtype=np.int64)
+        self._counts = flat.reshape(num_ranks, num_layers, num_experts)
+
+    @staticmethod
+    def num_bytes(num_ranks: int, num_layers: int, num_experts: int) -> int:
+        """Bytes of the buffer."""
+        return num_ranks * num_layers * num_experts * 8
+
+    def of_rank(self, rank: int) -> Counts:
+        """The counters of one rank, to write."""
+        counters: Counts = self._counts[rank]
+        return counters
+
+    def total(self) -> Counts:
+        """[num_layers, num_experts]: the sum over ranks."""
+        total: Counts = self._counts.sum(axis=0)
+        return total
