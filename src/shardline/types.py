@@ -146,6 +146,14 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         return sum(step.num_tokens for step in self.steps)
 
 
+class RankStep(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank is told of a step: its replica's plan, and how much the replicas compute that step with it."""
+
+    plan: StepPlan
+    replica_tokens: tuple[int, ...]
+    """Per replica in lockstep, itself included: tokens computed by its plan of this step."""
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log probabilities of one generated token, from the raw logits (before temperature and penalties)."""
 

@@ -57,19 +57,24 @@ def test_sizes_are_shown_in_binary_units() -> None:
     assert format_bytes(512) == "512 B"
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), list(itertools.product((1, 2, 3), (1, 2, 4))))
-def test_grid(tensor: int, pipeline: int) -> None:
-    grid = RankGrid(tensor, pipeline)
+@pytest.mark.parametrize(("tensor", "pipeline", "data"), list(itertools.product((1, 2, 3), (1, 2, 4), (1, 3))))
+def test_grid(tensor: int, pipeline: int, data: int) -> None:
+    grid = RankGrid(tensor, pipeline, data=data)
     places = [grid.place(rank) for rank in range(grid.world_size)]
-    assert len({(place.pp_rank, place.tp_rank) for place in places}) == tensor * pipeline
+    assert len({(place.dp_rank, place.pp_rank, place.tp_rank) for place in places}) == tensor * pipeline * data
     for place in places:
         assert place.tp_peers[place.tp_rank] == place.rank
+        assert place.ep_peers[place.dp_rank * tensor + place.tp_rank] == place.rank
+        assert [grid.place(peer).pp_rank for peer in place.ep_peers] == [place.pp_rank] * data * tensor
         assert (place.previous_stage is None) == (place.pp_rank == 0)
         if place.next_stage is not None:
             successor = grid.place(place.next_stage)
+            assert successor.dp_rank == place.dp_rank
             assert (successor.pp_rank, successor.tp_rank) == (place.pp_rank + 1, place.tp_rank)
             assert successor.previous_stage == place.rank
-    driver = grid.place(grid.driver)
-    assert (driver.pp_rank, driver.tp_rank) == (pipeline - 1, 0)
+    drivers = [grid.place(driver) for driver in grid.drivers]
+    assert [(driver.dp_rank, driver.pp_rank, driver.tp_rank) for driver in drivers] == [
+        (replica, pipeline - 1, 0) for replica in range(data)
+    ]
     with pytest.raises(ValueError, match="outside"):
         grid.place(grid.world_size)

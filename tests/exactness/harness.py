@@ -65,13 +65,16 @@ def make_requests(vocab_size: int, count: int = 8, seed: int = 7) -> list[Reques
     return requests
 
 
-def start_engine(model: Path, *, tensor: int = 1, pipeline: int = 1, **options: object) -> tuple[Engine, Executor]:
-    """An engine whose ranks are threads (one rank: none), and the executor to close."""
+def start_engine(
+    model: Path, *, tensor: int = 1, pipeline: int = 1, lockstep: int = 1, **options: object
+) -> tuple[Engine, Executor]:
+    """An engine whose ranks are threads (one rank: none), and the executor to close; `lockstep`: replicas in it."""
     config = EngineConfig.from_options(
         model=str(model),
         tensor_parallel_size=tensor,
         pipeline_parallel_size=pipeline,
-        distributed_executor_backend="uni" if tensor * pipeline == 1 else "threads",
+        data_parallel_size=lockstep,
+        distributed_executor_backend="uni" if tensor * pipeline * lockstep == 1 else "threads",
         cpu_threads=1,
         step_timeout=120.0,
         block_size=BLOCK_SIZE,
@@ -124,7 +127,7 @@ def golden(model: Path, dtype: str, quantization: str, requests: Sequence[Reques
 
 
 def run_case(model: Path, case: Case, requests: Sequence[Request]) -> tuple[dict[str, Answer], list[EngineStats]]:
-    """The requests under a case, and each replica's counters. The cases' conditions are asserted to have occurred."""
+    """The requests under a case, and each engine's counters. The cases' conditions are asserted to have occurred."""
     max_step_tokens = 2048 if case.prefill == "whole" else 13
     options: dict[str, object] = {
         "dtype": case.dtype,
@@ -135,14 +138,18 @@ def run_case(model: Path, case: Case, requests: Sequence[Request]) -> tuple[dict
     }
     answers: dict[str, Answer] = {}
     stats = []
-    for replica in range(case.data):
-        share = [request for index, request in enumerate(requests) if index % case.data == replica]
+    lockstep = case.data if case.experts == WHOLE_EXPERTS else 1
+    num_engines = case.data // lockstep
+    for number in range(num_engines):
+        share = [request for index, request in enumerate(requests) if index % num_engines == number]
         replica_options = dict(options)
         if case.memory == "tight":
             longest = max(len(request.prompt_token_ids) + (request.sampling.max_tokens or 0) for request in share)
             replica_options["max_model_len"] = longest
             replica_options["num_gpu_blocks_override"] = _tight_pool(model, longest, max_step_tokens)
-        engine, executor = start_engine(model, tensor=case.tensor, pipeline=case.pipeline, **replica_options)
+        engine, executor = start_engine(
+            model, tensor=case.tensor, pipeline=case.pipeline, lockstep=lockstep, **replica_options
+        )
         try:
             if case.cache == "warm":
                 run(engine, share, case.batch)

@@ -20,22 +20,24 @@ from shardline.engine.client import EngineClient
 from shardline.engine.ipc import EngineFailed, EngineOutputs
 from shardline.engine.resolve import resolve
 from shardline.types import Request, SamplingParams
+from tests.models.checkpoints import make_checkpoint
 
 
 class Replica:
     """An engine with two ranks, and what it told its front."""
 
-    def __init__(self, step_timeout: float) -> None:
+    def __init__(self, step_timeout: float, model: str = "demo", **layout: object) -> None:
         self.messages: queue.Queue[EngineOutputs | EngineFailed] = queue.Queue()
-        config = EngineConfig.from_options(model="demo", tensor_parallel_size=2, step_timeout=step_timeout)
+        options = layout or {"tensor_parallel_size": 2}
+        config = EngineConfig.from_options(model=model, step_timeout=step_timeout, **options)
         self.client = EngineClient(resolve(config), 0, self.messages.put)
         report = "\n".join(self.client.wait_ready(60).report)
         self.worker_pids = [int(pid) for pid in re.findall(r"pid (\d+)", report)]
         self.engine_pid = self.client._process.pid
 
-    def start_long_request(self) -> None:
+    def start_long_request(self, max_tokens: int = 1500) -> None:
         """Returns once its tokens flow."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         self.client.add([Request(request_id="long", prompt_token_ids=list(range(100, 120)), sampling=sampling)])
         assert isinstance(self.messages.get(timeout=30), EngineOutputs)
 
@@ -84,6 +86,28 @@ def test_a_killed_rank_is_named(replica: Replica, busy: bool) -> None:
     assert f"pid {victim}" in message
     assert "signal 9" in message
     assert_all_end([replica.engine_pid, *replica.worker_pids], within=10)
+
+
+@pytest.fixture(scope="module")
+def moe_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("moe")))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_replica_in_lockstep_that_is_gone_ends_the_step_with_its_name(moe_checkpoint: str, number: int) -> None:
+    """The other replica has the request, and waits for the idle one in the exchange of experts."""
+    replica = Replica(3.0, moe_checkpoint, data_parallel_size=2, enable_expert_parallel=True)
+    try:
+        replica.start_long_request(200)
+        victim = replica.worker_pids[1]
+        os.kill(victim, number)
+        message = replica.failure(timeout=10)
+        assert "rank 1 (dp 1, pp 0, tp 0)" in message
+        assert "rank 0" not in message
+        assert ("signal 9" if number == signal.SIGKILL else "missed its deadline") in message
+        assert_all_end([replica.engine_pid, *replica.worker_pids], within=10)
+    finally:
+        replica.client.close()
 
 
 def test_a_stopped_rank_is_named_at_the_deadline(replica: Replica) -> None:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardline.config.topology import RankGrid
 from shardline.models.lookup import decoder_spec
 from shardline.models.parameters import parameters, stage_parameters
-from shardline.models.partition import Span, check_tensor_parallel, kv_groups, split_heads
+from shardline.models.partition import ExpertShare, Span, check_tensor_parallel, kv_groups, split_heads
 from shardline.models.sharding import Numerics, shard, shard_shape
 from shardline.models.sizes import (
     attended_pairs,
@@ -59,7 +59,8 @@ def test_shards_cover_every_parameter(
     for name, shape in parameters(spec):
         owners = np.zeros(shape, dtype=int)
         for rank in range(tp_size):
-            spans = shard(name, spec, rank, tp_size, numerics, expert_parallel)
+            experts = ExpertShare(rank, tp_size) if expert_parallel else None
+            spans = shard(name, spec, rank, tp_size, numerics, experts)
             assert len(spans) == len(shape)
             where = tuple(slice(None) if span is None else slice(span.start, span.stop) for span in spans)
             assert owners[where].shape == shard_shape(shape, spans)
@@ -104,13 +105,14 @@ def test_weight_bytes_count_what_each_rank_holds(
     everything = {name for name, _ in parameters(spec)}
     for rank in range(grid.world_size):
         place = grid.place(rank)
+        experts = ExpertShare(place.tp_rank, tp_size) if expert_parallel else None
         held = dict(stage_parameters(spec, stages[place.pp_rank]))
         everything -= held.keys()
         arrays = [
             np.empty(shape, np.float32 if name.endswith("router.bias") else np.float16)[
                 tuple(
                     slice(None) if span is None else slice(span.start, span.stop)
-                    for span in shard(name, spec, place.tp_rank, tp_size, numerics, expert_parallel)
+                    for span in shard(name, spec, place.tp_rank, tp_size, numerics, experts)
                 )
             ]
             for name, shape in held.items()

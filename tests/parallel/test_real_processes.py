@@ -15,6 +15,19 @@ LAYOUTS = {
     "tp2-pp2-dp2": ("qwen3", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}),
     "tp3-gloo": ("qwen3", {"tensor_parallel_size": 3, "collectives": "gloo"}),
     "ep2": ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    "dp2-tp2-ep": (
+        "qwen3_moe",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
+    ),
+    "dp2-pp2-ep-gloo": (
+        "mixtral",
+        {
+            "pipeline_parallel_size": 2,
+            "data_parallel_size": 2,
+            "enable_expert_parallel": True,
+            "collectives": "gloo",
+        },
+    ),
     "ep3-gloo": ("mixtral", {"tensor_parallel_size": 3, "enable_expert_parallel": True, "collectives": "gloo"}),
 }
 
@@ -33,7 +46,8 @@ def test_one_answer(layout: str, tmp_path: Path) -> None:
             [msgspec.structs.replace(request.sampling, ignore_eos=True) for request in requests],
             use_tqdm=False,
         )
-        assert len(llm.stats()) == parallel.get("data_parallel_size", 1)
+        replicas = parallel.get("data_parallel_size", 1)
+        assert len(llm.stats()) == (1 if parallel.get("enable_expert_parallel") else replicas)
         for stats in llm.stats():
             # Every expert is somebody's, and every rank has work to do.
             load = stats.experts

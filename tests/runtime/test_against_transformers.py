@@ -16,7 +16,7 @@ from shardline.runtime.parallel.groups import alone
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.setup import prepare
 from shardline.runtime.worker import Worker
-from shardline.types import SamplingParams, SequenceResult, SequenceStart, SequenceStep, StepPlan
+from shardline.types import RankStep, SamplingParams, SequenceResult, SequenceStart, SequenceStep, StepPlan
 from tests.models.checkpoints import FAMILIES, VARIANTS, has_experts, make_checkpoint, make_variant
 
 BLOCK_SIZE = 8
@@ -56,7 +56,7 @@ def generate(
         entry = SequenceStep(
             1, position, size, tables if first else [[] for _ in tables], -1, position + size >= len(prompt)
         )
-        result = worker.run(StepPlan(1, [start] if first else [], [entry], []))
+        result = worker.run(RankStep(StepPlan(1, [start] if first else [], [entry], []), (size,)))
         position += size
         assert result is not None
         for sampled in result.results:

@@ -40,7 +40,7 @@ class Layers:
 def decode_step(count: int) -> StepInput:
     index = torch.arange(count)
     groups = (KVGroupInput(torch.zeros(count, 1, dtype=torch.int32), index),)
-    return StepInput(index, index, torch.arange(count + 1, dtype=torch.int32), index.int() + 1, groups, None)
+    return StepInput(index, index, torch.arange(count + 1, dtype=torch.int32), index.int() + 1, groups, (count,), None)
 
 
 def replay_of(forward: object) -> DecodeReplay:
@@ -71,7 +71,7 @@ def test_what_does_not_decode_runs_anew() -> None:
         replay(decode_step(9), torch.randn(9, HIDDEN))  # more than there is room for
         step = decode_step(2)
         chunk = StepInput(
-            step.token_ids, step.positions, torch.tensor([0, 2]), torch.tensor([2]), (), torch.tensor([1])
+            step.token_ids, step.positions, torch.tensor([0, 2]), torch.tensor([2]), (), (2,), torch.tensor([1])
         )
         replay(chunk, torch.randn(2, HIDDEN))
     assert layers.runs == 4

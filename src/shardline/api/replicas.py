@@ -53,7 +53,7 @@ class _Replica:
 
 
 class Replicas:
-    """`data_parallel_size` engine clients with one door in front.
+    """One engine client per replica, or per set of replicas in lockstep, with one door in front.
 
     All methods but the constructor belong to one thread; events come on others and must be brought to that one, which
     hands them to `handle`.
@@ -80,7 +80,7 @@ class Replicas:
         self._closing = threading.Lock()
         self._home: dict[str, int] = {}
         try:
-            for index in range(config.parallel.data_parallel_size):
+            for index in range(config.parallel.num_engines):
                 replica = _Replica(connect(config, index, _bind(on_event, index)))
                 self._replicas.append(replica)
                 self._open.append(replica)

@@ -67,6 +67,16 @@ class ParallelConfig:
     step_timeout: float = option(300.0, "seconds after which a step that did not finish ends the engine")
     cpu_threads: int | None = option(None, "threads per rank; default: this process's cores divided by its ranks")
 
+    @property
+    def lockstep(self) -> int:
+        """Replicas that step together in one engine, since their ranks share experts; 1: each has its own engine."""
+        return self.data_parallel_size if self.enable_expert_parallel else 1
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that run apart and fail apart."""
+        return self.data_parallel_size // self.lockstep
+
 
 @dataclass(frozen=True)
 class CacheConfig:

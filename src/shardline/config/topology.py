@@ -1,4 +1,4 @@
-"""The rank grid: which place each rank of a replica has on every parallel axis."""
+"""The rank grid: which place each rank of an engine has on every parallel axis."""
 
 from __future__ import annotations
 
@@ -10,32 +10,45 @@ class RankPlace:
     """Where one rank stands, and with whom it shares a group."""
 
     rank: int
-    """Rank within the replica."""
+    """Rank within the engine."""
+    dp_rank: int
     tp_rank: int
     cp_rank: int
     pp_rank: int
     tp_peers: tuple[int, ...]
     """Ranks of the tensor-parallel group, in order; includes this rank."""
+    ep_peers: tuple[int, ...]
+    """Ranks of the stage over which whole experts are spread, in order: the TP groups of all replicas in lockstep."""
     previous_stage: int | None
     """The rank that hands its hidden states to this one."""
     next_stage: int | None
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (pp {self.pp_rank}, tp {self.tp_rank})"
+        replica = f"dp {self.dp_rank}, " if len(self.ep_peers) > len(self.tp_peers) else ""
+        return f"rank {self.rank} ({replica}pp {self.pp_rank}, tp {self.tp_rank})"
 
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The ranks of one replica as a grid [pp, cp, tp]; tp varies fastest, so that its peers sit side by side."""
+    """The ranks of one engine as a grid [dp, pp, cp, tp]; tp varies fastest, so that its peers sit side by side.
+
+    An engine has several replicas (dp) only where they run in lockstep; others have an engine each.
+    """
 
     tensor: int
     pipeline: int
     context: int = 1
+    data: int = 1
+
+    @property
+    def replica_size(self) -> int:
+        """Number of ranks in one replica."""
+        return self.tensor * self.pipeline * self.context
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in one replica."""
-        return self.tensor * self.pipeline * self.context
+        """Number of ranks in the engine."""
+        return self.replica_size * self.data
 
     def place(self, rank: int) -> RankPlace:
         """The place of `rank`.
@@ -46,20 +59,25 @@ class RankGrid:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a grid of {self.world_size} ranks")
         stage_size = self.tensor * self.context
-        pp_rank, within = divmod(rank, stage_size)
+        dp_rank, within = divmod(rank, self.replica_size)
+        pp_rank, within = divmod(within, stage_size)
         cp_rank, tp_rank = divmod(within, self.tensor)
         first_peer = rank - tp_rank
+        first_of_replicas = [first_peer + (dp - dp_rank) * self.replica_size for dp in range(self.data)]
         return RankPlace(
             rank=rank,
+            dp_rank=dp_rank,
             tp_rank=tp_rank,
             cp_rank=cp_rank,
             pp_rank=pp_rank,
             tp_peers=tuple(range(first_peer, first_peer + self.tensor)),
+            ep_peers=tuple(first + tp for first in first_of_replicas for tp in range(self.tensor)),
             previous_stage=rank - stage_size if pp_rank > 0 else None,
             next_stage=rank + stage_size if pp_rank < self.pipeline - 1 else None,
         )
 
     @property
-    def driver(self) -> int:
-        """The rank that reports sampled tokens: the first of the last stage."""
-        return (self.pipeline - 1) * self.tensor * self.context
+    def drivers(self) -> tuple[int, ...]:
+        """Of each replica, the rank that reports sampled tokens: the first of the last stage."""
+        first = (self.pipeline - 1) * self.tensor * self.context
+        return tuple(replica * self.replica_size + first for replica in range(self.data))

@@ -17,23 +17,43 @@ from shardline.types import EngineStats, ExpertLoad, Request, SequenceOutput, St
 _LOAD_SECONDS = 1.0
 """How old the load of experts may be while the engine is busy: adding it up takes longer than all other counters."""
 
+_ADDED = (
+    "num_running",
+    "num_waiting",
+    "kv_blocks_total",
+    "kv_blocks_used",
+    "num_preemptions",
+    "prompt_tokens",
+    "generation_tokens",
+    "prefix_queries",
+    "prefix_hits",
+)
+"""Counters of each replica's own; the others count steps, which replicas in lockstep share."""
+
 
 class Engine:
-    """One replica: a scheduler and the executor that runs its plans."""
+    """One replica, or several that step together: a scheduler each, and the executor that runs their plans.
+
+    Replicas in lockstep share experts, so that no rank can go through a layer alone: one that has nothing to do takes
+    an empty step with the others.
+    """
 
     def __init__(self, setup: ReplicaSetup, executor: Executor) -> None:
         self._setup = setup
         self._executor = executor
-        self._scheduler = Scheduler(
-            setup.config.scheduler,
-            setup.config.cache,
-            setup.groups,
-            setup.num_blocks,
-            setup.max_model_len,
-            max_in_flight=executor.max_in_flight,
-            last_token_known=setup.grid.pipeline > 1,
-        )
-        self._in_flight: deque[StepPlan] = deque()
+        self._schedulers = [
+            Scheduler(
+                setup.config.scheduler,
+                setup.config.cache,
+                setup.groups,
+                setup.num_blocks,
+                setup.max_model_len,
+                max_in_flight=executor.max_in_flight,
+                last_token_known=setup.grid.pipeline > 1,
+            )
+            for _ in range(setup.grid.data)
+        ]
+        self._in_flight: deque[list[StepPlan]] = deque()
         self._engine_seconds = 0.0
         self._expert_load: ExpertLoad | None = None
         self._expert_load_time = 0.0
@@ -41,15 +61,16 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._in_flight) or self._scheduler.has_unfinished
+        return bool(self._in_flight) or any(scheduler.has_unfinished for scheduler in self._schedulers)
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
-        self._scheduler.add(request)
+        """Queue a request, on the replica that has the fewest."""
+        min(self._schedulers, key=lambda scheduler: scheduler.num_unfinished).add(request)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests; unknown ids are ignored."""
-        self._scheduler.abort(request_ids)
+        for scheduler in self._schedulers:
+            scheduler.abort(request_ids)
 
     def step(self) -> list[SequenceOutput]:
         """Keep the executor's pipeline full, wait for its oldest step and say what that produced.
@@ -59,21 +80,31 @@ class Engine:
         """
         started = time.perf_counter()
         while len(self._in_flight) < self._executor.max_in_flight:
-            plan = self._scheduler.schedule()
-            if plan is None:
+            plans = self._schedule()
+            if not plans:
                 break
-            self._executor.submit(plan)
-            self._in_flight.append(plan)
+            self._executor.submit(plans)
+            self._in_flight.append(plans)
         waited = 0.0
+        outputs: list[SequenceOutput] = []
         if not self._in_flight:
-            outputs = self._scheduler.take_outputs()
+            for scheduler in self._schedulers:
+                outputs += scheduler.take_outputs()
         else:
             before = time.perf_counter()
-            result = self._executor.collect()
+            results = self._executor.collect()
             waited = time.perf_counter() - before
-            outputs = self._scheduler.update(self._in_flight.popleft(), result)
+            for scheduler, plan, result in zip(self._schedulers, self._in_flight.popleft(), results, strict=True):
+                outputs += scheduler.update(plan, result)
         self._engine_seconds += time.perf_counter() - started - waited
         return outputs
+
+    def _schedule(self) -> list[StepPlan]:
+        """The next plan of every replica; none where no replica can run anything."""
+        plans = [scheduler.schedule() for scheduler in self._schedulers]
+        if not any(plans):
+            return []
+        return [plan or scheduler.idle() for plan, scheduler in zip(plans, self._schedulers, strict=True)]
 
     def stats(self) -> EngineStats:
         """Counters since the start, gauges of now."""
@@ -84,5 +115,13 @@ class Engine:
             self._expert_load = expert_load(counts, setup.grid, setup.stages, setup.expert_parallel)
             self._expert_load_time = now
         return msgspec.structs.replace(
-            self._scheduler.stats(), engine_seconds=self._engine_seconds, experts=self._expert_load
+            _combined([scheduler.stats() for scheduler in self._schedulers]),
+            engine_seconds=self._engine_seconds,
+            experts=self._expert_load,
         )
+
+
+def _combined(stats: Sequence[EngineStats]) -> EngineStats:
+    """The counters of replicas that share their steps."""
+    total = {field: sum(getattr(one, field) for one in stats) for field in _ADDED}
+    return msgspec.structs.replace(stats[0], **total)

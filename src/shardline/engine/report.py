@@ -18,8 +18,9 @@ def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: di
         f"model {setup.files.name}: {spec.model_type}, {len(spec.layers)} layers, {config.model.dtype}, "
         f"quantization {config.model.quantization or 'none'}, "
         f"max_model_len {setup.max_model_len}",
-        f"layout: tensor {grid.tensor} x pipeline {grid.pipeline} = {grid.world_size} ranks a replica, "
-        f"{config.parallel.data_parallel_size} replicas; executor {config.parallel.distributed_executor_backend}, "
+        f"layout: tensor {grid.tensor} x pipeline {grid.pipeline} = {grid.replica_size} ranks a replica, "
+        f"{config.parallel.data_parallel_size} replicas{_together(grid.data)}; "
+        f"executor {config.parallel.distributed_executor_backend}, "
         f"collectives {setup.collectives if grid.world_size > 1 else 'none needed'}, "
         f"numerics {config.parallel.numerics}",
     ]
@@ -28,7 +29,8 @@ def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: di
         stage = setup.stages[place.pp_rank]
         lines.append(
             f"rank {report.rank}: {report.host} {report.device} ({report.isa}, {report.threads} threads, pid "
-            f"{report.pid}), pp {place.pp_rank} (layers {stage.start}-{stage.stop - 1}), tp {place.tp_rank}; weights "
+            f"{report.pid}), dp {place.dp_rank}, pp {place.pp_rank} (layers {stage.start}-{stage.stop - 1}), "
+            f"tp {place.tp_rank}; weights "
             f"{format_bytes(report.weight_bytes)}, KV {format_bytes(report.kv_bytes)}, "
             f"loaded in {report.load_seconds:.2f} s"
         )
@@ -45,3 +47,7 @@ def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: di
         "seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items()),
     ]
     return lines
+
+
+def _together(replicas: int) -> str:
+    return f" in lockstep, experts spread over {replicas} x tensor ranks" if replicas > 1 else ""

@@ -12,7 +12,7 @@ from shardline.config.units import format_bytes, parse_bytes
 from shardline.engine.host_memory import allowed_cpus, available_host_memory
 from shardline.models.kv_capacity import longest_request
 from shardline.models.lookup import decoder_spec
-from shardline.models.partition import Span, check_tensor_parallel, kv_groups
+from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel, kv_groups
 from shardline.models.sharding import Numerics
 from shardline.models.sizes import kv_block_bytes, stage_spans, weight_bytes
 from shardline.models.spec import DecoderSpec, DType
@@ -42,7 +42,9 @@ def resolve(config: EngineConfig) -> EngineConfig:
             f"max_model_len {asked} is more than the {spec.max_position_embeddings} positions this model has; "
             f"use {spec.max_position_embeddings} or less"
         )
-    check_tensor_parallel(spec, parallel.tensor_parallel_size, parallel.enable_expert_parallel)
+    check_tensor_parallel(spec, parallel.tensor_parallel_size)
+    if parallel.enable_expert_parallel:
+        check_expert_parallel(spec, parallel.tensor_parallel_size, parallel.data_parallel_size)
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
     if not dummy:
         Checkpoint.open(files.folder).check(spec)
@@ -79,9 +81,9 @@ def _reasons(asked: EngineConfig, chosen: EngineConfig, spec: DecoderSpec, stage
     parallel = chosen.parallel
     ranks = replica_grid(parallel).world_size
     if asked.parallel.distributed_executor_backend == "auto":
-        reasons.append(f"executor {parallel.distributed_executor_backend} ({ranks} rank{'s' * (ranks > 1)} a replica)")
+        reasons.append(f"executor {parallel.distributed_executor_backend} ({ranks} rank{'s' * (ranks > 1)} an engine)")
     if asked.parallel.cpu_threads is None:
-        total = ranks * parallel.data_parallel_size
+        total = ranks * parallel.num_engines
         reasons.append(f"{parallel.cpu_threads} threads a rank ({allowed_cpus()} cores, ranks in all: {total})")
     if asked.parallel.pipeline_stages is None and len(stages) > 1:
         layers = ",".join(str(stage.size) for stage in stages)
@@ -107,7 +109,7 @@ def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
     cores = allowed_cpus()
     if parallel.cpu_threads is not None and parallel.cpu_threads > cores:
         raise ValueError(f"cpu_threads {parallel.cpu_threads} is more than the {cores} cores this process may use")
-    ranks = world * parallel.data_parallel_size
+    ranks = world * parallel.num_engines
     threads = parallel.cpu_threads or max(1, cores // ranks)
     if threads * ranks > cores:
         _log.warning("%d ranks of %d threads share %d cores: expect them to wait for each other", ranks, threads, cores)
@@ -128,21 +130,21 @@ def _kv_bytes_per_rank(
 ) -> int:
     if config.cache.kv_cache_memory is not None:
         return parse_bytes(config.cache.kv_cache_memory)
-    replicas = config.parallel.data_parallel_size
-    weights = _replica_weight_bytes(config, spec, grid, stages, dtype)
-    total, available = weights * replicas, available_host_memory()
+    engines = config.parallel.num_engines
+    weights = _engine_weight_bytes(config, spec, grid, stages, dtype)
+    total, available = weights * engines, available_host_memory()
     if total > available:
         raise ValueError(
-            f"the weights need {format_bytes(total)} ({replicas} x {format_bytes(weights)}) and this host has "
+            f"the weights need {format_bytes(total)} ({engines} x {format_bytes(weights)}) and this host has "
             f"{format_bytes(available)} available; use a smaller model, fewer replicas, --dtype bfloat16 or "
             "--quantization int8"
         )
     # Half of what is left: the page cache that holds the checkpoint, and the other programs, need room too.
     free = (available - total) * config.cache.gpu_memory_utilization / 2
-    return int(free / (grid.world_size * replicas))
+    return int(free / (grid.world_size * engines))
 
 
-def _replica_weight_bytes(
+def _engine_weight_bytes(
     config: EngineConfig, spec: DecoderSpec, grid: RankGrid, stages: tuple[Span, ...], dtype: DType
 ) -> int:
     numerics = cast(Numerics, config.parallel.numerics)
@@ -160,8 +162,8 @@ def _check_memory(
     """Refuse a KV cache that was asked for and cannot be: its pages are taken as they are used, hours later."""
     dtype, block_size = cast(DType, config.model.dtype), config.cache.block_size
     blocks = sum(kv_block_bytes(spec, grid.place(rank), stages, dtype, block_size) for rank in range(grid.world_size))
-    weights = _replica_weight_bytes(config, spec, grid, stages, dtype)
-    needed = config.parallel.data_parallel_size * (weights + num_blocks * blocks)
+    weights = _engine_weight_bytes(config, spec, grid, stages, dtype)
+    needed = config.parallel.num_engines * (weights + num_blocks * blocks)
     available = available_host_memory()
     if needed > available:
         raise ValueError(

@@ -128,6 +128,11 @@ class Scheduler:
         return self._registry.take_outputs()
 
     @property
+    def num_unfinished(self) -> int:
+        """Sequences that have not had their last output."""
+        return self._registry.num_live
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether a request is unfinished, a plan in flight or an output not taken."""
         return self._registry.num_live > 0 or bool(self._in_flight) or self._registry.has_outputs
@@ -167,6 +172,15 @@ class Scheduler:
         self._ends = []
         self._num_steps += 1
         self._in_flight.append((plan, draft.sequences))
+        return plan
+
+    def idle(self) -> StepPlan:
+        """An empty plan, for a step that other replicas take and this one has to join; `update` gets its result too."""
+        assert len(self._in_flight) < self._max_in_flight, "no plan can be in flight beside so many"
+        plan = StepPlan(self._num_steps, [], [], self._ends)
+        self._ends = []
+        self._num_steps += 1
+        self._in_flight.append((plan, []))
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:

@@ -7,8 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardline.models.spec import MLA, Attention, DecoderSpec, Layer, MoE
+
+
+class ExpertShare(NamedTuple):
+    """Whole experts are spread over `size` ranks, of which this is number `rank`."""
+
+    rank: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -80,14 +88,12 @@ def split_query_heads(attention: Attention, parts: int) -> tuple[Span, ...]:
     return split_dim(attention.num_heads, parts)
 
 
-def check_tensor_parallel(spec: DecoderSpec, size: int, expert_parallel: bool = False) -> None:
-    """Refuse a tensor-parallel size that some layer cannot be split by, and experts that `size` ranks cannot share.
+def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
+    """Refuse a tensor-parallel size that some layer cannot be split by.
 
     Raises:
         ValueError: names the nearest sizes that work.
     """
-    if expert_parallel:
-        _check_expert_parallel(spec, size)
     if _splits(spec, size):
         return
     legal = [n for n in range(1, max(layer.attention.num_heads for layer in spec.layers) + 1) if _splits(spec, n)]
@@ -123,17 +129,25 @@ def _narrowest(layer: Layer) -> int:
     return min(block.intermediate_size for block in blocks)
 
 
-def _check_expert_parallel(spec: DecoderSpec, size: int) -> None:
+def check_expert_parallel(spec: DecoderSpec, tensor: int, data: int) -> None:
+    """Refuse experts that the ranks of `data` replicas of `tensor` ranks a stage cannot share.
+
+    Raises:
+        ValueError: names what works.
+    """
     counts = [layer.feed_forward.routing.num_experts for layer in spec.layers if isinstance(layer.feed_forward, MoE)]
     if not counts:
         raise ValueError(
             f"enable_expert_parallel needs a mixture-of-experts model, and {spec.model_type} has no experts; leave "
             "it out"
         )
-    if size > min(counts):
+    if tensor * data > min(counts):
+        ranks = f"{tensor} ranks (tensor_parallel_size)"
+        if data > 1:
+            ranks = f"{tensor * data} ranks (tensor_parallel_size {tensor} x data_parallel_size {data})"
         raise ValueError(
-            f"enable_expert_parallel gives every rank whole experts, and {size} ranks (tensor_parallel_size) cannot "
-            f"share {min(counts)}; use tensor_parallel_size {min(counts)} or less, or leave enable_expert_parallel out"
+            f"enable_expert_parallel gives every rank whole experts, and {ranks} cannot share {min(counts)}; "
+            f"use {min(counts)} ranks a stage or fewer, or leave enable_expert_parallel out"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from shardline.models.parameters import expert_of, parse_name
-from shardline.models.partition import Span, split_dim, split_heads, split_query_heads
+from shardline.models.partition import ExpertShare, Span, split_dim, split_heads, split_query_heads
 from shardline.models.spec import MLA, Attention, DecoderSpec, Dense, MoE
 
 Numerics = Literal["exact", "fast"]
@@ -18,15 +18,15 @@ def shard(
     tp_rank: int,
     tp_size: int,
     numerics: Numerics = "exact",
-    expert_parallel: bool = False,
+    experts: ExpertShare | None = None,
 ) -> Spans:
     """The part of parameter `name` that rank `tp_rank` of `tp_size` holds: per dim a span, or None for all of it.
 
     Every linear is split by its output: q, k and v by heads, o and down by the hidden size, gate and up by the
     intermediate size, embedding and lm_head by the vocabulary. Numerics "fast" splits o and down by their input
     instead; their biases are then whole, to be added once, after the sum. Norms, learned positions, routers and gates
-    of shared experts are whole. Experts are split like any other feed-forward block; with `expert_parallel` each is
-    whole on one rank, and has no rows on the others.
+    of shared experts are whole. Experts are split like any other feed-forward block; with `experts` each is whole on
+    one rank, and has no rows on the others.
 
     Latent attention's q, q_up and kv_up go by heads; q_down and kv_down are split as one, q_down's rows first, so that
     gathering what the ranks project gives both latents side by side: a span may be empty.
@@ -47,7 +47,7 @@ def shard(
     if part.endswith("norm"):
         return (None,)
     if part.startswith("feed_forward."):
-        return _shard_feed_forward(name, spec, tp_rank, tp_size, numerics, expert_parallel)
+        return _shard_feed_forward(name, spec, tp_rank, tp_size, numerics, experts)
     attention = spec.layers[layer].attention
     if part in _projections(attention):
         return _split(0, _projection_span(attention, part, tp_rank, tp_size), whole)
@@ -63,7 +63,7 @@ def shard(
 
 
 def _shard_feed_forward(
-    name: str, spec: DecoderSpec, tp_rank: int, tp_size: int, numerics: Numerics, expert_parallel: bool
+    name: str, spec: DecoderSpec, tp_rank: int, tp_size: int, numerics: Numerics, experts: ExpertShare | None
 ) -> Spans:
     layer, part, kind = parse_name(name)
     assert layer is not None
@@ -76,9 +76,9 @@ def _shard_feed_forward(
     dense = _dense_block(feed_forward, block)
     if dense is None or projection not in ("gate", "up", "down"):
         raise ValueError(f"{name!r} is no canonical parameter name")
-    if expert_parallel and expert is not None:
+    if experts is not None and expert is not None:
         assert isinstance(feed_forward, MoE)
-        mine = split_dim(feed_forward.routing.num_experts, tp_size)[tp_rank]
+        mine = split_dim(feed_forward.routing.num_experts, experts.size)[experts.rank]
         return whole if mine.start <= expert < mine.stop else _split(0, Span(0, 0), whole)
     if projection != "down":
         return _split(0, split_dim(dense.intermediate_size, tp_size)[tp_rank], whole)

@@ -16,6 +16,7 @@ from shardline.models.parameters import (
     stage_parameters,
 )
 from shardline.models.partition import (
+    ExpertShare,
     Span,
     balance_stages,
     kv_groups,
@@ -66,9 +67,10 @@ def weight_bytes(
     embedding is a copy of its own; one that is not serves both.
     """
     tp_size = len(place.tp_peers)
+    experts = ExpertShare(place.ep_peers.index(place.rank), len(place.ep_peers)) if expert_parallel else None
     total = 0
     for name, shape in _held(spec, stages[place.pp_rank], quantization):
-        local = shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics, expert_parallel))
+        local = shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics, experts))
         if quantization is not None and is_linear(name):
             total += weight_format(quantization, lm_head=name == "lm_head.weight").num_bytes(*local)
         else:

@@ -27,11 +27,11 @@ class DecoderLayer:
         self._attention_norm = NormLayer(context, f"{name}.attention_norm", spec.attention_norm)
         self.attention = _attention(context, f"{name}.attention", spec.attention, tables)
         self._feed_forward_norm = NormLayer(context, f"{name}.feed_forward_norm", spec.feed_forward_norm)
-        self._feed_forward: DenseFeedForward | MoEFeedForward
+        self.feed_forward: DenseFeedForward | MoEFeedForward
         if isinstance(spec.feed_forward, MoE):
-            self._feed_forward = MoEFeedForward(context, index, spec.feed_forward)
+            self.feed_forward = MoEFeedForward(context, index, spec.feed_forward)
         else:
-            self._feed_forward = DenseFeedForward(context, f"{name}.feed_forward", spec.feed_forward)
+            self.feed_forward = DenseFeedForward(context, f"{name}.feed_forward", spec.feed_forward)
 
         def optional(part: str, norm: object) -> NormLayer | None:
             return NormLayer(context, f"{name}.{part}", getattr(spec, part)) if norm else None
@@ -51,7 +51,10 @@ class DecoderLayer:
         if self._post_attention is not None:
             delta = self._post_attention(delta)
         normed, hidden = self._feed_forward_norm.add(delta, hidden)
-        delta = self._feed_forward(normed)
+        if isinstance(self.feed_forward, MoEFeedForward):
+            delta = self.feed_forward(normed, step.replica_tokens)
+        else:
+            delta = self.feed_forward(normed)
         if self._post_feed_forward is not None:
             delta = self._post_feed_forward(delta)
         return hidden, delta
@@ -75,6 +78,7 @@ class DecoderStage:
             next(g for g, group in enumerate(kv_groups(spec)) if index in group.layers)
             for index in range(layers.start, layers.stop)
         ]
+        self._hidden_size, self._dtype = spec.hidden_size, context.dtype
         first, last = layers.start == 0, layers.stop == len(spec.layers)
         self.lm_head = LMHead(context) if last else None
         held = self.lm_head.rows if self.lm_head is not None and spec.tied_embeddings else None
@@ -115,3 +119,10 @@ class DecoderStage:
         if watch is not None:
             watch.look("the logits", logits, rows)
         return logits
+
+    def join(self, replica_tokens: tuple[int, ...]) -> None:
+        """Take part in a step in which this replica has no token: its ranks hold experts that others need."""
+        nothing = torch.empty(0, self._hidden_size, dtype=self._dtype)
+        for layer in self.layers:
+            if isinstance(layer.feed_forward, MoEFeedForward):
+                layer.feed_forward(nothing, replica_tokens)

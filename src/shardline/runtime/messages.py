@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shardline.config.engine import EngineConfig
-from shardline.types import StepPlan, StepResult
+from shardline.types import RankStep, StepResult
 
 
 class RankReport(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
 class RunStep(msgspec.Struct, frozen=True, tag=True):
     """Engine to worker: one step; plans are run in the order they come."""
 
-    plan: StepPlan
+    step: RankStep
 
 
 WorkerRequest = StartWorker | RunStep
@@ -49,7 +49,7 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
-    """Driver rank to engine: what a step sampled."""
+    """Driver rank of a replica to engine: what a step sampled."""
 
     result: StepResult
 

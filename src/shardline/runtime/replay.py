@@ -21,6 +21,9 @@ from shardline.runtime.step import KVGroupInput, StepInput
 
 _log = logging.getLogger(__name__)
 
+_MAX_PROGRAMS = 1024
+"""A program takes some ten kilobytes; replicas in lockstep have many combinations of counts."""
+
 Forward = Callable[[StepInput, Tensor], Tensor]
 """A step and its hidden states [T, H] -> the stage's output."""
 
@@ -78,6 +81,7 @@ class _StepBuffers:
             query_starts=self._query_starts[: count + 1],
             context_lens=self._context_lens[:count],
             kv_groups=tuple(groups),
+            replica_tokens=step.replica_tokens,
             sample_rows=None,
         )
         return placed, self._hidden[:count]
@@ -100,7 +104,8 @@ class DecodeReplay:
         self.forward = forward
         self._max_seqs = max_seqs
         self._buffers = _StepBuffers(max_seqs, max_blocks, num_kv_groups, hidden_size, dtype)
-        self._programs: dict[int, _cpu.Program] = {}
+        self._programs: dict[tuple[int, ...], _cpu.Program] = {}
+        """By replica_tokens: a program exchanges as much with other replicas as it did when it was recorded."""
         self._possible = True
 
     def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
@@ -109,14 +114,14 @@ class DecodeReplay:
         if not decodes or not self._possible:
             return self.forward(step, hidden)
         placed, placed_hidden = self._buffers.fill(step, hidden)
-        program = self._programs.get(count)
+        program = self._programs.get(step.replica_tokens)
         if program is None:
-            return self._record(count, placed, placed_hidden)
+            return self._record(placed, placed_hidden)
         output = program.replay()
         return self.forward(placed, placed_hidden) if output is None else output
 
-    def _record(self, count: int, step: StepInput, hidden: Tensor) -> Tensor:
-        if _cpu.activation_bytes() > 0:
+    def _record(self, step: StepInput, hidden: Tensor) -> Tensor:
+        if _cpu.activation_bytes() > 0 or len(self._programs) == _MAX_PROGRAMS:
             return self.forward(step, hidden)
         program = _cpu.Program()
         program.begin()
@@ -127,7 +132,7 @@ class DecodeReplay:
             program.end()
         if watch.computed is None:
             program.set_output(output)
-            self._programs[count] = program
+            self._programs[step.replica_tokens] = program
         else:
             self._possible = False
             _log.debug("decode steps are not replayed: a layer computes with %s", watch.computed)

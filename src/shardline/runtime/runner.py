@@ -14,7 +14,7 @@ from shardline.runtime.replay import DecodeReplay, Forward
 from shardline.runtime.sampling.sampler import Sampler
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.step import KVGroupInput, StepInput
-from shardline.types import StepPlan, StepResult
+from shardline.types import RankStep, StepPlan, StepResult
 
 
 class Runner:
@@ -60,19 +60,24 @@ class Runner:
             )
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult | None:
+    def run(self, rank_step: RankStep) -> StepResult | None:
         """Run one step. The last stage's ranks return what was sampled, the others None."""
         started = time.perf_counter()
+        plan = rank_step.plan
         for seq_id in plan.ends:
             self._sequences.end(seq_id)
         for start in plan.starts:
             self._sequences.start(start)
-        result = self._compute(plan, started) if plan.steps else StepResult(plan.step_id, [])
+        result: StepResult | None = StepResult(plan.step_id, [])
+        if plan.steps:
+            result = self._compute(plan, rank_step.replica_tokens, started)
+        elif any(rank_step.replica_tokens):
+            self._stage.join(rank_step.replica_tokens)
         self._groups.progress.finish(plan.step_id)
         return result if self._sampler is not None else None
 
-    def _compute(self, plan: StepPlan, started: float) -> StepResult | None:
-        step = self._step_input(plan)
+    def _compute(self, plan: StepPlan, replica_tokens: tuple[int, ...], started: float) -> StepResult | None:
+        step = self._step_input(plan, replica_tokens)
         if self._groups.from_previous is None:
             hidden = self._stage.embed(step)
         else:
@@ -92,7 +97,7 @@ class Runner:
             results = with_errors(results, errors)
         return StepResult(plan.step_id, results, time.perf_counter() - started)
 
-    def _step_input(self, plan: StepPlan) -> StepInput:
+    def _step_input(self, plan: StepPlan, replica_tokens: tuple[int, ...]) -> StepInput:
         num_seqs = len(plan.steps)
         rows = np.empty(num_seqs, dtype=np.int64)
         starts = np.empty(num_seqs, dtype=np.int64)
@@ -123,5 +128,6 @@ class Runner:
             query_starts=torch.from_numpy(query_starts),
             context_lens=torch.from_numpy(context_lens.astype(np.int32)),
             kv_groups=tuple(kv_groups),
+            replica_tokens=replica_tokens,
             sample_rows=None if every_token else torch.from_numpy(last_rows[sampled].astype(np.int64)),
         )

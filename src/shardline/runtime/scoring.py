@@ -66,6 +66,7 @@ class Scorer:
             query_starts=torch.tensor([0, size], dtype=torch.int32),
             context_lens=torch.tensor([size], dtype=torch.int32),
             kv_groups=tuple(groups),
+            replica_tokens=(size,),
             sample_rows=positions[document.first - 1 : -1],
         )
         return torch.log_softmax(self._stage.forward(step, self._stage.embed(step)), dim=-1)

@@ -115,8 +115,8 @@ def prepare(config: EngineConfig) -> ReplicaSetup:
 
 
 def replica_grid(parallel: ParallelConfig) -> RankGrid:
-    """The ranks of one replica."""
-    return RankGrid(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    """The ranks of one engine."""
+    return RankGrid(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, data=parallel.lockstep)
 
 
 def pool_blocks(

@@ -30,5 +30,7 @@ class StepInput:
     context_lens: Tensor
     """[num_seqs] int32: KV length of each sequence once the new tokens are stored."""
     kv_groups: tuple[KVGroupInput, ...]
+    replica_tokens: tuple[int, ...]
+    """num_tokens of each replica in lockstep, this one's own included."""
     sample_rows: Tensor | None
     """[num_samples] int64: tokens whose logits are sampled; None: all of them, in order."""

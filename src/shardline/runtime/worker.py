@@ -22,7 +22,7 @@ from shardline.runtime.quantization.base import quantization
 from shardline.runtime.runner import Runner
 from shardline.runtime.sampling.sampler import Sampler
 from shardline.runtime.setup import ReplicaSetup
-from shardline.types import StepPlan, StepResult
+from shardline.types import RankStep, StepResult
 
 _PROGRESS_BYTES = 256 << 20
 """Smaller models load faster than a progress bar can be read."""
@@ -88,10 +88,10 @@ class Worker:
         assert self._stage is not None
         return self._stage
 
-    def run(self, plan: StepPlan) -> StepResult | None:
+    def run(self, step: RankStep) -> StepResult | None:
         """Run one step; see Runner.run."""
         assert self._runner is not None
-        return self._runner.run(plan)
+        return self._runner.run(step)
 
     def _load_stage(self) -> tuple[DecoderStage, int]:
         setup, place = self._setup, self._groups.place
@@ -117,6 +117,7 @@ class Worker:
             context = LayerContext(
                 spec=setup.spec,
                 group=self._groups.tensor,
+                experts=self._groups.experts,
                 numerics=setup.numerics,
                 dtype=self._dtype,
                 max_model_len=setup.max_model_len,

@@ -27,7 +27,7 @@ from shardline.runtime.messages import (
     StepDone,
     WorkerRequest,
 )
-from shardline.types import StepPlan
+from shardline.types import RankStep
 
 if TYPE_CHECKING:
     from shardline.runtime.worker import Worker
@@ -40,16 +40,16 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
     """Load, then run plans until the engine ends; a failure is told to the engine in words."""
     start = channel.receive()
     assert isinstance(start, StartWorker)
-    plans: queue.SimpleQueue[StepPlan] = queue.SimpleQueue()
+    steps: queue.SimpleQueue[RankStep] = queue.SimpleQueue()
     # The reader is up before torch is imported: an engine that ends meanwhile ends its workers too.
-    threading.Thread(target=_read_plans, args=(channel, plans), daemon=True).start()
+    threading.Thread(target=_read_plans, args=(channel, steps), daemon=True).start()
     loaded = False
     try:
         worker, report, is_driver = _load(start, segment)
         channel.send(RankReady(report))
         loaded = True
         while True:
-            result = worker.run(plans.get())
+            result = worker.run(steps.get())
             if result is not None and is_driver:
                 channel.send(StepDone(result))
     except Exception as error:
@@ -75,16 +75,16 @@ def _load(start: StartWorker, segment: memoryview) -> tuple[Worker, RankReport, 
     else:
         groups = join_shared(segment, setup.segment_layout, start.rank, timeout)
     worker = Worker(setup, groups)
-    return worker, worker.load(), start.rank == setup.grid.driver
+    return worker, worker.load(), start.rank in setup.grid.drivers
 
 
-def _read_plans(channel: Channel[WorkerRequest], plans: queue.SimpleQueue[StepPlan]) -> None:
+def _read_plans(channel: Channel[WorkerRequest], steps: queue.SimpleQueue[RankStep]) -> None:
     """Runs beside the steps, so that the engine's end is noticed even in the middle of an exchange."""
     try:
         while True:
             message = channel.receive()
             assert isinstance(message, RunStep)
-            plans.put(message.plan)
+            steps.put(message.step)
     except (EOFError, OSError):
         os._exit(0)
     except BaseException:

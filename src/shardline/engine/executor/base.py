@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from shardline.runtime.messages import RankReport
 from shardline.runtime.parallel.expert_load import Counts
-from shardline.types import StepPlan, StepResult
+from shardline.types import RankStep, StepPlan, StepResult
 
 
 class ExecutorFailure(RuntimeError):
@@ -14,10 +15,10 @@ class ExecutorFailure(RuntimeError):
 
 
 class Executor(ABC):
-    """Runs StepPlans on all ranks of one replica.
+    """Runs steps on all ranks of an engine: each is one StepPlan per replica, and all of one step id.
 
-    `submit` hands a plan over and returns; `collect` waits for the oldest plan's result. Results come in the order
-    of submission. At most `max_in_flight` plans may be submitted and not collected.
+    `submit` hands a step over and returns; `collect` waits for the oldest step's results. Results come in the order
+    of submission. At most `max_in_flight` steps may be submitted and not collected.
     """
 
     max_in_flight: int
@@ -32,16 +33,16 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def submit(self, plan: StepPlan) -> None:
-        """Hand a plan to every rank.
+    def submit(self, plans: Sequence[StepPlan]) -> None:
+        """Hand a step, the plan of each replica, to the ranks.
 
         Raises:
             ExecutorFailure: a rank is gone.
         """
 
     @abstractmethod
-    def collect(self) -> StepResult:
-        """The result of the oldest plan in flight.
+    def collect(self) -> list[StepResult]:
+        """The result of each replica for the oldest step in flight.
 
         Raises:
             ExecutorFailure: a rank died or failed, or the step missed its deadline.
@@ -70,3 +71,9 @@ class Executor(ABC):
     def kill(self) -> None:
         """End every rank at once, from any thread, when nobody is left to close the executor."""
         self.close()
+
+
+def rank_steps(plans: Sequence[StepPlan]) -> list[RankStep]:
+    """What the ranks of each replica are told of a step."""
+    replica_tokens = tuple(plan.num_tokens for plan in plans)
+    return [RankStep(plan, replica_tokens) for plan in plans]

@@ -13,13 +13,15 @@ import struct
 import subprocess
 import tempfile
 import time
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from shardline.channel import Channel, encode
 from shardline.engine.children import describe_end, start_child
-from shardline.engine.executor.base import Executor, ExecutorFailure
+from shardline.engine.executor.base import Executor, ExecutorFailure, rank_steps
 from shardline.runtime.messages import (
     RankFailed,
     RankReady,
@@ -52,6 +54,7 @@ class MultiprocessExecutor(Executor):
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel[WorkerReply]] = []
         self._submitted: list[int] = []
+        self._results: list[deque[StepResult]] = [deque() for _ in setup.grid.drivers]
         # An anonymous file is gone with its last user, however that ends: nothing to clean up in /dev/shm.
         self._segment_fd = os.memfd_create("shardline")
         layout = setup.segment_layout
@@ -89,12 +92,12 @@ class MultiprocessExecutor(Executor):
         store = str(Path(self._store_folder) / "store") if self._store_folder else ""
         channel.send(StartWorker(self._setup.config, rank, store))
 
-    def submit(self, plan: StepPlan) -> None:
-        message = encode(RunStep(plan))
-        self._submitted.append(plan.step_id)
+    def submit(self, plans: Sequence[StepPlan]) -> None:
+        messages = [encode(RunStep(step)) for step in rank_steps(plans)]
+        self._submitted.append(plans[0].step_id)
         for rank, channel in enumerate(self._channels):
             try:
-                channel.send_encoded(message)
+                channel.send_encoded(messages[rank // self._setup.grid.replica_size])
             except BlockingIOError:
                 raise ExecutorFailure(f"{self._name(rank)} does not read its plans{self._at_step()}") from None
             except OSError:
@@ -102,17 +105,18 @@ class MultiprocessExecutor(Executor):
                 self._receive(rank)
                 raise ExecutorFailure(self._death(rank)) from None
 
-    def collect(self) -> StepResult:
+    def collect(self) -> list[StepResult]:
         deadline = time.monotonic() + self._setup.config.parallel.step_timeout
-        while True:
+        while not all(self._results):
             ready = self._readable(range(len(self._channels)), max(0.0, deadline - time.monotonic()))
             for rank in ready:
                 reply = self._receive(rank)
                 if isinstance(reply, StepDone):
-                    self._submitted.pop(0)
-                    return reply.result
+                    self._results[rank // self._setup.grid.replica_size].append(reply.result)
             if not ready:
                 raise ExecutorFailure(self._missed_deadline())
+        self._submitted.pop(0)
+        return [results.popleft() for results in self._results]
 
     def watched(self) -> list[int]:
         return [channel.fileno() for channel in self._channels]

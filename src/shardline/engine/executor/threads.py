@@ -5,12 +5,14 @@ from __future__ import annotations
 import mmap
 import queue
 import threading
+from collections import deque
+from collections.abc import Sequence
 
-from shardline.engine.executor.base import Executor, ExecutorFailure
+from shardline.engine.executor.base import Executor, ExecutorFailure, rank_steps
 from shardline.runtime.messages import RankReport
 from shardline.runtime.parallel.expert_load import Counts, ExpertLoadBoard
 from shardline.runtime.setup import ReplicaSetup
-from shardline.types import StepPlan, StepResult
+from shardline.types import RankStep, StepPlan, StepResult
 
 
 class ThreadExecutor(Executor):
@@ -19,8 +21,9 @@ class ThreadExecutor(Executor):
     def __init__(self, setup: ReplicaSetup) -> None:
         self._setup = setup
         self.max_in_flight = setup.max_in_flight
-        self._replies: queue.SimpleQueue[RankReport | StepResult | Exception] = queue.SimpleQueue()
-        self._plans: list[queue.SimpleQueue[StepPlan | None]] = []
+        self._replies: queue.SimpleQueue[RankReport | tuple[int, StepResult] | Exception] = queue.SimpleQueue()
+        self._steps: list[queue.SimpleQueue[RankStep | None]] = []
+        self._results: list[deque[StepResult]] = [deque() for _ in setup.grid.drivers]
         self._threads: list[threading.Thread] = []
         self._load: ExpertLoadBoard | None = None
 
@@ -30,11 +33,11 @@ class ThreadExecutor(Executor):
         segment = memoryview(mmap.mmap(-1, layout.num_bytes))
         self._load = layout.expert_load(segment)
         for rank in range(grid.world_size):
-            plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+            steps: queue.SimpleQueue[RankStep | None] = queue.SimpleQueue()
             thread = threading.Thread(
-                target=self._run_rank, args=(rank, segment, plans), name=f"rank-{rank}", daemon=True
+                target=self._run_rank, args=(rank, segment, steps), name=f"rank-{rank}", daemon=True
             )
-            self._plans.append(plans)
+            self._steps.append(steps)
             self._threads.append(thread)
             thread.start()
         reports = []
@@ -44,7 +47,7 @@ class ThreadExecutor(Executor):
             reports.append(reply)
         return sorted(reports, key=lambda report: report.rank)
 
-    def _run_rank(self, rank: int, segment: memoryview, plans: queue.SimpleQueue[StepPlan | None]) -> None:
+    def _run_rank(self, rank: int, segment: memoryview, steps: queue.SimpleQueue[RankStep | None]) -> None:
         from shardline.runtime.parallel.groups import join_shared
         from shardline.runtime.worker import Worker
 
@@ -53,23 +56,27 @@ class ThreadExecutor(Executor):
             groups = join_shared(segment, self._setup.segment_layout, rank, timeout)
             worker = Worker(self._setup, groups)
             self._replies.put(worker.load())
-            while (plan := plans.get()) is not None:
-                result = worker.run(plan)
-                if result is not None and rank == self._setup.grid.driver:
-                    self._replies.put(result)
+            while (step := steps.get()) is not None:
+                result = worker.run(step)
+                if result is not None and rank in self._setup.grid.drivers:
+                    self._replies.put((rank, result))
         except Exception as error:  # carried to the engine's thread
             self._replies.put(error)
 
-    def submit(self, plan: StepPlan) -> None:
-        for plans in self._plans:
-            plans.put(plan)
+    def submit(self, plans: Sequence[StepPlan]) -> None:
+        steps = rank_steps(plans)
+        for rank, queued in enumerate(self._steps):
+            queued.put(steps[rank // self._setup.grid.replica_size])
 
-    def collect(self) -> StepResult:
-        reply = self._reply()
-        assert isinstance(reply, StepResult)
-        return reply
+    def collect(self) -> list[StepResult]:
+        while not all(self._results):
+            reply = self._reply()
+            assert isinstance(reply, tuple)
+            rank, result = reply
+            self._results[rank // self._setup.grid.replica_size].append(result)
+        return [results.popleft() for results in self._results]
 
-    def _reply(self) -> RankReport | StepResult:
+    def _reply(self) -> RankReport | tuple[int, StepResult]:
         try:
             reply = self._replies.get(timeout=self._setup.config.parallel.step_timeout)
         except queue.Empty:
@@ -85,7 +92,7 @@ class ThreadExecutor(Executor):
         return self._load.total()
 
     def close(self) -> None:
-        for plans in self._plans:
-            plans.put(None)
+        for steps in self._steps:
+            steps.put(None)
         for thread in self._threads:
             thread.join(timeout=1.0)

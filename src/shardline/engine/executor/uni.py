@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardline.engine.executor.base import Executor, ExecutorFailure
+from shardline.engine.executor.base import Executor, ExecutorFailure, rank_steps
 from shardline.runtime.messages import RankReport
 from shardline.runtime.parallel.expert_load import Counts
 from shardline.runtime.setup import ReplicaSetup
-from shardline.types import StepPlan, StepResult
+from shardline.types import RankStep, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from shardline.runtime.worker import Worker
@@ -23,7 +24,7 @@ class UniExecutor(Executor):
     def __init__(self, setup: ReplicaSetup) -> None:
         self._setup = setup
         self._worker: Worker | None = None
-        self._plans: deque[StepPlan] = deque()
+        self._steps: deque[RankStep] = deque()
         self._expert_load: Counts | None = None
 
     def start(self) -> list[RankReport]:
@@ -36,17 +37,18 @@ class UniExecutor(Executor):
         self._worker = Worker(self._setup, groups)
         return [self._worker.load()]
 
-    def submit(self, plan: StepPlan) -> None:
-        self._plans.append(plan)
+    def submit(self, plans: Sequence[StepPlan]) -> None:
+        (step,) = rank_steps(plans)
+        self._steps.append(step)
 
-    def collect(self) -> StepResult:
+    def collect(self) -> list[StepResult]:
         assert self._worker is not None
         try:
-            result = self._worker.run(self._plans.popleft())
+            result = self._worker.run(self._steps.popleft())
         except Exception as error:
             raise ExecutorFailure(f"rank 0 failed: {type(error).__name__}: {error}") from error
         assert result is not None
-        return result
+        return [result]
 
     def expert_load(self) -> Counts:
         assert self._expert_load is not None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardline.models.parameters import is_kept_in_float32
-from shardline.models.partition import Span
+from shardline.models.partition import ExpertShare, Span
 from shardline.models.sharding import Numerics, Spans, shard
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.finite import FiniteWatch
@@ -24,6 +24,8 @@ class LayerContext:
 
     spec: DecoderSpec
     group: Collectives
+    experts: Collectives
+    """The ranks over which whole experts are spread; see RankGroups."""
     numerics: Numerics
     """exact: no floating-point sum crosses a rank."""
     dtype: torch.dtype
@@ -36,7 +38,7 @@ class LayerContext:
     on_loaded: Callable[[int], None]
     """Told the bytes of each tensor that is kept."""
     expert_parallel: bool = False
-    """Experts are whole, each on one rank of the group."""
+    """Experts are whole, each on one rank of `experts`."""
     expert_load: Tensor | None = None
     """[num_layers, num_experts] int64: grows by the tokens that this rank counts for each expert."""
 
@@ -64,7 +66,8 @@ class LayerContext:
         return tensor
 
     def _shard(self, name: str, rank: int) -> Spans:
-        return shard(name, self.spec, rank, self.group.size, self.numerics, self.expert_parallel)
+        share = ExpertShare(self.experts.rank, self.experts.size) if self.expert_parallel else None
+        return shard(name, self.spec, rank, self.group.size, self.numerics, share)
 
     def pack(self, weight: Tensor) -> PackedLinear:
         """A weight of a layer [out, in] as the quantization holds it."""

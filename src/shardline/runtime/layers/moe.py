@@ -7,6 +7,7 @@ order of the slots: one set of bits for all layouts.
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -64,7 +65,7 @@ class Experts:
     def __init__(self, context: LayerContext, name: str, spec: Dense, num_experts: int) -> None:
         if spec.bias:
             raise ValueError("experts with biases are not supported")
-        mine = split_dim(num_experts, context.group.size)[context.group.rank]
+        mine = split_dim(num_experts, context.experts.size)[context.experts.rank]
         held = range(mine.start, mine.stop) if context.expert_parallel else range(num_experts)
         self.first = held.start
         self.activation = spec.activation
@@ -97,21 +98,25 @@ class MoEFeedForward:
     def __init__(self, context: LayerContext, index: int, spec: MoE) -> None:
         name = f"layers.{index}.feed_forward"
         self._group = context.group
-        self._exact = context.numerics == "exact" or context.group.size == 1
-        self._whole_experts = context.expert_parallel and context.group.size > 1
-        owns_tokens = self._whole_experts and self._exact
+        self._expert_group = context.experts
+        exact = context.numerics == "exact" or context.group.size == 1
+        # Replicas have tokens of their own, so that there is nothing to add up over their ranks.
+        self._partial_sums = not exact and context.experts.size == context.group.size
+        self._whole_experts = context.expert_parallel and context.experts.size > 1
+        owns_tokens = self._whole_experts and not self._partial_sums
         self._router = Router(context, index, spec, owns_tokens or context.group.rank == 0)
         self._experts = Experts(context, name, spec.expert, spec.routing.num_experts)
         self._shared = DenseFeedForward(context, f"{name}.shared", spec.shared) if spec.shared is not None else None
         self._inner_widths = [span.size for span in split_dim(spec.expert.intermediate_size, context.group.size)]
         self._output_widths = [span.size for span in split_dim(context.spec.hidden_size, context.group.size)]
-        bounds = [0, *(span.stop for span in split_dim(spec.routing.num_experts, context.group.size))]
+        bounds = [0, *(span.stop for span in split_dim(spec.routing.num_experts, context.experts.size))]
         self._expert_bounds = torch.tensor(bounds)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if not self._exact:
+    def __call__(self, x: Tensor, replica_tokens: tuple[int, ...]) -> Tensor:
+        """`replica_tokens`: rows of x on each replica in lockstep."""
+        if self._partial_sums:
             return self._with_partial_sums(x)
-        return self._with_whole_experts(x) if self._whole_experts else self._with_split_experts(x)
+        return self._with_whole_experts(x, replica_tokens) if self._whole_experts else self._with_split_experts(x)
 
     def _with_split_experts(self, x: Tensor) -> Tensor:
         """Every rank computes some columns of all slots, twice; between, they gather what the second product reads."""
@@ -123,24 +128,26 @@ class MoEFeedForward:
         )
         return self._group.all_gather_columns(local, self._output_widths)
 
-    def _with_whole_experts(self, x: Tensor) -> Tensor:
-        """Tokens are shared out over the ranks; each sends its own to the ranks of their experts, and adds up what
-        comes back."""
-        group, experts, bounds = self._group, self._experts, self._expert_bounds
-        counts, token_bounds = _token_shares(x.shape[0], group.size)
-        start = sum(counts[: group.rank])
-        own = slice(start, start + counts[group.rank])
+    def _with_whole_experts(self, x: Tensor, replica_tokens: tuple[int, ...]) -> Tensor:
+        """A replica's tokens are shared out over its ranks; each sends its own to the ranks of their experts, in
+        whichever replica these are, and adds up what comes back."""
+        group, experts, bounds = self._expert_group, self._experts, self._expert_bounds
+        counts, token_bounds = _token_shares(replica_tokens, self._group.size)
+        first = group.rank - self._group.rank
+        own_counts = counts[first : first + self._group.size]
+        start = sum(own_counts[: self._group.rank])
+        own = slice(start, start + own_counts[self._group.rank])
         shared = self._shared(x)[own] if self._shared is not None else None
         routed = self._router(x[own])
         ids = group.all_gather_rows(routed.ids, counts)
         exchanged = count_exchanged(ids, token_bounds, bounds)
-        tokens = group.all_to_all_rows(pack_dispatch(x[own], routed.ids, bounds), exchanged.tokens, x.shape[0])
+        tokens = group.all_to_all_rows(pack_dispatch(x[own], routed.ids, bounds), exchanged.tokens, sum(counts))
         slots = expert_slots(experts.inner(tokens, ids, compact=True), ids, experts.down, first_expert=experts.first)
         products = group.all_to_all_rows(slots, exchanged.slots, routed.ids.numel())
         combined = combine_slots(
             products, routed.ids, routed.weights, bounds, shared=shared, shared_scale=routed.shared_scale
         )
-        return group.all_gather_rows(combined, counts)
+        return self._group.all_gather_rows(combined, own_counts)
 
     def _with_partial_sums(self, x: Tensor) -> Tensor:
         """Fast numerics: sums over this rank's experts, or over its part of K, are added up over the ranks."""
@@ -161,7 +168,7 @@ class MoEFeedForward:
 
 
 @lru_cache(maxsize=256)
-def _token_shares(num_tokens: int, size: int) -> tuple[list[int], list[int]]:
-    """(tokens of each rank, their bounds [size + 1])."""
-    spans = split_dim(num_tokens, size)
-    return [span.size for span in spans], [0, *(span.stop for span in spans)]
+def _token_shares(replica_tokens: tuple[int, ...], size: int) -> tuple[list[int], list[int]]:
+    """(tokens of each rank, `size` a replica; their bounds, one more)."""
+    counts = [span.size for num_tokens in replica_tokens for span in split_dim(num_tokens, size)]
+    return counts, [0, *itertools.accumulate(counts)]

@@ -28,12 +28,13 @@ def join_world(store_path: Path, rank: int, grid: RankGrid, timeout: float) -> N
     )
 
 
-def tensor_group(grid: RankGrid, rank: int, timeout: float) -> dist.ProcessGroup:
-    """The TP group of `rank`; every rank takes part in making every group, as torch.distributed requires."""
+def rank_group(peers_of: Sequence[tuple[int, ...]], rank: int, timeout: float) -> dist.ProcessGroup:
+    """The group of `rank`, where `peers_of` names the peers of every rank; every rank takes part in making every group,
+    as torch.distributed requires.
+    """
     mine: dist.ProcessGroup | None = None
-    for first in range(0, grid.world_size, grid.tensor):
-        peers = list(range(first, first + grid.tensor))
-        group = dist.new_group(peers, backend="gloo", timeout=timedelta(seconds=timeout))
+    for peers in sorted(set(peers_of)):
+        group = dist.new_group(list(peers), backend="gloo", timeout=timedelta(seconds=timeout))
         if rank in peers:
             mine = group
     assert mine is not None

@@ -20,6 +20,8 @@ class RankGroups:
 
     place: RankPlace
     tensor: Collectives
+    experts: Collectives
+    """The ranks of the stage over which whole experts are spread: `tensor`, or all of the replicas in lockstep."""
     from_previous: StageLink | None
     to_next: StageLink | None
     progress: ProgressLine
@@ -37,6 +39,10 @@ def join_shared(segment: memoryview, layout: SegmentLayout, rank: int, timeout: 
     tensor: Collectives = SingleRank()
     if grid.tensor > 1:
         tensor = SharedCollectives(layout.group(segment, rank), place.tp_rank, grid.tensor, timeout, progress)
+    experts = tensor
+    if grid.data > 1:
+        area, peers = layout.expert_group(segment, rank), place.ep_peers
+        experts = SharedCollectives(area, peers.index(rank), len(peers), timeout, progress)
 
     def link(sender: int) -> StageLink:
         return SharedLink(layout.link(segment, sender), timeout, progress)
@@ -44,6 +50,7 @@ def join_shared(segment: memoryview, layout: SegmentLayout, rank: int, timeout: 
     return RankGroups(
         place=place,
         tensor=tensor,
+        experts=experts,
         from_previous=None if place.previous_stage is None else link(place.previous_stage),
         to_next=None if place.next_stage is None else link(rank),
         progress=progress,
@@ -57,16 +64,24 @@ def join_gloo(store_path: Path, segment: memoryview, layout: SegmentLayout, rank
         DistributedCollectives,
         DistributedLink,
         join_world,
-        tensor_group,
+        rank_group,
     )
 
     grid = layout.grid
     place = grid.place(rank)
     progress = ProgressBoard(layout.progress(segment), grid).line(rank)
     join_world(store_path, rank, grid, timeout)
+    places = [grid.place(other) for other in range(grid.world_size)]
+    tensor: Collectives = SingleRank()
+    if grid.tensor > 1:
+        tensor = DistributedCollectives(rank_group([other.tp_peers for other in places], rank, timeout), progress)
+    experts = tensor
+    if grid.data > 1:
+        experts = DistributedCollectives(rank_group([other.ep_peers for other in places], rank, timeout), progress)
     return RankGroups(
         place=place,
-        tensor=DistributedCollectives(tensor_group(grid, rank, timeout), progress) if grid.tensor > 1 else SingleRank(),
+        tensor=tensor,
+        experts=experts,
         from_previous=None if place.previous_stage is None else DistributedLink(place.previous_stage, progress),
         to_next=None if place.next_stage is None else DistributedLink(place.next_stage, progress),
         progress=progress,
@@ -79,4 +94,5 @@ def alone(num_layers: int = 0, num_experts: int = 0) -> RankGroups:
     grid = RankGrid(tensor=1, pipeline=1)
     board = ProgressBoard(memoryview(bytearray(ProgressBoard.num_bytes(1))), grid)
     load = np.zeros((num_layers, num_experts), dtype=np.int64)
-    return RankGroups(grid.place(0), SingleRank(), None, None, board.line(0), load)
+    single = SingleRank()
+    return RankGroups(grid.place(0), single, single, None, None, board.line(0), load)

@@ -20,7 +20,7 @@ class ProgressBoard:
 
     def __init__(self, buffer: memoryview, grid: RankGrid) -> None:
         count = grid.world_size * _FIELDS
-        self._stage_size = grid.world_size // grid.pipeline
+        self._stages = [grid.place(rank).pp_rank for rank in range(grid.world_size)]
         self._lines: npt.NDArray[np.int64] = np.frombuffer(buffer, dtype=np.int64, count=count).reshape(-1, _FIELDS)
 
     @staticmethod
@@ -41,8 +41,8 @@ class ProgressBoard:
         unfinished = [rank for rank, line in enumerate(self._lines) if line[_FINISHED] <= step_id]
         if not unfinished:
             return []
-        stage = unfinished[0] // self._stage_size
-        suspects = [rank for rank in unfinished if rank // self._stage_size == stage]
+        stage = min(self._stages[rank] for rank in unfinished)
+        suspects = [rank for rank in unfinished if self._stages[rank] == stage]
         busy = [rank for rank in suspects if not self._lines[rank][_WAITING]]
         if busy:
             return busy

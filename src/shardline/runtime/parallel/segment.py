@@ -15,8 +15,8 @@ _ALIGNMENT = 4096
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """Where the parts of a replica's shared segment lie: progress board, one area per TP group, one per stage link,
-    expert load."""
+    """Where the parts of an engine's shared segment lie: progress board, one area per TP group, one per group that
+    shares experts across replicas, one per stage link, expert load."""
 
     grid: RankGrid
     num_layers: int = 0
@@ -34,8 +34,19 @@ class SegmentLayout:
 
     @property
     def _load_start(self) -> int:
-        num_links = self.grid.world_size - self.grid.world_size // self.grid.pipeline
-        return self._groups_start + self.grid.pipeline * self.grid.context * _GROUP_BYTES + num_links * _LINK_BYTES
+        return self._links_start + self.grid.data * self._links_each * _LINK_BYTES
+
+    @property
+    def _links_start(self) -> int:
+        num_groups = self.grid.world_size // self.grid.tensor
+        if self.grid.data > 1:
+            num_groups += self.grid.pipeline * self.grid.context
+        return self._groups_start + num_groups * _GROUP_BYTES
+
+    @property
+    def _links_each(self) -> int:
+        """Stage links of a replica: its ranks but for the last stage's."""
+        return self.grid.replica_size - self.grid.tensor * self.grid.context
 
     def expert_load(self, segment: memoryview) -> ExpertLoadBoard:
         """The counters of tokens per expert."""
@@ -52,8 +63,14 @@ class SegmentLayout:
         start = self._groups_start + (rank // self.grid.tensor) * _GROUP_BYTES
         return segment[start : start + _GROUP_BYTES]
 
+    def expert_group(self, segment: memoryview, rank: int) -> memoryview:
+        """The area of the group over which `rank` shares experts with other replicas."""
+        first = self.grid.world_size // self.grid.tensor
+        start = self._groups_start + (first + rank % self.grid.replica_size // self.grid.tensor) * _GROUP_BYTES
+        return segment[start : start + _GROUP_BYTES]
+
     def link(self, segment: memoryview, sender: int) -> memoryview:
         """The area of the link from `sender` to its successor."""
-        num_groups = self.grid.pipeline * self.grid.context
-        start = self._groups_start + num_groups * _GROUP_BYTES + sender * _LINK_BYTES
+        replica, within = divmod(sender, self.grid.replica_size)
+        start = self._links_start + (replica * self._links_each + within) * _LINK_BYTES
         return segment[start : start + _LINK_BYTES]
