@@ -20,6 +20,9 @@ inline I32 load_quads(const void* p) {
   return v;
 }
 
+inline I32 load(const int32_t* p) { return load_quads(p); }
+inline void store(int32_t* p, I32 v) { __builtin_memcpy(p, &v, sizeof v); }
+
 inline I32 broadcast_quad(const int8_t* p) {
   int32_t quad;
   __builtin_memcpy(&quad, p, sizeof quad);
