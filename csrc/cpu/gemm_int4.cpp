@@ -5,7 +5,8 @@
 // A weight q in [-8, 7] is stored as q + 8, so a group's sum has -8 times that of the row's bytes added. A group of a
 // panel is 64 columns x 4 bytes, four times: quad 2i of k in the low halves, quad 2i + 1 in the high ones; then the
 // columns' scales in bf16.
-#include "gemm_quantized.h"
+#include "gemm_tiles.h"
+#include "vec_bytes.h"
 
 namespace shardline::SHARDLINE_ISA {
 namespace {
@@ -16,16 +17,21 @@ constexpr int64_t kValueBytes = kGroupDepth * kPanelColumns / 2;
 // Without the dot instruction gcc 12 reorders the sums of unrolled steps until they no longer fit the registers.
 constexpr int kPairUnroll = kHasByteDot ? 4 : 1;
 
+// Rows whose tile is wide, see gemm_tiles.h.
+constexpr int kWideMin = 4, kWideMax = kLanes == 16 ? 6 : 0;
+
 // How many vectors of columns a tile of `rows` holds in registers, twice: as integers and as floats.
 constexpr int tile_vectors(int rows) {
-  if (kLanes == 16) return rows <= 3 ? 4 : 2;
+  if (kLanes == 16) return rows <= 3 ? 4 : kWideVectors;
   return rows == 1 ? 4 : 2;
 }
 
-template <int kRows, int kVectors>
-inline void add_group(const int8_t* x, int64_t x_stride, const uint8_t* w, I32 (&sum)[kRows][kVectors]) {
+template <bool kAsk, int kRows, int kVectors>
+inline void add_group(const int8_t* x, int64_t x_stride, const uint8_t* w, Ahead& ahead,
+                      I32 (&sum)[kRows][kVectors]) {
 #pragma GCC unroll kPairUnroll
   for (int pair = 0; pair < 4; ++pair) {
+    if (kAsk) ahead.request();
     I32 low[kVectors], high[kVectors];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
@@ -45,16 +51,26 @@ inline void add_group(const int8_t* x, int64_t x_stride, const uint8_t* w, I32 (
   }
 }
 
-template <int kRows>
-void tile(const QuantizedLinearArgs& args, const uint8_t* panel, int64_t first_row, float* sums) {
+template <int kRows, bool kWide>
+void add_tile(const QuantizedLinearArgs& args, const Tile& tile) {
   constexpr int kVectors = tile_vectors(kRows);
   const int64_t num_groups = ceil_div(args.depth, kGroupDepth);
   const int64_t x_stride = num_groups * kGroupDepth;
-  const int8_t* x = args.x + first_row * x_stride;
-  const int32_t* row_sums = args.row_sums + first_row * (num_groups + 1) + 1;
+  const int8_t* x = args.x + tile.row * x_stride;
+  const int32_t* row_sums = args.row_sums + tile.row * (num_groups + 1) + 1;
+  const uint8_t* panel = reinterpret_cast<const uint8_t*>(tile.panel);
+  Ahead ahead(tile, 4 * kPanelColumns / (kVectors * kLanes));
   for (int64_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
-    F32 total[kRows][kVectors] = {};
-    for (int64_t g = 0; g < num_groups; ++g) {
+    float* sums = static_cast<float*>(tile.sums) + column;
+    F32 total[kRows][kVectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        total[r][v] = tile.begin == 0 ? F32{} : load(sums + r * kPanelColumns + v * kLanes);
+      }
+    }
+    for (int64_t g = tile.begin; g < tile.end; ++g) {
       const uint8_t* group = panel + g * kInt4GroupBytes;
       const auto start = [&](int r) { return broadcast_int(-8 * row_sums[r * (num_groups + 1) + g]); };
       I32 sum[kRows][kVectors];
@@ -63,7 +79,7 @@ void tile(const QuantizedLinearArgs& args, const uint8_t* panel, int64_t first_r
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) sum[r][v] = begin_small(start(r));
       }
-      add_group<kRows, kVectors>(x + g * kGroupDepth, x_stride, group + column * kQuad, sum);
+      add_group<asks_ahead(kRows, kWide)>(x + g * kGroupDepth, x_stride, group + column * kQuad, ahead, sum);
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
         const F32 scale = load(reinterpret_cast<const bf16*>(group + kValueBytes) + column + v * kLanes);
@@ -75,23 +91,9 @@ void tile(const QuantizedLinearArgs& args, const uint8_t* panel, int64_t first_r
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const F32 row_scale = broadcast(args.row_scales[first_row + r]);
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) {
-        store(sums + r * kPanelColumns + column + v * kLanes, total[r][v] * row_scale);
-      }
+      for (int v = 0; v < kVectors; ++v) store(sums + r * kPanelColumns + v * kLanes, total[r][v]);
     }
-  }
-}
-
-void tile_of(int rows, const QuantizedLinearArgs& args, const uint8_t* panel, int64_t row, float* sums) {
-  switch (rows) {
-    case 1: return tile<1>(args, panel, row, sums);
-    case 2: return tile<2>(args, panel, row, sums);
-    case 3: return tile<3>(args, panel, row, sums);
-    case 4: return tile<4>(args, panel, row, sums);
-    case 5: return tile<5>(args, panel, row, sums);
-    default: return tile<6>(args, panel, row, sums);
   }
 }
 
@@ -193,10 +195,13 @@ void pack_int4(const PackQuantizedArgs& args) {
 }
 
 void linear_int4(const QuantizedLinearArgs& args) {
-  const int64_t panel_bytes = ceil_div(args.depth, kGroupDepth) * kInt4GroupBytes;
-  for_each_tile(args, kTileRows, [&](int64_t panel, int64_t row, int rows, float* sums) {
-    tile_of(rows, args, args.panels + panel * panel_bytes, row, sums);
-  });
+  const PanelLayout layout = {ceil_div(args.depth, kGroupDepth), kInt4GroupBytes};
+  const auto add = [&](const Tile& tile, auto rows, auto wide) { add_tile<rows.kValue, wide.kValue>(args, tile); };
+  const auto finish = [&](int64_t row, int64_t column, const void* sums) {
+    const F32 row_scale = broadcast(args.row_scales[row]);
+    finish_row(args, row, column, [&](int64_t c) { return load(static_cast<const float*>(sums) + c) * row_scale; });
+  };
+  for_each_tile<kTileRows, kWideMin, kWideMax>(args, layout, add, finish);
 }
 
 }  // namespace shardline::SHARDLINE_ISA

@@ -3,37 +3,45 @@
 //
 // Weights are stored with 128 added, as the unsigned operand of the dot instruction: a sum starts at -128 times that of
 // the row's bytes.
-#include "gemm_quantized.h"
+#include "gemm_tiles.h"
+#include "vec_bytes.h"
 
 namespace shardline::SHARDLINE_ISA {
 namespace {
 
 constexpr int kTileRows = kLanes == 16 ? 6 : 4;
 
+// Rows whose tile is wide, see gemm_tiles.h.
+constexpr int kWideMin = 7, kWideMax = kLanes == 16 ? 8 : 0;
+
 // How many vectors of columns a tile of `rows` holds in registers: 32 with AVX-512, else 16.
-constexpr int tile_vectors(int rows) {
-  if (kLanes == 16) return 4;
+constexpr int tile_vectors(int rows, bool wide) {
+  if (kLanes == 16) return wide ? kWideVectors : 4;
   return rows == 1 ? 4 : 2;
 }
 
-template <int kRows>
-void tile(const QuantizedLinearArgs& args, const uint8_t* panel, int64_t first_row,
-          const float* column_scales, float* sums) {
-  constexpr int kVectors = tile_vectors(kRows);
-  const int64_t num_quads = ceil_div(args.depth, kQuad);
+template <int kRows, bool kWide>
+void add_tile(const QuantizedLinearArgs& args, const Tile& tile) {
+  constexpr int kVectors = tile_vectors(kRows, kWide);
   const int64_t x_stride = ceil_div(args.depth, kGroupDepth) * kGroupDepth;
-  const int64_t sums_stride = ceil_div(args.depth, kGroupDepth) + 1;
-  const int8_t* x = args.x + first_row * x_stride;
+  const int64_t row_sums_stride = ceil_div(args.depth, kGroupDepth) + 1;
+  const int8_t* x = args.x + tile.row * x_stride;
+  const int64_t begin = tile.begin, end = tile.end;
+  Ahead ahead(tile, kPanelColumns / (kVectors * kLanes));
   for (int64_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
+    int32_t* sums = static_cast<int32_t*>(tile.sums) + column;
     I32 sum[kRows][kVectors];
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const I32 start = broadcast_int(-128 * args.row_sums[(first_row + r) * sums_stride]);
+      const I32 start = broadcast_int(-128 * args.row_sums[(tile.row + r) * row_sums_stride]);
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = start;
+      for (int v = 0; v < kVectors; ++v) {
+        sum[r][v] = begin == 0 ? start : load(sums + r * kPanelColumns + v * kLanes);
+      }
     }
-    const uint8_t* w = panel + column * kQuad;
-    for (int64_t q = 0; q < num_quads; ++q) {
+    const char* w = tile.panel + column * kQuad;
+    for (int64_t q = begin; q < end; ++q) {
+      if (asks_ahead(kRows, kWide)) ahead.request();
       I32 quads[kVectors];
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) quads[v] = load_quads(w + (q * kPanelColumns + v * kLanes) * kQuad);
@@ -46,25 +54,9 @@ void tile(const QuantizedLinearArgs& args, const uint8_t* panel, int64_t first_r
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const F32 row_scale = broadcast(args.row_scales[first_row + r]);
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) {
-        const F32 scale = row_scale * load(column_scales + column + v * kLanes);
-        store(sums + r * kPanelColumns + column + v * kLanes, to_float(sum[r][v]) * scale);
-      }
+      for (int v = 0; v < kVectors; ++v) store(sums + r * kPanelColumns + v * kLanes, sum[r][v]);
     }
-  }
-}
-
-void tile_of(int rows, const QuantizedLinearArgs& args, const uint8_t* panel, int64_t row, const float* scales,
-             float* sums) {
-  switch (rows) {
-    case 1: return tile<1>(args, panel, row, scales, sums);
-    case 2: return tile<2>(args, panel, row, scales, sums);
-    case 3: return tile<3>(args, panel, row, scales, sums);
-    case 4: return tile<4>(args, panel, row, scales, sums);
-    case 5: return tile<5>(args, panel, row, scales, sums);
-    default: return tile<6>(args, panel, row, scales, sums);
   }
 }
 
@@ -107,10 +99,16 @@ void pack_int8(const PackQuantizedArgs& args) {
 }
 
 void linear_int8(const QuantizedLinearArgs& args) {
-  const int64_t panel_bytes = ceil_div(args.depth, kQuad) * kQuad * kPanelColumns;
-  for_each_tile(args, kTileRows, [&](int64_t panel, int64_t row, int rows, float* sums) {
-    tile_of(rows, args, args.panels + panel * panel_bytes, row, args.column_scales + panel * kPanelColumns, sums);
-  });
+  const PanelLayout layout = {ceil_div(args.depth, kQuad), kQuad * kPanelColumns};
+  const auto add = [&](const Tile& tile, auto rows, auto wide) { add_tile<rows.kValue, wide.kValue>(args, tile); };
+  const auto finish = [&](int64_t row, int64_t column, const void* sums) {
+    const F32 row_scale = broadcast(args.row_scales[row]);
+    finish_row(args, row, column, [&](int64_t c) {
+      const F32 scale = row_scale * load(args.column_scales + column + c);
+      return to_float(load(static_cast<const int32_t*>(sums) + c)) * scale;
+    });
+  };
+  for_each_tile<kTileRows, kWideMin, kWideMax>(args, layout, add, finish);
 }
 
 }  // namespace shardline::SHARDLINE_ISA

@@ -15,12 +15,21 @@ void quantize_row(const QuantizeRowsArgs& args, int64_t row) {
   int8_t* values = args.values + row * num_groups * kGroupDepth;
   int32_t* sums = args.sums + row * (num_groups + 1);
   const ByteScale scale = byte_scale(largest_magnitude(x, args.depth));
+  args.scales[row] = scale.scale;
+  if (scale.inverse == 0.0f) {  // of nothing but zeros, or not finite
+    __builtin_memset(values, 0, static_cast<size_t>(num_groups * kGroupDepth));
+    __builtin_memset(sums, 0, static_cast<size_t>(num_groups + 1) * sizeof *sums);
+    return;
+  }
   const F32 inverse = broadcast(scale.inverse);
   int32_t total = 0;
   for (int64_t g = 0; g < num_groups; ++g) {
+    const int64_t begin = g * kGroupDepth;
+    const bool whole = begin + kGroupDepth <= args.depth;
     I32 sum = {};
-    for (int64_t k = g * kGroupDepth; k < (g + 1) * kGroupDepth; k += kLanes) {
-      const I32 bytes = k < args.depth ? quantized(load_n(x + k, args.depth - k), inverse) : I32{};
+    for (int64_t k = begin; k < begin + kGroupDepth; k += kLanes) {
+      const F32 value = whole ? load(x + k) : load_n(x + k, max64(0, args.depth - k));
+      const I32 bytes = nearest(value * inverse);
       store_bytes(values + k, bytes);
       sum += bytes;
     }
@@ -28,7 +37,6 @@ void quantize_row(const QuantizeRowsArgs& args, int64_t row) {
     total += sums[1 + g];
   }
   sums[0] = total;
-  args.scales[row] = scale.scale;
 }
 
 }  // namespace

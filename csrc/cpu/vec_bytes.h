@@ -20,6 +20,9 @@ inline I32 load_quads(const void* p) {
   return v;
 }
 
+inline I32 load(const int32_t* p) { return load_quads(p); }
+inline void store(int32_t* p, I32 v) { __builtin_memcpy(p, &v, sizeof v); }
+
 inline I32 broadcast_quad(const int8_t* p) {
   int32_t quad;
   __builtin_memcpy(&quad, p, sizeof quad);
@@ -81,8 +84,14 @@ inline I32 end_small(I32 sum, I32) { return sum; }
 
 // The nearest integers, ties to even; |v| below 2^22.
 inline I32 nearest(F32 v) {
+#if defined(__AVX512F__)
+  return (I32)_mm512_maskz_cvtps_epi32(0xffff, v);  // gcc 12 warns about the plain one
+#elif defined(__AVX2__)
+  return (I32)_mm256_cvtps_epi32(v);
+#else
   const F32 magic = broadcast(12582912.0f);  // 1.5 * 2^23
   return (I32)(v + magic) - (I32)magic;
+#endif
 }
 
 // Lanes within [-128, 127] as bytes.
@@ -114,19 +123,44 @@ inline int32_t sum_lanes(I32 v) {
 #endif
 }
 
-// The largest magnitude of a row; NaN if the row holds a NaN, since a NaN's bits are above infinity's.
-template <class T>
-inline float largest_magnitude(const T* row, int64_t width) {
-  I32 best = {};
-  for (int64_t i = 0; i < width; i += kLanes) {
-    const I32 bits = (I32)absolute(load_n(row + i, width - i));
-    best = bits > best ? bits : best;
+// The bits of a row's largest magnitude, which order as magnitudes do. Four chains hide the latency.
+template <class Bits, class Element>
+inline Element largest_bits(const void* row, int64_t width, Element sign_off) {
+  constexpr int64_t kCount = sizeof(Bits) / sizeof(Element);
+  constexpr int kChains = 4;
+  Bits best[kChains] = {};
+  const char* bytes = static_cast<const char*>(row);
+  int64_t i = 0;
+  for (; i + kChains * kCount <= width; i += kChains * kCount) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kChains; ++c) {
+      Bits bits;
+      __builtin_memcpy(&bits, bytes + (i + c * kCount) * int64_t{sizeof(Element)}, sizeof bits);
+      bits &= sign_off;
+      best[c] = bits > best[c] ? bits : best[c];
+    }
   }
-  int32_t largest = 0;
-  for (int i = 0; i < kLanes; ++i) largest = best[i] > largest ? best[i] : largest;
+  for (int c = 1; c < kChains; ++c) best[0] = best[c] > best[0] ? best[c] : best[0];
+  Element largest = 0;
+  for (int64_t lane = 0; lane < kCount; ++lane) largest = best[0][lane] > largest ? best[0][lane] : largest;
+  for (; i < width; ++i) {
+    Element bits;
+    __builtin_memcpy(&bits, bytes + i * int64_t{sizeof(Element)}, sizeof bits);
+    bits = static_cast<Element>(bits & sign_off);
+    largest = bits > largest ? bits : largest;
+  }
+  return largest;
+}
+
+// The largest magnitude of a row; NaN if the row holds a NaN, since a NaN's bits are above infinity's.
+inline float largest_magnitude(const float* row, int64_t width) {
+  const int32_t bits = largest_bits<I32, int32_t>(row, width, 0x7fffffff);
   float magnitude;
-  __builtin_memcpy(&magnitude, &largest, sizeof magnitude);
+  __builtin_memcpy(&magnitude, &bits, sizeof magnitude);
   return magnitude;
+}
+inline float largest_magnitude(const bf16* row, int64_t width) {
+  return to_float(bf16{static_cast<uint16_t>(largest_bits<HalfLanes, int16_t>(row, width, 0x7fff))});
 }
 
 // How a row becomes bytes: value = scale * byte. A row that is not finite gets a scale of NaN, so that what is computed

@@ -63,6 +63,20 @@ def test_strided_input_and_output(dtype, rng):
     assert (out[:, 43:] == 0).all()
 
 
+@pytest.mark.usefixtures("isa")
+def test_one_rounding_to_bf16_is_torchs(rng):
+    bits = torch.randint(-(2**31), 2**31, (64, 64), generator=rng, dtype=torch.int64).to(torch.int32)
+    bits[::2] &= 0x007FFFFF  # subnormal numbers
+    bits[1::4] &= ~0xFFFF
+    bits[1::4] |= 0x8000  # ties
+    x = bits.view(torch.float32)
+    x[~x.isfinite()] = 1.0
+    alone = torch.stack(
+        [linear(x[:, i : i + 1], pack_weight(torch.ones(1, 1)), out_dtype=torch.bfloat16) for i in range(64)]
+    )
+    assert_same_bits(alone[:, :, 0].T, x.to(torch.bfloat16))
+
+
 def test_no_rows(dtype):
     assert linear(torch.empty(0, 8, dtype=dtype), pack_weight(torch.ones(5, 8, dtype=dtype))).shape == (0, 5)
 

@@ -1,0 +1,128 @@
+"""The GEMM kernels against torch and against the machine: `python benchmarks/kernels.py`.
+
+Per shape and rows M: our GOP/s, torch's in the same process (bf16 and int4: its bf16 linear; int8: `torch._int_mm`, or
+the bf16 linear below 128 rows), and the ratio. At M = 1: GB/s of weights, as a share of the read bandwidth of
+`torch.sum`. Calls alternate, figures are medians; every call takes the next of several copies of the weight, so that
+weights come from memory, as they do in a model. With `--threads 1` the thread's CPU time is measured, which other
+programs on the machine disturb less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from shardline.runtime.ops.dispatch import set_num_threads
+from shardline.runtime.ops.linear import linear, pack_weight
+from shardline.runtime.ops.linear_int4 import linear_int4, pack_int4
+from shardline.runtime.ops.linear_int8 import linear_int8, pack_int8
+from shardline.runtime.ops.quantize_rows import quantize_rows
+from shardline.runtime.ops.storage import streamed_empty
+
+SHAPES = {
+    "q05": [(1152, 896), (896, 896), (9728, 896), (896, 4864), (151936, 896)],
+    "llama1b": [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)],
+}
+ROWS = (1, 8, 32, 128, 512, 2048)
+DTYPES = ("bf16", "int8", "int4")
+COLD_BYTES = 96 << 20  # of copies: more than the caches hold
+MIN_SECONDS = 0.02  # of calls per measurement
+
+Call = Callable[[], object]
+
+
+def seconds_per_call(call: Call) -> float:
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    call()
+    count, started = 0, clock()
+    while True:
+        call()
+        count += 1
+        elapsed = clock() - started
+        if elapsed > MIN_SECONDS:
+            return elapsed / count
+
+
+def medians(calls: Sequence[Call], rounds: int) -> list[float]:
+    """Median seconds of each call, measured in turn."""
+    times = [[seconds_per_call(call) for call in calls] for _ in range(rounds)]
+    return [statistics.median(column) for column in zip(*times, strict=True)]
+
+
+def cold_copies(panels: Tensor) -> list[Tensor]:
+    """Copies on huge pages, as packed weights are."""
+    count = COLD_BYTES // panels.nbytes
+    return [streamed_empty(tuple(panels.shape), panels.dtype).copy_(panels) for _ in range(count)]
+
+
+def our_call(dtype: str, x: Tensor, weight: Tensor) -> tuple[Call, int]:
+    """The kernel over copies of a packed weight, and the bytes of one."""
+    if dtype == "bf16":
+        bf16 = pack_weight(weight)
+        turn = cycle([bf16, *(replace(bf16, panels=p) for p in cold_copies(bf16.panels))])
+        return lambda: linear(x, next(turn)), bf16.panels.nbytes
+    rows = quantize_rows(x)
+    if dtype == "int8":
+        int8 = pack_int8(weight)
+        int8_turn = cycle([int8, *(replace(int8, panels=p) for p in cold_copies(int8.panels))])
+        return lambda: linear_int8(rows, next(int8_turn), out_dtype=x.dtype), int8.nbytes
+    int4 = pack_int4(weight)
+    int4_turn = cycle([int4, *(replace(int4, panels=p) for p in cold_copies(int4.panels))])
+    return lambda: linear_int4(rows, next(int4_turn), out_dtype=x.dtype), int4.nbytes
+
+
+def torch_call(dtype: str, x: Tensor, weight: Tensor) -> Call:
+    if dtype == "int8" and len(x) >= 128:
+        rows, columns = x.to(torch.int8), weight.to(torch.int8).T.contiguous()
+        return lambda: torch._int_mm(rows, columns)
+    copies = cycle([weight.clone() for _ in range(1 + COLD_BYTES // weight.nbytes)])
+    return lambda: torch.nn.functional.linear(x, next(copies))
+
+
+def read_bandwidth(rounds: int) -> float:
+    """Bytes a second of `torch.sum` over memory that no cache holds: the best of some rounds."""
+    memory = torch.ones(64 << 20)
+    return memory.nbytes / min(seconds_per_call(memory.sum) for _ in range(rounds))
+
+
+def report(dtype: str, n: int, k: int, m: int, bandwidth: float, rounds: int) -> str:
+    weight = torch.randn(n, k).to(torch.bfloat16)
+    x = torch.randn(m, k).to(torch.bfloat16)
+    ours, weight_bytes = our_call(dtype, x, weight)
+    own, theirs = medians([ours, torch_call(dtype, x, weight)], rounds)
+    line = f"{dtype} N={n:6d} K={k:5d} M={m:5d}"
+    if m == 1:
+        rate = weight_bytes / own
+        return f"{line} {rate / 1e9:7.1f} GB/s, {rate / bandwidth:4.0%} of reads; {theirs / own:5.2f} x torch"
+    giga_ops = 2 * m * n * k / 1e9
+    return f"{line} {giga_ops / own:7.0f} GOP/s, torch {giga_ops / theirs:7.0f}; {theirs / own:5.2f} x"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", choices=SHAPES, default="q05")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    set_num_threads(args.threads)
+    bandwidth = read_bandwidth(args.rounds)
+    print(f"{args.threads} threads, reads {bandwidth / 1e9:.1f} GB/s", flush=True)
+    for dtype in args.dtypes:
+        for n, k in SHAPES[args.model]:
+            for m in args.rows:
+                if n < 100_000 or m <= 32:  # only sampled rows reach the vocabulary
+                    print(report(dtype, n, k, m, bandwidth, args.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()
