@@ -250,7 +250,8 @@ void attend(const AttentionArgs& args) {
   const Tiles tiles(args);
   if (tiles.count() == 0) return;
   const int64_t num_splits = ceil_div(tiles.longest_context(), kSplitKeys);
-  const int64_t partial_bytes = tiles.count() * num_splits * tiles.tile_rows() * (16 + RowTile<T>::output_width(args)) * 4;
+  const int64_t num_partials = tiles.count() * num_splits * tiles.tile_rows();
+  const int64_t partial_bytes = num_partials * (16 + RowTile<T>::output_width(args)) * 4;
   if (num_splits > 1 && tiles.count() < 2 * num_threads() && num_threads() > 1 && partial_bytes <= kMaxPartialBytes) {
     return attend_wide<T>(args, tiles, num_splits);
   }

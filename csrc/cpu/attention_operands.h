@@ -1,6 +1,6 @@
 // Keys and values as the multiplies of attention want them: packed once per split, used by every row of a tile.
 //
-// Operands are 32-bit words: an fp32, or a pair of bf16 where the ISA multiplies pairs. Packing copies; it never rounds.
+// Operands are 32-bit words: an fp32, or a pair of bf16 where the ISA multiplies pairs. Packing never rounds.
 #pragma once
 
 #include "kernels.h"
@@ -89,10 +89,30 @@ inline void pack_keys(const T* const* keys, int64_t dim, int32_t* packed) {
   }
 }
 
+#if defined(__AVX512BF16__)
+// Elements 0..15 of a between those of b, then 16..31.
+inline void interleave(I32 a, I32 b, int32_t* to) {
+  alignas(64) static constexpr uint16_t kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                    8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i low = _mm512_load_si512(kLow);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  store_words(to, (I32)_mm512_permutex2var_epi16((__m512i)a, low, (__m512i)b));
+  store_words(to + kLanes, (I32)_mm512_permutex2var_epi16((__m512i)a, high, (__m512i)b));
+}
+#endif
+
 // As many values as a word has elements become one row of words, a word per column.
 template <class T>
 inline void pack_values(const T* const* values, int64_t dim, int32_t* packed) {
-  for (int64_t column = 0; column < dim; column += kLanes) {
+  int64_t column = 0;
+#if defined(__AVX512BF16__)
+  if constexpr (kPerWord<T> == 2) {
+    for (; column + 2 * kLanes <= dim; column += 2 * kLanes) {
+      interleave(load_pairs(values[0] + column), load_pairs(values[1] + column), packed + column);
+    }
+  }
+#endif
+  for (; column < dim; column += kLanes) {
     const F32 first = load_n(values[0] + column, dim - column);
     if constexpr (kPerWord<T> == 2) {
       const F32 second = load_n(values[1] + column, dim - column);
@@ -164,7 +184,7 @@ class Split {
     int32_t* row = packed;
     for (int64_t key = group * kGroupKeys; key < min64((group + 1) * kGroupKeys, known_.end); key += kPerWord<T>) {
       const T* values[2] = {values_[nearest_known(key)], values_[nearest_known(key + 1)]};
-      prefetch_rows(values_, key, kPerWord<T>, value_dim_);
+      if (key % kLanes == 0) prefetch_rows(values_, key, kLanes, value_dim_);
       pack_values(values, value_dim_, row);
       row += value_width();
     }

@@ -1,9 +1,9 @@
 // Attention of a few query rows to one split of the keys: the unit whose arithmetic never changes.
 //
-// Keys are cut into splits of 512 anchored at absolute position. One query row meets one split in a fixed order: scores,
-// each a sum over the head's width from its start; then their maximum; then weights exp(score - maximum), as bf16 where
-// pairs of it are multiplied; then the weighted sum of the values, key after key. Splits merge in index order. Rows share
-// packed keys and values, never arithmetic, so a row does not notice which rows are beside it.
+// Keys are cut into splits of 512 anchored at absolute position. One query row meets one split in a fixed order:
+// scores, each a sum over the head's width from its start; then their maximum; then weights exp(score - maximum), as
+// bf16 where pairs of it are multiplied; then the weighted sum of the values, key after key. Splits merge in index
+// order. Rows share packed keys and values, never arithmetic: a row does not notice which rows are beside it.
 #pragma once
 
 #include "attention_operands.h"
