@@ -6,13 +6,13 @@
 namespace shardline::SHARDLINE_ISA {
 namespace {
 
-constexpr int kTileRows = 32;  // rows that pass over a split together while it is in L2
+// Rows that pass over a split together, at most: they share the work of packing it, and their outputs stay in L2.
+constexpr int64_t kMostTileRows = 240, kFewestTileRows = 30;
 constexpr int64_t kMaxPartialBytes = 64 << 20;
 
-// Up to kTileRows query rows of one sequence that share a KV head.
+// Query rows of one sequence that share a KV head.
 struct TileIndex {
-  int64_t sequence, kv_head, first_row;
-  int num_rows;
+  int64_t sequence, kv_head, first_row, num_rows;
 };
 
 // Row r of a sequence's rows for one KV head is token r / group, head r % group.
@@ -26,25 +26,28 @@ class RowTile {
         first_token_(args.query_starts[index.sequence]),
         first_position_(args.context_lens[index.sequence] - (args.query_starts[index.sequence + 1] - first_token_)) {}
 
-  static size_t scratch_bytes(const AttentionArgs& args) {
-    return static_cast<size_t>(kTileRows * query_width(args)) * sizeof(Query) +
-           static_cast<size_t>(kMaxRows * (kScoreWidth + output_width(args))) * 4 + sizeof(Split<T>);
+  static int64_t output_width(const AttentionArgs& args) { return whole_vectors(args.value_dim); }
+
+  // Four-byte words of scratch memory, for tiles of up to num_rows rows.
+  static size_t scratch_words(const AttentionArgs& args, int64_t num_rows) {
+    const int64_t row_words = kSplitKeys + words_of<T>(kSplitKeys) + output_width(args);
+    return static_cast<size_t>(num_rows * query_width(args) + kMaxRows * row_words) +
+           Split<T>::scratch_words(args.key_dim, args.value_dim);
   }
 
-  static int64_t output_width(const AttentionArgs& args) { return ceil_div(args.value_dim, 16) * 16; }
-
-  // Takes scratch_bytes() of memory, 64-byte aligned, and returns what follows them.
-  char* prepare(char* memory) {
-    queries_ = reinterpret_cast<Query*>(memory);
-    float* floats = reinterpret_cast<float*>(queries_ + kTileRows * query_width(args_));
+  // Takes scratch_words() of memory, 64-byte aligned, and returns what follows them.
+  int32_t* prepare(int32_t* memory) {
+    queries_ = memory;
+    memory += index_.num_rows * query_width(args_);
     for (int r = 0; r < kMaxRows; ++r) {
-      rows_[r].scores = floats;
-      rows_[r].partial.output = floats + kScoreWidth;
-      floats += kScoreWidth + output_width(args_);
+      rows_[r].scores = reinterpret_cast<float*>(memory);
+      rows_[r].partial.output = rows_[r].scores + kSplitKeys;
+      rows_[r].weights = memory + kSplitKeys + output_width(args_);
+      memory = rows_[r].weights + words_of<T>(kSplitKeys);
     }
-    split_ = reinterpret_cast<Split<T>*>(floats);
-    for (int r = 0; r < index_.num_rows; ++r) load_query(r);
-    return reinterpret_cast<char*>(split_ + 1);
+    split_.prepare(memory, args_.key_dim, args_.value_dim);
+    for (int64_t r = 0; r < index_.num_rows; ++r) load_query(r);
+    return memory + Split<T>::scratch_words(args_.key_dim, args_.value_dim);
   }
 
   int64_t first_split() const { return visible(0).begin / kSplitKeys; }
@@ -53,14 +56,25 @@ class RowTile {
   // Calls take(row, partial) for every row that sees something of the split.
   template <class Take>
   void attend(int64_t split, const Take& take) {
-    find_keys(split * kSplitKeys);
-    int r = 0;
-    for (; r + 4 <= index_.num_rows; r += 4) attend_rows<4>(r, split * kSplitKeys, take);
-    for (; r + 2 <= index_.num_rows; r += 2) attend_rows<2>(r, split * kSplitKeys, take);
-    if (r < index_.num_rows) attend_rows<1>(r, split * kSplitKeys, take);
+    const int64_t split_begin = split * kSplitKeys;
+    find_keys(split_begin);
+    int64_t begin = 0, end = index_.num_rows;
+    while (begin < end && seen(begin, split_begin).empty()) ++begin;
+    while (begin < end && seen(end - 1, split_begin).empty()) --end;
+    const int64_t num_parts = ceil_div(end - begin, kMaxRows);
+    for (int64_t part = 0; part < num_parts; ++part) {  // evenly: 8 rows are 4 + 4, not 6 + 2
+      const int64_t first = begin + (end - begin) * part / num_parts;
+      const int num_rows = static_cast<int>(begin + (end - begin) * (part + 1) / num_parts - first);
+      for (int r = 0; r < num_rows; ++r) {
+        rows_[r].query = queries_ + (first + r) * query_width(args_);
+        rows_[r].keys = seen(first + r, split_begin);
+      }
+      attend_rows<T>(num_rows, rows_, split_, args_);
+      for (int r = 0; r < num_rows; ++r) take(first + r, rows_[r].partial);
+    }
   }
 
-  void store_output(int r, const Partial& merged) const {
+  void store_output(int64_t r, const Partial& merged) const {
     T* out = static_cast<T*>(args_.out) + ((first_token_ + token(r)) * args_.num_heads + head(r)) * args_.value_dim;
     for (int64_t d = 0; d < args_.value_dim; d += kLanes) {
       store_n(out + d, load(merged.output + d) / merged.sum, args_.value_dim - d);
@@ -68,37 +82,34 @@ class RowTile {
   }
 
  private:
-  using Query = typename QueryType<T>::Type;
-  static constexpr int kMaxRows = kMaxSplitRows;
-  static constexpr int64_t kScoreWidth = kSplitKeys + 16;  // a tile of scores may end past the split
+  static int64_t query_width(const AttentionArgs& args) { return whole_vectors(words_of<T>(args.key_dim)); }
 
-  static int64_t query_width(const AttentionArgs& args) { return ceil_div(args.key_dim, 32) * 32; }
+  int64_t token(int64_t r) const { return (index_.first_row + r) / group_; }
+  int64_t head(int64_t r) const { return index_.kv_head * group_ + (index_.first_row + r) % group_; }
 
-  int64_t token(int r) const { return (index_.first_row + r) / group_; }
-  int64_t head(int r) const { return index_.kv_head * group_ + (index_.first_row + r) % group_; }
-
-  Range visible(int r) const {
+  Range visible(int64_t r) const {
     const int64_t position = first_position_ + token(r);
     return {args_.window > 0 ? max64(0, position - args_.window + 1) : 0, position + 1};
   }
+  Range seen(int64_t r, int64_t split_begin) const {
+    const Range range = visible(r);
+    return {max64(0, range.begin - split_begin), min64(kSplitKeys, range.end - split_begin)};
+  }
 
-  void load_query(int r) {
+  void load_query(int64_t r) {
     const T* from = static_cast<const T*>(args_.query) + (first_token_ + token(r)) * args_.query_stride +
                     head(r) * args_.key_dim;
-    Query* to = queries_ + r * query_width(args_);
-    __builtin_memset(to, 0, static_cast<size_t>(query_width(args_)) * sizeof(Query));
-    if constexpr (sizeof(Query) == sizeof(T)) {
-      __builtin_memcpy(to, from, static_cast<size_t>(args_.key_dim) * sizeof(T));
-    } else {
-      for (int64_t d = 0; d < args_.key_dim; ++d) to[d] = to_float(from[d]);
+    int32_t* to = queries_ + r * query_width(args_);
+    for (int64_t d = 0; d < args_.key_dim; d += kLanes * kPerWord<T>) {
+      store_words(to + d / kPerWord<T>, load_elements(from + d, args_.key_dim - d));
     }
   }
 
   // Only blocks that some row sees are looked up: those before the window may be freed already.
   void find_keys(int64_t split_begin) {
-    split_->cold = true;
     const int64_t begin = max64(split_begin, visible(0).begin);
     const int64_t end = min64(split_begin + kSplitKeys, visible(index_.num_rows - 1).end);
+    split_.begin({begin - split_begin, end - split_begin});
     const int32_t* block_table = args_.block_tables + index_.sequence * args_.block_table_stride;
     for (int64_t position = begin; position < end;) {
       const int64_t block = block_table[position / args_.block_size];
@@ -108,69 +119,51 @@ class RowTile {
       const T* key = static_cast<const T*>(args_.key_cache) + slot * args_.key_dim;
       const T* value = static_cast<const T*>(args_.value_cache) + slot * args_.value_dim;
       for (; position < block_end; ++position, key += args_.key_dim, value += args_.value_dim) {
-        split_->keys[position - split_begin] = key;
-        split_->values[position - split_begin] = value;
+        split_.set(position - split_begin, key, value);
       }
-    }
-  }
-
-  template <int kRows, class Take>
-  void attend_rows(int first, int64_t split_begin, const Take& take) {
-    bool all_see = true;
-    for (int r = 0; r < kRows; ++r) {
-      const Range range = visible(first + r);
-      rows_[r].query = queries_ + (first + r) * query_width(args_);
-      rows_[r].keys = {max64(0, range.begin - split_begin), min64(kSplitKeys, range.end - split_begin)};
-      all_see = all_see && !rows_[r].keys.empty();
-    }
-    if (all_see) {
-      attend_split<T, kRows>(rows_, *split_, args_);
-      split_->cold = false;
-      for (int r = 0; r < kRows; ++r) take(first + r, rows_[r].partial);
-    } else if constexpr (kRows > 1) {
-      for (int r = 0; r < kRows; ++r) attend_rows<1>(first + r, split_begin, take);
     }
   }
 
   const AttentionArgs& args_;
   const TileIndex index_;
   const int64_t group_, first_token_, first_position_;
-  Query* queries_ = nullptr;
-  Split<T>* split_ = nullptr;
-  Row<T> rows_[kMaxRows];
+  int32_t* queries_ = nullptr;
+  Row rows_[kMaxRows];
+  Split<T> split_;
 };
 
 // All splits of a tile, one after another.
 template <class T>
 void attend_tile(const AttentionArgs& args, const TileIndex& index) {
-  const int64_t width = RowTile<T>::output_width(args);
+  const int64_t width = RowTile<T>::output_width(args), num_rows = index.num_rows;
   RowTile<T> tile(args, index);
-  char* memory = static_cast<char*>(
-      thread_scratch(RowTile<T>::scratch_bytes(args) + static_cast<size_t>(kTileRows * width) * sizeof(float)));
-  float* outputs = reinterpret_cast<float*>(tile.prepare(memory));
-  Partial merged[kTileRows];
-  bool started[kTileRows] = {};
+  const size_t num_words = RowTile<T>::scratch_words(args, num_rows) + static_cast<size_t>(num_rows * width);
+  float* outputs =
+      reinterpret_cast<float*>(tile.prepare(static_cast<int32_t*>(thread_scratch(num_words * sizeof(int32_t)))));
+  Partial merged[kMostTileRows];
+  bool started[kMostTileRows] = {};
   for (int64_t split = tile.first_split(); split < tile.end_split(); ++split) {
-    tile.attend(split, [&](int r, const Partial& partial) {
+    tile.attend(split, [&](int64_t r, const Partial& partial) {
       merged[r].output = outputs + r * width;
       merge(merged[r], partial, !started[r], args.value_dim);
       started[r] = true;
     });
   }
-  for (int r = 0; r < index.num_rows; ++r) tile.store_output(r, merged[r]);
+  for (int64_t r = 0; r < num_rows; ++r) tile.store_output(r, merged[r]);
 }
 
-// The tiles of a call, counted over sequences, then rows, then KV heads.
+// The tiles of a call, counted over sequences, then rows, then KV heads. How many rows a tile has does not matter to
+// any of them, so it is as many as leave each thread some tiles.
 class Tiles {
  public:
   explicit Tiles(const AttentionArgs& args) : args_(args), first_(new int64_t[args.num_sequences + 1]) {
-    first_[0] = 0;
-    for (int64_t s = 0; s < args.num_sequences; ++s) first_[s + 1] = first_[s] + ceil_div(rows(s), kTileRows);
+    for (tile_rows_ = kMostTileRows; !divide(); tile_rows_ /= 2) {}
   }
   ~Tiles() { delete[] first_; }
   Tiles(const Tiles&) = delete;
 
   int64_t count() const { return first_[args_.num_sequences] * args_.num_kv_heads; }
+  int64_t tile_rows() const { return tile_rows_; }
 
   TileIndex at(int64_t tile) const {
     const int64_t place = tile / args_.num_kv_heads;
@@ -183,8 +176,8 @@ class Tiles {
         high = middle - 1;
       }
     }
-    const int64_t first_row = (place - first_[low]) * kTileRows;
-    return {low, tile % args_.num_kv_heads, first_row, static_cast<int>(min64(kTileRows, rows(low) - first_row))};
+    const int64_t first_row = (place - first_[low]) * tile_rows_;
+    return {low, tile % args_.num_kv_heads, first_row, min64(tile_rows_, rows(low) - first_row)};
   }
 
   int64_t longest_context() const {
@@ -198,8 +191,16 @@ class Tiles {
     return (args_.query_starts[sequence + 1] - args_.query_starts[sequence]) * (args_.num_heads / args_.num_kv_heads);
   }
 
+  // Whether tiles of tile_rows_ rows will do.
+  bool divide() {
+    first_[0] = 0;
+    for (int64_t s = 0; s < args_.num_sequences; ++s) first_[s + 1] = first_[s] + ceil_div(rows(s), tile_rows_);
+    return tile_rows_ == kFewestTileRows || count() >= 4 * num_threads();
+  }
+
   const AttentionArgs& args_;
   int64_t* first_;
+  int64_t tile_rows_;
 };
 
 // Few tiles, long contexts: every (tile, split) is a task of its own, then every tile merges its splits, in index order
@@ -207,18 +208,19 @@ class Tiles {
 template <class T>
 void attend_wide(const AttentionArgs& args, const Tiles& tiles, int64_t num_splits) {
   constexpr int64_t kHeader = 16;  // max, sum, whether the row sees the split; padded to keep outputs aligned
-  const int64_t stride = kHeader + RowTile<T>::output_width(args);
-  float* partials = new float[static_cast<size_t>(tiles.count() * num_splits * kTileRows * stride)];
-  const auto place = [&](int64_t tile, int64_t split, int r) {
-    return partials + ((tile * num_splits + split) * kTileRows + r) * stride;
+  const int64_t stride = kHeader + RowTile<T>::output_width(args), tile_rows = tiles.tile_rows();
+  float* partials = new float[static_cast<size_t>(tiles.count() * num_splits * tile_rows * stride)];
+  const auto place = [&](int64_t tile, int64_t split, int64_t r) {
+    return partials + ((tile * num_splits + split) * tile_rows + r) * stride;
   };
   parallel_for(tiles.count() * num_splits, [&](int64_t task) {
     const int64_t index = task / num_splits, split = task % num_splits;
-    for (int r = 0; r < kTileRows; ++r) place(index, split, r)[2] = 0.0f;
+    for (int64_t r = 0; r < tile_rows; ++r) place(index, split, r)[2] = 0.0f;
     RowTile<T> tile(args, tiles.at(index));
     if (split < tile.first_split() || split >= tile.end_split()) return;
-    tile.prepare(static_cast<char*>(thread_scratch(RowTile<T>::scratch_bytes(args))));
-    tile.attend(split, [&](int r, const Partial& partial) {
+    const size_t num_words = RowTile<T>::scratch_words(args, tile_rows);
+    tile.prepare(static_cast<int32_t*>(thread_scratch(num_words * sizeof(int32_t))));
+    tile.attend(split, [&](int64_t r, const Partial& partial) {
       float* to = place(index, split, r);
       to[0] = partial.max;
       to[1] = partial.sum;
@@ -228,7 +230,7 @@ void attend_wide(const AttentionArgs& args, const Tiles& tiles, int64_t num_spli
   });
   parallel_for(tiles.count(), [&](int64_t index) {
     const RowTile<T> tile(args, tiles.at(index));
-    for (int r = 0; r < tiles.at(index).num_rows; ++r) {
+    for (int64_t r = 0; r < tiles.at(index).num_rows; ++r) {
       Partial merged = {0.0f, 0.0f, static_cast<float*>(thread_scratch(static_cast<size_t>(stride) * sizeof(float)))};
       bool started = false;
       for (int64_t split = 0; split < num_splits; ++split) {
@@ -248,7 +250,8 @@ void attend(const AttentionArgs& args) {
   const Tiles tiles(args);
   if (tiles.count() == 0) return;
   const int64_t num_splits = ceil_div(tiles.longest_context(), kSplitKeys);
-  const int64_t partial_bytes = tiles.count() * num_splits * kTileRows * (16 + RowTile<T>::output_width(args)) * 4;
+  const int64_t num_partials = tiles.count() * num_splits * tiles.tile_rows();
+  const int64_t partial_bytes = num_partials * (16 + RowTile<T>::output_width(args)) * 4;
   if (num_splits > 1 && tiles.count() < 2 * num_threads() && num_threads() > 1 && partial_bytes <= kMaxPartialBytes) {
     return attend_wide<T>(args, tiles, num_splits);
   }

@@ -221,6 +221,7 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
   if (key_cache.size(1) == 0 || query.size(1) % key_cache.size(1) != 0) {
     raise_value_error("the number of query heads must be a multiple of the number of KV heads");
   }
+  if (!(scale > 0)) raise_value_error("scale must be positive");
   if (window && *window < 1) raise_value_error("window must be at least 1, or None");
   const AttentionArgs args = {query.dtype(), query.data(), query.row_stride(), key_cache.data(), value_cache.data(),
                               block_tables.as<int32_t>(), block_tables.row_stride(), query_starts.as<int32_t>(),

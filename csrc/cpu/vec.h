@@ -81,7 +81,16 @@ inline F32 fma(F32 a, F32 b, F32 c) {
 #endif
 }
 
-inline F32 maximum(F32 a, F32 b) { return a > b ? a : b; }
+// b where either is NaN.
+inline F32 maximum(F32 a, F32 b) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_max_ps(0xffff, a, b);  // gcc 12 warns about the plain one
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
 inline F32 absolute(F32 a) { return (F32)((U32)a & 0x7fffffffu); }
 
 // bf16 bits as floats. gcc 12 takes __builtin_convertvector apart into pieces, so it is spelled out here and below.
@@ -187,9 +196,10 @@ inline float sum_lanes(F32 v) {
 inline float max_lanes(F32 v) {
   float lane[kLanes];
   store(lane, v);
-  float best = lane[0];
-  for (int i = 1; i < kLanes; ++i) best = lane[i] > best ? lane[i] : best;
-  return best;
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
+  }
+  return lane[0];
 }
 
 // kLanes pairs of bf16, the even element of each pair in the low half.
@@ -200,6 +210,18 @@ inline I32 load_pairs(const bf16* p) {
 }
 inline F32 even_of(I32 pairs) { return (F32)((U32)pairs << 16); }
 inline F32 odd_of(I32 pairs) { return (F32)((U32)pairs & 0xffff0000u); }
+
+// 2 * kLanes floats as bf16, in order, to the nearest even.
+inline I32 rounded_pairs(F32 first, F32 second) {
+#if defined(__AVX512BF16__)
+  return (I32)(__m512i)_mm512_cvtne2ps_pbh(second, first);
+#else
+  bf16 halves[2 * kLanes];
+  store(halves, first);
+  store(halves + kLanes, second);
+  return load_pairs(halves);
+#endif
+}
 
 // sum + a.even * b.even + a.odd * b.odd
 inline F32 dot_pairs(F32 sum, I32 a, I32 b) {

@@ -29,7 +29,9 @@ def paged_attention(
     that no query of this call sees are never read. Scores are scaled, then capped: softcap * tanh(score / softcap).
 
     Keys are cut into splits of 512 anchored at absolute position, merged in index order in fp32; one rounding ends it.
-    Index tensors are int32; the token stride of query is free.
+    Where the ISA multiplies pairs of bf16, the weights exp(score - maximum of the split) are rounded to bf16 first, and
+    it is the rounded ones that are summed, so that they still add up to one. The scale is positive. Index tensors are
+    int32; the token stride of query is free.
     """
     out = activation_empty(query.shape[0], query.shape[1], value_cache.shape[3], dtype=query.dtype)
     _cpu.paged_attention(
