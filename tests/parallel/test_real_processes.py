@@ -15,6 +15,8 @@ LAYOUTS = {
     "tp2-pp2-dp2": ("qwen3", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}),
     "tp3-gloo": ("qwen3", {"tensor_parallel_size": 3, "collectives": "gloo"}),
     "ep2": ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    "mla-tp3-pp2": ("deepseek_v3", {"tensor_parallel_size": 3, "pipeline_parallel_size": 2}),
+    "mla-tp2-gloo": ("deepseek_v2", {"tensor_parallel_size": 2, "collectives": "gloo"}),
     "ep3-gloo": ("mixtral", {"tensor_parallel_size": 3, "enable_expert_parallel": True, "collectives": "gloo"}),
 }
 

@@ -16,31 +16,48 @@ _ALIGNMENT = 4096
 @dataclass(frozen=True)
 class SegmentLayout:
     """Where the parts of a replica's shared segment lie: progress board, one area per TP group, one per stage link,
-    expert load."""
+    expert load, and the KV pools that the ranks of a stage share."""
 
     grid: RankGrid
     num_layers: int = 0
     num_experts: int = 0
     """Of the layer that has most."""
+    kv_bytes: tuple[int, ...] = ()
+    """Of each stage's shared KV pool; empty: every rank has a pool of its own."""
 
     @property
     def num_bytes(self) -> int:
         """Size of the segment; pages that nobody touches cost nothing."""
-        return self._load_start + ExpertLoadBoard.num_bytes(self.grid.world_size, self.num_layers, self.num_experts)
+        return self._kv_start + sum(_aligned(size) for size in self.kv_bytes)
 
     @property
     def _groups_start(self) -> int:
-        return -(-ProgressBoard.num_bytes(self.grid.world_size) // _ALIGNMENT) * _ALIGNMENT
+        return _aligned(ProgressBoard.num_bytes(self.grid.world_size))
 
     @property
     def _load_start(self) -> int:
         num_links = self.grid.world_size - self.grid.world_size // self.grid.pipeline
         return self._groups_start + self.grid.pipeline * self.grid.context * _GROUP_BYTES + num_links * _LINK_BYTES
 
+    @property
+    def _load_stop(self) -> int:
+        return self._load_start + ExpertLoadBoard.num_bytes(self.grid.world_size, self.num_layers, self.num_experts)
+
+    @property
+    def _kv_start(self) -> int:
+        return _aligned(self._load_stop)
+
+    def kv_pool(self, segment: memoryview, pp_rank: int) -> memoryview | None:
+        """The KV pool that the ranks of a stage share, if they do."""
+        if not self.kv_bytes:
+            return None
+        start = self._kv_start + sum(_aligned(size) for size in self.kv_bytes[:pp_rank])
+        return segment[start : start + self.kv_bytes[pp_rank]]
+
     def expert_load(self, segment: memoryview) -> ExpertLoadBoard:
         """The counters of tokens per expert."""
         return ExpertLoadBoard(
-            segment[self._load_start : self.num_bytes], self.grid.world_size, self.num_layers, self.num_experts
+            segment[self._load_start : self._load_stop], self.grid.world_size, self.num_layers, self.num_experts
         )
 
     def progress(self, segment: memoryview) -> memoryview:
@@ -57,3 +74,7 @@ class SegmentLayout:
         num_groups = self.grid.pipeline * self.grid.context
         start = self._groups_start + num_groups * _GROUP_BYTES + sender * _LINK_BYTES
         return segment[start : start + _LINK_BYTES]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
