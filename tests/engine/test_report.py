@@ -25,7 +25,7 @@ def test_ranks_hold_what_the_formulas_say(family: str, tensor: int, pipeline: in
         wide |= {"num_key_value_heads": 4}
     else:
         wide |= {"num_key_value_heads": 12, "kv_lora_rank": 320, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
-                 "v_head_dim": 64}  # fmt: skip
+                 "v_head_dim": 64, "moe_intermediate_size": 192}  # fmt: skip
         wide |= {"q_lora_rank": 192} if family == "deepseek_v3" else {}
     model = make_checkpoint(family, tmp_path / family, **wide)
     backend = "uni" if tensor * pipeline == 1 else "mp"
@@ -51,5 +51,8 @@ def test_ranks_hold_what_the_formulas_say(family: str, tensor: int, pipeline: in
         assert report.kv_bytes == pytest.approx(per_token[-1] * tokens, rel=0.02)
         weights = weight_bytes(setup.spec, place, setup.stages, setup.dtype)
         assert report.weight_bytes == pytest.approx(weights, rel=0.02)
+    if family.startswith("deepseek"):
+        # Stored once, however many ranks there are.
+        assert sum(per_token) == 4 * len(setup.spec.layers) * (320 + 64)
     text = "\n".join(startup_report(setup, reports, {"load": 0.1}))
     assert f"KV bytes per token: {sum(per_token):,} (rank 0: {per_token[0]:,}" in text

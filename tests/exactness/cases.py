@@ -73,6 +73,12 @@ def full_product(families: Sequence[str]) -> list[Case]:
     return [case for case in itertools.starmap(Case, itertools.product(*axes(families))) if case.possible]
 
 
+def latent_layouts() -> list[Case]:
+    """Latent attention in every layout: ranks share one cache there, which a sample of layouts might not catch."""
+    rest = ("staggered", "chunked", "warm", "tight", "none", WHOLE_EXPERTS)
+    return [Case("deepseek_v3", "bfloat16", tp, pp, 1, *rest) for tp in (1, 2, 3, 4) for pp in (1, 2)]
+
+
 def pairwise_sample(families: Sequence[str], seed: int = 0) -> list[Case]:
     """Cases in which every two values of different axes meet at least once (greedy covering array)."""
     values = axes(families)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.exactness.cases import Case, full_product, pairwise_sample
+from tests.exactness.cases import Case, full_product, latent_layouts, pairwise_sample
 from tests.exactness.harness import Answer, golden, make_requests, run_case
 from tests.models.checkpoints import FAMILIES, make_checkpoint
 
@@ -51,7 +51,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         cases = (
             full_product(FAMILIES)
             if full
-            else list(dict.fromkeys(pairwise_sample(FAMILIES, 0) + pairwise_sample(FAMILIES, 1)))
+            else list(dict.fromkeys(pairwise_sample(FAMILIES, 0) + pairwise_sample(FAMILIES, 1) + latent_layouts()))
         )
         metafunc.parametrize("case", cases, ids=[case.name for case in cases])
 

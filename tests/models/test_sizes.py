@@ -189,7 +189,9 @@ def test_kv_bytes(spec: DecoderSpec, tp_size: int, num_stages: int, block_size: 
         for index in stage:
             attention = spec.layers[index].attention
             if isinstance(attention, MLA):
-                per_layer[index] = 4 * (attention.kv_lora_rank + attention.rope_head_dim)
+                # All ranks of a stage share the latents, and account for even parts of them.
+                latent_dim = attention.kv_lora_rank + attention.rope_head_dim
+                per_layer[index] = 4 * (latent_dim // tp_size + (place.tp_rank < latent_dim % tp_size))
                 continue
             own = split_heads(attention.num_heads, attention.num_kv_heads, tp_size)[place.tp_rank].kv_heads
             per_layer[index] = 4 * 2 * own.size * attention.head_dim

@@ -28,6 +28,8 @@ LAYOUTS = {
             "collectives": "gloo",
         },
     ),
+    "mla-tp3-pp2": ("deepseek_v3", {"tensor_parallel_size": 3, "pipeline_parallel_size": 2}),
+    "mla-tp2-gloo": ("deepseek_v2", {"tensor_parallel_size": 2, "collectives": "gloo"}),
     "ep3-gloo": ("mixtral", {"tensor_parallel_size": 3, "enable_expert_parallel": True, "collectives": "gloo"}),
 }
 

@@ -21,6 +21,7 @@ from shardline.models.partition import (
     balance_stages,
     kv_groups,
     parse_stages,
+    split_dim,
     split_heads,
 )
 from shardline.models.sharding import Numerics, shard, shard_shape
@@ -145,9 +146,13 @@ def _multiplications_per_pair(attention: Attention) -> int:
 
 
 def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: DType) -> int:
-    """Keys and values of one token in one layer on one rank."""
+    """Keys and values of one token in one layer on one rank.
+
+    Ranks of a tensor-parallel group share one pool of latents; each accounts for an even part.
+    """
     if isinstance(attention, MLA):
-        return attention.latent_dim * DTYPE_BYTES[dtype]
+        part = split_dim(attention.latent_dim, len(place.tp_peers))[place.tp_rank]
+        return part.size * DTYPE_BYTES[dtype]
     shares = split_heads(attention.num_heads, attention.num_kv_heads, len(place.tp_peers))
     return 2 * shares[place.tp_rank].kv_heads.size * attention.head_dim * DTYPE_BYTES[dtype]
 

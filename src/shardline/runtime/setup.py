@@ -12,7 +12,7 @@ from shardline.models.lookup import decoder_spec
 from shardline.models.partition import KVGroup, Span, kv_groups
 from shardline.models.sharding import Numerics
 from shardline.models.sizes import kv_block_bytes, stage_spans
-from shardline.models.spec import DecoderSpec, DType, MoE
+from shardline.models.spec import MLA, DecoderSpec, DType, MoE
 from shardline.runtime.loader.hub import ModelFiles, resolve_model
 from shardline.runtime.parallel.segment import SegmentLayout
 
@@ -74,7 +74,19 @@ class ReplicaSetup:
     def segment_layout(self) -> SegmentLayout:
         """Of the memory that all ranks map."""
         num_experts = self.num_experts
-        return SegmentLayout(self.grid, len(self.spec.layers) if num_experts else 0, num_experts)
+        return SegmentLayout(self.grid, len(self.spec.layers) if num_experts else 0, num_experts, self._shared_kv_bytes)
+
+    @property
+    def _shared_kv_bytes(self) -> tuple[int, ...]:
+        """Of each stage's KV pool, where its ranks share one: all need all of the latents, and are on one host."""
+        if self.grid.tensor == 1 or not all(isinstance(layer.attention, MLA) for layer in self.spec.layers):
+            return ()
+        per_stage = [0] * self.grid.pipeline
+        for place in map(self.grid.place, range(self.grid.world_size)):
+            per_stage[place.pp_rank] += self.num_blocks * kv_block_bytes(
+                self.spec, place, self.stages, self.dtype, self.config.cache.block_size
+            )
+        return tuple(per_stage)
 
     @property
     def max_in_flight(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import socket
@@ -11,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 from shardline import _cpu, env
+from shardline.models.partition import split_dim
 from shardline.models.sizes import weight_bytes
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.finite import FiniteWatch
@@ -131,7 +133,10 @@ class Worker:
             return DecoderStage(context, layers), loaded
 
     def _allocate_cache(self, stage: DecoderStage) -> int:
-        """Give every layer its pages: slot d of the pool serves the d-th layer that this stage has of each group."""
+        """Give every layer its pages: slot d of the pool serves the d-th layer that this stage has of each group.
+
+        Returns this rank's bytes; of a pool that it shares, an even part.
+        """
         setup = self._setup
         layers = setup.stages[self._groups.place.pp_rank]
         pools: list[tuple[torch.Tensor, ...]] = []
@@ -142,9 +147,18 @@ class Worker:
                 attention = stage.layers[index - layers.start].attention
                 shapes = attention.cache_shapes(setup.num_blocks, setup.config.cache.block_size)
                 if depth == len(pools):
-                    # Untouched pages of an empty tensor take no memory.
-                    pools.append(tuple(torch.empty(shape, dtype=self._dtype) for shape in shapes))
+                    pools.append(tuple(self._pages(shape, total) for shape in shapes))
                     total += sum(part.nbytes for part in pools[depth])
                 assert tuple(part.shape for part in pools[depth]) == shapes, "one shape per pool"
                 attention.bind_cache(*pools[depth])
-        return total
+        if self._groups.kv_pool is None:
+            return total
+        assert total == len(self._groups.kv_pool), "the segment was cut for this pool"
+        return split_dim(total, self._groups.tensor.size)[self._groups.tensor.rank].size
+
+    def _pages(self, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+        """An uninitialised tensor, at `offset` in a shared pool; pages that nobody touches take no memory."""
+        shared = self._groups.kv_pool
+        if shared is None:
+            return torch.empty(shape, dtype=self._dtype)
+        return torch.frombuffer(shared, dtype=self._dtype, count=math.prod(shape), offset=offset).view(shape)

@@ -27,6 +27,10 @@ class LatentAttentionLayer:
 
     The projections down to the latents are split over the ranks and gathered: ranks of one host share its memory's
     bandwidth, and a decode step would read them once per rank otherwise.
+
+    Ranks also share one cache. No barrier guards it: each norms, rotates and writes the gathered latents itself, so
+    that it reads what it has written, or the same bytes from another. And nobody writes a slot that another still
+    reads: the next step begins after the gather in `o`, which a rank enters when it has attended.
     """
 
     def __init__(self, context: LayerContext, name: str, spec: MLA, tables: RotaryTables) -> None:

@@ -27,6 +27,8 @@ class RankGroups:
     progress: ProgressLine
     expert_load: Counts
     """[num_layers, num_experts]: where this rank counts tokens."""
+    kv_pool: memoryview | None = None
+    """Memory for the KV pool that all ranks of the TP group map; None: each has a pool of its own."""
 
 
 def join_shared(segment: memoryview, layout: SegmentLayout, rank: int, timeout: float) -> RankGroups:
@@ -55,11 +57,12 @@ def join_shared(segment: memoryview, layout: SegmentLayout, rank: int, timeout: 
         to_next=None if place.next_stage is None else link(rank),
         progress=progress,
         expert_load=layout.expert_load(segment).of_rank(rank),
+        kv_pool=layout.kv_pool(segment, place),
     )
 
 
 def join_gloo(store_path: Path, segment: memoryview, layout: SegmentLayout, rank: int, timeout: float) -> RankGroups:
-    """Groups over gloo; the segment only carries the progress board and the expert load."""
+    """Groups over gloo; the segment only carries the progress board, the expert load and a shared KV pool."""
     from shardline.runtime.parallel.distributed import (
         DistributedCollectives,
         DistributedLink,
@@ -86,6 +89,7 @@ def join_gloo(store_path: Path, segment: memoryview, layout: SegmentLayout, rank
         to_next=None if place.next_stage is None else DistributedLink(place.next_stage, progress),
         progress=progress,
         expert_load=layout.expert_load(segment).of_rank(rank),
+        kv_pool=layout.kv_pool(segment, place),
     )
 
 

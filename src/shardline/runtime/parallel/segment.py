@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardline.config.topology import RankGrid
+from shardline.config.topology import RankGrid, RankPlace
 from shardline.runtime.parallel.expert_load import ExpertLoadBoard
 from shardline.runtime.parallel.progress import ProgressBoard
 
@@ -16,21 +16,23 @@ _ALIGNMENT = 4096
 @dataclass(frozen=True)
 class SegmentLayout:
     """Where the parts of an engine's shared segment lie: progress board, one area per TP group, one per group that
-    shares experts across replicas, one per stage link, expert load."""
+    shares experts across replicas, one per stage link, expert load, and the KV pools that the ranks of a stage share."""
 
     grid: RankGrid
     num_layers: int = 0
     num_experts: int = 0
     """Of the layer that has most."""
+    kv_bytes: tuple[int, ...] = ()
+    """Of each stage's shared KV pool; empty: every rank has a pool of its own."""
 
     @property
     def num_bytes(self) -> int:
         """Size of the segment; pages that nobody touches cost nothing."""
-        return self._load_start + ExpertLoadBoard.num_bytes(self.grid.world_size, self.num_layers, self.num_experts)
+        return self._kv_start + self.grid.data * sum(_aligned(size) for size in self.kv_bytes)
 
     @property
     def _groups_start(self) -> int:
-        return -(-ProgressBoard.num_bytes(self.grid.world_size) // _ALIGNMENT) * _ALIGNMENT
+        return _aligned(ProgressBoard.num_bytes(self.grid.world_size))
 
     @property
     def _load_start(self) -> int:
@@ -48,10 +50,26 @@ class SegmentLayout:
         """Stage links of a replica: its ranks but for the last stage's."""
         return self.grid.replica_size - self.grid.tensor * self.grid.context
 
+    @property
+    def _load_stop(self) -> int:
+        return self._load_start + ExpertLoadBoard.num_bytes(self.grid.world_size, self.num_layers, self.num_experts)
+
+    @property
+    def _kv_start(self) -> int:
+        return _aligned(self._load_stop)
+
+    def kv_pool(self, segment: memoryview, place: RankPlace) -> memoryview | None:
+        """The KV pool that the ranks of a replica's stage share, if they do."""
+        if not self.kv_bytes:
+            return None
+        before = self.kv_bytes * place.dp_rank + self.kv_bytes[: place.pp_rank]
+        start = self._kv_start + sum(_aligned(size) for size in before)
+        return segment[start : start + self.kv_bytes[place.pp_rank]]
+
     def expert_load(self, segment: memoryview) -> ExpertLoadBoard:
         """The counters of tokens per expert."""
         return ExpertLoadBoard(
-            segment[self._load_start : self.num_bytes], self.grid.world_size, self.num_layers, self.num_experts
+            segment[self._load_start : self._load_stop], self.grid.world_size, self.num_layers, self.num_experts
         )
 
     def progress(self, segment: memoryview) -> memoryview:
@@ -74,3 +92,7 @@ class SegmentLayout:
         replica, within = divmod(sender, self.grid.replica_size)
         start = self._links_start + (replica * self._links_each + within) * _LINK_BYTES
         return segment[start : start + _LINK_BYTES]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
