@@ -7,8 +7,10 @@
 #include <string>
 
 #include "bind.h"
+#include "bind_checks.h"
 #include "host_ops.h"
 #include "kernels.h"
+#include "program.h"
 #include "tensor.h"
 
 namespace shardline {
@@ -56,22 +58,31 @@ void linear(nb::handle x_object, nb::handle panels_object, nb::handle bias_objec
   args.num_rows = x.size(0);
   args.num_columns = out.size(1);
   args.depth = x.size(1);
-  nb::gil_scoped_release release;
-  kernels().linear(args);
+  perform([args] { kernels().linear(args); });
 }
 
 NormArgs norm_args(const Tensor& x, const Tensor& weight, const Tensor& out, float eps) {
-  x.is_floating().has_shape({-1, -1}).has_rows();
-  weight.same_dtype(x).has_shape({x.size(1)}).is_contiguous();
-  out.same_dtype(x).has_shape({x.size(0), x.size(1)}).is_contiguous();
+  const bool heads = x.rank() == 3;  // [num_tokens, num_heads, head_dim]
+  const int64_t width = x.size(x.rank() - 1);
+  if (heads) {
+    x.has_shape({-1, -1, -1});
+    out.has_shape({x.size(0), x.size(1), width});
+  } else {
+    x.has_shape({-1, -1});
+    out.has_shape({x.size(0), width});
+  }
+  x.is_floating().has_rows();
+  weight.same_dtype(x).has_shape({width}).is_contiguous();
+  out.same_dtype(x).is_contiguous();
   NormArgs args = {};
   args.dtype = x.dtype();
   args.x = x.data();
   args.x_stride = x.row_stride();
+  args.rows_per_token = heads ? x.size(1) : 1;
   args.weight = weight.data();
   args.out = out.data();
-  args.num_rows = x.size(0);
-  args.width = x.size(1);
+  args.num_rows = x.size(0) * args.rows_per_token;
+  args.width = width;
   args.eps = eps;
   return args;
 }
@@ -92,8 +103,7 @@ void rms_norm(nb::handle x_object, nb::handle weight_object, nb::handle out_obje
   NormArgs args = norm_args(x, Tensor(weight_object, "weight"), Tensor(out_object, "out"), eps);
   args.weight_offset = weight_offset;
   set_residual(args, x, residual, summed);
-  nb::gil_scoped_release release;
-  kernels().rms_norm(args);
+  perform([args] { kernels().rms_norm(args); });
 }
 
 void layer_norm(nb::handle x_object, nb::handle weight_object, nb::handle bias_object, nb::handle out_object, float eps,
@@ -102,32 +112,47 @@ void layer_norm(nb::handle x_object, nb::handle weight_object, nb::handle bias_o
   NormArgs args = norm_args(x, Tensor(weight_object, "weight"), Tensor(out_object, "out"), eps);
   if (!bias_object.is_none()) {
     const Tensor bias(bias_object, "bias");
-    args.bias = bias.same_dtype(x).has_shape({x.size(1)}).is_contiguous().data();
+    args.bias = bias.same_dtype(x).has_shape({args.width}).is_contiguous().data();
   }
   set_residual(args, x, residual, summed);
-  nb::gil_scoped_release release;
-  kernels().layer_norm(args);
+  perform([args] { kernels().layer_norm(args); });
+}
+
+void add(nb::handle x_object, nb::handle y_object, nb::handle out_object) {
+  const Tensor x(x_object, "x"), y(y_object, "y"), out(out_object, "out");
+  x.is_floating().has_shape({-1, -1}).is_contiguous();
+  y.same_dtype(x).has_shape({x.size(0), x.size(1)}).is_contiguous();
+  out.same_dtype(x).has_shape({x.size(0), x.size(1)}).is_contiguous();
+  const AddArgs args = {x.dtype(), x.data(), y.data(), out.data(), x.num_elements()};
+  perform([args] { kernels().add(args); });
+}
+
+void check_positions(const RopeArgs& args, int64_t num_positions) {
+  for (int64_t token = 0; token < args.num_tokens; ++token) {
+    const int64_t position = args.positions_are_int64 ? static_cast<const int64_t*>(args.positions)[token]
+                                                      : static_cast<const int32_t*>(args.positions)[token];
+    if (position < 0 || position >= num_positions) {
+      raise_value_error("position " + std::to_string(position) + " is outside the rotary table");
+    }
+  }
 }
 
 void apply_rope(nb::handle x_object, nb::handle positions_object, nb::handle table_object, bool interleaved) {
   const Tensor x(x_object, "x"), positions(positions_object, "positions"), table(table_object, "table");
-  x.is_floating().has_shape({-1, -1, -1}).has_rows();
+  x.is_floating().has_shape({-1, -1, -1}).has_heads();
   positions.has_shape({x.size(0)}).is_contiguous();
   table.is(DType::kFloat32).has_shape({-1, -1}).is_contiguous();
   if (positions.dtype() != DType::kInt32) positions.is(DType::kInt64);
   if (table.size(1) % 2 != 0 || table.size(1) > x.size(2)) {
     raise_value_error("the table's width must be even and at most the head's");
   }
-  const RopeArgs args = {x.dtype(),    x.data(),  x.row_stride(), positions.data(), positions.dtype() == DType::kInt64,
-                         table.as<float>(), x.size(0), x.size(1), x.size(2), table.size(1) / 2, interleaved};
-  for (int64_t token = 0; token < args.num_tokens; ++token) {
-    const int64_t position = args.positions_are_int64 ? positions.as<int64_t>()[token] : positions.as<int32_t>()[token];
-    if (position < 0 || position >= table.size(0)) {
-      raise_value_error("position " + std::to_string(position) + " is outside the rotary table");
-    }
-  }
-  nb::gil_scoped_release release;
-  kernels().rope(args);
+  const RopeArgs args = {x.dtype(), x.data(), x.row_stride(), x.head_stride(), positions.data(),
+                         positions.dtype() == DType::kInt64, table.as<float>(), x.size(0), x.size(1),
+                         table.size(1) / 2, interleaved};
+  perform([args, num_positions = table.size(0)] {
+    check_positions(args, num_positions);
+    kernels().rope(args);
+  });
 }
 
 Activation activation_named(const std::string& name) {
@@ -145,15 +170,13 @@ void activation(nb::handle x_object, nb::handle out_object, const std::string& n
   if (gated && x.size(1) % 2 != 0) raise_value_error("gate_up must have an even width");
   const ActivationArgs args = {x.dtype(), activation_named(name), x.data(), x.row_stride(), out.data(),
                                x.size(0), out.size(1), gated};
-  nb::gil_scoped_release release;
-  kernels().activation(args);
+  perform([args] { kernels().activation(args); });
 }
 
 void softcap(nb::handle logits_object, float cap) {
   const Tensor logits(logits_object, "logits");
   logits.is(DType::kFloat32).is_contiguous();
-  nb::gil_scoped_release release;
-  kernels().softcap(logits.as<float>(), logits.num_elements(), cap);
+  perform([data = logits.as<float>(), count = logits.num_elements(), cap] { kernels().softcap(data, count, cap); });
 }
 
 void write_kv(nb::handle key_object, nb::handle value_object, nb::handle key_cache_object,
@@ -167,36 +190,13 @@ void write_kv(nb::handle key_object, nb::handle value_object, nb::handle key_cac
   value_cache.same_dtype(key).has_shape({key_cache.size(0), key.size(1), key_cache.size(2), value.size(2)})
       .is_contiguous();
   slots.is(DType::kInt64).has_shape({key.size(0)}).is_contiguous();
-  const int64_t num_slots = key_cache.size(0) * key_cache.size(2);
-  for (int64_t token = 0; token < slots.size(0); ++token) {
-    if (slots.as<int64_t>()[token] >= num_slots) raise_value_error("a slot lies outside the KV cache");
-  }
   const WriteKvArgs args = {element_size(key.dtype()), key.data(), value.data(), key.row_stride(), value.row_stride(),
                             key_cache.data(), value_cache.data(), slots.as<int64_t>(), key.size(0), key.size(1),
                             key.size(2), value.size(2), key_cache.size(2)};
-  nb::gil_scoped_release release;
-  write_kv(args);
-}
-
-// A wrong index would read foreign memory, so every block that will be read is checked.
-void check_sequences(const AttentionArgs& args, int64_t num_tokens, int64_t max_blocks, int64_t num_blocks) {
-  if (args.query_starts[0] != 0 || args.query_starts[args.num_sequences] != num_tokens) {
-    raise_value_error("query_starts must run from 0 to the number of tokens");
-  }
-  for (int64_t s = 0; s < args.num_sequences; ++s) {
-    const int64_t query_len = args.query_starts[s + 1] - args.query_starts[s];
-    const int64_t context_len = args.context_lens[s];
-    if (query_len < 0 || context_len < query_len || context_len > max_blocks * args.block_size) {
-      raise_value_error("sequence " + std::to_string(s) + ": context length " + std::to_string(context_len) +
-                             " does not fit " + std::to_string(query_len) + " query tokens and the block table");
-    }
-    if (query_len == 0) continue;
-    const int64_t first = args.window > 0 ? context_len - query_len - args.window + 1 : 0;
-    for (int64_t b = first > 0 ? first / args.block_size : 0; b * args.block_size < context_len; ++b) {
-      const int32_t block = args.block_tables[s * args.block_table_stride + b];
-      if (block < 0 || block >= num_blocks) raise_value_error("a block table names a block outside the KV cache");
-    }
-  }
+  perform([args, num_slots = key_cache.size(0) * key_cache.size(2)] {
+    check_slots(args.slots, args.num_tokens, num_slots);
+    write_kv(args);
+  });
 }
 
 void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::handle value_cache_object,
@@ -223,9 +223,10 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
                               context_lens.as<int32_t>(), out.data(), context_lens.size(0), query.size(1),
                               key_cache.size(1), query.size(2), value_cache.size(3), key_cache.size(2),
                               window.value_or(0), scale, softcap.value_or(0.0f)};
-  check_sequences(args, query.size(0), block_tables.size(1), key_cache.size(0));
-  nb::gil_scoped_release release;
-  kernels().paged_attention(args);
+  perform([args, num_tokens = query.size(0), max_blocks = block_tables.size(1), num_blocks = key_cache.size(0)] {
+    check_sequences(args, args.window, num_tokens, max_blocks, num_blocks);
+    kernels().paged_attention(args);
+  });
 }
 
 }  // namespace
@@ -237,6 +238,7 @@ void bind_ops(nb::module_& m) {
         "summed"_a.none());
   m.def("layer_norm", &layer_norm, "x"_a, "weight"_a, "bias"_a.none(), "out"_a, "eps"_a, "residual"_a.none(),
         "summed"_a.none());
+  m.def("add", &add, "x"_a, "y"_a, "out"_a);
   m.def("apply_rope", &apply_rope, "x"_a, "positions"_a, "table"_a, "interleaved"_a);
   m.def("activation", &activation, "x"_a, "out"_a, "name"_a, "gated"_a);
   m.def("softcap", &softcap, "logits"_a, "cap"_a);

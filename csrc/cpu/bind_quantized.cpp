@@ -3,6 +3,7 @@
 
 #include "bind.h"
 #include "kernels.h"
+#include "program.h"
 #include "tensor.h"
 
 namespace shardline {
@@ -53,8 +54,7 @@ void quantize_rows(nb::handle x_object, nb::handle values_object, nb::handle sca
   check_rows(values, scales, sums, x.size(0), x.size(1));
   const QuantizeRowsArgs args = {x.dtype(),          x.data(),          x.row_stride(), values.as<int8_t>(),
                                  scales.as<float>(), sums.as<int32_t>(), x.size(0),      x.size(1)};
-  nb::gil_scoped_release release;
-  kernels().quantize_rows(args);
+  perform([args] { kernels().quantize_rows(args); });
 }
 
 PackQuantizedArgs pack_args(const Tensor& weight, const Tensor& panels) {
@@ -113,8 +113,7 @@ void linear_int8(nb::handle values, nb::handle scales, nb::handle sums, int64_t 
   check_int8(panels, column_scales, args.num_columns, depth);
   args.panels = panels.as<uint8_t>();
   args.column_scales = column_scales.as<float>();
-  nb::gil_scoped_release release;
-  kernels().linear_int8(args);
+  perform([args] { kernels().linear_int8(args); });
 }
 
 void linear_int4(nb::handle values, nb::handle scales, nb::handle sums, int64_t depth, nb::handle panels_object,
@@ -123,8 +122,7 @@ void linear_int4(nb::handle values, nb::handle scales, nb::handle sums, int64_t 
   const Tensor panels(panels_object, "panels");
   check_int4(panels, args.num_columns, depth);
   args.panels = panels.as<uint8_t>();
-  nb::gil_scoped_release release;
-  kernels().linear_int4(args);
+  perform([args] { kernels().linear_int4(args); });
 }
 
 }  // namespace

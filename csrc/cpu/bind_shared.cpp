@@ -10,6 +10,7 @@
 
 #include "bind.h"
 #include "mailbox.h"
+#include "program.h"
 #include "shared_group.h"
 #include "tensor.h"
 
@@ -72,18 +73,17 @@ int spin_iterations_for(std::optional<int> wanted, int size) {
 
 class PySharedGroup {
  public:
-  PySharedGroup(nb::handle buffer, int rank, int size, std::optional<int> spin_iterations)
+  PySharedGroup(nb::handle buffer, int rank, int size, std::optional<int> spin_iterations, nb::handle progress)
       : memory_(buffer, true),
         group_(memory_.data(), static_cast<size_t>(memory_.size()), rank, size,
-               spin_iterations_for(spin_iterations, size)) {}
+               spin_iterations_for(spin_iterations, size)) {
+    if (progress.is_none()) return;
+    progress_.emplace(progress, true);
+    if (progress_->size() < 2 * static_cast<int64_t>(sizeof(int64_t))) raise_value_error("progress takes two int64");
+  }
 
   void barrier(std::optional<double> timeout_s) {
-    WaitStatus status;
-    {
-      nb::gil_scoped_release release;
-      status = group_.barrier(seconds(timeout_s), interrupted);
-    }
-    check(status, timeout_s);
+    exchange(timeout_s, [this, timeout_s] { return group_.barrier(seconds(timeout_s), interrupted); });
   }
 
   void all_gather_columns(nb::handle local_object, const std::vector<int64_t>& widths, nb::handle out_object,
@@ -125,12 +125,9 @@ class PySharedGroup {
   void all_reduce_sum(nb::handle x_object, std::optional<double> timeout_s) {
     const Tensor x(x_object, "x");
     x.is_floating().is_contiguous();
-    WaitStatus status;
-    {
-      nb::gil_scoped_release release;
-      status = group_.all_reduce_sum(x.data(), x.num_elements(), x.dtype(), seconds(timeout_s), interrupted);
-    }
-    check(status, timeout_s);
+    exchange(timeout_s, [this, timeout_s, data = x.data(), count = x.num_elements(), dtype = x.dtype()] {
+      return group_.all_reduce_sum(data, count, dtype, seconds(timeout_s), interrupted);
+    });
   }
 
   void abort() { group_.abort(); }
@@ -157,16 +154,31 @@ class PySharedGroup {
 
   void gather(const Tensor& local, const std::vector<GatherPart>& parts, const Tensor& out,
               std::optional<double> timeout_s) {
-    WaitStatus status;
-    {
-      nb::gil_scoped_release release;
-      status = group_.all_gather(local.data(), parts, out.data(), seconds(timeout_s), interrupted);
-    }
-    check(status, timeout_s);
+    exchange(timeout_s, [this, timeout_s, parts, from = local.data(), to = out.data()] {
+      return group_.all_gather(from, parts, to, seconds(timeout_s), interrupted);
+    });
   }
 
-  void check(WaitStatus status, std::optional<double> timeout_s) const {
-    if (status == WaitStatus::kDone) return;
+  // Runs a collective, or keeps it in a program. While it waits the progress line says so; a rank whose exchange failed
+  // is still one that waited.
+  template <class Collective>
+  void exchange(std::optional<double> timeout_s, Collective collective) {
+    perform([this, timeout_s, collective] {
+      auto* line = progress_ ? static_cast<int64_t*>(progress_->data()) : nullptr;
+      if (line != nullptr) {
+        __atomic_store_n(line, line[0] + 1, __ATOMIC_RELAXED);
+        __atomic_store_n(line + 1, 1, __ATOMIC_RELAXED);
+      }
+      const WaitStatus status = collective();
+      if (status != WaitStatus::kDone) {
+        nb::gil_scoped_acquire acquire;
+        fail(status, timeout_s);
+      }
+      if (line != nullptr) __atomic_store_n(line + 1, 0, __ATOMIC_RELAXED);
+    });
+  }
+
+  [[noreturn]] void fail(WaitStatus status, std::optional<double> timeout_s) const {
     if (status == WaitStatus::kInterrupted) throw nb::python_error();
     if (status == WaitStatus::kAborted) {
       const uint32_t by = group_.aborted();
@@ -187,6 +199,7 @@ class PySharedGroup {
 
   Memory memory_;
   SharedGroup group_;
+  std::optional<Memory> progress_;  // int64: arrivals, then whether the rank waits
 };
 
 class PyMailbox {
@@ -267,8 +280,8 @@ void bind_shared(nb::module_& m) {
   m.attr("CollectiveAborted") = nb::borrow(collective_aborted);
 
   nb::class_<PySharedGroup>(m, "SharedGroup")
-      .def(nb::init<nb::handle, int, int, std::optional<int>>(), "buffer"_a, "rank"_a, "size"_a,
-           "spin_iterations"_a.none() = nb::none())
+      .def(nb::init<nb::handle, int, int, std::optional<int>, nb::handle>(), "buffer"_a, "rank"_a, "size"_a,
+           "spin_iterations"_a.none() = nb::none(), "progress"_a.none() = nb::none())
       .def_static("required_bytes", &SharedGroup::required_bytes, "size"_a, "data_bytes"_a)
       .def("barrier", &PySharedGroup::barrier, "timeout_s"_a.none() = nb::none())
       .def("all_gather_columns", &PySharedGroup::all_gather_columns, "local"_a, "widths"_a, "out"_a,

@@ -15,6 +15,28 @@ struct WriteKvArgs {
 };
 void write_kv(const WriteKvArgs& args);
 
+struct WriteLatentArgs {
+  size_t element_size;
+  const void *latent, *rope_key;  // [num_tokens, latent_dim or rope_dim]
+  int64_t latent_stride, rope_stride;
+  void* cache;           // [num_blocks * block_size, latent_dim + rope_dim]
+  const int64_t* slots;  // [num_tokens]; negative: not stored
+  int64_t num_tokens, latent_dim, rope_dim;
+};
+void write_latent(const WriteLatentArgs& args);
+
+// A linear for every head: x[:, h] times weight h.
+struct HeadLinearArgs {
+  DType dtype;
+  const void* x;  // [num_tokens, num_heads, depth]
+  int64_t x_stride, x_head_stride;
+  const void* panels;  // [num_heads] weights as in PackArgs
+  void* out;           // [num_tokens, num_heads, num_columns]
+  int64_t out_stride, out_head_stride;
+  int64_t num_tokens, num_heads, num_columns, depth;
+};
+void linear_heads(const HeadLinearArgs& args);
+
 // How each row of logits is sampled.
 struct SamplingRow {
   float temperature;  // 0: greedy

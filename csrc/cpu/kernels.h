@@ -71,8 +71,8 @@ struct QuantizedLinearArgs {
 
 struct NormArgs {
   DType dtype;
-  const void* x;
-  int64_t x_stride;
+  const void* x;  // rows of a token lie together, tokens x_stride apart
+  int64_t x_stride, rows_per_token;
   const void* residual;  // null: normalise x alone
   int64_t residual_stride;
   void* summed;        // x + residual, contiguous
@@ -84,14 +84,21 @@ struct NormArgs {
   float weight_offset;  // rms_norm only
 };
 
+struct AddArgs {
+  DType dtype;
+  const void *x, *y;
+  void* out;
+  int64_t count;
+};
+
 struct RopeArgs {
   DType dtype;
-  void* x;  // [num_tokens, num_heads, head_dim], in place
-  int64_t x_stride;
+  void* x;  // [num_tokens, num_heads, at least 2 * half], in place
+  int64_t x_stride, head_stride;
   const void* positions;
   bool positions_are_int64;
   const float* table;  // [max_positions, 2 * half]: cosines, then sines
-  int64_t num_tokens, num_heads, head_dim, half;
+  int64_t num_tokens, num_heads, half;
   bool interleaved;
 };
 
@@ -124,15 +131,33 @@ struct AttentionArgs {
   float softcap;  // 0 for none
 };
 
+struct MlaAttentionArgs {
+  DType dtype;
+  const void* query_latent;  // [num_tokens, num_heads, latent_dim], contiguous in a token
+  int64_t query_latent_stride;
+  const void* query_rope;  // [num_tokens, num_heads, rope_dim]
+  int64_t query_rope_stride, query_rope_head_stride;
+  const void* cache;  // [num_blocks, block_size, latent_dim + rope_dim]
+  const int32_t* block_tables;
+  int64_t block_table_stride;
+  const int32_t* query_starts;  // [num_sequences + 1]
+  const int32_t* context_lens;  // [num_sequences]
+  void* out;                    // [num_tokens, num_heads, latent_dim], contiguous
+  int64_t num_sequences, num_heads, latent_dim, rope_dim, block_size;
+  float scale;
+};
+
 struct Kernels {
   const char* isa;
   void (*pack_weight)(const PackArgs&);
   void (*linear)(const LinearArgs&);
   void (*rms_norm)(const NormArgs&);
   void (*layer_norm)(const NormArgs&);
+  void (*add)(const AddArgs&);
   void (*rope)(const RopeArgs&);
   void (*activation)(const ActivationArgs&);
   void (*paged_attention)(const AttentionArgs&);
+  void (*mla_attention)(const MlaAttentionArgs&);
   void (*softcap)(float* logits, int64_t count, float cap);
   // out[i] = exp((logits[i] - shift) * scale), and 0 for NaN; out may be logits.
   void (*exp_shifted)(const float* logits, int64_t count, float shift, float scale, float* out);

@@ -25,6 +25,8 @@ NB_MODULE(_cpu, m) {
       },
       "num_threads"_a, "pin"_a = std::vector<int>());
   bind_ops(m);
+  bind_mla(m);
+  bind_program(m);
   bind_quantized(m);
   bind_sampling(m);
   bind_shared(m);

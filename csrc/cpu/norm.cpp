@@ -1,4 +1,4 @@
-// RMSNorm and LayerNorm over rows, alone or after adding to the residual stream.
+// RMSNorm and LayerNorm over rows, alone or after adding to the residual stream; and that addition alone.
 #include "thread_pool.h"
 #include "variant.h"
 #include "vec.h"
@@ -71,7 +71,8 @@ void layer_norm_row(const T* x, const T* weight, const T* bias, T* out, int64_t 
 template <class T, class NormRow>
 void for_each_row(const NormArgs& args, const NormRow& norm_row) {
   parallel_for_if(args.num_rows * args.width > kSmallWork, args.num_rows, [&](int64_t row) {
-    const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+    const int64_t token = row / args.rows_per_token, head = row % args.rows_per_token;
+    const T* x = static_cast<const T*>(args.x) + token * args.x_stride + head * args.width;
     if (args.residual != nullptr) {
       T* summed = static_cast<T*>(args.summed) + row * args.width;
       add_row(x, static_cast<const T*>(args.residual) + row * args.residual_stride, summed, args.width);
@@ -103,6 +104,16 @@ void rms_norm(const NormArgs& args) {
 
 void layer_norm(const NormArgs& args) {
   args.dtype == DType::kFloat32 ? layer_norm_rows<float>(args) : layer_norm_rows<bf16>(args);
+}
+
+void add(const AddArgs& args) {
+  if (args.dtype == DType::kFloat32) {
+    add_row(static_cast<const float*>(args.x), static_cast<const float*>(args.y), static_cast<float*>(args.out),
+            args.count);
+  } else {
+    add_row(static_cast<const bf16*>(args.x), static_cast<const bf16*>(args.y), static_cast<bf16*>(args.out),
+            args.count);
+  }
 }
 
 }  // namespace shardline::SHARDLINE_ISA

@@ -47,7 +47,7 @@ void rope_tokens(const RopeArgs& args) {
     const float* table_row = args.table + position * 2 * args.half;
     T* heads = static_cast<T*>(args.x) + token * args.x_stride;
     for (int64_t h = 0; h < args.num_heads; ++h) {
-      rotate_head(heads + h * args.head_dim, table_row, args.half, args.interleaved);
+      rotate_head(heads + h * args.head_stride, table_row, args.half, args.interleaved);
     }
   });
 }

@@ -1,40 +1,9 @@
 #include "tensor.h"
 
-#include <stdexcept>
+#include "dlpack.h"
 
 namespace shardline {
 namespace {
-
-// The part of DLPack 1.x that we use; the layout is fixed by its specification.
-struct DLDevice {
-  int32_t type;
-  int32_t id;
-};
-struct DLDataType {
-  uint8_t code, bits;
-  uint16_t lanes;
-};
-struct DLTensor {
-  void* data;
-  DLDevice device;
-  int32_t rank;
-  DLDataType dtype;
-  int64_t* shape;
-  int64_t* strides;
-  uint64_t byte_offset;
-};
-struct DLPackExchangeApi {
-  uint32_t major, minor;
-  DLPackExchangeApi* previous;
-  void* managed_tensor_allocator;
-  void* managed_tensor_from_py_object;
-  void* managed_tensor_to_py_object;
-  int (*tensor_from_py_object)(void* object, DLTensor* out);
-  void* current_work_stream;
-};
-
-constexpr int32_t kDLCpu = 1, kDLCudaHost = 3;
-enum : uint8_t { kDLInt = 0, kDLUInt = 1, kDLFloat = 2, kDLBfloat = 4, kDLBool = 6 };
 
 DType dtype_of(DLDataType type) {
   if (type.lanes != 1) return DType::kOther;
@@ -61,6 +30,8 @@ const DLPackExchangeApi* find_exchange_api(PyTypeObject* type) {
   return api != nullptr && api->tensor_from_py_object != nullptr ? api : nullptr;
 }
 
+}  // namespace
+
 // Types come one or two at a time (Tensor, Parameter): remember the last.
 const DLPackExchangeApi* exchange_api(PyTypeObject* type) {
   thread_local PyTypeObject* last_type = nullptr;
@@ -74,8 +45,6 @@ const DLPackExchangeApi* exchange_api(PyTypeObject* type) {
   }
   return last_api;
 }
-
-}  // namespace
 
 const char* dtype_name(DType dtype) {
   switch (dtype) {
@@ -149,9 +118,9 @@ const Tensor& Tensor::has_shape(std::initializer_list<int64_t> sizes) const {
   return *this;
 }
 
-bool Tensor::inner_contiguous() const {
+bool Tensor::inner_contiguous(int first_dim) const {
   int64_t stride = 1;
-  for (int dim = rank_ - 1; dim > 0; --dim) {
+  for (int dim = rank_ - 1; dim >= first_dim; --dim) {
     if (shape_[dim] != 1 && strides_ != nullptr && strides_[dim] != stride) return false;
     stride *= shape_[dim];
   }
@@ -161,6 +130,13 @@ bool Tensor::inner_contiguous() const {
 const Tensor& Tensor::has_rows() const {
   if (num_elements() != 0 && !inner_contiguous()) {
     raise_value_error(std::string(name_) + " must be contiguous but for its first stride");
+  }
+  return *this;
+}
+
+const Tensor& Tensor::has_heads() const {
+  if (num_elements() != 0 && !inner_contiguous(2)) {
+    raise_value_error(std::string(name_) + " must be contiguous but for its first two strides");
   }
   return *this;
 }
@@ -180,6 +156,10 @@ int64_t Tensor::num_elements() const {
 
 int64_t Tensor::row_stride() const {
   return shape_[0] <= 1 || strides_ == nullptr ? row_elements() : strides_[0];
+}
+
+int64_t Tensor::head_stride() const {
+  return shape_[1] <= 1 || strides_ == nullptr ? row_elements() / (shape_[1] > 0 ? shape_[1] : 1) : strides_[1];
 }
 
 int64_t Tensor::row_elements() const {

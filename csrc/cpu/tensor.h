@@ -25,6 +25,8 @@ class Tensor {
   const Tensor& is_contiguous() const;
   // Contiguous but for the first dimension's stride, as in a slice of columns.
   const Tensor& has_rows() const;
+  // Contiguous but for the first two dimensions' strides, as in a slice of each head.
+  const Tensor& has_heads() const;
 
   void* data() const { return data_; }
   template <class T>
@@ -32,13 +34,16 @@ class Tensor {
     return static_cast<T*>(data_);
   }
   DType dtype() const { return dtype_; }
+  int rank() const { return rank_; }
+  const int64_t* shape() const { return shape_; }
   int64_t size(int dim) const { return shape_[dim]; }
   int64_t num_elements() const;
   int64_t row_stride() const;
+  int64_t head_stride() const;  // of the second dimension
 
  private:
   int64_t row_elements() const;
-  bool inner_contiguous() const;
+  bool inner_contiguous(int first_dim = 1) const;
   std::string shape_text() const;
 
   const char* name_;

@@ -148,6 +148,7 @@ class ThreadPool {
 };
 
 thread_local std::unique_ptr<ThreadPool> pool;
+thread_local bool in_tasks = false;  // of this thread's pool, which has one round at a time
 
 struct Scratch {
   void* data = nullptr;
@@ -159,8 +160,10 @@ thread_local Scratch scratch;
 }  // namespace
 
 void run_tasks(int64_t num_tasks, TaskFunction function, void* context) {
-  if (pool && num_tasks > 1) {
+  if (pool && num_tasks > 1 && !in_tasks) {
+    in_tasks = true;
     pool->run(num_tasks, function, context);
+    in_tasks = false;
     return;
   }
   for (int64_t task = 0; task < num_tasks; ++task) function(context, task);
@@ -176,7 +179,7 @@ void set_num_threads(int num_threads, const std::vector<int>& pin) {
   if (num_threads > 1) pool = std::make_unique<ThreadPool>(num_threads, pin);
 }
 
-int num_threads() { return pool ? pool->num_threads() : 1; }
+int num_threads() { return pool && !in_tasks ? pool->num_threads() : 1; }
 
 void* thread_scratch(size_t num_bytes) {
   if (num_bytes > scratch.capacity) {

@@ -9,7 +9,8 @@ namespace shardline {
 
 using TaskFunction = void (*)(void* context, int64_t task);
 
-// Runs tasks 0..num_tasks-1 on the calling thread and its pool; returns when all are done.
+// Runs tasks 0..num_tasks-1 on the calling thread and its pool; returns when all are done. Within a task: on the
+// running thread alone.
 void run_tasks(int64_t num_tasks, TaskFunction function, void* context);
 
 // `pin` is empty, or names one CPU per thread; the first is the caller's.

@@ -164,6 +164,8 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     digests: list[str] | None = None
     """One digest of the fp32 logits row per token, where asked for."""
+    error: str = ""
+    """Why the tokens are worthless and the sequence is to end."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from shardline.config.engine import EngineConfig
 from shardline.engine.engine import Engine
@@ -13,6 +14,7 @@ from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor
 from shardline.engine.resolve import resolve
 from shardline.models.kv_capacity import blocks_per_request
+from shardline.runtime.replay import DecodeReplay
 from shardline.runtime.setup import prepare
 from shardline.types import EngineStats, Request, SamplingParams
 from tests.exactness.cases import Case
@@ -113,10 +115,11 @@ def run(engine: Engine, requests: Sequence[Request], batch: str) -> dict[str, An
 
 
 def golden(model: Path, dtype: str, quantization: str, requests: Sequence[Request]) -> dict[str, Answer]:
-    """One process, one rank, one request after another, nothing cached, prompts whole."""
-    engine, executor = start_engine(model, dtype=dtype, quantization=quantization, enable_prefix_caching=False)
-    answers = run(engine, requests, "alone")
-    executor.close()
+    """One process, one rank, one request after another, nothing cached, nothing replayed, prompts whole."""
+    with patch.object(DecodeReplay, "__call__", lambda replay, step, hidden: replay.forward(step, hidden)):
+        engine, executor = start_engine(model, dtype=dtype, quantization=quantization, enable_prefix_caching=False)
+        answers = run(engine, requests, "alone")
+        executor.close()
     return answers
 
 

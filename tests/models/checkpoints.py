@@ -22,6 +22,17 @@ _SHAPE = {
     **_TOKENS,
 }
 _GEMMA = {**_SHAPE, "head_dim": 20}
+_DEEPSEEK = {
+    **_SHAPE,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 99,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_experts_per_tok": 2,
+}
 _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, _SHAPE),
     "mistral": (transformers.MistralConfig, {**_SHAPE, "head_dim": 24, "sliding_window": 8}),
@@ -46,6 +57,8 @@ _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
             **_TOKENS,
         },
     ),
+    "deepseek_v2": (transformers.DeepseekV2Config, {**_DEEPSEEK, "q_lora_rank": None}),
+    "deepseek_v3": (transformers.DeepseekV3Config, _DEEPSEEK),
 }
 FAMILIES = tuple(_CONFIGS)
 
@@ -83,6 +96,15 @@ _NARROW_LONGROPE = {
         partial_rotary_factor=0.75,
     ),
 }
+_YARN_MSCALE = _rope(
+    "yarn",
+    factor=4.0,
+    original_max_position_embeddings=64,
+    mscale=0.8,
+    mscale_all_dim=0.4,
+    beta_fast=16.0,
+    beta_slow=2.0,
+)
 VARIANTS: dict[str, Variant] = {
     **{family: Variant(family, {}) for family in FAMILIES},
     "llama-biased": Variant("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -133,6 +155,12 @@ VARIANTS: dict[str, Variant] = {
     "phi3-longrope-short": Variant("phi3", _LONGROPE, 30),
     "phi3-longrope-long": Variant("phi3", _LONGROPE, 48),
     "phi3-partial": Variant("phi3", _NARROW_LONGROPE, 48),
+    "deepseek_v2-q-lora-yarn": Variant("deepseek_v2", {"q_lora_rank": 24, "mlp_bias": True, **_YARN_MSCALE}),
+    "deepseek_v2-biased": Variant("deepseek_v2", {"attention_bias": True, "v_head_dim": 20}),
+    "deepseek_v3-yarn": Variant("deepseek_v3", {**_YARN_MSCALE, "attention_bias": True}),
+    "deepseek_v3-halves": Variant(
+        "deepseek_v3", {"rope_interleave": False, "q_lora_rank": None, "tie_word_embeddings": True}
+    ),
     "gpt2-scaled": Variant("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 72}),
     "gpt2-unscaled": Variant(
         "gpt2", {"scale_attn_weights": False, "activation_function": "relu", "tie_word_embeddings": False}

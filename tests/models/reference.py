@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardline.models.spec import GQA, DecoderSpec, Dense, Norm, Rope
+from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, Norm, Rope
 
 Weights = Mapping[str, Tensor]
 
@@ -39,7 +39,33 @@ def forward(spec: DecoderSpec, weights: Weights, token_ids: Tensor) -> Tensor:
     return logits if spec.logits_softcap is None else _softcap(logits, spec.logits_softcap)
 
 
-def _attention(gqa: GQA, weights: Weights, hidden: Tensor, positions: Tensor) -> Tensor:
+def _attention(attention: Attention, weights: Weights, hidden: Tensor, positions: Tensor) -> Tensor:
+    attend = _latent_attention if isinstance(attention, MLA) else _grouped_attention
+    return attend(attention, weights, hidden, positions)  # type: ignore[arg-type]
+
+
+def _latent_attention(mla: MLA, weights: Weights, hidden: Tensor, positions: Tensor) -> Tensor:
+    """The expanded form: every head gets keys and values of its own out of the latent."""
+    num_tokens = len(hidden)
+    if mla.q_norm is None:
+        q = _linear(weights, "attention.q", hidden)
+    else:
+        q_latent = _norm(mla.q_norm, weights, "attention.q_norm", _linear(weights, "attention.q_down", hidden))
+        q = _linear(weights, "attention.q_up", q_latent)
+    q_nope, q_rope = q.view(num_tokens, mla.num_heads, -1).split([mla.nope_head_dim, mla.rope_head_dim], dim=-1)
+    down = _linear(weights, "attention.kv_down", hidden)
+    latent = _norm(mla.kv_norm, weights, "attention.kv_norm", down[:, : mla.kv_lora_rank])
+    k_rope = _rotate(mla.rope, down[:, None, mla.kv_lora_rank :], positions).expand(-1, mla.num_heads, -1)
+    up = _linear(weights, "attention.kv_up", latent).view(num_tokens, mla.num_heads, -1)
+    k_nope, v = up.split([mla.nope_head_dim, mla.value_head_dim], dim=-1)
+    q = torch.cat([q_nope, _rotate(mla.rope, q_rope, positions)], -1).transpose(0, 1)
+    k = torch.cat([k_nope, k_rope], -1).transpose(0, 1)
+    scores = (q @ k.transpose(1, 2) * mla.scale).masked_fill(positions[:, None] < positions, -math.inf)
+    heads = scores.softmax(-1) @ v.transpose(0, 1)
+    return _linear(weights, "attention.o", heads.transpose(0, 1).flatten(1))
+
+
+def _grouped_attention(gqa: GQA, weights: Weights, hidden: Tensor, positions: Tensor) -> Tensor:
     num_tokens = len(hidden)
     q = _linear(weights, "attention.q", hidden).view(num_tokens, gqa.num_heads, gqa.head_dim)
     k = _linear(weights, "attention.k", hidden).view(num_tokens, gqa.num_kv_heads, gqa.head_dim)

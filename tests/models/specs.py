@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, Norm
+from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, Layer, Norm, Rope
 
 
 @st.composite
 def decoder_specs(draw: st.DrawFn, max_layers: int = 8) -> DecoderSpec:
-    """Specs with every part switched on or off, and windows that differ by layer."""
+    """Specs with every part switched on or off: windows that differ by layer, or latent attention in all of them."""
     num_kv_heads = draw(st.integers(1, 4))
     norm = Norm(draw(st.sampled_from(["rms", "layer"])), 1e-5, bias=draw(st.booleans()))
     extra_norm = norm if draw(st.booleans()) else None
@@ -17,25 +17,45 @@ def decoder_specs(draw: st.DrawFn, max_layers: int = 8) -> DecoderSpec:
     head_dim = draw(st.integers(1, 5))
     num_heads = num_kv_heads * draw(st.integers(1, 4))
     intermediate_size = draw(st.integers(8, 40))
+    windows = draw(st.lists(st.sampled_from([None, None, 4, 7]), min_size=1, max_size=max_layers))
+    latent = MLA(
+        num_heads,
+        draw(st.integers(1, 12)),
+        head_dim,
+        2,
+        draw(st.integers(1, 5)),
+        1.0,
+        Rope((1.0,)),
+        norm,
+        q_lora_rank=None if extra_norm is None else draw(st.integers(1, 12)),
+        q_norm=extra_norm,
+        bias=qkv_bias,
+    )
+    attentions: list[Attention] = [
+        GQA(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            1.0,
+            window=window,
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            qk_norm=extra_norm,
+        )
+        for window in windows
+    ]
+    if draw(st.integers(0, 3)) == 0:
+        attentions = [latent] * len(windows)
     layers = tuple(
         Layer(
-            GQA(
-                num_heads,
-                num_kv_heads,
-                head_dim,
-                1.0,
-                window=window,
-                qkv_bias=qkv_bias,
-                output_bias=output_bias,
-                qk_norm=extra_norm,
-            ),
+            attention,
             Dense(intermediate_size, "silu", gated=gated, bias=bias),
             norm,
             norm,
             extra_norm,
             extra_norm,
         )
-        for window in draw(st.lists(st.sampled_from([None, None, 4, 7]), min_size=1, max_size=max_layers))
+        for attention in attentions
     )
     return DecoderSpec(
         model_type="llama",

@@ -57,6 +57,17 @@ def test_random_shapes(family_name: str, seed: int, tmp_path: Path) -> None:
         }
         if family_name == "phi3":
             del shape["head_dim"]
+        if family_name.startswith("deepseek"):
+            del shape["head_dim"]
+            shape |= {
+                "num_key_value_heads": shape["num_attention_heads"],
+                "q_lora_rank": rng.choice([None, 6, 17]),
+                # transformers' V2 rotates by complex numbers, which need even strides.
+                "kv_lora_rank": rng.choice([6, 16, 34] if family_name == "deepseek_v2" else [5, 16, 33]),
+                "qk_nope_head_dim": rng.randint(1, 10) * (2 if family_name == "deepseek_v2" else 1),
+                "qk_rope_head_dim": rng.choice([2, 6, 16]),
+                "v_head_dim": rng.randint(1, 20),
+            }
     if family_name.startswith(("mistral", "gemma2", "gemma3")):
         shape["sliding_window"] = rng.randint(1, 20)
     _assert_same_as_transformers(make_checkpoint(family_name, tmp_path, seed=seed, **shape), prompt_len=24)
@@ -85,9 +96,10 @@ def _assert_same_as_transformers(folder: Path, prompt_len: int) -> None:
 
 @pytest.mark.parametrize("family_name", FAMILIES)
 def test_missing_keys_take_the_defaults_of_transformers(family_name: str) -> None:
-    defaults = type(make_config(family_name))()
+    required = {"num_experts_per_tok": 6} if family_name == "deepseek_v2" else {}
+    defaults = type(make_config(family_name))(**required)
     spelled_out = {**defaults.to_dict(), "dtype": "float32"}
-    assert decoder_spec({"model_type": family_name}) == decoder_spec(spelled_out)
+    assert decoder_spec({"model_type": family_name, **required}) == decoder_spec(spelled_out)
 
 
 def test_gpt2_checkpoints_without_a_prefix_load(tmp_path: Path) -> None:

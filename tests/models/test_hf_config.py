@@ -53,6 +53,15 @@ _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": 
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 5.0}, "attn_logit_softcapping 5.0"),
         ({"model_type": "phi3", "attention_bias": True}, "attention_bias True"),
+        ({"model_type": "deepseek_v2"}, "num_experts_per_tok is missing"),
+        ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob True"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 8}, "num_key_value_heads 8"),
+        ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ({"model_type": "deepseek_v3", "n_group": 7}, r"n_group must divide n_routed_experts \(256\), got 7"),
+        ({"model_type": "deepseek_v3", "topk_group": 9}, r"topk_group must be at most n_group \(8\), got 9"),
+        ({"model_type": "deepseek_v3", "num_experts_per_tok": 129}, "num_experts_per_tok is 129, and only 128"),
+        ({"model_type": "deepseek_v3", "qk_rope_head_dim": 7}, "even rotary size, got 7"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention True"),
         ({"model_type": "gpt2", "n_head": 7}, "n_embd must be a multiple of the 7"),
         ({"model_type": None}, "has no model_type"),
@@ -73,7 +82,7 @@ def test_unknown_model_types_name_the_known_ones(name: str) -> None:
 
 @pytest.mark.parametrize("name", known_families())
 def test_names_that_a_family_has_not(name: str) -> None:
-    spec = decoder_spec({"model_type": name})
+    spec = decoder_spec({"model_type": name, "num_experts_per_tok": 2})
     for wrong in ("layers.0.attention.r.weight", "middle.weight", "layers.0", "layers.x.attention.q.weight", "embed"):
         with pytest.raises(ValueError, match="parameter"):
             family(name).tensor_source(wrong, spec)

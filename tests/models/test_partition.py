@@ -17,6 +17,7 @@ from shardline.models.partition import (
     parse_stages,
     split_dim,
     split_heads,
+    split_query_heads,
 )
 from shardline.models.spec import DecoderSpec
 from tests.models.specs import decoder_specs
@@ -104,7 +105,7 @@ def test_refused_tensor_parallel_sizes_name_sizes_that_work(spec: DecoderSpec, s
             check_tensor_parallel(spec, int(number))
     else:
         for layer in spec.layers:
-            split_heads(layer.attention.num_heads, layer.attention.num_kv_heads, size)
+            assert all(heads.size for heads in split_query_heads(layer.attention, size))
         assert all(span.size for span in split_dim(spec.hidden_size, size))
 
 

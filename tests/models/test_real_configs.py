@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from shardline.models.lookup import decoder_spec
-from shardline.models.spec import DecoderSpec
+from shardline.models.spec import MLA, DecoderSpec, Dense, MoE, Routing
 
 _CONFIG_CLASSES: dict[str, type[transformers.PreTrainedConfig]] = {
     "llama": transformers.LlamaConfig,
@@ -20,6 +20,8 @@ _CONFIG_CLASSES: dict[str, type[transformers.PreTrainedConfig]] = {
     "gemma3_text": transformers.Gemma3TextConfig,
     "phi3": transformers.Phi3Config,
     "gpt2": transformers.GPT2Config,
+    "deepseek_v2": transformers.DeepseekV2Config,
+    "deepseek_v3": transformers.DeepseekV3Config,
 }
 _LLAMA3_ROPE = {
     "factor": 8.0,
@@ -114,6 +116,31 @@ PHI_4_MINI = {**PHI_3_128K, "partial_rotary_factor": 0.75, "num_attention_heads"
               "tie_word_embeddings": True}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "activation_function": "gelu_new", "n_ctx": 1024, "n_embd": 768, "n_head": 12,
         "n_layer": 12, "n_positions": 1024, "layer_norm_epsilon": 1e-05, "vocab_size": 50257}  # fmt: skip
+DEEPSEEK_V2 = {"model_type": "deepseek_v2", "first_k_dense_replace": 1, "hidden_size": 5120, "intermediate_size": 12288,
+               "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 1536,
+               "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 160, "n_shared_experts": 2,
+               "norm_topk_prob": False, "num_attention_heads": 128, "num_experts_per_tok": 6, "num_hidden_layers": 60,
+               "num_key_value_heads": 128, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+               "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707,
+                                "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096, "type": "yarn"},
+               "rope_theta": 10000, "routed_scaling_factor": 16.0, "scoring_func": "softmax", "topk_group": 3,
+               "topk_method": "group_limited_greedy", "torch_dtype": "bfloat16", "v_head_dim": 128,
+               "vocab_size": 102400}  # fmt: skip
+DEEPSEEK_V2_LITE = {**DEEPSEEK_V2, "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+                    "n_group": 1, "n_routed_experts": 64, "num_attention_heads": 16, "num_hidden_layers": 27,
+                    "num_key_value_heads": 16, "q_lora_rank": None, "routed_scaling_factor": 1.0, "topk_group": 1,
+                    "topk_method": "greedy"}  # fmt: skip
+DEEPSEEK_V3 = {"model_type": "deepseek_v3", "first_k_dense_replace": 3, "hidden_size": 7168,
+               "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+               "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256,
+               "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8,
+               "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+               "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+               "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                                "original_max_position_embeddings": 4096, "type": "yarn"},
+               "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4,
+               "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128,
+               "vocab_size": 129280}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     name: value for name, value in globals().items() if isinstance(value, dict) and "model_type" in value
 }
@@ -173,6 +200,34 @@ def test_gemma3_has_five_windowed_layers_to_a_full_one() -> None:
     assert windowed is not None
     assert full.inv_freq[0] == 1 / 8
     assert windowed.inv_freq[0] == 1.0
+
+
+def test_deepseek_scores_have_yarns_mscale() -> None:
+    """Real values: 192^-0.5 times the square of 0.1 * 0.707 * ln 40 + 1, or of 0.1 * ln 40 + 1."""
+    for name, mscale in (("DEEPSEEK_V2", 1.2608037), ("DEEPSEEK_V2_LITE", 1.2608037), ("DEEPSEEK_V3", 1.3688879)):
+        spec = _spec(name)
+        mla = spec.layers[0].attention
+        assert isinstance(mla, MLA)
+        assert mla.scale == pytest.approx(192**-0.5 * mscale**2)
+        assert mla.rope.attention_scaling == 1.0
+        assert mla.rope.interleaved
+        assert spec.max_position_embeddings == 163840
+
+
+def test_deepseek_routes_by_groups() -> None:
+    large, lite, third = (
+        _spec(name).layers[-1].feed_forward for name in ("DEEPSEEK_V2", "DEEPSEEK_V2_LITE", "DEEPSEEK_V3")
+    )
+    assert isinstance(large, MoE)
+    assert large.routing == Routing(160, 6, normalized=False, scale=16.0, num_groups=8, top_groups=3)
+    assert large.shared == Dense(3072, "silu")
+    assert isinstance(lite, MoE)
+    assert lite.routing == Routing(64, 6, normalized=False)
+    assert isinstance(third, MoE)
+    assert third.routing == Routing(
+        256, 8, "sigmoid", scale=2.5, num_groups=8, top_groups=4, group_score="top2_sum", correction_bias=True
+    )
+    assert [isinstance(layer.feed_forward, Dense) for layer in _spec("DEEPSEEK_V3").layers[:4]] == [True] * 3 + [False]
 
 
 def test_frequencies_are_those_of_transformers_bit_for_bit() -> None:

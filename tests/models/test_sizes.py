@@ -25,7 +25,7 @@ from shardline.models.sizes import (
     stage_spans,
     weight_bytes,
 )
-from shardline.models.spec import DecoderSpec
+from shardline.models.spec import GQA, MLA, DecoderSpec
 from tests.models.checkpoints import make_config, make_model
 from tests.models.reference import forward
 from tests.models.specs import decoder_specs
@@ -46,7 +46,9 @@ def _fits(spec: DecoderSpec, tp_size: int) -> bool:
 def test_shards_cover_every_parameter(spec: DecoderSpec, tp_size: int, numerics: Numerics) -> None:
     if not _fits(spec, tp_size):
         return
-    replicated_kv = any(tp_size > layer.attention.num_kv_heads for layer in spec.layers)
+    replicated_kv = any(
+        isinstance(layer.attention, GQA) and tp_size > layer.attention.num_kv_heads for layer in spec.layers
+    )
     for name, shape in parameters(spec):
         owners = np.zeros(shape, dtype=int)
         for rank in range(tp_size):
@@ -162,9 +164,12 @@ def test_kv_bytes(spec: DecoderSpec, tp_size: int, num_stages: int, block_size: 
         stage = range(stages[place.pp_rank].start, stages[place.pp_rank].stop)
         per_layer = {}
         for index in stage:
-            gqa = spec.layers[index].attention
-            own = split_heads(gqa.num_heads, gqa.num_kv_heads, tp_size)[place.tp_rank].kv_heads
-            per_layer[index] = 4 * 2 * own.size * gqa.head_dim
+            attention = spec.layers[index].attention
+            if isinstance(attention, MLA):
+                per_layer[index] = 4 * (attention.kv_lora_rank + attention.rope_head_dim)
+                continue
+            own = split_heads(attention.num_heads, attention.num_kv_heads, tp_size)[place.tp_rank].kv_heads
+            per_layer[index] = 4 * 2 * own.size * attention.head_dim
         assert kv_bytes_per_token(spec, place, stages, "float32") == sum(per_layer.values())
         deepest = max(sum(per_layer.get(index, 0) for index in group.layers) for group in kv_groups(spec))
         assert kv_block_bytes(spec, place, stages, "float32", block_size) == block_size * deepest
@@ -196,12 +201,27 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
     assert flops(spec, num_tokens, num_logits=num_tokens) + wasted == counter.get_total_flops()
 
 
+def test_latent_attention_computes_in_the_latents_dims() -> None:
+    """As many FLOPs as the expanded form that the reference computes, but for those of scores and outputs."""
+    spec = decoder_spec(make_config("deepseek_v3").to_dict())
+    mla = spec.layers[0].attention
+    assert isinstance(mla, MLA)
+    num_tokens = 17
+    weights = {name: torch.zeros(shape) for name, shape in parameters(spec)}
+    with FlopCounterMode(display=False) as counter:
+        forward(spec, weights, torch.zeros(num_tokens, dtype=torch.long))
+    per_pair = 2 * mla.num_heads * len(spec.layers)
+    expanded = per_pair * num_tokens**2 * (mla.nope_head_dim + mla.rope_head_dim + mla.value_head_dim)
+    absorbed = per_pair * attended_pairs(num_tokens, 0, None) * (2 * mla.kv_lora_rank + mla.rope_head_dim)
+    assert flops(spec, num_tokens, num_logits=num_tokens) - absorbed == counter.get_total_flops() - expanded
+
+
 def test_decode_flops_are_the_difference_of_two_prefills() -> None:
     spec = decoder_spec(make_config("gemma2").to_dict())
     assert flops(spec, 30, 0, 0) - flops(spec, 29, 0, 0) == flops(spec, 1, 29, 0)
 
 
 def test_parameter_count_is_that_of_transformers() -> None:
-    for family in ("llama", "qwen3", "gemma3_text", "phi3", "gpt2"):
+    for family in ("llama", "qwen3", "gemma3_text", "phi3", "gpt2", "deepseek_v2", "deepseek_v3"):
         model = make_model(family)
         assert num_parameters(decoder_spec(model.config.to_dict())) == sum(p.numel() for p in model.parameters())

@@ -62,6 +62,9 @@ def test_heads_of_a_fused_projection(dtype, rng):
     qkv, weight = randn(4, 6 * 32, dtype=dtype, rng=rng), randn(32, dtype=dtype, rng=rng)
     last_head = qkv[:, 5 * 32 :]  # strided rows
     assert_same_bits(rms_norm(last_head, weight, 1e-6), rms_norm(last_head.contiguous(), weight, 1e-6))
+    heads = qkv.view(4, 6, 32)[:, 1:4]
+    for norm in (lambda x: rms_norm(x, weight, 1e-6), lambda x: layer_norm(x, weight, weight, 1e-6)):
+        assert_same_bits(norm(heads), norm(heads.reshape(-1, 32)).view(4, 3, 32))
 
 
 def test_agrees_with_llama_in_bfloat16(rng):

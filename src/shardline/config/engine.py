@@ -37,6 +37,7 @@ class ModelConfig:
         "hold linear weights in fewer bits and compute in int8; none: as they are",
         choices=("none", "int8", "int4"),
     )
+    check_finite: bool = option(False, "look for NaN and Inf in weights and after every layer, and say where; slower")
     seed: int = option(0, "seed of dummy weights and of requests that set none")
 
 

@@ -124,6 +124,12 @@ class RequestRegistry:
             sequence.num_cached_tokens or 0,
         )
 
+    def fail(self, sequence: Sequence, error: str) -> SequenceOutput:
+        """End a live sequence whose computation went wrong."""
+        self._forget(sequence)
+        request = sequence.request
+        return SequenceOutput(request.request_id, request.choice, [], finish_reason="error", error=error)
+
     def abort(self, sequence: Sequence) -> None:
         """End a live sequence without a result; `take_outputs` tells."""
         self._forget(sequence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardline.config.units import format_bytes
+from shardline.models.sizes import kv_bytes_per_token
 from shardline.runtime.messages import RankReport
 from shardline.runtime.setup import ReplicaSetup
 
@@ -32,8 +33,12 @@ def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: di
             f"loaded in {report.load_seconds:.2f} s"
         )
     tokens = int(setup.max_concurrency * setup.max_model_len)
+    per_token = [
+        kv_bytes_per_token(spec, grid.place(rank), setup.stages, setup.dtype) for rank in range(grid.world_size)
+    ]
     lines += [
         f"{ranks[0].device} KV cache size: {tokens:,} tokens",
+        f"KV bytes per token: {sum(per_token):,} ({', '.join(f'rank {r}: {n:,}' for r, n in enumerate(per_token))})",
         f"# {ranks[0].device} blocks: {setup.num_blocks - 1}, block size {cache.block_size}, KV groups "
         f"{len(setup.groups)}, prefix caching {'on' if cache.enable_prefix_caching else 'off'}",
         f"Maximum concurrency for {setup.max_model_len:,} tokens per request: {setup.max_concurrency:.2f}x",

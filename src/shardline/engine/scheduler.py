@@ -191,6 +191,9 @@ class Scheduler:
 
     def _take_result(self, sequence: Sequence, result: SequenceResult) -> SequenceOutput:
         assert result.token_ids, "a step that samples must have a token"
+        if result.error:
+            self._leave(sequence, State.FINISHED)
+            return self._registry.fail(sequence, result.error)
         several = len(result.token_ids) > 1
         assert not (several and sequence.num_in_flight), "several tokens came while a later step was in flight"
         output = self._registry.take_result(sequence, result)

@@ -3,6 +3,10 @@
 Names: `embed.weight` [vocab, hidden], `positions.weight` [positions, hidden], `final_norm.*`, `lm_head.*`, and
 per layer `layers.{i}.` + `attention.{q,k,v,o}.*`, `attention.{q_norm,k_norm}.weight`, `feed_forward.{gate,up,down}.*`,
 `{attention_norm,post_attention_norm,feed_forward_norm,post_feed_forward_norm}.*`. A linear weight is [out, in].
+
+Latent attention has `attention.q`, or `attention.{q_down,q_norm,q_up}`; `attention.{kv_down,kv_norm,kv_up}` and
+`attention.o`. `kv_down` gives the latent and below it the part of the key that is rotated; `kv_up` has, head after
+head, the rows of the key's other part and those of the value.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardline.models.partition import Span
-from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, Norm
+from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, Layer, Norm
 
 Shape = tuple[int, ...]
 
@@ -41,9 +45,14 @@ def parse_name(name: str) -> ParameterName:
 
 
 def is_linear(name: str) -> bool:
-    """Whether `name` is the weight of a matrix product: of a layer's projection, or the lm_head."""
+    """Whether `name` is the weight of a linear layer, which can be quantized: of a layer's projection, or the lm_head.
+
+    Not `attention.kv_up`: absorbed, it is multiplied from both sides, so that it has no rows of one meaning.
+    """
     layer, part, kind = parse_name(name)
-    return kind == "weight" and not part.endswith("norm") and (layer is not None or part == "lm_head")
+    if kind != "weight" or part.endswith("norm") or part == "attention.kv_up":
+        return False
+    return layer is not None or part == "lm_head"
 
 
 def parameters(spec: DecoderSpec) -> Iterator[tuple[str, Shape]]:
@@ -87,7 +96,26 @@ def layer_parameters(layer: Layer, hidden_size: int) -> Iterator[tuple[str, Shap
     yield from _norm("post_feed_forward_norm", layer.post_feed_forward_norm, hidden_size)
 
 
-def _attention(attention: GQA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
+def _attention(attention: Attention, hidden_size: int) -> Iterator[tuple[str, Shape]]:
+    yield from _mla(attention, hidden_size) if isinstance(attention, MLA) else _gqa(attention, hidden_size)
+
+
+def _mla(mla: MLA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
+    q_size = mla.num_heads * mla.query_head_dim
+    if mla.q_lora_rank is None:
+        yield from _linear("attention.q", q_size, hidden_size, False)
+    else:
+        yield from _linear("attention.q_down", mla.q_lora_rank, hidden_size, mla.bias)
+        yield from _norm("attention.q_norm", mla.q_norm, mla.q_lora_rank)
+        yield from _linear("attention.q_up", q_size, mla.q_lora_rank, False)
+    yield from _linear("attention.kv_down", mla.latent_dim, hidden_size, mla.bias)
+    yield from _norm("attention.kv_norm", mla.kv_norm, mla.kv_lora_rank)
+    kv_size = mla.num_heads * (mla.nope_head_dim + mla.value_head_dim)
+    yield from _linear("attention.kv_up", kv_size, mla.kv_lora_rank, False)
+    yield from _linear("attention.o", hidden_size, mla.num_heads * mla.value_head_dim, mla.bias)
+
+
+def _gqa(attention: GQA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
     q_size, kv_size = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     for part, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
         yield from _linear(f"attention.{part}", size, hidden_size, attention.qkv_bias)

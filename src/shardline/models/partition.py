@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardline.models.spec import DecoderSpec
+from shardline.models.spec import MLA, Attention, DecoderSpec
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,19 @@ def split_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[HeadShar
     return tuple(shares)
 
 
+def split_query_heads(attention: Attention, parts: int) -> tuple[Span, ...]:
+    """The query heads of each of `parts` ranks: for latent attention as even as can be, since all share one latent.
+
+    Raises:
+        ValueError: some rank would have none, or as `split_heads`.
+    """
+    if not isinstance(attention, MLA):
+        return tuple(share.heads for share in split_heads(attention.num_heads, attention.num_kv_heads, parts))
+    if parts > attention.num_heads:
+        raise ValueError(f"{parts} ranks cannot share {attention.num_heads} attention heads")
+    return split_dim(attention.num_heads, parts)
+
+
 def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
     """Refuse a tensor-parallel size that some layer cannot be split by.
 
@@ -80,16 +93,19 @@ def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
     above = min((n for n in legal if n > size), default=None)
     nearest = f"{below}" if above is None else f"{below} or {above}"
     heads = spec.layers[0].attention
+    kv_heads = "one latent for all of them" if isinstance(heads, MLA) else f"{heads.num_kv_heads} KV heads"
     raise ValueError(
         f"tensor_parallel_size {size} does not work for this model: it has {heads.num_heads} attention heads and "
-        f"{heads.num_kv_heads} KV heads, and every rank needs at least one attention head; use {nearest}"
+        f"{kv_heads}, and every rank needs at least one attention head; use {nearest}"
     )
 
 
 def _splits(spec: DecoderSpec, size: int) -> bool:
     try:
         for attention in {layer.attention for layer in spec.layers}:
-            split_heads(attention.num_heads, attention.num_kv_heads, size)
+            split_query_heads(attention, size)
+            if isinstance(attention, MLA) and size > attention.latent_dim:
+                return False
     except ValueError:
         return False
     smallest = min(layer.feed_forward.intermediate_size for layer in spec.layers)

@@ -9,7 +9,7 @@ from shardline.models.hf_config import HFConfig, read_dims
 from shardline.models.llama_layout import attention, llama_source, pre_norm_layer
 from shardline.models.parameters import parse_name
 from shardline.models.rope import read_rope
-from shardline.models.spec import DecoderSpec, Dense, Norm, TensorSource
+from shardline.models.spec import GQA, DecoderSpec, Dense, Norm, TensorSource
 
 
 def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
@@ -60,6 +60,7 @@ def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
         return llama_source(name)
     size = spec.layers[layer].feed_forward.intermediate_size
     gqa = spec.layers[layer].attention
+    assert isinstance(gqa, GQA)
     q_size, kv_size = gqa.num_heads * gqa.head_dim, gqa.num_kv_heads * gqa.head_dim
     fused = {
         "attention.q": ("self_attn.qkv_proj", (0, q_size)),

@@ -15,7 +15,7 @@ from shardline.models.partition import (
     split_heads,
 )
 from shardline.models.sharding import Numerics, shard, shard_shape
-from shardline.models.spec import GQA, DecoderSpec, DType
+from shardline.models.spec import MLA, Attention, DecoderSpec, DType
 from shardline.models.weight_formats import weight_format
 
 DTYPE_BYTES: Mapping[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -101,9 +101,8 @@ def flops(spec: DecoderSpec, num_tokens: int, context_len: int = 0, num_logits: 
     total = 2 * num_logits * spec.vocab_size * spec.hidden_size
     for layer in spec.layers:
         matrices = _num_elements(shape for _, shape in layer_parameters(layer, spec.hidden_size) if len(shape) == 2)
-        gqa = layer.attention
-        pairs = attended_pairs(num_tokens, context_len, gqa.window)
-        total += 2 * num_tokens * matrices + 4 * gqa.num_heads * gqa.head_dim * pairs
+        pairs = attended_pairs(num_tokens, context_len, layer.attention.window)
+        total += 2 * num_tokens * matrices + 2 * _multiplications_per_pair(layer.attention) * pairs
     return total
 
 
@@ -126,8 +125,17 @@ def _held(spec: DecoderSpec, stage: Span, quantization: str | None) -> Iterator[
         yield "lm_head.weight", (spec.vocab_size, spec.hidden_size)
 
 
-def _layer_kv_bytes(attention: GQA, place: RankPlace, dtype: DType) -> int:
+def _multiplications_per_pair(attention: Attention) -> int:
+    """Of one query with one key and its value, over all heads; latent attention works in the latent's dims."""
+    if isinstance(attention, MLA):
+        return attention.num_heads * (attention.latent_dim + attention.kv_lora_rank)
+    return attention.num_heads * 2 * attention.head_dim
+
+
+def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: DType) -> int:
     """Keys and values of one token in one layer on one rank."""
+    if isinstance(attention, MLA):
+        return attention.latent_dim * DTYPE_BYTES[dtype]
     shares = split_heads(attention.num_heads, attention.num_kv_heads, len(place.tp_peers))
     return 2 * shares[place.tp_rank].kv_heads.size * attention.head_dim * DTYPE_BYTES[dtype]
 

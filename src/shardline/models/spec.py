@@ -80,6 +80,24 @@ class MLA:
     bias: bool = False
     """Of the projections down to the latents and of the output projection."""
 
+    @property
+    def window(self) -> None:
+        """A token sees all tokens before it."""
+        return None
+
+    @property
+    def query_head_dim(self) -> int:
+        """Elements of one query head as it is projected."""
+        return self.nope_head_dim + self.rope_head_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Elements cached per token: the latent, then the part of the key that is rotated."""
+        return self.kv_lora_rank + self.rope_head_dim
+
+
+Attention = GQA | MLA
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -128,7 +146,7 @@ class MoE:
 class Layer:
     """One decoder layer: x += post(attention(pre(x))), then x += post(feed_forward(pre(x)))."""
 
-    attention: GQA
+    attention: Attention
     feed_forward: Dense
     attention_norm: Norm
     feed_forward_norm: Norm

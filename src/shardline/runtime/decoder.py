@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 from shardline.models.partition import Span, kv_groups
-from shardline.models.spec import Layer
+from shardline.models.spec import MLA, Attention, Layer
 from shardline.runtime.layers.attention import AttentionLayer, RotaryTables
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.layers.embedding import TokenEmbedding
 from shardline.runtime.layers.feed_forward import DenseFeedForward
 from shardline.runtime.layers.lm_head import LMHead
+from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.norm import NormLayer
+from shardline.runtime.ops.add import add
 from shardline.runtime.step import KVGroupInput, StepInput
 
 
@@ -22,7 +24,7 @@ class DecoderLayer:
     def __init__(self, context: LayerContext, index: int, spec: Layer, tables: RotaryTables) -> None:
         name = f"layers.{index}"
         self._attention_norm = NormLayer(context, f"{name}.attention_norm", spec.attention_norm)
-        self.attention = AttentionLayer(context, f"{name}.attention", spec.attention, tables)
+        self.attention = _attention(context, f"{name}.attention", spec.attention, tables)
         self._feed_forward_norm = NormLayer(context, f"{name}.feed_forward_norm", spec.feed_forward_norm)
         self._feed_forward = DenseFeedForward(context, f"{name}.feed_forward", spec.feed_forward)
 
@@ -50,6 +52,14 @@ class DecoderLayer:
         return hidden, delta
 
 
+def _attention(
+    context: LayerContext, name: str, spec: Attention, tables: RotaryTables
+) -> AttentionLayer | LatentAttentionLayer:
+    if isinstance(spec, MLA):
+        return LatentAttentionLayer(context, name, spec, tables)
+    return AttentionLayer(context, name, spec, tables)
+
+
 class DecoderStage:
     """The layers [layers.start, layers.stop) of a model; the first stage embeds, the last computes logits."""
 
@@ -67,22 +77,36 @@ class DecoderStage:
         self.layers = [
             DecoderLayer(context, index, spec.layers[index], tables) for index in range(layers.start, layers.stop)
         ]
+        self._watch = context.watch
+        self._first_layer = layers.start
         self._final_norm = NormLayer(context, "final_norm", spec.final_norm) if last else None
 
-    def forward(self, step: StepInput, hidden: Tensor | None) -> Tensor:
-        """Hidden states [T, H] for the next stage, or, from the last one, this rank's fp32 logits of the sampled
-        rows [R, local vocab]. `hidden` comes from the previous stage; the first has none.
+    def embed(self, step: StepInput) -> Tensor:
+        """What the first stage begins with: hidden states [T, H]."""
+        assert self._embedding is not None
+        return self._embedding(step.token_ids, step.positions)
+
+    def forward(self, step: StepInput, hidden: Tensor) -> Tensor:
+        """Hidden states [T, H] through the layers: the next stage's, or from the last this rank's fp32 logits of the
+        sampled rows [R, local vocab].
         """
-        if self._embedding is not None:
-            hidden = self._embedding(step.token_ids, step.positions)
-        assert hidden is not None
         delta: Tensor | None = None
-        for layer, group in zip(self.layers, self._group_of, strict=True):
+        watch = self._watch
+        if watch is not None:
+            watch.begin(len(hidden))
+            watch.look("the embedding" if self._embedding else "what the previous stage sent", hidden)
+        for index, (layer, group) in enumerate(zip(self.layers, self._group_of, strict=True), self._first_layer):
             hidden, delta = layer(hidden, delta, step, step.kv_groups[group])
+            if watch is not None:
+                watch.look(f"layer {index}", delta)
         assert delta is not None
         if self._final_norm is None or self.lm_head is None:
-            return hidden + delta
+            return add(hidden, delta)
         # Norms and logits are needed of the sampled rows only.
-        rows = step.sample_rows
-        normed, _ = self._final_norm.add(torch.index_select(delta, 0, rows), torch.index_select(hidden, 0, rows))
-        return self.lm_head(normed)
+        if (rows := step.sample_rows) is not None:
+            delta, hidden = torch.index_select(delta, 0, rows), torch.index_select(hidden, 0, rows)
+        normed, _ = self._final_norm.add(delta, hidden)
+        logits = self.lm_head(normed)
+        if watch is not None:
+            watch.look("the logits", logits, rows)
+        return logits

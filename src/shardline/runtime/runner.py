@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.finite import FiniteWatch, with_errors
 from shardline.runtime.parallel.groups import RankGroups
+from shardline.runtime.replay import DecodeReplay, Forward
 from shardline.runtime.sampling.sampler import Sampler
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.step import KVGroupInput, StepInput
@@ -32,7 +34,9 @@ class Runner:
         dtype: torch.dtype,
         block_size: int,
         max_model_len: int,
+        max_num_seqs: int,
         num_kv_groups: int,
+        watch: FiniteWatch | None,
     ) -> None:
         self._stage = stage
         self._groups = groups
@@ -41,7 +45,19 @@ class Runner:
         self._dtype = dtype
         self._block_size = block_size
         self._num_kv_groups = num_kv_groups
-        self._sequences = SequenceTable(num_kv_groups, -(-max_model_len // block_size) + 1)
+        max_blocks = -(-max_model_len // block_size) + 1
+        self._sequences = SequenceTable(num_kv_groups, max_blocks)
+        self._watch = watch
+        self._forward: Forward = stage.forward
+        if watch is None:
+            self._forward = DecodeReplay(
+                stage.forward,
+                max_seqs=max_num_seqs,
+                max_blocks=max_blocks,
+                num_kv_groups=num_kv_groups,
+                hidden_size=hidden_size,
+                dtype=dtype,
+            )
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult | None:
@@ -57,12 +73,14 @@ class Runner:
 
     def _compute(self, plan: StepPlan, started: float) -> StepResult | None:
         step = self._step_input(plan)
-        hidden = None
-        if self._groups.from_previous is not None:
+        if self._groups.from_previous is None:
+            hidden = self._stage.embed(step)
+        else:
             hidden = self._groups.from_previous.receive((plan.num_tokens, self._hidden_size), self._dtype)
-        output = self._stage.forward(step, hidden)
+        output = self._forward(step, hidden)
         if self._groups.to_next is not None:
             self._groups.to_next.send(output)
+        errors = self._watch.report(plan) if self._watch is not None else {}
         if self._sampler is None:
             return None
         sampled = [entry.seq_id for entry in plan.steps if entry.sample]
@@ -70,6 +88,8 @@ class Runner:
         for result in results:
             for token_id in result.token_ids:
                 self._sequences[result.seq_id].append(token_id)
+        if errors:
+            results = with_errors(results, errors)
         return StepResult(plan.step_id, results, time.perf_counter() - started)
 
     def _step_input(self, plan: StepPlan) -> StepInput:
@@ -94,13 +114,14 @@ class Runner:
             blocks = tables[owners, positions // self._block_size].astype(np.int64)
             slots = blocks * self._block_size + positions % self._block_size
             kv_groups.append(KVGroupInput(torch.from_numpy(tables), torch.from_numpy(slots)))
-        last_rows = query_starts[1:] - 1
         sampled = np.array([entry.sample for entry in plan.steps], dtype=bool)
+        every_token = num_seqs == len(positions) and sampled.all()
+        last_rows = query_starts[1:] - 1
         return StepInput(
             token_ids=torch.from_numpy(np.concatenate(tokens)),
             positions=torch.from_numpy(positions),
             query_starts=torch.from_numpy(query_starts),
             context_lens=torch.from_numpy(context_lens.astype(np.int32)),
             kv_groups=tuple(kv_groups),
-            sample_rows=torch.from_numpy(last_rows[sampled].astype(np.int64)),
+            sample_rows=None if every_token else torch.from_numpy(last_rows[sampled].astype(np.int64)),
         )

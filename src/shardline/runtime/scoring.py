@@ -68,7 +68,7 @@ class Scorer:
             kv_groups=tuple(groups),
             sample_rows=positions[document.first - 1 : -1],
         )
-        return torch.log_softmax(self._stage.forward(step, None), dim=-1)
+        return torch.log_softmax(self._stage.forward(step, self._stage.embed(step)), dim=-1)
 
 
 def compare(setup: ReplicaSetup, reference: ReplicaSetup, documents: Sequence[Document]) -> Quality:

@@ -30,5 +30,5 @@ class StepInput:
     context_lens: Tensor
     """[num_seqs] int32: KV length of each sequence once the new tokens are stored."""
     kv_groups: tuple[KVGroupInput, ...]
-    sample_rows: Tensor
-    """[num_samples] int64: tokens whose logits are sampled."""
+    sample_rows: Tensor | None
+    """[num_samples] int64: tokens whose logits are sampled; None: all of them, in order."""

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from shardline import _cpu, env
 from shardline.models.sizes import weight_bytes
 from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.finite import FiniteWatch
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.messages import RankReport
@@ -36,6 +37,7 @@ class Worker:
         self._dtype: torch.dtype = getattr(torch, setup.dtype)
         self._runner: Runner | None = None
         self._stage: DecoderStage | None = None
+        self._watch = FiniteWatch(groups.place.rank) if setup.config.model.check_finite else None
 
     def load(self) -> RankReport:
         """Load this rank's weights, allocate its KV cache, and say what it holds.
@@ -64,7 +66,9 @@ class Worker:
             dtype=self._dtype,
             block_size=setup.config.cache.block_size,
             max_model_len=setup.max_model_len,
+            max_num_seqs=setup.config.scheduler.max_num_seqs,
             num_kv_groups=len(setup.groups),
+            watch=self._watch,
         )
         return RankReport(
             rank=place.rank,
@@ -110,6 +114,7 @@ class Worker:
                 max_model_len=setup.max_model_len,
                 quantization=quantization(setup.quantization),
                 weights=open_weights(setup.files, setup.spec, setup.config.model),
+                watch=self._watch,
                 on_loaded=count,
             )
             return DecoderStage(context, layers), loaded
@@ -118,20 +123,17 @@ class Worker:
         """Give every layer its pages: slot d of the pool serves the d-th layer that this stage has of each group."""
         setup = self._setup
         layers = setup.stages[self._groups.place.pp_rank]
-        block_size = setup.config.cache.block_size
-        pools: list[tuple[torch.Tensor, torch.Tensor]] = []
+        pools: list[tuple[torch.Tensor, ...]] = []
         total = 0
         for group in setup.groups:
             mine = [index for index in group.layers if layers.start <= index < layers.stop]
             for depth, index in enumerate(mine):
                 attention = stage.layers[index - layers.start].attention
-                head_dim = setup.spec.layers[index].attention.head_dim
+                shapes = attention.cache_shapes(setup.num_blocks, setup.config.cache.block_size)
                 if depth == len(pools):
-                    shape = (setup.num_blocks, attention.num_kv_heads, block_size, head_dim)
                     # Untouched pages of an empty tensor take no memory.
-                    pool = (torch.empty(shape, dtype=self._dtype), torch.empty(shape, dtype=self._dtype))
-                    total += sum(part.numel() * part.element_size() for part in pool)
-                    pools.append(pool)
-                assert pools[depth][0].shape[1::2] == (attention.num_kv_heads, head_dim), "one shape per pool"
+                    pools.append(tuple(torch.empty(shape, dtype=self._dtype) for shape in shapes))
+                    total += sum(part.nbytes for part in pools[depth])
+                assert tuple(part.shape for part in pools[depth]) == shapes, "one shape per pool"
                 attention.bind_cache(*pools[depth])
         return total

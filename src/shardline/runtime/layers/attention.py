@@ -45,13 +45,13 @@ class AttentionLayer:
         self._key_cache: Tensor | None = None
         self._value_cache: Tensor | None = None
 
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads that this rank stores."""
-        return self._num_heads[1]
+    def cache_shapes(self, num_blocks: int, block_size: int) -> tuple[tuple[int, ...], ...]:
+        """Of the tensors that `bind_cache` takes."""
+        shape = (num_blocks, self._num_heads[1], block_size, self._spec.head_dim)
+        return shape, shape
 
     def bind_cache(self, key_cache: Tensor, value_cache: Tensor) -> None:
-        """Give the layer its pages, each [num_blocks, num_kv_heads, block_size, head_dim]."""
+        """Give the layer its pages."""
         self._key_cache, self._value_cache = key_cache, value_cache
 
     def __call__(self, x: Tensor, step: StepInput, kv: KVGroupInput) -> Tensor:
@@ -61,8 +61,7 @@ class AttentionLayer:
         heads = self._qkv(x).view(x.shape[0], -1, head_dim)
         q, k, v = torch.split(heads, self._num_heads, dim=1)
         if self._q_norm is not None and self._k_norm is not None:
-            q = self._q_norm(q.reshape(-1, head_dim)).view_as(q)
-            k = self._k_norm(k.reshape(-1, head_dim)).view_as(k)
+            q, k = self._q_norm(q), self._k_norm(k)
         if self._table is not None:
             assert self._spec.rope is not None
             apply_rope(q, k, step.positions, self._table, interleaved=self._spec.rope.interleaved)

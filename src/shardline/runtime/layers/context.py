@@ -11,6 +11,7 @@ from torch import Tensor
 from shardline.models.partition import Span
 from shardline.models.sharding import Numerics, shard
 from shardline.models.spec import DecoderSpec
+from shardline.runtime.finite import FiniteWatch
 from shardline.runtime.loader.weights import WeightSource
 from shardline.runtime.parallel.collectives import Collectives
 from shardline.runtime.quantization.base import PackedLinear, Quantization
@@ -29,6 +30,8 @@ class LayerContext:
     quantization: Quantization
     """How linear weights are held."""
     weights: WeightSource
+    watch: FiniteWatch | None
+    """With `--check-finite`."""
     on_loaded: Callable[[int], None]
     """Told the bytes of each tensor that is kept."""
 
@@ -52,7 +55,12 @@ class LayerContext:
     def read(self, name: str) -> Tensor:
         """As `load`, for what is packed next and not kept."""
         spans = shard(name, self.spec, self.group.rank, self.group.size, self.numerics)
-        return self.weights.get(name, spans).to(self.dtype).contiguous()
+        tensor = self.weights.get(name, spans).to(self.dtype).contiguous()
+        if self.watch is not None and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(
+                f"{name} holds NaN or Inf in {self.dtype}: the checkpoint is damaged, or needs a wider --dtype"
+            )
+        return tensor
 
     def pack(self, weight: Tensor) -> PackedLinear:
         """A weight of a layer [out, in] as the quantization holds it."""

@@ -18,7 +18,7 @@ class NormLayer:
         self._bias = context.load(f"{name}.bias") if norm.bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M, H] -> [M, H]."""
+        """[M, H] or heads [T, N, H] -> the same, contiguous."""
         if self._norm.kind == "rms":
             return rms_norm(x, self._weight, self._norm.eps, weight_offset=self._norm.weight_offset)
         return layer_norm(x, self._weight, self._bias, self._norm.eps)

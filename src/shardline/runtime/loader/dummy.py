@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shardline.models.parameters import Shape, parameters, parse_name
 from shardline.models.partition import Span
 from shardline.models.sharding import Spans, shard_shape
-from shardline.models.spec import DecoderSpec, Norm
+from shardline.models.spec import GQA, DecoderSpec, Norm
 
 _SPREAD = 0.02 * math.sqrt(12) / 65536
 """Times a uniform 16-bit number: a standard deviation of 0.02. Uniform, because that is ten times as fast as normal."""
@@ -76,7 +76,11 @@ class DummyWeights:
         if layer is None:
             norm = self._spec.final_norm
         elif part.startswith("attention."):
-            norm = self._spec.layers[layer].attention.qk_norm
+            attention = self._spec.layers[layer].attention
+            if isinstance(attention, GQA):
+                norm = attention.qk_norm
+            else:
+                norm = attention.kv_norm if part == "attention.kv_norm" else attention.q_norm
         else:
             norm = getattr(self._spec.layers[layer], part)
         assert norm is not None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.ops.storage import activation_empty
 
 ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu"]
 """gelu is the exact one (erf); gelu_tanh is also known as gelu_new and gelu_pytorch_tanh."""
@@ -16,7 +17,7 @@ ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
 def activation(x: Tensor, name: ActivationName) -> Tensor:
     """act(x), x [M, I]; in fp32, rounded once."""
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = activation_empty(*x.shape, dtype=x.dtype)
     _cpu.activation(x, out, name, False)
     return out
 
@@ -26,7 +27,7 @@ def gated_activation(gate_up: Tensor, name: ActivationName) -> Tensor:
 
     Rounded after the activation and after the product, as eager models do.
     """
-    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+    out = activation_empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
     _cpu.activation(gate_up, out, name, True)
     return out
 

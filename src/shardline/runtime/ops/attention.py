@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.ops.storage import activation_empty
 
 
 def paged_attention(
@@ -30,7 +31,7 @@ def paged_attention(
     Keys are cut into splits of 512 anchored at absolute position, merged in index order in fp32; one rounding ends it.
     Index tensors are int32; the token stride of query is free.
     """
-    out = torch.empty(query.shape[0], query.shape[1], value_cache.shape[3], dtype=query.dtype)
+    out = activation_empty(query.shape[0], query.shape[1], value_cache.shape[3], dtype=query.dtype)
     _cpu.paged_attention(
         query, key_cache, value_cache, block_tables, query_starts, context_lens, out, scale, window, softcap
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.ops.storage import streamed_empty
+from shardline.runtime.ops.storage import activation_empty, streamed_empty
 
 PANEL_COLUMNS = 64
 
@@ -62,7 +62,7 @@ def linear(
     columns of a wider tensor.
     """
     if out is None:
-        out = torch.empty(x.shape[0], weight.out_features, dtype=out_dtype or x.dtype)
+        out = activation_empty(x.shape[0], weight.out_features, dtype=out_dtype or x.dtype)
     elif out.shape[1] != weight.out_features:
         raise ValueError(f"out has {out.shape[1]} columns, the weight {weight.out_features}")
     if x.shape[1] != weight.in_features:

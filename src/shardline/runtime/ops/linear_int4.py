@@ -10,7 +10,7 @@ from torch import Tensor
 from shardline import _cpu
 from shardline.runtime.ops.linear import PANEL_COLUMNS
 from shardline.runtime.ops.quantize_rows import GROUP_SIZE, QuantizedRows
-from shardline.runtime.ops.storage import streamed_empty
+from shardline.runtime.ops.storage import activation_empty, streamed_empty
 
 _VALUE_BYTES = GROUP_SIZE * PANEL_COLUMNS // 2
 _GROUP_BYTES = _VALUE_BYTES + 2 * PANEL_COLUMNS
@@ -53,7 +53,7 @@ def linear_int4(
     """
     if x.in_features != weight.in_features:
         raise ValueError(f"x has {x.in_features} features, the weight takes {weight.in_features}")
-    out = torch.empty(x.values.shape[0], weight.out_features, dtype=out_dtype)
+    out = activation_empty(x.values.shape[0], weight.out_features, dtype=out_dtype)
     _cpu.linear_int4(x.values, x.scales, x.sums, x.in_features, weight.panels, bias, out)
     return out
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardline import _cpu
 from shardline.runtime.ops.linear import PANEL_COLUMNS
 from shardline.runtime.ops.quantize_rows import QuantizedRows
-from shardline.runtime.ops.storage import streamed_empty
+from shardline.runtime.ops.storage import activation_empty, streamed_empty
 
 _QUAD = 4
 
@@ -55,7 +55,7 @@ def linear_int8(
     """
     if x.in_features != weight.in_features:
         raise ValueError(f"x has {x.in_features} features, the weight takes {weight.in_features}")
-    out = torch.empty(x.values.shape[0], weight.out_features, dtype=out_dtype)
+    out = activation_empty(x.values.shape[0], weight.out_features, dtype=out_dtype)
     _cpu.linear_int8(x.values, x.scales, x.sums, x.in_features, weight.panels, weight.scales, bias, out)
     return out
 

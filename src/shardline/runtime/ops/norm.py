@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm over rows, alone or fused with the residual addition before them.
 
 The residual stream is kept in the activations' dtype: x + residual is rounded before it is normalised, as eager
-models do. Rows may be strided, so that heads [num_tokens * num_heads, head_dim] can be normalised too.
+models do. Rows may be strided; without a residual, x may be heads [num_tokens, num_heads, head_dim] as well.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.ops.storage import activation_empty
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
@@ -18,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
     With no offset (Llama) the quotient is rounded to x's dtype before it meets the weight; with one (Gemma: 1.0) the
     whole product is formed in fp32 and rounded once.
     """
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = activation_empty(*x.shape, dtype=x.dtype)
     _cpu.rms_norm(x, weight, out, eps, weight_offset, None, None)
     return out
 
@@ -27,14 +28,14 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual); all [M, H]."""
-    out, summed = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+    out, summed = activation_empty(*x.shape, dtype=x.dtype), activation_empty(*x.shape, dtype=x.dtype)
     _cpu.rms_norm(x, weight, out, eps, weight_offset, residual, summed)
     return out, summed
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """(x [M, H] - mean) / std * weight [H] + bias [H], in fp32, rounded once."""
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = activation_empty(*x.shape, dtype=x.dtype)
     _cpu.layer_norm(x, weight, bias, out, eps, None, None)
     return out
 
@@ -43,7 +44,7 @@ def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """(layer_norm(x + residual), x + residual); all [M, H]."""
-    out, summed = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+    out, summed = activation_empty(*x.shape, dtype=x.dtype), activation_empty(*x.shape, dtype=x.dtype)
     _cpu.layer_norm(x, weight, bias, out, eps, residual, summed)
     return out, summed
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.ops.storage import activation_empty
 
 GROUP_SIZE = 32
 """Neighbours along K that share a scale in int4."""
@@ -30,9 +31,9 @@ def quantize_rows(x: Tensor) -> QuantizedRows:
     """x: [M, K], float32 or bfloat16; rows may be strided. A row's bytes depend on the row only."""
     rows, in_features = x.shape
     num_groups = -(-in_features // GROUP_SIZE)
-    values = torch.empty(rows, num_groups * GROUP_SIZE, dtype=torch.int8)
-    scales = torch.empty(rows, dtype=torch.float32)
-    sums = torch.empty(rows, 1 + num_groups, dtype=torch.int32)
+    values = activation_empty(rows, num_groups * GROUP_SIZE, dtype=torch.int8)
+    scales = activation_empty(rows, dtype=torch.float32)
+    sums = activation_empty(rows, 1 + num_groups, dtype=torch.int32)
     _cpu.quantize_rows(x, values, scales, sums)
     return QuantizedRows(values, scales, sums, in_features)
 

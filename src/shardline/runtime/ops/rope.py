@@ -23,7 +23,7 @@ def apply_rope(query: Tensor, key: Tensor, positions: Tensor, table: Tensor, *, 
     """Rotates query [T, Hq, D] and key [T, Hk, D] in place by positions [T] (int32 or int64).
 
     The first `table.shape[1]` elements of each head are rotated, as halves (i, i + rot / 2) or, if interleaved, as
-    neighbours (2i, 2i + 1); in fp32, rounded once. The token stride is free: slices of a fused qkv will do.
+    neighbours (2i, 2i + 1); in fp32, rounded once. The strides of tokens and heads are free: slices will do.
     """
     _cpu.apply_rope(query, positions, table, interleaved)
     _cpu.apply_rope(key, positions, table, interleaved)

@@ -1,4 +1,4 @@
-"""Memory for tensors that every step streams through."""
+"""Memory for what every step streams through: weights, and activations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardline import _cpu
+
 _HUGE_PAGE = 2 << 20
+
+
+def activation_empty(*sizes: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor that dies within its step, from memory that the calling thread keeps between steps.
+
+    The system's allocator would return large blocks to the kernel and fault their pages in again at every step.
+    """
+    return _cpu.activation_empty(dtype, *sizes)
 
 
 def streamed_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

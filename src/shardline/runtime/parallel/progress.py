@@ -60,6 +60,11 @@ class ProgressLine:
         """The rank is done with a step; zero, as the memory begins, means none."""
         self._fields[_FINISHED] = step_id + 1
 
+    @property
+    def exchanges(self) -> npt.NDArray[np.int64]:
+        """The counters that `waiting` keeps, for exchanges that keep them themselves: arrivals, then waiting or not."""
+        return self._fields[_ARRIVALS : _WAITING + 1]
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Around every exchange in which this rank waits for others."""

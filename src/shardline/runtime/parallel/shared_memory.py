@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.ops.shared import Mailbox, SharedGroup
+from shardline.runtime.ops.storage import activation_empty
 from shardline.runtime.parallel.collectives import Collectives, StageLink
 from shardline.runtime.parallel.progress import ProgressLine
 
@@ -18,25 +19,21 @@ class SharedCollectives(Collectives):
     def __init__(self, buffer: memoryview, rank: int, size: int, timeout: float, progress: ProgressLine) -> None:
         self.rank = rank
         self.size = size
-        self._group = SharedGroup(buffer, rank, size)
+        self._group = SharedGroup(buffer, rank, size, progress=progress.exchanges)
         self._timeout = timeout
-        self._progress = progress
 
     def all_gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
-        out = torch.empty(local.shape[0], sum(widths), dtype=local.dtype)
-        with self._progress.waiting():
-            self._group.all_gather_columns(local, list(widths), out, self._timeout)
+        out = activation_empty(local.shape[0], sum(widths), dtype=local.dtype)
+        self._group.all_gather_columns(local, list(widths), out, self._timeout)
         return out
 
     def all_gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:
-        out = torch.empty(sum(counts), local.shape[1], dtype=local.dtype)
-        with self._progress.waiting():
-            self._group.all_gather_rows(local, list(counts), out, self._timeout)
+        out = activation_empty(sum(counts), local.shape[1], dtype=local.dtype)
+        self._group.all_gather_rows(local, list(counts), out, self._timeout)
         return out
 
     def all_reduce_sum(self, local: Tensor) -> Tensor:
-        with self._progress.waiting():
-            self._group.all_reduce_sum(local, self._timeout)
+        self._group.all_reduce_sum(local, self._timeout)
         return local
 
 

@@ -1,0 +1,62 @@
+"""`--check-finite`: where NaN or Inf comes from, instead of tokens made of it."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shardline.types import SequenceResult, StepPlan
+
+_log = logging.getLogger(__name__)
+
+
+class FiniteWatch:
+    """Looks at what each layer of a rank's stage computes, and keeps for every token the first place not finite.
+
+    NaN spreads: through the residual stream to later layers, through attention to later tokens. So a sequence's first
+    place is that of the earliest layer, and of the earliest stage.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._places: list[str] = []
+        self._first = torch.empty(0, dtype=torch.int64)
+
+    def begin(self, num_tokens: int) -> None:
+        """A new step of `num_tokens`."""
+        self._places = []
+        self._first = torch.full((num_tokens,), -1)
+
+    def look(self, place: str, x: Tensor, rows: Tensor | None = None) -> None:
+        """`x` [R, N] was computed at `place`, for the tokens `rows` [R] of the step (None: for all)."""
+        self._places.append(place)
+        wrong = ~torch.isfinite(x).all(1)
+        tokens = torch.arange(len(self._first)) if rows is None else rows
+        found = tokens[wrong & (self._first[tokens] < 0)]
+        self._first[found] = len(self._places) - 1
+
+    def report(self, plan: StepPlan) -> dict[int, str]:
+        """For each sequence of the step that is not finite, where that began; logged too."""
+        if not bool((self._first >= 0).any()):
+            return {}
+        errors = {}
+        start = 0
+        for step in plan.steps:
+            first = self._first[start : start + step.num_tokens]
+            start += step.num_tokens
+            found = torch.nonzero(first >= 0).flatten()
+            if len(found) == 0:
+                continue
+            earliest = int(found[first[found].argmin()])
+            place = self._places[int(first[earliest])]
+            errors[step.seq_id] = f"NaN or Inf in {place} on rank {self._rank}, at position {step.start + earliest}"
+            _log.error("step %d, sequence %d: %s", plan.step_id, step.seq_id, errors[step.seq_id])
+        return errors
+
+
+def with_errors(results: list[SequenceResult], errors: dict[int, str]) -> list[SequenceResult]:
+    """`results`, those of the sequences in `errors` marked as failed."""
+    return [msgspec.structs.replace(result, error=errors.get(result.seq_id, "")) for result in results]

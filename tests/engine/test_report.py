@@ -1,0 +1,55 @@
+"""The start-up report, and that what ranks hold is what `models.sizes` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardline.config.engine import EngineConfig
+from shardline.engine.executor import make_executor
+from shardline.engine.report import startup_report
+from shardline.engine.resolve import resolve
+from shardline.models.sizes import kv_bytes_per_token, weight_bytes
+from shardline.runtime.setup import prepare
+from tests.models.checkpoints import make_checkpoint
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "pipeline"), [("llama", 2, 2), ("deepseek_v3", 3, 2), ("deepseek_v2", 1, 1)]
+)
+def test_ranks_hold_what_the_formulas_say(family: str, tensor: int, pipeline: int, tmp_path: Path) -> None:
+    # Widths of whole panels: the packed weights' padding is not what is counted here.
+    wide = {"vocab_size": 768, "hidden_size": 384, "intermediate_size": 768, "num_attention_heads": 12}
+    if family == "llama":
+        wide |= {"num_key_value_heads": 4}
+    else:
+        wide |= {"num_key_value_heads": 12, "kv_lora_rank": 320, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
+                 "v_head_dim": 64}  # fmt: skip
+        wide |= {"q_lora_rank": 192} if family == "deepseek_v3" else {}
+    model = make_checkpoint(family, tmp_path / family, **wide)
+    backend = "uni" if tensor * pipeline == 1 else "mp"
+    config = EngineConfig.from_options(
+        model=str(model),
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        distributed_executor_backend=backend,
+        kv_cache_memory="8MiB",
+        cpu_threads=1,
+    )
+    setup = prepare(resolve(config))
+    executor = make_executor(setup)
+    try:
+        reports = executor.start()
+    finally:
+        executor.close()
+    per_token = []
+    for report in reports:
+        place = setup.grid.place(report.rank)
+        per_token.append(kv_bytes_per_token(setup.spec, place, setup.stages, setup.dtype))
+        tokens = setup.num_blocks * setup.config.cache.block_size
+        assert report.kv_bytes == pytest.approx(per_token[-1] * tokens, rel=0.02)
+        weights = weight_bytes(setup.spec, place, setup.stages, setup.dtype)
+        assert report.weight_bytes == pytest.approx(weights, rel=0.02)
+    text = "\n".join(startup_report(setup, reports, {"load": 0.1}))
+    assert f"KV bytes per token: {sum(per_token):,} (rank 0: {per_token[0]:,}" in text

@@ -1,0 +1,190 @@
+"""The paged cache of latents and the attention over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardline.runtime.ops.dispatch import set_num_threads
+from shardline.runtime.ops.kv_cache import write_latent, write_latent_reference
+from shardline.runtime.ops.mla_attention import mla_attention, mla_attention_reference
+
+from .helpers import assert_close, assert_same_bits, randn
+
+BLOCK_SIZE = 16
+
+
+@dataclass
+class Sequence:
+    """All queries and cached rows of one sequence."""
+
+    query_latent: Tensor  # [length, H, R]
+    query_rope: Tensor  # [length, H, P]
+    latent: Tensor  # [length, R]
+    rope: Tensor  # [length, P]
+
+
+def random_sequence(rng, length, dtype, *, heads=4, latent=48, rope=16) -> Sequence:
+    return Sequence(
+        2 * randn(length, heads, latent, dtype=dtype, rng=rng),
+        2 * randn(length, heads, rope, dtype=dtype, rng=rng),
+        randn(length, latent, dtype=dtype, rng=rng),
+        randn(length, rope, dtype=dtype, rng=rng),
+    )
+
+
+def attend(
+    sequences: list[tuple[Sequence, int, int]], *, shuffle: int | None = None, poison: bool = True, op=mla_attention
+) -> list[Tensor]:
+    """One call for queries [begin, end) of each sequence, its keys being [0, end); returns one output per sequence.
+
+    Cache memory that no query may see is NaN, if `poison`.
+    """
+    rng = None if shuffle is None else torch.Generator().manual_seed(shuffle)
+    first = sequences[0][0]
+    dtype, latent_dim, rope_dim = first.latent.dtype, first.latent.shape[1], first.rope.shape[1]
+    counts = [-(-end // BLOCK_SIZE) for _, _, end in sequences]
+    num_blocks = sum(counts) + 1
+    ids = 1 + (torch.arange(num_blocks - 1) if rng is None else torch.randperm(num_blocks - 1, generator=rng))
+    cache = torch.full((num_blocks, BLOCK_SIZE, latent_dim + rope_dim), torch.nan if poison else 0.0, dtype=dtype)
+    tables = torch.zeros(len(sequences), max(counts) + 1, dtype=torch.int32)
+    for s, (sequence, _, end) in enumerate(sequences):
+        tables[s, : counts[s]], ids = ids[: counts[s]].int(), ids[counts[s] :]
+        positions = torch.arange(end)
+        slots = tables[s, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        write_latent(sequence.latent[:end], sequence.rope[:end], cache, slots)
+    query_latent = torch.cat([sequence.query_latent[begin:end] for sequence, begin, end in sequences])
+    # As in a layer: the rotated part is a slice of each head.
+    rope = torch.cat([sequence.query_rope[begin:end] for sequence, begin, end in sequences])
+    query_rope = torch.cat([torch.full_like(rope, torch.nan), rope], -1)[..., rope_dim:]
+    lengths = [end - begin for _, begin, end in sequences]
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    context_lens = torch.tensor([end for _, _, end in sequences], dtype=torch.int32)
+    scale = (latent_dim + rope_dim) ** -0.5
+    return list(op(query_latent, query_rope, cache, tables, starts, context_lens, scale).split(lengths))
+
+
+@pytest.mark.parametrize(
+    ("heads", "latent", "rope"), [(4, 48, 16), (16, 512, 64), (3, 130, 8), (70, 32, 8), (1, 7, 4), (20, 33, 2)]
+)
+@pytest.mark.usefixtures("isa")
+def test_matches_reference(dtype, rng, heads, latent, rope):
+    lengths = [(0, 37), (36, 37), (600, 603), (0, 1), (1020, 1030)]
+    batch = [
+        (random_sequence(rng, end, dtype, heads=heads, latent=latent, rope=rope), begin, end) for begin, end in lengths
+    ]
+    actual = attend(batch)
+    expected = attend(batch, poison=False, op=mla_attention_reference)
+    for a, e in zip(actual, expected, strict=True):
+        if dtype == torch.float32:
+            assert_close(a, e, scale=2.0)
+            continue
+        # One unit in the last place for the last rounding. Weights rounded to bf16 are off by 2^-9 at most, so that the
+        # result is off by 2^-9 of the mean distance of values from it, which is below 2 here.
+        error = (a.double() - e.double()).abs()
+        assert (error <= 2**-7 * e.double().abs() + 2**-8).all(), f"off by {error.max()}"
+        assert error.square().mean().sqrt() <= 2**-9 * e.double().square().mean().sqrt()
+
+
+@pytest.mark.parametrize("heads", [1, 5, 16, 40])
+@pytest.mark.usefixtures("isa")
+def test_chunks_and_decode_have_the_bits_of_the_whole(dtype, rng, heads):
+    sequence = random_sequence(rng, 1100, dtype, heads=heads)
+    (whole,) = attend([(sequence, 0, 1100)])
+    for begin, end in [(0, 5), (5, 511), (511, 513), (513, 1099), (1099, 1100)]:
+        (chunk,) = attend([(sequence, begin, end)], shuffle=begin)
+        assert_same_bits(chunk, whole[begin:end])
+    for position in (0, 99, 100, 510, 511, 512, 1023, 1024, 1099):
+        (decoded,) = attend([(sequence, position, position + 1)])
+        assert_same_bits(decoded, whole[position : position + 1])
+
+
+@pytest.mark.usefixtures("isa", "two_threads")
+def test_neighbours_blocks_and_threads_do_not_matter(dtype, rng):
+    sequence = random_sequence(rng, 700, dtype)
+    (alone,) = attend([(sequence, 650, 700)])
+    others = [(random_sequence(rng, end, dtype), begin, end) for begin, end in [(0, 33), (699, 700), (100, 640)]]
+    for place in range(len(others) + 1):
+        batch = [*others[:place], (sequence, 650, 700), *others[place:]]
+        assert_same_bits(attend(batch, shuffle=place)[place], alone)
+
+
+@pytest.mark.usefixtures("isa")
+def test_threads_that_share_the_splits_of_one_tile_do_not_matter(dtype, rng):
+    sequences = [random_sequence(rng, 1100, dtype), random_sequence(rng, 30, dtype)]
+    batch = [(sequences[0], 1090, 1100), (sequences[1], 29, 30)]
+    expected = attend(batch)
+    set_num_threads(5)
+    actual = attend(batch)
+    set_num_threads(1)
+    for a, e in zip(actual, expected, strict=True):
+        assert_same_bits(a, e)
+
+
+@pytest.mark.usefixtures("isa")
+def test_a_shard_of_the_heads_has_the_bits_of_the_whole(dtype, rng):
+    sequence = random_sequence(rng, 530, dtype, heads=12)
+    (whole,) = attend([(sequence, 500, 530)])
+    for first, last in [(0, 1), (1, 6), (6, 12)]:
+        shard = Sequence(
+            sequence.query_latent[:, first:last].contiguous(),
+            sequence.query_rope[:, first:last].contiguous(),
+            sequence.latent,
+            sequence.rope,
+        )
+        assert_same_bits(attend([(shard, 500, 530)])[0], whole[:, first:last].contiguous())
+
+
+@pytest.mark.parametrize("heads", [1, 3, 16])
+@pytest.mark.usefixtures("isa")
+def test_later_tokens_cannot_poison_earlier_ones(dtype, rng, heads):
+    sequence = random_sequence(rng, 540, dtype, heads=heads)
+    (clean,) = attend([(sequence, 0, 540)])
+    for first_bad in (21, 511, 513, 532):
+        poisoned = Sequence(sequence.query_latent, sequence.query_rope, sequence.latent.clone(), sequence.rope.clone())
+        poisoned.latent[first_bad::2] = torch.nan
+        poisoned.latent[first_bad + 1 :: 2] = torch.inf
+        poisoned.rope[first_bad:] = torch.inf
+        (result,) = attend([(poisoned, 0, 540)])
+        assert_same_bits(result[:first_bad], clean[:first_bad])
+        assert result[first_bad:].isnan().any()
+
+
+def test_wrong_indices_are_refused():
+    cache = torch.zeros(4, BLOCK_SIZE, 12)
+
+    def call(table: list[int], context_len: int, num_tokens: int = 1) -> Tensor:
+        return mla_attention(
+            torch.zeros(num_tokens, 1, 8),
+            torch.zeros(num_tokens, 1, 4),
+            cache,
+            torch.tensor([table], dtype=torch.int32),
+            torch.tensor([0, num_tokens], dtype=torch.int32),
+            torch.tensor([context_len], dtype=torch.int32),
+            1.0,
+        )
+
+    assert call([3, 1], 32).shape == (1, 1, 8)
+    with pytest.raises(ValueError, match="outside the KV cache"):
+        call([3, 4], 32)
+    with pytest.raises(ValueError, match="context length 33"):
+        call([3, 1], 33)
+    with pytest.raises(ValueError, match="context length 1 "):
+        call([3, 1], 1, num_tokens=2)
+    with pytest.raises(ValueError, match="a slot lies outside"):
+        write_latent(torch.zeros(1, 8), torch.zeros(1, 4), cache, torch.tensor([64]))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 50])
+def test_write_latent(dtype, rng, num_tokens):
+    down = randn(num_tokens, 50, dtype=dtype, rng=rng)
+    latent, rope = down[:, 10:40], down[:, 40:]
+    slots = torch.randperm(8 * BLOCK_SIZE, generator=rng)[:num_tokens]
+    slots[num_tokens // 2] = -1
+    caches = [torch.zeros(8, BLOCK_SIZE, 40, dtype=dtype) for _ in range(2)]
+    write_latent(latent, rope, caches[0], slots)
+    write_latent_reference(latent, rope, caches[1], slots)
+    assert_same_bits(caches[0], caches[1])
