@@ -45,6 +45,19 @@ def test_norm_of_a_sum_is_the_norm_after_the_addition(rng):
     assert_close(normed, layer_norm_reference(summed, weight, weight, 1e-6), scale=10 * (weight.double().abs() + 1))
 
 
+def test_norm_of_heads(rng):
+    qkv, weight, out = randn(4, 6, 40, rng=rng), randn(32, rng=rng), torch.full((4, 3, 32), torch.nan)
+    heads = qkv[:, 2:5, 8:]  # strides of tokens and heads are free
+    ops.rms_norm(heads, weight, out, 1e-6, 0.0, None, None)
+    assert_close(out, rms_norm_reference(heads.contiguous(), weight, 1e-6))
+
+
+def test_add(rng):
+    x, y, out = randn(3, 700, rng=rng), randn(3, 700, rng=rng), torch.full((3, 700), torch.nan)
+    ops.add(x, y, out)
+    assert_same_bits(out, x + y)
+
+
 @pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu", "relu"])
 def test_activation(rng, name):
     gate_up = 4 * randn(3, 2 * 1100, rng=rng)

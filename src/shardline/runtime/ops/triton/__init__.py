@@ -7,6 +7,7 @@ package needs Triton, which comes with torch where there is a GPU.
 from __future__ import annotations
 
 from shardline.runtime.ops.triton.activation import activation
+from shardline.runtime.ops.triton.add import add
 from shardline.runtime.ops.triton.attention import paged_attention
 from shardline.runtime.ops.triton.embedding import embedding
 from shardline.runtime.ops.triton.kv_cache import write_kv
@@ -15,9 +16,12 @@ from shardline.runtime.ops.triton.norm import layer_norm, rms_norm
 from shardline.runtime.ops.triton.rope import apply_rope, rope_and_write_kv
 from shardline.runtime.ops.triton.sampling import greedy_argmax, sample
 from shardline.runtime.ops.triton.softcap import softcap
+from shardline.runtime.ops.triton.storage import activation_empty
 
 __all__ = [
     "activation",
+    "activation_empty",
+    "add",
     "apply_rope",
     "embedding",
     "greedy_argmax",

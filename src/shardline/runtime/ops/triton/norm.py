@@ -18,7 +18,7 @@ def rms_norm(
     residual: Tensor | None,
     summed: Tensor | None,
 ) -> None:
-    """As `ops.norm.rms_norm` into out [M, H]; given a residual, of x + residual, which goes to `summed`."""
+    """As `ops.norm.rms_norm` into out, contiguous; given a residual, of x + residual, which goes to `summed`."""
     _launch(x, weight, None, out, eps, weight_offset, residual, summed, rms=True)
 
 
@@ -31,7 +31,7 @@ def layer_norm(
     residual: Tensor | None,
     summed: Tensor | None,
 ) -> None:
-    """As `ops.norm.layer_norm` into out [M, H]; given a residual, of x + residual, which goes to `summed`."""
+    """As `ops.norm.layer_norm` into out, contiguous; given a residual, of x + residual, which goes to `summed`."""
     _launch(x, weight, bias, out, eps, 0.0, residual, summed, rms=False)
 
 
@@ -47,9 +47,11 @@ def _launch(
     *,
     rms: bool,
 ) -> None:
-    num_rows, width = x.shape
+    width = x.shape[-1]
+    num_rows = x.numel() // width
     if num_rows == 0:
         return
+    per_token = x.shape[1] if x.dim() == 3 else 1
     block = triton.next_power_of_2(width)
     _norm_kernel[(num_rows,)](
         x,
@@ -59,6 +61,8 @@ def _launch(
         residual,
         summed,
         x.stride(0),
+        x.stride(1) if x.dim() == 3 else 0,
+        per_token,
         0 if residual is None else residual.stride(0),
         width,
         eps,
@@ -79,7 +83,9 @@ def _norm_kernel(
     out_ptr,
     residual_ptr,
     summed_ptr,
-    x_stride,
+    token_stride,
+    head_stride,
+    per_token,
     residual_stride,
     width,
     eps,
@@ -92,7 +98,8 @@ def _norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < width
     stored = out_ptr.dtype.element_ty
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    x_row = x_ptr + row // per_token * token_stride + row % per_token * head_stride
+    x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
         rounded = (x + residual).to(stored)
