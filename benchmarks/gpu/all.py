@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
-_LIMITS = {"ceilings": 45, "checks": 150, "tokens": 60, "kernels": 120, "engine": 150}
+_LIMITS = {"ceilings": 45, "checks": 120, "tokens": 75, "kernels": 110, "engine": 175}
 """Seconds of each part; 525 in all."""
 
 

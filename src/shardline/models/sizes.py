@@ -92,6 +92,14 @@ def kv_block_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], 
     )
 
 
+def step_bytes(spec: DecoderSpec, dtype: DType, num_tokens: int, num_seqs: int) -> int:
+    """Most bytes of activations alive at once in a step of `num_tokens`, of which `num_seqs` are sampled, whole rows:
+    the residual stream and its neighbours, the feed-forward's projections, and fp32 logits twice."""
+    widest = max((1 + layer.feed_forward.gated) * layer.feed_forward.intermediate_size for layer in spec.layers)
+    activations = num_tokens * (6 * spec.hidden_size + 2 * widest) * DTYPE_BYTES[dtype]
+    return activations + 2 * 4 * num_seqs * spec.vocab_size
+
+
 def flops(spec: DecoderSpec, num_tokens: int, context_len: int = 0, num_logits: int = 1) -> int:
     """Floating-point operations of a forward pass over `num_tokens` new tokens of one sequence.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import socket
 import time
 
@@ -13,6 +12,7 @@ from tqdm import tqdm
 from shardline import _cpu, env
 from shardline.models.sizes import weight_bytes
 from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.device import Device, open_device
 from shardline.runtime.finite import FiniteWatch
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.loader.weights import open_weights
@@ -29,7 +29,7 @@ _PROGRESS_BYTES = 256 << 20
 
 
 class Worker:
-    """One rank of a replica, on the CPU."""
+    """One rank of a replica, on the CPU or a GPU."""
 
     def __init__(self, setup: ReplicaSetup, groups: RankGroups) -> None:
         self._setup = setup
@@ -54,9 +54,10 @@ class Worker:
         _cpu.set_num_threads(threads)
         if (isa := env.force_isa()) is not None:
             _cpu.set_isa(isa)
-        stage, weight_bytes = self._load_stage()
+        device = open_device(setup.config.parallel.device, place.rank)
+        stage, weight_bytes = self._load_stage(device)
         self._stage = stage
-        kv_bytes = self._allocate_cache(stage)
+        kv_bytes = self._allocate_cache(stage, device)
         sampler = Sampler(stage.lm_head.spans, self._groups.tensor) if stage.lm_head is not None else None
         self._runner = Runner(
             stage,
@@ -69,13 +70,14 @@ class Worker:
             max_num_seqs=setup.config.scheduler.max_num_seqs,
             num_kv_groups=len(setup.groups),
             watch=self._watch,
+            device=device,
         )
         return RankReport(
             rank=place.rank,
             host=socket.gethostname(),
             pid=os.getpid(),
-            device="CPU",
-            isa=f"{platform.machine()}-{_cpu.isa()}",
+            device=device.name,
+            isa=device.kernel_path,
             threads=threads,
             weight_bytes=weight_bytes,
             kv_bytes=kv_bytes,
@@ -93,7 +95,7 @@ class Worker:
         assert self._runner is not None
         return self._runner.run(plan)
 
-    def _load_stage(self) -> tuple[DecoderStage, int]:
+    def _load_stage(self, device: Device) -> tuple[DecoderStage, int]:
         setup, place = self._setup, self._groups.place
         layers = setup.stages[place.pp_rank]
         expected = weight_bytes(setup.spec, place, setup.stages, setup.dtype, setup.numerics, setup.quantization)
@@ -111,15 +113,16 @@ class Worker:
                 group=self._groups.tensor,
                 numerics=setup.numerics,
                 dtype=self._dtype,
+                device=device.torch,
                 max_model_len=setup.max_model_len,
                 quantization=quantization(setup.quantization),
-                weights=open_weights(setup.files, setup.spec, setup.config.model),
+                weights=open_weights(setup.files, setup.spec, setup.config.model, device.torch),
                 watch=self._watch,
                 on_loaded=count,
             )
             return DecoderStage(context, layers), loaded
 
-    def _allocate_cache(self, stage: DecoderStage) -> int:
+    def _allocate_cache(self, stage: DecoderStage, device: Device) -> int:
         """Give every layer its pages: slot d of the pool serves the d-th layer that this stage has of each group."""
         setup = self._setup
         layers = setup.stages[self._groups.place.pp_rank]
@@ -132,7 +135,8 @@ class Worker:
                 shapes = attention.cache_shapes(setup.num_blocks, setup.config.cache.block_size)
                 if depth == len(pools):
                     # Untouched pages of an empty tensor take no memory.
-                    pools.append(tuple(torch.empty(shape, dtype=self._dtype) for shape in shapes))
+                    empty = (torch.empty(shape, dtype=self._dtype, device=device.torch) for shape in shapes)
+                    pools.append(tuple(empty))
                     total += sum(part.nbytes for part in pools[depth])
                 assert tuple(part.shape for part in pools[depth]) == shapes, "one shape per pool"
                 attention.bind_cache(*pools[depth])

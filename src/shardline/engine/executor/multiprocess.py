@@ -58,7 +58,7 @@ class MultiprocessExecutor(Executor):
         self._segment = mmap.mmap(self._segment_fd, SegmentLayout(setup.grid).num_bytes)
         layout = SegmentLayout(setup.grid)
         self._progress = ProgressBoard(layout.progress(memoryview(self._segment)), setup.grid)
-        self._store_folder = tempfile.mkdtemp(prefix="shardline-") if setup.collectives == "gloo" else None
+        self._store_folder = tempfile.mkdtemp(prefix="shardline-") if setup.collectives != "shm" else None
 
     def start(self) -> list[RankReport]:
         for rank in range(self._setup.grid.world_size):

@@ -26,6 +26,8 @@ class LayerContext:
     numerics: Numerics
     """exact: no floating-point sum crosses a rank."""
     dtype: torch.dtype
+    device: torch.device
+    """Where weights are kept and layers computed."""
     max_model_len: int
     quantization: Quantization
     """How linear weights are held."""
@@ -55,7 +57,7 @@ class LayerContext:
     def read(self, name: str) -> Tensor:
         """As `load`, for what is packed next and not kept."""
         spans = shard(name, self.spec, self.group.rank, self.group.size, self.numerics)
-        tensor = self.weights.get(name, spans).to(self.dtype).contiguous()
+        tensor = self.weights.get(name, spans).to(self.device, self.dtype).contiguous()
         if self.watch is not None and not bool(torch.isfinite(tensor).all()):
             raise ValueError(
                 f"{name} holds NaN or Inf in {self.dtype}: the checkpoint is damaged, or needs a wider --dtype"

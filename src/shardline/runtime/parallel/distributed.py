@@ -1,4 +1,4 @@
-"""Collectives over torch.distributed: gloo between processes without common memory."""
+"""Collectives over torch.distributed: NCCL between GPUs, gloo between processes without common memory."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from shardline.runtime.parallel.collectives import Collectives, StageLink
 from shardline.runtime.parallel.progress import ProgressLine
 
 
-def join_world(store_path: Path, rank: int, grid: RankGrid, timeout: float) -> None:
+def join_world(backend: str, store_path: Path, rank: int, grid: RankGrid, timeout: float) -> None:
     """Join the replica's default process group through a file that all ranks see.
 
-    No rendezvous port is opened; gloo itself listens on the interface that GLOO_SOCKET_IFNAME names, loopback by
-    default (see env.for_children).
+    `backend` is "gloo" or "nccl". No rendezvous port is opened; gloo itself listens on the interface that
+    GLOO_SOCKET_IFNAME names, loopback by default (see env.for_children).
     """
     store = FileStore(str(store_path), grid.world_size)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=grid.world_size, timeout=timedelta(seconds=timeout)
+        backend, store=store, rank=rank, world_size=grid.world_size, timeout=timedelta(seconds=timeout)
     )
 
 
-def tensor_group(grid: RankGrid, rank: int, timeout: float) -> dist.ProcessGroup:
+def tensor_group(backend: str, grid: RankGrid, rank: int, timeout: float) -> dist.ProcessGroup:
     """The TP group of `rank`; every rank takes part in making every group, as torch.distributed requires."""
     mine: dist.ProcessGroup | None = None
     for first in range(0, grid.world_size, grid.tensor):
         peers = list(range(first, first + grid.tensor))
-        group = dist.new_group(peers, backend="gloo", timeout=timedelta(seconds=timeout))
+        group = dist.new_group(peers, backend=backend, timeout=timedelta(seconds=timeout))
         if rank in peers:
             mine = group
     assert mine is not None
@@ -41,7 +41,7 @@ def tensor_group(grid: RankGrid, rank: int, timeout: float) -> dist.ProcessGroup
 
 
 class DistributedCollectives(Collectives):
-    """Gathers pad every rank's part to the widest one, since gloo wants equal shapes."""
+    """Gathers pad every rank's part to the widest one, since gloo and NCCL want equal shapes."""
 
     def __init__(self, group: dist.ProcessGroup, progress: ProgressLine) -> None:
         self._group = group
@@ -79,8 +79,10 @@ class DistributedCollectives(Collectives):
 class DistributedLink(StageLink):
     """Point-to-point sends between global ranks."""
 
-    def __init__(self, peer: int, progress: ProgressLine) -> None:
+    def __init__(self, peer: int, device: torch.device, progress: ProgressLine) -> None:
+        """`device`: where tensors are received."""
         self._peer = peer
+        self._device = device
         self._progress = progress
 
     def send(self, tensor: Tensor) -> None:
@@ -88,7 +90,7 @@ class DistributedLink(StageLink):
             dist.send(tensor, self._peer)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(tuple(shape), dtype=dtype)
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         with self._progress.waiting(), _named_errors():
             dist.recv(tensor, self._peer)
         return tensor

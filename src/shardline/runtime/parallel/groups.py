@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from shardline.config.topology import RankGrid, RankPlace
 from shardline.runtime.parallel.collectives import Collectives, SingleRank, StageLink
 from shardline.runtime.parallel.progress import ProgressBoard, ProgressLine
@@ -45,8 +47,11 @@ def join_shared(segment: memoryview, grid: RankGrid, rank: int, timeout: float) 
     )
 
 
-def join_gloo(store_path: Path, segment: memoryview, grid: RankGrid, rank: int, timeout: float) -> RankGroups:
-    """Groups over gloo; the segment only carries the progress board."""
+def join_distributed(
+    backend: str, device: torch.device, store_path: Path, segment: memoryview, grid: RankGrid, rank: int, timeout: float
+) -> RankGroups:
+    """Groups over torch.distributed ("gloo", or "nccl" for tensors on GPUs); the segment only carries the progress
+    board."""
     from shardline.runtime.parallel.distributed import (
         DistributedCollectives,
         DistributedLink,
@@ -56,12 +61,16 @@ def join_gloo(store_path: Path, segment: memoryview, grid: RankGrid, rank: int, 
 
     place = grid.place(rank)
     progress = ProgressBoard(SegmentLayout(grid).progress(segment), grid).line(rank)
-    join_world(store_path, rank, grid, timeout)
+    join_world(backend, store_path, rank, grid, timeout)
+    tensor: Collectives = SingleRank()
+    if grid.tensor > 1:
+        tensor = DistributedCollectives(tensor_group(backend, grid, rank, timeout), progress)
+    previous, following = place.previous_stage, place.next_stage
     return RankGroups(
         place=place,
-        tensor=DistributedCollectives(tensor_group(grid, rank, timeout), progress) if grid.tensor > 1 else SingleRank(),
-        from_previous=None if place.previous_stage is None else DistributedLink(place.previous_stage, progress),
-        to_next=None if place.next_stage is None else DistributedLink(place.next_stage, progress),
+        tensor=tensor,
+        from_previous=None if previous is None else DistributedLink(previous, device, progress),
+        to_next=None if following is None else DistributedLink(following, device, progress),
         progress=progress,
     )
 

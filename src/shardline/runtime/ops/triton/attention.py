@@ -157,7 +157,7 @@ def _finish(output, total):
     return tl.div_rn(output, tl.broadcast_to(total[:, None], output.shape))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride"])
 def _attention_kernel(
     query_ptr,
     key_cache_ptr,
@@ -279,7 +279,7 @@ def _attention_kernel(
     tl.store(out_place, output.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
 def _merge_kernel(
     outputs_ptr,
     sums_ptr,

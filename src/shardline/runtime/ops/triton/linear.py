@@ -86,7 +86,7 @@ def tile_of_program(program, num_rows, num_columns, BLOCK_M: tl.constexpr, BLOCK
     return 8 * band + place % band_rows, place // band_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x_ptr,
     weight_ptr,
