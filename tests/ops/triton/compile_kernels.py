@@ -23,7 +23,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from shardline.runtime.ops import linear_fp8 as ops_linear_fp8
 from shardline.runtime.ops import triton as ops
+from shardline.runtime.ops.linear_fp8 import Fp8Weight
 from shardline.runtime.ops.triton.linear import Tile, launch_linear
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -63,6 +65,10 @@ def bf16(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16)
 
 
+def fp8(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float8_e4m3fn)
+
+
 def int32(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
@@ -96,6 +102,10 @@ def rope_and_write() -> None:
     ops.rope_and_write_kv(qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], cache, cache, positions, positions, table, False)
 
 
+def linear_fp8(rows: int, columns: int, depth: int) -> None:
+    ops_linear_fp8.linear_fp8(bf16(rows, depth), Fp8Weight(fp8(columns, depth), torch.empty(columns)))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "rms_norm": lambda: ops.rms_norm(bf16(4, 4096), bf16(4096), bf16(4, 4096), 1e-6, 0.0, bf16(4, 4096), bf16(4, 4096)),
     "layer_norm": lambda: ops.layer_norm(bf16(4, 1600), bf16(1600), bf16(1600), bf16(4, 1600), 1e-6, None, None),
@@ -117,6 +127,8 @@ CASES: dict[str, Callable[[], None]] = {
     "linear_m128": lambda: linear(128, 6144, 4096),
     "linear_m128_wide": lambda: linear(128, 28672, 4096),
     "linear_m2048": lambda: linear(2048, 6144, 4096),
+    "fp8_m1": lambda: linear_fp8(1, 6144, 4096),
+    "fp8_m2048": lambda: linear_fp8(2048, 6144, 4096),
     "linear_odd_depth": lambda: linear(64, 896, 2056),
     "attention_decode": lambda: attention(32, 8, 128, 64, 64, spread_splits=False),
     "attention_decode_spread": lambda: attention(32, 8, 128, 1, 1),

@@ -41,6 +41,11 @@ def test_bf16_products_are_wgmma_whatever_the_tile(compiled):
         assert "HMMA" not in opcodes, case
 
 
+def test_fp8_products_are_wgmma(compiled):
+    for case in ("fp8_m1", "fp8_m2048"):
+        assert compiled[case][1]["opcodes"].get("QGMMA", 0) > 0, case
+
+
 def test_weights_and_keys_are_copied_asynchronously_in_16_bytes(compiled):
     for case in ("linear_m1", "linear_m2048", "attention_decode_spread", "attention_prefill"):
         assert compiled[case][0]["opcodes"].get("LDGSTS.E.BYPASS.128", 0) > 0, case

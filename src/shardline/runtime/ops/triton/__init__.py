@@ -12,6 +12,7 @@ from shardline.runtime.ops.triton.attention import paged_attention
 from shardline.runtime.ops.triton.embedding import embedding
 from shardline.runtime.ops.triton.kv_cache import write_kv
 from shardline.runtime.ops.triton.linear import linear
+from shardline.runtime.ops.triton.linear_fp8 import linear_fp8, quantize_rows_fp8
 from shardline.runtime.ops.triton.norm import layer_norm, rms_norm
 from shardline.runtime.ops.triton.rope import apply_rope, rope_and_write_kv
 from shardline.runtime.ops.triton.sampling import greedy_argmax, sample
@@ -27,7 +28,9 @@ __all__ = [
     "greedy_argmax",
     "layer_norm",
     "linear",
+    "linear_fp8",
     "paged_attention",
+    "quantize_rows_fp8",
     "rms_norm",
     "rope_and_write_kv",
     "sample",
