@@ -250,7 +250,10 @@ def run(device: str) -> dict[str, Any]:
     result: dict[str, Any] = {"errors": {}, "failed": []}
     for dtype in (torch.float32,) if small else (torch.float32, torch.bfloat16):
         checks = Checks(device, dtype, small)
-        names = [name for name in vars(Checks) if not name.startswith("_") and name not in ("randn", "poison")]
+        inputs = {"randn", "poison"}
+        # The interpreter rounds to fp8 wrongly; the tests, which put that right, check it there.
+        left_out = inputs | {"linear_fp8"} if small else inputs
+        names = [name for name in vars(Checks) if not name.startswith("_") and name not in left_out]
         for name in names:
             error = attempt(getattr(checks, name))
             label = f"{name} {str(dtype).removeprefix('torch.')}"
