@@ -11,11 +11,11 @@ import torch
 from shardline.config.engine import ModelConfig
 from shardline.models.lookup import decoder_spec
 from shardline.models.parameters import parameters
-from shardline.models.partition import check_tensor_parallel
+from shardline.models.partition import Span, check_tensor_parallel
 from shardline.models.sharding import Numerics, shard, shard_shape
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.loader.checkpoint import Checkpoint
-from shardline.runtime.loader.dummy import DummyWeights
+from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
 from shardline.runtime.loader.hub import resolve_model
 from shardline.runtime.loader.weights import CheckpointWeights, WeightSource, load_all, open_weights
 from tests.models.checkpoints import FAMILIES, make_checkpoint, make_config
@@ -110,3 +110,14 @@ def test_dummy_norms_are_near_one() -> None:
             assert values.std() > 0.01
     qwen3 = decoder_spec(make_config("qwen3").to_dict())
     assert abs(DummyWeights(qwen3, torch.float32, 0).get("layers.0.attention.q_norm.weight", (None,)).mean() - 1) < 0.02
+
+
+def test_dummy_weights_drawn_on_the_device_do_not_depend_on_the_part(tmp_path: Path) -> None:
+    spec = decoder_spec(make_config("llama").to_dict())
+    name = "layers.0.feed_forward.up.weight"
+    weights = DeviceDummyWeights(spec, torch.float32, 1, torch.device("cpu"))
+    whole = weights.get(name, (None, None))
+    assert torch.equal(weights.get(name, (Span(3, 11), Span(5, 20))), whole[3:11, 5:20])
+    assert abs(whole.std() - 0.02) < 1e-3
+    assert not torch.equal(whole, weights.get("layers.1.feed_forward.up.weight", (None, None)))
+    assert abs(weights.get("final_norm.weight", (None,)).mean() - 1) < 0.02

@@ -56,8 +56,11 @@ class ParallelConfig:
         "auto: uni for one rank, mp for several; threads: ranks as threads of one process",
         choices=("auto", "uni", "mp", "threads"),
     )
+    device: str = option("auto", "where ranks compute; auto: cuda if there is a GPU", choices=("auto", "cpu", "cuda"))
     collectives: str = option(
-        "auto", "how ranks exchange tensors; auto: shm on one host", choices=("auto", "shm", "gloo")
+        "auto",
+        "how ranks exchange tensors; auto: shm on one host, nccl between GPUs",
+        choices=("auto", "shm", "gloo", "nccl"),
     )
     numerics: str = option(
         "exact",

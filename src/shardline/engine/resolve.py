@@ -9,13 +9,14 @@ from typing import cast
 from shardline.config.engine import EngineConfig, ParallelConfig
 from shardline.config.topology import RankGrid
 from shardline.config.units import format_bytes, parse_bytes
+from shardline.engine.gpu_memory import gpu_memory
 from shardline.engine.host_memory import allowed_cpus, available_host_memory
 from shardline.models.kv_capacity import longest_request
 from shardline.models.lookup import decoder_spec
 from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel, kv_groups
 from shardline.models.sharding import Numerics
-from shardline.models.sizes import kv_block_bytes, stage_spans, weight_bytes
-from shardline.models.spec import DecoderSpec, DType
+from shardline.models.sizes import kv_block_bytes, stage_spans, step_bytes, weight_bytes
+from shardline.models.spec import MLA, DecoderSpec, DType, MoE
 from shardline.runtime.loader.checkpoint import Checkpoint
 from shardline.runtime.loader.hub import resolve_model
 from shardline.runtime.setup import pool_blocks, replica_grid
@@ -42,6 +43,8 @@ def resolve(config: EngineConfig) -> EngineConfig:
             f"max_model_len {asked} is more than the {spec.max_position_embeddings} positions this model has; "
             f"use {spec.max_position_embeddings} or less"
         )
+    if parallel.device == "cuda":
+        _check_gpu_support(config, spec)
     check_tensor_parallel(spec, parallel.tensor_parallel_size)
     if parallel.enable_expert_parallel:
         check_expert_parallel(spec, parallel.tensor_parallel_size, parallel.data_parallel_size)
@@ -49,7 +52,8 @@ def resolve(config: EngineConfig) -> EngineConfig:
     if not dummy:
         Checkpoint.open(files.folder).check(spec)
     grid = replica_grid(parallel)
-    kv_bytes = _kv_bytes_per_rank(config, spec, grid, stages, dtype)
+    placed = dataclasses.replace(config, parallel=parallel)
+    kv_bytes = _kv_bytes_per_rank(placed, spec, grid, stages, dtype)
     scheme = None if config.model.quantization == "none" else config.model.quantization
     model = dataclasses.replace(config.model, model=str(files.folder), dtype=dtype, quantization=scheme)
     cache = dataclasses.replace(config.cache, kv_cache_memory=kv_bytes)
@@ -106,6 +110,15 @@ def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
         raise ValueError(f"distributed_executor_backend 'uni' runs one rank, and this layout has {world}; use 'mp'")
     if backend == "threads" and parallel.collectives == "gloo":
         raise ValueError("collectives 'gloo' needs processes; use distributed_executor_backend 'mp'")
+    device = parallel.device
+    if device == "auto":
+        device = "cuda" if gpu_memory() else "cpu"
+    if device == "cuda" and backend == "threads":
+        raise ValueError("distributed_executor_backend 'threads' is for the CPU; use 'mp' with device cuda")
+    if device == "cpu" and parallel.collectives == "nccl":
+        raise ValueError("collectives 'nccl' needs GPUs; use 'shm' or 'gloo' with device cpu")
+    if device == "cuda" and world > 1 and parallel.collectives not in ("auto", "nccl"):
+        raise ValueError(f"collectives {parallel.collectives!r} move host memory; use 'nccl' with device cuda")
     cores = allowed_cpus()
     if parallel.cpu_threads is not None and parallel.cpu_threads > cores:
         raise ValueError(f"cpu_threads {parallel.cpu_threads} is more than the {cores} cores this process may use")
@@ -113,7 +126,17 @@ def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
     threads = parallel.cpu_threads or max(1, cores // ranks)
     if threads * ranks > cores:
         _log.warning("%d ranks of %d threads share %d cores: expect them to wait for each other", ranks, threads, cores)
-    return dataclasses.replace(parallel, distributed_executor_backend=backend, cpu_threads=threads)
+    return dataclasses.replace(parallel, distributed_executor_backend=backend, device=device, cpu_threads=threads)
+
+
+def _check_gpu_support(config: EngineConfig, spec: DecoderSpec) -> None:
+    """Refuse what has kernels for the CPU only."""
+    if config.model.quantization not in (None, "none"):
+        raise ValueError(f"quantization {config.model.quantization} is not supported on GPUs yet; use --device cpu")
+    if any(isinstance(layer.attention, MLA) for layer in spec.layers):
+        raise ValueError("latent attention is not supported on GPUs yet; use --device cpu")
+    if any(isinstance(layer.feed_forward, MoE) for layer in spec.layers):
+        raise ValueError("mixtures of experts are not supported on GPUs yet; use --device cpu")
 
 
 def _resolve_dtype(asked: str, checkpoint: str) -> DType:
@@ -130,6 +153,8 @@ def _kv_bytes_per_rank(
 ) -> int:
     if config.cache.kv_cache_memory is not None:
         return parse_bytes(config.cache.kv_cache_memory)
+    if config.parallel.device == "cuda":
+        return _gpu_kv_bytes(config, spec, grid, stages, dtype)
     engines = config.parallel.num_engines
     weights = _engine_weight_bytes(config, spec, grid, stages, dtype)
     total, available = weights * engines, available_host_memory()
@@ -142,6 +167,28 @@ def _kv_bytes_per_rank(
     # Half of what is left: the page cache that holds the checkpoint, and the other programs, need room too.
     free = (available - total) * config.cache.gpu_memory_utilization / 2
     return int(free / (grid.world_size * engines))
+
+
+def _gpu_kv_bytes(
+    config: EngineConfig, spec: DecoderSpec, grid: RankGrid, stages: tuple[Span, ...], dtype: DType
+) -> int:
+    """What the smallest GPU has left beside the largest rank's weights and a step's activations."""
+    numerics, gpus = cast(Numerics, config.parallel.numerics), gpu_memory()
+    ranks = grid.world_size * config.parallel.num_engines
+    if len(gpus) < ranks:
+        raise ValueError(f"this layout has {ranks} ranks and this host {len(gpus)} GPUs; use fewer, or --device cpu")
+    weights = max(
+        weight_bytes(spec, grid.place(rank), stages, dtype, numerics, None) for rank in range(grid.world_size)
+    )
+    scheduler, share = config.scheduler, config.cache.gpu_memory_utilization
+    activations = step_bytes(spec, dtype, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    left = min(free - int(total * (1.0 - share)) for total, free in gpus) - weights - activations
+    if left <= 0:
+        raise ValueError(
+            f"a GPU has to hold {format_bytes(weights)} of weights and {format_bytes(activations)} of activations "
+            "beside the KV cache and cannot; use more GPUs, a smaller --max-num-batched-tokens or a smaller model"
+        )
+    return left
 
 
 def _engine_weight_bytes(
@@ -159,7 +206,10 @@ def _engine_weight_bytes(
 def _check_memory(
     config: EngineConfig, spec: DecoderSpec, grid: RankGrid, stages: tuple[Span, ...], num_blocks: int
 ) -> None:
-    """Refuse a KV cache that was asked for and cannot be: its pages are taken as they are used, hours later."""
+    """Refuse a KV cache that was asked for and cannot be: its pages are taken as they are used, hours later. (On a GPU
+    they are taken at the start, which then fails.)"""
+    if config.parallel.device == "cuda":
+        return
     dtype, block_size = cast(DType, config.model.dtype), config.cache.block_size
     blocks = sum(kv_block_bytes(spec, grid.place(rank), stages, dtype, block_size) for rank in range(grid.world_size))
     weights = _engine_weight_bytes(config, spec, grid, stages, dtype)

@@ -25,7 +25,7 @@ from shardline.models.partition import (
     split_heads,
 )
 from shardline.models.sharding import Numerics, shard, shard_shape
-from shardline.models.spec import MLA, Attention, DecoderSpec, DType, Layer, MoE
+from shardline.models.spec import MLA, Attention, DecoderSpec, Dense, DType, Layer, MoE
 from shardline.models.weight_formats import weight_format
 
 DTYPE_BYTES: Mapping[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -103,6 +103,22 @@ def kv_block_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], 
         )
         for group in kv_groups(spec)
     )
+
+
+def step_bytes(spec: DecoderSpec, dtype: DType, num_tokens: int, num_seqs: int) -> int:
+    """Most bytes of activations alive at once in a step of `num_tokens`, of which `num_seqs` are sampled, whole rows:
+    the residual stream and its neighbours, the feed-forward's projections, and fp32 logits twice."""
+    widest = max(_projected(layer.feed_forward) for layer in spec.layers)
+    activations = num_tokens * (6 * spec.hidden_size + 2 * widest) * DTYPE_BYTES[dtype]
+    return activations + 2 * 4 * num_seqs * spec.vocab_size
+
+
+def _projected(feed_forward: Dense | MoE) -> int:
+    """Elements that the first projections of a feed-forward block make of a token."""
+    if isinstance(feed_forward, MoE):
+        shared = 0 if feed_forward.shared is None else _projected(feed_forward.shared)
+        return feed_forward.routing.experts_per_token * _projected(feed_forward.expert) + shared
+    return (1 + feed_forward.gated) * feed_forward.intermediate_size
 
 
 def flops(spec: DecoderSpec, num_tokens: int, context_len: int = 0, num_logits: int = 1) -> int:

@@ -73,7 +73,7 @@ class DecoderStage:
 
     def __init__(self, context: LayerContext, layers: Span) -> None:
         spec = context.spec
-        tables = RotaryTables(context.max_model_len)
+        tables = RotaryTables(context.max_model_len, context.device)
         self._group_of = [
             next(g for g, group in enumerate(kv_groups(spec)) if index in group.layers)
             for index in range(layers.start, layers.stop)

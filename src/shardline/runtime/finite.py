@@ -33,8 +33,8 @@ class FiniteWatch:
     def look(self, place: str, x: Tensor, rows: Tensor | None = None) -> None:
         """`x` [R, N] was computed at `place`, for the tokens `rows` [R] of the step (None: for all)."""
         self._places.append(place)
-        wrong = ~torch.isfinite(x).all(1)
-        tokens = torch.arange(len(self._first)) if rows is None else rows
+        wrong = ~torch.isfinite(x).all(1).cpu()
+        tokens = torch.arange(len(self._first)) if rows is None else rows.cpu()
         found = tokens[wrong & (self._first[tokens] < 0)]
         self._first[found] = len(self._places) - 1
 

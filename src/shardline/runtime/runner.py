@@ -7,7 +7,9 @@ import time
 import numpy as np
 import torch
 
+from shardline.runtime.cuda_graphs import GraphReplay, PaddedStep
 from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.device import Device, Uploader
 from shardline.runtime.finite import FiniteWatch, with_errors
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.replay import DecodeReplay, Forward
@@ -37,6 +39,7 @@ class Runner:
         max_num_seqs: int,
         num_kv_groups: int,
         watch: FiniteWatch | None,
+        device: Device,
     ) -> None:
         self._stage = stage
         self._groups = groups
@@ -49,15 +52,10 @@ class Runner:
         self._sequences = SequenceTable(num_kv_groups, max_blocks)
         self._watch = watch
         self._forward: Forward = stage.forward
+        self._uploader = None if device.is_host else Uploader(device.torch)
         if watch is None:
-            self._forward = DecodeReplay(
-                stage.forward,
-                max_seqs=max_num_seqs,
-                max_blocks=max_blocks,
-                num_kv_groups=num_kv_groups,
-                hidden_size=hidden_size,
-                dtype=dtype,
-            )
+            sizes = {"max_blocks": max_blocks, "num_kv_groups": num_kv_groups, "hidden_size": hidden_size}
+            self._forward = _replay(stage, groups, device, dtype, max_num_seqs, sizes)
 
     @torch.inference_mode()
     def run(self, rank_step: RankStep) -> StepResult | None:
@@ -78,6 +76,8 @@ class Runner:
 
     def _compute(self, plan: StepPlan, replica_tokens: tuple[int, ...], started: float) -> StepResult | None:
         step = self._step_input(plan, replica_tokens)
+        if self._uploader is not None:
+            step = self._uploader.upload(step)
         if self._groups.from_previous is None:
             hidden = self._stage.embed(step)
         else:
@@ -131,3 +131,23 @@ class Runner:
             replica_tokens=replica_tokens,
             sample_rows=None if every_token else torch.from_numpy(last_rows[sampled].astype(np.int64)),
         )
+
+
+def _replay(
+    stage: DecoderStage,
+    groups: RankGroups,
+    device: Device,
+    dtype: torch.dtype,
+    max_num_seqs: int,
+    sizes: dict[str, int],
+) -> Forward:
+    """The stage's forward pass with decode steps replayed, in the device's way."""
+    if device.is_host:
+        return DecodeReplay(stage.forward, max_seqs=max_num_seqs, dtype=dtype, **sizes)
+    if groups.tensor.size > 1:
+        return stage.forward  # an exchange between ranks is not captured
+    padded = PaddedStep(device.torch, max_seqs=max_num_seqs, dtype=dtype, **sizes)
+    replay = GraphReplay(stage.forward, padded, max_num_seqs)
+    with torch.inference_mode():
+        replay.capture()
+    return replay

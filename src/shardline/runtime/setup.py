@@ -95,8 +95,11 @@ class ReplicaSetup:
 
     @property
     def collectives(self) -> str:
-        """How ranks exchange tensors: "shm" or "gloo"."""
-        return "shm" if self.config.parallel.collectives == "auto" else self.config.parallel.collectives
+        """How ranks exchange tensors: "shm", "gloo" or "nccl"."""
+        parallel = self.config.parallel
+        if parallel.collectives == "auto":
+            return "nccl" if parallel.device == "cuda" else "shm"
+        return parallel.collectives
 
     @property
     def max_concurrency(self) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import socket
 import time
 
@@ -15,6 +14,7 @@ from shardline import _cpu, env
 from shardline.models.partition import split_dim
 from shardline.models.sizes import weight_bytes
 from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.device import Device, open_device
 from shardline.runtime.finite import FiniteWatch
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.loader.weights import open_weights
@@ -31,7 +31,7 @@ _PROGRESS_BYTES = 256 << 20
 
 
 class Worker:
-    """One rank of a replica, on the CPU."""
+    """One rank of a replica, on the CPU or a GPU."""
 
     def __init__(self, setup: ReplicaSetup, groups: RankGroups) -> None:
         self._setup = setup
@@ -56,9 +56,10 @@ class Worker:
         _cpu.set_num_threads(threads)
         if (isa := env.force_isa()) is not None:
             _cpu.set_isa(isa)
-        stage, weight_bytes = self._load_stage()
+        device = open_device(setup.config.parallel.device, place.rank)
+        stage, weight_bytes = self._load_stage(device)
         self._stage = stage
-        kv_bytes = self._allocate_cache(stage)
+        kv_bytes = self._allocate_cache(stage, device)
         sampler = Sampler(stage.lm_head.spans, self._groups.tensor) if stage.lm_head is not None else None
         self._runner = Runner(
             stage,
@@ -71,13 +72,14 @@ class Worker:
             max_num_seqs=setup.config.scheduler.max_num_seqs,
             num_kv_groups=len(setup.groups),
             watch=self._watch,
+            device=device,
         )
         return RankReport(
             rank=place.rank,
             host=socket.gethostname(),
             pid=os.getpid(),
-            device="CPU",
-            isa=f"{platform.machine()}-{_cpu.isa()}",
+            device=device.name,
+            isa=device.kernel_path,
             threads=threads,
             weight_bytes=weight_bytes,
             kv_bytes=kv_bytes,
@@ -95,7 +97,7 @@ class Worker:
         assert self._runner is not None
         return self._runner.run(step)
 
-    def _load_stage(self) -> tuple[DecoderStage, int]:
+    def _load_stage(self, device: Device) -> tuple[DecoderStage, int]:
         setup, place = self._setup, self._groups.place
         layers = setup.stages[place.pp_rank]
         expected = weight_bytes(
@@ -122,9 +124,10 @@ class Worker:
                 experts=self._groups.experts,
                 numerics=setup.numerics,
                 dtype=self._dtype,
+                device=device.torch,
                 max_model_len=setup.max_model_len,
                 quantization=quantization(setup.quantization),
-                weights=open_weights(setup.files, setup.spec, setup.config.model),
+                weights=open_weights(setup.files, setup.spec, setup.config.model, device.torch),
                 watch=self._watch,
                 on_loaded=count,
                 expert_parallel=setup.expert_parallel,
@@ -132,7 +135,7 @@ class Worker:
             )
             return DecoderStage(context, layers), loaded
 
-    def _allocate_cache(self, stage: DecoderStage) -> int:
+    def _allocate_cache(self, stage: DecoderStage, device: Device) -> int:
         """Give every layer its pages: slot d of the pool serves the d-th layer that this stage has of each group.
 
         Returns this rank's bytes; of a pool that it shares, an even part.
@@ -147,7 +150,7 @@ class Worker:
                 attention = stage.layers[index - layers.start].attention
                 shapes = attention.cache_shapes(setup.num_blocks, setup.config.cache.block_size)
                 if depth == len(pools):
-                    pools.append(tuple(self._pages(shape, total) for shape in shapes))
+                    pools.append(tuple(self._pages(shape, total, device) for shape in shapes))
                     total += sum(part.nbytes for part in pools[depth])
                 assert tuple(part.shape for part in pools[depth]) == shapes, "one shape per pool"
                 attention.bind_cache(*pools[depth])
@@ -156,9 +159,9 @@ class Worker:
         assert total == len(self._groups.kv_pool), "the segment was cut for this pool"
         return split_dim(total, self._groups.tensor.size)[self._groups.tensor.rank].size
 
-    def _pages(self, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+    def _pages(self, shape: tuple[int, ...], offset: int, device: Device) -> torch.Tensor:
         """An uninitialised tensor, at `offset` in a shared pool; pages that nobody touches take no memory."""
         shared = self._groups.kv_pool
         if shared is None:
-            return torch.empty(shape, dtype=self._dtype)
+            return torch.empty(shape, dtype=self._dtype, device=device.torch)
         return torch.frombuffer(shared, dtype=self._dtype, count=math.prod(shape), offset=offset).view(shape)

@@ -63,7 +63,8 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
 
 
 def _load(start: StartWorker, segment: memoryview) -> tuple[Worker, RankReport, bool]:
-    from shardline.runtime.parallel.groups import join_gloo, join_shared
+    from shardline.runtime.device import open_device
+    from shardline.runtime.parallel.groups import join_distributed, join_shared
     from shardline.runtime.setup import prepare
     from shardline.runtime.worker import Worker
 
@@ -71,7 +72,10 @@ def _load(start: StartWorker, segment: memoryview) -> tuple[Worker, RankReport, 
     # The engine's deadline comes first, since it can say which rank is late; this is the back-stop.
     timeout = 2 * setup.config.parallel.step_timeout + 5.0
     if start.store_path:
-        groups = join_gloo(Path(start.store_path), segment, setup.segment_layout, start.rank, timeout)
+        device = open_device(setup.config.parallel.device, start.rank).torch
+        groups = join_distributed(
+            setup.collectives, device, Path(start.store_path), segment, setup.segment_layout, start.rank, timeout
+        )
     else:
         groups = join_shared(segment, setup.segment_layout, start.rank, timeout)
     worker = Worker(setup, groups)

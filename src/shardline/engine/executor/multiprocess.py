@@ -62,7 +62,7 @@ class MultiprocessExecutor(Executor):
         self._segment = mmap.mmap(self._segment_fd, layout.num_bytes)
         self._progress = ProgressBoard(layout.progress(memoryview(self._segment)), setup.grid)
         self._load = layout.expert_load(memoryview(self._segment))
-        self._store_folder = tempfile.mkdtemp(prefix="shardline-") if setup.collectives == "gloo" else None
+        self._store_folder = tempfile.mkdtemp(prefix="shardline-") if setup.collectives != "shm" else None
 
     def start(self) -> list[RankReport]:
         for rank in range(self._setup.grid.world_size):

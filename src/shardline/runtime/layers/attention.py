@@ -18,15 +18,17 @@ from shardline.runtime.step import KVGroupInput, StepInput
 class RotaryTables:
     """cos/sin tables of a stage, one per distinct Rope."""
 
-    def __init__(self, max_positions: int) -> None:
+    def __init__(self, max_positions: int, device: torch.device) -> None:
         self._max_positions = max_positions
+        self._device = device
         self._tables: dict[Rope, Tensor] = {}
 
     def of(self, rope: Rope) -> Tensor:
         """[max_positions, rotary_dim] float32, cos beside sin."""
         if rope not in self._tables:
             inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32)
-            self._tables[rope] = rotary_table(inv_freq, self._max_positions, rope.attention_scaling)
+            table = rotary_table(inv_freq, self._max_positions, rope.attention_scaling)
+            self._tables[rope] = table.to(self._device)
         return self._tables[rope]
 
 

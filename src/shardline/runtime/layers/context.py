@@ -29,6 +29,8 @@ class LayerContext:
     numerics: Numerics
     """exact: no floating-point sum crosses a rank."""
     dtype: torch.dtype
+    device: torch.device
+    """Where weights are kept and layers computed."""
     max_model_len: int
     quantization: Quantization
     """How linear weights are held."""
@@ -60,7 +62,7 @@ class LayerContext:
     def read(self, name: str) -> Tensor:
         """As `load`, for what is packed next and not kept."""
         dtype = torch.float32 if is_kept_in_float32(name) else self.dtype
-        tensor = self.weights.get(name, self._shard(name, self.group.rank)).to(dtype).contiguous()
+        tensor = self.weights.get(name, self._shard(name, self.group.rank)).to(self.device, dtype).contiguous()
         if self.watch is not None and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{name} holds NaN or Inf in {dtype}: the checkpoint is damaged, or needs a wider --dtype")
         return tensor

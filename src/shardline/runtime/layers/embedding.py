@@ -19,10 +19,10 @@ class TokenEmbedding:
         self._lookup = rows or context.load("embed.weight").__getitem__
         spans = context.spans("embed.weight")
         self._start = spans[context.group.rank].start
-        self._stops = torch.tensor([span.stop for span in spans])
+        self._stops = torch.tensor([span.stop for span in spans], device=context.device)
         # Gemma rounds the factor itself to the activations' dtype before it multiplies.
         scale = context.spec.embedding_scale
-        self._scale = None if scale == 1.0 else torch.tensor(scale, dtype=context.dtype)
+        self._scale = None if scale == 1.0 else torch.tensor(scale, dtype=context.dtype, device=context.device)
         self._positions = context.load("positions.weight") if context.spec.learned_positions else None
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:

@@ -86,3 +86,24 @@ class DummyWeights:
             norm = getattr(self._spec.layers[layer], part)
         assert norm is not None
         return 1.0 - norm.weight_offset
+
+
+class DeviceDummyWeights(DummyWeights):
+    """The same distribution, drawn by a GPU in a thousandth of the time; its values are the GPU's own.
+
+    A parameter is drawn whole and cut, so that every rank has the same values for the same elements here too.
+    """
+
+    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, seed: int, device: torch.device) -> None:
+        super().__init__(spec, dtype, seed)
+        self._device = device
+
+    def get(self, name: str, spans: Spans) -> torch.Tensor:
+        """See `weights.WeightSource.get`."""
+        digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        drawn = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
+        center, half = self._center(name), 32768 * _SPREAD
+        drawn.uniform_(center - half, center + half, generator=generator)
+        parts = [slice(None) if span is None else slice(span.start, span.stop) for span in spans]
+        return drawn[tuple(parts)].contiguous()

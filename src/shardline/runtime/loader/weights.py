@@ -16,9 +16,10 @@ from shardline.models.partition import Span
 from shardline.models.sharding import Spans
 from shardline.models.spec import DecoderSpec, TensorSource
 from shardline.runtime.loader.checkpoint import Checkpoint
-from shardline.runtime.loader.dummy import DummyWeights
+from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
 from shardline.runtime.loader.hub import ModelFiles
 
+_HOST = torch.device("cpu")
 _DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
@@ -89,14 +90,19 @@ def load_parameter(tensor: Any, source: TensorSource, spans: Spans, dtype: torch
     return torch.empty(part.shape, dtype=dtype).copy_(part)
 
 
-def open_weights(files: ModelFiles, spec: DecoderSpec, model: ModelConfig) -> WeightSource:
-    """The weights that `model` asks for by its load_format, dtype ("auto": the checkpoint's) and seed.
+def open_weights(
+    files: ModelFiles, spec: DecoderSpec, model: ModelConfig, device: torch.device = _HOST
+) -> WeightSource:
+    """The weights that `model` asks for by its load_format, dtype ("auto": the checkpoint's) and seed, for layers on
+    `device`.
 
     Raises:
         ValueError: the checkpoint is corrupt or does not fit `spec`.
     """
     dtype = _DTYPES[spec.dtype if model.dtype == "auto" else model.dtype]
     if model.load_format == "dummy":
+        if device != _HOST:
+            return DeviceDummyWeights(spec, dtype, model.seed, device)
         return DummyWeights(spec, dtype, model.seed)
     return CheckpointWeights(Checkpoint.open(files.folder), spec, dtype)
 

@@ -8,8 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardline import _cpu
-from shardline.runtime.ops.storage import activation_empty
+from shardline.runtime.ops.dispatch import kernels
 
 ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu"]
 """gelu is the exact one (erf); gelu_tanh is also known as gelu_new and gelu_pytorch_tanh."""
@@ -17,8 +16,9 @@ ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
 def activation(x: Tensor, name: ActivationName) -> Tensor:
     """act(x), x [M, I]; in fp32, rounded once."""
-    out = activation_empty(*x.shape, dtype=x.dtype)
-    _cpu.activation(x, out, name, False)
+    on = kernels(x)
+    out = on.activation_empty(x.dtype, *x.shape)
+    on.activation(x, out, name, False)
     return out
 
 
@@ -27,8 +27,9 @@ def gated_activation(gate_up: Tensor, name: ActivationName) -> Tensor:
 
     Rounded after the activation and after the product, as eager models do.
     """
-    out = activation_empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
-    _cpu.activation(gate_up, out, name, True)
+    on = kernels(gate_up)
+    out = on.activation_empty(gate_up.dtype, gate_up.shape[0], gate_up.shape[1] // 2)
+    on.activation(gate_up, out, name, True)
     return out
 
 

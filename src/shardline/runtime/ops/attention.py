@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardline import _cpu
-from shardline.runtime.ops.storage import activation_empty
+from shardline.runtime.ops.dispatch import kernels
 
 
 def paged_attention(
@@ -33,8 +32,9 @@ def paged_attention(
     it is the rounded ones that are summed, so that they still add up to one. The scale is positive. Index tensors are
     int32; the token stride of query is free.
     """
-    out = activation_empty(query.shape[0], query.shape[1], value_cache.shape[3], dtype=query.dtype)
-    _cpu.paged_attention(
+    on = kernels(query)
+    out = on.activation_empty(query.dtype, query.shape[0], query.shape[1], value_cache.shape[3])
+    on.paged_attention(
         query, key_cache, value_cache, block_tables, query_starts, context_lens, out, scale, window, softcap
     )
     return out

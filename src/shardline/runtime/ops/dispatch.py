@@ -1,10 +1,99 @@
-"""Which CPU kernels run, and on how many threads."""
+"""Which kernels run: the C++ ones for tensors in host memory, the Triton ones for tensors on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from shardline import _cpu
+
+
+class Kernels(Protocol):
+    """What a back end offers; `shardline._cpu` is the model. Ops say what each computes; here outputs are arguments."""
+
+    def activation_empty(self, dtype: torch.dtype, /, *sizes: int) -> Tensor:
+        """An uninitialised tensor that dies within its step."""
+
+    def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, /) -> None: ...
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        eps: float,
+        weight_offset: float,
+        residual: Tensor | None,
+        summed: Tensor | None,
+        /,
+    ) -> None: ...
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        eps: float,
+        residual: Tensor | None,
+        summed: Tensor | None,
+        /,
+    ) -> None: ...
+    def add(self, x: Tensor, y: Tensor, out: Tensor, /) -> None: ...
+    def apply_rope(self, x: Tensor, positions: Tensor, table: Tensor, interleaved: bool, /) -> None: ...
+    def activation(self, x: Tensor, out: Tensor, name: str, gated: bool, /) -> None: ...
+    def softcap(self, logits: Tensor, cap: float, /) -> None: ...
+    def write_kv(
+        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, /
+    ) -> None: ...
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        /,
+    ) -> None: ...
+    def greedy_argmax(self, logits: Tensor, ids: Tensor, values: Tensor, /) -> None: ...
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
+        choices: Tensor,
+        positions: Tensor,
+        purpose: int,
+        tokens: Tensor,
+        /,
+    ) -> None: ...
+
+
+def _host() -> Kernels:
+    return _cpu
+
+
+def _gpu() -> Kernels:
+    from shardline.runtime.ops import triton  # machines without a GPU need not have Triton
+
+    return triton
+
+
+_BACK_ENDS: dict[str, Callable[[], Kernels]] = {"cpu": _host, "cuda": _gpu}
+
+
+def kernels(x: Tensor) -> Kernels:
+    """Those for tensors that lie where x does."""
+    return _BACK_ENDS.get(x.device.type, _host)()
 
 
 def isa() -> str:

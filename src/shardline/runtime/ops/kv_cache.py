@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.ops.dispatch import kernels
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -13,7 +14,7 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
     slot = block_id * block_size + offset; a negative slot is skipped. The token stride of key and value is free.
     """
-    _cpu.write_kv(key, value, key_cache, value_cache, slots)
+    kernels(key).write_kv(key, value, key_cache, value_cache, slots)
 
 
 def write_kv_reference(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:

@@ -8,19 +8,21 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.ops.storage import activation_empty, streamed_empty
+from shardline.runtime.ops.dispatch import kernels
+from shardline.runtime.ops.storage import streamed_empty
 
 PANEL_COLUMNS = 64
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [out_features, in_features] as panels of 64 output columns, zero-padded.
+    """A weight [out_features, in_features] as panels of 64 output columns, zero-padded; on a GPU, as it was.
 
     A column's bits do not depend on where it sits, so any slice of a weight may be packed alone.
     """
 
-    panels: Tensor  # [num_panels, in_features (made even for bfloat16), PANEL_COLUMNS]
+    panels: Tensor
+    """[num_panels, in_features (made even for bfloat16), PANEL_COLUMNS]; on a GPU [out_features, in_features]."""
     in_features: int
     out_features: int
 
@@ -30,6 +32,8 @@ class PackedWeight:
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows of the weight as it was, [len(indices), in_features]: a tied embedding need not be held twice."""
+        if self.panels.dim() == 2:
+            return self.panels[indices]
         panel, column = indices // PANEL_COLUMNS, indices % PANEL_COLUMNS
         if self.dtype != torch.bfloat16:
             return self.panels[panel, :, column]
@@ -47,6 +51,8 @@ def panel_shape(out_features: int, in_features: int, dtype: torch.dtype) -> tupl
 def pack_weight(weight: Tensor, panels: Tensor | None = None) -> PackedWeight:
     """weight: [out_features, in_features], float32 or bfloat16; rows may be strided. `panels`: where to pack it."""
     out_features, in_features = weight.shape
+    if kernels(weight) is not _cpu:
+        return PackedWeight(weight.contiguous(), in_features, out_features)
     if panels is None:
         panels = streamed_empty(panel_shape(out_features, in_features, weight.dtype), weight.dtype)
     _cpu.pack_weight(weight, panels)
@@ -66,13 +72,14 @@ def linear(
     Sums run over all of K in order, in fp32; the bias is added in fp32; one rounding ends it. `out` may be a slice of
     columns of a wider tensor.
     """
+    on = kernels(x)
     if out is None:
-        out = activation_empty(x.shape[0], weight.out_features, dtype=out_dtype or x.dtype)
+        out = on.activation_empty(out_dtype or x.dtype, x.shape[0], weight.out_features)
     elif out.shape[1] != weight.out_features:
         raise ValueError(f"out has {out.shape[1]} columns, the weight {weight.out_features}")
     if x.shape[1] != weight.in_features:
         raise ValueError(f"x has {x.shape[1]} features, the weight takes {weight.in_features}")
-    _cpu.linear(x, weight.panels, bias, out)
+    on.linear(x, weight.panels, bias, out)
     return out
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardline import _cpu
-from shardline.runtime.ops.storage import activation_empty
+from shardline.runtime.ops.dispatch import kernels
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
@@ -19,8 +18,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
     With no offset (Llama) the quotient is rounded to x's dtype before it meets the weight; with one (Gemma: 1.0) the
     whole product is formed in fp32 and rounded once.
     """
-    out = activation_empty(*x.shape, dtype=x.dtype)
-    _cpu.rms_norm(x, weight, out, eps, weight_offset, None, None)
+    on = kernels(x)
+    out = on.activation_empty(x.dtype, *x.shape)
+    on.rms_norm(x, weight, out, eps, weight_offset, None, None)
     return out
 
 
@@ -28,15 +28,17 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual); all [M, H]."""
-    out, summed = activation_empty(*x.shape, dtype=x.dtype), activation_empty(*x.shape, dtype=x.dtype)
-    _cpu.rms_norm(x, weight, out, eps, weight_offset, residual, summed)
+    on = kernels(x)
+    out, summed = on.activation_empty(x.dtype, *x.shape), on.activation_empty(x.dtype, *x.shape)
+    on.rms_norm(x, weight, out, eps, weight_offset, residual, summed)
     return out, summed
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """(x [M, H] - mean) / std * weight [H] + bias [H], in fp32, rounded once."""
-    out = activation_empty(*x.shape, dtype=x.dtype)
-    _cpu.layer_norm(x, weight, bias, out, eps, None, None)
+    on = kernels(x)
+    out = on.activation_empty(x.dtype, *x.shape)
+    on.layer_norm(x, weight, bias, out, eps, None, None)
     return out
 
 
@@ -44,8 +46,9 @@ def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """(layer_norm(x + residual), x + residual); all [M, H]."""
-    out, summed = activation_empty(*x.shape, dtype=x.dtype), activation_empty(*x.shape, dtype=x.dtype)
-    _cpu.layer_norm(x, weight, bias, out, eps, residual, summed)
+    on = kernels(x)
+    out, summed = on.activation_empty(x.dtype, *x.shape), on.activation_empty(x.dtype, *x.shape)
+    on.layer_norm(x, weight, bias, out, eps, residual, summed)
     return out, summed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardline import _cpu
+from shardline.runtime.ops.dispatch import kernels
 
 
 def rotary_table(inv_freq: Tensor, max_positions: int, attention_scaling: float = 1.0) -> Tensor:
@@ -25,8 +25,9 @@ def apply_rope(query: Tensor, key: Tensor, positions: Tensor, table: Tensor, *, 
     The first `table.shape[1]` elements of each head are rotated, as halves (i, i + rot / 2) or, if interleaved, as
     neighbours (2i, 2i + 1); in fp32, rounded once. The strides of tokens and heads are free: slices will do.
     """
-    _cpu.apply_rope(query, positions, table, interleaved)
-    _cpu.apply_rope(key, positions, table, interleaved)
+    on = kernels(query)
+    on.apply_rope(query, positions, table, interleaved)
+    on.apply_rope(key, positions, table, interleaved)
 
 
 def apply_rope_reference(x: Tensor, positions: Tensor, table: Tensor, *, interleaved: bool = False) -> Tensor:

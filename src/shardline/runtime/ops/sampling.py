@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.ops.dispatch import kernels
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""
@@ -23,9 +24,9 @@ def uniform(seed: int, choice: int, position: int, purpose: int = 0) -> float:
 
 def greedy_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """(ids int64 [M], their logits [M]) of the largest logit per row of logits [M, V] fp32; the lowest id on ties."""
-    ids = torch.empty(logits.shape[0], dtype=torch.int64)
-    values = torch.empty(logits.shape[0], dtype=torch.float32)
-    _cpu.greedy_argmax(logits, ids, values)
+    ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    values = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    kernels(logits).greedy_argmax(logits, ids, values)
     return ids, values
 
 
@@ -50,8 +51,8 @@ def sample(
     and lower ids first among equals, that hold top_p of the remaining mass. The draw then picks from what is left, in
     id order, with fp64 sums.
     """
-    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-    _cpu.sample(logits, temperature, top_k, top_p, min_p, seeds, choices, positions, purpose, tokens)
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    kernels(logits).sample(logits, temperature, top_k, top_p, min_p, seeds, choices, positions, purpose, tokens)
     return tokens
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardline import _cpu
+from shardline.runtime.ops.dispatch import kernels
 
 
 def softcap_(logits: Tensor, cap: float) -> Tensor:
     """cap * tanh(logits / cap), in place; logits [M, V] fp32."""
-    _cpu.softcap(logits, cap)
+    kernels(logits).softcap(logits, cap)
     return logits
 
 

@@ -1,4 +1,4 @@
-"""Collectives over torch.distributed: gloo between processes without common memory."""
+"""Collectives over torch.distributed: NCCL between GPUs, gloo between processes without common memory."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from shardline.runtime.parallel.collectives import Collectives, StageLink
 from shardline.runtime.parallel.progress import ProgressLine
 
 
-def join_world(store_path: Path, rank: int, grid: RankGrid, timeout: float) -> None:
+def join_world(backend: str, store_path: Path, rank: int, grid: RankGrid, timeout: float) -> None:
     """Join the replica's default process group through a file that all ranks see.
 
-    No rendezvous port is opened; gloo itself listens on the interface that GLOO_SOCKET_IFNAME names, loopback by
-    default (see env.for_children).
+    `backend` is "gloo" or "nccl". No rendezvous port is opened; gloo itself listens on the interface that
+    GLOO_SOCKET_IFNAME names, loopback by default (see env.for_children).
     """
     store = FileStore(str(store_path), grid.world_size)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=grid.world_size, timeout=timedelta(seconds=timeout)
+        backend, store=store, rank=rank, world_size=grid.world_size, timeout=timedelta(seconds=timeout)
     )
 
 
-def rank_group(peers_of: Sequence[tuple[int, ...]], rank: int, timeout: float) -> dist.ProcessGroup:
+def rank_group(backend: str, peers_of: Sequence[tuple[int, ...]], rank: int, timeout: float) -> dist.ProcessGroup:
     """The group of `rank`, where `peers_of` names the peers of every rank; every rank takes part in making every group,
     as torch.distributed requires.
     """
     mine: dist.ProcessGroup | None = None
     for peers in sorted(set(peers_of)):
-        group = dist.new_group(list(peers), backend="gloo", timeout=timedelta(seconds=timeout))
+        group = dist.new_group(list(peers), backend=backend, timeout=timedelta(seconds=timeout))
         if rank in peers:
             mine = group
     assert mine is not None
@@ -42,7 +42,7 @@ def rank_group(peers_of: Sequence[tuple[int, ...]], rank: int, timeout: float) -
 
 
 class DistributedCollectives(Collectives):
-    """Gathers pad every rank's part to the widest one, since gloo wants equal shapes."""
+    """Gathers pad every rank's part to the widest one, since gloo and NCCL want equal shapes."""
 
     def __init__(self, group: dist.ProcessGroup, progress: ProgressLine) -> None:
         self._group = group
@@ -89,8 +89,10 @@ class DistributedCollectives(Collectives):
 class DistributedLink(StageLink):
     """Point-to-point sends between global ranks."""
 
-    def __init__(self, peer: int, progress: ProgressLine) -> None:
+    def __init__(self, peer: int, device: torch.device, progress: ProgressLine) -> None:
+        """`device`: where tensors are received."""
         self._peer = peer
+        self._device = device
         self._progress = progress
 
     def send(self, tensor: Tensor) -> None:
@@ -98,7 +100,7 @@ class DistributedLink(StageLink):
             dist.send(tensor, self._peer)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(tuple(shape), dtype=dtype)
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         with self._progress.waiting(), _named_errors():
             dist.recv(tensor, self._peer)
         return tensor

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from shardline.config.topology import RankGrid, RankPlace
 from shardline.runtime.parallel.collectives import Collectives, SingleRank, StageLink
@@ -61,8 +62,17 @@ def join_shared(segment: memoryview, layout: SegmentLayout, rank: int, timeout: 
     )
 
 
-def join_gloo(store_path: Path, segment: memoryview, layout: SegmentLayout, rank: int, timeout: float) -> RankGroups:
-    """Groups over gloo; the segment only carries the progress board, the expert load and a shared KV pool."""
+def join_distributed(
+    backend: str,
+    device: torch.device,
+    store_path: Path,
+    segment: memoryview,
+    layout: SegmentLayout,
+    rank: int,
+    timeout: float,
+) -> RankGroups:
+    """Groups over torch.distributed ("gloo", or "nccl" for tensors on GPUs); the segment only carries the progress
+    board, the expert load and a shared KV pool."""
     from shardline.runtime.parallel.distributed import (
         DistributedCollectives,
         DistributedLink,
@@ -73,20 +83,21 @@ def join_gloo(store_path: Path, segment: memoryview, layout: SegmentLayout, rank
     grid = layout.grid
     place = grid.place(rank)
     progress = ProgressBoard(layout.progress(segment), grid).line(rank)
-    join_world(store_path, rank, grid, timeout)
+    join_world(backend, store_path, rank, grid, timeout)
     places = [grid.place(other) for other in range(grid.world_size)]
-    tensor: Collectives = SingleRank()
-    if grid.tensor > 1:
-        tensor = DistributedCollectives(rank_group([other.tp_peers for other in places], rank, timeout), progress)
-    experts = tensor
-    if grid.data > 1:
-        experts = DistributedCollectives(rank_group([other.ep_peers for other in places], rank, timeout), progress)
+
+    def group_of(peers_of: list[tuple[int, ...]]) -> Collectives:
+        return DistributedCollectives(rank_group(backend, peers_of, rank, timeout), progress)
+
+    tensor = group_of([other.tp_peers for other in places]) if grid.tensor > 1 else SingleRank()
+    experts = group_of([other.ep_peers for other in places]) if grid.data > 1 else tensor
+    previous, following = place.previous_stage, place.next_stage
     return RankGroups(
         place=place,
         tensor=tensor,
         experts=experts,
-        from_previous=None if place.previous_stage is None else DistributedLink(place.previous_stage, progress),
-        to_next=None if place.next_stage is None else DistributedLink(place.next_stage, progress),
+        from_previous=None if previous is None else DistributedLink(previous, device, progress),
+        to_next=None if following is None else DistributedLink(following, device, progress),
         progress=progress,
         expert_load=layout.expert_load(segment).of_rank(rank),
         kv_pool=layout.kv_pool(segment, place),

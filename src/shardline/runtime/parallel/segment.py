@@ -16,7 +16,7 @@ _ALIGNMENT = 4096
 @dataclass(frozen=True)
 class SegmentLayout:
     """Where the parts of an engine's shared segment lie: progress board, one area per TP group, one per group that
-    shares experts across replicas, one per stage link, expert load, and the KV pools that the ranks of a stage share."""
+    shares experts across replicas, one per stage link, expert load, the KV pools that the ranks of a stage share."""
 
     grid: RankGrid
     num_layers: int = 0

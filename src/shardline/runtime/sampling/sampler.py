@@ -36,7 +36,9 @@ class Sampler:
         if not any(_needs_whole_row(sequence) for sequence in sequences):
             tokens = self._greedy(local_logits)
             return [SequenceResult(seq_id, [token]) for seq_id, token in zip(seq_ids, tokens, strict=True)]
-        logits = self._group.all_gather_columns(local_logits, [span.size for span in self._spans])
+        gathered = self._group.all_gather_columns(local_logits, [span.size for span in self._spans])
+        # Digests, adjustments and log-probabilities are the host's; tokens are drawn where the logits were computed.
+        logits = gathered.cpu()
         digests = [
             [_digest(row)] if sequence.sampling.logits_digest else None
             for sequence, row in zip(sequences, logits, strict=True)
@@ -44,7 +46,7 @@ class Sampler:
         reports_logprobs = any(sequence.sampling.logprobs is not None for sequence in sequences)
         raw = logits.clone() if reports_logprobs else logits
         adjust_logits(logits, sequences)
-        tokens = _sample(logits, sequences)
+        tokens = _sample(logits.to(gathered.device), sequences)
         reported = _logprobs(raw, tokens, sequences) if reports_logprobs else [None] * len(tokens)
         return [
             SequenceResult(seq_id, [token], None if logprob is None else [logprob], digest)
@@ -60,6 +62,7 @@ class Sampler:
         # One exchange for both: the ids travel as the bits of floats.
         pairs = torch.stack([values, ids.to(torch.int32).view(torch.float32)], dim=1)
         gathered = self._group.all_gather_columns(pairs, [2] * self._group.size)
+        gathered = gathered.cpu()
         all_values = gathered[:, 0::2].numpy()
         all_ids = gathered[:, 1::2].contiguous().view(torch.int32).numpy()
         best = np.argmax(all_values, axis=1)
@@ -74,15 +77,19 @@ def _needs_whole_row(sequence: Sequence) -> bool:
 def _sample(logits: Tensor, sequences: Rows[Sequence]) -> list[int]:
     params = [sequence.sampling for sequence in sequences]
     seeds = np.array([(p.seed or 0) & (2**64 - 1) for p in params], dtype=np.uint64).view(np.int64)
+
+    def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(logits.device)
+
     tokens = sample(
         logits,
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
-        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int32),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
-        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
-        seeds=torch.from_numpy(seeds),
-        choices=torch.tensor([sequence.choice for sequence in sequences], dtype=torch.int64),
-        positions=torch.tensor([sequence.num_tokens for sequence in sequences], dtype=torch.int64),
+        temperature=column([p.temperature for p in params], torch.float32),
+        top_k=column([p.top_k for p in params], torch.int32),
+        top_p=column([p.top_p for p in params], torch.float32),
+        min_p=column([p.min_p for p in params], torch.float32),
+        seeds=torch.from_numpy(seeds).to(logits.device),
+        choices=column([sequence.choice for sequence in sequences], torch.int64),
+        positions=column([sequence.num_tokens for sequence in sequences], torch.int64),
     )
     return [int(token) for token in tokens.tolist()]
 

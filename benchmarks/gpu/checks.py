@@ -1,0 +1,278 @@
+"""Is every Triton kernel right, and are a row's bits its own? Against the oracles of shardline.runtime.ops, in fp64."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardline.runtime.ops import activation, attention, kv_cache, linear, linear_fp8, norm, rope, sampling, softcap
+from shardline.runtime.ops import triton as kernels
+from shardline.runtime.ops.triton.linear import launch_linear
+
+from .tiles import LINEAR_TILES
+
+# Relative error in the Frobenius norm: what the arithmetic allows, with room for unlucky data.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+ALLOWED = {
+    "sampling": 0.005,  # share of rows; exp differs in its last bit between the devices
+    "linear_fp8": 2e-3,  # the tensor cores add 128 products with 14 bits or so before fp32 takes over
+}
+BUCKETS = (1, 2, 3, 7, 8, 16, 31, 33, 63, 64, 65, 100, 127, 128, 129, 200, 256, 257, 512, 1000, 1024, 2048, 4096)
+
+
+class Checks:
+    """Inputs on one device, of one dtype; every method is a check that returns its relative error."""
+
+    def __init__(self, device: str, dtype: torch.dtype, small: bool) -> None:
+        self.device, self.dtype, self.small = device, dtype, small
+        self.rng = torch.Generator().manual_seed(7)
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.rng).to(self.dtype).to(self.device)
+
+    def poison(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype or self.dtype, device=self.device)
+
+    def rms_norm(self) -> float:
+        rows, width = (3, 200) if self.small else (257, 4096)
+        x, residual, weight = self.randn(rows, width), self.randn(rows, width), self.randn(width)
+        out, summed = self.poison(rows, width), self.poison(rows, width)
+        kernels.rms_norm(x, weight, out, 1e-5, 0.0, residual, summed)
+        return relative_error(out, norm.rms_norm_reference((x + residual).cpu(), weight.cpu(), 1e-5))
+
+    def layer_norm(self) -> float:
+        rows, width = (3, 200) if self.small else (257, 1600)
+        x, weight, bias, out = self.randn(rows, width), self.randn(width), self.randn(width), self.poison(rows, width)
+        kernels.layer_norm(x, weight, bias, out, 1e-5, None, None)
+        return relative_error(out, norm.layer_norm_reference(x.cpu(), weight.cpu(), bias.cpu(), 1e-5))
+
+    def gated_activations(self) -> float:
+        rows, width = (2, 300) if self.small else (65, 14336)
+        worst = 0.0
+        for name in ("silu", "gelu_tanh", "gelu", "relu"):
+            x, out = self.randn(rows, 2 * width), self.poison(rows, width)
+            kernels.activation(x, out, name, True)
+            worst = max(worst, relative_error(out, activation.gated_activation_reference(x.cpu(), name)))
+        return worst
+
+    def softcap(self) -> float:
+        logits = 20 * self.randn(3, 300 if self.small else 128256).float()
+        expected = softcap.softcap_reference(logits.cpu(), 30.0)
+        kernels.softcap(logits, 30.0)
+        return relative_error(logits, expected)
+
+    def rope_and_write_kv(self) -> float:
+        tokens, heads, kv_heads, dim = (3, 4, 2, 32) if self.small else (300, 32, 8, 128)
+        qkv = self.randn(tokens, heads + 2 * kv_heads, dim)
+        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        table = rope.rotary_table(1e4 ** (-torch.arange(0, dim, 2) / dim), 4096)
+        positions = torch.randint(0, 4096, (tokens,), generator=self.rng)
+        slots = torch.randperm(tokens + 16, generator=self.rng)[:tokens]
+        blocks = -(-(tokens + 16) // 16)
+        expected_q = rope.apply_rope_reference(q.cpu(), positions, table)
+        expected_k = rope.apply_rope_reference(k.cpu(), positions, table)
+        caches = [torch.zeros(blocks, kv_heads, 16, dim, dtype=self.dtype) for _ in range(2)]
+        kv_cache.write_kv_reference(expected_k, v.cpu(), caches[0], caches[1], slots)
+        key_cache, value_cache = (torch.zeros_like(cache, device=self.device) for cache in caches)
+        on_device = (positions.to(self.device), slots.to(self.device), table.to(self.device))
+        kernels.rope_and_write_kv(q, k, v, key_cache, value_cache, *on_device, False)
+        assert torch.equal(value_cache.cpu(), caches[1]), "values are copied, not computed"
+        return max(relative_error(q, expected_q), relative_error(key_cache, caches[0]))
+
+    def embedding(self) -> float:
+        table, ids = self.randn(1000, 4096), torch.randint(0, 1000, (77,), generator=self.rng).to(self.device)
+        out = self.poison(77, 4096)
+        kernels.embedding(table, ids, out)
+        return 0.0 if torch.equal(out, table[ids]) else 1.0
+
+    def linear(self) -> float:
+        worst = 0.0
+        for rows, columns, depth in (
+            [(3, 40, 70)] if self.small else [(1, 6144, 4096), (100, 4096, 1600), (600, 200, 96)]
+        ):
+            x, weight, bias = self.randn(rows, depth), self.randn(columns, depth), self.randn(columns)
+            out = self.poison(rows, columns)
+            kernels.linear(x, weight, bias, out)
+            worst = max(worst, relative_error(out, linear.linear_reference(x.cpu(), weight.cpu(), bias.cpu())))
+        return worst
+
+    def linear_fp8(self) -> float:
+        rows, columns, depth = (3, 40, 70) if self.small else (300, 6144, 4096)
+        x, weight = self.randn(rows, depth), linear_fp8.pack_fp8(self.randn(columns, depth))
+        expected = linear_fp8.linear_fp8_reference(
+            x.cpu(), linear_fp8.Fp8Weight(weight.values.cpu(), weight.scales.cpu()), out_dtype=torch.float32
+        )
+        return relative_error(linear_fp8.linear_fp8(x, weight, out_dtype=torch.float32), expected)
+
+    def paged_attention(self) -> float:
+        worst = 0.0
+        shapes = [(4, 2, 16)] if self.small else [(32, 8, 128), (8, 1, 64), (8, 4, 256), (6, 2, 80)]
+        options: list[tuple[int | None, float | None]] = [(None, None), (100, 30.0)]
+        for heads, kv_heads, dim in shapes:
+            call = PagedCall(self, heads, kv_heads, dim, self._lengths())
+            for window, cap in options:
+                expected = call.reference(window, cap)
+                for spread in (False, True):
+                    worst = max(worst, relative_error(call.run(window, cap, spread), expected))
+        return worst
+
+    def _lengths(self) -> list[tuple[int, int]]:
+        return [(0, 5), (19, 20)] if self.small else [(0, 70), (599, 600), (1500, 1637), (2047, 2048)]
+
+    def sampling(self) -> float:
+        """The share of rows whose token is not the CPU's."""
+        rows, vocab = (4, 300) if self.small else (256, 128256)
+        logits = (3 * torch.randn(rows, vocab, generator=self.rng)).float()
+        arguments: dict[str, Tensor] = {
+            "temperature": torch.rand(rows, generator=self.rng) + 0.3,
+            "top_k": torch.randint(-20, 60, (rows,), generator=self.rng, dtype=torch.int32),
+            "top_p": (torch.rand(rows, generator=self.rng) + 0.3).clamp(max=1.0),
+            "min_p": torch.rand(rows, generator=self.rng) * 0.02,
+            "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=self.rng),
+            "choices": torch.arange(rows),
+            "positions": torch.arange(rows) * 1000,
+        }
+        tokens = torch.full((rows,), -1, device=self.device)
+        kernels.sample(logits.to(self.device), *(a.to(self.device) for a in arguments.values()), 0, tokens)
+        wrong = (tokens.cpu() != sampling.sample(logits, **arguments)).double().mean().item()
+        ids, values = torch.full((rows,), -1, device=self.device), self.poison(rows, dtype=torch.float32)
+        kernels.greedy_argmax(logits.to(self.device), ids, values)
+        assert torch.equal(ids.cpu(), logits.argmax(1)), "greedy is exact"
+        return wrong
+
+
+class PagedCall:
+    """A batch of sequences over shuffled blocks, of which queries [begin, end) are asked for."""
+
+    def __init__(self, on: Checks, heads: int, kv_heads: int, dim: int, lengths: list[tuple[int, int]]) -> None:
+        self.on, self.dim = on, dim
+        counts = [-(-end // 16) for _, end in lengths]
+        ids = 1 + torch.randperm(sum(counts), generator=on.rng).int()
+        tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+        for s, count in enumerate(counts):
+            tables[s, :count], ids = ids[:count], ids[count:]
+        starts = torch.tensor([0, *torch.tensor([end - begin for begin, end in lengths]).cumsum(0)], dtype=torch.int32)
+        lens = torch.tensor([end for _, end in lengths], dtype=torch.int32)
+        self.query = on.randn(int(starts[-1]), heads, dim)
+        self.caches = [on.randn(sum(counts) + 1, kv_heads, 16, dim) for _ in range(2)]
+        self.index = [tensor.to(on.device) for tensor in (tables, starts, lens)]
+
+    def run(self, window: int | None = None, cap: float | None = None, spread: bool | None = None) -> Tensor:
+        out = self.on.poison(*self.query.shape)
+        scale = self.dim**-0.5
+        kernels.paged_attention(self.query, *self.caches, *self.index, out, scale, window, cap, spread_splits=spread)
+        return out
+
+    def reference(self, window: int | None, cap: float | None) -> Tensor:
+        tensors = [tensor.cpu() for tensor in (self.query, *self.caches, *self.index)]
+        return attention.paged_attention_reference(*tensors, self.dim**-0.5, window=window, softcap=cap)
+
+    def part(self, sequence: int, begin: int, end: int) -> PagedCall:
+        """Queries [begin, end) of one sequence alone, its context ending there."""
+        tables, starts, lens = self.index
+        first = int(starts[sequence]) - (int(lens[sequence]) - int(starts[sequence + 1] - starts[sequence]))
+        other = object.__new__(PagedCall)
+        other.on, other.dim, other.caches = self.on, self.dim, self.caches
+        other.query = self.query[first + begin : first + end].contiguous()
+        table = tables[sequence : sequence + 1, : -(-end // 16)].contiguous()
+        other.index = [table, starts.new_tensor([0, end - begin]), lens.new_tensor([end])]
+        return other
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """|actual - expected| / |expected|; infinite where anything is NaN."""
+    difference = (actual.double().cpu() - expected.double()).norm() / expected.double().norm()
+    return float("inf") if difference.isnan() else difference.item()
+
+
+def linear_invariance(device: str) -> dict[str, Any]:
+    """Whether rows of any batch have the bits they have in the largest, by weight shape; and the bits of every tile."""
+    result: dict[str, Any] = {}
+    for columns, depth in [(6144, 4096), (4096, 14336), (28672, 4096), (1000, 1600)]:
+        x = torch.randn(4096, depth, device=device).bfloat16()
+        weight = torch.randn(columns, depth, device=device).bfloat16()
+        whole = torch.empty(4096, columns, dtype=torch.bfloat16, device=device)
+        kernels.linear(x, weight, None, whole)
+        differing = []
+        for rows in BUCKETS:
+            first = min(5, 4096 - rows)
+            out = torch.full((rows, columns), torch.nan, dtype=torch.bfloat16, device=device)
+            kernels.linear(x[first : first + rows], weight, None, out)
+            if not torch.equal(out, whole[first : first + rows]):
+                differing.append(rows)
+        tiles = {}
+        for tile in LINEAR_TILES:
+            out = torch.full_like(whole[:300], torch.nan)
+            try:
+                launch_linear(x[:300], weight, None, out, tile)
+                tiles[tile.name] = torch.equal(out, whole[:300])
+            except Exception as error:  # a tile that does not fit is a finding, not the end
+                tiles[tile.name] = f"{type(error).__name__}: {str(error)[:80]}"
+        library = torch.equal(torch.nn.functional.linear(x, weight)[:1], torch.nn.functional.linear(x[:1], weight))
+        result[f"{columns}x{depth}"] = {
+            "ok": not differing,
+            "differing_rows": differing,
+            "tiles_equal": tiles,
+            "library_equal_m1_m4096": library,
+        }
+    return result
+
+
+def attention_invariance(device: str) -> dict[str, Any]:
+    """Whether chunks, decode, splits of their own and neighbours keep the bits of whole prompts."""
+    result: dict[str, Any] = {}
+    for heads, kv_heads, dim, window in [(32, 8, 128, None), (8, 1, 64, None), (16, 8, 256, 700)]:
+        call = PagedCall(Checks(device, torch.bfloat16, False), heads, kv_heads, dim, [(0, 1300), (0, 40), (0, 513)])
+        whole = call.run(window)
+        differing = []
+        if not torch.equal(call.run(window, spread=True), whole):
+            differing.append("spread")
+        for begin, end in [(0, 5), (5, 511), (511, 513), (513, 1299), (0, 1300)]:
+            for spread in (False, True):
+                if not torch.equal(call.part(0, begin, end).run(window, spread=spread), whole[begin:end]):
+                    differing.append(f"chunk {begin}:{end} spread={spread}")
+        for position in (0, 63, 64, 511, 512, 700, 1023, 1024, 1299):
+            for spread in (False, True):
+                one = call.part(0, position, position + 1).run(window, spread=spread)
+                if not torch.equal(one, whole[position : position + 1]):
+                    differing.append(f"decode {position} spread={spread}")
+        result[f"{heads}/{kv_heads}x{dim} window={window}"] = {"ok": not differing, "differing": differing}
+    return result
+
+
+def run(device: str) -> dict[str, Any]:
+    """Every check; "cpu" means small sizes under Triton's interpreter, in fp32, without the questions of bits."""
+    small = device == "cpu"
+    result: dict[str, Any] = {"errors": {}, "failed": []}
+    for dtype in (torch.float32,) if small else (torch.float32, torch.bfloat16):
+        checks = Checks(device, dtype, small)
+        inputs = {"randn", "poison"}
+        # The interpreter rounds to fp8 wrongly; the tests, which put that right, check it there.
+        left_out = inputs | {"linear_fp8"} if small else inputs
+        names = [name for name in vars(Checks) if not name.startswith("_") and name not in left_out]
+        for name in names:
+            error = attempt(getattr(checks, name))
+            label = f"{name} {str(dtype).removeprefix('torch.')}"
+            result["errors"][label] = error
+            allowed = ALLOWED.get(name, TOLERANCE[dtype])
+            if isinstance(error, str) or not error <= allowed:
+                result["failed"].append(label)
+    if not small:
+        for name, question in (("linear", linear_invariance), ("attention", attention_invariance)):
+            answer = attempt(question, device)
+            result[f"{name}_invariance"] = answer
+            if isinstance(answer, str) or not all(one["ok"] for one in answer.values()):
+                result["failed"].append(f"{name}_invariance")
+    return result
+
+
+def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What it returns, or its traceback: one broken kernel must not hide the others."""
+    try:
+        return function(*arguments)
+    except Exception:
+        return traceback.format_exc(limit=-3)

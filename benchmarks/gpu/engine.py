@@ -1,0 +1,131 @@
+"""The engine on the GPU: the demo model's tokens against the CPU's, and the bars of real shapes with dummy weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import shardline
+from shardline import LLM, SamplingParams
+
+from .checks import attempt
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 16384,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SHAPES = {
+    "8B": {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+           "num_attention_heads": 32, "tie_word_embeddings": False},
+    "1B": {**_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+           "num_attention_heads": 32, "head_dim": 64, "tie_word_embeddings": True},
+}  # fmt: skip
+_PROMPTS = ["What is a list?", "def add(a, b):", "Hello", "What does str.find do?", "What is an index error? " * 8]
+
+
+def same_tokens() -> dict[str, Any]:
+    """Greedy tokens of the demo model on both devices, in fp32; and on the GPU alone against in a batch, in bf16."""
+    params = SamplingParams(max_tokens=48, temperature=0.0)
+    tokens = {}
+    for device in ("cpu", "cuda"):
+        with LLM("demo", device=device, dtype="float32") as llm:
+            tokens[device] = [output.outputs[0].token_ids for output in llm.generate(_PROMPTS, params, use_tqdm=False)]
+    with LLM("demo", device="cuda", dtype="bfloat16") as llm:
+        together = [output.outputs[0].token_ids for output in llm.generate(_PROMPTS, params, use_tqdm=False)]
+        alone = [llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids for prompt in _PROMPTS]
+    return {
+        "ok": tokens["cpu"] == tokens["cuda"] and together == alone,
+        "equal_to_cpu_float32": [a == b for a, b in zip(tokens["cpu"], tokens["cuda"], strict=True)],
+        "alone_equal_to_batch_bfloat16": [a == b for a, b in zip(alone, together, strict=True)],
+    }
+
+
+@contextmanager
+def _shape(name: str) -> Iterator[str]:
+    """A folder with the configuration of a shape, and the demo model's tokenizer."""
+    demo = Path(shardline.__file__).parent / "demo_model"
+    with tempfile.TemporaryDirectory() as folder:
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(demo / file, folder)
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[name]))
+        yield folder
+
+
+def _weight_bytes(name: str) -> int:
+    """Bytes that one decode step reads: everything but the rows of an untied embedding."""
+    shape: dict[str, Any] = SHAPES[name]
+    hidden, head_dim = (
+        shape["hidden_size"],
+        shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"],
+    )
+    qkv = (shape["num_attention_heads"] + 2 * shape["num_key_value_heads"]) * head_dim
+    layer = hidden * (qkv + shape["num_attention_heads"] * head_dim + 3 * shape["intermediate_size"])
+    return int(2 * (shape["num_hidden_layers"] * layer + shape["vocab_size"] * hidden))
+
+
+def decode_bar(llm: LLM, name: str, bar: float, ceilings: dict[str, float]) -> dict[str, Any]:
+    """Batch-1 decode as a share of weight bytes over copy bandwidth."""
+    params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    prompt = {"prompt_token_ids": list(range(100, 164))}
+    llm.generate(prompt, params, use_tqdm=False)
+    tpots = []
+    for _ in range(3):
+        _, times = llm.generate_timed(prompt, params)
+        tpots.append((times[0].finished - times[0].first_token) / 199)
+    share = _weight_bytes(name) / ceilings["copy_bytes_per_s"] / min(tpots)
+    return {"tpot_ms": min(tpots) * 1e3, "of_ceiling": share, "bar": bar, "met": share >= bar}
+
+
+def prefill_bar(llm: LLM, ceilings: dict[str, float]) -> dict[str, Any]:
+    """A prompt of 8,192 tokens in one step."""
+    spent = []
+    for turn in range(4):
+        prompt = {"prompt_token_ids": [(turn + 7 * i) % 50000 for i in range(8192)]}
+        _, times = llm.generate_timed(prompt, SamplingParams(max_tokens=1, temperature=0.0))
+        spent.append(times[0].first_token - times[0].submitted)
+    share = 8192 * _weight_bytes("8B") / min(spent) / ceilings["flops"]  # two operations a weight of two bytes
+    return {"s": min(spent), "of_ceiling": share, "bar": 0.6, "met": share >= 0.6}
+
+
+def throughput_bar(llm: LLM, ceilings: dict[str, float]) -> dict[str, Any]:
+    """256 requests of 1,024 in and 128 out, all at once (the bar: 1,000 of them, 256 at a time)."""
+    prompts = [{"prompt_token_ids": [(31 * r + 7 * i) % 50000 for i in range(1024)]} for r in range(256)]
+    _, times = llm.generate_timed(prompts, SamplingParams(max_tokens=128, temperature=0.0, ignore_eos=True))
+    spent = max(t.finished for t in times) - min(t.submitted for t in times)
+    rate = 256 * (1024 + 128) / spent
+    share = rate * _weight_bytes("8B") / ceilings["flops"]
+    return {"tokens_per_s": rate, "of_ceiling": share, "bar": 0.55, "met": share >= 0.55}
+
+
+def shape_bars(name: str, ceilings: dict[str, float]) -> dict[str, Any]:
+    """The start, and the bars of one shape."""
+    options: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "enable_prefix_caching": False}
+    started = time.perf_counter()
+    with _shape(name) as folder, LLM(folder, device="cuda", load_format="dummy", **options) as llm:
+        ready = time.perf_counter() - started
+        result = {"ready": {"s": ready, "bar": 20.0, "met": ready <= 20.0}}
+        result["decode"] = attempt(decode_bar, llm, name, 0.85 if name == "8B" else 0.70, ceilings)
+        if name == "8B":
+            result["prefill 8192"] = attempt(prefill_bar, llm, ceilings)
+            result["throughput"] = attempt(throughput_bar, llm, ceilings)
+    return result
+
+
+def run(ceilings: dict[str, float]) -> dict[str, Any]:
+    """The bars that the engine can be asked for today."""
+    return {name: attempt(shape_bars, name, ceilings) for name in ("1B", "8B")}

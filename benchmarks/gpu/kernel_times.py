@@ -1,0 +1,167 @@
+"""How fast each kernel is, against the card's own ceilings.
+
+Inputs rotate through more memory than the L2 holds; many launches are captured in one CUDA graph, so that launching
+costs nothing that a captured decode step would not pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardline.runtime.ops import triton as kernels
+from shardline.runtime.ops.triton.linear import Tile, launch_linear, tile_for
+
+from .checks import attempt
+from .tiles import FEW_ROWS, MANY_ROWS
+
+_ROTATED_BYTES = 256 << 20
+_LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+
+
+def seconds(calls: list[Callable[[], Any]], repeats: int = 20) -> float:
+    """Median seconds of one call, all of them captured in a graph and replayed."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(repeats + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / len(calls))
+    return sorted(times[2:])[repeats // 2]
+
+
+def _randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def time_linear(rows: int, columns: int, depth: int, tile: Tile | None) -> float:
+    """Seconds of one product, with the tile that the kernel chooses or another."""
+    weight_bytes = 2 * columns * depth
+    weights = [_randn(columns, depth) for _ in range(max(2, -(-_ROTATED_BYTES // weight_bytes)))]
+    x, out = _randn(rows, depth), torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
+    chosen = tile or tile_for(rows, columns, x.dtype)
+    return seconds([partial(launch_linear, x, weight, None, out, chosen) for weight in weights])
+
+
+def time_library(rows: int, columns: int, depth: int) -> float:
+    """Seconds of torch's product, which is not batch-invariant: what exactness may cost."""
+    weights = [_randn(columns, depth) for _ in range(max(2, -(-_ROTATED_BYTES // (2 * columns * depth))))]
+    x, out = _randn(rows, depth), torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
+    return seconds([partial(torch.mm, x, weight.T, out=out) for weight in weights])
+
+
+def _entry(spent: Any, floor: float | None = None) -> Any:
+    """Microseconds and the share of the ceiling, of seconds; what `attempt` gave otherwise."""
+    if isinstance(spent, str):
+        return spent
+    return {"us": spent * 1e6} if floor is None else {"us": spent * 1e6, "of_ceiling": floor / spent}
+
+
+def linear_times(ceilings: dict[str, float]) -> dict[str, Any]:
+    """By shape and rows: microseconds, and the share of the ceiling that binds."""
+    result: dict[str, Any] = {}
+    for name, (columns, depth) in _LLAMA_8B.items():
+        for rows in (1, 64, 256, 2048, 8192):
+            floor = max(
+                2 * columns * depth / ceilings["copy_bytes_per_s"], 2 * rows * columns * depth / ceilings["flops"]
+            )
+            entry: dict[str, Any] = {"floor_us": floor * 1e6}
+            for label, measured in (
+                ("ours", attempt(time_linear, rows, columns, depth, None)),
+                ("library", attempt(time_library, rows, columns, depth)),
+            ):
+                entry[label] = _entry(measured, floor)
+            result[f"{name} M={rows}"] = entry
+    for rows, tiles in ((1, FEW_ROWS), (64, FEW_ROWS), (256, MANY_ROWS), (4096, MANY_ROWS)):
+        for name in ("o", "gate_up"):
+            columns, depth = _LLAMA_8B[name]
+            for tile in tiles:
+                spent = attempt(time_linear, rows, columns, depth, tile)
+                result[f"tile {tile.name} {name} M={rows}"] = _entry(spent)
+    return result
+
+
+def time_attention(num_seqs: int, context: int, num_queries: int) -> float:
+    """Seconds of one call of Llama-3.1-8B's heads; every sequence asks for its last `num_queries` positions."""
+    heads, kv_heads, dim, blocks = 32, 8, 128, -(-context // 16)
+    sets = max(1, _ROTATED_BYTES // (num_seqs * context * kv_heads * dim * 4))
+    calls: list[Callable[[], Any]] = []
+    query = _randn(num_seqs * num_queries, heads, dim)
+    out = torch.empty_like(query)
+    starts = torch.arange(num_seqs + 1, device="cuda", dtype=torch.int32) * num_queries
+    lens = torch.full((num_seqs,), context, device="cuda", dtype=torch.int32)
+    for _ in range(min(sets, 16)):
+        caches = [_randn(num_seqs * blocks + 1, kv_heads, 16, dim) for _ in range(2)]
+        tables = (1 + torch.randperm(num_seqs * blocks, device="cuda")).int().view(num_seqs, blocks)
+        arguments = (query, *caches, tables, starts, lens, out, dim**-0.5, None, None)
+        calls.append(partial(kernels.paged_attention, *arguments))
+    return seconds(calls)
+
+
+def attention_times(ceilings: dict[str, float]) -> dict[str, Any]:
+    """Decode against the bytes of keys and values, prefill against the products of the causal half."""
+    result: dict[str, Any] = {}
+    for num_seqs, context in [(1, 1024), (1, 8192), (1, 65536), (16, 1024), (64, 1024), (256, 1024), (64, 8192)]:
+        floor = num_seqs * context * 8 * 128 * 2 * 2 / ceilings["copy_bytes_per_s"]
+        result[f"decode {num_seqs} x {context}"] = _entry(attempt(time_attention, num_seqs, context, 1), floor)
+    for num_seqs, context in [(8, 1024), (1, 8192)]:
+        floor = num_seqs * 4 * 32 * 128 * context * context / 2 / ceilings["flops"]
+        result[f"prefill {num_seqs} x {context}"] = _entry(attempt(time_attention, num_seqs, context, context), floor)
+    query, key = _randn(1, 32, 8192, 128), _randn(1, 8, 8192, 128)
+    sdpa = partial(torch.nn.functional.scaled_dot_product_attention, query, key, key, is_causal=True, enable_gqa=True)
+    result["torch sdpa, prefill 1 x 8192"] = _entry(attempt(seconds, [sdpa] * 2))
+    return result
+
+
+def small_times() -> dict[str, Any]:
+    """Microseconds of what surrounds the products in a decode step, for 1 and 64 tokens of Llama-3.1-8B."""
+    result: dict[str, Any] = {}
+    for rows in (1, 64):
+        x, residual, out, summed = (_randn(rows, 4096) for _ in range(4))
+        weight = _randn(4096)
+        gate_up, act, qkv, cache = (
+            _randn(rows, 28672),
+            _randn(rows, 14336),
+            _randn(rows, 48, 128),
+            _randn(64, 8, 16, 128),
+        )
+        positions, table = torch.arange(rows, device="cuda"), torch.randn(4096, 128, device="cuda")
+        logits = torch.randn(rows, 128256, device="cuda")
+        ids, values = torch.empty(rows, dtype=torch.int64, device="cuda"), torch.empty(rows, device="cuda")
+        ones, top_k = torch.ones(rows, device="cuda"), torch.full((rows,), 50, device="cuda", dtype=torch.int32)
+        rope = (qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], cache, cache, positions, positions, table, False)
+        filters = (ones, top_k, 0.9 * ones, 0.0 * ones, positions, positions, positions)
+        calls: dict[str, Callable[[], Any]] = {
+            "add_rms_norm": partial(kernels.rms_norm, x, weight, out, 1e-5, 0.0, residual, summed),
+            "silu_mul": partial(kernels.activation, gate_up, act, "silu", True),
+            "rope_and_write_kv": partial(kernels.rope_and_write_kv, *rope),
+            "greedy_argmax": partial(kernels.greedy_argmax, logits, ids, values),
+            "sample, top_k and top_p": partial(kernels.sample, logits, *filters, 0, ids),
+        }
+        for name, call in calls.items():
+            result[f"{name} M={rows}"] = _entry(attempt(seconds, [call] * 10))
+    return result
+
+
+def run(ceilings: dict[str, float]) -> dict[str, Any]:
+    """All of the above."""
+    return {
+        "linear": attempt(linear_times, ceilings),
+        "attention": attempt(attention_times, ceilings),
+        "small": attempt(small_times),
+    }

@@ -1,0 +1,113 @@
+"""Decode steps captured in CUDA graphs, one per size of batch; a step is padded to the next size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardline.runtime.replay import Forward
+from shardline.runtime.step import KVGroupInput, StepInput
+
+
+def batch_sizes(max_seqs: int) -> list[int]:
+    """Those that are captured: 1, 2, 4, then every 8 up to 64, every 32 up to 256, then every 128, and the largest."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32), *range(384, max_seqs + 1, 128)]
+    return [size for size in sizes if size < max_seqs] + [max_seqs]
+
+
+class PaddedStep:
+    """A decode step of `max_seqs` sequences in memory that stays; the first so many of them are a smaller step.
+
+    Padding has no keys and no slot: it writes nothing, and what it computes nobody reads.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        max_seqs: int,
+        max_blocks: int,
+        num_kv_groups: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        groups = [
+            KVGroupInput(zeros(max_seqs, max_blocks, dtype=torch.int32), zeros(max_seqs, dtype=torch.int64))
+            for _ in range(num_kv_groups)
+        ]
+        self._step = StepInput(
+            token_ids=zeros(max_seqs, dtype=torch.int64),
+            positions=zeros(max_seqs, dtype=torch.int64),
+            query_starts=torch.arange(max_seqs + 1, dtype=torch.int32, device=device),
+            context_lens=zeros(max_seqs, dtype=torch.int32),
+            kv_groups=tuple(groups),
+            replica_tokens=(max_seqs,),
+            sample_rows=None,
+        )
+        self._hidden = zeros(max_seqs, hidden_size, dtype=dtype)
+
+    def fill(self, step: StepInput, hidden: Tensor, size: int) -> None:
+        """Copy a step in, as the first sequences of one of `size`."""
+        count = len(step.positions)
+        self._step.positions[:count].copy_(step.positions)
+        self._step.context_lens[:count].copy_(step.context_lens)
+        self._step.context_lens[count:size].zero_()
+        for mine, given in zip(self._step.kv_groups, step.kv_groups, strict=True):
+            mine.block_tables[:count, : given.block_tables.shape[1]].copy_(given.block_tables)
+            mine.slots[:count].copy_(given.slots)
+            mine.slots[count:size].fill_(-1)
+        self._hidden[:count].copy_(hidden)
+
+    def first(self, size: int) -> tuple[StepInput, Tensor]:
+        """The step of `size` sequences, and its hidden states."""
+        whole = self._step
+        step = StepInput(
+            token_ids=whole.token_ids[:size],
+            positions=whole.positions[:size],
+            query_starts=whole.query_starts[: size + 1],
+            context_lens=whole.context_lens[:size],
+            kv_groups=tuple(KVGroupInput(group.block_tables[:size], group.slots[:size]) for group in whole.kv_groups),
+            replica_tokens=(size,),
+            sample_rows=None,
+        )
+        return step, self._hidden[:size]
+
+
+class GraphReplay:
+    """A stage's forward pass, replayed from a graph for steps that only decode."""
+
+    def __init__(self, forward: Forward, padded: PaddedStep, max_seqs: int) -> None:
+        self.forward = forward
+        self._padded = padded
+        self._sizes = batch_sizes(max_seqs)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def capture(self) -> None:
+        """Capture all sizes, the largest first, so that the smaller ones find their memory in its pool."""
+        pool = None
+        for size in reversed(self._sizes):
+            step, hidden = self._padded.first(size)
+            step.context_lens.zero_()
+            for group in step.kv_groups:
+                group.slots.fill_(-1)
+            self.forward(step, hidden)  # compiles the kernels, which a capture may not
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                output = self.forward(step, hidden)
+            pool = graph.pool()
+            self._graphs[size] = (graph, output)
+
+    def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
+        count = len(step.positions)
+        decodes = step.sample_rows is None and count == len(step.context_lens) <= self._sizes[-1]
+        if not decodes or not self._graphs:
+            return self.forward(step, hidden)
+        size = next(size for size in self._sizes if size >= count)
+        graph, output = self._graphs[size]
+        self._padded.fill(step, hidden, size)
+        graph.replay()
+        return output[:count]

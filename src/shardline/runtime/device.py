@@ -1,0 +1,97 @@
+"""Where a rank computes, and what a step costs to get there."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardline import _cpu
+from shardline.runtime.step import KVGroupInput, StepInput
+
+
+@dataclass(frozen=True)
+class Device:
+    """A rank's device."""
+
+    torch: torch.device
+    name: str
+    """For people."""
+    kernel_path: str
+    """What a request's bits depend on: the instruction set, or the GPU's generation and the compiler's version."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether tensors lie in the host's memory."""
+        return self.torch.type == "cpu"
+
+
+def open_device(kind: str, rank: int) -> Device:
+    """The device "cpu", or "cuda": the GPU whose turn it is on this host. Becomes the current one.
+
+    Raises:
+        ValueError: torch finds no GPU.
+    """
+    if kind == "cpu":
+        return Device(torch.device("cpu"), "CPU", f"{platform.machine()}-{_cpu.isa()}")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device cuda: torch {torch.__version__} finds no GPU; install a CUDA build, or use cpu")
+    import triton
+
+    index = rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    major, minor = torch.cuda.get_device_capability(index)
+    path = f"sm_{major}{minor}-triton{triton.__version__}"
+    return Device(torch.device("cuda", index), torch.cuda.get_device_name(index), path)
+
+
+class Uploader:
+    """Steps from host memory to a device, in one copy that the host does not wait for."""
+
+    _ALIGNMENT = 16  # bytes; also what lets a kernel load whole vectors
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pinned = device.type == "cuda"
+        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._copied: torch.cuda.Event | None = None
+
+    def upload(self, step: StepInput) -> StepInput:
+        """The step with all its tensors on the device, parts of one buffer."""
+        tensors = [step.token_ids, step.positions, step.query_starts, step.context_lens]
+        for group in step.kv_groups:
+            tensors += [group.block_tables.contiguous(), group.slots]
+        if step.sample_rows is not None:
+            tensors.append(step.sample_rows)
+        on_device = iter(self._copy(tensors))
+        return StepInput(
+            token_ids=next(on_device),
+            positions=next(on_device),
+            query_starts=next(on_device),
+            context_lens=next(on_device),
+            kv_groups=tuple(KVGroupInput(next(on_device), next(on_device)) for _ in step.kv_groups),
+            replica_tokens=step.replica_tokens,
+            sample_rows=next(on_device, None),
+        )
+
+    def _copy(self, tensors: list[Tensor]) -> list[Tensor]:
+        starts, end = [], 0
+        for tensor in tensors:
+            starts.append(end)
+            end += -(-tensor.nbytes // self._ALIGNMENT) * self._ALIGNMENT
+        if self._copied is not None:
+            self._copied.synchronize()  # of the step before, long done
+        if end > len(self._staging):
+            self._staging = torch.empty(2 * end, dtype=torch.uint8, pin_memory=self._pinned)
+        for start, tensor in zip(starts, tensors, strict=True):
+            self._staging[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
+        there = self._staging[:end].to(self._device, non_blocking=True, copy=True)
+        if self._pinned:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+        return [
+            there[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=True)
+        ]

@@ -1,0 +1,39 @@
+"""The kernels of `shardline._cpu` for tensors on a GPU: functions of the same names and arguments, written in Triton.
+
+The numerics are the CPU's (see docs/architecture.md), the bits are not: they belong to the kernel path. Importing this
+package needs Triton, which comes with torch where there is a GPU.
+"""
+
+from __future__ import annotations
+
+from shardline.runtime.ops.triton.activation import activation
+from shardline.runtime.ops.triton.add import add
+from shardline.runtime.ops.triton.attention import paged_attention
+from shardline.runtime.ops.triton.embedding import embedding
+from shardline.runtime.ops.triton.kv_cache import write_kv
+from shardline.runtime.ops.triton.linear import linear
+from shardline.runtime.ops.triton.linear_fp8 import linear_fp8, quantize_rows_fp8
+from shardline.runtime.ops.triton.norm import layer_norm, rms_norm
+from shardline.runtime.ops.triton.rope import apply_rope, rope_and_write_kv
+from shardline.runtime.ops.triton.sampling import greedy_argmax, sample
+from shardline.runtime.ops.triton.softcap import softcap
+from shardline.runtime.ops.triton.storage import activation_empty
+
+__all__ = [
+    "activation",
+    "activation_empty",
+    "add",
+    "apply_rope",
+    "embedding",
+    "greedy_argmax",
+    "layer_norm",
+    "linear",
+    "linear_fp8",
+    "paged_attention",
+    "quantize_rows_fp8",
+    "rms_norm",
+    "rope_and_write_kv",
+    "sample",
+    "softcap",
+    "write_kv",
+]

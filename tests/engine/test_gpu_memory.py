@@ -1,0 +1,86 @@
+"""GPUs as the driver's tool reports them, and what the configuration makes of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import stat
+from pathlib import Path
+
+import pytest
+
+from shardline.config.engine import EngineConfig
+from shardline.engine import resolve as resolve_module
+from shardline.engine.gpu_memory import gpu_memory
+from shardline.engine.resolve import resolve
+from shardline.runtime.setup import prepare
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def fake_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '143771, 143000'\necho '81559, 512'\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.11.0+cu130")
+    return tool
+
+
+def test_memory_of_every_gpu(fake_tool: Path) -> None:
+    assert gpu_memory() == [(143771 << 20, 143000 << 20), (81559 << 20, 512 << 20)]
+
+
+def test_no_gpu_where_the_tool_fails_or_torch_has_no_cuda(fake_tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_tool.write_text("#!/bin/sh\nexit 9\n")
+    assert gpu_memory() == []
+    fake_tool.write_text("#!/bin/sh\necho '143771, 143000'\n")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cpu")
+    assert gpu_memory() == []
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: tuple[int, int]) -> None:
+    monkeypatch.setattr(resolve_module, "gpu_memory", lambda: list(gpus))
+
+
+def test_auto_takes_the_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch)
+    assert resolve(EngineConfig()).parallel.device == "cpu"
+    with_gpus(monkeypatch, (8 * GIB, 8 * GIB))
+    resolved = resolve(EngineConfig())
+    assert resolved.parallel.device == "cuda"
+    assert prepare(resolved).collectives == "nccl"
+    assert resolve(EngineConfig.from_options(device="cpu")).parallel.device == "cpu"
+
+
+def test_the_pool_is_what_weights_and_activations_leave_of_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, (8 * GIB, 7 * GIB))
+    sizes = {}
+    for share in (0.5, 0.9):
+        resolved = resolve(EngineConfig.from_options(device="cuda", gpu_memory_utilization=share))
+        sizes[share] = resolved.cache.kv_cache_memory
+    assert isinstance(sizes[0.5], int)
+    assert isinstance(sizes[0.9], int)
+    assert sizes[0.9] - sizes[0.5] == int(8 * GIB * 0.5) - int(8 * GIB * (1 - 0.9))
+    assert 6 * GIB < sizes[0.9] < 6.2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"quantization": "int8"}, "int8 is not supported on GPUs"),
+        ({"tensor_parallel_size": 2}, "2 ranks and this host 1 GPUs"),
+        ({"tensor_parallel_size": 2, "collectives": "shm"}, "use 'nccl'"),
+        ({"distributed_executor_backend": "threads"}, "use 'mp'"),
+        ({"gpu_memory_utilization": 0.01}, "a GPU has to hold"),
+    ],
+)
+def test_what_a_gpu_cannot_is_refused(options: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, (8 * GIB, 7 * GIB))
+    with pytest.raises(ValueError, match=says):
+        resolve(EngineConfig.from_options(device="cuda", **options))
+
+
+def test_nccl_needs_gpus() -> None:
+    with pytest.raises(ValueError, match="'nccl' needs GPUs"):
+        resolve(EngineConfig.from_options(device="cpu", collectives="nccl"))

@@ -1,0 +1,174 @@
+"""Compiles the Triton kernels for an H100 or H200 (sm_90), which needs no GPU, and prints what each became, as JSON.
+
+The launchers run as they would on a GPU, on CPU tensors of real models' shapes in bf16; a launch compiles and stops.
+Run in a process of its own: Triton must not be in interpreter mode.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from shardline.runtime.ops import linear_fp8 as ops_linear_fp8
+from shardline.runtime.ops import triton as ops
+from shardline.runtime.ops.linear_fp8 import Fp8Weight
+from shardline.runtime.ops.triton.linear import Tile, launch_linear
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class _Sm90Driver:
+    """Says what Triton asks the driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def _compiled() -> Iterator[list[Any]]:
+    """Collects what is compiled in its body instead of launching it."""
+    kernels: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernels.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        return kernels[-1]
+
+    JITFunction.run = compile_only
+    try:
+        yield kernels
+    finally:
+        JITFunction.run = run
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def fp8(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float8_e4m3fn)
+
+
+def int32(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def attention(heads: int, kv_heads: int, dim: int, num_tokens: int, num_seqs: int, **options: Any) -> None:
+    """A call with contexts of up to 2048 keys in blocks of 16."""
+    cache = bf16(4, kv_heads, 16, dim)
+    query, out = bf16(num_tokens, heads, dim), bf16(num_tokens, heads, dim)
+    window, softcap = options.pop("window", None), options.pop("softcap", None)
+    tables, starts, lens = int32(num_seqs, 128), int32(num_seqs + 1), int32(num_seqs)
+    ops.paged_attention(query, cache, cache, tables, starts, lens, out, 0.1, window, softcap, **options)
+
+
+def linear(rows: int, columns: int, depth: int, tile: Tile | None = None) -> None:
+    x, weight, out = bf16(rows, depth), bf16(columns, depth), bf16(rows, columns)
+    if tile is None:
+        ops.linear(x, weight, None, out)
+    else:
+        launch_linear(x, weight, None, out, tile)
+
+
+def sample(num_rows: int, vocab_size: int) -> None:
+    floats, ints = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+    logits = torch.empty(num_rows, vocab_size)
+    ops.sample(logits, floats, int32(num_rows), floats, floats, ints, ints, ints, 0, ints)
+
+
+def rope_and_write() -> None:
+    qkv, cache = bf16(4, 48, 128), bf16(8, 8, 16, 128)
+    positions, table = torch.zeros(4, dtype=torch.int64), torch.empty(64, 128)
+    ops.rope_and_write_kv(qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], cache, cache, positions, positions, table, False)
+
+
+def linear_fp8(rows: int, columns: int, depth: int) -> None:
+    ops_linear_fp8.linear_fp8(bf16(rows, depth), Fp8Weight(fp8(columns, depth), torch.empty(columns)))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "rms_norm": lambda: ops.rms_norm(bf16(4, 4096), bf16(4096), bf16(4, 4096), 1e-6, 0.0, bf16(4, 4096), bf16(4, 4096)),
+    "layer_norm": lambda: ops.layer_norm(bf16(4, 1600), bf16(1600), bf16(1600), bf16(4, 1600), 1e-6, None, None),
+    "rope": lambda: ops.apply_rope(bf16(4, 32, 128), torch.zeros(4, dtype=torch.int64), torch.empty(64, 128), False),
+    "rope_and_write_kv": rope_and_write,
+    "write_kv": lambda: ops.write_kv(
+        bf16(4, 8, 128), bf16(4, 8, 128), bf16(8, 8, 16, 128), bf16(8, 8, 16, 128), torch.zeros(4, dtype=torch.int64)
+    ),
+    "silu": lambda: ops.activation(bf16(4, 28672), bf16(4, 14336), "silu", True),
+    "gelu": lambda: ops.activation(bf16(4, 4096), bf16(4, 4096), "gelu", False),
+    "softcap": lambda: ops.softcap(torch.empty(4, 256000), 30.0),
+    "embedding": lambda: ops.embedding(bf16(64, 4096), torch.zeros(4, dtype=torch.int64), bf16(4, 4096)),
+    "greedy_argmax": lambda: ops.greedy_argmax(
+        torch.empty(4, 128256), torch.empty(4, dtype=torch.int64), torch.empty(4)
+    ),
+    "sample": lambda: sample(4, 128256),
+    "linear_m1": lambda: linear(1, 6144, 4096),
+    "linear_m1_wide": lambda: linear(1, 28672, 4096),
+    "linear_m128": lambda: linear(128, 6144, 4096),
+    "linear_m128_wide": lambda: linear(128, 28672, 4096),
+    "linear_m2048": lambda: linear(2048, 6144, 4096),
+    "fp8_m1": lambda: linear_fp8(1, 6144, 4096),
+    "fp8_m2048": lambda: linear_fp8(2048, 6144, 4096),
+    "linear_odd_depth": lambda: linear(64, 896, 2056),
+    "attention_decode": lambda: attention(32, 8, 128, 64, 64, spread_splits=False),
+    "attention_decode_spread": lambda: attention(32, 8, 128, 1, 1),
+    "attention_prefill": lambda: attention(32, 8, 128, 2048, 4),
+    "attention_prefill_64": lambda: attention(32, 8, 64, 2048, 4),
+    "attention_prefill_256": lambda: attention(16, 8, 256, 2048, 4, window=4096, softcap=50.0),
+    "attention_window": lambda: attention(32, 8, 128, 2048, 4, window=4096),
+}
+
+
+def describe(kernel: Any) -> dict[str, Any]:
+    """Its resources, and how often it has the instructions that matter."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+
+        def dump(what: str) -> str:
+            done = subprocess.run([_TOOLS / "cuobjdump", what, file.name], capture_output=True, text=True, check=True)
+            return done.stdout
+
+        usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", dump("--dump-resource-usage")))
+        opcodes = re.findall(r"\b(HGMMA|QGMMA|HMMA|QMMA|FFMA|LDGSTS\.[\w.]*|LDL|STL)\b", dump("--dump-sass"))
+    return {
+        "name": kernel.metadata.name,
+        "shared_bytes": kernel.metadata.shared,
+        **{name.lower(): int(value) for name, value in usage.items()},
+        "opcodes": dict(collections.Counter(opcodes)),
+    }
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or list(CASES)
+    driver.set_active(_Sm90Driver())
+    result = {}
+    for name in wanted:
+        with _compiled() as kernels:
+            CASES[name]()
+        result[name] = [describe(kernel) for kernel in kernels]
+    json.dump(result, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()

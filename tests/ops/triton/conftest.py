@@ -1,0 +1,80 @@
+"""The Triton kernels run here on the CPU, in Triton's interpreter, which it chooses as kernels are imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+assert "triton" not in sys.modules, "Triton was imported before its interpreter could be asked for"
+os.environ["TRITON_INTERPRET"] = "1"
+import triton.experimental.gluon  # noqa: E402, F401  (Triton imports it at the first launch, and it looks again)
+import triton.language as tl  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa: E402
+
+import shardline.runtime.ops.triton  # noqa: E402, F401
+
+del os.environ["TRITON_INTERPRET"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Triton's interpreter makes scalars of arrays in a way that numpy is about to forbid."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"))
+
+
+@pytest.fixture(autouse=True)
+def gpu_arithmetic() -> Iterator[None]:
+    """Overflow to infinity, as on a GPU: the interpreter computes in numpy, which warns."""
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        yield
+
+
+def _values(handle: TensorHandle) -> np.ndarray:
+    """The fp32 values of a tile; the interpreter holds bf16 and fp8 as their bits."""
+    if handle.dtype.scalar == tl.float8e4nv:
+        return torch.from_numpy(handle.data.copy()).view(torch.float8_e4m3fn).float().numpy()
+    if handle.dtype.scalar == tl.bfloat16:
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return handle.data.astype(np.float32)
+
+
+def _dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, total: TensorHandle, *_: object) -> TensorHandle:
+    """total + a @ b as the kernels count on it: a chain in the order of K.
+
+    The interpreter's own goes to BLAS, whose bits depend on the place of a row, and takes bf16 for integers.
+    """
+    left, right, chain = _values(a), _values(b), total.data.copy()
+    for k in range(left.shape[1]):
+        chain += left[:, k, None] * right[None, k]
+    return TensorHandle(chain, total.dtype.scalar)
+
+
+_NARROW = {tl.bfloat16: (torch.bfloat16, torch.uint16), tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8)}
+_convert_float = interpreter._convert_float
+
+
+def _rounded(data: np.ndarray, given: tl.dtype, wanted: tl.dtype, rounding: object) -> np.ndarray:
+    """Conversion of fp32 as the hardware does it. The interpreter's own forgets to carry: 7.96 becomes 4 in fp8."""
+    if given != tl.float32 or wanted not in _NARROW:
+        return _convert_float(data, given, wanted, rounding)
+    narrow, bits = _NARROW[wanted]
+    return torch.from_numpy(np.ascontiguousarray(data)).to(narrow).view(bits).numpy()
+
+
+@pytest.fixture(autouse=True)
+def hardware_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
+    monkeypatch.setattr(interpreter, "_convert_float", _rounded)
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardline.runtime.ops import triton as ops
+from shardline.runtime.ops.attention import paged_attention_reference
+
+from ..helpers import assert_close, assert_same_bits
+from ..test_attention import attend, random_sequence
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    spread_splits: bool | None = None,
+) -> Tensor:
+    out = torch.full((query.shape[0], query.shape[1], value_cache.shape[3]), torch.nan)
+    arguments = (query, key_cache, value_cache, block_tables, query_starts, context_lens, out, scale, window, softcap)
+    ops.paged_attention(*arguments, spread_splits=spread_splits)
+    return out
+
+
+in_one = functools.partial(paged_attention, spread_splits=False)
+spread = functools.partial(paged_attention, spread_splits=True)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (3, 1, 20), (9, 1, 7)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (530, 5.0)])
+def test_matches_reference_however_splits_are_run(rng, heads, kv_heads, dim, window, softcap):
+    batch = [
+        (random_sequence(rng, end, torch.float32, heads=heads, kv_heads=kv_heads, dim=dim), begin, end)
+        for begin, end in [(0, 4), (19, 20), (560, 561), (511, 514)]
+    ]
+    expected = attend(batch, window=window, softcap=softcap, poison=False, op=paged_attention_reference)
+    serial = attend(batch, window=window, softcap=softcap, op=in_one)
+    for s, p, e in zip(serial, attend(batch, window=window, softcap=softcap, op=spread), expected, strict=True):
+        assert_close(s, e, scale=2.0)
+        assert_same_bits(p, s)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_chunks_and_decode_have_the_bits_of_the_whole(rng, window):
+    sequence = random_sequence(rng, 600, torch.float32, heads=2, kv_heads=1, dim=16)
+    (whole,) = attend([(sequence, 480, 600)], window=window, op=in_one)
+    for begin, end in [(480, 485), (485, 511), (511, 513), (513, 600)]:
+        (chunk,) = attend([(sequence, begin, end)], window=window, shuffle=begin, op=in_one)
+        assert_same_bits(chunk, whole[begin - 480 : end - 480])
+    for position in (480, 511, 512, 599):
+        for op in (in_one, spread):
+            (decoded,) = attend([(sequence, position, position + 1)], window=window, op=op)
+            assert_same_bits(decoded, whole[position - 480 : position - 479])
+
+
+def test_neighbours_and_blocks_do_not_matter(rng):
+    sequence = random_sequence(rng, 520, torch.float32, dim=16)
+    (alone,) = attend([(sequence, 515, 520)], op=paged_attention)
+    others = [(random_sequence(rng, end, torch.float32, dim=16), begin, end) for begin, end in [(0, 5), (19, 20)]]
+    for place in range(3):
+        batch = [*others[:place], (sequence, 515, 520), *others[place:]]
+        assert_same_bits(attend(batch, shuffle=place, op=paged_attention)[place], alone)
+
+
+def test_a_shard_of_the_heads_has_the_bits_of_the_whole(rng):
+    sequence = random_sequence(rng, 30, torch.float32, heads=6, kv_heads=2, dim=16)
+    (whole,) = attend([(sequence, 20, 30)], op=paged_attention)
+    shard = type(sequence)(*(part[:, -(part.shape[1] // 2) :].contiguous() for part in vars(sequence).values()))
+    assert_same_bits(attend([(shard, 20, 30)], op=paged_attention)[0], whole[:, 3:].contiguous())
+
+
+def test_padding_of_a_batch_is_zero_and_reads_nothing(rng):
+    cache = torch.full((2, 1, 16, 16), torch.nan)
+    starts, lens = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([0, 0], dtype=torch.int32)
+    arguments = (torch.ones(2, 2, 16), cache, cache, torch.ones(2, 40, dtype=torch.int32), starts, lens, 1.0)
+    for op in (in_one, spread):
+        assert_same_bits(op(*arguments), torch.zeros(2, 2, 16))
+
+
+def test_value_heads_may_be_narrower(rng):
+    sequence = random_sequence(rng, 16, torch.float32, heads=2, kv_heads=1, dim=48)
+    keys, values = (cache.transpose(0, 1)[None].contiguous() for cache in (sequence.key, sequence.value))
+    starts, lens = torch.tensor([0, 16], dtype=torch.int32), torch.tensor([16], dtype=torch.int32)
+    arguments = (torch.zeros(1, 1, dtype=torch.int32), starts, lens, 0.2)
+    whole = paged_attention(sequence.query, keys, values, *arguments)
+    narrow = paged_attention(sequence.query, keys, values[..., :40].contiguous(), *arguments)
+    assert_close(narrow, whole[..., :40].contiguous())

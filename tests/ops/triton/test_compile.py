@@ -1,0 +1,51 @@
+"""What the kernels become on a Hopper GPU, as far as a compiler can tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+TENSOR_CORE_CASES = ("linear", "attention")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict[str, Any]]]:
+    """By case of compile_kernels, what became of its launches."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.ops.triton.compile_kernels"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_every_kernel_compiles_and_fits_a_multiprocessor(compiled):
+    assert len(compiled) > 20
+    for case, kernels in compiled.items():
+        assert kernels, case
+        for kernel in kernels:
+            assert kernel["shared_bytes"] <= 227 * 1024, (case, kernel)
+
+
+def test_bf16_products_are_wgmma_whatever_the_tile(compiled):
+    """mma of another generation may add in another order: then bits would follow the batch."""
+    cases = [case for case in compiled if case.startswith(TENSOR_CORE_CASES)]
+    assert len(cases) > 10
+    for case in cases:
+        opcodes = compiled[case][0]["opcodes"]
+        assert opcodes.get("HGMMA", 0) > 0, case
+        assert "HMMA" not in opcodes, case
+
+
+def test_fp8_products_are_wgmma(compiled):
+    for case in ("fp8_m1", "fp8_m2048"):
+        assert compiled[case][1]["opcodes"].get("QGMMA", 0) > 0, case
+
+
+def test_weights_and_keys_are_copied_asynchronously_in_16_bytes(compiled):
+    for case in ("linear_m1", "linear_m2048", "attention_decode_spread", "attention_prefill"):
+        assert compiled[case][0]["opcodes"].get("LDGSTS.E.BYPASS.128", 0) > 0, case
