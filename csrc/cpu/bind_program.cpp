@@ -25,6 +25,7 @@ constexpr DTypeEntry kDTypes[] = {
     {"bfloat16", DType::kBFloat16, {kDLBfloat, 16, 1}}, {"float32", DType::kFloat32, {kDLFloat, 32, 1}},
     {"int8", DType::kInt8, {kDLInt, 8, 1}},             {"int32", DType::kInt32, {kDLInt, 32, 1}},
     {"int64", DType::kInt64, {kDLInt, 64, 1}},          {"uint8", DType::kUInt8, {kDLUInt, 8, 1}},
+    {"float64", DType::kFloat64, {kDLFloat, 64, 1}},
 };
 constexpr int kNumDTypes = sizeof kDTypes / sizeof kDTypes[0];
 
