@@ -50,7 +50,15 @@ def layer_norm(
 def apply_rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool) -> None: ...
 def activation(x: Tensor, out: Tensor, name: str, gated: bool) -> None: ...
 def softcap(logits: Tensor, cap: float) -> None: ...
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None: ...
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+) -> None: ...
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -62,6 +70,8 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
 ) -> None: ...
 def sample(
     logits: Tensor,

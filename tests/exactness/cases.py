@@ -25,6 +25,8 @@ class Case(NamedTuple):
     memory: str
     """roomy; tight: so few KV blocks that sequences are preempted."""
     quantization: str
+    kv: str
+    """Type of the KV cache."""
 
     @property
     def name(self) -> str:
@@ -34,8 +36,12 @@ class Case(NamedTuple):
 
     @property
     def possible(self) -> bool:
-        """Preemption needs several sequences at once; the rest combines freely."""
-        return not (self.memory == "tight" and self.batch == "alone")
+        """Preemption needs several sequences at once; in a tight pool, windowed groups that grow together leave nothing
+        of the first time in the prefix cache; the rest combines freely."""
+        if self.memory != "tight":
+            return True
+        forgotten = self.family.startswith(("gemma2", "gemma3")) and (self.batch, self.cache) == ("together", "warm")
+        return self.batch != "alone" and not forgotten
 
 
 def axes(families: Sequence[str]) -> list[tuple[Any, ...]]:
@@ -51,6 +57,7 @@ def axes(families: Sequence[str]) -> list[tuple[Any, ...]]:
         ("off", "cold", "warm"),
         ("roomy", "tight"),
         ("none", "int8", "int4"),
+        ("auto", "int8"),
     ]
 
 

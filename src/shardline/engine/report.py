@@ -33,7 +33,7 @@ def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: di
         )
     tokens = int(setup.max_concurrency * setup.max_model_len)
     lines += [
-        f"{ranks[0].device} KV cache size: {tokens:,} tokens",
+        f"{ranks[0].device} KV cache size: {tokens:,} tokens in {setup.kv_dtype}",
         f"# {ranks[0].device} blocks: {setup.num_blocks - 1}, block size {cache.block_size}, KV groups "
         f"{len(setup.groups)}, prefix caching {'on' if cache.enable_prefix_caching else 'off'}",
         f"Maximum concurrency for {setup.max_model_len:,} tokens per request: {setup.max_concurrency:.2f}x",

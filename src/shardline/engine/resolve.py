@@ -18,7 +18,7 @@ from shardline.models.sizes import kv_block_bytes, stage_spans, weight_bytes
 from shardline.models.spec import DecoderSpec, DType
 from shardline.runtime.loader.checkpoint import Checkpoint
 from shardline.runtime.loader.hub import resolve_model
-from shardline.runtime.setup import pool_blocks, replica_grid
+from shardline.runtime.setup import kv_dtype, pool_blocks, replica_grid
 
 _log = logging.getLogger(__name__)
 
@@ -156,9 +156,9 @@ def _check_memory(
     config: EngineConfig, spec: DecoderSpec, grid: RankGrid, stages: tuple[Span, ...], num_blocks: int
 ) -> None:
     """Refuse a KV cache that was asked for and cannot be: its pages are taken as they are used, hours later."""
-    dtype, block_size = cast(DType, config.model.dtype), config.cache.block_size
-    blocks = sum(kv_block_bytes(spec, grid.place(rank), stages, dtype, block_size) for rank in range(grid.world_size))
-    weights = _replica_weight_bytes(config, spec, grid, stages, dtype)
+    stored, block_size = kv_dtype(config), config.cache.block_size
+    blocks = sum(kv_block_bytes(spec, grid.place(rank), stages, stored, block_size) for rank in range(grid.world_size))
+    weights = _replica_weight_bytes(config, spec, grid, stages, cast(DType, config.model.dtype))
     needed = config.parallel.data_parallel_size * (weights + num_blocks * blocks)
     available = available_host_memory()
     if needed > available:

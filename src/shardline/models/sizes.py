@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from shardline.config.topology import RankPlace
 from shardline.models.parameters import Shape, is_linear, layer_parameters, parameters, stage_parameters
@@ -17,6 +18,9 @@ from shardline.models.partition import (
 from shardline.models.sharding import Numerics, shard, shard_shape
 from shardline.models.spec import GQA, DecoderSpec, DType
 from shardline.models.weight_formats import weight_format
+
+KVDType = DType | Literal["int8"]
+"""What the KV cache holds: int8 has a float32 scale beside every token's head."""
 
 DTYPE_BYTES: Mapping[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element."""
@@ -66,7 +70,7 @@ def weight_bytes(
     return total
 
 
-def kv_bytes_per_token(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: DType) -> int:
+def kv_bytes_per_token(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: KVDType) -> int:
     """Bytes of keys and values that the rank at `place` stores for a token, summed over its stage's layers.
 
     A layer with a window stores only the tokens within it; this counts it like any other.
@@ -75,7 +79,7 @@ def kv_bytes_per_token(spec: DecoderSpec, place: RankPlace, stages: Sequence[Spa
     return sum(_layer_kv_bytes(spec.layers[index].attention, place, dtype) for index in range(stage.start, stage.stop))
 
 
-def kv_block_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: DType, block_size: int) -> int:
+def kv_block_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: KVDType, block_size: int) -> int:
     """Bytes of one KV block on the rank at `place`.
 
     A block holds `block_size` tokens of one KV group (see `partition.kv_groups`), those of the group's layers that lie
@@ -126,10 +130,11 @@ def _held(spec: DecoderSpec, stage: Span, quantization: str | None) -> Iterator[
         yield "lm_head.weight", (spec.vocab_size, spec.hidden_size)
 
 
-def _layer_kv_bytes(attention: GQA, place: RankPlace, dtype: DType) -> int:
-    """Keys and values of one token in one layer on one rank."""
+def _layer_kv_bytes(attention: GQA, place: RankPlace, dtype: KVDType) -> int:
+    """Keys and values of one token in one layer on one rank, scales included."""
     shares = split_heads(attention.num_heads, attention.num_kv_heads, len(place.tp_peers))
-    return 2 * shares[place.tp_rank].kv_heads.size * attention.head_dim * DTYPE_BYTES[dtype]
+    head_bytes = attention.head_dim + 4 if dtype == "int8" else attention.head_dim * DTYPE_BYTES[dtype]
+    return 2 * shares[place.tp_rank].kv_heads.size * head_bytes
 
 
 def _num_elements(shapes: Iterable[Shape]) -> int:

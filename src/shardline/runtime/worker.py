@@ -14,6 +14,7 @@ from shardline import _cpu, env
 from shardline.models.sizes import weight_bytes
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.layers.context import LayerContext
+from shardline.runtime.layers.kv_pages import KVPages
 from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.messages import RankReport
 from shardline.runtime.parallel.groups import RankGroups
@@ -119,8 +120,8 @@ class Worker:
         setup = self._setup
         layers = setup.stages[self._groups.place.pp_rank]
         block_size = setup.config.cache.block_size
-        pools: list[tuple[torch.Tensor, torch.Tensor]] = []
-        total = 0
+        dtype: torch.dtype = getattr(torch, setup.kv_dtype)
+        pools: list[KVPages] = []
         for group in setup.groups:
             mine = [index for index in group.layers if layers.start <= index < layers.stop]
             for depth, index in enumerate(mine):
@@ -128,10 +129,7 @@ class Worker:
                 head_dim = setup.spec.layers[index].attention.head_dim
                 if depth == len(pools):
                     shape = (setup.num_blocks, attention.num_kv_heads, block_size, head_dim)
-                    # Untouched pages of an empty tensor take no memory.
-                    pool = (torch.empty(shape, dtype=self._dtype), torch.empty(shape, dtype=self._dtype))
-                    total += sum(part.numel() * part.element_size() for part in pool)
-                    pools.append(pool)
-                assert pools[depth][0].shape[1::2] == (attention.num_kv_heads, head_dim), "one shape per pool"
-                attention.bind_cache(*pools[depth])
-        return total
+                    pools.append(KVPages.allocate(shape, dtype))
+                assert pools[depth].keys.shape[1::2] == (attention.num_kv_heads, head_dim), "one shape per pool"
+                attention.bind_cache(pools[depth])
+        return sum(pool.num_bytes for pool in pools)
