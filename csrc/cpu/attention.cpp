@@ -15,8 +15,8 @@ struct TileIndex {
   int64_t sequence, kv_head, first_row, num_rows;
 };
 
-// Row r of a sequence's rows for one KV head is token r / group, head r % group.
-template <class T>
+// Row r of a sequence's rows for one KV head is token r / group, head r % group. The caches hold elements of Stored.
+template <class T, class Stored>
 class RowTile {
  public:
   RowTile(const AttentionArgs& args, const TileIndex& index)
@@ -32,7 +32,7 @@ class RowTile {
   static size_t scratch_words(const AttentionArgs& args, int64_t num_rows) {
     const int64_t row_words = kSplitKeys + words_of<T>(kSplitKeys) + output_width(args);
     return static_cast<size_t>(num_rows * query_width(args) + kMaxRows * row_words) +
-           Split<T>::scratch_words(args.key_dim, args.value_dim);
+           Split<T, Stored>::scratch_words(args.key_dim, args.value_dim);
   }
 
   // Takes scratch_words() of memory, 64-byte aligned, and returns what follows them.
@@ -47,7 +47,7 @@ class RowTile {
     }
     split_.prepare(memory, args_.key_dim, args_.value_dim);
     for (int64_t r = 0; r < index_.num_rows; ++r) load_query(r);
-    return memory + Split<T>::scratch_words(args_.key_dim, args_.value_dim);
+    return memory + Split<T, Stored>::scratch_words(args_.key_dim, args_.value_dim);
   }
 
   int64_t first_split() const { return visible(0).begin / kSplitKeys; }
@@ -101,7 +101,7 @@ class RowTile {
                     head(r) * args_.key_dim;
     int32_t* to = queries_ + r * query_width(args_);
     for (int64_t d = 0; d < args_.key_dim; d += kLanes * kPerWord<T>) {
-      store_words(to + d / kPerWord<T>, load_elements(from + d, args_.key_dim - d));
+      store_words(to + d / kPerWord<T>, load_elements<T>(from + d, args_.key_dim - d));
     }
   }
 
@@ -116,11 +116,16 @@ class RowTile {
       const int64_t block_end = min64(end, (position / args_.block_size + 1) * args_.block_size);
       const int64_t head = block * args_.num_kv_heads + index_.kv_head;
       const int64_t slot = head * args_.block_size + position % args_.block_size;
-      const T* key = static_cast<const T*>(args_.key_cache) + slot * args_.key_dim;
-      const T* value = static_cast<const T*>(args_.value_cache) + slot * args_.value_dim;
-      for (; position < block_end; ++position, key += args_.key_dim, value += args_.value_dim) {
-        split_.set(position - split_begin, key, value);
+      const Stored* key = static_cast<const Stored*>(args_.key_cache) + slot * args_.key_dim;
+      const Stored* value = static_cast<const Stored*>(args_.value_cache) + slot * args_.value_dim;
+      for (int64_t i = 0; i < block_end - position; ++i) {
+        const int64_t place = position - split_begin + i;
+        split_.set(place, key + i * args_.key_dim, value + i * args_.value_dim);
+        if constexpr (Split<T, Stored>::kScaled) {
+          split_.set_scales(place, args_.key_scales[slot + i], args_.value_scales[slot + i]);
+        }
       }
+      position = block_end;
     }
   }
 
@@ -129,15 +134,15 @@ class RowTile {
   const int64_t group_, first_token_, first_position_;
   int32_t* queries_ = nullptr;
   Row rows_[kMaxRows];
-  Split<T> split_;
+  Split<T, Stored> split_;
 };
 
 // All splits of a tile, one after another.
-template <class T>
+template <class T, class Stored>
 void attend_tile(const AttentionArgs& args, const TileIndex& index) {
-  const int64_t width = RowTile<T>::output_width(args), num_rows = index.num_rows;
-  RowTile<T> tile(args, index);
-  const size_t num_words = RowTile<T>::scratch_words(args, num_rows) + static_cast<size_t>(num_rows * width);
+  const int64_t width = RowTile<T, Stored>::output_width(args), num_rows = index.num_rows;
+  RowTile<T, Stored> tile(args, index);
+  const size_t num_words = RowTile<T, Stored>::scratch_words(args, num_rows) + static_cast<size_t>(num_rows * width);
   float* outputs =
       reinterpret_cast<float*>(tile.prepare(static_cast<int32_t*>(thread_scratch(num_words * sizeof(int32_t)))));
   Partial merged[kMostTileRows];
@@ -205,10 +210,10 @@ class Tiles {
 
 // Few tiles, long contexts: every (tile, split) is a task of its own, then every tile merges its splits, in index order
 // as always.
-template <class T>
+template <class T, class Stored>
 void attend_wide(const AttentionArgs& args, const Tiles& tiles, int64_t num_splits) {
   constexpr int64_t kHeader = 16;  // max, sum, whether the row sees the split; padded to keep outputs aligned
-  const int64_t stride = kHeader + RowTile<T>::output_width(args), tile_rows = tiles.tile_rows();
+  const int64_t stride = kHeader + RowTile<T, Stored>::output_width(args), tile_rows = tiles.tile_rows();
   float* partials = new float[static_cast<size_t>(tiles.count() * num_splits * tile_rows * stride)];
   const auto place = [&](int64_t tile, int64_t split, int64_t r) {
     return partials + ((tile * num_splits + split) * tile_rows + r) * stride;
@@ -216,9 +221,9 @@ void attend_wide(const AttentionArgs& args, const Tiles& tiles, int64_t num_spli
   parallel_for(tiles.count() * num_splits, [&](int64_t task) {
     const int64_t index = task / num_splits, split = task % num_splits;
     for (int64_t r = 0; r < tile_rows; ++r) place(index, split, r)[2] = 0.0f;
-    RowTile<T> tile(args, tiles.at(index));
+    RowTile<T, Stored> tile(args, tiles.at(index));
     if (split < tile.first_split() || split >= tile.end_split()) return;
-    const size_t num_words = RowTile<T>::scratch_words(args, tile_rows);
+    const size_t num_words = RowTile<T, Stored>::scratch_words(args, tile_rows);
     tile.prepare(static_cast<int32_t*>(thread_scratch(num_words * sizeof(int32_t))));
     tile.attend(split, [&](int64_t r, const Partial& partial) {
       float* to = place(index, split, r);
@@ -229,7 +234,7 @@ void attend_wide(const AttentionArgs& args, const Tiles& tiles, int64_t num_spli
     });
   });
   parallel_for(tiles.count(), [&](int64_t index) {
-    const RowTile<T> tile(args, tiles.at(index));
+    const RowTile<T, Stored> tile(args, tiles.at(index));
     for (int64_t r = 0; r < tiles.at(index).num_rows; ++r) {
       Partial merged = {0.0f, 0.0f, static_cast<float*>(thread_scratch(static_cast<size_t>(stride) * sizeof(float)))};
       bool started = false;
@@ -245,24 +250,28 @@ void attend_wide(const AttentionArgs& args, const Tiles& tiles, int64_t num_spli
   delete[] partials;
 }
 
-template <class T>
+template <class T, class Stored>
 void attend(const AttentionArgs& args) {
   const Tiles tiles(args);
   if (tiles.count() == 0) return;
   const int64_t num_splits = ceil_div(tiles.longest_context(), kSplitKeys);
   const int64_t num_partials = tiles.count() * num_splits * tiles.tile_rows();
-  const int64_t partial_bytes = num_partials * (16 + RowTile<T>::output_width(args)) * 4;
+  const int64_t partial_bytes = num_partials * (16 + RowTile<T, Stored>::output_width(args)) * 4;
   if (num_splits > 1 && tiles.count() < 2 * num_threads() && num_threads() > 1 && partial_bytes <= kMaxPartialBytes) {
-    return attend_wide<T>(args, tiles, num_splits);
+    return attend_wide<T, Stored>(args, tiles, num_splits);
   }
   // Late tiles of a prompt see the most keys: they go first, so that no thread is left with one at the end.
-  parallel_for(tiles.count(), [&](int64_t task) { attend_tile<T>(args, tiles.at(tiles.count() - 1 - task)); });
+  parallel_for(tiles.count(), [&](int64_t task) { attend_tile<T, Stored>(args, tiles.at(tiles.count() - 1 - task)); });
 }
 
 }  // namespace
 
 void paged_attention(const AttentionArgs& args) {
-  args.dtype == DType::kFloat32 ? attend<float>(args) : attend<bf16>(args);
+  if (args.key_scales != nullptr) {
+    args.dtype == DType::kFloat32 ? attend<float, int8_t>(args) : attend<bf16, int8_t>(args);
+  } else {
+    args.dtype == DType::kFloat32 ? attend<float, float>(args) : attend<bf16, bf16>(args);
+  }
 }
 
 }  // namespace shardline::SHARDLINE_ISA

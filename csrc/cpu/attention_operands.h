@@ -41,14 +41,17 @@ inline I32 load_words(const int32_t* p) {
 }
 inline void store_words(int32_t* p, I32 v) { __builtin_memcpy(p, &v, sizeof v); }
 
-// kLanes words of a row that has n elements left; zeros follow them.
-template <class T>
-inline I32 load_elements(const T* p, int64_t n) {
+inline I32 load_as_pairs(const bf16* p) { return load_pairs(p); }
+inline I32 load_as_pairs(const int8_t* p) { return rounded_pairs(load(p), load(p + kLanes)); }  // bf16 holds any byte
+
+// kLanes words of a row of Stored that has n elements left; zeros follow them.
+template <class T, class Stored>
+inline I32 load_elements(const Stored* p, int64_t n) {
   if constexpr (kPerWord<T> == 2) {
-    if (n >= 2 * kLanes) return load_pairs(p);
-    alignas(64) T padded[2 * kLanes] = {};
-    __builtin_memcpy(padded, p, static_cast<size_t>(n) * sizeof(T));
-    return load_pairs(padded);
+    if (n >= 2 * kLanes) return load_as_pairs(p);
+    alignas(64) Stored padded[2 * kLanes] = {};
+    __builtin_memcpy(padded, p, static_cast<size_t>(n) * sizeof(Stored));
+    return load_as_pairs(padded);
   } else {
     return (I32)load_n(p, n);
   }
@@ -74,14 +77,14 @@ inline void transpose(I32 (&rows)[kLanes]) {
 }
 
 // kLanes keys become [words of a key][kLanes].
-template <class T>
-inline void pack_keys(const T* const* keys, int64_t dim, int32_t* packed) {
+template <class T, class Stored>
+inline void pack_keys(const Stored* const* keys, int64_t dim, int32_t* packed) {
   const int64_t words = words_of<T>(dim);
   for (int64_t word = 0; word < words; word += kLanes) {
     I32 rows[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) {
-      rows[i] = load_elements(keys[i] + word * kPerWord<T>, dim - word * kPerWord<T>);
+      rows[i] = load_elements<T>(keys[i] + word * kPerWord<T>, dim - word * kPerWord<T>);
     }
     transpose(rows);
 #pragma GCC unroll 16
@@ -102,13 +105,13 @@ inline void interleave(I32 a, I32 b, int32_t* to) {
 #endif
 
 // As many values as a word has elements become one row of words, a word per column.
-template <class T>
-inline void pack_values(const T* const* values, int64_t dim, int32_t* packed) {
+template <class T, class Stored>
+inline void pack_values(const Stored* const* values, int64_t dim, int32_t* packed) {
   int64_t column = 0;
 #if defined(__AVX512BF16__)
   if constexpr (kPerWord<T> == 2) {
     for (; column + 2 * kLanes <= dim; column += 2 * kLanes) {
-      interleave(load_pairs(values[0] + column), load_pairs(values[1] + column), packed + column);
+      interleave(load_as_pairs(values[0] + column), load_as_pairs(values[1] + column), packed + column);
     }
   }
 #endif
@@ -134,10 +137,11 @@ inline void prefetch(const T* row, int64_t dim) {
 }
 
 // The keys of one split that a tile can see, and their packed copies. A group is packed when a row first needs it, so
-// that a lone row finds it in L1 still.
-template <class T>
+// that a lone row finds it in L1 still. The cache holds elements of Stored: T, or bytes and their scales.
+template <class T, class Stored>
 class Split {
  public:
+  static constexpr bool kScaled = sizeof(Stored) == 1;
   static constexpr int64_t kNumGroups = kSplitKeys / kGroupKeys;
 
   static int64_t key_words(int64_t dim) { return whole_vectors(words_of<T>(dim)); }
@@ -157,9 +161,13 @@ class Split {
     known_ = known;
     for (int64_t g = 0; g < kNumGroups; ++g) has_keys_[g] = has_values_[g] = false;
   }
-  void set(int64_t place, const T* key, const T* value) {
+  void set(int64_t place, const Stored* key, const Stored* value) {
     keys_[place] = key;
     values_[place] = value;
+  }
+  void set_scales(int64_t place, float key, float value) {
+    key_scales_[place] = key;
+    value_scales_[place] = value;
   }
 
   // The group's keys, [keys / kLanes][key_words][kLanes].
@@ -168,10 +176,10 @@ class Split {
     if (has_keys_[group]) return packed;
     has_keys_[group] = true;
     for (int64_t first = group * kGroupKeys; first < min64((group + 1) * kGroupKeys, known_.end); first += kLanes) {
-      const T* keys[kLanes];
+      const Stored* keys[kLanes];
       for (int i = 0; i < kLanes; ++i) keys[i] = keys_[nearest_known(first + i)];
       prefetch_rows(keys_, first, kLanes, key_dim_);
-      pack_keys(keys, key_dim_, packed + (first - group * kGroupKeys) * key_words(key_dim_));
+      pack_keys<T>(keys, key_dim_, packed + (first - group * kGroupKeys) * key_words(key_dim_));
     }
     return packed;
   }
@@ -183,15 +191,19 @@ class Split {
     has_values_[group] = true;
     int32_t* row = packed;
     for (int64_t key = group * kGroupKeys; key < min64((group + 1) * kGroupKeys, known_.end); key += kPerWord<T>) {
-      const T* values[2] = {values_[nearest_known(key)], values_[nearest_known(key + 1)]};
+      const Stored* values[2] = {values_[nearest_known(key)], values_[nearest_known(key + 1)]};
       if (key % kLanes == 0) prefetch_rows(values_, key, kLanes, value_dim_);
-      pack_values(values, value_dim_, row);
+      pack_values<T>(values, value_dim_, row);
       row += value_width();
     }
     return packed;
   }
 
   bool has_values(int64_t group) const { return has_values_[group]; }
+
+  // Scales of kLanes keys or values; of those that nobody sees, anything.
+  F32 key_scales(int64_t place) const { return load(key_scales_ + place); }
+  F32 value_scales(int64_t place) const { return load(value_scales_ + place); }
 
   int64_t key_words() const { return words_of<T>(key_dim_); }
   int64_t panel_words() const { return key_words(key_dim_) * kLanes; }
@@ -202,7 +214,7 @@ class Split {
 
   int64_t nearest_known(int64_t key) const { return max64(known_.begin, min64(key, known_.end - 1)); }
 
-  void prefetch_rows(const T* const* rows, int64_t key, int64_t count, int64_t dim) const {
+  void prefetch_rows(const Stored* const* rows, int64_t key, int64_t count, int64_t dim) const {
     const int64_t end = min64(key + kPrefetchKeys + count, known_.end);
     for (int64_t i = max64(key + kPrefetchKeys, known_.begin); i < end; ++i) prefetch(rows[i], dim);
   }
@@ -211,8 +223,9 @@ class Split {
   int32_t *packed_keys_, *packed_values_;
   Range known_;
   bool has_keys_[kNumGroups], has_values_[kNumGroups];
-  const T* keys_[kSplitKeys];
-  const T* values_[kSplitKeys];
+  const Stored* keys_[kSplitKeys];
+  const Stored* values_[kSplitKeys];
+  float key_scales_[kScaled ? kSplitKeys : 1], value_scales_[kScaled ? kSplitKeys : 1];
 };
 
 }  // namespace shardline::SHARDLINE_ISA

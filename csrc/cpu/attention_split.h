@@ -32,8 +32,9 @@ struct Row {
 constexpr int tile_vectors(int rows) { return kLanes == 16 || rows <= 3 ? 4 : 2; }
 
 // Scores of kRows rows against whole vectors of keys, `begin` to `end` of a group.
-template <class T, int kRows, int kVectors>
-void score_group(const Row* rows, const Split<T>& split, const int32_t* group, int64_t first_key, Range vectors) {
+template <class T, int kRows, int kVectors, class Stored>
+void score_group(const Row* rows, const Split<T, Stored>& split, const int32_t* group, int64_t first_key,
+                 Range vectors) {
   const int64_t words = split.key_words(), panel_words = split.panel_words();
   int64_t at = vectors.begin;
   for (; at + kVectors <= vectors.end; at += kVectors) {
@@ -53,7 +54,11 @@ void score_group(const Row* rows, const Split<T>& split, const int32_t* group, i
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) store(rows[r].scores + first_key + (at + v) * kLanes, sum[r][v]);
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t place = first_key + (at + v) * kLanes;
+        if constexpr (Split<T, Stored>::kScaled) sum[r][v] = sum[r][v] * split.key_scales(place);
+        store(rows[r].scores + place, sum[r][v]);
+      }
     }
   }
   if constexpr (kVectors > 1) {
@@ -61,8 +66,8 @@ void score_group(const Row* rows, const Split<T>& split, const int32_t* group, i
   }
 }
 
-template <class T, int kRows>
-void score_keys(const Row* rows, Split<T>& split, Range keys) {
+template <class T, int kRows, class Stored>
+void score_keys(const Row* rows, Split<T, Stored>& split, Range keys) {
   for (int64_t g = keys.begin / kGroupKeys; g * kGroupKeys < keys.end; ++g) {
     const int64_t first_key = g * kGroupKeys;
     const Range vectors = {max64(0, keys.begin - first_key) / kLanes,
@@ -96,10 +101,17 @@ void find_maximum(Row& row, const AttentionArgs& args) {
   row.partial.max = max_lanes(maximum(largest[0], largest[1])) * (args.softcap != 0.0f ? 1.0f : args.scale);
 }
 
-// Turns a row's scores into weights and their sum. What is summed is what the values are multiplied by, so that the
-// weights add up to one however they were rounded.
-template <class T>
-void weigh_scores(Row& row, const AttentionArgs& args) {
+// Weights times the scales of their values. Hidden keys have a weight of zero, and perhaps no scale.
+template <class Split>
+inline F32 scaled_weights(F32 weights, const Split& split, int64_t place) {
+  if constexpr (Split::kScaled) return weights == 0.0f ? F32{} : weights * split.value_scales(place);
+  return weights;
+}
+
+// Turns a row's scores into weights and their sum. Where pairs are multiplied, what is summed is what the values are
+// multiplied by, so that the weights add up to one however they were rounded; scaled ones are summed unscaled.
+template <class T, class Stored>
+void weigh_scores(Row& row, const Split<T, Stored>& split, const AttentionArgs& args) {
   const Range keys = padded(row.keys);
   const float scale = args.softcap != 0.0f ? 1.0f : args.scale;
   const float max = row.partial.max == -__builtin_inff() ? 0.0f : row.partial.max;
@@ -108,15 +120,20 @@ void weigh_scores(Row& row, const AttentionArgs& args) {
     constexpr float kLog2e = 1.44269504f;
     const F32 factor = broadcast(scale * kLog2e), shift = broadcast(max * -kLog2e);
     for (int64_t i = keys.begin; i < keys.end; i += 2 * kLanes) {
-      const I32 pairs = rounded_pairs(exp2_coarse(fma(load(row.scores + i), factor, shift)),
-                                      exp2_coarse(fma(load(row.scores + i + kLanes), factor, shift)));
+      const F32 first = exp2_coarse(fma(load(row.scores + i), factor, shift));
+      const F32 second = exp2_coarse(fma(load(row.scores + i + kLanes), factor, shift));
+      const I32 pairs = rounded_pairs(scaled_weights(first, split, i), scaled_weights(second, split, i + kLanes));
       store_words(row.weights + i / 2, pairs);
-      sum = dot_pairs(sum, pairs, broadcast_int(0x3f803f80));  // ones
+      if constexpr (Split<T, Stored>::kScaled) {
+        sum = sum + (first + second);
+      } else {
+        sum = dot_pairs(sum, pairs, broadcast_int(0x3f803f80));  // ones
+      }
     }
   } else {
     for (int64_t i = keys.begin; i < keys.end; i += kLanes) {
       const F32 weight = exp(fma(load(row.scores + i), broadcast(scale), broadcast(-max)));
-      store_words(row.weights + i, (I32)weight);
+      store_words(row.weights + i, (I32)scaled_weights(weight, split, i));
       sum = sum + weight;
     }
   }
@@ -166,8 +183,8 @@ void add_group(Row* rows, const int32_t* values, int64_t width, int64_t column, 
   }
 }
 
-template <class T, int kRows>
-void add_values(Row* rows, Split<T>& split, Range words, I32 visible) {
+template <class T, int kRows, class Stored>
+void add_values(Row* rows, Split<T, Stored>& split, Range words, I32 visible) {
   constexpr int64_t kGroupWords = kGroupKeys / kPerWord<T>;
   while (!words.empty()) {
     const int64_t group = words.begin / kGroupWords;
@@ -181,8 +198,8 @@ void add_values(Row* rows, Split<T>& split, Range words, I32 visible) {
 }
 
 // Adds the values of `words` that one row sees.
-template <class T>
-void add_visible_values(Row& row, Split<T>& split, Range words) {
+template <class T, class Stored>
+void add_visible_values(Row& row, Split<T, Stored>& split, Range words) {
   for (; words.begin < words.end; ++words.begin) {
     uint32_t visible = 0xffffffffu;
     if constexpr (kPerWord<T> == 2) {
@@ -195,8 +212,8 @@ void add_visible_values(Row& row, Split<T>& split, Range words) {
 
 // One split for kRows rows, each of which sees some of it: fills each row's partial. This is also the unit that context
 // parallelism hands out.
-template <class T, int kRows>
-void attend_split(Row* rows, Split<T>& split, const AttentionArgs& args) {
+template <class T, int kRows, class Stored>
+void attend_split(Row* rows, Split<T, Stored>& split, const AttentionArgs& args) {
   Range any = rows[0].keys, all = rows[0].keys;
   for (int r = 1; r < kRows; ++r) {
     any = {min64(any.begin, rows[r].keys.begin), max64(any.end, rows[r].keys.end)};
@@ -205,7 +222,7 @@ void attend_split(Row* rows, Split<T>& split, const AttentionArgs& args) {
   score_keys<T, kRows>(rows, split, any);
   for (int r = 0; r < kRows; ++r) find_maximum<T>(rows[r], args);
   for (int r = 0; r < kRows; ++r) {
-    weigh_scores<T>(rows[r], args);
+    weigh_scores(rows[r], split, args);
     __builtin_memset(rows[r].partial.output, 0, static_cast<size_t>(split.value_width()) * sizeof(float));
   }
   const auto words_seen = [](const Row& row) {
@@ -221,8 +238,8 @@ void attend_split(Row* rows, Split<T>& split, const AttentionArgs& args) {
   for (int r = 0; r < kRows; ++r) add_visible_values(rows[r], split, {whole.end, words_seen(rows[r]).end});
 }
 
-template <class T, int kRows = kMaxRows>
-void attend_rows(int num_rows, Row* rows, Split<T>& split, const AttentionArgs& args) {
+template <class T, int kRows = kMaxRows, class Stored>
+void attend_rows(int num_rows, Row* rows, Split<T, Stored>& split, const AttentionArgs& args) {
   if (num_rows == kRows) return attend_split<T, kRows>(rows, split, args);
   if constexpr (kRows > 1) attend_rows<T, kRows - 1>(num_rows, rows, split, args);
 }

@@ -183,21 +183,45 @@ void softcap(nb::handle logits_object, float cap) {
   perform([data = logits.as<float>(), count = logits.num_elements(), cap] { kernels().softcap(data, count, cap); });
 }
 
+void quantize_kv(const Tensor& x, const Tensor& cache, const Tensor& scales, const Tensor& slots) {
+  const QuantizeKvArgs args = {x.dtype(), x.data(), x.row_stride(), cache.as<int8_t>(), scales.as<float>(),
+                               slots.as<int64_t>(), x.size(0), x.size(1), x.size(2), cache.size(2)};
+  perform([args, num_slots = cache.size(0) * cache.size(2)] {
+    check_slots(args.slots, args.num_tokens, num_slots);
+    kernels().quantize_kv(args);
+  });
+}
+
+void check_scales(const Tensor& scales, const Tensor& cache) {
+  scales.is(DType::kFloat32).has_shape({cache.size(0), cache.size(1), cache.size(2)}).is_contiguous();
+}
+
 void write_kv(nb::handle key_object, nb::handle value_object, nb::handle key_cache_object,
-              nb::handle value_cache_object, nb::handle slots_object) {
+              nb::handle value_cache_object, nb::handle slots_object, nb::handle key_scales_object,
+              nb::handle value_scales_object) {
   const Tensor key(key_object, "key"), value(value_object, "value");
   const Tensor key_cache(key_cache_object, "key_cache"), value_cache(value_cache_object, "value_cache");
   const Tensor slots(slots_object, "slots");
   key.is_floating().has_shape({-1, -1, -1}).has_rows();
   value.same_dtype(key).has_shape({key.size(0), key.size(1), -1}).has_rows();
-  key_cache.same_dtype(key).has_shape({-1, key.size(1), -1, key.size(2)}).is_contiguous();
-  value_cache.same_dtype(key).has_shape({key_cache.size(0), key.size(1), key_cache.size(2), value.size(2)})
+  const bool scaled = !key_scales_object.is_none();
+  for (const Tensor* cache : {&key_cache, &value_cache}) scaled ? cache->is(DType::kInt8) : cache->same_dtype(key);
+  key_cache.has_shape({-1, key.size(1), -1, key.size(2)}).is_contiguous();
+  value_cache.has_shape({key_cache.size(0), key.size(1), key_cache.size(2), value.size(2)})
       .is_contiguous();
   slots.is(DType::kInt64).has_shape({key.size(0)}).is_contiguous();
+  const int64_t num_slots = key_cache.size(0) * key_cache.size(2);
+  if (scaled) {
+    const Tensor key_scales(key_scales_object, "key_scales"), value_scales(value_scales_object, "value_scales");
+    check_scales(key_scales, key_cache);
+    check_scales(value_scales, value_cache);
+    quantize_kv(key, key_cache, key_scales, slots);
+    return quantize_kv(value, value_cache, value_scales, slots);
+  }
   const WriteKvArgs args = {element_size(key.dtype()), key.data(), value.data(), key.row_stride(), value.row_stride(),
                             key_cache.data(), value_cache.data(), slots.as<int64_t>(), key.size(0), key.size(1),
                             key.size(2), value.size(2), key_cache.size(2)};
-  perform([args, num_slots = key_cache.size(0) * key_cache.size(2)] {
+  perform([args, num_slots] {
     check_slots(args.slots, args.num_tokens, num_slots);
     write_kv(args);
   });
@@ -205,14 +229,17 @@ void write_kv(nb::handle key_object, nb::handle value_object, nb::handle key_cac
 
 void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::handle value_cache_object,
                      nb::handle block_tables_object, nb::handle query_starts_object, nb::handle context_lens_object,
-                     nb::handle out_object, float scale, std::optional<int64_t> window, std::optional<float> softcap) {
+                     nb::handle out_object, float scale, std::optional<int64_t> window, std::optional<float> softcap,
+                     nb::handle key_scales_object, nb::handle value_scales_object) {
   const Tensor query(query_object, "query"), out(out_object, "out");
   const Tensor key_cache(key_cache_object, "key_cache"), value_cache(value_cache_object, "value_cache");
   const Tensor block_tables(block_tables_object, "block_tables"), query_starts(query_starts_object, "query_starts");
   const Tensor context_lens(context_lens_object, "context_lens");
   query.is_floating().has_shape({-1, -1, -1}).has_rows();
-  key_cache.same_dtype(query).has_shape({-1, -1, -1, query.size(2)}).is_contiguous();
-  value_cache.same_dtype(query).has_shape({key_cache.size(0), key_cache.size(1), key_cache.size(2), -1})
+  const bool scaled = !key_scales_object.is_none();
+  for (const Tensor* cache : {&key_cache, &value_cache}) scaled ? cache->is(DType::kInt8) : cache->same_dtype(query);
+  key_cache.has_shape({-1, -1, -1, query.size(2)}).is_contiguous();
+  value_cache.has_shape({key_cache.size(0), key_cache.size(1), key_cache.size(2), -1})
       .is_contiguous();
   out.same_dtype(query).has_shape({query.size(0), query.size(1), value_cache.size(3)}).is_contiguous();
   context_lens.is(DType::kInt32).has_shape({-1}).is_contiguous();
@@ -223,11 +250,18 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
   }
   if (!(scale > 0)) raise_value_error("scale must be positive");
   if (window && *window < 1) raise_value_error("window must be at least 1, or None");
-  const AttentionArgs args = {query.dtype(), query.data(), query.row_stride(), key_cache.data(), value_cache.data(),
+  AttentionArgs args = {query.dtype(), query.data(), query.row_stride(), key_cache.data(), value_cache.data(),
                               block_tables.as<int32_t>(), block_tables.row_stride(), query_starts.as<int32_t>(),
                               context_lens.as<int32_t>(), out.data(), context_lens.size(0), query.size(1),
                               key_cache.size(1), query.size(2), value_cache.size(3), key_cache.size(2),
-                              window.value_or(0), scale, softcap.value_or(0.0f)};
+                              window.value_or(0), scale, softcap.value_or(0.0f), nullptr, nullptr};
+  if (scaled) {
+    const Tensor key_scales(key_scales_object, "key_scales"), value_scales(value_scales_object, "value_scales");
+    check_scales(key_scales, key_cache);
+    check_scales(value_scales, value_cache);
+    args.key_scales = key_scales.as<float>();
+    args.value_scales = value_scales.as<float>();
+  }
   perform([args, num_tokens = query.size(0), max_blocks = block_tables.size(1), num_blocks = key_cache.size(0)] {
     check_sequences(args, args.window, num_tokens, max_blocks, num_blocks);
     kernels().paged_attention(args);
@@ -247,10 +281,13 @@ void bind_ops(nb::module_& m) {
   m.def("apply_rope", &apply_rope, "x"_a, "positions"_a, "table"_a, "interleaved"_a);
   m.def("activation", &activation, "x"_a, "out"_a, "name"_a, "gated"_a);
   m.def("softcap", &softcap, "logits"_a, "cap"_a);
-  m.def("write_kv", static_cast<void (*)(nb::handle, nb::handle, nb::handle, nb::handle, nb::handle)>(&write_kv),
-        "key"_a, "value"_a, "key_cache"_a, "value_cache"_a, "slots"_a);
+  m.def("write_kv",
+        static_cast<void (*)(nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle)>(
+            &write_kv),
+        "key"_a, "value"_a, "key_cache"_a, "value_cache"_a, "slots"_a, "key_scales"_a.none(), "value_scales"_a.none());
   m.def("paged_attention", &paged_attention, "query"_a, "key_cache"_a, "value_cache"_a, "block_tables"_a,
-        "query_starts"_a, "context_lens"_a, "out"_a, "scale"_a, "window"_a.none(), "softcap"_a.none());
+        "query_starts"_a, "context_lens"_a, "out"_a, "scale"_a, "window"_a.none(), "softcap"_a.none(),
+        "key_scales"_a.none(), "value_scales"_a.none());
 }
 
 }  // namespace shardline

@@ -129,6 +129,19 @@ struct AttentionArgs {
   int64_t window;  // 0 for none
   float scale;
   float softcap;  // 0 for none
+  // [num_blocks, num_kv_heads, block_size], and the caches are int8; null: the caches are in dtype
+  const float *key_scales, *value_scales;
+};
+
+// Rows of keys, or of values, into an int8 cache: value = scale * byte.
+struct QuantizeKvArgs {
+  DType dtype;
+  const void* x;  // [num_tokens, num_kv_heads, dim]
+  int64_t x_stride;
+  int8_t* cache;         // [num_blocks, num_kv_heads, block_size, dim]
+  float* scales;         // [num_blocks, num_kv_heads, block_size]
+  const int64_t* slots;  // [num_tokens]; negative: not stored
+  int64_t num_tokens, num_kv_heads, dim, block_size;
 };
 
 struct MlaAttentionArgs {
@@ -176,6 +189,7 @@ struct Kernels {
   void (*exp_shifted)(const float* logits, int64_t count, float shift, float scale, float* out);
   // The largest logit, and the lowest index that has it; NaN never wins.
   int64_t (*argmax)(const float* logits, int64_t count);
+  void (*quantize_kv)(const QuantizeKvArgs&);
   void (*quantize_rows)(const QuantizeRowsArgs&);
   void (*pack_int8)(const PackQuantizedArgs&);
   void (*linear_int8)(const QuantizedLinearArgs&);

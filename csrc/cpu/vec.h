@@ -137,6 +137,18 @@ inline F32 load(const bf16* p) {
   return shifted_up(v);
 }
 
+inline F32 load(const int8_t* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
+#else
+  F32 v;
+  for (int i = 0; i < kLanes; ++i) v[i] = static_cast<float>(p[i]);
+  return v;
+#endif
+}
+
 inline void store(float* p, F32 v) { __builtin_memcpy(p, &v, sizeof v); }
 // Round to nearest even; NaN stays NaN.
 inline void store(bf16* p, F32 v) {

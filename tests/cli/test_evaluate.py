@@ -25,6 +25,16 @@ def test_the_demo_model_by_its_conversations(
     assert f"{100 * figures['top1_agreement']:.2f}%" in capsys.readouterr().out
 
 
+def test_the_demo_model_with_keys_and_values_in_int8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "quality.json"
+    assert main(["evaluate", "--kv-cache-dtype", "int8", "--json", str(report)]) == 0
+    figures = json.loads(report.read_text())
+    assert figures["top1_agreement"] >= 0.99
+    assert figures["perplexity"] < 1.02
+    assert figures["max_difference"] > 0
+    assert "KV in int8" in capsys.readouterr().out
+
+
 def test_a_text_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Join two or more pathname components. " * 100)

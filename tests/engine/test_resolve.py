@@ -35,6 +35,8 @@ def test_the_pool_is_what_the_memory_holds() -> None:
     roomy = setup(kv_cache_memory="8MiB", max_model_len=64)
     # 8 layers x 8 KV heads x 32 dims x (keys and values) x 2 bytes, 16 tokens a block.
     assert roomy.num_blocks == (8 << 20) // (8 * 8 * 32 * 2 * 2 * 16)
+    bytewise = setup(kv_cache_memory="8MiB", max_model_len=64, kv_cache_dtype="int8")
+    assert bytewise.num_blocks == (8 << 20) // (8 * 8 * (32 + 4) * 2 * 16)  # a byte each, and a scale
     split = setup(kv_cache_memory="8MiB", max_model_len=64, tensor_parallel_size=2)
     assert split.num_blocks == min(2 * roomy.num_blocks, 128 * 4 + 1)
 

@@ -117,10 +117,12 @@ def run(engine: Engine, requests: Sequence[Request], batch: str) -> dict[str, An
     return answers
 
 
-def golden(model: Path, dtype: str, quantization: str, requests: Sequence[Request]) -> dict[str, Answer]:
+def golden(model: Path, dtype: str, quantization: str, kv: str, requests: Sequence[Request]) -> dict[str, Answer]:
     """One process, one rank, one request after another, nothing cached, nothing replayed, prompts whole."""
     with patch.object(DecodeReplay, "__call__", lambda replay, step, hidden: replay.forward(step, hidden)):
-        engine, executor = start_engine(model, dtype=dtype, quantization=quantization, enable_prefix_caching=False)
+        engine, executor = start_engine(
+            model, dtype=dtype, quantization=quantization, kv_cache_dtype=kv, enable_prefix_caching=False
+        )
         answers = run(engine, requests, "alone")
         executor.close()
     return answers
@@ -132,6 +134,7 @@ def run_case(model: Path, case: Case, requests: Sequence[Request]) -> tuple[dict
     options: dict[str, object] = {
         "dtype": case.dtype,
         "quantization": case.quantization,
+        "kv_cache_dtype": case.kv.removeprefix("kv-"),
         "enable_prefix_caching": case.cache != "off",
         "max_num_batched_tokens": max_step_tokens,
         "enable_expert_parallel": case.experts == WHOLE_EXPERTS,

@@ -14,21 +14,21 @@ VOCAB_SIZE = 256
 
 
 class Goldens:
-    """Checkpoint, requests and golden answers of each family, dtype and quantization, made when first asked for."""
+    """Checkpoint, requests and golden answers of each family, dtype, quantization and KV type, made when asked for."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._known: dict[tuple[str, str, str], dict[str, Answer]] = {}
+        self._known: dict[tuple[str, str, str, str], dict[str, Answer]] = {}
         self.requests = make_requests(VOCAB_SIZE)
 
     def model(self, family: str) -> Path:
         folder = self._folder / family
         return folder if folder.exists() else make_checkpoint(family, folder, **EXACTNESS_SHAPE.get(family, {}))
 
-    def answers(self, family: str, dtype: str, quantization: str = "none") -> dict[str, Answer]:
-        key = family, dtype, quantization
+    def answers(self, family: str, dtype: str, quantization: str = "none", kv: str = "kv-auto") -> dict[str, Answer]:
+        key = family, dtype, quantization, kv
         if key not in self._known:
-            self._known[key] = golden(self.model(family), dtype, quantization, self.requests)
+            self._known[key] = golden(self.model(family), dtype, quantization, kv.removeprefix("kv-"), self.requests)
         return self._known[key]
 
 
@@ -57,7 +57,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_one_answer(case: Case, goldens: Goldens) -> None:
-    expected = goldens.answers(case.family, case.dtype, case.quantization)
+    expected = goldens.answers(case.family, case.dtype, case.quantization, case.kv)
     answers, stats = run_case(goldens.model(case.family), case, goldens.requests)
     for request_id, answer in answers.items():
         assert answer.token_ids == expected[request_id].token_ids, request_id

@@ -81,7 +81,7 @@ def test_every_token_may_choose_the_same_experts(whole: bool, tmp_path: Path) ->
             weights[key] = torch.zeros_like(weight)
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     requests = make_requests(256, count=4)
-    expected = golden(model, "bfloat16", "none", requests)
+    expected = golden(model, "bfloat16", "none", "auto", requests)
     engine, executor = start_engine(
         model, tensor=2, pipeline=2, dtype="bfloat16", enable_expert_parallel=whole, enable_prefix_caching=False
     )
@@ -109,7 +109,7 @@ def test_fast_numerics_answer_alike(family: str, whole: bool, tmp_path: Path) ->
     """Partial sums across ranks change last bits only: in float32, most greedy tokens stay."""
     model = make_checkpoint(family, tmp_path / family)
     requests = [request for request in make_requests(256) if request.sampling.temperature == 0.0]
-    expected = golden(model, "float32", "none", requests)
+    expected = golden(model, "float32", "none", "auto", requests)
     engine, executor = start_engine(model, tensor=3, dtype="float32", numerics="fast", enable_expert_parallel=whole)
     try:
         answers = run(engine, requests, "together")

@@ -229,7 +229,7 @@ class Replicas:
 
 def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
     """The counters and gauges of several replicas, added up."""
-    names = EngineStats.__struct_fields__
+    names = set(EngineStats.__struct_fields__) - {"experts"}  # a load has no sum: experts are each model's own
     return EngineStats(**{name: sum(getattr(one, name) for one in stats) for name in names})
 
 

@@ -86,6 +86,11 @@ class CacheConfig:
     """The paged KV cache."""
 
     block_size: int = option(16, "tokens per KV block")
+    kv_cache_dtype: str = option(
+        "auto",
+        "type of keys and values in the cache; auto: the activations'; int8: one byte and a scale per token and head",
+        choices=("auto", "int8"),
+    )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
     kv_cache_memory: str | int | None = option(
         None, "KV cache bytes per rank, for example 4GiB; default: from --gpu-memory-utilization"

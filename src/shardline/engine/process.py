@@ -141,7 +141,8 @@ def _fingerprint(setup: ReplicaSetup, isa: str) -> str:
     exact = config.parallel.numerics == "exact"
     numerics = f"n{NUMERICS_VERSION}" if exact else f"fast-tp{setup.grid.tensor}"
     scheme = "" if setup.quantization is None else f"-{setup.quantization}"
-    return f"sl-{digest.hexdigest()}-{config.model.dtype}{scheme}-{numerics}-{isa}"
+    cache = "" if setup.kv_dtype == setup.dtype else f"-kv-{setup.kv_dtype}"
+    return f"sl-{digest.hexdigest()}-{config.model.dtype}{scheme}{cache}-{numerics}-{isa}"
 
 
 def main() -> None:

@@ -36,10 +36,10 @@ def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: di
         )
     tokens = int(setup.max_concurrency * setup.max_model_len)
     per_token = [
-        kv_bytes_per_token(spec, grid.place(rank), setup.stages, setup.dtype) for rank in range(grid.world_size)
+        kv_bytes_per_token(spec, grid.place(rank), setup.stages, setup.kv_dtype) for rank in range(grid.world_size)
     ]
     lines += [
-        f"{ranks[0].device} KV cache size: {tokens:,} tokens",
+        f"{ranks[0].device} KV cache size: {tokens:,} tokens in {setup.kv_dtype}",
         f"KV bytes per token: {sum(per_token):,} ({', '.join(f'rank {r}: {n:,}' for r, n in enumerate(per_token))})",
         f"# {ranks[0].device} blocks: {setup.num_blocks - 1}, block size {cache.block_size}, KV groups "
         f"{len(setup.groups)}, prefix caching {'on' if cache.enable_prefix_caching else 'off'}",

@@ -19,7 +19,7 @@ from shardline.models.sizes import kv_block_bytes, stage_spans, step_bytes, weig
 from shardline.models.spec import MLA, DecoderSpec, DType, MoE
 from shardline.runtime.loader.checkpoint import Checkpoint
 from shardline.runtime.loader.hub import resolve_model
-from shardline.runtime.setup import pool_blocks, replica_grid
+from shardline.runtime.setup import kv_dtype, pool_blocks, replica_grid
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +45,8 @@ def resolve(config: EngineConfig) -> EngineConfig:
         )
     if parallel.device == "cuda":
         _check_gpu_support(config, spec)
+    if config.cache.kv_cache_dtype == "int8" and any(isinstance(layer.attention, MLA) for layer in spec.layers):
+        raise ValueError("kv_cache_dtype int8 is not supported for latent attention, whose cache is small; use auto")
     check_tensor_parallel(spec, parallel.tensor_parallel_size)
     if parallel.enable_expert_parallel:
         check_expert_parallel(spec, parallel.tensor_parallel_size, parallel.data_parallel_size)
@@ -135,6 +137,8 @@ def _check_gpu_support(config: EngineConfig, spec: DecoderSpec) -> None:
         raise ValueError(f"quantization {config.model.quantization} is not supported on GPUs yet; use --device cpu")
     if any(isinstance(layer.attention, MLA) for layer in spec.layers):
         raise ValueError("latent attention is not supported on GPUs yet; use --device cpu")
+    if config.cache.kv_cache_dtype != "auto":
+        raise ValueError(f"kv_cache_dtype {config.cache.kv_cache_dtype} is not supported on GPUs yet; use auto")
     if any(isinstance(layer.feed_forward, MoE) for layer in spec.layers):
         raise ValueError("mixtures of experts are not supported on GPUs yet; use --device cpu")
 
@@ -210,9 +214,9 @@ def _check_memory(
     they are taken at the start, which then fails.)"""
     if config.parallel.device == "cuda":
         return
-    dtype, block_size = cast(DType, config.model.dtype), config.cache.block_size
-    blocks = sum(kv_block_bytes(spec, grid.place(rank), stages, dtype, block_size) for rank in range(grid.world_size))
-    weights = _engine_weight_bytes(config, spec, grid, stages, dtype)
+    stored, block_size = kv_dtype(config), config.cache.block_size
+    blocks = sum(kv_block_bytes(spec, grid.place(rank), stages, stored, block_size) for rank in range(grid.world_size))
+    weights = _engine_weight_bytes(config, spec, grid, stages, cast(DType, config.model.dtype))
     needed = config.parallel.num_engines * (weights + num_blocks * blocks)
     available = available_host_memory()
     if needed > available:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from shardline.config.topology import RankPlace
 from shardline.models.parameters import (
@@ -27,6 +28,9 @@ from shardline.models.partition import (
 from shardline.models.sharding import Numerics, shard, shard_shape
 from shardline.models.spec import MLA, Attention, DecoderSpec, Dense, DType, Layer, MoE
 from shardline.models.weight_formats import weight_format
+
+KVDType = DType | Literal["int8"]
+"""What the KV cache holds: int8 has a float32 scale beside every token's head."""
 
 DTYPE_BYTES: Mapping[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element."""
@@ -79,7 +83,7 @@ def weight_bytes(
     return total
 
 
-def kv_bytes_per_token(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: DType) -> int:
+def kv_bytes_per_token(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: KVDType) -> int:
     """Bytes of keys and values that the rank at `place` stores for a token, summed over its stage's layers.
 
     A layer with a window stores only the tokens within it; this counts it like any other.
@@ -88,7 +92,7 @@ def kv_bytes_per_token(spec: DecoderSpec, place: RankPlace, stages: Sequence[Spa
     return sum(_layer_kv_bytes(spec.layers[index].attention, place, dtype) for index in range(stage.start, stage.stop))
 
 
-def kv_block_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: DType, block_size: int) -> int:
+def kv_block_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: KVDType, block_size: int) -> int:
     """Bytes of one KV block on the rank at `place`.
 
     A block holds `block_size` tokens of one KV group (see `partition.kv_groups`), those of the group's layers that lie
@@ -161,16 +165,18 @@ def _multiplications_per_pair(attention: Attention) -> int:
     return attention.num_heads * 2 * attention.head_dim
 
 
-def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: DType) -> int:
-    """Keys and values of one token in one layer on one rank.
+def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType) -> int:
+    """Keys and values of one token in one layer on one rank, scales included.
 
     Ranks of a tensor-parallel group share one pool of latents; each accounts for an even part.
     """
     if isinstance(attention, MLA):
         part = split_dim(attention.latent_dim, len(place.tp_peers))[place.tp_rank]
+        assert dtype != "int8", "refused by resolve"
         return part.size * DTYPE_BYTES[dtype]
     shares = split_heads(attention.num_heads, attention.num_kv_heads, len(place.tp_peers))
-    return 2 * shares[place.tp_rank].kv_heads.size * attention.head_dim * DTYPE_BYTES[dtype]
+    head_bytes = attention.head_dim + 4 if dtype == "int8" else attention.head_dim * DTYPE_BYTES[dtype]
+    return 2 * shares[place.tp_rank].kv_heads.size * head_bytes
 
 
 def _num_active(layer: Layer, hidden_size: int, dims: int | None = None) -> int:

@@ -11,7 +11,7 @@ from shardline.models.kv_capacity import blocks_per_request
 from shardline.models.lookup import decoder_spec
 from shardline.models.partition import KVGroup, Span, kv_groups
 from shardline.models.sharding import Numerics
-from shardline.models.sizes import kv_block_bytes, stage_spans
+from shardline.models.sizes import KVDType, kv_block_bytes, stage_spans
 from shardline.models.spec import MLA, DecoderSpec, DType, MoE
 from shardline.runtime.loader.hub import ModelFiles, resolve_model
 from shardline.runtime.parallel.segment import SegmentLayout
@@ -19,7 +19,7 @@ from shardline.runtime.parallel.segment import SegmentLayout
 _CACHED_REQUESTS = 64
 """Requests of full length that the prefix cache may keep, however few may run at once."""
 
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 """Changes whenever the same request may get other bits than before; part of the fingerprint."""
 
 
@@ -46,8 +46,13 @@ class ReplicaSetup:
 
     @property
     def dtype(self) -> DType:
-        """Type of weights, activations and KV cache."""
+        """Type of weights and activations."""
         return cast(DType, self.config.model.dtype)
+
+    @property
+    def kv_dtype(self) -> KVDType:
+        """Type of keys and values in the cache."""
+        return kv_dtype(self.config)
 
     @property
     def numerics(self) -> Numerics:
@@ -129,6 +134,11 @@ def prepare(config: EngineConfig) -> ReplicaSetup:
     )
 
 
+def kv_dtype(config: EngineConfig) -> KVDType:
+    """What the KV cache of a resolved configuration holds."""
+    return "int8" if config.cache.kv_cache_dtype == "int8" else cast(DType, config.model.dtype)
+
+
 def replica_grid(parallel: ParallelConfig) -> RankGrid:
     """The ranks of one engine."""
     return RankGrid(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, data=parallel.lockstep)
@@ -143,7 +153,7 @@ def pool_blocks(
     if cache.num_gpu_blocks_override is not None:
         return cache.num_gpu_blocks_override + 1
     assert isinstance(cache.kv_cache_memory, int)
-    dtype = cast(DType, config.model.dtype)
+    dtype = kv_dtype(config)
     largest = max(
         kv_block_bytes(spec, grid.place(rank), stages, dtype, cache.block_size) for rank in range(grid.world_size)
     )

@@ -17,6 +17,7 @@ from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.device import Device, open_device
 from shardline.runtime.finite import FiniteWatch
 from shardline.runtime.layers.context import LayerContext
+from shardline.runtime.layers.kv_pages import CachePart
 from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.messages import RankReport
 from shardline.runtime.parallel.groups import RankGroups
@@ -142,26 +143,33 @@ class Worker:
         """
         setup = self._setup
         layers = setup.stages[self._groups.place.pp_rank]
+        dtype: torch.dtype = getattr(torch, setup.kv_dtype)
         pools: list[tuple[torch.Tensor, ...]] = []
+        pool_parts: list[tuple[CachePart, ...]] = []
         total = 0
         for group in setup.groups:
             mine = [index for index in group.layers if layers.start <= index < layers.stop]
             for depth, index in enumerate(mine):
                 attention = stage.layers[index - layers.start].attention
-                shapes = attention.cache_shapes(setup.num_blocks, setup.config.cache.block_size)
+                parts = attention.cache_parts(setup.num_blocks, setup.config.cache.block_size, dtype)
                 if depth == len(pools):
-                    pools.append(tuple(self._pages(shape, total, device) for shape in shapes))
-                    total += sum(part.nbytes for part in pools[depth])
-                assert tuple(part.shape for part in pools[depth]) == shapes, "one shape per pool"
+                    pages = []
+                    for part in parts:
+                        pages.append(self._pages(part, total, device))
+                        total += part.num_bytes
+                    pools.append(tuple(pages))
+                    pool_parts.append(parts)
+                assert pool_parts[depth] == parts, "one shape per pool"
                 attention.bind_cache(*pools[depth])
         if self._groups.kv_pool is None:
             return total
         assert total == len(self._groups.kv_pool), "the segment was cut for this pool"
         return split_dim(total, self._groups.tensor.size)[self._groups.tensor.rank].size
 
-    def _pages(self, shape: tuple[int, ...], offset: int, device: Device) -> torch.Tensor:
+    def _pages(self, part: CachePart, offset: int, device: Device) -> torch.Tensor:
         """An uninitialised tensor, at `offset` in a shared pool; pages that nobody touches take no memory."""
         shared = self._groups.kv_pool
         if shared is None:
-            return torch.empty(shape, dtype=self._dtype, device=device.torch)
-        return torch.frombuffer(shared, dtype=self._dtype, count=math.prod(shape), offset=offset).view(shape)
+            return torch.empty(part.shape, dtype=part.dtype, device=device.torch)
+        count = math.prod(part.shape)
+        return torch.frombuffer(shared, dtype=part.dtype, count=count, offset=offset).view(part.shape)

@@ -1,4 +1,4 @@
-"""`shardline evaluate MODEL --quantization SCHEME`: what a quantization costs in quality."""
+"""`shardline evaluate MODEL --quantization SCHEME --kv-cache-dtype int8`: what a quantization costs in quality."""
 
 from __future__ import annotations
 
@@ -46,9 +46,16 @@ def run(args: argparse.Namespace) -> int:
     if (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size) != (1, 1, 1):
         raise ValueError("evaluate runs on one rank: answers are the same in every layout")
     documents = _documents(config, load_model_text(config), args.text)
-    plain = dataclasses.replace(config, model=dataclasses.replace(config.model, quantization=None))
+    plain = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, quantization=None),
+        cache=dataclasses.replace(config.cache, kv_cache_dtype="auto"),
+    )
     quality = compare(prepare(resolve(config)), prepare(resolve(plain)), documents)
-    print("\n".join(_lines(config.model.quantization or "none", quality)))
+    scheme = config.model.quantization or "none"
+    if config.cache.kv_cache_dtype != "auto":
+        scheme += f" with KV in {config.cache.kv_cache_dtype}"
+    print("\n".join(_lines(scheme, quality)))
     if args.json is not None:
         args.json.write_text(json.dumps(dataclasses.asdict(quality), indent=2) + "\n", encoding="utf-8")
     return 0

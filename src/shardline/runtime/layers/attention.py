@@ -7,6 +7,7 @@ from torch import Tensor
 
 from shardline.models.spec import GQA, Rope
 from shardline.runtime.layers.context import LayerContext
+from shardline.runtime.layers.kv_pages import CachePart, KVPages
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import NormLayer
 from shardline.runtime.ops.attention import paged_attention
@@ -44,21 +45,21 @@ class AttentionLayer:
         self._q_norm = NormLayer(context, f"{name}.q_norm", spec.qk_norm) if spec.qk_norm else None
         self._k_norm = NormLayer(context, f"{name}.k_norm", spec.qk_norm) if spec.qk_norm else None
         self._table = tables.of(spec.rope) if spec.rope else None
-        self._key_cache: Tensor | None = None
-        self._value_cache: Tensor | None = None
+        self._pages: KVPages | None = None
 
-    def cache_shapes(self, num_blocks: int, block_size: int) -> tuple[tuple[int, ...], ...]:
-        """Of the tensors that `bind_cache` takes."""
+    def cache_parts(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[CachePart, ...]:
+        """The tensors that `bind_cache` takes, for keys and values of `dtype`."""
         shape = (num_blocks, self._num_heads[1], block_size, self._spec.head_dim)
-        return shape, shape
+        scales = (CachePart(shape[:3], torch.float32),) * 2 if dtype == torch.int8 else ()
+        return (CachePart(shape, dtype), CachePart(shape, dtype), *scales)
 
-    def bind_cache(self, key_cache: Tensor, value_cache: Tensor) -> None:
-        """Give the layer its pages."""
-        self._key_cache, self._value_cache = key_cache, value_cache
+    def bind_cache(self, *pages: Tensor) -> None:
+        """Give the layer the memory of its keys and values."""
+        self._pages = KVPages(*pages)
 
     def __call__(self, x: Tensor, step: StepInput, kv: KVGroupInput) -> Tensor:
-        assert self._key_cache is not None
-        assert self._value_cache is not None
+        pages = self._pages
+        assert pages is not None
         head_dim = self._spec.head_dim
         heads = self._qkv(x).view(x.shape[0], -1, head_dim)
         q, k, v = torch.split(heads, self._num_heads, dim=1)
@@ -67,16 +68,18 @@ class AttentionLayer:
         if self._table is not None:
             assert self._spec.rope is not None
             apply_rope(q, k, step.positions, self._table, interleaved=self._spec.rope.interleaved)
-        write_kv(k, v, self._key_cache, self._value_cache, kv.slots)
+        scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
+        write_kv(k, v, pages.keys, pages.values, kv.slots, **scales)
         attended = paged_attention(
             q,
-            self._key_cache,
-            self._value_cache,
+            pages.keys,
+            pages.values,
             kv.block_tables,
             step.query_starts,
             step.context_lens,
             self._spec.scale,
             window=self._spec.window,
             softcap=self._spec.softcap,
+            **scales,
         )
         return self._output(attended.view(x.shape[0], -1))

@@ -8,11 +8,13 @@ norm), the queries after each of their projections, what a head collects, and it
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from shardline.models.spec import MLA
 from shardline.runtime.layers.attention import RotaryTables
 from shardline.runtime.layers.context import LayerContext
+from shardline.runtime.layers.kv_pages import CachePart
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import NormLayer
 from shardline.runtime.ops.kv_cache import write_latent
@@ -51,9 +53,9 @@ class LatentAttentionLayer:
         self._table = tables.of(spec.rope)
         self._cache: Tensor | None = None
 
-    def cache_shapes(self, num_blocks: int, block_size: int) -> tuple[tuple[int, ...], ...]:
-        """Of the tensors that `bind_cache` takes."""
-        return ((num_blocks, block_size, self._spec.latent_dim),)
+    def cache_parts(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[CachePart, ...]:
+        """The tensors that `bind_cache` takes."""
+        return (CachePart((num_blocks, block_size, self._spec.latent_dim), dtype),)
 
     def bind_cache(self, cache: Tensor) -> None:
         """Give the layer its pages."""

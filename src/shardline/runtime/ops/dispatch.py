@@ -45,7 +45,15 @@ class Kernels(Protocol):
     def activation(self, x: Tensor, out: Tensor, name: str, gated: bool, /) -> None: ...
     def softcap(self, logits: Tensor, cap: float, /) -> None: ...
     def write_kv(
-        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, /
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slots: Tensor,
+        key_scales: Tensor | None,
+        value_scales: Tensor | None,
+        /,
     ) -> None: ...
     def paged_attention(
         self,
@@ -59,6 +67,8 @@ class Kernels(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        key_scales: Tensor | None,
+        value_scales: Tensor | None,
         /,
     ) -> None: ...
     def greedy_argmax(self, logits: Tensor, ids: Tensor, values: Tensor, /) -> None: ...

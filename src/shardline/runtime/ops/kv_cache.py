@@ -9,20 +9,47 @@ from shardline import _cpu
 from shardline.runtime.ops.dispatch import kernels
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    *,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
     """Stores key and value [T, Hk, D] at slots [T] (int64) of the caches [num_blocks, Hk, block_size, D].
 
     slot = block_id * block_size + offset; a negative slot is skipped. The token stride of key and value is free.
+    With scales, fp32 [num_blocks, Hk, block_size], the caches are int8: a token's head becomes round(x / scale), its
+    scale the largest |x| / 127, so that bytes depend on that row only.
     """
-    kernels(key).write_kv(key, value, key_cache, value_cache, slots)
+    kernels(key).write_kv(key, value, key_cache, value_cache, slots, key_scales, value_scales)
 
 
-def write_kv_reference(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+def write_kv_reference(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    *,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
     block_size = key_cache.shape[2]
     for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            key_cache[slot // block_size, :, slot % block_size] = key[token]
-            value_cache[slot // block_size, :, slot % block_size] = value[token]
+        if slot < 0:
+            continue
+        place = slot // block_size, slice(None), slot % block_size
+        for new, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
+            row = new[token]
+            if scales is not None:
+                largest = row.float().abs().amax(-1, keepdim=True)
+                scales[place] = largest[:, 0] / 127
+                row = torch.where(largest > 0, row.float() * (torch.full_like(largest, 127) / largest), 0.0).round()
+            cache[place] = row.to(cache.dtype)
 
 
 def write_latent(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor) -> None:

@@ -34,6 +34,8 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     *,
     spread_splits: bool | None = None,
 ) -> None:
@@ -43,6 +45,7 @@ def paged_attention(
     step's longest context: nothing here waits for the device to say how long that is. `spread_splits` gives every
     split a program of its own; by default where there are too few programs otherwise. The bits are the same.
     """
+    assert key_scales is None and value_scales is None, "resolve refuses int8 caches on GPUs"  # noqa: PT018
     num_tokens, num_heads, key_dim = query.shape
     _, num_kv_heads, block_size, value_dim = value_cache.shape
     num_seqs = context_lens.shape[0]

@@ -7,8 +7,17 @@ import triton.language as tl
 from torch import Tensor
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
     """As `ops.kv_cache.write_kv`."""
+    assert key_scales is None and value_scales is None, "resolve refuses int8 caches on GPUs"  # noqa: PT018
     num_tokens, num_kv_heads, key_dim = key.shape
     value_dim = value.shape[2]
     if num_tokens > 0:
