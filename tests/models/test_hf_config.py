@@ -59,6 +59,7 @@ _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": 
         ({"model_type": "deepseek_v3", "num_key_value_heads": 8}, "num_key_value_heads 8"),
         ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "scoring_func 'softmax'"),
         ({"model_type": "deepseek_v3", "n_group": 7}, r"n_group must divide n_routed_experts \(256\), got 7"),
+        ({"model_type": "deepseek_v3", "n_group": 256}, "n_group must leave at least two experts a group, got 256"),
         ({"model_type": "deepseek_v3", "topk_group": 9}, r"topk_group must be at most n_group \(8\), got 9"),
         ({"model_type": "deepseek_v3", "num_experts_per_tok": 129}, "num_experts_per_tok is 129, and only 128"),
         ({"model_type": "deepseek_v3", "qk_rope_head_dim": 7}, "even rotary size, got 7"),

@@ -80,6 +80,8 @@ def mixture(hf: HFConfig, routing: Routing, *, expert_size: int, num_shared: int
         raise hf.error("n_group", f"must divide n_routed_experts ({routing.num_experts}), got {routing.num_groups}")
     if routing.top_groups > routing.num_groups:
         raise hf.error("topk_group", f"must be at most n_group ({routing.num_groups}), got {routing.top_groups}")
+    if routing.group_score == "top2_sum" and routing.num_experts < 2 * routing.num_groups:
+        raise hf.error("n_group", f"must leave at least two experts a group, got {routing.num_groups}")
     eligible = routing.num_experts // routing.num_groups * routing.top_groups
     if routing.experts_per_token > eligible:
         raise hf.error("num_experts_per_tok", f"is {routing.experts_per_token}, and only {eligible} are eligible")
