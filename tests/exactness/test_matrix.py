@@ -19,7 +19,7 @@ class Goldens:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._known: dict[tuple[str, str, str, str], dict[str, Answer]] = {}
-        self.requests = make_requests(VOCAB_SIZE)
+        self.requests = make_requests(VOCAB_SIZE, 12)
 
     def model(self, family: str) -> Path:
         folder = self._folder / family

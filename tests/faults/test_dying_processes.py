@@ -26,10 +26,10 @@ from tests.models.checkpoints import make_checkpoint
 class Replica:
     """An engine with two ranks, and what it told its front."""
 
-    def __init__(self, step_timeout: float, model: str = "demo", **layout: object) -> None:
+    def __init__(self, step_timeout: float, model: str = "demo", **options: object) -> None:
         self.messages: queue.Queue[EngineOutputs | EngineFailed] = queue.Queue()
-        options = layout or {"tensor_parallel_size": 2}
-        config = EngineConfig.from_options(model=model, step_timeout=step_timeout, **options)
+        options = {"model": model, "step_timeout": step_timeout, **(options or {"tensor_parallel_size": 2})}
+        config = EngineConfig.from_options(**options)
         self.client = EngineClient(resolve(config), 0, self.messages.put)
         report = "\n".join(self.client.wait_ready(60).report)
         self.worker_pids = [int(pid) for pid in re.findall(r"pid (\d+)", report)]
@@ -54,6 +54,19 @@ class Replica:
 def replica() -> Iterator[Replica]:
     replica = Replica(step_timeout=3.0)
     yield replica
+    clean_up(replica)
+
+
+@pytest.fixture
+def expert_parallel(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Replica]:
+    """Ranks that spend most of their time in exchanges of tokens."""
+    model = make_checkpoint("qwen3_moe", tmp_path / "model", max_position_embeddings=2048)
+    replica = Replica(3.0, str(model), tensor_parallel_size=2, enable_expert_parallel=True, collectives=request.param)
+    yield replica
+    clean_up(replica)
+
+
+def clean_up(replica: Replica) -> None:
     for pid in (replica.engine_pid, *replica.worker_pids):
         if alive(pid):
             os.kill(pid, signal.SIGCONT)
@@ -88,15 +101,12 @@ def test_a_killed_rank_is_named(replica: Replica, busy: bool) -> None:
     assert_all_end([replica.engine_pid, *replica.worker_pids], within=10)
 
 
-@pytest.fixture(scope="module")
-def moe_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("moe")))
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_replica_in_lockstep_that_is_gone_ends_the_step_with_its_name(moe_checkpoint: str, number: int) -> None:
+def test_a_replica_in_lockstep_that_is_gone_ends_the_step_with_its_name(tmp_path: Path, number: int) -> None:
     """The other replica has the request, and waits for the idle one in the exchange of experts."""
-    replica = Replica(3.0, moe_checkpoint, data_parallel_size=2, enable_expert_parallel=True)
+    replica = Replica(
+        3.0, str(make_checkpoint("qwen3_moe", tmp_path)), data_parallel_size=2, enable_expert_parallel=True
+    )
     try:
         replica.start_long_request(200)
         victim = replica.worker_pids[1]
@@ -107,7 +117,22 @@ def test_a_replica_in_lockstep_that_is_gone_ends_the_step_with_its_name(moe_chec
         assert ("signal 9" if number == signal.SIGKILL else "missed its deadline") in message
         assert_all_end([replica.engine_pid, *replica.worker_pids], within=10)
     finally:
-        replica.client.close()
+        clean_up(replica)
+
+
+# A rank that is stopped in the middle of one of gloo's exchanges looks like the one that waits for its bytes.
+@pytest.mark.parametrize(
+    ("expert_parallel", "sent"),
+    [("shm", signal.SIGKILL), ("shm", signal.SIGSTOP), ("gloo", signal.SIGKILL)],
+    indirect=["expert_parallel"],
+)
+def test_a_rank_that_goes_in_an_exchange_of_tokens_is_named(expert_parallel: Replica, sent: signal.Signals) -> None:
+    expert_parallel.start_long_request()
+    os.kill(expert_parallel.worker_pids[1], sent)
+    message = expert_parallel.failure(timeout=10)
+    assert "rank 1 (pp 0, tp 1)" in message
+    assert "rank 0" not in message
+    assert_all_end([expert_parallel.engine_pid, *expert_parallel.worker_pids], within=10)
 
 
 def test_a_stopped_rank_is_named_at_the_deadline(replica: Replica) -> None:

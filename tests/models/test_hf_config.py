@@ -65,6 +65,10 @@ _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": 
         ({"model_type": "deepseek_v3", "qk_rope_head_dim": 7}, "even rotary size, got 7"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention True"),
         ({"model_type": "gpt2", "n_head": 7}, "n_embd must be a multiple of the 7"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "must be at most num_experts \\(8\\), got 9"),
+        ({"model_type": "qwen3_moe", "num_local_experts": 0}, "num_local_experts must be at least 1"),
+        ({"model_type": "qwen2_moe", "mlp_only_layers": "1"}, "mlp_only_layers must be a list of layer numbers"),
+        ({"model_type": "qwen2_moe", "mlp_only_layers": 1}, "mlp_only_layers must be a list of layer numbers"),
         ({"model_type": None}, "has no model_type"),
     ],
 )

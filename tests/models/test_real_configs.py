@@ -22,6 +22,9 @@ _CONFIG_CLASSES: dict[str, type[transformers.PreTrainedConfig]] = {
     "gpt2": transformers.GPT2Config,
     "deepseek_v2": transformers.DeepseekV2Config,
     "deepseek_v3": transformers.DeepseekV3Config,
+    "mixtral": transformers.MixtralConfig,
+    "qwen2_moe": transformers.Qwen2MoeConfig,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
 }
 _LLAMA3_ROPE = {
     "factor": 8.0,
@@ -141,6 +144,22 @@ DEEPSEEK_V3 = {"model_type": "deepseek_v3", "first_k_dense_replace": 3, "hidden_
                "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4,
                "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128,
                "vocab_size": 129280}  # fmt: skip
+MIXTRAL_8X7B = {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768,
+                "num_experts_per_tok": 2, "num_local_experts": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+                "sliding_window": None, "torch_dtype": "bfloat16", "vocab_size": 32000}  # fmt: skip
+QWEN_15_MOE_A27B = {"model_type": "qwen2_moe", "decoder_sparse_step": 1, "hidden_size": 2048,
+                    "intermediate_size": 5632, "max_position_embeddings": 8192, "max_window_layers": 21,
+                    "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_attention_heads": 16,
+                    "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 16,
+                    "rope_theta": 1000000.0, "shared_expert_intermediate_size": 5632, "sliding_window": 32768,
+                    "use_sliding_window": False, "torch_dtype": "bfloat16", "vocab_size": 151936}  # fmt: skip
+QWEN_3_30B_A3B = {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048,
+                  "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+                  "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+                  "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+                  "num_key_value_heads": 4, "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None,
+                  "use_sliding_window": False, "torch_dtype": "bfloat16", "vocab_size": 151936}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     name: value for name, value in globals().items() if isinstance(value, dict) and "model_type" in value
 }

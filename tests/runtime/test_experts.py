@@ -71,7 +71,8 @@ def test_reported_bytes_are_those_of_the_formula(
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["split", "whole"])
-def test_every_token_may_choose_the_same_experts(whole: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 2)])
+def test_every_token_may_choose_the_same_experts(tensor: int, pipeline: int, whole: bool, tmp_path: Path) -> None:
     """A router that prefers experts 0 and 1, both on the same rank, whatever the token."""
     model = make_checkpoint("mixtral", tmp_path / "mixtral")
     weights = load_file(model / "model.safetensors")
@@ -82,9 +83,8 @@ def test_every_token_may_choose_the_same_experts(whole: bool, tmp_path: Path) ->
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     requests = make_requests(256, count=4)
     expected = golden(model, "bfloat16", "none", "auto", requests)
-    engine, executor = start_engine(
-        model, tensor=2, pipeline=2, dtype="bfloat16", enable_expert_parallel=whole, enable_prefix_caching=False
-    )
+    options = {"dtype": "bfloat16", "enable_expert_parallel": whole, "enable_prefix_caching": False}
+    engine, executor = start_engine(model, tensor=tensor, pipeline=pipeline, **options)
     try:
         answers = run(engine, requests, "together")
         stats = engine.stats()
@@ -98,9 +98,10 @@ def test_every_token_may_choose_the_same_experts(whole: bool, tmp_path: Path) ->
     assert load.expert_tokens[0] == load.expert_tokens[1] >= 4 * computed
     assert load.expert_tokens[2:] == [0, 0, 0]
     assert load.expert_imbalance == pytest.approx(2.5)
-    half = load.expert_tokens[0]
-    assert load.rank_tokens == ([half, 0, half, 0] if whole else [half] * 4)
-    assert load.rank_imbalance == pytest.approx(2.0 if whole else 1.0)
+    slots_of_a_stage = 2 * load.expert_tokens[0] // pipeline
+    idle = whole and tensor == 2
+    assert load.rank_tokens == [slots_of_a_stage, *[0 if idle else slots_of_a_stage] * (tensor - 1)] * pipeline
+    assert load.rank_imbalance == pytest.approx(2.0 if idle else 1.0)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])

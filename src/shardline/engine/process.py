@@ -139,7 +139,8 @@ def _fingerprint(setup: ReplicaSetup, isa: str) -> str:
     # The spec has the rope tables, which may follow max_model_len.
     digest.update(repr(setup.spec).encode())
     exact = config.parallel.numerics == "exact"
-    numerics = f"n{NUMERICS_VERSION}" if exact else f"fast-tp{setup.grid.tensor}"
+    layout = f"tp{setup.grid.tensor}" + ("-ep" if setup.expert_parallel else "")
+    numerics = f"n{NUMERICS_VERSION}" if exact else f"fast-{layout}"
     scheme = "" if setup.quantization is None else f"-{setup.quantization}"
     cache = "" if setup.kv_dtype == setup.dtype else f"-kv-{setup.kv_dtype}"
     return f"sl-{digest.hexdigest()}-{config.model.dtype}{scheme}{cache}-{numerics}-{isa}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardline.config.units import format_bytes
+from shardline.models.partition import split_dim
 from shardline.models.sizes import kv_bytes_per_token
 from shardline.runtime.messages import RankReport
 from shardline.runtime.setup import ReplicaSetup
@@ -22,7 +23,7 @@ def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: di
         f"{config.parallel.data_parallel_size} replicas{_together(grid.data)}; "
         f"executor {config.parallel.distributed_executor_backend}, "
         f"collectives {setup.collectives if grid.world_size > 1 else 'none needed'}, "
-        f"numerics {config.parallel.numerics}",
+        f"numerics {config.parallel.numerics}{_experts(setup)}",
     ]
     for report in ranks:
         place = grid.place(report.rank)
@@ -51,3 +52,12 @@ def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: di
 
 def _together(replicas: int) -> str:
     return f" in lockstep, experts spread over {replicas} x tensor ranks" if replicas > 1 else ""
+
+
+def _experts(setup: ReplicaSetup) -> str:
+    if not setup.num_experts:
+        return ""
+    if setup.expert_parallel:
+        counts = sorted({span.size for span in split_dim(setup.num_experts, setup.grid.tensor * setup.grid.data)})
+        return f", {' or '.join(map(str, counts))} of {setup.num_experts} experts a rank"
+    return f", {setup.num_experts} experts split over {setup.grid.tensor} rank{'s' * (setup.grid.tensor > 1)}"
