@@ -5,8 +5,8 @@
         --engine hf=transformers:bf16:.venv/bin/python --workloads W1,W2 --rounds 3 --baseline hf
 
 An engine is NAME=DRIVER:PRECISION:PYTHON[,OPTION...]: a file of drivers/, bf16, int8 or int4, and the interpreter of
-the environment it lives in. All engines are loaded first and idle while another one runs, so that every run sees the same
-machine; within a round all get the same random prompts, in an order that changes. Measure alone.
+the environment it lives in. All engines are loaded first and idle while another one runs, so that every run sees the
+same machine; within a round all get the same random prompts, in an order that changes. Measure alone.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Engine:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         try:
-            self.process.wait(30)
+            self.process.wait(10)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -219,6 +219,8 @@ def main() -> None:
         raise SystemExit(f"engines need different names, and --baseline one of them: {', '.join(names)}")
     workloads = {name: WORKLOADS[name] for name in args.workloads.split(",")}
     rng = random.Random(args.seed)
+    # An engine in the middle of a long prompt does not see that nobody waits for it: let `finally` end them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     engines: list[Engine] = []
     began = time.perf_counter()
     try:

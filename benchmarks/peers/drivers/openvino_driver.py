@@ -25,13 +25,7 @@ def load(folder: str, precision: str) -> Generate:
     pipeline = genai.ContinuousBatchingPipeline(path, scheduler, "CPU")
 
     def generate(prompts: list[list[int]], output_len: int) -> list[list[int]]:
-        config = genai.GenerationConfig(
-            max_new_tokens=output_len,
-            min_new_tokens=output_len,
-            ignore_eos=True,
-            do_sample=False,
-            apply_chat_template=False,
-        )
+        config = genai.GenerationConfig(max_new_tokens=output_len, ignore_eos=True, do_sample=False)
         inputs = [ov.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
         results = pipeline.generate(inputs, [config] * len(inputs))
         return [list(result.m_generation_ids[0]) for result in results]

@@ -1,9 +1,9 @@
 """How the harness talks to a driver: one JSON line each way, so that each engine lives in an environment of its own.
 
-A driver is started as `DRIVER FOLDER PRECISION [OPTION...]` (the checkpoint's folder; bf16, int8 or int4 weights). When it
-has answered a first prompt it prints {"version": ...}, then answers each line {"prompts": [[token ids]], "output_len": n}
-with {"seconds": all of it, "tokens": [[output ids]]}, and ends at end of file. Whatever else it prints goes to stderr.
-Standard library only.
+A driver is started as `DRIVER FOLDER PRECISION [OPTION...]` (the checkpoint's folder; bf16, int8 or int4 weights). When
+it has answered a first prompt it prints {"version": ...}, then answers each line {"prompts": [[token ids]],
+"output_len": n} with {"seconds": all of it, "tokens": [[output ids]]}, and ends at end of file. Whatever else it prints
+goes to stderr. Standard library only.
 """
 
 from __future__ import annotations
