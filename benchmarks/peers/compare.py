@@ -1,25 +1,31 @@
 """Shardline against its peers on the same workloads, checkpoint and machine: interleaved, medians, ratios.
 
     python benchmarks/peers/compare.py --model FOLDER \\
-        --engine bf16=shardline:.venv/bin/python --engine int8=shardline:.venv/bin/python,--quantization,int8 \\
-        --engine hf=transformers:.venv/bin/python --workloads W1,W2 --runs 3 --baseline hf
+        --engine bf16=shardline:bf16:.venv/bin/python --engine int8=shardline:int8:.venv/bin/python \\
+        --engine hf=transformers:bf16:.venv/bin/python --workloads W1,W2 --rounds 3 --baseline hf
 
-An engine is NAME=DRIVER:PYTHON[,OPTION...]: a file of drivers/, and the interpreter of the environment it lives in.
-Engines are all loaded at first and idle while another one runs, so that every run sees the same machine. Prompts are
-random and new for every run. Make the checkpoint with checkpoint.py; measure alone.
+An engine is NAME=DRIVER:PRECISION:PYTHON[,OPTION...]: a file of drivers/, bf16, int8 or int4, and the interpreter of
+the environment it lives in. All engines are loaded first and idle while another one runs, so that every run sees the
+same machine; within a round all get the same random prompts, in an order that changes. Measure alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import random
-import statistics
+import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from report import Measured, as_json, bar_table, rate_table
 
 from shardline.cli.workloads import WORKLOADS, Workload, random_prompts
 
@@ -27,104 +33,211 @@ _DRIVERS = Path(__file__).parent / "drivers"
 _SMALLEST_VOCABULARY = 32000
 """Token ids are drawn below this, so that every model has them."""
 
+_WARM_UP_TOKENS = 4
+"""Output of the untimed first pass over every workload: engines compile and repack on a shape's first use."""
+
+_IDLE_SECONDS = 3.0
+_IDLE_CORES = 0.05
+"""An engine that computes more than this share of a core between turns slows the others down."""
+
 
 @dataclass
 class Engine:
-    """One driver process and what it measured."""
+    """One driver process, in a session of its own, and what was measured of it."""
 
-    name: str
     process: subprocess.Popen[str]
-    ready: float = 0.0
-    seconds: dict[str, list[float]] = field(default_factory=dict)
+    measured: Measured
 
-    def ask(self, request: dict[str, Any] | None) -> dict[str, Any]:
-        """Send a request (None: wait for the first line only) and return the answer.
+    @property
+    def name(self) -> str:
+        """As the command line calls it."""
+        return self.measured.name
+
+    def receive(self) -> dict[str, Any]:
+        """The next line.
 
         Raises:
             RuntimeError: the engine has ended.
         """
-        assert self.process.stdin is not None
         assert self.process.stdout is not None
-        if request is not None:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name} ended with code {self.process.wait()}")
+            raise RuntimeError(f"{self.name} ended with code {self.process.wait()}; its own words are above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    def ask(self, prompts: list[list[int]], output_len: int) -> dict[str, Any]:
+        """Run prompts; returns seconds and tokens."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"prompts": prompts, "output_len": output_len}) + "\n")
+        self.process.stdin.flush()
+        return self.receive()
+
+    def _processes(self) -> Iterator[tuple[Path, list[str]]]:
+        """Folders under /proc of the session's processes, with stat's fields from the third on."""
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdecimal():
+                continue
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == self.process.pid:
+                    yield folder, fields
+
+    def cpu_seconds(self) -> float:
+        """Processor time that all its processes have used so far."""
+        ticks = sum(int(fields[11]) + int(fields[12]) for _, fields in self._processes())
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def peak_rss_mb(self) -> float:
+        """Sum of its processes' peak resident sets (VmHWM), mapped files included; what they share counts twice."""
+        kib = 0
+        for folder, _ in self._processes():
+            status = (folder / "status").read_text()
+            kib += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+        return kib * 1024 / 1e6
+
+    def close(self) -> None:
+        """End it, by force if it does not."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def read_through(path: Path) -> None:
+    """Bring a file, or a folder's files, into the page cache: start-up is not to measure the disk."""
+    for file in [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file()):
+        with file.open("rb", buffering=0) as stream:
+            while stream.read(1 << 24):
+                pass
+
 
 def start(word: str, model: Path) -> Engine:
-    """The engine that a --engine names, loaded."""
+    """The engine that a --engine names, its checkpoint converted where it needs one of its own, loaded."""
     name, _, rest = word.partition("=")
-    driver, _, command = rest.partition(":")
+    parts = rest.split(":", 2)
+    if len(parts) != 3:
+        raise SystemExit(f"--engine is NAME=DRIVER:PRECISION:PYTHON[,OPTION...], not {word!r}")
+    driver, precision, command = parts
     python, *options = command.split(",")
-    file = _DRIVERS / f"{driver}_driver.py"
+    file, converter = _DRIVERS / f"{driver}_driver.py", _DRIVERS / f"{driver}_convert.py"
     if not file.exists():
-        raise SystemExit(
-            f"no driver {driver!r}; known: {', '.join(sorted(p.stem[:-7] for p in _DRIVERS.glob('*_driver.py')))}"
-        )
+        known = ", ".join(sorted(path.stem.removesuffix("_driver") for path in _DRIVERS.glob("*_driver.py")))
+        raise SystemExit(f"no driver {driver!r}; known: {known}")
+    weights = model
+    if converter.exists():
+        told = subprocess.run([python, converter, model, precision], stdout=subprocess.PIPE, text=True, check=True)
+        weights = Path(told.stdout.splitlines()[-1])
+    read_through(weights)
+    began = time.perf_counter()
     process = subprocess.Popen(
-        [python, str(file), str(model), *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [python, file, model, precision, *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
-    engine = Engine(name, process)
-    engine.ready = engine.ask(None)["ready"]
-    print(f"{name}: ready after {engine.ready:.1f} s", file=sys.stderr)
+    engine = Engine(process, Measured(name, driver, precision, options))
+    engine.measured.version = engine.receive()["version"]
+    engine.measured.ready_s = time.perf_counter() - began
+    print(f"{name}: ready after {engine.measured.ready_s:.1f} s", file=sys.stderr)
     return engine
 
 
-def measure(engines: list[Engine], workloads: dict[str, Workload], runs: int, seed: int) -> None:
-    """Every workload `runs` times on every engine, engines taking turns."""
-    rng = random.Random(seed)
-    for run in range(runs):
-        for name, w in workloads.items():
-            for engine in engines:
-                prompts = random_prompts(rng, _SMALLEST_VOCABULARY, w.num_prompts, w.input_len, w.shared_len)
-                seconds = engine.ask({"prompts": prompts, "output_len": w.output_len})["seconds"]
-                engine.seconds.setdefault(name, []).append(seconds)
-                print(f"run {run + 1}/{runs} {name} {engine.name}: {seconds:.2f} s", file=sys.stderr)
+def prompts_of(rng: random.Random, workload: Workload) -> list[list[int]]:
+    """New prompts for a workload."""
+    return random_prompts(rng, _SMALLEST_VOCABULARY, workload.num_prompts, workload.input_len, workload.shared_len)
 
 
-def table(engines: list[Engine], workloads: dict[str, Workload], baseline: str) -> list[str]:
-    """Tokens per second (output; prompt tokens where the output is one), median [least-most], and the ratio."""
-    base = next(engine for engine in engines if engine.name == baseline)
-    lines = [f"| workload | {' | '.join(engine.name for engine in engines)} |", "|---" * (len(engines) + 1) + "|"]
-    for name, w in workloads.items():
-        tokens = w.num_prompts * (w.output_len if w.output_len > 1 else w.input_len)
-        cells = []
+def warm_up(engines: list[Engine], workloads: dict[str, Workload], rng: random.Random) -> None:
+    """Every workload's shapes once, untimed; then see that nobody computes while it has nothing to do."""
+    for name, workload in workloads.items():
+        prompts = prompts_of(rng, workload)
         for engine in engines:
-            seconds = engine.seconds[name]
-            ratio = statistics.median(base.seconds[name]) / statistics.median(seconds)
-            low, middle, high = (tokens / s for s in (max(seconds), statistics.median(seconds), min(seconds)))
-            cells.append(f"{middle:.1f} [{low:.1f}-{high:.1f}] {ratio:.2f}x")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines.append(f"| ready, s | {' | '.join(f'{engine.ready:.1f}' for engine in engines)} |")
-    return lines
+            seconds = engine.ask(prompts, min(workload.output_len, _WARM_UP_TOKENS))["seconds"]
+            print(f"warm-up {name} {engine.name}: {seconds:.2f} s", file=sys.stderr)
+    before = [engine.cpu_seconds() for engine in engines]
+    time.sleep(_IDLE_SECONDS)
+    for engine, earlier in zip(engines, before, strict=True):
+        engine.measured.idle_cores = (engine.cpu_seconds() - earlier) / _IDLE_SECONDS
+        if engine.measured.idle_cores > _IDLE_CORES:
+            raise SystemExit(
+                f"{engine.name} keeps {engine.measured.idle_cores:.2f} cores busy while idle, which slows the others "
+                "down: measure it in a run of its own or stop its threads from spinning"
+            )
+
+
+def measure(engines: list[Engine], workloads: dict[str, Workload], rounds: int, rng: random.Random) -> None:
+    """Every workload `rounds` times on every engine, engines taking turns."""
+    for index in range(rounds):
+        for name, workload in workloads.items():
+            prompts = prompts_of(rng, workload)
+            for engine in rng.sample(engines, len(engines)):
+                answer = engine.ask(prompts, workload.output_len)
+                engine.measured.seconds.setdefault(name, []).append(answer["seconds"])
+                engine.measured.tokens.setdefault(name, []).append(answer["tokens"])
+                print(f"round {index + 1}/{rounds} {name} {engine.name}: {answer['seconds']:.2f} s", file=sys.stderr)
+    for engine in engines:
+        engine.measured.peak_rss_mb = engine.peak_rss_mb()
+
+
+def machine() -> dict[str, Any]:
+    """What a reader of the figures needs to know of this computer."""
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": cpu[0].partition(":")[2].strip() if cpu else "unknown",
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(memory / 1e9, 1),
+    }
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--engine", action="append", required=True, metavar="NAME=DRIVER:PRECISION:PYTHON[,OPTION...]")
+    parser.add_argument("--workloads", default="W1,W2,W3,W4,W5")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--baseline", help="ratios are against this engine (default: the last one)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured here")
+    return parser.parse_args()
 
 
 def main() -> None:
-    """Parse, measure, print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--engine", action="append", required=True, metavar="NAME=DRIVER:PYTHON[,OPTION...]")
-    parser.add_argument("--workloads", default="W1,W2,W3,W4,W5")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--baseline", help="ratios are against this engine (default: the last one)")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    """Parse, measure, print the tables."""
+    args = arguments()
+    if unknown := [name for name in args.workloads.split(",") if name not in WORKLOADS]:
+        raise SystemExit(f"no workload {', '.join(unknown)}; known: {', '.join(WORKLOADS)}")
+    names = [word.partition("=")[0] for word in args.engine]
+    if len(set(names)) < len(names) or (args.baseline or names[-1]) not in names:
+        raise SystemExit(f"engines need different names, and --baseline one of them: {', '.join(names)}")
     workloads = {name: WORKLOADS[name] for name in args.workloads.split(",")}
+    rng = random.Random(args.seed)
+    # An engine in the middle of a long prompt does not see that nobody waits for it: let `finally` end them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     engines: list[Engine] = []
+    began = time.perf_counter()
     try:
         for word in args.engine:
             engines.append(start(word, args.model))
-        measure(engines, workloads, args.runs, args.seed)
-        print("\n".join(table(engines, workloads, args.baseline or engines[-1].name)))
+        warm_up(engines, workloads, rng)
+        measure(engines, workloads, args.rounds, rng)
     finally:
         for engine in engines:
-            assert engine.process.stdin is not None
-            engine.process.stdin.close()
-            engine.process.wait(60)
+            engine.close()
+    measured = [engine.measured for engine in engines]
+    baseline = measured[names.index(args.baseline or names[-1])]
+    print("\n".join([*rate_table(measured, workloads, baseline), "", *bar_table(measured, workloads)]))
+    print(f"took {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    if args.json:
+        about = {"machine": machine(), "model": args.model.name, "rounds": args.rounds, "seed": args.seed}
+        args.json.write_text(json.dumps(about | as_json(measured, workloads, baseline), indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """How the harness talks to a driver: one JSON line each way, so that each engine lives in an environment of its own.
 
-A driver is started with the checkpoint's folder, prints {"ready": seconds since its start}, then answers each line
-{"prompts": [[token ids]], "output_len": n} with {"seconds": all of it}
-and ends at end of file. Everything else it prints goes to stderr. Standard library only.
+A driver is started as `DRIVER FOLDER PRECISION [OPTION...]` (the checkpoint's folder; bf16, int8 or int4 weights). When
+it has answered a first prompt it prints {"version": ...}, then answers each line {"prompts": [[token ids]],
+"output_len": n} with {"seconds": all of it, "tokens": [[output ids]]}, and ends at end of file. Whatever else it prints
+goes to stderr. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,23 +13,45 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-STARTED = time.perf_counter()
-
-Generate = Callable[[list[list[int]], int], None]
-"""Runs prompts of token ids to exactly this many output tokens each, greedily."""
+Generate = Callable[[list[list[int]], int], list[list[int]]]
+"""Runs prompts of token ids to exactly this many output tokens each, greedily, and returns those."""
 
 
-def serve(load: Callable[[str], Generate]) -> None:
-    """Run a driver: `load` takes the folder and returns the function to measure."""
+def serve(load: Callable[[str, str], Generate], package: str) -> None:
+    """Run a driver: `load` takes the folder and the precision and returns the function to measure.
+
+    Args:
+        load: loads the model.
+        package: the distribution whose version is told.
+    """
     # Engines print to stdout as they please: keep the real one for answers only.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    generate = load(sys.argv[1])
+    generate = load(sys.argv[1], sys.argv[2])
     generate([[5, 6, 7]], 2)
-    print(json.dumps({"ready": time.perf_counter() - STARTED}), file=answers)
+    try:
+        engine_version = version(package)
+    except PackageNotFoundError:
+        engine_version = "not installed, run from its source"
+    print(json.dumps({"version": engine_version}), file=answers)
     for line in sys.stdin:
         request = json.loads(line)
         began = time.perf_counter()
-        generate(request["prompts"], request["output_len"])
-        print(json.dumps({"seconds": time.perf_counter() - began}), file=answers)
+        tokens = generate(request["prompts"], request["output_len"])
+        seconds = time.perf_counter() - began
+        assert all(len(ids) == request["output_len"] for ids in tokens), [len(ids) for ids in tokens]
+        print(json.dumps({"seconds": seconds, "tokens": tokens}), file=answers)
+
+
+def refuse_other_than(precision: str, known: list[str]) -> None:
+    """End with a readable line where the engine has no such weights."""
+    if precision not in known:
+        raise SystemExit(f"this driver knows the precisions {', '.join(known)}, not {precision!r}")
+
+
+def converted_folder(folder: str, name: str) -> Path:
+    """Where the checkpoint lies in a peer's own format: beside it, so that it is written once."""
+    return Path(folder).resolve().with_name(f"{Path(folder).resolve().name}-{name}")

@@ -1,18 +1,19 @@
-"""transformers: `generate` on one padded batch, which is what its users call."""
+"""transformers: `generate` on one padded batch, which is what its users call. No prefix cache."""
 
 from __future__ import annotations
 
-from protocol import Generate, serve
+from protocol import Generate, refuse_other_than, serve
 
 
-def load(folder: str) -> Generate:
+def load(folder: str, precision: str) -> Generate:
     """bfloat16, all cores."""
+    refuse_other_than(precision, ["bf16"])
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
-    def generate(prompts: list[list[int]], output_len: int) -> None:
+    def generate(prompts: list[list[int]], output_len: int) -> list[list[int]]:
         with torch.no_grad():
             tokens = torch.tensor(prompts)
             out = model.generate(
@@ -23,10 +24,11 @@ def load(folder: str) -> Generate:
                 max_new_tokens=output_len,
                 pad_token_id=0,
             )
-        assert out.shape[1] == tokens.shape[1] + output_len
+        outputs: list[list[int]] = out[:, tokens.shape[1] :].tolist()
+        return outputs
 
     return generate
 
 
 if __name__ == "__main__":
-    serve(load)
+    serve(load, "transformers")
