@@ -54,7 +54,7 @@ _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
     "phi3": (transformers.Phi3Config, _SHAPE),
     "mixtral": (
         transformers.MixtralConfig,
-        {**_SHAPE, "intermediate_size": 56, "num_local_experts": 5, "num_experts_per_tok": 2},
+        {**_SHAPE, "intermediate_size": 56, "num_local_experts": 9, "num_experts_per_tok": 2},
     ),
     "qwen2_moe": (
         transformers.Qwen2MoeConfig,

@@ -74,7 +74,7 @@ def test_reported_bytes_are_those_of_the_formula(
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 2)])
 def test_every_token_may_choose_the_same_experts(tensor: int, pipeline: int, whole: bool, tmp_path: Path) -> None:
     """A router that prefers experts 0 and 1, both on the same rank, whatever the token."""
-    model = make_checkpoint("mixtral", tmp_path / "mixtral")
+    model = make_checkpoint("mixtral", tmp_path / "mixtral", num_local_experts=5)
     weights = load_file(model / "model.safetensors")
     for key, weight in weights.items():
         if key.endswith("block_sparse_moe.gate.weight"):

@@ -85,11 +85,11 @@ def _reasons(asked: EngineConfig, chosen: EngineConfig, spec: DecoderSpec, stage
         why = "all that the model has" if whole else "what the KV cache holds"
         reasons.append(f"max_model_len {chosen.model.max_model_len} ({why})")
     parallel = chosen.parallel
-    ranks = replica_grid(parallel).world_size
+    ranks = replica_grid(parallel).replica_size
     if asked.parallel.distributed_executor_backend == "auto":
-        reasons.append(f"executor {parallel.distributed_executor_backend} ({ranks} rank{'s' * (ranks > 1)} an engine)")
+        reasons.append(f"executor {parallel.distributed_executor_backend} ({ranks} rank{'s' * (ranks > 1)} a replica)")
     if asked.parallel.cpu_threads is None:
-        total = ranks * parallel.num_engines
+        total = ranks * parallel.data_parallel_size
         reasons.append(f"{parallel.cpu_threads} threads a rank ({allowed_cpus()} cores, ranks in all: {total})")
     if asked.parallel.pipeline_stages is None and len(stages) > 1:
         layers = ",".join(str(stage.size) for stage in stages)

@@ -87,7 +87,7 @@ class ReplicaSetup:
         if self.grid.tensor == 1 or not all(isinstance(layer.attention, MLA) for layer in self.spec.layers):
             return ()
         per_stage = [0] * self.grid.pipeline
-        for place in map(self.grid.place, range(self.grid.world_size)):
+        for place in map(self.grid.place, range(self.grid.replica_size)):
             per_stage[place.pp_rank] += self.num_blocks * kv_block_bytes(
                 self.spec, place, self.stages, self.dtype, self.config.cache.block_size
             )
