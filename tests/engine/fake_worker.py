@@ -103,13 +103,11 @@ class FakeWorker:
         assert len({step.seq_id for step in plan.steps}) == len(plan.steps)
         for step in plan.steps:
             self._apply(step)
-        # All reads come before the last writes would in a real layer, so nothing is read across sequences of a step.
-        for step in plan.steps:
-            self._check_old(step)
+        # As layers do: all of a step's tokens are stored, then all are attended to.
         for step in plan.steps:
             self._write(step)
         for step in plan.steps:
-            self._check_new(step)
+            self._check(step)
         results = [self._sample(step) for step in plan.steps if step.sample]
         return StepResult(plan.step_id, [result for result in results if result is not None], 0.001)
 
@@ -137,20 +135,14 @@ class FakeWorker:
     def _slot(self, table: list[int], position: int) -> tuple[int, int]:
         return table[position // self._block_size], position % self._block_size
 
-    def _check(self, step: SequenceStep, stop: int) -> None:
+    def _check(self, step: SequenceStep) -> None:
         sequence = self.sequences[step.seq_id]
         for index, (group, table) in enumerate(zip(self._groups, sequence.tables, strict=True)):
             first = 0 if group.window is None else max(0, step.start - group.window + 1)
-            for position in range(first, stop):
+            for position in range(first, step.start + step.num_tokens):
                 slot = self._slot(table, position)
                 assert slot[0] != 0, "the null block is read"
                 assert self._pool.get(slot) == (index, sequence.prefixes[position])
-
-    def _check_old(self, step: SequenceStep) -> None:
-        self._check(step, step.start)
-
-    def _check_new(self, step: SequenceStep) -> None:
-        self._check(step, step.start + step.num_tokens)
 
     def _write(self, step: SequenceStep) -> None:
         sequence = self.sequences[step.seq_id]

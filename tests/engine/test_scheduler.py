@@ -7,7 +7,6 @@ import logging
 import pytest
 
 from shardline.engine.preemption import PreemptionLog, cheapest_victim
-from shardline.engine.scheduler import STEPS_BETWEEN_LOOKUPS
 from shardline.engine.sequence import Sequence
 from shardline.models.partition import KVGroup
 from shardline.types import SequenceResult, StepPlan, StepResult
@@ -217,24 +216,33 @@ def test_generated_tokens_are_cached_too() -> None:
     engine.check_done()
 
 
-def test_a_prefix_in_flight_is_shared_with_the_next_plan() -> None:
+def test_requests_that_arrive_together_compute_a_common_prefix_once() -> None:
+    engine = Engine(Shape(max_num_batched_tokens=64))
+    engine.add(*(make_request(name, [*long_prompt(40), index], 3) for index, name in enumerate("abcd")))
+    engine.submit()
+    assert [step.num_tokens for step in engine.plans[0].steps] == [41, 1, 1, 1]
+    engine.run()
+    engine.check_done()
+
+
+def test_a_prefix_in_flight_is_shared_with_its_plan_and_the_next() -> None:
     engine = Engine(Shape(max_in_flight=2, max_num_batched_tokens=41))
     engine.add(make_request("a", long_prompt(40), 3), make_request("b", long_prompt(40), 3))
     engine.submit()
     engine.submit()
     assert engine.plans[0].num_tokens == 41
-    assert engine.plans[1].num_tokens == 40
+    assert engine.plans[1].num_tokens == 1 + 3
     engine.run()
     engine.check_done()
 
 
-def test_a_request_without_room_starts_once_others_have_computed_its_prefix() -> None:
+def test_a_request_without_room_for_its_own_starts_on_what_another_computes() -> None:
     engine = Engine(Shape(num_blocks=21, max_num_batched_tokens=48))
     engine.add(*(make_request(name, long_prompt(41), 30, ignore_eos=True) for name in "ab"))
     engine.run()
     engine.check_done()
     second = next(plan for plan in engine.plans if any(start.seq_id == 1 for start in plan.starts))
-    assert second.step_id == STEPS_BETWEEN_LOOKUPS
+    assert second.step_id == 0
     assert engine.outputs["b"][0].num_cached_tokens == 40
 
 

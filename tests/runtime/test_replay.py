@@ -128,9 +128,19 @@ def test_every_model_is_replayed(family: str, quantization: str, tmp_path: Path)
     check_replayed(tmp_path, quantization=quantization)
 
 
-@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}])
-def test_ranks_replay_their_stages(layout: dict[str, int], tmp_path: Path) -> None:
-    make_checkpoint("llama", tmp_path)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", {"tensor": 2}),
+        ("llama", {"pipeline": 2}),
+        ("llama", {"tensor": 2, "pipeline": 2}),
+        ("deepseek_v3", {"tensor": 2}),
+        ("qwen2_moe", {"tensor": 2, "enable_expert_parallel": True}),
+        ("qwen3_moe", {"lockstep": 2, "enable_expert_parallel": True}),
+    ],
+)
+def test_ranks_replay_their_stages(family: str, layout: dict[str, int], tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path)
     check_replayed(tmp_path, **layout)
 
 

@@ -28,10 +28,11 @@ class PrefixHit:
 class KVCache:
     """Gives sequences their blocks and takes them back, in all KV groups at once.
 
-    Relies on workers running plans in the order in which they were scheduled: a block that plan n writes may be read
-    by plan n + 1 (not by plan n itself, but for its own sequence), so content is published as soon as the plan that
-    completes it has been scheduled and its tokens are known. Should a scheduled plan not be run, throw the scheduler
-    away, cache and all. Published blocks are full and never written again.
+    Relies on workers running plans in the order in which they were scheduled, and storing all of a step's tokens before
+    any is attended to: a block that plan n writes may be read by plan n, and by later ones. So content is published as
+    soon as the step that completes it is part of a plan and its tokens are known: requests that arrive together compute
+    a common prefix once. Should a scheduled plan not be run, throw the scheduler away, cache and all. Published blocks
+    are full and never written again.
     """
 
     def __init__(

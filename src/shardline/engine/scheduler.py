@@ -61,7 +61,8 @@ class Scheduler:
       after a preemption. A `seq_id` is in `ends` once, when no plan that steps it is in flight.
     * The steps of a sequence are consecutive: each begins where the one before ended. `new_blocks` extend each group's
       block table so that it covers the step's last token; NULL_BLOCK entries lie before the group's window. A step
-      may read what an earlier plan wrote for another sequence, never what its own plan does.
+      may read what its own plan or an earlier one writes for another sequence: layers store the keys and values of all
+      tokens of a step before they attend.
     * `sample` is set where the step's last token is the last there is. The result then has one token for it, or
       several where no other plan in flight steps the sequence (these are not yet computed: later steps do that).
     * `token_id` is the token at `start` wherever the scheduler knows it, else -1.
@@ -166,8 +167,6 @@ class Scheduler:
         self._schedule_prefills(draft, prefills)
         if not draft.steps:
             return None
-        for sequence in draft.sequences:
-            self._kv.publish(sequence)
         plan = StepPlan(draft.step_id, draft.starts, draft.steps, self._ends)
         self._ends = []
         self._num_steps += 1
@@ -274,6 +273,7 @@ class Scheduler:
         sequence.num_pending += sample
         sequence.num_in_flight += 1
         sequence.last_step = draft.step_id
+        self._kv.publish(sequence)
 
     def _start(self, draft: _Draft, sequence: Sequence) -> bool:
         """Start a waiting sequence, if there is room for all of its tokens and for every running one to grow.

@@ -27,6 +27,7 @@ _DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
+_MAPPED_BYTES = 64 << 20
 
 
 class WeightSource(Protocol):
@@ -37,7 +38,11 @@ class WeightSource(Protocol):
 
 
 class CheckpointWeights:
-    """Weights of a safetensors checkpoint; files stay open, and only the bytes asked for are read."""
+    """Weights of a safetensors checkpoint; only the bytes asked for are read.
+
+    Pages of a mapped file count as this process's memory until it is unmapped, beside the copies that are kept: so a
+    file is opened anew every _MAPPED_BYTES.
+    """
 
     def __init__(self, checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype) -> None:
         """`dtype`: type of the tensors given out.
@@ -51,6 +56,7 @@ class CheckpointWeights:
         self._dtype = dtype
         self._tensor_source = family(spec.model_type).tensor_source
         self._handles: dict[Path, Any] = {}
+        self._mapped = 0
 
     def get(self, name: str, spans: Spans) -> torch.Tensor:
         """See `WeightSource.get`."""
@@ -61,7 +67,12 @@ class CheckpointWeights:
         if file not in self._handles:
             self._handles[file] = safe_open(file, framework="pt")
         dtype = torch.float32 if is_kept_in_float32(name) else self._dtype
-        return load_parameter(self._handles[file].get_slice(key), source, spans, dtype)
+        tensor = load_parameter(self._handles[file].get_slice(key), source, spans, dtype)
+        self._mapped += tensor.nbytes
+        if self._mapped > _MAPPED_BYTES:
+            self._handles.clear()
+            self._mapped = 0
+        return tensor
 
 
 def load_parameter(tensor: Any, source: TensorSource, spans: Spans, dtype: torch.dtype) -> torch.Tensor:
