@@ -1,26 +1,16 @@
-"""The Triton kernels run here on the CPU, in Triton's interpreter, which it chooses as kernels are imported."""
+"""The Triton kernels run here on the CPU, in Triton's interpreter (see tests/conftest.py)."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-assert "triton" not in sys.modules, "Triton was imported before its interpreter could be asked for"
-os.environ["TRITON_INTERPRET"] = "1"
-import triton.experimental.gluon  # noqa: E402, F401  (Triton imports it at the first launch, and it looks again)
-import triton.language as tl  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa: E402
-
-import shardline.runtime.ops.triton  # noqa: E402, F401
-
-del os.environ["TRITON_INTERPRET"]
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -53,6 +53,7 @@ def step_of(tokens: list[int], start: int) -> StepInput:
         query_starts=torch.tensor([0, len(tokens)], dtype=torch.int32),
         context_lens=torch.tensor([start + len(tokens)], dtype=torch.int32),
         kv_groups=(KVGroupInput(tables, tables[0, positions // 16].long() * 16 + positions % 16),),
+        replica_tokens=(len(tokens),),
         sample_rows=None,
     )
 
