@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import multiprocessing
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -251,10 +252,15 @@ def test_wrong_shapes_and_buffers_are_refused():
 def test_ctrl_c_ends_a_wait():
     group = SharedGroup(zeros(SharedGroup.required_bytes(2, 4096)), 0, 2)
     timer = threading.Timer(0.3, _thread.interrupt_main)
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        group.barrier(PATIENCE_S)
-    timer.join()
+    # A suite that runs in the background was started with this signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            group.barrier(PATIENCE_S)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def messages() -> list[Tensor]:
