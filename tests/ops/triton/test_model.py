@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from shardline.runtime.ops import triton as ops
 from shardline.runtime.parallel.groups import alone
 from shardline.runtime.replay import DecodeReplay
 from shardline.runtime.setup import prepare
-from shardline.runtime.step import KVGroupInput, StepInput
+from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from shardline.runtime.worker import Worker
 
 from ..helpers import assert_same_bits
@@ -54,7 +55,8 @@ def step_of(tokens: list[int], start: int) -> StepInput:
         context_lens=torch.tensor([start + len(tokens)], dtype=torch.int32),
         kv_groups=(KVGroupInput(tables, tables[0, positions // 16].long() * 16 + positions % 16),),
         replica_tokens=(len(tokens),),
-        sample_rows=None,
+        replica_samples=(len(tokens),),
+        sampled=None,
     )
 
 
@@ -88,12 +90,21 @@ def test_logits_are_the_cpus(loaded, monkeypatch):
 
 def test_uploaded_steps_are_the_steps():
     step = step_of([5, 6, 7], 4)
-    for sample_rows in (None, torch.tensor([2])):
-        given = StepInput(**{**vars(step), "sample_rows": sample_rows})
+    tables = step.kv_groups[0].block_tables
+    last = SampledTokens(torch.tensor([2]), torch.tensor([0, 1]), step.context_lens, (tables,))
+    for sampled in (None, last):
+        given = dataclasses.replace(step, sampled=sampled)
         moved = Uploader(torch.device("cpu")).upload(given)
         for name in ("token_ids", "positions", "query_starts", "context_lens"):
             assert_same = torch.equal(getattr(moved, name), getattr(given, name))
             assert assert_same, name
         assert_same_bits(moved.kv_groups[0].block_tables, given.kv_groups[0].block_tables)
         assert torch.equal(moved.kv_groups[0].slots, given.kv_groups[0].slots)
-        assert (moved.sample_rows is None) == (sample_rows is None)
+        if sampled is None:
+            assert moved.sampled is None
+        else:
+            assert moved.sampled is not None
+            assert torch.equal(moved.sampled.rows, last.rows)
+            assert torch.equal(moved.sampled.query_starts, last.query_starts)
+            assert torch.equal(moved.sampled.context_lens, last.context_lens)
+            assert torch.equal(moved.sampled.block_tables[0], tables)
