@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +10,7 @@ from safetensors import safe_open
 
 from shardline.config.engine import ModelConfig
 from shardline.models.lookup import family
-from shardline.models.parameters import is_kept_in_float32, parameters
+from shardline.models.parameters import is_kept_in_float32
 from shardline.models.partition import Span
 from shardline.models.sharding import Spans
 from shardline.models.spec import DecoderSpec, TensorSource
@@ -116,9 +115,3 @@ def open_weights(
             return DeviceDummyWeights(spec, dtype, model.seed, device)
         return DummyWeights(spec, dtype, model.seed)
     return CheckpointWeights(Checkpoint.open(files.folder), spec, dtype)
-
-
-def load_all(weights: WeightSource, spec: DecoderSpec) -> Iterable[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of every parameter, for tools and tests that want the full model."""
-    for name, shape in parameters(spec):
-        yield name, weights.get(name, (None,) * len(shape))
