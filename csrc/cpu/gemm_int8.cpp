@@ -82,9 +82,11 @@ void pack_panel(const PackQuantizedArgs& args, int64_t panel_index) {
         const F32 values = load_n(weight + c * args.weight_stride + begin + k, args.depth - begin - k);
         store_bytes(bytes + k, quantized(values, broadcast(inverse[c])));
       }
-      for (int64_t k = 0; k < kChunk && begin + k < num_quads * kQuad; ++k) {
-        const int64_t place = ((begin + k) / kQuad * kPanelColumns + c) * kQuad + k % kQuad;
-        panel[place] = static_cast<uint8_t>(bytes[k] + 128);
+      for (int64_t k = 0; k < kChunk && begin + k < num_quads * kQuad; k += kQuad) {
+        uint32_t quad;
+        __builtin_memcpy(&quad, bytes + k, sizeof quad);
+        quad ^= 0x80808080;  // 128 more in each byte
+        __builtin_memcpy(panel + ((begin + k) / kQuad * kPanelColumns + c) * kQuad, &quad, sizeof quad);
       }
     }
   }

@@ -17,6 +17,7 @@ from shardline.models.spec import DecoderSpec, TensorSource
 from shardline.runtime.loader.checkpoint import Checkpoint
 from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
 from shardline.runtime.loader.hub import ModelFiles
+from shardline.runtime.ops.storage import streamed_empty
 
 _HOST = torch.device("cpu")
 _DTYPES = {
@@ -97,7 +98,7 @@ def load_parameter(tensor: Any, source: TensorSource, spans: Spans, dtype: torch
         # torch transposes fast what is dense and of one type.
         part = part.to(dtype).contiguous().T
     # A slice is a view of the mapped file, which is aligned to 8 bytes only and may change or vanish.
-    return torch.empty(part.shape, dtype=dtype).copy_(part)
+    return streamed_empty(part.shape, dtype).copy_(part)
 
 
 def open_weights(
