@@ -108,8 +108,10 @@ template <class T>
 void linear_of(const LinearArgs& args) {
   const PanelLayout layout = {ceil_div(args.depth, kStep<T>), kStep<T> * kPanelColumns * int64_t{sizeof(T)}};
   const auto add = [&](const Tile& tile, auto rows, auto wide) { add_tile<T, rows.kValue, wide.kValue>(args, tile); };
-  const auto finish = [&](int64_t row, int64_t column, const void* sums) {
-    finish_row(args, row, column, [&](int64_t c) { return load(static_cast<const float*>(sums) + c); });
+  const auto finish = [&](const FinishedTile& tile) {
+    finish_tile(args, tile, true, [&](int64_t r, int64_t c) {
+      return load(static_cast<const float*>(tile.sums) + r * kPanelColumns + c);
+    });
   };
   for_each_tile<kTileRows<T>, kWideMin, kWideMax>(args, layout, add, finish);
 }
