@@ -42,6 +42,11 @@ using AllLanes = Lanes<0, 1, 2, 3, 4, 5, 6, 7>;
 using AllLanes = Lanes<0, 1, 2, 3>;
 #endif
 
+template <int... kLane>
+inline I32 lane_numbers(Lanes<kLane...>) {
+  return I32{kLane...};
+}
+
 inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -248,22 +253,23 @@ inline void round_two_to(F32& first, F32& second) {
   second = rounded_to<T>(second);
 }
 
+template <int kStep, int... kLane>
+inline F32 rotated(F32 v, Lanes<kLane...>) {
+  return __builtin_shufflevector(v, v, ((kLane + kStep) % kLanes)...);
+}
+
 // Lane i pairs with lane i + half, then halves again: the one order in which lanes are ever added.
 inline float sum_lanes(F32 v) {
-  float lane[kLanes];
-  store(lane, v);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  }
-  return lane[0];
+  if constexpr (kLanes > 8) v = v + rotated<8>(v, AllLanes{});
+  if constexpr (kLanes > 4) v = v + rotated<4>(v, AllLanes{});
+  v = v + rotated<2>(v, AllLanes{});
+  return (v + rotated<1>(v, AllLanes{}))[0];
 }
 inline float max_lanes(F32 v) {
-  float lane[kLanes];
-  store(lane, v);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
-  }
-  return lane[0];
+  if constexpr (kLanes > 8) v = maximum(v, rotated<8>(v, AllLanes{}));
+  if constexpr (kLanes > 4) v = maximum(v, rotated<4>(v, AllLanes{}));
+  v = maximum(v, rotated<2>(v, AllLanes{}));
+  return maximum(v, rotated<1>(v, AllLanes{}))[0];
 }
 
 // kLanes pairs of bf16, the even element of each pair in the low half.
