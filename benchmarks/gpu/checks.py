@@ -9,7 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops import activation, attention, kv_cache, linear, linear_fp8, norm, rope, sampling, softcap
+from shardline.models.spec import Routing
+from shardline.runtime.ops import (
+    activation,
+    attention,
+    experts,
+    kv_cache,
+    linear,
+    linear_fp8,
+    norm,
+    rope,
+    routing,
+    sampling,
+    softcap,
+)
 from shardline.runtime.ops import triton as kernels
 from shardline.runtime.ops.triton.linear import launch_linear
 
@@ -107,6 +120,60 @@ class Checks:
             x.cpu(), linear_fp8.Fp8Weight(weight.values.cpu(), weight.scales.cpu()), out_dtype=torch.float32
         )
         return relative_error(linear_fp8.linear_fp8(x, weight, out_dtype=torch.float32), expected)
+
+    def routing(self) -> float:
+        """The worst weight; ids are exact."""
+        worst = 0.0
+        for kind in (
+            Routing(8, 2),
+            Routing(128, 8, normalized=False),
+            Routing(256, 8, scoring="sigmoid", scale=2.5, num_groups=8, top_groups=4, group_score="top2_sum"),
+        ):
+            logits = torch.randn(10 if self.small else 500, kind.num_experts, generator=self.rng)
+            expected_ids, expected = routing.route_experts_reference(logits.double(), kind)
+            ids, weights = torch.empty_like(expected_ids), torch.empty(expected.shape)
+            ids, weights = ids.to(self.device), weights.to(self.device)
+            grouped = (kind.num_groups, kind.top_groups, kind.group_score == "top2_sum")
+            is_sigmoid = kind.scoring == "sigmoid"
+            kernels.route_experts(
+                logits.to(self.device),
+                None,
+                ids,
+                weights,
+                None,
+                None,
+                is_sigmoid,
+                kind.normalized,
+                kind.scale,
+                kind.num_experts,
+                *grouped,
+            )
+            assert torch.equal(ids.cpu(), expected_ids), "experts are chosen exactly"
+            worst = max(worst, relative_error(weights, expected))
+        return worst
+
+    def experts(self) -> float:
+        """Both products of a layer, and whether a slot's row has the bits of a linear of its expert alone."""
+        tokens, count, k, inner, hidden = (5, 3, 2, 24, 40) if self.small else (300, 8, 2, 768, 1024)
+        x, up = self.randn(tokens, hidden), self.randn(count, 2 * inner, hidden) * hidden**-0.5
+        down, shared = self.randn(count, hidden, inner) * inner**-0.5, self.randn(tokens, hidden)
+        ids = torch.rand(tokens, count, generator=self.rng).topk(k)[1].int().to(self.device)
+        weights = torch.rand(tokens, k, generator=self.rng).to(self.device)
+        rows, out = self.poison(tokens * k, inner), self.poison(tokens, hidden)
+        kernels.expert_up(x, ids, 0, False, up, None, "silu", True, rows)
+        kernels.expert_down(rows, ids, weights, 0, down, None, shared, weights[:, 0].contiguous(), out)
+        for expert in range(count):
+            product, alone = self.poison(tokens, 2 * inner), self.poison(tokens, inner)
+            kernels.linear(x, up[expert], None, product)
+            kernels.activation(product, alone, "silu", True)
+            chosen = ids == expert
+            same = torch.equal(rows[chosen.flatten()], alone[chosen.nonzero()[:, 0]])
+            assert same, "a slot's bits follow its neighbours"
+        by_expert = torch.cat([rows[(ids == expert).flatten()] for expert in range(count)]).cpu()
+        expected = experts.expert_down_reference(
+            by_expert, ids.cpu(), weights.cpu(), down.cpu(), shared=shared.cpu(), shared_scale=weights[:, 0].cpu()
+        )
+        return relative_error(out, expected)
 
     def paged_attention(self) -> float:
         worst = 0.0
@@ -208,7 +275,7 @@ def linear_invariance(device: str) -> dict[str, Any]:
         for tile in LINEAR_TILES:
             out = torch.full_like(whole[:300], torch.nan)
             try:
-                launch_linear(x[:300], weight, None, out, tile)
+                launch_linear(x[:300], weight, None, out, tile=tile)
                 tiles[tile.name] = torch.equal(out, whole[:300])
             except Exception as error:  # a tile that does not fit is a finding, not the end
                 tiles[tile.name] = f"{type(error).__name__}: {str(error)[:80]}"

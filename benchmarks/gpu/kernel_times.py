@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.ops import triton as kernels
-from shardline.runtime.ops.triton.linear import Tile, launch_linear, tile_for
+from shardline.runtime.ops.triton.gemm import Tile
+from shardline.runtime.ops.triton.linear import launch_linear
 
 from .checks import attempt
 from .tiles import FEW_ROWS, MANY_ROWS
@@ -54,8 +55,7 @@ def time_linear(rows: int, columns: int, depth: int, tile: Tile | None) -> float
     weight_bytes = 2 * columns * depth
     weights = [_randn(columns, depth) for _ in range(max(2, -(-_ROTATED_BYTES // weight_bytes)))]
     x, out = _randn(rows, depth), torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
-    chosen = tile or tile_for(rows, columns, x.dtype)
-    return seconds([partial(launch_linear, x, weight, None, out, chosen) for weight in weights])
+    return seconds([partial(launch_linear, x, weight, None, out, tile=tile) for weight in weights])
 
 
 def time_library(rows: int, columns: int, depth: int) -> float:
@@ -93,6 +93,38 @@ def linear_times(ceilings: dict[str, float]) -> dict[str, Any]:
             for tile in tiles:
                 spent = attempt(time_linear, rows, columns, depth, tile)
                 result[f"tile {tile.name} {name} M={rows}"] = _entry(spent)
+    return result
+
+
+_EXPERTS = {"Mixtral-8x7B": (8, 2, 14336, 4096), "Qwen3-30B-A3B": (128, 8, 768, 2048)}
+"""Experts, experts of a token, intermediate and hidden size."""
+
+
+def time_experts(num_tokens: int, num_experts: int, k: int, inner: int, hidden: int) -> float:
+    """Seconds of both grouped products of a layer, with what surrounds them; experts are chosen at random."""
+    up, down = _randn(num_experts, 2 * inner, hidden), _randn(num_experts, hidden, inner)
+    x, rows, out = _randn(num_tokens, hidden), _randn(num_tokens * k, inner), _randn(num_tokens, hidden)
+    calls = []
+    for _ in range(8):
+        ids = torch.rand(num_tokens, num_experts, device="cuda").topk(k)[1].int()
+        weights = torch.rand(num_tokens, k, device="cuda")
+        calls.append(partial(kernels.expert_up, x, ids, 0, False, up, None, "silu", True, rows))
+        calls.append(partial(kernels.expert_down, rows, ids, weights, 0, down, None, None, None, out))
+    return 2 * seconds(calls)
+
+
+def expert_times(ceilings: dict[str, float]) -> dict[str, Any]:
+    """Against the bytes of the experts that are met (about), or the products."""
+    result: dict[str, Any] = {}
+    for name, (num_experts, k, inner, hidden) in _EXPERTS.items():
+        for num_tokens in (1, 16, 64, 256, 4096):
+            met = num_experts * (1 - (1 - k / num_experts) ** num_tokens)
+            floor = max(
+                met * 6 * inner * hidden / ceilings["copy_bytes_per_s"],
+                num_tokens * k * 6 * inner * hidden / ceilings["flops"],
+            )
+            spent = attempt(time_experts, num_tokens, num_experts, k, inner, hidden)
+            result[f"{name} M={num_tokens}"] = _entry(spent, floor)
     return result
 
 
@@ -162,6 +194,7 @@ def run(ceilings: dict[str, float]) -> dict[str, Any]:
     """All of the above."""
     return {
         "linear": attempt(linear_times, ceilings),
+        "experts": attempt(expert_times, ceilings),
         "attention": attempt(attention_times, ceilings),
         "small": attempt(small_times),
     }

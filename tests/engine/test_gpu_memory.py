@@ -13,6 +13,7 @@ from shardline.engine import resolve as resolve_module
 from shardline.engine.gpu_memory import gpu_memory
 from shardline.engine.resolve import resolve
 from shardline.runtime.setup import prepare
+from tests.models.checkpoints import make_checkpoint
 
 GIB = 1 << 30
 
@@ -84,3 +85,11 @@ def test_what_a_gpu_cannot_is_refused(options: dict[str, object], says: str, mon
 def test_nccl_needs_gpus() -> None:
     with pytest.raises(ValueError, match="'nccl' needs GPUs"):
         resolve(EngineConfig.from_options(device="cpu", collectives="nccl"))
+
+
+def test_experts_are_split_over_gpus_but_not_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_gpus(monkeypatch, (8 * GIB, 7 * GIB), (8 * GIB, 7 * GIB))
+    options = {"model": str(make_checkpoint("mixtral", tmp_path)), "device": "cuda", "tensor_parallel_size": 2}
+    assert resolve(EngineConfig.from_options(**options)).parallel.tensor_parallel_size == 2
+    with pytest.raises(ValueError, match="every GPU has a part of each expert"):
+        resolve(EngineConfig.from_options(**options, enable_expert_parallel=True))

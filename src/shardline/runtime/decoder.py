@@ -52,7 +52,7 @@ class DecoderLayer:
             delta = self._post_attention(delta)
         normed, hidden = self._feed_forward_norm.add(delta, hidden)
         if isinstance(self.feed_forward, MoEFeedForward):
-            delta = self.feed_forward(normed, step.replica_tokens)
+            delta = self.feed_forward(normed, step.replica_tokens, kv.slots)
         else:
             delta = self.feed_forward(normed)
         if self._post_feed_forward is not None:
@@ -125,4 +125,4 @@ class DecoderStage:
         nothing = torch.empty(0, self._hidden_size, dtype=self._dtype)
         for layer in self.layers:
             if isinstance(layer.feed_forward, MoEFeedForward):
-                layer.feed_forward(nothing, replica_tokens)
+                layer.feed_forward(nothing, replica_tokens, torch.empty(0, dtype=torch.int64))

@@ -26,7 +26,8 @@ from triton.runtime.jit import JITFunction
 from shardline.runtime.ops import linear_fp8 as ops_linear_fp8
 from shardline.runtime.ops import triton as ops
 from shardline.runtime.ops.linear_fp8 import Fp8Weight
-from shardline.runtime.ops.triton.linear import Tile, launch_linear
+from shardline.runtime.ops.triton.gemm import Tile
+from shardline.runtime.ops.triton.linear import launch_linear
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -87,7 +88,7 @@ def linear(rows: int, columns: int, depth: int, tile: Tile | None = None) -> Non
     if tile is None:
         ops.linear(x, weight, None, out)
     else:
-        launch_linear(x, weight, None, out, tile)
+        launch_linear(x, weight, None, out, tile=tile)
 
 
 def sample(num_rows: int, vocab_size: int) -> None:
@@ -100,6 +101,22 @@ def rope_and_write() -> None:
     qkv, cache = bf16(4, 48, 128), bf16(8, 8, 16, 128)
     positions, table = torch.zeros(4, dtype=torch.int64), torch.empty(64, 128)
     ops.rope_and_write_kv(qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], cache, cache, positions, positions, table, False)
+
+
+def experts(num_tokens: int, num_experts: int, k: int, inner: int, hidden: int) -> None:
+    """Both products of a layer, as of Mixtral or Qwen3-MoE."""
+    ids, weights = int32(num_tokens, k), torch.empty(num_tokens, k)
+    up, down = bf16(num_experts, 2 * inner, hidden), bf16(num_experts, hidden, inner)
+    rows, out = bf16(num_tokens * k, inner), bf16(num_tokens, hidden)
+    ops.expert_up(bf16(num_tokens, hidden), ids, 0, False, up, None, "silu", True, rows)
+    ops.expert_down(rows, ids, weights, 0, down, None, out, weights[:, 0], out)
+
+
+def route(num_experts: int, k: int, num_groups: int = 1, top_groups: int = 1) -> None:
+    ids, weights, slots = int32(4, k), torch.empty(4, k), torch.zeros(4, dtype=torch.int64)
+    scores, counts = torch.empty(4, num_experts + 1), torch.zeros(num_experts, dtype=torch.int64)
+    groups = (num_experts, num_groups, top_groups, num_groups > 1)
+    ops.route_experts(scores, scores[0], ids, weights, weights[:, 0], counts, num_groups > 1, True, 1.0, *groups, slots)
 
 
 def linear_fp8(rows: int, columns: int, depth: int) -> None:
@@ -129,6 +146,11 @@ CASES: dict[str, Callable[[], None]] = {
     "linear_m2048": lambda: linear(2048, 6144, 4096),
     "fp8_m1": lambda: linear_fp8(1, 6144, 4096),
     "fp8_m2048": lambda: linear_fp8(2048, 6144, 4096),
+    "route": lambda: route(128, 8),
+    "route_groups": lambda: route(256, 8, 8, 4),
+    "experts_m1": lambda: experts(1, 128, 8, 768, 2048),
+    "experts_m64": lambda: experts(64, 8, 2, 14336, 4096),
+    "experts_m4096": lambda: experts(4096, 8, 2, 14336, 4096),
     "linear_odd_depth": lambda: linear(64, 896, 2056),
     "attention_decode": lambda: attention(32, 8, 128, 64, 64, spread_splits=False),
     "attention_decode_spread": lambda: attention(32, 8, 128, 1, 1),

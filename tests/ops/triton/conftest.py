@@ -28,7 +28,9 @@ def gpu_arithmetic() -> Iterator[None]:
 
 
 def _values(handle: TensorHandle) -> np.ndarray:
-    """The fp32 values of a tile; the interpreter holds bf16 and fp8 as their bits."""
+    """The values of a tile, in fp32 or int32; the interpreter holds bf16 and fp8 as their bits."""
+    if handle.dtype.scalar == tl.int8:
+        return handle.data.astype(np.int32)
     if handle.dtype.scalar == tl.float8e4nv:
         return torch.from_numpy(handle.data.copy()).view(torch.float8_e4m3fn).float().numpy()
     if handle.dtype.scalar == tl.bfloat16:

@@ -71,6 +71,32 @@ class Kernels(Protocol):
         value_scales: Tensor | None,
         /,
     ) -> None: ...
+    def expert_up(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        first_expert: int,
+        compact: bool,
+        panels: Tensor,
+        scales: Tensor | None,
+        activation: str,
+        gated: bool,
+        out: Tensor,
+        /,
+    ) -> None: ...
+    def expert_down(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        first_expert: int,
+        panels: Tensor,
+        scales: Tensor | None,
+        shared: Tensor | None,
+        shared_scale: Tensor | None,
+        out: Tensor,
+        /,
+    ) -> None: ...
     def greedy_argmax(self, logits: Tensor, ids: Tensor, values: Tensor, /) -> None: ...
     def sample(
         self,

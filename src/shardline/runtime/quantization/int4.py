@@ -34,8 +34,9 @@ def pack(weight: Tensor) -> Int4Linear:
     return Int4Linear(pack_int4(weight))
 
 
-def allocate_experts(num_experts: int, out_features: int, in_features: int, dtype: torch.dtype) -> ExpertWeights:
+def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:
     """See `base.Quantization.allocate_experts`."""
+    out_features, in_features = weight.shape
     panels = streamed_empty((num_experts, *int4_panel_shape(out_features, in_features)), torch.uint8)
     return ExpertWeights(panels, None, in_features, out_features)
 

@@ -34,8 +34,9 @@ def pack(weight: Tensor) -> Int8Linear:
     return Int8Linear(pack_int8(weight))
 
 
-def allocate_experts(num_experts: int, out_features: int, in_features: int, dtype: torch.dtype) -> ExpertWeights:
+def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:
     """See `base.Quantization.allocate_experts`."""
+    out_features, in_features = weight.shape
     shape = int8_panel_shape(out_features, in_features)
     scales = torch.empty(num_experts, shape[0] * PANEL_COLUMNS, dtype=torch.float32)
     return ExpertWeights(streamed_empty((num_experts, *shape), torch.uint8), scales, in_features, out_features)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardline import _cpu
+from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.linear import PackedWeight, linear, pack_weight, panel_shape
 from shardline.runtime.ops.storage import streamed_empty
@@ -32,10 +34,14 @@ def pack(weight: Tensor) -> PlainLinear:
     return PlainLinear(pack_weight(weight))
 
 
-def allocate_experts(num_experts: int, out_features: int, in_features: int, dtype: torch.dtype) -> ExpertWeights:
+def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:
     """See `base.Quantization.allocate_experts`."""
-    shape = (num_experts, *panel_shape(out_features, in_features, dtype))
-    return ExpertWeights(streamed_empty(shape, dtype), None, in_features, out_features)
+    out_features, in_features = weight.shape
+    if kernels(weight) is _cpu:
+        panels = streamed_empty((num_experts, *panel_shape(out_features, in_features, weight.dtype)), weight.dtype)
+    else:
+        panels = weight.new_empty(num_experts, out_features, in_features)
+    return ExpertWeights(panels, None, in_features, out_features)
 
 
 def pack_expert(experts: ExpertWeights, index: int, weight: Tensor) -> None:
