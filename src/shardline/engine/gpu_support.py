@@ -20,8 +20,6 @@ def check_gpu_support(config: EngineConfig, spec: DecoderSpec) -> None:
     Raises:
         ValueError: a part of the model or of the configuration has none for GPUs; the message says what would work.
     """
-    if config.model.quantization not in (None, "none"):
-        raise ValueError(f"quantization {config.model.quantization} is not supported on GPUs yet; use --device cpu")
     if any(isinstance(layer.attention, MLA) for layer in spec.layers):
         raise ValueError("latent attention is not supported on GPUs yet; use --device cpu")
     if config.cache.kv_cache_dtype != "auto":

@@ -70,6 +70,10 @@ def fp8(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float8_e4m3fn)
 
 
+def int8(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int8)
+
+
 def int32(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
@@ -101,6 +105,23 @@ def rope_and_write() -> None:
     qkv, cache = bf16(4, 48, 128), bf16(8, 8, 16, 128)
     positions, table = torch.zeros(4, dtype=torch.int64), torch.empty(64, 128)
     ops.rope_and_write_kv(qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], cache, cache, positions, positions, table, False)
+
+
+def linear_int8(rows: int, columns: int, depth: int) -> None:
+    values, sums, floats = int8(rows, depth), int32(rows, 0), torch.empty(max(rows, columns))
+    ops.quantize_rows(bf16(rows, depth), values, floats, sums)
+    ops.linear_int8(values, floats, sums, depth, int8(columns, depth), floats, None, bf16(rows, columns))
+
+
+def linear_int4(rows: int, columns: int, depth: int) -> None:
+    panels = torch.empty(depth // 64, 36 * columns, dtype=torch.uint8)
+    ops.linear_int4(int8(rows, depth), torch.empty(rows), int32(rows, 0), depth, panels, None, bf16(rows, columns))
+
+
+def experts_int4(num_tokens: int, num_experts: int, k: int, inner: int, hidden: int) -> None:
+    panels = torch.empty(num_experts, hidden // 64, 36 * 2 * inner, dtype=torch.uint8)
+    ids, rows = int32(num_tokens, k), bf16(num_tokens * k, inner)
+    ops.expert_up(bf16(num_tokens, hidden), ids, 0, False, panels, None, "silu", True, rows)
 
 
 def experts(num_tokens: int, num_experts: int, k: int, inner: int, hidden: int) -> None:
@@ -151,6 +172,11 @@ CASES: dict[str, Callable[[], None]] = {
     "experts_m1": lambda: experts(1, 128, 8, 768, 2048),
     "experts_m64": lambda: experts(64, 8, 2, 14336, 4096),
     "experts_m4096": lambda: experts(4096, 8, 2, 14336, 4096),
+    "int8_m1": lambda: linear_int8(1, 6144, 4096),
+    "int8_m2048": lambda: linear_int8(2048, 6144, 4096),
+    "int4_m1": lambda: linear_int4(1, 6144, 4096),
+    "int4_m2048": lambda: linear_int4(2048, 6144, 4096),
+    "experts_int4": lambda: experts_int4(64, 128, 8, 768, 2048),
     "linear_odd_depth": lambda: linear(64, 896, 2056),
     "attention_decode": lambda: attention(32, 8, 128, 64, 64, spread_splits=False),
     "attention_decode_spread": lambda: attention(32, 8, 128, 1, 1),
@@ -172,7 +198,7 @@ def describe(kernel: Any) -> dict[str, Any]:
             return done.stdout
 
         usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", dump("--dump-resource-usage")))
-        opcodes = re.findall(r"\b(HGMMA|QGMMA|HMMA|QMMA|FFMA|LDGSTS\.[\w.]*|LDL|STL)\b", dump("--dump-sass"))
+        opcodes = re.findall(r"\b(HGMMA|QGMMA|IGMMA|HMMA|QMMA|IMMA|FFMA|LDGSTS\.[\w.]*|LDL|STL)\b", dump("--dump-sass"))
     return {
         "name": kernel.metadata.name,
         "shared_bytes": kernel.metadata.shared,

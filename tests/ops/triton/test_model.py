@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from shardline import _cpu
 from shardline.config.engine import EngineConfig
 from shardline.engine.resolve import resolve
 from shardline.runtime.cuda_graphs import PaddedStep
 from shardline.runtime.device import Uploader
-from shardline.runtime.ops import dispatch
-from shardline.runtime.ops import triton as ops
 from shardline.runtime.parallel.groups import alone
-from shardline.runtime.replay import DecodeReplay
 from shardline.runtime.setup import prepare
 from shardline.runtime.step import KVGroupInput, StepInput
 from shardline.runtime.worker import Worker
@@ -31,6 +26,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "mixtral": ("mixtral", {}),
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "llama-int8": ("llama", {"quantization": "int8"}),
+    "llama-int4": ("llama", {"quantization": "int4"}),
+    "mixtral-int8": ("mixtral", {"quantization": "int8"}),
+    "qwen2_moe-int4": ("qwen2_moe", {"quantization": "int4"}),
 }
 """Family and engine options."""
 
@@ -77,15 +76,12 @@ def logits(worker: Worker, padded_size: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_the_cpus(tmp_path, monkeypatch, case):
+def test_logits_are_the_cpus(tmp_path, request, case):
     family, options = CASES[case]
     make_checkpoint(family, tmp_path, num_hidden_layers=2)
     cpu = load(tmp_path, options)
     expected = logits(cpu, 1)
-    kernels = SimpleNamespace(**{name: getattr(ops, name) for name in ops.__all__})
-    kernels.activation_empty = _cpu.activation_empty  # there is no GPU to allocate on
-    monkeypatch.setitem(dispatch._BACK_ENDS, "cpu", lambda: kernels)
-    monkeypatch.setattr(DecodeReplay, "__call__", lambda self, *step: self.forward(*step))
+    request.getfixturevalue("gpu_kernels")
     gpu = load(tmp_path, options)
     for ours, theirs in zip(logits(gpu, 4), expected, strict=True):
         assert (ours - theirs).norm() < 1e-5 * theirs.norm()

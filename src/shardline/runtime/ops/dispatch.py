@@ -18,6 +18,30 @@ class Kernels(Protocol):
         """An uninitialised tensor that dies within its step."""
 
     def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, /) -> None: ...
+    def quantize_rows(self, x: Tensor, values: Tensor, scales: Tensor, sums: Tensor, /) -> None: ...
+    def linear_int8(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        sums: Tensor,
+        depth: int,
+        panels: Tensor,
+        column_scales: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        /,
+    ) -> None: ...
+    def linear_int4(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        sums: Tensor,
+        depth: int,
+        panels: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        /,
+    ) -> None: ...
     def rms_norm(
         self,
         x: Tensor,

@@ -23,7 +23,7 @@ class ExpertWeights:
     panels: Tensor
     """[E, ...]: see PackedWeight, Int8Weight and Int4Weight."""
     scales: Tensor | None
-    """[E, padded out_features] float32, int8 only."""
+    """[E, out_features, padded as its panels] float32, int8 only."""
     in_features: int
     out_features: int
 

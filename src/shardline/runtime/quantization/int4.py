@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.ops.experts import ExpertWeights
-from shardline.runtime.ops.linear_int4 import Int4Weight, int4_panel_shape, linear_int4, pack_int4
+from shardline.runtime.ops.linear_int4 import Int4Weight, int4_empty, linear_int4, pack_int4
 from shardline.runtime.ops.quantize_rows import quantize_rows
-from shardline.runtime.ops.storage import streamed_empty
 from shardline.runtime.quantization import int8
 
 
@@ -37,8 +36,7 @@ def pack(weight: Tensor) -> Int4Linear:
 def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:
     """See `base.Quantization.allocate_experts`."""
     out_features, in_features = weight.shape
-    panels = streamed_empty((num_experts, *int4_panel_shape(out_features, in_features)), torch.uint8)
-    return ExpertWeights(panels, None, in_features, out_features)
+    return ExpertWeights(int4_empty(weight, num_experts), None, in_features, out_features)
 
 
 def pack_expert(experts: ExpertWeights, index: int, weight: Tensor) -> None:

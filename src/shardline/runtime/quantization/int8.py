@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.ops.experts import ExpertWeights
-from shardline.runtime.ops.linear import PANEL_COLUMNS
-from shardline.runtime.ops.linear_int8 import Int8Weight, int8_panel_shape, linear_int8, pack_int8
+from shardline.runtime.ops.linear_int8 import Int8Weight, int8_empty, linear_int8, pack_int8
 from shardline.runtime.ops.quantize_rows import quantize_rows
-from shardline.runtime.ops.storage import streamed_empty
 
 
 @dataclass(frozen=True)
@@ -37,9 +35,7 @@ def pack(weight: Tensor) -> Int8Linear:
 def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:
     """See `base.Quantization.allocate_experts`."""
     out_features, in_features = weight.shape
-    shape = int8_panel_shape(out_features, in_features)
-    scales = torch.empty(num_experts, shape[0] * PANEL_COLUMNS, dtype=torch.float32)
-    return ExpertWeights(streamed_empty((num_experts, *shape), torch.uint8), scales, in_features, out_features)
+    return ExpertWeights(*int8_empty(weight, num_experts), in_features, out_features)
 
 
 def pack_expert(experts: ExpertWeights, index: int, weight: Tensor) -> None:

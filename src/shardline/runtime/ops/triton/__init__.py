@@ -12,7 +12,7 @@ from shardline.runtime.ops.triton.attention import paged_attention
 from shardline.runtime.ops.triton.embedding import embedding
 from shardline.runtime.ops.triton.experts import expert_down, expert_up
 from shardline.runtime.ops.triton.kv_cache import write_kv
-from shardline.runtime.ops.triton.linear import linear, linear_fp8
+from shardline.runtime.ops.triton.linear import linear, linear_fp8, linear_int4, linear_int8
 from shardline.runtime.ops.triton.norm import layer_norm, rms_norm
 from shardline.runtime.ops.triton.quantize import quantize_rows, quantize_rows_fp8
 from shardline.runtime.ops.triton.rope import apply_rope, rope_and_write_kv
@@ -33,6 +33,8 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_fp8",
+    "linear_int4",
+    "linear_int8",
     "paged_attention",
     "quantize_rows",
     "quantize_rows_fp8",

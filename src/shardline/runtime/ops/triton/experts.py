@@ -114,7 +114,7 @@ def _grouped_linear(
     if num_slots == 0:
         return
     row_scales = None
-    if scales is not None:
+    if panels.dtype in (torch.int8, torch.uint8):
         values = torch.empty(x.shape[0], -(-x.shape[1] // 32) * 32, dtype=torch.int8, device=x.device)
         row_scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
         quantize_rows(x, values, row_scales, None)

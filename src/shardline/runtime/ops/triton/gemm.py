@@ -84,11 +84,11 @@ def product(
 ):
     """fp32 [BLOCK_M, BLOCK_N]: rows `row` of x times columns `column` of a weight, by the type of its elements.
 
-    fp32, bf16 [N, K]; fp8, int8 [N, K] with scales [N] and scales of rows; uint8 is int4, as `linear_int4` packs it.
+    fp32, bf16 [N, K]; fp8, int8 [N, K] with scales [N] and scales of rows; uint8 is int4, as `ops.linear_int4` packs it for GPUs.
     """
     if weight_ptr.dtype.element_ty == tl.uint8:
         total = _int4_chain(
-            x_ptr, weight_ptr, column_scales_ptr, row, row_inside, column, num_columns, depth, x_stride,
+            x_ptr, weight_ptr, row, row_inside, column, num_columns, depth, x_stride,
             BLOCK_M, BLOCK_N, IS_WHOLE_K,
         )  # fmt: skip
         scale = tl.load(row_scales_ptr + row, mask=row_inside, other=0.0)
@@ -139,7 +139,7 @@ def _chain(
             # Hopper's fp8 products are added with few bits: what they make of 128 elements is added in fp32.
             total = tl.dot(x, weight, total, max_num_imprecise_acc=BLOCK_K)
         elif element == tl.int8:
-            total = tl.dot(x, weight, total)
+            total = tl.dot(x, weight, total, out_dtype=tl.int32)
         else:
             total = tl.dot(x, weight, total, input_precision="ieee")
     return total
@@ -149,7 +149,6 @@ def _chain(
 def _int4_chain(
     x_ptr,
     weight_ptr,
-    scales_ptr,
     row,
     row_inside,
     column,
@@ -166,9 +165,9 @@ def _int4_chain(
     x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for pair in range(tl.cdiv(depth, 64)):
-        place = weight_ptr + (pair * num_columns + column[None, :]) * 32 + k[:, None]
-        both = tl.load(place, mask=column_inside[None, :], other=0x88)
-        scales = scales_ptr + 2 * pair * num_columns + column
+        panel = weight_ptr + 36 * pair * num_columns
+        both = tl.load(panel + 32 * column[None, :] + k[:, None], mask=column_inside[None, :], other=0x88)
+        scales = (panel + 32 * num_columns).to(tl.pointer_type(tl.bfloat16)) + column
         x = tl.load(x_tile + 64 * pair, mask=row_inside[:, None], other=0)
         scale = tl.load(scales, mask=column_inside, other=0.0).to(tl.float32)
         sums = tl.dot(x, (both & 15).to(tl.int8) - 8).to(tl.float32)

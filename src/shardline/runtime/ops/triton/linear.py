@@ -24,6 +24,27 @@ def linear_fp8(
     launch_linear(values, weight, bias, out, scales, weight_scales)
 
 
+def linear_int8(
+    values: Tensor,
+    scales: Tensor,
+    _sums: Tensor,
+    _depth: int,
+    panels: Tensor,
+    column_scales: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+) -> None:
+    """As `ops.linear_int8.linear_int8`, with its bits."""
+    launch_linear(values, panels, bias, out, scales, column_scales)
+
+
+def linear_int4(
+    values: Tensor, scales: Tensor, _sums: Tensor, _depth: int, panels: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    """As `ops.linear_int4.linear_int4`, with its bits."""
+    launch_linear(values, panels, bias, out, scales)
+
+
 def launch_linear(
     x: Tensor,
     weight: Tensor,
