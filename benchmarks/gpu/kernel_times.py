@@ -96,6 +96,32 @@ def linear_times(ceilings: dict[str, float]) -> dict[str, Any]:
     return result
 
 
+def time_quantized(rows: int, columns: int, depth: int, bits: int) -> float:
+    """Seconds of one product of bytes with a weight of 8 or 4 bits."""
+    shape = (columns, depth) if bits == 8 else (depth // 64, 36 * columns)
+    dtype = torch.int8 if bits == 8 else torch.uint8
+    weights = [
+        torch.randint(0, 100, shape, device="cuda", dtype=dtype)
+        for _ in range(max(2, -(-_ROTATED_BYTES // (columns * depth * bits // 8))))
+    ]
+    x, scales = torch.randint(-127, 127, (rows, depth), device="cuda", dtype=torch.int8), _randn(rows).float()
+    out, column_scales = _randn(rows, columns), _randn(columns).float() if bits == 8 else None
+    return seconds([partial(launch_linear, x, weight, None, out, scales, column_scales) for weight in weights])
+
+
+def quantized_times(ceilings: dict[str, float]) -> dict[str, Any]:
+    """Against the bytes of the weight, and twice the products that bf16 does."""
+    result: dict[str, Any] = {}
+    for bits, stored in ((8, 8), (4, 4.5)):
+        for rows in (1, 64, 2048):
+            columns, depth = _LLAMA_8B["gate_up"]
+            work = 2 * rows * columns * depth
+            floor = max(columns * depth * stored / 8 / ceilings["copy_bytes_per_s"], work / 2 / ceilings["flops"])
+            spent = attempt(time_quantized, rows, columns, depth, bits)
+            result[f"int{bits} gate_up M={rows}"] = _entry(spent, floor)
+    return result
+
+
 _EXPERTS = {"Mixtral-8x7B": (8, 2, 14336, 4096), "Qwen3-30B-A3B": (128, 8, 768, 2048)}
 """Experts, experts of a token, intermediate and hidden size."""
 
@@ -128,7 +154,7 @@ def expert_times(ceilings: dict[str, float]) -> dict[str, Any]:
     return result
 
 
-def time_attention(num_seqs: int, context: int, num_queries: int) -> float:
+def time_attention(num_seqs: int, context: int, num_queries: int, is_int8: bool = False) -> float:
     """Seconds of one call of Llama-3.1-8B's heads; every sequence asks for its last `num_queries` positions."""
     heads, kv_heads, dim, blocks = 32, 8, 128, -(-context // 16)
     sets = max(1, _ROTATED_BYTES // (num_seqs * context * kv_heads * dim * 4))
@@ -139,8 +165,12 @@ def time_attention(num_seqs: int, context: int, num_queries: int) -> float:
     lens = torch.full((num_seqs,), context, device="cuda", dtype=torch.int32)
     for _ in range(min(sets, 16)):
         caches = [_randn(num_seqs * blocks + 1, kv_heads, 16, dim) for _ in range(2)]
+        scales: list[Tensor] = []
+        if is_int8:
+            caches = [(30 * cache).clamp(-127, 127).to(torch.int8) for cache in caches]
+            scales = [torch.rand(caches[0].shape[:3], device="cuda") for _ in range(2)]
         tables = (1 + torch.randperm(num_seqs * blocks, device="cuda")).int().view(num_seqs, blocks)
-        arguments = (query, *caches, tables, starts, lens, out, dim**-0.5, None, None)
+        arguments = (query, *caches, tables, starts, lens, out, dim**-0.5, None, None, *scales)
         calls.append(partial(kernels.paged_attention, *arguments))
     return seconds(calls)
 
@@ -151,6 +181,10 @@ def attention_times(ceilings: dict[str, float]) -> dict[str, Any]:
     for num_seqs, context in [(1, 1024), (1, 8192), (1, 65536), (16, 1024), (64, 1024), (256, 1024), (64, 8192)]:
         floor = num_seqs * context * 8 * 128 * 2 * 2 / ceilings["copy_bytes_per_s"]
         result[f"decode {num_seqs} x {context}"] = _entry(attempt(time_attention, num_seqs, context, 1), floor)
+    for num_seqs, context in [(1, 8192), (64, 1024), (64, 8192)]:
+        floor = num_seqs * context * 8 * (128 + 4) * 2 / ceilings["copy_bytes_per_s"]
+        spent = attempt(time_attention, num_seqs, context, 1, True)
+        result[f"decode int8 {num_seqs} x {context}"] = _entry(spent, floor)
     for num_seqs, context in [(8, 1024), (1, 8192)]:
         floor = num_seqs * 4 * 32 * 128 * context * context / 2 / ceilings["flops"]
         result[f"prefill {num_seqs} x {context}"] = _entry(attempt(time_attention, num_seqs, context, context), floor)
@@ -194,6 +228,7 @@ def run(ceilings: dict[str, float]) -> dict[str, Any]:
     """All of the above."""
     return {
         "linear": attempt(linear_times, ceilings),
+        "quantized": attempt(quantized_times, ceilings),
         "experts": attempt(expert_times, ceilings),
         "attention": attempt(attention_times, ceilings),
         "small": attempt(small_times),

@@ -69,7 +69,6 @@ def test_the_pool_is_what_weights_and_activations_leave_of_the_share(monkeypatch
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"quantization": "int8"}, "int8 is not supported on GPUs"),
         ({"tensor_parallel_size": 2}, "2 ranks and this host 1 GPUs"),
         ({"tensor_parallel_size": 2, "collectives": "shm"}, "use 'nccl'"),
         ({"distributed_executor_backend": "threads"}, "use 'mp'"),

@@ -22,8 +22,6 @@ def check_gpu_support(config: EngineConfig, spec: DecoderSpec) -> None:
     """
     if any(isinstance(layer.attention, MLA) for layer in spec.layers):
         raise ValueError("latent attention is not supported on GPUs yet; use --device cpu")
-    if config.cache.kv_cache_dtype != "auto":
-        raise ValueError(f"kv_cache_dtype {config.cache.kv_cache_dtype} is not supported on GPUs yet; use auto")
     parallel = config.parallel
     has_experts = any(isinstance(layer.feed_forward, MoE) for layer in spec.layers)
     ranks = parallel.tensor_parallel_size * parallel.data_parallel_size

@@ -80,11 +80,13 @@ def int32(*shape: int) -> torch.Tensor:
 
 def attention(heads: int, kv_heads: int, dim: int, num_tokens: int, num_seqs: int, **options: Any) -> None:
     """A call with contexts of up to 2048 keys in blocks of 16."""
-    cache = bf16(4, kv_heads, 16, dim)
+    is_int8 = options.pop("int8", False)
+    cache = (int8 if is_int8 else bf16)(4, kv_heads, 16, dim)
+    scales = (torch.empty(4, kv_heads, 16),) * 2 if is_int8 else ()
     query, out = bf16(num_tokens, heads, dim), bf16(num_tokens, heads, dim)
     window, softcap = options.pop("window", None), options.pop("softcap", None)
     tables, starts, lens = int32(num_seqs, 128), int32(num_seqs + 1), int32(num_seqs)
-    ops.paged_attention(query, cache, cache, tables, starts, lens, out, 0.1, window, softcap, **options)
+    ops.paged_attention(query, cache, cache, tables, starts, lens, out, 0.1, window, softcap, *scales, **options)
 
 
 def linear(rows: int, columns: int, depth: int, tile: Tile | None = None) -> None:
@@ -105,6 +107,11 @@ def rope_and_write() -> None:
     qkv, cache = bf16(4, 48, 128), bf16(8, 8, 16, 128)
     positions, table = torch.zeros(4, dtype=torch.int64), torch.empty(64, 128)
     ops.rope_and_write_kv(qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], cache, cache, positions, positions, table, False)
+
+
+def write_kv_int8() -> None:
+    kv, cache, scales, slots = bf16(4, 8, 128), int8(8, 8, 16, 128), torch.empty(8, 8, 16), torch.zeros(4).long()
+    ops.write_kv(kv, kv, cache, cache, slots, scales, scales)
 
 
 def linear_int8(rows: int, columns: int, depth: int) -> None:
@@ -152,6 +159,7 @@ CASES: dict[str, Callable[[], None]] = {
     "write_kv": lambda: ops.write_kv(
         bf16(4, 8, 128), bf16(4, 8, 128), bf16(8, 8, 16, 128), bf16(8, 8, 16, 128), torch.zeros(4, dtype=torch.int64)
     ),
+    "write_kv_int8": write_kv_int8,
     "silu": lambda: ops.activation(bf16(4, 28672), bf16(4, 14336), "silu", True),
     "gelu": lambda: ops.activation(bf16(4, 4096), bf16(4, 4096), "gelu", False),
     "softcap": lambda: ops.softcap(torch.empty(4, 256000), 30.0),
@@ -176,13 +184,15 @@ CASES: dict[str, Callable[[], None]] = {
     "int8_m2048": lambda: linear_int8(2048, 6144, 4096),
     "int4_m1": lambda: linear_int4(1, 6144, 4096),
     "int4_m2048": lambda: linear_int4(2048, 6144, 4096),
-    "experts_int4": lambda: experts_int4(64, 128, 8, 768, 2048),
+    "int4_experts": lambda: experts_int4(64, 128, 8, 768, 2048),
     "linear_odd_depth": lambda: linear(64, 896, 2056),
     "attention_decode": lambda: attention(32, 8, 128, 64, 64, spread_splits=False),
     "attention_decode_spread": lambda: attention(32, 8, 128, 1, 1),
     "attention_prefill": lambda: attention(32, 8, 128, 2048, 4),
     "attention_prefill_64": lambda: attention(32, 8, 64, 2048, 4),
     "attention_prefill_256": lambda: attention(16, 8, 256, 2048, 4, window=4096, softcap=50.0),
+    "attention_decode_int8": lambda: attention(32, 8, 128, 64, 64, spread_splits=False, int8=True),
+    "attention_prefill_int8": lambda: attention(32, 8, 128, 2048, 4, int8=True),
     "attention_window": lambda: attention(32, 8, 128, 2048, 4, window=4096),
 }
 

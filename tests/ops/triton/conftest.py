@@ -73,10 +73,18 @@ def _fma(self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHa
     return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 
 
+def _integers_to_float(self: InterpreterBuilder, x: TensorHandle, wanted: tl.dtype) -> TensorHandle:
+    """The interpreter's own takes integers for the bits of bf16."""
+    if wanted.scalar == tl.bfloat16:
+        return TensorHandle(_rounded(x.data.astype(np.float32), tl.float32, tl.bfloat16, None), tl.bfloat16)
+    return TensorHandle(x.data.astype(interpreter._get_np_dtype(wanted)), wanted.scalar)
+
+
 @pytest.fixture(autouse=True)
 def hardware_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
     monkeypatch.setattr(InterpreterBuilder, "create_fma", _fma)
+    monkeypatch.setattr(InterpreterBuilder, "create_si_to_fp", _integers_to_float)
     monkeypatch.setattr(interpreter, "_convert_float", _rounded)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 TENSOR_CORE_CASES = ("linear", "attention", "experts")
-PRODUCTS = ("_linear_kernel", "_grouped_kernel", "_attention_kernel")
+PRODUCTS = ("_linear_kernel", "_grouped_kernel", "attention_kernel")
 
 
 def products_of(kernels: list[dict[str, Any]]) -> list[dict[str, int]]:
@@ -52,6 +52,12 @@ def test_bf16_products_are_wgmma_whatever_the_tile(compiled):
 def test_fp8_products_are_wgmma(compiled):
     for case in ("fp8_m1", "fp8_m2048"):
         assert compiled[case][1]["opcodes"].get("QGMMA", 0) > 0, case
+
+
+def test_products_of_bytes_are_wgmma(compiled):
+    for case in ("int8_m1", "int8_m2048", "int4_m1", "int4_m2048", "int4_experts"):
+        for opcodes in products_of(compiled[case]):
+            assert opcodes.get("IGMMA", 0) > 0, case
 
 
 def test_weights_and_keys_are_copied_asynchronously_in_16_bytes(compiled):

@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "llama-int8": ("llama", {"quantization": "int8"}),
     "llama-int4": ("llama", {"quantization": "int4"}),
+    "mistral-kv8": ("mistral", {"kv_cache_dtype": "int8"}),
     "mixtral-int8": ("mixtral", {"quantization": "int8"}),
     "qwen2_moe-int4": ("qwen2_moe", {"quantization": "int4"}),
 }

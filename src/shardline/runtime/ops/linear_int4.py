@@ -57,12 +57,12 @@ def pack_int4(weight: Tensor, panels: Tensor | None = None) -> Int4Weight:
     shape = (-(-out_features // PANEL_COLUMNS), -(-in_features // GROUP_SIZE), _GROUP_BYTES)
     on_host = torch.empty(shape, dtype=torch.uint8)
     _cpu.pack_int4(weight.cpu(), on_host)
-    panels.copy_(_pairs_of_groups(*unpack_int4(Int4Weight(on_host.to(weight.device), in_features, out_features))))
+    panels.copy_(pairs_of_groups(*unpack_int4(Int4Weight(on_host.to(weight.device), in_features, out_features))))
     return Int4Weight(panels, in_features, out_features)
 
 
-def _pairs_of_groups(values: Tensor, scales: Tensor) -> Tensor:
-    """What `unpack_int4` gives, as the GPU's kernels read it."""
+def pairs_of_groups(values: Tensor, scales: Tensor) -> Tensor:
+    """The panels of a GPU, of what `unpack_int4` gives."""
     rows, num_groups = scales.shape
     values = torch.nn.functional.pad(values, (0, num_groups % 2 * GROUP_SIZE))
     scales = torch.nn.functional.pad(scales, (0, num_groups % 2)).to(torch.bfloat16)

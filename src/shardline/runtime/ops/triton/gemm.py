@@ -84,7 +84,8 @@ def product(
 ):
     """fp32 [BLOCK_M, BLOCK_N]: rows `row` of x times columns `column` of a weight, by the type of its elements.
 
-    fp32, bf16 [N, K]; fp8, int8 [N, K] with scales [N] and scales of rows; uint8 is int4, as `ops.linear_int4` packs it for GPUs.
+    fp32, bf16 [N, K]; fp8, int8 [N, K] with scales [N] and scales of rows; uint8 is int4, as `ops.linear_int4` packs it
+    for GPUs.
     """
     if weight_ptr.dtype.element_ty == tl.uint8:
         total = _int4_chain(
