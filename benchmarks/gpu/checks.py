@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops import activation, attention, kv_cache, norm, rope, sampling, softcap
+from shardline.runtime.ops import (
+    activation,
+    attention,
+    kv_cache,
+    linear_heads,
+    mla_attention,
+    norm,
+    rope,
+    sampling,
+    softcap,
+)
 from shardline.runtime.ops import triton as kernels
 from shardline.runtime.ops.triton.linear import launch_linear
 
@@ -107,6 +117,29 @@ class Checks(Inputs):
         pairs = zip((*caches, *scales), (*on_device[:2], *on_device[3:]), strict=True)
         assert all(torch.equal(theirs, ours.cpu()) for theirs, ours in pairs), "bytes and scales are exact"
         return 0.0
+
+    def mla_attention(self) -> float:
+        """DeepSeek's dims; the absorbed projections and the writing of latents too."""
+        tokens, heads, latent, rope_dim = (5, 2, 24, 8) if self.small else (600, 16, 512, 64)
+        x, weights = self.randn(tokens, heads, 20), self.randn(heads, latent, 20)
+        queries, query_rope = self.poison(tokens, heads, latent), self.randn(tokens, heads, rope_dim)
+        kernels.linear_heads(x, weights, queries)
+        worst = relative_error(queries, linear_heads.linear_heads_reference(x.cpu(), weights.cpu()))
+        down, blocks = self.randn(tokens, latent + rope_dim), -(-tokens // 16)
+        tables = (1 + torch.randperm(blocks, generator=self.rng)).int()[None]
+        positions = torch.arange(tokens)
+        slots = tables[0, positions // 16].long() * 16 + positions % 16
+        cache = self.poison(blocks + 1, 16, latent + rope_dim)
+        kernels.write_latent(down[:, :latent], down[:, latent:], cache, slots.to(self.device))
+        index = (tables, torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32))
+        on_device = [part.to(self.device) for part in index]
+        named = (queries.cpu(), query_rope.cpu(), cache.nan_to_num().cpu())
+        expected = mla_attention.mla_attention_reference(*named, *index, (latent + rope_dim) ** -0.5)
+        for spread in (False, True):
+            out, scale = self.poison(*queries.shape), (latent + rope_dim) ** -0.5
+            kernels.mla_attention(queries, query_rope, cache, *on_device, out, scale, spread_splits=spread)
+            worst = max(worst, relative_error(out, expected))
+        return worst
 
     def _lengths(self) -> list[tuple[int, int]]:
         return [(0, 5), (19, 20)] if self.small else [(0, 70), (599, 600), (1500, 1637), (2047, 2048)]
@@ -235,6 +268,29 @@ def attention_invariance(device: str) -> dict[str, Any]:
     return result
 
 
+def mla_invariance(device: str) -> dict[str, Any]:
+    """Whether decode and chunks of latent attention, splits of their own or not, have the bits of the whole."""
+    on = Inputs(device, torch.bfloat16, False)
+    queries, query_rope, cache = on.randn(1300, 16, 512), on.randn(1300, 16, 64), on.randn(83, 16, 576)
+    table = (1 + torch.randperm(82, generator=on.rng)).int()[None].to(device)
+
+    def call(begin: int, end: int, spread: bool) -> Tensor:
+        out = on.poison(end - begin, 16, 512)
+        starts = torch.tensor([0, end - begin], dtype=torch.int32, device=device)
+        lens, rows = torch.tensor([end], dtype=torch.int32, device=device), slice(begin, end)
+        tables = table[:, : -(-end // 16)].contiguous()
+        given = (queries[rows], query_rope[rows], cache, tables, starts, lens, out, 576**-0.5)
+        kernels.mla_attention(*given, spread_splits=spread)
+        return out
+
+    whole, differing = call(0, 1300, False), []
+    for begin, end in [(0, 1300), (0, 5), (5, 511), (511, 513), (513, 1300), (0, 1), (512, 513), (1299, 1300)]:
+        for spread in (False, True):
+            if not torch.equal(call(begin, end, spread), whole[begin:end]):
+                differing.append(f"{begin}:{end} spread={spread}")
+    return {"16 heads": {"ok": not differing, "differing": differing}}
+
+
 def run(device: str) -> dict[str, Any]:
     """Every check; "cpu" means small sizes under Triton's interpreter, in fp32, without the questions of bits."""
     small = device == "cpu"
@@ -253,7 +309,8 @@ def run(device: str) -> dict[str, Any]:
             if isinstance(error, str) or not error <= allowed:
                 result["failed"].append(label)
     if not small:
-        for name, question in (("linear", linear_invariance), ("attention", attention_invariance)):
+        questions = {"linear": linear_invariance, "attention": attention_invariance, "mla": mla_invariance}
+        for name, question in questions.items():
             answer = attempt(question, device)
             result[f"{name}_invariance"] = answer
             if isinstance(answer, str) or not all(one["ok"] for one in answer.values()):

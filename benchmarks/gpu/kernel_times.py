@@ -175,6 +175,33 @@ def time_attention(num_seqs: int, context: int, num_queries: int, is_int8: bool 
     return seconds(calls)
 
 
+def time_mla(num_seqs: int, context: int, num_queries: int, heads: int) -> float:
+    """Seconds of one call in DeepSeek's dims; every sequence asks for its last `num_queries` positions."""
+    blocks, num_tokens = -(-context // 16), num_seqs * num_queries
+    latent, rope, out = _randn(num_tokens, heads, 512), _randn(num_tokens, heads, 64), _randn(num_tokens, heads, 512)
+    starts = torch.arange(num_seqs + 1, device="cuda", dtype=torch.int32) * num_queries
+    lens = torch.full((num_seqs,), context, device="cuda", dtype=torch.int32)
+    calls: list[Callable[[], Any]] = []
+    for _ in range(max(1, min(16, _ROTATED_BYTES // (num_seqs * context * 1152)))):
+        cache = _randn(num_seqs * blocks + 1, 16, 576)
+        tables = (1 + torch.randperm(num_seqs * blocks, device="cuda")).int().view(num_seqs, blocks)
+        calls.append(partial(kernels.mla_attention, latent, rope, cache, tables, starts, lens, out, 576**-0.5))
+    return seconds(calls)
+
+
+def mla_times(ceilings: dict[str, float]) -> dict[str, Any]:
+    """Against the bytes of the latents, or the products of scores and values."""
+    result: dict[str, Any] = {}
+    for heads, num_seqs, context in [(16, 1, 8192), (16, 64, 4096), (128, 1, 8192), (128, 64, 4096)]:
+        work = 2 * num_seqs * heads * context * (576 + 512)
+        floor = max(num_seqs * context * 1152 / ceilings["copy_bytes_per_s"], work / ceilings["flops"])
+        spent = attempt(time_mla, num_seqs, context, 1, heads)
+        result[f"decode {heads} heads {num_seqs} x {context}"] = _entry(spent, floor)
+    floor = 16 * 4096 * 4096 * (576 + 512) / ceilings["flops"]
+    result["prefill 16 heads 1 x 4096"] = _entry(attempt(time_mla, 1, 4096, 4096, 16), floor)
+    return result
+
+
 def attention_times(ceilings: dict[str, float]) -> dict[str, Any]:
     """Decode against the bytes of keys and values, prefill against the products of the causal half."""
     result: dict[str, Any] = {}
@@ -231,5 +258,6 @@ def run(ceilings: dict[str, float]) -> dict[str, Any]:
         "quantized": attempt(quantized_times, ceilings),
         "experts": attempt(expert_times, ceilings),
         "attention": attempt(attention_times, ceilings),
+        "latent attention": attempt(mla_times, ceilings),
         "small": attempt(small_times),
     }

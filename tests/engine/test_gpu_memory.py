@@ -92,3 +92,11 @@ def test_experts_are_split_over_gpus_but_not_whole(monkeypatch: pytest.MonkeyPat
     assert resolve(EngineConfig.from_options(**options)).parallel.tensor_parallel_size == 2
     with pytest.raises(ValueError, match="every GPU has a part of each expert"):
         resolve(EngineConfig.from_options(**options, enable_expert_parallel=True))
+
+
+def test_latents_are_not_shared_by_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_gpus(monkeypatch, (8 * GIB, 7 * GIB), (8 * GIB, 7 * GIB))
+    options = {"model": str(make_checkpoint("deepseek_v2", tmp_path)), "device": "cuda"}
+    assert resolve(EngineConfig.from_options(**options, pipeline_parallel_size=2)).parallel.device == "cuda"
+    with pytest.raises(ValueError, match="use --pipeline-parallel-size"):
+        resolve(EngineConfig.from_options(**options, tensor_parallel_size=2))

@@ -20,9 +20,12 @@ def check_gpu_support(config: EngineConfig, spec: DecoderSpec) -> None:
     Raises:
         ValueError: a part of the model or of the configuration has none for GPUs; the message says what would work.
     """
-    if any(isinstance(layer.attention, MLA) for layer in spec.layers):
-        raise ValueError("latent attention is not supported on GPUs yet; use --device cpu")
     parallel = config.parallel
+    if parallel.tensor_parallel_size > 1 and any(isinstance(layer.attention, MLA) for layer in spec.layers):
+        raise ValueError(
+            "latent attention over the GPUs of a tensor-parallel group is not supported yet: its ranks share one "
+            "cache, in host memory; use --pipeline-parallel-size instead"
+        )
     has_experts = any(isinstance(layer.feed_forward, MoE) for layer in spec.layers)
     ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
     if has_experts and parallel.enable_expert_parallel and ranks > 1:

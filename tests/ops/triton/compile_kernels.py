@@ -89,6 +89,18 @@ def attention(heads: int, kv_heads: int, dim: int, num_tokens: int, num_seqs: in
     ops.paged_attention(query, cache, cache, tables, starts, lens, out, 0.1, window, softcap, *scales, **options)
 
 
+def mla(heads: int, num_tokens: int, num_seqs: int, **options: Any) -> None:
+    """A call of DeepSeek's dims, with contexts of up to 2048 keys in blocks of 16."""
+    query, out, cache = bf16(num_tokens, heads, 192), bf16(num_tokens, heads, 512), bf16(4, 16, 576)
+    tables, starts, lens = int32(num_seqs, 128), int32(num_seqs + 1), int32(num_seqs)
+    ops.mla_attention(bf16(num_tokens, heads, 512), query[..., 128:], cache, tables, starts, lens, out, 0.1, **options)
+
+
+def write_latent() -> None:
+    down = bf16(4, 576)
+    ops.write_latent(down[:, :512], down[:, 512:], bf16(4, 16, 576), torch.zeros(4, dtype=torch.int64))
+
+
 def linear(rows: int, columns: int, depth: int, tile: Tile | None = None) -> None:
     x, weight, out = bf16(rows, depth), bf16(columns, depth), bf16(rows, columns)
     if tile is None:
@@ -185,6 +197,12 @@ CASES: dict[str, Callable[[], None]] = {
     "int4_m1": lambda: linear_int4(1, 6144, 4096),
     "int4_m2048": lambda: linear_int4(2048, 6144, 4096),
     "int4_experts": lambda: experts_int4(64, 128, 8, 768, 2048),
+    "linear_heads_m1": lambda: ops.linear_heads(bf16(1, 16, 192)[..., :128], bf16(16, 512, 128), bf16(1, 16, 512)),
+    "linear_heads_m2048": lambda: ops.linear_heads(bf16(2048, 16, 512), bf16(16, 128, 512), bf16(2048, 16, 128)),
+    "write_latent": write_latent,
+    "attention_mla_decode": lambda: mla(128, 64, 64, spread_splits=False),
+    "attention_mla_spread": lambda: mla(16, 1, 1),
+    "attention_mla_prefill": lambda: mla(16, 2048, 4),
     "linear_odd_depth": lambda: linear(64, 896, 2056),
     "attention_decode": lambda: attention(32, 8, 128, 64, 64, spread_splits=False),
     "attention_decode_spread": lambda: attention(32, 8, 128, 1, 1),

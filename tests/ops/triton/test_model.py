@@ -29,6 +29,9 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama-int8": ("llama", {"quantization": "int8"}),
     "llama-int4": ("llama", {"quantization": "int4"}),
     "mistral-kv8": ("mistral", {"kv_cache_dtype": "int8"}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3-int4": ("deepseek_v3", {"quantization": "int4"}),
     "mixtral-int8": ("mixtral", {"quantization": "int8"}),
     "qwen2_moe-int4": ("qwen2_moe", {"quantization": "int4"}),
 }

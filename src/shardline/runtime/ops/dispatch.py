@@ -95,6 +95,20 @@ class Kernels(Protocol):
         value_scales: Tensor | None,
         /,
     ) -> None: ...
+    def linear_heads(self, x: Tensor, panels: Tensor, out: Tensor, /) -> None: ...
+    def write_latent(self, latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor, /) -> None: ...
+    def mla_attention(
+        self,
+        query_latent: Tensor,
+        query_rope: Tensor,
+        cache: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        out: Tensor,
+        scale: float,
+        /,
+    ) -> None: ...
     def expert_up(
         self,
         x: Tensor,

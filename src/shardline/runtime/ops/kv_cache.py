@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardline import _cpu
 from shardline.runtime.ops.dispatch import kernels
 
 
@@ -57,7 +56,7 @@ def write_latent(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor)
 
     Slots are as in `write_kv`; the strides of tokens are free.
     """
-    _cpu.write_latent(latent, rope_key, cache, slots)
+    kernels(latent).write_latent(latent, rope_key, cache, slots)
 
 
 def write_latent_reference(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from shardline.runtime.ops.triton.activation import activation
 from shardline.runtime.ops.triton.add import add
-from shardline.runtime.ops.triton.attention import paged_attention
+from shardline.runtime.ops.triton.attention import mla_attention, paged_attention
 from shardline.runtime.ops.triton.embedding import embedding
 from shardline.runtime.ops.triton.experts import expert_down, expert_up
-from shardline.runtime.ops.triton.kv_cache import write_kv
-from shardline.runtime.ops.triton.linear import linear, linear_fp8, linear_int4, linear_int8
+from shardline.runtime.ops.triton.kv_cache import write_kv, write_latent
+from shardline.runtime.ops.triton.linear import linear, linear_fp8, linear_heads, linear_int4, linear_int8
 from shardline.runtime.ops.triton.norm import layer_norm, rms_norm
 from shardline.runtime.ops.triton.quantize import quantize_rows, quantize_rows_fp8
 from shardline.runtime.ops.triton.rope import apply_rope, rope_and_write_kv
@@ -33,8 +33,10 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_fp8",
+    "linear_heads",
     "linear_int4",
     "linear_int8",
+    "mla_attention",
     "paged_attention",
     "quantize_rows",
     "quantize_rows_fp8",
@@ -44,4 +46,5 @@ __all__ = [
     "sample",
     "softcap",
     "write_kv",
+    "write_latent",
 ]

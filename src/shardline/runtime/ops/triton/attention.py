@@ -91,7 +91,7 @@ def mla_attention(
         num_kv_heads=1,
         block_size=cache.shape[1],
         BLOCK_ROWS=64 if is_bf16 else 16,
-        BLOCK_KEYS=64 if is_bf16 else 32,
+        BLOCK_KEYS=32,
         KEY_STRIDE=cache.shape[2],
         VALUE_STRIDE=cache.shape[2],
         num_warps=8 if is_bf16 else 4,

@@ -148,12 +148,12 @@ def attention_kernel(
             block = tl.load(table + key_position // BLOCK_SIZE, mask=key_inside, other=0).to(tl.int64)
             slot = (block * num_kv_heads + kv_head) * BLOCK_SIZE + key_position % BLOCK_SIZE
             key_row = key_cache_ptr + slot * KEY_STRIDE
-            key_mask = key_inside[None, :] & (column[:, None] < KEY_DIM)
-            key = tl.load(key_row[None, :] + column[:, None], mask=key_mask, other=0.0)
+            key_inside_head = key_inside[None, :] & (column[:, None] < KEY_DIM)
+            key = tl.load(key_row[None, :] + column[:, None], mask=key_inside_head, other=0.0)
             score = tl.dot(query, key.to(query.dtype), input_precision="ieee")
             if ROPE_DIM > 0:
-                rope_mask = key_inside[None, :] & rope_inside[:, None]
-                key_rope = tl.load(key_row[None, :] + KEY_DIM + rope_column[:, None], mask=rope_mask, other=0.0)
+                key_inside_rope = key_inside[None, :] & rope_inside[:, None]
+                key_rope = tl.load(key_row[None, :] + KEY_DIM + rope_column[:, None], mask=key_inside_rope, other=0.0)
                 score = tl.dot(query_rope, key_rope, score, input_precision="ieee")
             if key_scales_ptr is not None:
                 score = score * tl.load(key_scales_ptr + slot, mask=key_inside, other=0.0)[None, :]

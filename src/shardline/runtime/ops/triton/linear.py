@@ -45,6 +45,11 @@ def linear_int4(
     launch_linear(values, panels, bias, out, scales)
 
 
+def linear_heads(x: Tensor, panels: Tensor, out: Tensor) -> None:
+    """As `ops.linear_heads.linear_heads`: x [T, H, K] times the transposes of panels [H, N, K], into out [T, H, N]."""
+    launch_linear(x, panels, None, out)
+
+
 def launch_linear(
     x: Tensor,
     weight: Tensor,
@@ -55,14 +60,15 @@ def launch_linear(
     *,
     tile: Tile | None = None,
 ) -> None:
-    """x [M, K] times a weight of any of the layouts of `gemm.product`, plus bias, into out [M, N]."""
-    num_rows, depth = x.shape
-    num_columns = out.shape[1]
+    """x [M, K] times a weight of any of the layouts of `gemm.product`, plus bias, into out [M, N]; or as many of these
+    as x and out have heads, [M, H, K] and [M, H, N], each with a weight of its own."""
+    num_rows, depth, num_columns = x.shape[0], x.shape[-1], out.shape[-1]
     if num_rows == 0:
         return
+    has_heads = x.dim() == 3
     tile = tile or tile_for(num_rows, num_columns, x.dtype)
-    grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns),)
-    _linear_kernel[grid](
+    tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
+    _linear_kernel[(tiles, x.shape[1] if has_heads else 1)](
         x,
         row_scales,
         weight,
@@ -74,6 +80,9 @@ def launch_linear(
         depth,
         x.stride(0),
         out.stride(0),
+        x.stride(1) if has_heads else 0,
+        weight.stride(0) if has_heads else 0,
+        out.stride(1) if has_heads else 0,
         **gemm_options(x, weight, tile),
     )
 
@@ -91,6 +100,9 @@ def _linear_kernel(
     depth,
     x_stride,
     out_stride,
+    x_head_stride,
+    weight_head_stride,
+    out_head_stride,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -100,6 +112,10 @@ def _linear_kernel(
     row_tile, column_tile = tile_of_program(tl.program_id(0), row_tiles, column_tiles)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    matrix = tl.program_id(1).to(tl.int64)
+    x_ptr += matrix * x_head_stride
+    weight_ptr += matrix * weight_head_stride
+    out_ptr += matrix * out_head_stride
     total = product(
         x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, row, row < num_rows, column, num_columns, depth, x_stride,
         BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
