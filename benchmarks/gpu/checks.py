@@ -85,12 +85,6 @@ class Checks(Inputs):
         assert torch.equal(value_cache.cpu(), caches[1]), "values are copied, not computed"
         return max(relative_error(q, expected_q), relative_error(key_cache, caches[0]))
 
-    def embedding(self) -> float:
-        table, ids = self.randn(1000, 4096), torch.randint(0, 1000, (77,), generator=self.rng).to(self.device)
-        out = self.poison(77, 4096)
-        kernels.embedding(table, ids, out)
-        return 0.0 if torch.equal(out, table[ids]) else 1.0
-
     def paged_attention(self) -> float:
         worst = 0.0
         shapes = [(4, 2, 16)] if self.small else [(32, 8, 128), (8, 1, 64), (8, 4, 256), (6, 2, 80)]

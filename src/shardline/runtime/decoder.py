@@ -125,4 +125,4 @@ class DecoderStage:
         nothing = torch.empty(0, self._hidden_size, dtype=self._dtype)
         for layer in self.layers:
             if isinstance(layer.feed_forward, MoEFeedForward):
-                layer.feed_forward(nothing, replica_tokens, torch.empty(0, dtype=torch.int64))
+                layer.feed_forward(nothing, replica_tokens)

@@ -175,7 +175,6 @@ CASES: dict[str, Callable[[], None]] = {
     "silu": lambda: ops.activation(bf16(4, 28672), bf16(4, 14336), "silu", True),
     "gelu": lambda: ops.activation(bf16(4, 4096), bf16(4, 4096), "gelu", False),
     "softcap": lambda: ops.softcap(torch.empty(4, 256000), 30.0),
-    "embedding": lambda: ops.embedding(bf16(64, 4096), torch.zeros(4, dtype=torch.int64), bf16(4, 4096)),
     "greedy_argmax": lambda: ops.greedy_argmax(
         torch.empty(4, 128256), torch.empty(4, dtype=torch.int64), torch.empty(4)
     ),

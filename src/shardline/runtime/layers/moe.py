@@ -52,7 +52,7 @@ class Router:
         load = context.expert_load
         self._counts = load[index, : spec.routing.num_experts] if load is not None and counts_tokens else None
 
-    def __call__(self, x: Tensor, slots: Tensor) -> Routed:
+    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Routed:
         logits = linear(x, self._weight, out_dtype=torch.float32)
         scale = kernels(x).activation_empty(torch.float32, x.shape[0]) if self._gated else None
         ids, weights = route_experts(
@@ -113,15 +113,15 @@ class MoEFeedForward:
         bounds = [0, *(span.stop for span in split_dim(spec.routing.num_experts, context.experts.size))]
         self._expert_bounds = torch.tensor(bounds)
 
-    def __call__(self, x: Tensor, replica_tokens: tuple[int, ...], slots: Tensor) -> Tensor:
-        """`replica_tokens`: rows of x on each replica in lockstep; `slots` [T] as in KVGroupInput."""
+    def __call__(self, x: Tensor, replica_tokens: tuple[int, ...], slots: Tensor | None = None) -> Tensor:
+        """`replica_tokens`: rows of x on each replica in lockstep; `slots` [T]: see KVGroupInput."""
         if self._partial_sums:
             return self._with_partial_sums(x, slots)
         if self._whole_experts:
-            return self._with_whole_experts(x, replica_tokens, slots)
+            return self._with_whole_experts(x, replica_tokens)
         return self._with_split_experts(x, slots)
 
-    def _with_split_experts(self, x: Tensor, slots: Tensor) -> Tensor:
+    def _with_split_experts(self, x: Tensor, slots: Tensor | None) -> Tensor:
         """Every rank computes some columns of all slots, twice; between, they gather what the second product reads."""
         routed, experts = self._router(x, slots), self._experts
         inner = self._group.all_gather_columns(experts.inner(x, routed.ids), self._inner_widths)
@@ -131,7 +131,7 @@ class MoEFeedForward:
         )
         return self._group.all_gather_columns(local, self._output_widths)
 
-    def _with_whole_experts(self, x: Tensor, replica_tokens: tuple[int, ...], slots: Tensor) -> Tensor:
+    def _with_whole_experts(self, x: Tensor, replica_tokens: tuple[int, ...]) -> Tensor:
         """A replica's tokens are shared out over its ranks; each sends its own to the ranks of their experts, in
         whichever replica these are, and adds up what comes back."""
         group, experts, bounds = self._expert_group, self._experts, self._expert_bounds
@@ -141,18 +141,18 @@ class MoEFeedForward:
         start = sum(own_counts[: self._group.rank])
         own = slice(start, start + own_counts[self._group.rank])
         shared = self._shared(x)[own] if self._shared is not None else None
-        routed = self._router(x[own], slots[own])
+        routed = self._router(x[own])
         ids = group.all_gather_rows(routed.ids, counts)
         exchanged = count_exchanged(ids, token_bounds, bounds)
         tokens = group.all_to_all_rows(pack_dispatch(x[own], routed.ids, bounds), exchanged.tokens, sum(counts))
-        computed = expert_slots(experts.inner(tokens, ids, compact=True), ids, experts.down, first_expert=experts.first)
-        products = group.all_to_all_rows(computed, exchanged.slots, routed.ids.numel())
+        slots = expert_slots(experts.inner(tokens, ids, compact=True), ids, experts.down, first_expert=experts.first)
+        products = group.all_to_all_rows(slots, exchanged.slots, routed.ids.numel())
         combined = combine_slots(
             products, routed.ids, routed.weights, bounds, shared=shared, shared_scale=routed.shared_scale
         )
         return self._group.all_gather_rows(combined, own_counts)
 
-    def _with_partial_sums(self, x: Tensor, slots: Tensor) -> Tensor:
+    def _with_partial_sums(self, x: Tensor, slots: Tensor | None) -> Tensor:
         """Fast numerics: sums over this rank's experts, or over its part of K, are added up over the ranks."""
         routed, experts = self._router(x, slots), self._experts
         local = expert_down(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from shardline.runtime.ops.triton.activation import activation
 from shardline.runtime.ops.triton.add import add
 from shardline.runtime.ops.triton.attention import mla_attention, paged_attention
-from shardline.runtime.ops.triton.embedding import embedding
 from shardline.runtime.ops.triton.experts import expert_down, expert_up
 from shardline.runtime.ops.triton.kv_cache import write_kv, write_latent
 from shardline.runtime.ops.triton.linear import linear, linear_fp8, linear_heads, linear_int4, linear_int8
@@ -26,7 +25,6 @@ __all__ = [
     "activation_empty",
     "add",
     "apply_rope",
-    "embedding",
     "expert_down",
     "expert_up",
     "greedy_argmax",
