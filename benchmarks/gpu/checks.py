@@ -9,11 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops import activation, attention, kv_cache, linear, linear_fp8, norm, rope, sampling, softcap
+from shardline.runtime.ops import (
+    activation,
+    attention,
+    kv_cache,
+    linear_heads,
+    mla_attention,
+    norm,
+    rope,
+    sampling,
+    softcap,
+)
 from shardline.runtime.ops import triton as kernels
 from shardline.runtime.ops.triton.linear import launch_linear
 
+from .inputs import Inputs, relative_error
 from .tiles import LINEAR_TILES
+from .weight_checks import WeightChecks
 
 # Relative error in the Frobenius norm: what the arithmetic allows, with room for unlucky data.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
@@ -24,18 +36,8 @@ ALLOWED = {
 BUCKETS = (1, 2, 3, 7, 8, 16, 31, 33, 63, 64, 65, 100, 127, 128, 129, 200, 256, 257, 512, 1000, 1024, 2048, 4096)
 
 
-class Checks:
-    """Inputs on one device, of one dtype; every method is a check that returns its relative error."""
-
-    def __init__(self, device: str, dtype: torch.dtype, small: bool) -> None:
-        self.device, self.dtype, self.small = device, dtype, small
-        self.rng = torch.Generator().manual_seed(7)
-
-    def randn(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.rng).to(self.dtype).to(self.device)
-
-    def poison(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.full(shape, torch.nan, dtype=dtype or self.dtype, device=self.device)
+class Checks(Inputs):
+    """Every method is a check that returns its relative error."""
 
     def rms_norm(self) -> float:
         rows, width = (3, 200) if self.small else (257, 4096)
@@ -83,41 +85,54 @@ class Checks:
         assert torch.equal(value_cache.cpu(), caches[1]), "values are copied, not computed"
         return max(relative_error(q, expected_q), relative_error(key_cache, caches[0]))
 
-    def embedding(self) -> float:
-        table, ids = self.randn(1000, 4096), torch.randint(0, 1000, (77,), generator=self.rng).to(self.device)
-        out = self.poison(77, 4096)
-        kernels.embedding(table, ids, out)
-        return 0.0 if torch.equal(out, table[ids]) else 1.0
-
-    def linear(self) -> float:
-        worst = 0.0
-        for rows, columns, depth in (
-            [(3, 40, 70)] if self.small else [(1, 6144, 4096), (100, 4096, 1600), (600, 200, 96)]
-        ):
-            x, weight, bias = self.randn(rows, depth), self.randn(columns, depth), self.randn(columns)
-            out = self.poison(rows, columns)
-            kernels.linear(x, weight, bias, out)
-            worst = max(worst, relative_error(out, linear.linear_reference(x.cpu(), weight.cpu(), bias.cpu())))
-        return worst
-
-    def linear_fp8(self) -> float:
-        rows, columns, depth = (3, 40, 70) if self.small else (300, 6144, 4096)
-        x, weight = self.randn(rows, depth), linear_fp8.pack_fp8(self.randn(columns, depth))
-        expected = linear_fp8.linear_fp8_reference(
-            x.cpu(), linear_fp8.Fp8Weight(weight.values.cpu(), weight.scales.cpu()), out_dtype=torch.float32
-        )
-        return relative_error(linear_fp8.linear_fp8(x, weight, out_dtype=torch.float32), expected)
-
     def paged_attention(self) -> float:
         worst = 0.0
         shapes = [(4, 2, 16)] if self.small else [(32, 8, 128), (8, 1, 64), (8, 4, 256), (6, 2, 80)]
         options: list[tuple[int | None, float | None]] = [(None, None), (100, 30.0)]
         for heads, kv_heads, dim in shapes:
-            call = PagedCall(self, heads, kv_heads, dim, self._lengths())
-            for window, cap in options:
-                expected = call.reference(window, cap)
-                for spread in (False, True):
-                    worst = max(worst, relative_error(call.run(window, cap, spread), expected))
+            for is_int8 in (False, True):
+                call = PagedCall(self, heads, kv_heads, dim, self._lengths(), is_int8)
+                for window, cap in options:
+                    expected = call.reference(window, cap)
+                    for spread in (False, True):
+                        worst = max(worst, relative_error(call.run(window, cap, spread), expected))
+        return worst
+
+    def write_kv_int8(self) -> float:
+        """Bytes and scales are the oracle's."""
+        tokens, heads, dim = (3, 2, 32) if self.small else (300, 8, 128)
+        kv, slots = self.randn(2, tokens, heads, dim), torch.randperm(320, generator=self.rng)[:tokens]
+        caches = [torch.zeros(20, heads, 16, dim, dtype=torch.int8) for _ in range(2)]
+        scales = [torch.zeros(20, heads, 16) for _ in range(2)]
+        on_device = [part.to(self.device) for part in (*caches, slots, *scales)]
+        kernels.write_kv(kv[0], kv[1], *on_device)
+        named = {"key_scales": scales[0], "value_scales": scales[1]}
+        kv_cache.write_kv_reference(kv[0].cpu(), kv[1].cpu(), *caches, slots, **named)
+        pairs = zip((*caches, *scales), (*on_device[:2], *on_device[3:]), strict=True)
+        assert all(torch.equal(theirs, ours.cpu()) for theirs, ours in pairs), "bytes and scales are exact"
+        return 0.0
+
+    def mla_attention(self) -> float:
+        """DeepSeek's dims; the absorbed projections and the writing of latents too."""
+        tokens, heads, latent, rope_dim = (5, 2, 24, 8) if self.small else (600, 16, 512, 64)
+        x, weights = self.randn(tokens, heads, 20), self.randn(heads, latent, 20)
+        queries, query_rope = self.poison(tokens, heads, latent), self.randn(tokens, heads, rope_dim)
+        kernels.linear_heads(x, weights, queries)
+        worst = relative_error(queries, linear_heads.linear_heads_reference(x.cpu(), weights.cpu()))
+        down, blocks = self.randn(tokens, latent + rope_dim), -(-tokens // 16)
+        tables = (1 + torch.randperm(blocks, generator=self.rng)).int()[None]
+        positions = torch.arange(tokens)
+        slots = tables[0, positions // 16].long() * 16 + positions % 16
+        cache = self.poison(blocks + 1, 16, latent + rope_dim)
+        kernels.write_latent(down[:, :latent], down[:, latent:], cache, slots.to(self.device))
+        index = (tables, torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32))
+        on_device = [part.to(self.device) for part in index]
+        named = (queries.cpu(), query_rope.cpu(), cache.nan_to_num().cpu())
+        expected = mla_attention.mla_attention_reference(*named, *index, (latent + rope_dim) ** -0.5)
+        for spread in (False, True):
+            out, scale = self.poison(*queries.shape), (latent + rope_dim) ** -0.5
+            kernels.mla_attention(queries, query_rope, cache, *on_device, out, scale, spread_splits=spread)
+            worst = max(worst, relative_error(out, expected))
         return worst
 
     def _lengths(self) -> list[tuple[int, int]]:
@@ -148,7 +163,9 @@ class Checks:
 class PagedCall:
     """A batch of sequences over shuffled blocks, of which queries [begin, end) are asked for."""
 
-    def __init__(self, on: Checks, heads: int, kv_heads: int, dim: int, lengths: list[tuple[int, int]]) -> None:
+    def __init__(
+        self, on: Inputs, heads: int, kv_heads: int, dim: int, lengths: list[tuple[int, int]], is_int8: bool = False
+    ) -> None:
         self.on, self.dim = on, dim
         counts = [-(-end // 16) for _, end in lengths]
         ids = 1 + torch.randperm(sum(counts), generator=on.rng).int()
@@ -158,35 +175,36 @@ class PagedCall:
         starts = torch.tensor([0, *torch.tensor([end - begin for begin, end in lengths]).cumsum(0)], dtype=torch.int32)
         lens = torch.tensor([end for _, end in lengths], dtype=torch.int32)
         self.query = on.randn(int(starts[-1]), heads, dim)
-        self.caches = [on.randn(sum(counts) + 1, kv_heads, 16, dim) for _ in range(2)]
+        shape = (sum(counts) + 1, kv_heads, 16, dim)
+        self.caches = [on.randn(*shape) for _ in range(2)]
+        self.scales: list[Tensor] = []
+        if is_int8:
+            self.caches = [(20 * cache).clamp(-127, 127).to(torch.int8) for cache in self.caches]
+            self.scales = [(torch.rand(shape[:3], generator=on.rng) / 10).to(on.device) for _ in range(2)]
         self.index = [tensor.to(on.device) for tensor in (tables, starts, lens)]
 
     def run(self, window: int | None = None, cap: float | None = None, spread: bool | None = None) -> Tensor:
         out = self.on.poison(*self.query.shape)
         scale = self.dim**-0.5
-        kernels.paged_attention(self.query, *self.caches, *self.index, out, scale, window, cap, spread_splits=spread)
+        options = (scale, window, cap, *self.scales)
+        kernels.paged_attention(self.query, *self.caches, *self.index, out, *options, spread_splits=spread)
         return out
 
     def reference(self, window: int | None, cap: float | None) -> Tensor:
         tensors = [tensor.cpu() for tensor in (self.query, *self.caches, *self.index)]
-        return attention.paged_attention_reference(*tensors, self.dim**-0.5, window=window, softcap=cap)
+        scales = {name: part.cpu() for name, part in zip(("key_scales", "value_scales"), self.scales, strict=False)}
+        return attention.paged_attention_reference(*tensors, self.dim**-0.5, window=window, softcap=cap, **scales)
 
     def part(self, sequence: int, begin: int, end: int) -> PagedCall:
         """Queries [begin, end) of one sequence alone, its context ending there."""
         tables, starts, lens = self.index
         first = int(starts[sequence]) - (int(lens[sequence]) - int(starts[sequence + 1] - starts[sequence]))
         other = object.__new__(PagedCall)
-        other.on, other.dim, other.caches = self.on, self.dim, self.caches
+        other.on, other.dim, other.caches, other.scales = self.on, self.dim, self.caches, self.scales
         other.query = self.query[first + begin : first + end].contiguous()
         table = tables[sequence : sequence + 1, : -(-end // 16)].contiguous()
         other.index = [table, starts.new_tensor([0, end - begin]), lens.new_tensor([end])]
         return other
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """|actual - expected| / |expected|; infinite where anything is NaN."""
-    difference = (actual.double().cpu() - expected.double()).norm() / expected.double().norm()
-    return float("inf") if difference.isnan() else difference.item()
 
 
 def linear_invariance(device: str) -> dict[str, Any]:
@@ -208,7 +226,7 @@ def linear_invariance(device: str) -> dict[str, Any]:
         for tile in LINEAR_TILES:
             out = torch.full_like(whole[:300], torch.nan)
             try:
-                launch_linear(x[:300], weight, None, out, tile)
+                launch_linear(x[:300], weight, None, out, tile=tile)
                 tiles[tile.name] = torch.equal(out, whole[:300])
             except Exception as error:  # a tile that does not fit is a finding, not the end
                 tiles[tile.name] = f"{type(error).__name__}: {str(error)[:80]}"
@@ -244,25 +262,49 @@ def attention_invariance(device: str) -> dict[str, Any]:
     return result
 
 
+def mla_invariance(device: str) -> dict[str, Any]:
+    """Whether decode and chunks of latent attention, splits of their own or not, have the bits of the whole."""
+    on = Inputs(device, torch.bfloat16, False)
+    queries, query_rope, cache = on.randn(1300, 16, 512), on.randn(1300, 16, 64), on.randn(83, 16, 576)
+    table = (1 + torch.randperm(82, generator=on.rng)).int()[None].to(device)
+
+    def call(begin: int, end: int, spread: bool) -> Tensor:
+        out = on.poison(end - begin, 16, 512)
+        starts = torch.tensor([0, end - begin], dtype=torch.int32, device=device)
+        lens, rows = torch.tensor([end], dtype=torch.int32, device=device), slice(begin, end)
+        tables = table[:, : -(-end // 16)].contiguous()
+        given = (queries[rows], query_rope[rows], cache, tables, starts, lens, out, 576**-0.5)
+        kernels.mla_attention(*given, spread_splits=spread)
+        return out
+
+    whole, differing = call(0, 1300, False), []
+    for begin, end in [(0, 1300), (0, 5), (5, 511), (511, 513), (513, 1300), (0, 1), (512, 513), (1299, 1300)]:
+        for spread in (False, True):
+            if not torch.equal(call(begin, end, spread), whole[begin:end]):
+                differing.append(f"{begin}:{end} spread={spread}")
+    return {"16 heads": {"ok": not differing, "differing": differing}}
+
+
 def run(device: str) -> dict[str, Any]:
     """Every check; "cpu" means small sizes under Triton's interpreter, in fp32, without the questions of bits."""
     small = device == "cpu"
     result: dict[str, Any] = {"errors": {}, "failed": []}
     for dtype in (torch.float32,) if small else (torch.float32, torch.bfloat16):
-        checks = Checks(device, dtype, small)
-        inputs = {"randn", "poison"}
         # The interpreter rounds to fp8 wrongly; the tests, which put that right, check it there.
-        left_out = inputs | {"linear_fp8"} if small else inputs
-        names = [name for name in vars(Checks) if not name.startswith("_") and name not in left_out]
-        for name in names:
-            error = attempt(getattr(checks, name))
+        left_out = {"linear_fp8"} if small else set()
+        every = [(kind, name) for kind in (Checks, WeightChecks) for name in vars(kind) if not name.startswith("_")]
+        for kind, name in every:
+            if name in left_out:
+                continue
+            error = attempt(getattr(kind(device, dtype, small), name))
             label = f"{name} {str(dtype).removeprefix('torch.')}"
             result["errors"][label] = error
             allowed = ALLOWED.get(name, TOLERANCE[dtype])
             if isinstance(error, str) or not error <= allowed:
                 result["failed"].append(label)
     if not small:
-        for name, question in (("linear", linear_invariance), ("attention", attention_invariance)):
+        questions = {"linear": linear_invariance, "attention": attention_invariance, "mla": mla_invariance}
+        for name, question in questions.items():
             answer = attempt(question, device)
             result[f"{name}_invariance"] = answer
             if isinstance(answer, str) or not all(one["ok"] for one in answer.values()):

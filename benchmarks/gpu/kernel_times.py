@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.ops import triton as kernels
-from shardline.runtime.ops.triton.linear import Tile, launch_linear, tile_for
+from shardline.runtime.ops.triton.gemm import Tile
+from shardline.runtime.ops.triton.linear import launch_linear
 
 from .checks import attempt
 from .tiles import FEW_ROWS, MANY_ROWS
@@ -54,8 +55,7 @@ def time_linear(rows: int, columns: int, depth: int, tile: Tile | None) -> float
     weight_bytes = 2 * columns * depth
     weights = [_randn(columns, depth) for _ in range(max(2, -(-_ROTATED_BYTES // weight_bytes)))]
     x, out = _randn(rows, depth), torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
-    chosen = tile or tile_for(rows, columns, x.dtype)
-    return seconds([partial(launch_linear, x, weight, None, out, chosen) for weight in weights])
+    return seconds([partial(launch_linear, x, weight, None, out, tile=tile) for weight in weights])
 
 
 def time_library(rows: int, columns: int, depth: int) -> float:
@@ -96,7 +96,65 @@ def linear_times(ceilings: dict[str, float]) -> dict[str, Any]:
     return result
 
 
-def time_attention(num_seqs: int, context: int, num_queries: int) -> float:
+def time_quantized(rows: int, columns: int, depth: int, bits: int) -> float:
+    """Seconds of one product of bytes with a weight of 8 or 4 bits."""
+    shape = (columns, depth) if bits == 8 else (depth // 64, 36 * columns)
+    dtype = torch.int8 if bits == 8 else torch.uint8
+    weights = [
+        torch.randint(0, 100, shape, device="cuda", dtype=dtype)
+        for _ in range(max(2, -(-_ROTATED_BYTES // (columns * depth * bits // 8))))
+    ]
+    x, scales = torch.randint(-127, 127, (rows, depth), device="cuda", dtype=torch.int8), _randn(rows).float()
+    out, column_scales = _randn(rows, columns), _randn(columns).float() if bits == 8 else None
+    return seconds([partial(launch_linear, x, weight, None, out, scales, column_scales) for weight in weights])
+
+
+def quantized_times(ceilings: dict[str, float]) -> dict[str, Any]:
+    """Against the bytes of the weight, and twice the products that bf16 does."""
+    result: dict[str, Any] = {}
+    for bits, stored in ((8, 8), (4, 4.5)):
+        for rows in (1, 64, 2048):
+            columns, depth = _LLAMA_8B["gate_up"]
+            work = 2 * rows * columns * depth
+            floor = max(columns * depth * stored / 8 / ceilings["copy_bytes_per_s"], work / 2 / ceilings["flops"])
+            spent = attempt(time_quantized, rows, columns, depth, bits)
+            result[f"int{bits} gate_up M={rows}"] = _entry(spent, floor)
+    return result
+
+
+_EXPERTS = {"Mixtral-8x7B": (8, 2, 14336, 4096), "Qwen3-30B-A3B": (128, 8, 768, 2048)}
+"""Experts, experts of a token, intermediate and hidden size."""
+
+
+def time_experts(num_tokens: int, num_experts: int, k: int, inner: int, hidden: int) -> float:
+    """Seconds of both grouped products of a layer, with what surrounds them; experts are chosen at random."""
+    up, down = _randn(num_experts, 2 * inner, hidden), _randn(num_experts, hidden, inner)
+    x, rows, out = _randn(num_tokens, hidden), _randn(num_tokens * k, inner), _randn(num_tokens, hidden)
+    calls = []
+    for _ in range(8):
+        ids = torch.rand(num_tokens, num_experts, device="cuda").topk(k)[1].int()
+        weights = torch.rand(num_tokens, k, device="cuda")
+        calls.append(partial(kernels.expert_up, x, ids, 0, False, up, None, "silu", True, rows))
+        calls.append(partial(kernels.expert_down, rows, ids, weights, 0, down, None, None, None, out))
+    return 2 * seconds(calls)
+
+
+def expert_times(ceilings: dict[str, float]) -> dict[str, Any]:
+    """Against the bytes of the experts that are met (about), or the products."""
+    result: dict[str, Any] = {}
+    for name, (num_experts, k, inner, hidden) in _EXPERTS.items():
+        for num_tokens in (1, 16, 64, 256, 4096):
+            met = num_experts * (1 - (1 - k / num_experts) ** num_tokens)
+            floor = max(
+                met * 6 * inner * hidden / ceilings["copy_bytes_per_s"],
+                num_tokens * k * 6 * inner * hidden / ceilings["flops"],
+            )
+            spent = attempt(time_experts, num_tokens, num_experts, k, inner, hidden)
+            result[f"{name} M={num_tokens}"] = _entry(spent, floor)
+    return result
+
+
+def time_attention(num_seqs: int, context: int, num_queries: int, is_int8: bool = False) -> float:
     """Seconds of one call of Llama-3.1-8B's heads; every sequence asks for its last `num_queries` positions."""
     heads, kv_heads, dim, blocks = 32, 8, 128, -(-context // 16)
     sets = max(1, _ROTATED_BYTES // (num_seqs * context * kv_heads * dim * 4))
@@ -107,10 +165,41 @@ def time_attention(num_seqs: int, context: int, num_queries: int) -> float:
     lens = torch.full((num_seqs,), context, device="cuda", dtype=torch.int32)
     for _ in range(min(sets, 16)):
         caches = [_randn(num_seqs * blocks + 1, kv_heads, 16, dim) for _ in range(2)]
+        scales: list[Tensor] = []
+        if is_int8:
+            caches = [(30 * cache).clamp(-127, 127).to(torch.int8) for cache in caches]
+            scales = [torch.rand(caches[0].shape[:3], device="cuda") for _ in range(2)]
         tables = (1 + torch.randperm(num_seqs * blocks, device="cuda")).int().view(num_seqs, blocks)
-        arguments = (query, *caches, tables, starts, lens, out, dim**-0.5, None, None)
+        arguments = (query, *caches, tables, starts, lens, out, dim**-0.5, None, None, *scales)
         calls.append(partial(kernels.paged_attention, *arguments))
     return seconds(calls)
+
+
+def time_mla(num_seqs: int, context: int, num_queries: int, heads: int) -> float:
+    """Seconds of one call in DeepSeek's dims; every sequence asks for its last `num_queries` positions."""
+    blocks, num_tokens = -(-context // 16), num_seqs * num_queries
+    latent, rope, out = _randn(num_tokens, heads, 512), _randn(num_tokens, heads, 64), _randn(num_tokens, heads, 512)
+    starts = torch.arange(num_seqs + 1, device="cuda", dtype=torch.int32) * num_queries
+    lens = torch.full((num_seqs,), context, device="cuda", dtype=torch.int32)
+    calls: list[Callable[[], Any]] = []
+    for _ in range(max(1, min(16, _ROTATED_BYTES // (num_seqs * context * 1152)))):
+        cache = _randn(num_seqs * blocks + 1, 16, 576)
+        tables = (1 + torch.randperm(num_seqs * blocks, device="cuda")).int().view(num_seqs, blocks)
+        calls.append(partial(kernels.mla_attention, latent, rope, cache, tables, starts, lens, out, 576**-0.5))
+    return seconds(calls)
+
+
+def mla_times(ceilings: dict[str, float]) -> dict[str, Any]:
+    """Against the bytes of the latents, or the products of scores and values."""
+    result: dict[str, Any] = {}
+    for heads, num_seqs, context in [(16, 1, 8192), (16, 64, 4096), (128, 1, 8192), (128, 64, 4096)]:
+        work = 2 * num_seqs * heads * context * (576 + 512)
+        floor = max(num_seqs * context * 1152 / ceilings["copy_bytes_per_s"], work / ceilings["flops"])
+        spent = attempt(time_mla, num_seqs, context, 1, heads)
+        result[f"decode {heads} heads {num_seqs} x {context}"] = _entry(spent, floor)
+    floor = 16 * 4096 * 4096 * (576 + 512) / ceilings["flops"]
+    result["prefill 16 heads 1 x 4096"] = _entry(attempt(time_mla, 1, 4096, 4096, 16), floor)
+    return result
 
 
 def attention_times(ceilings: dict[str, float]) -> dict[str, Any]:
@@ -119,6 +208,10 @@ def attention_times(ceilings: dict[str, float]) -> dict[str, Any]:
     for num_seqs, context in [(1, 1024), (1, 8192), (1, 65536), (16, 1024), (64, 1024), (256, 1024), (64, 8192)]:
         floor = num_seqs * context * 8 * 128 * 2 * 2 / ceilings["copy_bytes_per_s"]
         result[f"decode {num_seqs} x {context}"] = _entry(attempt(time_attention, num_seqs, context, 1), floor)
+    for num_seqs, context in [(1, 8192), (64, 1024), (64, 8192)]:
+        floor = num_seqs * context * 8 * (128 + 4) * 2 / ceilings["copy_bytes_per_s"]
+        spent = attempt(time_attention, num_seqs, context, 1, True)
+        result[f"decode int8 {num_seqs} x {context}"] = _entry(spent, floor)
     for num_seqs, context in [(8, 1024), (1, 8192)]:
         floor = num_seqs * 4 * 32 * 128 * context * context / 2 / ceilings["flops"]
         result[f"prefill {num_seqs} x {context}"] = _entry(attempt(time_attention, num_seqs, context, context), floor)
@@ -162,6 +255,9 @@ def run(ceilings: dict[str, float]) -> dict[str, Any]:
     """All of the above."""
     return {
         "linear": attempt(linear_times, ceilings),
+        "quantized": attempt(quantized_times, ceilings),
+        "experts": attempt(expert_times, ceilings),
         "attention": attempt(attention_times, ceilings),
+        "latent attention": attempt(mla_times, ceilings),
         "small": attempt(small_times),
     }

@@ -13,6 +13,7 @@ from shardline.engine import resolve as resolve_module
 from shardline.engine.gpu_memory import gpu_memory
 from shardline.engine.resolve import resolve
 from shardline.runtime.setup import prepare
+from tests.models.checkpoints import make_checkpoint
 
 GIB = 1 << 30
 
@@ -68,7 +69,6 @@ def test_the_pool_is_what_weights_and_activations_leave_of_the_share(monkeypatch
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"quantization": "int8"}, "int8 is not supported on GPUs"),
         ({"tensor_parallel_size": 2}, "2 ranks and this host 1 GPUs"),
         ({"tensor_parallel_size": 2, "collectives": "shm"}, "use 'nccl'"),
         ({"distributed_executor_backend": "threads"}, "use 'mp'"),
@@ -84,3 +84,19 @@ def test_what_a_gpu_cannot_is_refused(options: dict[str, object], says: str, mon
 def test_nccl_needs_gpus() -> None:
     with pytest.raises(ValueError, match="'nccl' needs GPUs"):
         resolve(EngineConfig.from_options(device="cpu", collectives="nccl"))
+
+
+def test_experts_are_split_over_gpus_but_not_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_gpus(monkeypatch, (8 * GIB, 7 * GIB), (8 * GIB, 7 * GIB))
+    options = {"model": str(make_checkpoint("mixtral", tmp_path)), "device": "cuda", "tensor_parallel_size": 2}
+    assert resolve(EngineConfig.from_options(**options)).parallel.tensor_parallel_size == 2
+    with pytest.raises(ValueError, match="every GPU has a part of each expert"):
+        resolve(EngineConfig.from_options(**options, enable_expert_parallel=True))
+
+
+def test_latents_are_not_shared_by_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_gpus(monkeypatch, (8 * GIB, 7 * GIB), (8 * GIB, 7 * GIB))
+    options = {"model": str(make_checkpoint("deepseek_v2", tmp_path)), "device": "cuda"}
+    assert resolve(EngineConfig.from_options(**options, pipeline_parallel_size=2)).parallel.device == "cuda"
+    with pytest.raises(ValueError, match="use --pipeline-parallel-size"):
+        resolve(EngineConfig.from_options(**options, tensor_parallel_size=2))

@@ -37,7 +37,7 @@ def choose(num_tokens: int, num_experts: int, k: int, rng: torch.Generator) -> T
 
 def packed(weights: Tensor, scheme: str = "none") -> ExpertWeights:
     """weights: [E, out, in]"""
-    stack = quantization(scheme).allocate_experts(*weights.shape, weights.dtype)
+    stack = quantization(scheme).allocate_experts(len(weights), weights[0])
     for index, weight in enumerate(weights):
         quantization(scheme).pack_expert(stack, index, weight)
     return stack

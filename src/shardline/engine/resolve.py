@@ -10,13 +10,14 @@ from shardline.config.engine import EngineConfig, ParallelConfig
 from shardline.config.topology import RankGrid
 from shardline.config.units import format_bytes, parse_bytes
 from shardline.engine.gpu_memory import gpu_memory
+from shardline.engine.gpu_support import check_gpu_support, gpu_kv_bytes
 from shardline.engine.host_memory import allowed_cpus, available_host_memory
 from shardline.models.kv_capacity import longest_request
 from shardline.models.lookup import decoder_spec
 from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel, kv_groups
 from shardline.models.sharding import Numerics
-from shardline.models.sizes import kv_block_bytes, stage_spans, step_bytes, weight_bytes
-from shardline.models.spec import MLA, DecoderSpec, DType, MoE
+from shardline.models.sizes import kv_block_bytes, stage_spans, weight_bytes
+from shardline.models.spec import MLA, DecoderSpec, DType
 from shardline.runtime.loader.checkpoint import Checkpoint
 from shardline.runtime.loader.hub import resolve_model
 from shardline.runtime.setup import kv_dtype, pool_blocks, replica_grid
@@ -44,7 +45,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
             f"use {spec.max_position_embeddings} or less"
         )
     if parallel.device == "cuda":
-        _check_gpu_support(config, spec)
+        check_gpu_support(config, spec)
     if config.cache.kv_cache_dtype == "int8" and any(isinstance(layer.attention, MLA) for layer in spec.layers):
         raise ValueError("kv_cache_dtype int8 is not supported for latent attention, whose cache is small; use auto")
     check_tensor_parallel(spec, parallel.tensor_parallel_size)
@@ -131,18 +132,6 @@ def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
     return dataclasses.replace(parallel, distributed_executor_backend=backend, device=device, cpu_threads=threads)
 
 
-def _check_gpu_support(config: EngineConfig, spec: DecoderSpec) -> None:
-    """Refuse what has kernels for the CPU only."""
-    if config.model.quantization not in (None, "none"):
-        raise ValueError(f"quantization {config.model.quantization} is not supported on GPUs yet; use --device cpu")
-    if any(isinstance(layer.attention, MLA) for layer in spec.layers):
-        raise ValueError("latent attention is not supported on GPUs yet; use --device cpu")
-    if config.cache.kv_cache_dtype != "auto":
-        raise ValueError(f"kv_cache_dtype {config.cache.kv_cache_dtype} is not supported on GPUs yet; use auto")
-    if any(isinstance(layer.feed_forward, MoE) for layer in spec.layers):
-        raise ValueError("mixtures of experts are not supported on GPUs yet; use --device cpu")
-
-
 def _resolve_dtype(asked: str, checkpoint: str) -> DType:
     if asked == "auto":
         # The CPU kernels compute in float32 and bfloat16; float16 checkpoints keep their precision in float32.
@@ -158,7 +147,7 @@ def _kv_bytes_per_rank(
     if config.cache.kv_cache_memory is not None:
         return parse_bytes(config.cache.kv_cache_memory)
     if config.parallel.device == "cuda":
-        return _gpu_kv_bytes(config, spec, grid, stages, dtype)
+        return gpu_kv_bytes(config, spec, grid, stages, dtype, gpu_memory())
     engines = config.parallel.num_engines
     weights = _engine_weight_bytes(config, spec, grid, stages, dtype)
     total, available = weights * engines, available_host_memory()
@@ -171,28 +160,6 @@ def _kv_bytes_per_rank(
     # Half of what is left: the page cache that holds the checkpoint, and the other programs, need room too.
     free = (available - total) * config.cache.gpu_memory_utilization / 2
     return int(free / (grid.world_size * engines))
-
-
-def _gpu_kv_bytes(
-    config: EngineConfig, spec: DecoderSpec, grid: RankGrid, stages: tuple[Span, ...], dtype: DType
-) -> int:
-    """What the smallest GPU has left beside the largest rank's weights and a step's activations."""
-    numerics, gpus = cast(Numerics, config.parallel.numerics), gpu_memory()
-    ranks = grid.world_size * config.parallel.num_engines
-    if len(gpus) < ranks:
-        raise ValueError(f"this layout has {ranks} ranks and this host {len(gpus)} GPUs; use fewer, or --device cpu")
-    weights = max(
-        weight_bytes(spec, grid.place(rank), stages, dtype, numerics, None) for rank in range(grid.world_size)
-    )
-    scheduler, share = config.scheduler, config.cache.gpu_memory_utilization
-    activations = step_bytes(spec, dtype, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-    left = min(free - int(total * (1.0 - share)) for total, free in gpus) - weights - activations
-    if left <= 0:
-        raise ValueError(
-            f"a GPU has to hold {format_bytes(weights)} of weights and {format_bytes(activations)} of activations "
-            "beside the KV cache and cannot; use more GPUs, a smaller --max-num-batched-tokens or a smaller model"
-        )
-    return left
 
 
 def _engine_weight_bytes(

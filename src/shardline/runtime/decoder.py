@@ -47,15 +47,16 @@ class DecoderLayer:
             normed = self._attention_norm(hidden)
         else:
             normed, hidden = self._attention_norm.add(delta, hidden)
-        queries = step.queries(self._kv_group, self._last)
-        delta = self.attention(normed, step.positions, step.kv_groups[self._kv_group].slots, queries)
+        queries, slots = step.queries(self._kv_group, self._last), step.kv_groups[self._kv_group].slots
+        delta = self.attention(normed, step.positions, slots, queries)
         if queries.rows is not None:
             hidden = torch.index_select(hidden, 0, queries.rows)
         if self._post_attention is not None:
             delta = self._post_attention(delta)
         normed, hidden = self._feed_forward_norm.add(delta, hidden)
         if isinstance(self.feed_forward, MoEFeedForward):
-            delta = self.feed_forward(normed, step.replica_samples if self._last else step.replica_tokens)
+            count = step.replica_samples if self._last else step.replica_tokens
+            delta = self.feed_forward(normed, count, slots if queries.rows is None else None)
         else:
             delta = self.feed_forward(normed)
         if self._post_feed_forward is not None:

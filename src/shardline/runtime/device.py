@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,27 @@ def open_device(kind: str, rank: int) -> Device:
     major, minor = torch.cuda.get_device_capability(index)
     path = f"sm_{major}{minor}-triton{triton.__version__}"
     return Device(torch.device("cuda", index), torch.cuda.get_device_name(index), path)
+
+
+class DeviceCounters:
+    """Counters that kernels on a device raise, for somebody who looks at host memory now and then.
+
+    On the CPU both are the same memory. On a GPU, `publish` copies after a step, as often as a look is worth it: what
+    the host sees may be that much behind.
+    """
+
+    _INTERVAL = 0.5  # seconds
+
+    def __init__(self, host: Tensor, device: torch.device) -> None:
+        self._host = host
+        self.on_device = host.to(device)
+        self._due = 0.0
+
+    def publish(self) -> None:
+        """Let the host see; waits for the device."""
+        if self.on_device is not self._host and (now := time.monotonic()) >= self._due:
+            self._host.copy_(self.on_device)
+            self._due = now + self._INTERVAL
 
 
 class Uploader:

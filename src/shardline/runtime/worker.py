@@ -14,7 +14,7 @@ from shardline import _cpu, env
 from shardline.models.partition import split_dim
 from shardline.models.sizes import weight_bytes
 from shardline.runtime.decoder import DecoderStage
-from shardline.runtime.device import Device, open_device
+from shardline.runtime.device import Device, DeviceCounters, open_device
 from shardline.runtime.finite import FiniteWatch
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.layers.kv_pages import CachePart
@@ -40,6 +40,7 @@ class Worker:
         self._dtype: torch.dtype = getattr(torch, setup.dtype)
         self._runner: Runner | None = None
         self._stage: DecoderStage | None = None
+        self._expert_load: DeviceCounters | None = None
         self._watch = FiniteWatch(groups.place.rank) if setup.config.model.check_finite else None
 
     def load(self) -> RankReport:
@@ -96,7 +97,10 @@ class Worker:
     def run(self, step: RankStep) -> StepResult | None:
         """Run one step; see Runner.run."""
         assert self._runner is not None
-        return self._runner.run(step)
+        result = self._runner.run(step)
+        if self._expert_load is not None:
+            self._expert_load.publish()
+        return result
 
     def _load_stage(self, device: Device) -> tuple[DecoderStage, int]:
         setup, place = self._setup, self._groups.place
@@ -110,6 +114,8 @@ class Worker:
             setup.quantization,
             setup.expert_parallel,
         )
+        if (load := self._groups.expert_load).size:
+            self._expert_load = DeviceCounters(torch.from_numpy(load), device.torch)
         quiet = place.rank != 0 or expected < _PROGRESS_BYTES
         loaded = 0
         with tqdm(total=expected, unit="B", unit_scale=True, desc="loading weights", disable=quiet) as bar:
@@ -132,7 +138,7 @@ class Worker:
                 watch=self._watch,
                 on_loaded=count,
                 expert_parallel=setup.expert_parallel,
-                expert_load=torch.from_numpy(load) if (load := self._groups.expert_load).size else None,
+                expert_load=self._expert_load.on_device if self._expert_load is not None else None,
             )
             return DecoderStage(context, layers), loaded
 

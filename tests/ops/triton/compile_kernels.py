@@ -26,7 +26,8 @@ from triton.runtime.jit import JITFunction
 from shardline.runtime.ops import linear_fp8 as ops_linear_fp8
 from shardline.runtime.ops import triton as ops
 from shardline.runtime.ops.linear_fp8 import Fp8Weight
-from shardline.runtime.ops.triton.linear import Tile, launch_linear
+from shardline.runtime.ops.triton.gemm import Tile
+from shardline.runtime.ops.triton.linear import launch_linear
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -69,17 +70,35 @@ def fp8(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float8_e4m3fn)
 
 
+def int8(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int8)
+
+
 def int32(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
 def attention(heads: int, kv_heads: int, dim: int, num_tokens: int, num_seqs: int, **options: Any) -> None:
     """A call with contexts of up to 2048 keys in blocks of 16."""
-    cache = bf16(4, kv_heads, 16, dim)
+    is_int8 = options.pop("int8", False)
+    cache = (int8 if is_int8 else bf16)(4, kv_heads, 16, dim)
+    scales = (torch.empty(4, kv_heads, 16),) * 2 if is_int8 else ()
     query, out = bf16(num_tokens, heads, dim), bf16(num_tokens, heads, dim)
     window, softcap = options.pop("window", None), options.pop("softcap", None)
     tables, starts, lens = int32(num_seqs, 128), int32(num_seqs + 1), int32(num_seqs)
-    ops.paged_attention(query, cache, cache, tables, starts, lens, out, 0.1, window, softcap, **options)
+    ops.paged_attention(query, cache, cache, tables, starts, lens, out, 0.1, window, softcap, *scales, **options)
+
+
+def mla(heads: int, num_tokens: int, num_seqs: int, **options: Any) -> None:
+    """A call of DeepSeek's dims, with contexts of up to 2048 keys in blocks of 16."""
+    query, out, cache = bf16(num_tokens, heads, 192), bf16(num_tokens, heads, 512), bf16(4, 16, 576)
+    tables, starts, lens = int32(num_seqs, 128), int32(num_seqs + 1), int32(num_seqs)
+    ops.mla_attention(bf16(num_tokens, heads, 512), query[..., 128:], cache, tables, starts, lens, out, 0.1, **options)
+
+
+def write_latent() -> None:
+    down = bf16(4, 576)
+    ops.write_latent(down[:, :512], down[:, 512:], bf16(4, 16, 576), torch.zeros(4, dtype=torch.int64))
 
 
 def linear(rows: int, columns: int, depth: int, tile: Tile | None = None) -> None:
@@ -87,7 +106,7 @@ def linear(rows: int, columns: int, depth: int, tile: Tile | None = None) -> Non
     if tile is None:
         ops.linear(x, weight, None, out)
     else:
-        launch_linear(x, weight, None, out, tile)
+        launch_linear(x, weight, None, out, tile=tile)
 
 
 def sample(num_rows: int, vocab_size: int) -> None:
@@ -102,6 +121,44 @@ def rope_and_write() -> None:
     ops.rope_and_write_kv(qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], cache, cache, positions, positions, table, False)
 
 
+def write_kv_int8() -> None:
+    kv, cache, scales, slots = bf16(4, 8, 128), int8(8, 8, 16, 128), torch.empty(8, 8, 16), torch.zeros(4).long()
+    ops.write_kv(kv, kv, cache, cache, slots, scales, scales)
+
+
+def linear_int8(rows: int, columns: int, depth: int) -> None:
+    values, sums, floats = int8(rows, depth), int32(rows, 0), torch.empty(max(rows, columns))
+    ops.quantize_rows(bf16(rows, depth), values, floats, sums)
+    ops.linear_int8(values, floats, sums, depth, int8(columns, depth), floats, None, bf16(rows, columns))
+
+
+def linear_int4(rows: int, columns: int, depth: int) -> None:
+    panels = torch.empty(depth // 64, 36 * columns, dtype=torch.uint8)
+    ops.linear_int4(int8(rows, depth), torch.empty(rows), int32(rows, 0), depth, panels, None, bf16(rows, columns))
+
+
+def experts_int4(num_tokens: int, num_experts: int, k: int, inner: int, hidden: int) -> None:
+    panels = torch.empty(num_experts, hidden // 64, 36 * 2 * inner, dtype=torch.uint8)
+    ids, rows = int32(num_tokens, k), bf16(num_tokens * k, inner)
+    ops.expert_up(bf16(num_tokens, hidden), ids, 0, False, panels, None, "silu", True, rows)
+
+
+def experts(num_tokens: int, num_experts: int, k: int, inner: int, hidden: int) -> None:
+    """Both products of a layer, as of Mixtral or Qwen3-MoE."""
+    ids, weights = int32(num_tokens, k), torch.empty(num_tokens, k)
+    up, down = bf16(num_experts, 2 * inner, hidden), bf16(num_experts, hidden, inner)
+    rows, out = bf16(num_tokens * k, inner), bf16(num_tokens, hidden)
+    ops.expert_up(bf16(num_tokens, hidden), ids, 0, False, up, None, "silu", True, rows)
+    ops.expert_down(rows, ids, weights, 0, down, None, out, weights[:, 0], out)
+
+
+def route(num_experts: int, k: int, num_groups: int = 1, top_groups: int = 1) -> None:
+    ids, weights, slots = int32(4, k), torch.empty(4, k), torch.zeros(4, dtype=torch.int64)
+    scores, counts = torch.empty(4, num_experts + 1), torch.zeros(num_experts, dtype=torch.int64)
+    groups = (num_experts, num_groups, top_groups, num_groups > 1)
+    ops.route_experts(scores, scores[0], ids, weights, weights[:, 0], counts, num_groups > 1, True, 1.0, *groups, slots)
+
+
 def linear_fp8(rows: int, columns: int, depth: int) -> None:
     ops_linear_fp8.linear_fp8(bf16(rows, depth), Fp8Weight(fp8(columns, depth), torch.empty(columns)))
 
@@ -114,10 +171,10 @@ CASES: dict[str, Callable[[], None]] = {
     "write_kv": lambda: ops.write_kv(
         bf16(4, 8, 128), bf16(4, 8, 128), bf16(8, 8, 16, 128), bf16(8, 8, 16, 128), torch.zeros(4, dtype=torch.int64)
     ),
+    "write_kv_int8": write_kv_int8,
     "silu": lambda: ops.activation(bf16(4, 28672), bf16(4, 14336), "silu", True),
     "gelu": lambda: ops.activation(bf16(4, 4096), bf16(4, 4096), "gelu", False),
     "softcap": lambda: ops.softcap(torch.empty(4, 256000), 30.0),
-    "embedding": lambda: ops.embedding(bf16(64, 4096), torch.zeros(4, dtype=torch.int64), bf16(4, 4096)),
     "greedy_argmax": lambda: ops.greedy_argmax(
         torch.empty(4, 128256), torch.empty(4, dtype=torch.int64), torch.empty(4)
     ),
@@ -129,12 +186,30 @@ CASES: dict[str, Callable[[], None]] = {
     "linear_m2048": lambda: linear(2048, 6144, 4096),
     "fp8_m1": lambda: linear_fp8(1, 6144, 4096),
     "fp8_m2048": lambda: linear_fp8(2048, 6144, 4096),
+    "route": lambda: route(128, 8),
+    "route_groups": lambda: route(256, 8, 8, 4),
+    "experts_m1": lambda: experts(1, 128, 8, 768, 2048),
+    "experts_m64": lambda: experts(64, 8, 2, 14336, 4096),
+    "experts_m4096": lambda: experts(4096, 8, 2, 14336, 4096),
+    "int8_m1": lambda: linear_int8(1, 6144, 4096),
+    "int8_m2048": lambda: linear_int8(2048, 6144, 4096),
+    "int4_m1": lambda: linear_int4(1, 6144, 4096),
+    "int4_m2048": lambda: linear_int4(2048, 6144, 4096),
+    "int4_experts": lambda: experts_int4(64, 128, 8, 768, 2048),
+    "linear_heads_m1": lambda: ops.linear_heads(bf16(1, 16, 192)[..., :128], bf16(16, 512, 128), bf16(1, 16, 512)),
+    "linear_heads_m2048": lambda: ops.linear_heads(bf16(2048, 16, 512), bf16(16, 128, 512), bf16(2048, 16, 128)),
+    "write_latent": write_latent,
+    "attention_mla_decode": lambda: mla(128, 64, 64, spread_splits=False),
+    "attention_mla_spread": lambda: mla(16, 1, 1),
+    "attention_mla_prefill": lambda: mla(16, 2048, 4),
     "linear_odd_depth": lambda: linear(64, 896, 2056),
     "attention_decode": lambda: attention(32, 8, 128, 64, 64, spread_splits=False),
     "attention_decode_spread": lambda: attention(32, 8, 128, 1, 1),
     "attention_prefill": lambda: attention(32, 8, 128, 2048, 4),
     "attention_prefill_64": lambda: attention(32, 8, 64, 2048, 4),
     "attention_prefill_256": lambda: attention(16, 8, 256, 2048, 4, window=4096, softcap=50.0),
+    "attention_decode_int8": lambda: attention(32, 8, 128, 64, 64, spread_splits=False, int8=True),
+    "attention_prefill_int8": lambda: attention(32, 8, 128, 2048, 4, int8=True),
     "attention_window": lambda: attention(32, 8, 128, 2048, 4, window=4096),
 }
 
@@ -150,7 +225,7 @@ def describe(kernel: Any) -> dict[str, Any]:
             return done.stdout
 
         usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", dump("--dump-resource-usage")))
-        opcodes = re.findall(r"\b(HGMMA|QGMMA|HMMA|QMMA|FFMA|LDGSTS\.[\w.]*|LDL|STL)\b", dump("--dump-sass"))
+        opcodes = re.findall(r"\b(HGMMA|QGMMA|IGMMA|HMMA|QMMA|IMMA|FFMA|LDGSTS\.[\w.]*|LDL|STL)\b", dump("--dump-sass"))
     return {
         "name": kernel.metadata.name,
         "shared_bytes": kernel.metadata.shared,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,11 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from shardline import _cpu
+from shardline.runtime.ops import dispatch
+from shardline.runtime.ops import triton as ops
+from shardline.runtime.replay import DecodeReplay
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,7 +34,9 @@ def gpu_arithmetic() -> Iterator[None]:
 
 
 def _values(handle: TensorHandle) -> np.ndarray:
-    """The fp32 values of a tile; the interpreter holds bf16 and fp8 as their bits."""
+    """The values of a tile, in fp32 or int32; the interpreter holds bf16 and fp8 as their bits."""
+    if handle.dtype.scalar == tl.int8:
+        return handle.data.astype(np.int32)
     if handle.dtype.scalar == tl.float8e4nv:
         return torch.from_numpy(handle.data.copy()).view(torch.float8_e4m3fn).float().numpy()
     if handle.dtype.scalar == tl.bfloat16:
@@ -59,12 +67,36 @@ def _rounded(data: np.ndarray, given: tl.dtype, wanted: tl.dtype, rounding: obje
     return torch.from_numpy(np.ascontiguousarray(data)).to(narrow).view(bits).numpy()
 
 
+def _fma(self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+    """x * y + z, rounded once (but for what 64 bits cannot tell from halfway): the interpreter's own rounds twice."""
+    exact = x.data.astype(np.longdouble) * y.data + z.data
+    return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
+
+def _integers_to_float(self: InterpreterBuilder, x: TensorHandle, wanted: tl.dtype) -> TensorHandle:
+    """The interpreter's own takes integers for the bits of bf16."""
+    if wanted.scalar == tl.bfloat16:
+        return TensorHandle(_rounded(x.data.astype(np.float32), tl.float32, tl.bfloat16, None), tl.bfloat16)
+    return TensorHandle(x.data.astype(interpreter._get_np_dtype(wanted)), wanted.scalar)
+
+
 @pytest.fixture(autouse=True)
 def hardware_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
+    monkeypatch.setattr(InterpreterBuilder, "create_fma", _fma)
+    monkeypatch.setattr(InterpreterBuilder, "create_si_to_fp", _integers_to_float)
     monkeypatch.setattr(interpreter, "_convert_float", _rounded)
 
 
 @pytest.fixture
 def rng() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops on host memory run the GPU's kernels from here on."""
+    kernels = SimpleNamespace(**{name: getattr(ops, name) for name in ops.__all__})
+    kernels.activation_empty = _cpu.activation_empty  # there is no GPU to allocate on
+    monkeypatch.setitem(dispatch._BACK_ENDS, "cpu", lambda: kernels)
+    monkeypatch.setattr(DecodeReplay, "__call__", lambda self, *step: self.forward(*step))

@@ -24,11 +24,13 @@ def paged_attention(
     *,
     window: int | None = None,
     softcap: float | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     spread_splits: bool | None = None,
 ) -> Tensor:
     out = torch.full((query.shape[0], query.shape[1], value_cache.shape[3]), torch.nan)
     arguments = (query, key_cache, value_cache, block_tables, query_starts, context_lens, out, scale, window, softcap)
-    ops.paged_attention(*arguments, spread_splits=spread_splits)
+    ops.paged_attention(*arguments, key_scales, value_scales, spread_splits=spread_splits)
     return out
 
 
@@ -36,30 +38,33 @@ in_one = functools.partial(paged_attention, spread_splits=False)
 spread = functools.partial(paged_attention, spread_splits=True)
 
 
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (3, 1, 20), (9, 1, 7)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (530, 5.0)])
-def test_matches_reference_however_splits_are_run(rng, heads, kv_heads, dim, window, softcap):
+def test_matches_reference_however_splits_are_run(rng, int8, heads, kv_heads, dim, window, softcap):
     batch = [
         (random_sequence(rng, end, torch.float32, heads=heads, kv_heads=kv_heads, dim=dim), begin, end)
         for begin, end in [(0, 4), (19, 20), (560, 561), (511, 514)]
     ]
-    expected = attend(batch, window=window, softcap=softcap, poison=False, op=paged_attention_reference)
-    serial = attend(batch, window=window, softcap=softcap, op=in_one)
-    for s, p, e in zip(serial, attend(batch, window=window, softcap=softcap, op=spread), expected, strict=True):
+    expected = attend(batch, int8=int8, window=window, softcap=softcap, poison=False, op=paged_attention_reference)
+    serial = attend(batch, int8=int8, window=window, softcap=softcap, op=in_one)
+    parallel = attend(batch, int8=int8, window=window, softcap=softcap, op=spread)
+    for s, p, e in zip(serial, parallel, expected, strict=True):
         assert_close(s, e, scale=2.0)
         assert_same_bits(p, s)
 
 
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("window", [None, 100])
-def test_chunks_and_decode_have_the_bits_of_the_whole(rng, window):
+def test_chunks_and_decode_have_the_bits_of_the_whole(rng, int8, window):
     sequence = random_sequence(rng, 600, torch.float32, heads=2, kv_heads=1, dim=16)
-    (whole,) = attend([(sequence, 480, 600)], window=window, op=in_one)
+    (whole,) = attend([(sequence, 480, 600)], int8=int8, window=window, op=in_one)
     for begin, end in [(480, 485), (485, 511), (511, 513), (513, 600)]:
-        (chunk,) = attend([(sequence, begin, end)], window=window, shuffle=begin, op=in_one)
+        (chunk,) = attend([(sequence, begin, end)], int8=int8, window=window, shuffle=begin, op=in_one)
         assert_same_bits(chunk, whole[begin - 480 : end - 480])
     for position in (480, 511, 512, 599):
         for op in (in_one, spread):
-            (decoded,) = attend([(sequence, position, position + 1)], window=window, op=op)
+            (decoded,) = attend([(sequence, position, position + 1)], int8=int8, window=window, op=op)
             assert_same_bits(decoded, whole[position - 480 : position - 479])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from shardline.runtime.ops import triton as ops
@@ -40,13 +41,14 @@ def test_linear(rng):
         assert_close(out, linear_reference(x, weight, bias, out_dtype=dtype), scale=200**0.5)
 
 
-def test_attention(rng):
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
+def test_attention(rng, int8):
     batch = [
         (random_sequence(rng, end, BF16, heads=4, kv_heads=2, dim=32), begin, end)
         for begin, end in [(0, 9), (515, 518)]
     ]
-    expected = attend(batch, poison=False, op=paged_attention_reference)
-    serial, parallel = attend(batch, op=in_one), attend(batch, op=spread)
+    expected = attend(batch, int8=int8, poison=False, op=paged_attention_reference)
+    serial, parallel = attend(batch, int8=int8, op=in_one), attend(batch, int8=int8, op=spread)
     for s, p, e in zip(serial, parallel, expected, strict=True):
         # Weights meet the values in bf16, as in other flash kernels.
         assert (s.double() - e.double()).norm() < 5e-3 * e.double().norm()

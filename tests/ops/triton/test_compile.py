@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-TENSOR_CORE_CASES = ("linear", "attention")
+TENSOR_CORE_CASES = ("linear", "attention", "experts")
+PRODUCTS = ("_linear_kernel", "_grouped_kernel", "attention_kernel")
+
+
+def products_of(kernels: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """The instructions of the launches that multiply matrices, at least one."""
+    found = [kernel["opcodes"] for kernel in kernels if kernel["name"] in PRODUCTS]
+    assert found, kernels
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +44,9 @@ def test_bf16_products_are_wgmma_whatever_the_tile(compiled):
     cases = [case for case in compiled if case.startswith(TENSOR_CORE_CASES)]
     assert len(cases) > 10
     for case in cases:
-        opcodes = compiled[case][0]["opcodes"]
-        assert opcodes.get("HGMMA", 0) > 0, case
-        assert "HMMA" not in opcodes, case
+        for opcodes in products_of(compiled[case]):
+            assert opcodes.get("HGMMA", 0) > 0, case
+            assert "HMMA" not in opcodes, case
 
 
 def test_fp8_products_are_wgmma(compiled):
@@ -46,6 +54,13 @@ def test_fp8_products_are_wgmma(compiled):
         assert compiled[case][1]["opcodes"].get("QGMMA", 0) > 0, case
 
 
+def test_products_of_bytes_are_wgmma(compiled):
+    for case in ("int8_m1", "int8_m2048", "int4_m1", "int4_m2048", "int4_experts"):
+        for opcodes in products_of(compiled[case]):
+            assert opcodes.get("IGMMA", 0) > 0, case
+
+
 def test_weights_and_keys_are_copied_asynchronously_in_16_bytes(compiled):
-    for case in ("linear_m1", "linear_m2048", "attention_decode_spread", "attention_prefill"):
-        assert compiled[case][0]["opcodes"].get("LDGSTS.E.BYPASS.128", 0) > 0, case
+    for case in ("linear_m1", "linear_m2048", "experts_m1", "attention_decode_spread", "attention_prefill"):
+        for opcodes in products_of(compiled[case]):
+            assert opcodes.get("LDGSTS.E.BYPASS.128", 0) > 0, case

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from shardline.runtime.ops import triton as ops
 from shardline.runtime.ops.linear import linear_reference
-from shardline.runtime.ops.triton.linear import Tile, launch_linear
+from shardline.runtime.ops.triton.gemm import Tile
+from shardline.runtime.ops.triton.linear import launch_linear
 
 from ..helpers import assert_close, assert_same_bits, randn
 
@@ -43,5 +44,5 @@ def test_a_row_and_a_column_do_not_depend_on_their_neighbours_or_the_tile(rng):
     assert_same_bits(linear(x, shard), whole[:, 17:30].contiguous())
     for tile in (Tile(64, 32, 4, 4), Tile(128, 128, 8, 3)):
         out = torch.full_like(whole, torch.nan)
-        launch_linear(x, weight, None, out, tile)
+        launch_linear(x, weight, None, out, tile=tile)
         assert_same_bits(out, whole)

@@ -9,7 +9,7 @@ from shardline.runtime.ops.linear_fp8 import (
     pack_fp8,
     quantize_rows_fp8_reference,
 )
-from shardline.runtime.ops.triton.linear_fp8 import quantize_rows_fp8
+from shardline.runtime.ops.triton.quantize import quantize_rows_fp8
 
 from ..helpers import assert_close, assert_same_bits, randn
 

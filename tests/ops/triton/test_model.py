@@ -4,44 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from shardline import _cpu
 from shardline.config.engine import EngineConfig
 from shardline.engine.resolve import resolve
 from shardline.runtime.cuda_graphs import PaddedStep
 from shardline.runtime.device import Uploader
-from shardline.runtime.ops import dispatch
-from shardline.runtime.ops import triton as ops
 from shardline.runtime.parallel.groups import alone
-from shardline.runtime.replay import DecodeReplay
 from shardline.runtime.setup import prepare
 from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from shardline.runtime.worker import Worker
 
+from ...models.checkpoints import make_checkpoint
 from ..helpers import assert_same_bits
 
-CONFIG = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
-"rope_theta": 10000.0, "max_position_embeddings": 64, "num_key_value_heads": 1, "num_attention_heads": 2,
-"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 96, "torch_dtype": "float32",
-"tie_word_embeddings": true, "bos_token_id": 1, "eos_token_id": 2}"""
+PROMPT = [5, 17, 80, 3, 44, 9, 61, 2, 33, 70, 12, 8, 90, 25, 1, 7, 19]
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", {}),
+    "mixtral": ("mixtral", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "llama-int8": ("llama", {"quantization": "int8"}),
+    "llama-int4": ("llama", {"quantization": "int4"}),
+    "mistral-kv8": ("mistral", {"kv_cache_dtype": "int8"}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3-int4": ("deepseek_v3", {"quantization": "int4"}),
+    "mixtral-int8": ("mixtral", {"quantization": "int8"}),
+    "qwen2_moe-int4": ("qwen2_moe", {"quantization": "int4"}),
+}
+"""Family and engine options."""
 
 
-@pytest.fixture
-def loaded(tmp_path: Path):
-    """Makes a loaded worker of one rank, with the same weights every time."""
-    (tmp_path / "config.json").write_text(CONFIG)
-    options = {"load_format": "dummy", "device": "cpu", "cpu_threads": 1, "num_gpu_blocks_override": 8}
-
-    def load() -> Worker:
-        worker = Worker(prepare(resolve(EngineConfig.from_options(model=str(tmp_path), **options))), alone())
-        worker.load()
-        return worker
-
-    return load
+def load(folder: Path, options: dict[str, object]) -> Worker:
+    """A loaded worker of one rank, with the same weights every time."""
+    chosen = {"dtype": "float32", "device": "cpu", "cpu_threads": 1, "num_gpu_blocks_override": 8, "max_model_len": 64}
+    setup = prepare(resolve(EngineConfig.from_options(model=str(folder), **chosen, **options)))
+    groups = alone(len(setup.spec.layers) if setup.num_experts else 0, setup.num_experts)
+    worker = Worker(setup, groups)
+    worker.load()
+    return worker
 
 
 def step_of(tokens: list[int], start: int) -> StepInput:
@@ -63,29 +68,32 @@ def step_of(tokens: list[int], start: int) -> StepInput:
 @torch.inference_mode()
 def logits(worker: Worker, padded_size: int) -> list[torch.Tensor]:
     """Of a prompt in two chunks, then of two decode steps, one padded to a batch of `padded_size`."""
-    stage, prompt = worker.stage, [5, 17, 80, 3, 44, 9, 61, 2, 33, 70, 12, 8, 90, 25, 1, 7, 19]
+    stage = worker.stage
     results = []
-    for tokens, start in ((prompt[:10], 0), (prompt[10:], 10), ([40], 17)):
+    for tokens, start in ((PROMPT[:10], 0), (PROMPT[10:], 10), ([40], 17)):
         step = Uploader(torch.device("cpu")).upload(step_of(tokens, start))
         results.append(stage.forward(step, stage.embed(step)))
     padded = PaddedStep(
-        torch.device("cpu"), max_seqs=4, max_blocks=5, num_kv_groups=1, hidden_size=32, dtype=torch.float32
+        torch.device("cpu"), max_seqs=4, max_blocks=5, num_kv_groups=1, hidden_size=64, dtype=torch.float32
     )
     step = step_of([41], 18)
     padded.fill(step, stage.embed(step), padded_size)
     return [*results, stage.forward(*padded.first(padded_size))[:1]]
 
 
-def test_logits_are_the_cpus(loaded, monkeypatch):
-    expected = logits(loaded(), 1)
-    kernels = SimpleNamespace(**{name: getattr(ops, name) for name in ops.__all__})
-    kernels.activation_empty = _cpu.activation_empty  # there is no GPU to allocate on
-    monkeypatch.setitem(dispatch._BACK_ENDS, "cpu", lambda: kernels)
-    monkeypatch.setattr(DecodeReplay, "__call__", lambda self, *step: self.forward(*step))
-    actual = logits(loaded(), 4)
-    for ours, theirs in zip(actual, expected, strict=True):
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_the_cpus(tmp_path, request, case):
+    family, options = CASES[case]
+    make_checkpoint(family, tmp_path, num_hidden_layers=2)
+    cpu = load(tmp_path, options)
+    expected = logits(cpu, 1)
+    request.getfixturevalue("gpu_kernels")
+    gpu = load(tmp_path, options)
+    for ours, theirs in zip(logits(gpu, 4), expected, strict=True):
         assert (ours - theirs).norm() < 1e-5 * theirs.norm()
         assert torch.equal(ours.argmax(1), theirs.argmax(1))
+    # Tokens are counted, padding is not.
+    assert np.array_equal(gpu._groups.expert_load, cpu._groups.expert_load)
 
 
 def test_uploaded_steps_are_the_steps():

@@ -11,8 +11,8 @@ from shardline.runtime.layers.kv_pages import CachePart, KVPages
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import NormLayer
 from shardline.runtime.ops.attention import paged_attention
-from shardline.runtime.ops.kv_cache import write_kv
-from shardline.runtime.ops.rope import apply_rope, rotary_table
+from shardline.runtime.ops.kv_cache import rope_and_write_kv, write_kv
+from shardline.runtime.ops.rope import rotary_table
 from shardline.runtime.step import Queries
 
 
@@ -65,11 +65,23 @@ class AttentionLayer:
         q, k, v = torch.split(heads, self._num_heads, dim=1)
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q), self._k_norm(k)
-        if self._table is not None:
-            assert self._spec.rope is not None
-            apply_rope(q, k, positions, self._table, interleaved=self._spec.rope.interleaved)
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
-        write_kv(k, v, pages.keys, pages.values, slots, **scales)
+        if self._table is None:
+            write_kv(k, v, pages.keys, pages.values, slots, **scales)
+        else:
+            assert self._spec.rope is not None
+            rope_and_write_kv(
+                q,
+                k,
+                v,
+                pages.keys,
+                pages.values,
+                slots,
+                positions,
+                self._table,
+                interleaved=self._spec.rope.interleaved,
+                **scales,
+            )
         if queries.rows is not None:
             q = torch.index_select(q, 0, queries.rows)
         attended = paged_attention(

@@ -18,11 +18,11 @@ from shardline.models.partition import split_dim
 from shardline.models.spec import Dense, MoE
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.layers.feed_forward import DenseFeedForward
+from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.ops.expert_exchange import combine_slots, count_exchanged, expert_slots, pack_dispatch
 from shardline.runtime.ops.experts import ExpertWeights, expert_down, expert_up
 from shardline.runtime.ops.linear import linear, pack_weight
 from shardline.runtime.ops.routing import route_experts
-from shardline.runtime.ops.storage import activation_empty
 
 
 class Routed(NamedTuple):
@@ -52,10 +52,12 @@ class Router:
         load = context.expert_load
         self._counts = load[index, : spec.routing.num_experts] if load is not None and counts_tokens else None
 
-    def __call__(self, x: Tensor) -> Routed:
+    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Routed:
         logits = linear(x, self._weight, out_dtype=torch.float32)
-        scale = activation_empty(x.shape[0], dtype=torch.float32) if self._gated else None
-        ids, weights = route_experts(logits, self._routing, self._bias, shared_scale=scale, counts=self._counts)
+        scale = kernels(x).activation_empty(torch.float32, x.shape[0]) if self._gated else None
+        ids, weights = route_experts(
+            logits, self._routing, self._bias, shared_scale=scale, counts=self._counts, slots=slots
+        )
         return Routed(ids, weights, scale)
 
 
@@ -80,8 +82,7 @@ class Experts:
         for index, expert in enumerate(held):
             weight = torch.cat([context.read(f"{name}.experts.{expert}.{part}.weight") for part in parts])
             if stack is None:
-                rows, columns = weight.shape
-                stack = context.quantization.allocate_experts(len(held), rows, columns, context.dtype)
+                stack = context.quantization.allocate_experts(len(held), weight)
             context.quantization.pack_expert(stack, index, weight)
             context.on_loaded(stack.nbytes // len(held))
         assert stack is not None, "every rank has at least one expert"
@@ -112,15 +113,17 @@ class MoEFeedForward:
         bounds = [0, *(span.stop for span in split_dim(spec.routing.num_experts, context.experts.size))]
         self._expert_bounds = torch.tensor(bounds)
 
-    def __call__(self, x: Tensor, replica_tokens: tuple[int, ...]) -> Tensor:
-        """`replica_tokens`: rows of x on each replica in lockstep."""
+    def __call__(self, x: Tensor, replica_tokens: tuple[int, ...], slots: Tensor | None = None) -> Tensor:
+        """`replica_tokens`: rows of x on each replica in lockstep; `slots` [T]: see KVGroupInput."""
         if self._partial_sums:
-            return self._with_partial_sums(x)
-        return self._with_whole_experts(x, replica_tokens) if self._whole_experts else self._with_split_experts(x)
+            return self._with_partial_sums(x, slots)
+        if self._whole_experts:
+            return self._with_whole_experts(x, replica_tokens)
+        return self._with_split_experts(x, slots)
 
-    def _with_split_experts(self, x: Tensor) -> Tensor:
+    def _with_split_experts(self, x: Tensor, slots: Tensor | None) -> Tensor:
         """Every rank computes some columns of all slots, twice; between, they gather what the second product reads."""
-        routed, experts = self._router(x), self._experts
+        routed, experts = self._router(x, slots), self._experts
         inner = self._group.all_gather_columns(experts.inner(x, routed.ids), self._inner_widths)
         shared = self._shared.local(x) if self._shared is not None else None
         local = expert_down(
@@ -149,9 +152,9 @@ class MoEFeedForward:
         )
         return self._group.all_gather_rows(combined, own_counts)
 
-    def _with_partial_sums(self, x: Tensor) -> Tensor:
+    def _with_partial_sums(self, x: Tensor, slots: Tensor | None) -> Tensor:
         """Fast numerics: sums over this rank's experts, or over its part of K, are added up over the ranks."""
-        routed, experts = self._router(x), self._experts
+        routed, experts = self._router(x, slots), self._experts
         local = expert_down(
             experts.inner(x, routed.ids),
             routed.ids,

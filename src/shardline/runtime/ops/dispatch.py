@@ -18,6 +18,30 @@ class Kernels(Protocol):
         """An uninitialised tensor that dies within its step."""
 
     def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, /) -> None: ...
+    def quantize_rows(self, x: Tensor, values: Tensor, scales: Tensor, sums: Tensor, /) -> None: ...
+    def linear_int8(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        sums: Tensor,
+        depth: int,
+        panels: Tensor,
+        column_scales: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        /,
+    ) -> None: ...
+    def linear_int4(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        sums: Tensor,
+        depth: int,
+        panels: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        /,
+    ) -> None: ...
     def rms_norm(
         self,
         x: Tensor,
@@ -69,6 +93,46 @@ class Kernels(Protocol):
         softcap: float | None,
         key_scales: Tensor | None,
         value_scales: Tensor | None,
+        /,
+    ) -> None: ...
+    def linear_heads(self, x: Tensor, panels: Tensor, out: Tensor, /) -> None: ...
+    def write_latent(self, latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor, /) -> None: ...
+    def mla_attention(
+        self,
+        query_latent: Tensor,
+        query_rope: Tensor,
+        cache: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        out: Tensor,
+        scale: float,
+        /,
+    ) -> None: ...
+    def expert_up(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        first_expert: int,
+        compact: bool,
+        panels: Tensor,
+        scales: Tensor | None,
+        activation: str,
+        gated: bool,
+        out: Tensor,
+        /,
+    ) -> None: ...
+    def expert_down(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        first_expert: int,
+        panels: Tensor,
+        scales: Tensor | None,
+        shared: Tensor | None,
+        shared_scale: Tensor | None,
+        out: Tensor,
         /,
     ) -> None: ...
     def greedy_argmax(self, logits: Tensor, ids: Tensor, values: Tensor, /) -> None: ...

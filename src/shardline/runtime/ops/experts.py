@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardline import _cpu
 from shardline.runtime.ops.activation import ActivationName, activation_reference, gated_activation_reference
-from shardline.runtime.ops.storage import activation_empty
+from shardline.runtime.ops.dispatch import kernels
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class ExpertWeights:
     panels: Tensor
     """[E, ...]: see PackedWeight, Int8Weight and Int4Weight."""
     scales: Tensor | None
-    """[E, padded out_features] float32, int8 only."""
+    """[E, out_features, padded as its panels] float32, int8 only."""
     in_features: int
     out_features: int
 
@@ -47,12 +46,13 @@ def expert_up(
     """act(gate) * up (gated; `weights` has the gates' rows first), or act(up), of every slot of these experts.
 
     x: [T, K]; with `compact` only the tokens that chose one of these experts, in order. Returns [T * k, I], the slots'
-    rows sorted by expert; what lies behind them is undefined. Rounded as `gated_activation` is, after one rounding of
-    the product.
+    rows sorted by expert, and what lies behind them is undefined; on a GPU they have the order of slots, and those of
+    other experts are undefined. Rounded as `gated_activation` is, after one rounding of the product.
     """
     width = weights.out_features // 2 if gated else weights.out_features
-    out = activation_empty(ids.numel(), width, dtype=x.dtype)
-    _cpu.expert_up(x, ids, first_expert, compact, weights.panels, weights.scales, name, gated, out)
+    on = kernels(x)
+    out = on.activation_empty(x.dtype, ids.numel(), width)
+    on.expert_up(x, ids, first_expert, compact, weights.panels, weights.scales, name, gated, out)
     return out
 
 
@@ -72,8 +72,9 @@ def expert_down(
     x: rows as `expert_up` gives them. A slot's product is rounded to `out_dtype` (default: x's); the sum runs in fp32,
     ends with + shared_scale [T] * shared [T, N], and is rounded once.
     """
-    out = activation_empty(ids.shape[0], weights.out_features, dtype=out_dtype or x.dtype)
-    _cpu.expert_down(x, ids, slot_weights, first_expert, weights.panels, weights.scales, shared, shared_scale, out)
+    on = kernels(x)
+    out = on.activation_empty(out_dtype or x.dtype, ids.shape[0], weights.out_features)
+    on.expert_down(x, ids, slot_weights, first_expert, weights.panels, weights.scales, shared, shared_scale, out)
     return out
 
 

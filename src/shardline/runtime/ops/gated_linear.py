@@ -13,8 +13,8 @@ from shardline import _cpu
 from shardline.runtime.ops.activation import ActivationName, gated_activation, gated_activation_reference
 from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.ops.linear import PANEL_COLUMNS, PackedWeight, linear, linear_reference
-from shardline.runtime.ops.linear_int4 import Int4Weight
-from shardline.runtime.ops.linear_int8 import Int8Weight
+from shardline.runtime.ops.linear_int4 import Int4Weight, linear_int4
+from shardline.runtime.ops.linear_int8 import Int8Weight, linear_int8
 from shardline.runtime.ops.quantize_rows import QuantizedRows
 from shardline.runtime.ops.storage import activation_empty
 
@@ -56,6 +56,8 @@ def gated_linear_int8(
 ) -> Tensor:
     """`gated_linear` with the products of `linear_int8`, rounded to `out_dtype`."""
     _check_features(x.in_features, weight.in_features)
+    if kernels(x.values) is not _cpu:
+        return gated_activation(linear_int8(x, weight, bias, out_dtype=out_dtype), name)
     out = activation_empty(x.values.shape[0], width, dtype=out_dtype)
     _cpu.linear_int8(x.values, x.scales, x.sums, x.in_features, weight.panels, weight.scales, bias, out, name)
     return out
@@ -72,6 +74,8 @@ def gated_linear_int4(
 ) -> Tensor:
     """`gated_linear` with the products of `linear_int4`, rounded to `out_dtype`."""
     _check_features(x.in_features, weight.in_features)
+    if kernels(x.values) is not _cpu:
+        return gated_activation(linear_int4(x, weight, bias, out_dtype=out_dtype), name)
     out = activation_empty(x.values.shape[0], width, dtype=out_dtype)
     _cpu.linear_int4(x.values, x.scales, x.sums, x.in_features, weight.panels, bias, out, name)
     return out

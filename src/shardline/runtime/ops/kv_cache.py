@@ -7,6 +7,7 @@ from torch import Tensor
 
 from shardline import _cpu
 from shardline.runtime.ops.dispatch import kernels
+from shardline.runtime.ops.rope import apply_rope
 
 
 def write_kv(
@@ -26,6 +27,30 @@ def write_kv(
     scale the largest |x| / 127, so that bytes depend on that row only.
     """
     kernels(key).write_kv(key, value, key_cache, value_cache, slots, key_scales, value_scales)
+
+
+def rope_and_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    *,
+    interleaved: bool,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
+    """`rope.apply_rope` of query and key, then `write_kv`; on a GPU one launch, if the caches hold no bytes."""
+    if key_scales is None and kernels(query) is not _cpu:
+        from shardline.runtime.ops import triton as on_gpu
+
+        on_gpu.rope_and_write_kv(query, key, value, key_cache, value_cache, positions, slots, table, interleaved)
+        return
+    apply_rope(query, key, positions, table, interleaved=interleaved)
+    write_kv(key, value, key_cache, value_cache, slots, key_scales=key_scales, value_scales=value_scales)
 
 
 def write_kv_reference(
@@ -57,7 +82,7 @@ def write_latent(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor)
 
     Slots are as in `write_kv`; the strides of tokens are free.
     """
-    _cpu.write_latent(latent, rope_key, cache, slots)
+    kernels(latent).write_latent(latent, rope_key, cache, slots)
 
 
 def write_latent_reference(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor) -> None:

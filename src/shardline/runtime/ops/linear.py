@@ -52,7 +52,8 @@ def pack_weight(weight: Tensor, panels: Tensor | None = None) -> PackedWeight:
     """weight: [out_features, in_features], float32 or bfloat16; rows may be strided. `panels`: where to pack it."""
     out_features, in_features = weight.shape
     if kernels(weight) is not _cpu:
-        return PackedWeight(weight.contiguous(), in_features, out_features)
+        weight = weight.contiguous() if panels is None else panels.copy_(weight)
+        return PackedWeight(weight, in_features, out_features)
     if panels is None:
         panels = streamed_empty(panel_shape(out_features, in_features, weight.dtype), weight.dtype)
     _cpu.pack_weight(weight, panels)

@@ -8,21 +8,25 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.ops.linear import PANEL_COLUMNS
-from shardline.runtime.ops.storage import activation_empty, streamed_empty
+from shardline.runtime.ops.storage import streamed_empty
 
 
 @dataclass(frozen=True)
 class PackedHeads:
     """Weights [num_heads, out_features, in_features], each packed as in `linear.PackedWeight`."""
 
-    panels: Tensor  # [num_heads, num_panels, in_features (made even for bfloat16), PANEL_COLUMNS]
+    panels: Tensor
+    """[num_heads, num_panels, in_features (made even for bfloat16), PANEL_COLUMNS]; on a GPU as they were."""
     out_features: int
 
 
 def pack_heads(weights: Tensor) -> PackedHeads:
     """weights: [num_heads, out_features, in_features], float32 or bfloat16."""
     num_heads, out_features, in_features = weights.shape
+    if kernels(weights) is not _cpu:
+        return PackedHeads(weights.contiguous(), out_features)
     depth = in_features + in_features % 2 if weights.dtype == torch.bfloat16 else in_features
     panels = streamed_empty((num_heads, -(-out_features // PANEL_COLUMNS), depth, PANEL_COLUMNS), weights.dtype)
     for head in range(num_heads):
@@ -35,8 +39,9 @@ def linear_heads(x: Tensor, weights: PackedHeads) -> Tensor:
 
     Sums run over all of in_features in order, in fp32; one rounding ends it. Only a head of x must be contiguous.
     """
-    out = activation_empty(x.shape[0], x.shape[1], weights.out_features, dtype=x.dtype)
-    _cpu.linear_heads(x, weights.panels, out)
+    on = kernels(x)
+    out = on.activation_empty(x.dtype, x.shape[0], x.shape[1], weights.out_features)
+    on.linear_heads(x, weights.panels, out)
     return out
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.ops.linear import PANEL_COLUMNS
 from shardline.runtime.ops.quantize_rows import GROUP_SIZE, QuantizedRows
-from shardline.runtime.ops.storage import activation_empty, streamed_empty
+from shardline.runtime.ops.storage import streamed_empty
 
 _VALUE_BYTES = GROUP_SIZE * PANEL_COLUMNS // 2
 _GROUP_BYTES = _VALUE_BYTES + 2 * PANEL_COLUMNS
@@ -24,7 +25,9 @@ class Int4Weight:
     """
 
     panels: Tensor
-    """[num_panels, number of groups, 1152] uint8: 32 x 64 values of 4 bits, then 64 bfloat16 scales."""
+    """[num_panels, number of groups, 1152] uint8: 32 x 64 values of 4 bits, then 64 bfloat16 scales. On a GPU [pairs of
+    groups, 36 * out_features]: for each column 32 bytes, a value of the first group in the low and one of the second in
+    the high half, then the bfloat16 scales of the first group and those of the second."""
     in_features: int
     out_features: int
 
@@ -34,18 +37,39 @@ class Int4Weight:
         return self.panels.nbytes
 
 
-def int4_panel_shape(out_features: int, in_features: int) -> tuple[int, int, int]:
-    """Shape of a weight's panels."""
-    return -(-out_features // PANEL_COLUMNS), -(-in_features // GROUP_SIZE), _GROUP_BYTES
+def int4_empty(weight: Tensor, *leading: int) -> Tensor:
+    """Room for the panels of `leading` weights like this one, where it lies."""
+    out_features, num_groups = weight.shape[0], -(-weight.shape[1] // GROUP_SIZE)
+    if kernels(weight) is not _cpu:
+        return weight.new_empty(*leading, -(-num_groups // 2), 36 * out_features, dtype=torch.uint8)
+    return streamed_empty((*leading, -(-out_features // PANEL_COLUMNS), num_groups, _GROUP_BYTES), torch.uint8)
 
 
 def pack_int4(weight: Tensor, panels: Tensor | None = None) -> Int4Weight:
     """weight: [out_features, in_features], float32 or bfloat16; rows may be strided. `panels`: where to pack it."""
     out_features, in_features = weight.shape
     if panels is None:
-        panels = streamed_empty(int4_panel_shape(out_features, in_features), torch.uint8)
-    _cpu.pack_int4(weight, panels)
+        panels = int4_empty(weight)
+    if kernels(weight) is _cpu:
+        _cpu.pack_int4(weight, panels)
+        return Int4Weight(panels, in_features, out_features)
+    # The scales are searched for on the host, so that they are the CPU's.
+    shape = (-(-out_features // PANEL_COLUMNS), -(-in_features // GROUP_SIZE), _GROUP_BYTES)
+    on_host = torch.empty(shape, dtype=torch.uint8)
+    _cpu.pack_int4(weight.cpu(), on_host)
+    panels.copy_(pairs_of_groups(*unpack_int4(Int4Weight(on_host.to(weight.device), in_features, out_features))))
     return Int4Weight(panels, in_features, out_features)
+
+
+def pairs_of_groups(values: Tensor, scales: Tensor) -> Tensor:
+    """The panels of a GPU, of what `unpack_int4` gives."""
+    rows, num_groups = scales.shape
+    values = torch.nn.functional.pad(values, (0, num_groups % 2 * GROUP_SIZE))
+    scales = torch.nn.functional.pad(scales, (0, num_groups % 2)).to(torch.bfloat16)
+    first, second = (values + 8).to(torch.uint8).view(rows, -1, 2, GROUP_SIZE).unbind(2)
+    both = (first | second << 4).transpose(0, 1).flatten(1)
+    pairs = scales.view(rows, -1, 2).permute(1, 2, 0).contiguous()
+    return torch.cat([both, pairs.view(torch.uint8).flatten(1)], dim=1)
 
 
 def linear_int4(
@@ -58,13 +82,14 @@ def linear_int4(
     """
     if x.in_features != weight.in_features:
         raise ValueError(f"x has {x.in_features} features, the weight takes {weight.in_features}")
-    out = activation_empty(x.values.shape[0], weight.out_features, dtype=out_dtype)
-    _cpu.linear_int4(x.values, x.scales, x.sums, x.in_features, weight.panels, bias, out)
+    on = kernels(x.values)
+    out = on.activation_empty(out_dtype, x.values.shape[0], weight.out_features)
+    on.linear_int4(x.values, x.scales, x.sums, x.in_features, weight.panels, bias, out)
     return out
 
 
 def unpack_int4(weight: Int4Weight) -> tuple[Tensor, Tensor]:
-    """Values [N, K padded to whole groups] int8 and scales [N, number of groups] float32 of a packed weight."""
+    """Values [N, K padded to whole groups] int8 and scales [N, number of groups] float32 of panels as the CPU's."""
     num_panels, num_groups, _ = weight.panels.shape
     pairs = weight.panels[:, :, :_VALUE_BYTES].reshape(num_panels, num_groups, 4, PANEL_COLUMNS, 4)
     values = torch.stack([pairs & 15, pairs >> 4], dim=3).to(torch.int8) - 8  # [.., pair, half, column, byte]

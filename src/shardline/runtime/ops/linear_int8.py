@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.ops.linear import PANEL_COLUMNS
-from shardline.runtime.ops.quantize_rows import QuantizedRows
-from shardline.runtime.ops.storage import activation_empty, streamed_empty
+from shardline.runtime.ops.quantize_rows import GROUP_SIZE, QuantizedRows
+from shardline.runtime.ops.storage import streamed_empty
 
 _QUAD = 4
 
@@ -23,9 +24,10 @@ class Int8Weight:
     """
 
     panels: Tensor
-    """[num_panels, in_features / 4, 64, 4] uint8: 128 + value, padded with values of zero."""
+    """[num_panels, in_features / 4, 64, 4] uint8: 128 + value, padded with values of zero; on a GPU [out_features,
+    in_features padded to whole groups] int8."""
     scales: Tensor
-    """[num_panels * 64] float32"""
+    """[num_panels * 64] float32; on a GPU [out_features]."""
     in_features: int
     out_features: int
 
@@ -35,19 +37,29 @@ class Int8Weight:
         return self.panels.nbytes + self.scales.nbytes
 
 
-def int8_panel_shape(out_features: int, in_features: int) -> tuple[int, int, int, int]:
-    """Shape of a weight's panels."""
-    return -(-out_features // PANEL_COLUMNS), -(-in_features // _QUAD), PANEL_COLUMNS, _QUAD
+def int8_empty(weight: Tensor, *leading: int) -> tuple[Tensor, Tensor]:
+    """Room for the panels and scales of `leading` weights like this one, where it lies."""
+    out_features, in_features = weight.shape
+    if kernels(weight) is not _cpu:
+        panels = weight.new_empty(*leading, out_features, -(-in_features // GROUP_SIZE) * GROUP_SIZE, dtype=torch.int8)
+        return panels, weight.new_empty(*leading, out_features, dtype=torch.float32)
+    num_panels = -(-out_features // PANEL_COLUMNS)
+    panels = streamed_empty((*leading, num_panels, -(-in_features // _QUAD), PANEL_COLUMNS, _QUAD), torch.uint8)
+    return panels, torch.empty(*leading, num_panels * PANEL_COLUMNS, dtype=torch.float32)
 
 
 def pack_int8(weight: Tensor, panels: Tensor | None = None, scales: Tensor | None = None) -> Int8Weight:
     """weight: [out_features, in_features], float32 or bfloat16; rows may be strided. `panels` and `scales`: where to
     pack it."""
     out_features, in_features = weight.shape
-    shape = int8_panel_shape(out_features, in_features)
-    panels = streamed_empty(shape, torch.uint8) if panels is None else panels
-    scales = torch.empty(shape[0] * PANEL_COLUMNS, dtype=torch.float32) if scales is None else scales
-    _cpu.pack_int8(weight, panels, scales)
+    if panels is None or scales is None:
+        panels, scales = int8_empty(weight)
+    if kernels(weight) is _cpu:
+        _cpu.pack_int8(weight, panels, scales)
+    else:
+        values, row_scales = int8_weight_reference(weight)
+        panels.copy_(torch.nn.functional.pad(values, (0, panels.shape[1] - in_features)))
+        scales.copy_(row_scales)
     return Int8Weight(panels, scales, in_features, out_features)
 
 
@@ -57,12 +69,13 @@ def linear_int8(
     """x [M, K] times the weight's transpose, plus bias [N]: [M, N] of `out_dtype`.
 
     Products are summed exactly, in int32; in fp32 the sum is multiplied by the product of both scales, then the bias
-    is added; one rounding ends it. The bits are the same on every ISA.
+    is added; one rounding ends it. The bits are the same on every ISA, and on a GPU.
     """
     if x.in_features != weight.in_features:
         raise ValueError(f"x has {x.in_features} features, the weight takes {weight.in_features}")
-    out = activation_empty(x.values.shape[0], weight.out_features, dtype=out_dtype)
-    _cpu.linear_int8(x.values, x.scales, x.sums, x.in_features, weight.panels, weight.scales, bias, out)
+    on = kernels(x.values)
+    out = on.activation_empty(out_dtype, x.values.shape[0], weight.out_features)
+    on.linear_int8(x.values, x.scales, x.sums, x.in_features, weight.panels, weight.scales, bias, out)
     return out
 
 

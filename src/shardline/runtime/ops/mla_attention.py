@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardline import _cpu
-from shardline.runtime.ops.storage import activation_empty
+from shardline.runtime.ops.dispatch import kernels
 
 
 def mla_attention(
@@ -27,8 +26,9 @@ def mla_attention(
     Keys are cut into splits of 512 anchored at absolute position, merged in index order in fp32; one rounding ends it.
     In bf16, a split's weights exp(score - max) are rounded to bf16, and so they are added up.
     """
-    out = activation_empty(*query_latent.shape, dtype=query_latent.dtype)
-    _cpu.mla_attention(query_latent, query_rope, cache, block_tables, query_starts, context_lens, out, scale)
+    on = kernels(query_latent)
+    out = on.activation_empty(query_latent.dtype, *query_latent.shape)
+    on.mla_attention(query_latent, query_rope, cache, block_tables, query_starts, context_lens, out, scale)
     return out
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.ops.storage import activation_empty
+from shardline.runtime.ops.dispatch import kernels
 
 GROUP_SIZE = 32
 """Neighbours along K that share a scale in int4."""
@@ -22,7 +22,8 @@ class QuantizedRows(NamedTuple):
     scales: Tensor
     """[M] float32; NaN for a row that is not finite."""
     sums: Tensor
-    """[M, 1 + number of groups] int32: the sum of the row's values, then of each group's."""
+    """[M, 1 + number of groups] int32: the sum of the row's values, then of each group's. On a GPU [M, 0]: the products
+    there take signed weights, and need none."""
     in_features: int
     """K"""
 
@@ -31,10 +32,11 @@ def quantize_rows(x: Tensor) -> QuantizedRows:
     """x: [M, K], float32 or bfloat16; rows may be strided. A row's bytes depend on the row only."""
     rows, in_features = x.shape
     num_groups = -(-in_features // GROUP_SIZE)
-    values = activation_empty(rows, num_groups * GROUP_SIZE, dtype=torch.int8)
-    scales = activation_empty(rows, dtype=torch.float32)
-    sums = activation_empty(rows, 1 + num_groups, dtype=torch.int32)
-    _cpu.quantize_rows(x, values, scales, sums)
+    on = kernels(x)
+    values = on.activation_empty(torch.int8, rows, num_groups * GROUP_SIZE)
+    scales = on.activation_empty(torch.float32, rows)
+    sums = on.activation_empty(torch.int32, rows, 1 + num_groups if on is _cpu else 0)
+    on.quantize_rows(x, values, scales, sums)
     return QuantizedRows(values, scales, sums, in_features)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardline import _cpu
 from shardline.models.spec import Routing
-from shardline.runtime.ops.storage import activation_empty
+from shardline.runtime.ops.dispatch import kernels
 
 
 def route_experts(
@@ -17,17 +17,20 @@ def route_experts(
     *,
     shared_scale: Tensor | None = None,
     counts: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(ids int32, weights float32), each [T, experts_per_token], best first, of float32 `logits` [T, num_experts].
 
     Scores are softmax or sigmoid of the logits; the largest of score + bias are chosen, lowest id on ties, from the
     best groups only; the weights are the chosen scores, divided by their sum if `routing` says so, times its scale.
     With `shared_scale` [T] the logits have one more column, whose sigmoid goes there. `counts` [num_experts] int64
-    grows by the tokens of each expert. A row's bits depend on that row only.
+    grows by the tokens of each expert. A row's bits depend on that row only. On a GPU, a token whose slot in the KV
+    cache is negative (`slots` [T] int64) is padding of a captured batch: its ids are -1, and it counts nowhere.
     """
-    ids = activation_empty(logits.shape[0], routing.experts_per_token, dtype=torch.int32)
-    weights = activation_empty(*ids.shape, dtype=torch.float32)
-    _cpu.route_experts(
+    on = kernels(logits)
+    ids = on.activation_empty(torch.int32, logits.shape[0], routing.experts_per_token)
+    weights = on.activation_empty(torch.float32, *ids.shape)
+    arguments = (
         logits,
         bias,
         ids,
@@ -42,6 +45,12 @@ def route_experts(
         routing.top_groups,
         routing.group_score == "top2_sum",
     )
+    if on is _cpu:
+        _cpu.route_experts(*arguments)
+    else:
+        from shardline.runtime.ops import triton as on_gpu
+
+        on_gpu.route_experts(*arguments, slots)
     return ids, weights
 
 

@@ -54,10 +54,8 @@ class Quantization(Protocol):
     def pack_gated(self, gate: Tensor, up: Tensor) -> PackedGatedLinear:
         """Both weights [out_features, in_features] of a gated feed-forward block's first half."""
 
-    def allocate_experts(
-        self, num_experts: int, out_features: int, in_features: int, dtype: torch.dtype
-    ) -> ExpertWeights:
-        """Room for the same linear of several experts, computed on activations of `dtype`."""
+    def allocate_experts(self, num_experts: int, weight: Tensor) -> ExpertWeights:
+        """Room for the same linear of several experts, of which `weight` is one, where that lies."""
 
     def pack_expert(self, experts: ExpertWeights, index: int, weight: Tensor) -> None:
         """Put one expert's weight [out_features, in_features] in its place."""

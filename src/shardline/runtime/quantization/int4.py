@@ -10,9 +10,8 @@ from torch import Tensor
 from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.gated_linear import gated_linear_int4, stacked_gate_up
-from shardline.runtime.ops.linear_int4 import Int4Weight, int4_panel_shape, linear_int4, pack_int4
+from shardline.runtime.ops.linear_int4 import Int4Weight, int4_empty, linear_int4, pack_int4
 from shardline.runtime.ops.quantize_rows import quantize_rows
-from shardline.runtime.ops.storage import streamed_empty
 from shardline.runtime.quantization import int8
 
 
@@ -57,10 +56,10 @@ def pack_gated(gate: Tensor, up: Tensor) -> Int4GatedLinear:
     return Int4GatedLinear(pack_int4(stacked_gate_up(gate, up)), len(gate))
 
 
-def allocate_experts(num_experts: int, out_features: int, in_features: int, dtype: torch.dtype) -> ExpertWeights:
+def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:
     """See `base.Quantization.allocate_experts`."""
-    panels = streamed_empty((num_experts, *int4_panel_shape(out_features, in_features)), torch.uint8)
-    return ExpertWeights(panels, None, in_features, out_features)
+    out_features, in_features = weight.shape
+    return ExpertWeights(int4_empty(weight, num_experts), None, in_features, out_features)
 
 
 def pack_expert(experts: ExpertWeights, index: int, weight: Tensor) -> None:

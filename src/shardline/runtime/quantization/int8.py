@@ -10,10 +10,8 @@ from torch import Tensor
 from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.gated_linear import gated_linear_int8, stacked_gate_up
-from shardline.runtime.ops.linear import PANEL_COLUMNS
-from shardline.runtime.ops.linear_int8 import Int8Weight, int8_panel_shape, linear_int8, pack_int8
+from shardline.runtime.ops.linear_int8 import Int8Weight, int8_empty, linear_int8, pack_int8
 from shardline.runtime.ops.quantize_rows import quantize_rows
-from shardline.runtime.ops.storage import streamed_empty
 
 
 @dataclass(frozen=True)
@@ -57,11 +55,10 @@ def pack_gated(gate: Tensor, up: Tensor) -> Int8GatedLinear:
     return Int8GatedLinear(pack_int8(stacked_gate_up(gate, up)), len(gate))
 
 
-def allocate_experts(num_experts: int, out_features: int, in_features: int, dtype: torch.dtype) -> ExpertWeights:
+def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:
     """See `base.Quantization.allocate_experts`."""
-    shape = int8_panel_shape(out_features, in_features)
-    scales = torch.empty(num_experts, shape[0] * PANEL_COLUMNS, dtype=torch.float32)
-    return ExpertWeights(streamed_empty((num_experts, *shape), torch.uint8), scales, in_features, out_features)
+    out_features, in_features = weight.shape
+    return ExpertWeights(*int8_empty(weight, num_experts), in_features, out_features)
 
 
 def pack_expert(experts: ExpertWeights, index: int, weight: Tensor) -> None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardline import _cpu
 from shardline.runtime.ops.activation import ActivationName
+from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.gated_linear import gated_linear, stacked_gate_up
 from shardline.runtime.ops.linear import PackedWeight, linear, pack_weight, panel_shape
@@ -55,10 +57,14 @@ def pack_gated(gate: Tensor, up: Tensor) -> PlainGatedLinear:
     return PlainGatedLinear(pack_weight(stacked_gate_up(gate, up)), len(gate))
 
 
-def allocate_experts(num_experts: int, out_features: int, in_features: int, dtype: torch.dtype) -> ExpertWeights:
+def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:
     """See `base.Quantization.allocate_experts`."""
-    shape = (num_experts, *panel_shape(out_features, in_features, dtype))
-    return ExpertWeights(streamed_empty(shape, dtype), None, in_features, out_features)
+    out_features, in_features = weight.shape
+    if kernels(weight) is _cpu:
+        panels = streamed_empty((num_experts, *panel_shape(out_features, in_features, weight.dtype)), weight.dtype)
+    else:
+        panels = weight.new_empty(num_experts, out_features, in_features)
+    return ExpertWeights(panels, None, in_features, out_features)
 
 
 def pack_expert(experts: ExpertWeights, index: int, weight: Tensor) -> None:

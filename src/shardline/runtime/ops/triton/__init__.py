@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from shardline.runtime.ops.triton.activation import activation
 from shardline.runtime.ops.triton.add import add
-from shardline.runtime.ops.triton.attention import paged_attention
-from shardline.runtime.ops.triton.embedding import embedding
-from shardline.runtime.ops.triton.kv_cache import write_kv
-from shardline.runtime.ops.triton.linear import linear
-from shardline.runtime.ops.triton.linear_fp8 import linear_fp8, quantize_rows_fp8
+from shardline.runtime.ops.triton.attention import mla_attention, paged_attention
+from shardline.runtime.ops.triton.experts import expert_down, expert_up
+from shardline.runtime.ops.triton.kv_cache import write_kv, write_latent
+from shardline.runtime.ops.triton.linear import linear, linear_fp8, linear_heads, linear_int4, linear_int8
 from shardline.runtime.ops.triton.norm import layer_norm, rms_norm
+from shardline.runtime.ops.triton.quantize import quantize_rows, quantize_rows_fp8
 from shardline.runtime.ops.triton.rope import apply_rope, rope_and_write_kv
+from shardline.runtime.ops.triton.routing import route_experts
 from shardline.runtime.ops.triton.sampling import greedy_argmax, sample
 from shardline.runtime.ops.triton.softcap import softcap
 from shardline.runtime.ops.triton.storage import activation_empty
@@ -24,16 +25,24 @@ __all__ = [
     "activation_empty",
     "add",
     "apply_rope",
-    "embedding",
+    "expert_down",
+    "expert_up",
     "greedy_argmax",
     "layer_norm",
     "linear",
     "linear_fp8",
+    "linear_heads",
+    "linear_int4",
+    "linear_int8",
+    "mla_attention",
     "paged_attention",
+    "quantize_rows",
     "quantize_rows_fp8",
     "rms_norm",
     "rope_and_write_kv",
+    "route_experts",
     "sample",
     "softcap",
     "write_kv",
+    "write_latent",
 ]

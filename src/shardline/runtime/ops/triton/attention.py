@@ -1,26 +1,23 @@
-"""Causal attention over the paged KV cache on the GPU: prefill, chunked prefill and decode in one kernel.
-
-A program takes a tile of query rows of one sequence that share a KV head (row r is token r // group, head r % group).
-Keys are cut into splits of 512 anchored at absolute position; within a split, tiles of BLOCK_KEYS anchored likewise
-pass through an online softmax (Milakov and Gimelshein, 2018); splits merge in index order, in fp32. A tile or split of
-which a row sees nothing leaves that row as it was, to the bit, so it does not matter which rows lie beside it, nor
-whether the splits are taken one after another by one program or each by its own (flash decoding; Dao et al., 2023).
-"""
+"""Causal attention over a paged cache on the GPU: prefill, chunked prefill and decode in one kernel."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
+from shardline.runtime.ops.triton.attention_kernel import attention_kernel, merge_kernel
 from shardline.runtime.ops.triton.launch import EXACT
-from shardline.runtime.ops.triton.softcap import tanh
 
 SPLIT_KEYS = 512
 _LOG2_E = 1.4426950408889634
 _ENOUGH_PROGRAMS = 264
 """Two for each of an H200's 132 multiprocessors: with fewer, splits go to programs of their own."""
+_PART_COLUMNS = 256
+"""Of an output; a wider one is shared by programs, which then all compute the scores: what one has to keep of a split
+and of those before it fits its registers."""
 
 
 def paged_attention(
@@ -45,34 +42,114 @@ def paged_attention(
     step's longest context: nothing here waits for the device to say how long that is. `spread_splits` gives every
     split a program of its own; by default where there are too few programs otherwise. The bits are the same.
     """
-    assert key_scales is None and value_scales is None, "resolve refuses int8 caches on GPUs"  # noqa: PT018
+    value_dim = value_cache.shape[3]
+    one_token = query.shape[0] == context_lens.shape[0]
+    block_rows, num_warps = _rows_and_warps(one_token, value_dim, query.dtype)
+    _launch(
+        query,
+        (key_cache, value_cache, key_scales, value_scales, None),
+        (block_tables, query_starts, context_lens),
+        out,
+        scale,
+        window,
+        softcap,
+        spread_splits,
+        num_kv_heads=key_cache.shape[1],
+        block_size=key_cache.shape[2],
+        BLOCK_ROWS=block_rows,
+        BLOCK_KEYS=64 if query.element_size() == 2 else 32,
+        KEY_STRIDE=key_cache.shape[3],
+        VALUE_STRIDE=value_dim,
+        num_warps=num_warps,
+        num_stages=3 if value_dim <= 128 else 2,
+    )
+
+
+def mla_attention(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    scale: float,
+    *,
+    spread_splits: bool | None = None,
+) -> None:
+    """As `ops.mla_attention.mla_attention`, into out [T, H, R]; the rest as in `paged_attention`."""
+    is_bf16 = query_latent.element_size() == 2
+    _launch(
+        query_latent,
+        (cache, cache, None, None, query_rope),
+        (block_tables, query_starts, context_lens),
+        out,
+        scale,
+        None,
+        None,
+        spread_splits,
+        num_kv_heads=1,
+        block_size=cache.shape[1],
+        BLOCK_ROWS=64 if is_bf16 else 16,
+        BLOCK_KEYS=32,
+        KEY_STRIDE=cache.shape[2],
+        VALUE_STRIDE=cache.shape[2],
+        num_warps=8 if is_bf16 else 4,
+        num_stages=2,
+    )
+
+
+def _rows_and_warps(one_token: bool, value_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Rows of a tile, and its warps. 64 at least, in bf16: tiles of all heights are then the same instructions."""
+    if dtype == torch.float32:
+        return 16, 4
+    if one_token or value_dim > 128:
+        return 64, 4 if value_dim <= 128 else 8
+    return 128, 8
+
+
+def _launch(
+    query: Tensor,
+    caches: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
+    index: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    spread_splits: bool | None,
+    *,
+    num_kv_heads: int,
+    block_size: int,
+    **options: Any,
+) -> None:
+    """`caches`: keys, values, the scales of both, and what of the queries meets the columns behind a key."""
     num_tokens, num_heads, key_dim = query.shape
-    _, num_kv_heads, block_size, value_dim = value_cache.shape
-    num_seqs = context_lens.shape[0]
+    block_tables, query_starts, context_lens = index
+    value_dim, num_seqs, rope = out.shape[2], context_lens.shape[0], caches[4]
     if num_tokens == 0:
         return
-    group = num_heads // num_kv_heads
+    group, block_rows = num_heads // num_kv_heads, options["BLOCK_ROWS"]
     one_token = num_tokens == num_seqs
-    block_rows, num_warps = _rows_and_warps(group, one_token, value_dim, query.dtype)
+    value_columns = min(_PART_COLUMNS, max(16, triton.next_power_of_2(value_dim)))
+    value_parts = triton.cdiv(value_dim, value_columns)
     num_tiles = num_seqs * triton.cdiv(group, block_rows) if one_token else num_tokens * group // block_rows + num_seqs
     num_splits = triton.cdiv(block_tables.shape[1] * block_size, SPLIT_KEYS)
     if spread_splits is None:
-        spread_splits = num_splits > 1 and num_tiles * num_kv_heads < _ENOUGH_PROGRAMS
-    parts = num_splits if spread_splits else 1
+        spread_splits = num_splits > 1 and num_tiles * num_kv_heads * value_parts < _ENOUGH_PROGRAMS
     target, sums = out, None
     if spread_splits:
         target = torch.empty(num_splits, num_tokens, num_heads, value_dim, dtype=torch.float32, device=query.device)
         sums = torch.empty(num_splits, num_tokens, num_heads, 2, dtype=torch.float32, device=query.device)
-    _attention_kernel[(num_tiles, num_kv_heads, parts)](
+    shared = {"SPLIT": SPLIT_KEYS, "ONE_TOKEN": one_token, "HAS_WINDOW": window is not None, "VALUE_DIM": value_dim}
+    attention_kernel[(num_tiles, num_kv_heads * value_parts, num_splits if spread_splits else 1)](
         query,
-        key_cache,
-        value_cache,
-        block_tables,
-        query_starts,
-        context_lens,
+        *caches,
+        *index,
         target,
         sums,
         query.stride(0),
+        0 if rope is None else rope.stride(0),
+        0 if rope is None else rope.stride(1),
         block_tables.stride(0),
         num_seqs,
         num_tokens,
@@ -83,24 +160,21 @@ def paged_attention(
         softcap or 0.0,
         GROUP=group,
         KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
+        ROPE_DIM=0 if rope is None else rope.shape[2],
         BLOCK_SIZE=block_size,
-        SPLIT=SPLIT_KEYS,
-        ONE_TOKEN=one_token,
         SPREAD=spread_splits,
-        HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None,
-        BLOCK_ROWS=block_rows,
-        BLOCK_KEYS=64 if query.element_size() == 2 else 32,
         KEY_COLUMNS=max(16, triton.next_power_of_2(key_dim)),
-        VALUE_COLUMNS=max(16, triton.next_power_of_2(value_dim)),
+        ROPE_COLUMNS=16 if rope is None else max(16, triton.next_power_of_2(rope.shape[2])),
+        VALUE_COLUMNS=value_columns,
+        VALUE_PARTS=value_parts,
         LOG2_E=_LOG2_E,
-        num_warps=num_warps,
-        num_stages=3 if value_dim <= 128 else 2,
+        **shared,
+        **options,
         **EXACT,
     )
     if spread_splits:
-        _merge_kernel[(num_tokens, num_heads)](
+        merge_kernel[(num_tokens, num_heads)](
             target,
             sums,
             out,
@@ -110,215 +184,8 @@ def paged_attention(
             num_tokens,
             num_heads,
             window or 0,
-            VALUE_DIM=value_dim,
-            SPLIT=SPLIT_KEYS,
-            ONE_TOKEN=one_token,
-            HAS_WINDOW=window is not None,
             VALUE_COLUMNS=triton.next_power_of_2(value_dim),
             num_warps=2,
+            **shared,
             **EXACT,
         )
-
-
-def _rows_and_warps(group: int, one_token: bool, value_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Rows of a tile, and its warps. 64 at least, in bf16: tiles of all heights are then the same instructions."""
-    if dtype == torch.float32:
-        return 16, 4
-    if one_token or value_dim > 128:
-        return 64, 4 if value_dim <= 128 else 8
-    return 128, 8
-
-
-@triton.jit
-def _sequence_of(index, query_starts_ptr, num_seqs, SCALE: tl.constexpr, DIVISOR: tl.constexpr, PER_SEQUENCE):
-    """The last sequence s with query_starts[s] * SCALE // DIVISOR + s * PER_SEQUENCE <= index."""
-    low, high = 0, num_seqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(query_starts_ptr + middle) * SCALE // DIVISOR + middle * PER_SEQUENCE <= index:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@triton.jit
-def _merge(largest, total, output, split_largest, split_total, split_output):
-    """What was merged so far and the next split: (largest, total, output) of both."""
-    larger = tl.maximum(largest, split_largest)
-    shift = tl.where(larger == float("-inf"), 0.0, larger)
-    keep, take = tl.exp2(largest - shift), tl.exp2(split_largest - shift)
-    total = tl.fma(split_total, take, total * keep)
-    keep, take = tl.broadcast_to(keep[:, None], output.shape), tl.broadcast_to(take[:, None], output.shape)
-    return larger, total, tl.fma(split_output, take, output * keep)
-
-
-@triton.jit
-def _finish(output, total):
-    """The weighted mean; zeros for rows that see nothing."""
-    total = tl.where(total == 0.0, 1.0, total)
-    return tl.div_rn(output, tl.broadcast_to(total[:, None], output.shape))
-
-
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride"])
-def _attention_kernel(
-    query_ptr,
-    key_cache_ptr,
-    value_cache_ptr,
-    block_tables_ptr,
-    query_starts_ptr,
-    context_lens_ptr,
-    out_ptr,
-    sums_ptr,
-    query_stride,
-    table_stride,
-    num_seqs,
-    num_tokens,
-    num_heads,
-    num_kv_heads,
-    scale,
-    window,
-    softcap,
-    GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
-    SPREAD: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    KEY_COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    LOG2_E: tl.constexpr,
-):
-    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if ONE_TOKEN:
-        TILES: tl.constexpr = (GROUP + BLOCK_ROWS - 1) // BLOCK_ROWS
-        sequence, first_row = tile // TILES, tile % TILES * BLOCK_ROWS
-        first_token, num_rows = sequence, GROUP
-    else:
-        sequence = _sequence_of(tile, query_starts_ptr, num_seqs, GROUP, BLOCK_ROWS, 1)
-        first_token = tl.load(query_starts_ptr + sequence)
-        num_rows = (tl.load(query_starts_ptr + sequence + 1) - first_token) * GROUP
-        first_row = (tile - (first_token * GROUP // BLOCK_ROWS + sequence)) * BLOCK_ROWS
-        if first_row >= num_rows:
-            return
-    context_len = tl.load(context_lens_ptr + sequence)
-    row = first_row + tl.arange(0, BLOCK_ROWS)
-    row_inside = row < num_rows
-    token, head = first_token + row // GROUP, kv_head * GROUP + row % GROUP
-    first_position = context_len - num_rows // GROUP
-    # Rows past the end stand where the last row stands, so that they widen nothing.
-    position = first_position + tl.minimum(row, num_rows - 1) // GROUP
-
-    end_key = tl.max(position, axis=0) + 1
-    first_key = 0
-    if HAS_WINDOW:
-        first_key = tl.maximum(tl.min(position, axis=0) - window + 1, 0)
-    first_split, end_split = first_key // SPLIT, tl.cdiv(end_key, SPLIT)
-    if SPREAD:
-        if (part < first_split) | (part >= end_split):
-            return
-        first_split, end_split = part, part + 1
-
-    column = tl.arange(0, KEY_COLUMNS)
-    query_place = query_ptr + token.to(tl.int64)[:, None] * query_stride + head[:, None] * KEY_DIM + column[None, :]
-    query = tl.load(query_place, mask=row_inside[:, None] & (column[None, :] < KEY_DIM), other=0.0)
-    value_column = tl.arange(0, VALUE_COLUMNS)
-    table = block_tables_ptr + sequence.to(tl.int64) * table_stride
-
-    largest = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_ROWS,), tl.float32)
-    output = tl.zeros((BLOCK_ROWS, VALUE_COLUMNS), tl.float32)
-    for split in range(first_split, end_split):
-        split_largest = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
-        split_total = tl.zeros((BLOCK_ROWS,), tl.float32)
-        split_output = tl.zeros((BLOCK_ROWS, VALUE_COLUMNS), tl.float32)
-        begin = tl.maximum(split * SPLIT, first_key // BLOCK_KEYS * BLOCK_KEYS)
-        for tile_begin in range(begin, tl.minimum(split * SPLIT + SPLIT, end_key), BLOCK_KEYS):
-            key_position = tile_begin + tl.arange(0, BLOCK_KEYS)
-            key_inside = (key_position >= first_key) & (key_position < end_key)
-            block = tl.load(table + key_position // BLOCK_SIZE, mask=key_inside, other=0).to(tl.int64)
-            slot = (block * num_kv_heads + kv_head) * BLOCK_SIZE + key_position % BLOCK_SIZE
-            key_place = key_cache_ptr + slot[None, :] * KEY_DIM + column[:, None]
-            key = tl.load(key_place, mask=key_inside[None, :] & (column[:, None] < KEY_DIM), other=0.0)
-            score = tl.dot(query, key, input_precision="ieee")
-            if HAS_SOFTCAP:
-                capped = tanh(tl.div_rn(score * scale, tl.full(score.shape, softcap, tl.float32)))
-                score = capped * (softcap * LOG2_E)
-            else:
-                score = score * (scale * LOG2_E)
-            sees = key_inside[None, :] & (key_position[None, :] <= position[:, None])
-            if HAS_WINDOW:
-                sees = sees & (key_position[None, :] > position[:, None] - window)
-            score = tl.where(sees, score, float("-inf"))
-            larger = tl.maximum(split_largest, tl.max(score, axis=1))
-            shift = tl.where(larger == float("-inf"), 0.0, larger)
-            weight = tl.exp2(score - shift[:, None])
-            keep = tl.exp2(split_largest - shift)
-            split_total = tl.fma(split_total, keep, tl.sum(weight, axis=1))
-            value_place = value_cache_ptr + slot[:, None] * VALUE_DIM + value_column[None, :]
-            value = tl.load(value_place, mask=key_inside[:, None] & (value_column[None, :] < VALUE_DIM), other=0.0)
-            split_output = split_output * keep[:, None]
-            split_output = tl.dot(weight.to(value.dtype), value, split_output, input_precision="ieee")
-            split_largest = larger
-        if SPREAD:
-            largest, total, output = split_largest, split_total, split_output
-        else:
-            largest, total, output = _merge(largest, total, output, split_largest, split_total, split_output)
-
-    inside = row_inside[:, None] & (value_column[None, :] < VALUE_DIM)
-    place = token.to(tl.int64) * num_heads + head
-    if SPREAD:
-        place += part.to(tl.int64) * num_tokens * num_heads
-        tl.store(sums_ptr + 2 * place, largest, mask=row_inside)
-        tl.store(sums_ptr + 2 * place + 1, total, mask=row_inside)
-    else:
-        output = _finish(output, total)
-    out_place = out_ptr + place[:, None] * VALUE_DIM + value_column[None, :]
-    tl.store(out_place, output.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
-def _merge_kernel(
-    outputs_ptr,
-    sums_ptr,
-    out_ptr,
-    query_starts_ptr,
-    context_lens_ptr,
-    num_seqs,
-    num_tokens,
-    num_heads,
-    window,
-    VALUE_DIM: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-):
-    token, head = tl.program_id(0), tl.program_id(1)
-    if ONE_TOKEN:
-        position = tl.load(context_lens_ptr + token) - 1
-    else:
-        sequence = _sequence_of(token, query_starts_ptr, num_seqs, 1, 1, 0)
-        end_token = tl.load(query_starts_ptr + sequence + 1)
-        position = tl.load(context_lens_ptr + sequence) - (end_token - token)
-    first_split = 0
-    if HAS_WINDOW:
-        first_split = tl.maximum(position - window + 1, 0) // SPLIT
-    column = tl.arange(0, VALUE_COLUMNS)[None, :]
-    largest = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    output = tl.zeros((1, VALUE_COLUMNS), tl.float32)
-    one = tl.arange(0, 1)
-    for split in range(first_split, tl.cdiv(position + 1, SPLIT)):
-        place = (token.to(tl.int64) + split * num_tokens) * num_heads + head
-        split_largest = tl.load(sums_ptr + 2 * place + one)
-        split_total = tl.load(sums_ptr + 2 * place + 1 + one)
-        split_output = tl.load(outputs_ptr + place * VALUE_DIM + column, mask=column < VALUE_DIM, other=0.0)
-        largest, total, output = _merge(largest, total, output, split_largest, split_total, split_output)
-    out_place = out_ptr + (token.to(tl.int64) * num_heads + head) * VALUE_DIM + column
-    tl.store(out_place, _finish(output, total).to(out_ptr.dtype.element_ty), mask=column < VALUE_DIM)

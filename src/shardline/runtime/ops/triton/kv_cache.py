@@ -6,6 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardline.runtime.ops.triton.launch import EXACT
+from shardline.runtime.ops.triton.quantize import as_bytes
+
 
 def write_kv(
     key: Tensor,
@@ -17,7 +20,6 @@ def write_kv(
     value_scales: Tensor | None = None,
 ) -> None:
     """As `ops.kv_cache.write_kv`."""
-    assert key_scales is None and value_scales is None, "resolve refuses int8 caches on GPUs"  # noqa: PT018
     num_tokens, num_kv_heads, key_dim = key.shape
     value_dim = value.shape[2]
     if num_tokens > 0:
@@ -26,6 +28,8 @@ def write_kv(
             value,
             key_cache,
             value_cache,
+            key_scales,
+            value_scales,
             slots,
             key.stride(0),
             value.stride(0),
@@ -36,7 +40,39 @@ def write_kv(
             KEY=triton.next_power_of_2(key_dim),
             VALUE=triton.next_power_of_2(value_dim),
             num_warps=1,
+            **EXACT,
         )
+
+
+def write_latent(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """As `ops.kv_cache.write_latent`."""
+    num_tokens, rank = latent.shape
+    rope_dim = rope_key.shape[1]
+    if num_tokens > 0:
+        _write_latent_kernel[(num_tokens,)](
+            latent,
+            rope_key,
+            cache,
+            slots,
+            latent.stride(0),
+            rope_key.stride(0),
+            RANK=rank,
+            ROPE_DIM=rope_dim,
+            LATENT=triton.next_power_of_2(rank),
+            ROPE=triton.next_power_of_2(rope_dim),
+            num_warps=2,
+        )
+
+
+@triton.jit
+def _store_head(head_ptr, cache_ptr, scales_ptr, row, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """A head of a token to its row of a cache, as it is or as bytes with a scale."""
+    column = tl.arange(0, COLUMNS)
+    values = tl.load(head_ptr + column, mask=column < DIM, other=0.0)
+    if scales_ptr is not None:
+        values, scale = as_bytes(values.to(tl.float32))
+        tl.store(scales_ptr + row, scale)
+    tl.store(cache_ptr + row * DIM + column, values, mask=column < DIM)
 
 
 @triton.jit
@@ -45,6 +81,8 @@ def _write_kv_kernel(
     value_ptr,
     key_cache_ptr,
     value_cache_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     slots_ptr,
     key_stride,
     value_stride,
@@ -60,9 +98,32 @@ def _write_kv_kernel(
     if slot < 0:
         return
     row = (slot // block_size * num_kv_heads + head) * block_size + slot % block_size
-    column = tl.arange(0, KEY)
-    key = tl.load(key_ptr + token * key_stride + head * KEY_DIM + column, mask=column < KEY_DIM)
-    tl.store(key_cache_ptr + row * KEY_DIM + column, key, mask=column < KEY_DIM)
-    column = tl.arange(0, VALUE)
-    value = tl.load(value_ptr + token * value_stride + head * VALUE_DIM + column, mask=column < VALUE_DIM)
-    tl.store(value_cache_ptr + row * VALUE_DIM + column, value, mask=column < VALUE_DIM)
+    _store_head(key_ptr + token * key_stride + head * KEY_DIM, key_cache_ptr, key_scales_ptr, row, KEY_DIM, KEY)
+    value = value_ptr + token * value_stride + head * VALUE_DIM
+    _store_head(value, value_cache_ptr, value_scales_ptr, row, VALUE_DIM, VALUE)
+
+
+@triton.jit
+def _write_latent_kernel(
+    latent_ptr,
+    rope_key_ptr,
+    cache_ptr,
+    slots_ptr,
+    latent_stride,
+    rope_stride,
+    RANK: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
+    row = cache_ptr + slot * (RANK + ROPE_DIM)
+    column = tl.arange(0, LATENT)
+    latent = tl.load(latent_ptr + token * latent_stride + column, mask=column < RANK)
+    tl.store(row + column, latent, mask=column < RANK)
+    column = tl.arange(0, ROPE)
+    rope_key = tl.load(rope_key_ptr + token * rope_stride + column, mask=column < ROPE_DIM)
+    tl.store(row + RANK + column, rope_key, mask=column < ROPE_DIM)

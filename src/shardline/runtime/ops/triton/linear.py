@@ -1,43 +1,12 @@
-"""Matrix product with a row-major weight [N, K], on the GPU: batch-invariant.
-
-Every output element is a chain of tensor-core products of 16 elements of K (fp32: of single elements), in the order of
-K, in one fp32 accumulator. Tiles differ in M and N only, and their M is never below 64: on Hopper all of them are then
-the same instruction, wgmma m64nNk16, and a row's bits follow from the row and the weight alone. K is never split.
-"""
+"""Matrix products with one weight, on the GPU: batch-invariant, see `gemm`."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardline.runtime.ops.triton.launch import EXACT
-
-BLOCK_K = {2: 128, 4: 32}
-"""Columns of K that a program loads at once, by bytes of an element; the same whatever M."""
-
-
-class Tile(NamedTuple):
-    """Rows and columns of the output that a program computes, and how it is pipelined."""
-
-    rows: int
-    columns: int
-    num_warps: int
-    num_stages: int
-
-
-def tile_for(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tile:
-    """Few rows stream the weight: narrow tiles, so that every multiprocessor reads. Many rows reuse it: wide ones."""
-    if dtype == torch.float32:
-        return Tile(64, 64, 4, 2)
-    if num_rows <= 64:
-        return Tile(64, 32 if num_columns <= 16384 else 64, 4, 4)
-    if num_rows <= 256:
-        return Tile(64, 64, 4, 4) if num_columns <= 8192 else Tile(128, 64, 8, 4)
-    return Tile(128, 128, 8, 3)
+from shardline.runtime.ops.triton.gemm import Tile, gemm_options, product, tile_for, tile_of_program
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -45,20 +14,65 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
     Rows of x and out may be strided; the weight is contiguous.
     """
-    launch_linear(x, weight, bias, out, tile_for(x.shape[0], weight.shape[0], x.dtype))
+    launch_linear(x, weight, bias, out)
 
 
-def launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> None:
-    """`linear` with a tile of choice."""
-    num_rows, depth = x.shape
-    num_columns = weight.shape[0]
+def linear_fp8(
+    values: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    """values [M, K] times the transpose of weight [N, K], times scales [M] and weight_scales [N], plus bias, to out."""
+    launch_linear(values, weight, bias, out, scales, weight_scales)
+
+
+def linear_int8(
+    values: Tensor,
+    scales: Tensor,
+    _sums: Tensor,
+    _depth: int,
+    panels: Tensor,
+    column_scales: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+) -> None:
+    """As `ops.linear_int8.linear_int8`, with its bits."""
+    launch_linear(values, panels, bias, out, scales, column_scales)
+
+
+def linear_int4(
+    values: Tensor, scales: Tensor, _sums: Tensor, _depth: int, panels: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    """As `ops.linear_int4.linear_int4`, with its bits."""
+    launch_linear(values, panels, bias, out, scales)
+
+
+def linear_heads(x: Tensor, panels: Tensor, out: Tensor) -> None:
+    """As `ops.linear_heads.linear_heads`: x [T, H, K] times the transposes of panels [H, N, K], into out [T, H, N]."""
+    launch_linear(x, panels, None, out)
+
+
+def launch_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    row_scales: Tensor | None = None,
+    column_scales: Tensor | None = None,
+    *,
+    tile: Tile | None = None,
+) -> None:
+    """x [M, K] times a weight of any of the layouts of `gemm.product`, plus bias, into out [M, N]; or as many of these
+    as x and out have heads, [M, H, K] and [M, H, N], each with a weight of its own."""
+    num_rows, depth, num_columns = x.shape[0], x.shape[-1], out.shape[-1]
     if num_rows == 0:
         return
-    block_k = BLOCK_K[x.element_size()]
-    grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns),)
-    _linear_kernel[grid](
+    has_heads = x.dim() == 3
+    tile = tile or tile_for(num_rows, num_columns, x.dtype)
+    tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
+    _linear_kernel[(tiles, x.shape[1] if has_heads else 1)](
         x,
+        row_scales,
         weight,
+        column_scales,
         bias,
         out,
         num_rows,
@@ -66,30 +80,19 @@ def launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, t
         depth,
         x.stride(0),
         out.stride(0),
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns,
-        BLOCK_K=block_k,
-        IS_WHOLE_K=depth % block_k == 0,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **EXACT,
+        x.stride(1) if has_heads else 0,
+        weight.stride(0) if has_heads else 0,
+        out.stride(1) if has_heads else 0,
+        **gemm_options(x, weight, tile),
     )
-
-
-@triton.jit
-def tile_of_program(program, num_rows, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(row tile, column tile): programs that run together share up to 8 row tiles, so that weights stay in L2."""
-    row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
-    band = program // (8 * column_tiles)
-    band_rows = min(row_tiles - 8 * band, 8)
-    place = program - 8 * column_tiles * band
-    return 8 * band + place % band_rows, place // band_rows
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x_ptr,
+    row_scales_ptr,
     weight_ptr,
+    column_scales_ptr,
     bias_ptr,
     out_ptr,
     num_rows,
@@ -97,29 +100,28 @@ def _linear_kernel(
     depth,
     x_stride,
     out_stride,
+    x_head_stride,
+    weight_head_stride,
+    out_head_stride,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_WHOLE_K: tl.constexpr,
 ):
-    row_tile, column_tile = tile_of_program(tl.program_id(0), num_rows, num_columns, BLOCK_M, BLOCK_N)
+    row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
+    row_tile, column_tile = tile_of_program(tl.program_id(0), row_tiles, column_tiles)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    row_inside, column_inside = row[:, None] < num_rows, column[None, :] < num_columns
-    x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
-    weight_tile = weight_ptr + column.to(tl.int64)[None, :] * depth + k[:, None]
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for begin in range(0, depth, BLOCK_K):
-        if IS_WHOLE_K:
-            x = tl.load(x_tile + begin, mask=row_inside, other=0.0)
-            weight = tl.load(weight_tile + begin, mask=column_inside, other=0.0)
-        else:
-            left = depth - begin
-            x = tl.load(x_tile + begin, mask=row_inside & (k[None, :] < left), other=0.0)
-            weight = tl.load(weight_tile + begin, mask=column_inside & (k[:, None] < left), other=0.0)
-        total = tl.dot(x, weight, total, input_precision="ieee")
+    matrix = tl.program_id(1).to(tl.int64)
+    x_ptr += matrix * x_head_stride
+    weight_ptr += matrix * weight_head_stride
+    out_ptr += matrix * out_head_stride
+    total = product(
+        x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, row, row < num_rows, column, num_columns, depth, x_stride,
+        BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
+    )  # fmt: skip
     if bias_ptr is not None:
         total += tl.load(bias_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)[None, :]
     place = out_ptr + row.to(tl.int64)[:, None] * out_stride + column[None, :]
-    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=row_inside & column_inside)
+    inside = (row[:, None] < num_rows) & (column[None, :] < num_columns)
+    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=inside)

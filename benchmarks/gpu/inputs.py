@@ -1,0 +1,26 @@
+"""What the checks compute on, and how they compare."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Inputs:
+    """Inputs on one device, of one dtype."""
+
+    def __init__(self, device: str, dtype: torch.dtype, small: bool) -> None:
+        self.device, self.dtype, self.small = device, dtype, small
+        self.rng = torch.Generator().manual_seed(7)
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.rng).to(self.dtype).to(self.device)
+
+    def poison(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype or self.dtype, device=self.device)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """|actual - expected| / |expected|; infinite where anything is NaN."""
+    difference = (actual.double().cpu() - expected.double()).norm() / expected.double().norm()
+    return float("inf") if difference.isnan() else difference.item()

@@ -1,0 +1,124 @@
+"""Is what multiplies weights right? In every precision, for one weight and for those of many experts."""
+
+from __future__ import annotations
+
+import torch
+
+from shardline.models.spec import Routing
+from shardline.runtime.ops import experts, linear, linear_fp8, linear_int4, linear_int8, quantize_rows, routing
+from shardline.runtime.ops import triton as kernels
+
+from .inputs import Inputs, relative_error
+
+
+class WeightChecks(Inputs):
+    """Every method is a check that returns its relative error."""
+
+    def linear(self) -> float:
+        worst = 0.0
+        for rows, columns, depth in (
+            [(3, 40, 70)] if self.small else [(1, 6144, 4096), (100, 4096, 1600), (600, 200, 96)]
+        ):
+            x, weight, bias = self.randn(rows, depth), self.randn(columns, depth), self.randn(columns)
+            out = self.poison(rows, columns)
+            kernels.linear(x, weight, bias, out)
+            worst = max(worst, relative_error(out, linear.linear_reference(x.cpu(), weight.cpu(), bias.cpu())))
+        return worst
+
+    def linear_fp8(self) -> float:
+        rows, columns, depth = (3, 40, 70) if self.small else (300, 6144, 4096)
+        x, weight = self.randn(rows, depth), linear_fp8.pack_fp8(self.randn(columns, depth))
+        expected = linear_fp8.linear_fp8_reference(
+            x.cpu(), linear_fp8.Fp8Weight(weight.values.cpu(), weight.scales.cpu()), out_dtype=torch.float32
+        )
+        return relative_error(linear_fp8.linear_fp8(x, weight, out_dtype=torch.float32), expected)
+
+    def routing(self) -> float:
+        """The worst weight; ids are exact."""
+        worst = 0.0
+        for kind in (
+            Routing(8, 2),
+            Routing(128, 8, normalized=False),
+            Routing(256, 8, scoring="sigmoid", scale=2.5, num_groups=8, top_groups=4, group_score="top2_sum"),
+        ):
+            logits = torch.randn(10 if self.small else 500, kind.num_experts, generator=self.rng)
+            expected_ids, expected = routing.route_experts_reference(logits.double(), kind)
+            ids, weights = torch.empty_like(expected_ids), torch.empty(expected.shape)
+            ids, weights = ids.to(self.device), weights.to(self.device)
+            grouped = (kind.num_groups, kind.top_groups, kind.group_score == "top2_sum")
+            is_sigmoid = kind.scoring == "sigmoid"
+            kernels.route_experts(
+                logits.to(self.device),
+                None,
+                ids,
+                weights,
+                None,
+                None,
+                is_sigmoid,
+                kind.normalized,
+                kind.scale,
+                kind.num_experts,
+                *grouped,
+            )
+            assert torch.equal(ids.cpu(), expected_ids), "experts are chosen exactly"
+            worst = max(worst, relative_error(weights, expected))
+        return worst
+
+    def experts(self) -> float:
+        """Both products of a layer, and whether a slot's row has the bits of a linear of its expert alone."""
+        tokens, count, k, inner, hidden = (5, 3, 2, 24, 40) if self.small else (300, 8, 2, 768, 1024)
+        x, up = self.randn(tokens, hidden), self.randn(count, 2 * inner, hidden) * hidden**-0.5
+        down, shared = self.randn(count, hidden, inner) * inner**-0.5, self.randn(tokens, hidden)
+        ids = torch.rand(tokens, count, generator=self.rng).topk(k)[1].int().to(self.device)
+        weights = torch.rand(tokens, k, generator=self.rng).to(self.device)
+        rows, out = self.poison(tokens * k, inner), self.poison(tokens, hidden)
+        kernels.expert_up(x, ids, 0, False, up, None, "silu", True, rows)
+        kernels.expert_down(rows, ids, weights, 0, down, None, shared, weights[:, 0].contiguous(), out)
+        for expert in range(count):
+            product, alone = self.poison(tokens, 2 * inner), self.poison(tokens, inner)
+            kernels.linear(x, up[expert], None, product)
+            kernels.activation(product, alone, "silu", True)
+            chosen = ids == expert
+            same = torch.equal(rows[chosen.flatten()], alone[chosen.nonzero()[:, 0]])
+            assert same, "a slot's bits follow its neighbours"
+        by_expert = torch.cat([rows[(ids == expert).flatten()] for expert in range(count)]).cpu()
+        expected = experts.expert_down_reference(
+            by_expert, ids.cpu(), weights.cpu(), down.cpu(), shared=shared.cpu(), shared_scale=weights[:, 0].cpu()
+        )
+        return relative_error(out, expected)
+
+    def quantize_rows(self) -> float:
+        """Bytes and scales are the oracle's."""
+        x = self.randn(5, 70) if self.small else self.randn(300, 4096)
+        expected = quantize_rows.quantize_rows_reference(x.cpu())
+        values = torch.empty_like(expected.values, device=self.device)
+        scales = self.poison(len(x), dtype=torch.float32)
+        kernels.quantize_rows(x, values, scales, None)
+        assert torch.equal(values.cpu(), expected.values), "bytes are exact"
+        assert torch.equal(scales.cpu(), expected.scales), "scales are exact"
+        return 0.0
+
+    def linear_int8(self) -> float:
+        """The bits are the oracle's."""
+        rows, columns, depth = (3, 40, 70) if self.small else (300, 6144, 4096)
+        x = quantize_rows.quantize_rows_reference(self.randn(rows, depth).cpu())
+        weight, out = self.randn(columns, depth).cpu(), self.poison(rows, columns, dtype=torch.float32)
+        expected = linear_int8.linear_int8_reference(x, weight)
+        values, scales = linear_int8.int8_weight_reference(weight)
+        panels = torch.nn.functional.pad(values, (0, -depth % 32)).to(self.device)
+        given = [part.to(self.device) for part in (x.values, x.scales, x.sums)]
+        kernels.linear_int8(*given, depth, panels, scales.to(self.device), None, out)
+        assert torch.equal(out.cpu(), expected), "int8 products have the oracle's bits"
+        return 0.0
+
+    def linear_int4(self) -> float:
+        """The bits are the CPU's; the interpreter rounds twice where hardware does once."""
+        rows, columns, depth = (3, 40, 70) if self.small else (300, 6144, 4096)
+        x, weight = quantize_rows.quantize_rows(self.randn(rows, depth).cpu()), self.randn(columns, depth).cpu()
+        packed, out = linear_int4.pack_int4(weight), self.poison(rows, columns, dtype=torch.float32)
+        expected = linear_int4.linear_int4(x, packed)
+        panels = linear_int4.pairs_of_groups(*linear_int4.unpack_int4(packed)).to(self.device)
+        given = [part.to(self.device) for part in (x.values, x.scales, x.sums)]
+        kernels.linear_int4(*given, depth, panels, None, out)
+        assert self.small or torch.equal(out.cpu(), expected), "int4 products have the CPU's bits"
+        return relative_error(out, expected)
