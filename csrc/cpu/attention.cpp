@@ -57,11 +57,11 @@ class RowTile {
   template <class Take>
   void attend(int64_t split, const Take& take) {
     const int64_t split_begin = split * kSplitKeys;
-    find_keys(split_begin);
     int64_t begin = 0, end = index_.num_rows;
     while (begin < end && seen(begin, split_begin).empty()) ++begin;
     while (begin < end && seen(end - 1, split_begin).empty()) --end;
-    const int64_t num_parts = ceil_div(end - begin, kMaxRows);
+    const int64_t num_parts = end - begin <= kMaxRows ? 1 : ceil_div(end - begin, kBestRows);
+    find_keys(split_begin, num_parts > 1);
     for (int64_t part = 0; part < num_parts; ++part) {  // evenly: 8 rows are 4 + 4, not 6 + 2
       const int64_t first = begin + (end - begin) * part / num_parts;
       const int num_rows = static_cast<int>(begin + (end - begin) * (part + 1) / num_parts - first);
@@ -116,10 +116,10 @@ class RowTile {
   }
 
   // Only blocks that some row sees are looked up: those before the window may be freed already.
-  void find_keys(int64_t split_begin) {
+  void find_keys(int64_t split_begin, bool keep_groups) {
     const int64_t begin = max64(split_begin, visible(0).begin);
     const int64_t end = min64(split_begin + kSplitKeys, visible(index_.num_rows - 1).end);
-    split_.begin({begin - split_begin, end - split_begin});
+    split_.begin({begin - split_begin, end - split_begin}, keep_groups);
     const int32_t* block_table = args_.block_tables + index_.sequence * args_.block_table_stride;
     for (int64_t position = begin; position < end;) {
       const int64_t block = block_table[position / args_.block_size];
