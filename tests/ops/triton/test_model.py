@@ -12,7 +12,7 @@ import torch
 from shardline.config.engine import EngineConfig
 from shardline.engine.resolve import resolve
 from shardline.runtime.cuda_graphs import PaddedStep
-from shardline.runtime.device import Uploader
+from shardline.runtime.device import DeviceCounters, Uploader
 from shardline.runtime.ops.linear_fp8 import linear_fp8, linear_fp8_reference
 from shardline.runtime.parallel.groups import alone
 from shardline.runtime.quantization import fp8
@@ -112,6 +112,18 @@ def test_fp8_is_its_oracle(tmp_path, monkeypatch, request):
     # An activation about halfway between two of fp8's few values may go either way, and that row is then another.
     assert error.median() < 1e-5
     assert error.max() < 2e-2
+
+
+def test_counters_are_published_now_and_then():
+    host = torch.zeros(3, dtype=torch.int64)
+    counters = DeviceCounters(host, torch.device("cpu"))
+    assert counters.on_device is host
+    counters.on_device = torch.tensor([1, 2, 3])  # as of another device
+    counters.publish()
+    assert host.tolist() == [1, 2, 3]
+    counters.on_device += 1
+    counters.publish()
+    assert host.tolist() == [1, 2, 3], "too early for another copy"
 
 
 def test_uploaded_steps_are_the_steps():
