@@ -5,7 +5,8 @@ FOLDER keeps the random checkpoints. Needs an environment with transformers. Cas
 experts    whole experts on 2 ranks / every expert split over 2 ranks
 lockstep   2 replicas that share experts in lockstep / 2 replicas with all experts each
 latent     a DeepSeek-V2-Lite-like model of about 1 B parameters / the same in transformers
-pipeline   2 stages of one thread, several plans in flight / the same, one plan at a time
+pipeline   2 stages of one thread, a micro-batch in each / the same micro-batches, one at a time
+whole      2 stages of one thread, a micro-batch in each / the same stages, all requests in one batch at a time
 """
 
 from __future__ import annotations
@@ -100,15 +101,15 @@ def offline(model: str, **options: Any) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def pipeline(model: str, plans_in_flight: int | None) -> Iterator[Run]:
-    """Two stages of one thread each; None: as many plans in flight as the executor takes."""
+def pipeline(model: str, *, micro_batches: int, in_flight: int) -> Iterator[Run]:
+    """Two stages of one thread each; requests are shared out over `micro_batches`, of which so many are in flight."""
     options = {"pipeline_parallel_size": 2, "cpu_threads": 1, "max_model_len": 512, "enable_prefix_caching": False}
     setup = prepare(resolve(EngineConfig.from_options(model=model, **options)))
     executor = make_executor(setup)
     executor.start()
-    if plans_in_flight is not None:
-        executor.max_in_flight = plans_in_flight
+    executor.max_in_flight = micro_batches
     engine = Engine(setup, executor)
+    executor.max_in_flight = in_flight
 
     def run(prompts: list[list[int]], output_len: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
@@ -161,7 +162,7 @@ def compare(name: str, first: Run, second: Run, rng: random.Random) -> None:
 def main() -> None:
     """Run the cases named, or all."""
     folder = Path(sys.argv[1])
-    wanted = sys.argv[2:] or ["experts", "lockstep", "latent", "pipeline"]
+    wanted = sys.argv[2:] or ["experts", "lockstep", "latent", "pipeline", "whole"]
     rng = random.Random(0)
     whole = {"enable_expert_parallel": True}
     if "experts" in wanted:
@@ -176,10 +177,13 @@ def main() -> None:
         model = checkpoint(folder, LATENT)
         with offline(model) as a, reference(model) as b:
             compare("latent", a, b, rng)
-    if "pipeline" in wanted:
-        model = checkpoint(folder, MOE)
-        with pipeline(model, None) as a, pipeline(model, 1) as b:
-            compare("pipeline", a, b, rng)
+    for name, micro_batches in (("pipeline", 2), ("whole", 1)):
+        if name in wanted:
+            model = checkpoint(folder, MOE)
+            both = pipeline(model, micro_batches=2, in_flight=2)
+            one = pipeline(model, micro_batches=micro_batches, in_flight=1)
+            with both as a, one as b:
+                compare(name, a, b, rng)
 
 
 if __name__ == "__main__":

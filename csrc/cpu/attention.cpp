@@ -7,7 +7,7 @@ namespace shardline::SHARDLINE_ISA {
 namespace {
 
 // Rows that pass over a split together, at most: they share the work of packing it, and their outputs stay in L2.
-constexpr int64_t kMostTileRows = 240, kFewestTileRows = 30;
+constexpr int64_t kMostTileRows = 480, kFewestTileRows = 30;
 constexpr int64_t kMaxPartialBytes = 64 << 20;
 
 // Query rows of one sequence that share a KV head.
@@ -30,7 +30,7 @@ class RowTile {
 
   // Four-byte words of scratch memory, for tiles of up to num_rows rows.
   static size_t scratch_words(const AttentionArgs& args, int64_t num_rows) {
-    const int64_t row_words = kSplitKeys + words_of<T>(kSplitKeys) + output_width(args);
+    const int64_t row_words = kSplitKeys + output_width(args);
     return static_cast<size_t>(num_rows * query_width(args) + kMaxRows * row_words) +
            Split<T, Stored>::scratch_words(args.key_dim, args.value_dim);
   }
@@ -40,20 +40,20 @@ class RowTile {
     queries_ = memory;
     memory += index_.num_rows * query_width(args_);
     for (int r = 0; r < kMaxRows; ++r) {
-      rows_[r].scores = reinterpret_cast<float*>(memory);
-      rows_[r].partial.output = rows_[r].scores + kSplitKeys;
-      rows_[r].weights = memory + kSplitKeys + output_width(args_);
-      memory = rows_[r].weights + words_of<T>(kSplitKeys);
+      rows_[r].scores = memory;
+      rows_[r].partial.output = reinterpret_cast<float*>(memory + kSplitKeys);
+      memory += kSplitKeys + output_width(args_);
     }
     split_.prepare(memory, args_.key_dim, args_.value_dim);
-    for (int64_t r = 0; r < index_.num_rows; ++r) load_query(r);
+    load_queries();
     return memory + Split<T, Stored>::scratch_words(args_.key_dim, args_.value_dim);
   }
 
   int64_t first_split() const { return visible(0).begin / kSplitKeys; }
-  int64_t end_split() const { return ceil_div(visible(index_.num_rows - 1).end, kSplitKeys); }
+  int64_t end_split() const { return end_split(index_.num_rows - 1); }
+  int64_t end_split(int64_t r) const { return ceil_div(visible(r).end, kSplitKeys); }
 
-  // Calls take(row, partial) for every row that sees something of the split.
+  // Calls take(first_row, num_rows, rows) for the rows that see something of the split, kMaxRows of them at most.
   template <class Take>
   void attend(int64_t split, const Take& take) {
     const int64_t split_begin = split * kSplitKeys;
@@ -70,14 +70,15 @@ class RowTile {
         rows_[r].keys = seen(first + r, split_begin);
       }
       attend_rows<T>(num_rows, rows_, split_, args_);
-      for (int r = 0; r < num_rows; ++r) take(first + r, rows_[r].partial);
+      take(first, num_rows, rows_);
     }
   }
 
   void store_output(int64_t r, const Partial& merged) const {
     T* out = static_cast<T*>(args_.out) + ((first_token_ + token(r)) * args_.num_heads + head(r)) * args_.value_dim;
+    const F32 factor = broadcast(1.0f / merged.sum);
     for (int64_t d = 0; d < args_.value_dim; d += kLanes) {
-      store_n(out + d, load(merged.output + d) / merged.sum, args_.value_dim - d);
+      store_n(out + d, load(merged.output + d) * factor, args_.value_dim - d);
     }
   }
 
@@ -96,12 +97,21 @@ class RowTile {
     return {max64(0, range.begin - split_begin), min64(kSplitKeys, range.end - split_begin)};
   }
 
-  void load_query(int64_t r) {
-    const T* from = static_cast<const T*>(args_.query) + (first_token_ + token(r)) * args_.query_stride +
-                    head(r) * args_.key_dim;
-    int32_t* to = queries_ + r * query_width(args_);
-    for (int64_t d = 0; d < args_.key_dim; d += kLanes * kPerWord<T>) {
-      store_words(to + d / kPerWord<T>, load_elements<T>(from + d, args_.key_dim - d));
+  void load_queries() {
+    const T* token_row = static_cast<const T*>(args_.query) + (first_token_ + token(0)) * args_.query_stride;
+    int64_t in_group = index_.first_row % group_;
+    int32_t* to = queries_;
+    for (int64_t r = 0; r < index_.num_rows; ++r, to += query_width(args_)) {
+      const T* from = token_row + (index_.kv_head * group_ + in_group) * args_.key_dim;
+      // The next token's, which the hardware may not guess; past the last one it asks for nothing that is used.
+      prefetch(from + args_.query_stride, args_.key_dim);
+      for (int64_t d = 0; d < args_.key_dim; d += kLanes * kPerWord<T>) {
+        store_words(to + d / kPerWord<T>, load_elements<T>(from + d, args_.key_dim - d));
+      }
+      if (++in_group == group_) {
+        in_group = 0;
+        token_row += args_.query_stride;
+      }
     }
   }
 
@@ -146,15 +156,20 @@ void attend_tile(const AttentionArgs& args, const TileIndex& index) {
   float* outputs =
       reinterpret_cast<float*>(tile.prepare(static_cast<int32_t*>(thread_scratch(num_words * sizeof(int32_t)))));
   Partial merged[kMostTileRows];
-  bool started[kMostTileRows] = {};
+  bool first[kMostTileRows];  // whether nothing is merged yet
+  for (int64_t r = 0; r < num_rows; ++r) {
+    merged[r].output = outputs + r * width;
+    first[r] = true;
+  }
   for (int64_t split = tile.first_split(); split < tile.end_split(); ++split) {
-    tile.attend(split, [&](int64_t r, const Partial& partial) {
-      merged[r].output = outputs + r * width;
-      merge(merged[r], partial, !started[r], args.value_dim);
-      started[r] = true;
+    tile.attend(split, [&](int64_t first_row, int count, const Row* rows) {
+      merge_rows(merged + first_row, rows, count, first + first_row, args.value_dim);
+      for (int64_t r = first_row; r < first_row + count; ++r) {
+        first[r] = false;
+        if (split + 1 == tile.end_split(r)) tile.store_output(r, merged[r]);
+      }
     });
   }
-  for (int64_t r = 0; r < num_rows; ++r) tile.store_output(r, merged[r]);
 }
 
 // The tiles of a call, counted over sequences, then rows, then KV heads. How many rows a tile has does not matter to
@@ -225,24 +240,29 @@ void attend_wide(const AttentionArgs& args, const Tiles& tiles, int64_t num_spli
     if (split < tile.first_split() || split >= tile.end_split()) return;
     const size_t num_words = RowTile<T, Stored>::scratch_words(args, tile_rows);
     tile.prepare(static_cast<int32_t*>(thread_scratch(num_words * sizeof(int32_t))));
-    tile.attend(split, [&](int64_t r, const Partial& partial) {
-      float* to = place(index, split, r);
-      to[0] = partial.max;
-      to[1] = partial.sum;
-      to[2] = 1.0f;
-      __builtin_memcpy(to + kHeader, partial.output, static_cast<size_t>(stride - kHeader) * sizeof(float));
+    tile.attend(split, [&](int64_t first_row, int count, const Row* rows) {
+      for (int r = 0; r < count; ++r) {
+        const Partial& partial = rows[r].partial;
+        float* to = place(index, split, first_row + r);
+        to[0] = partial.max;
+        to[1] = partial.sum;
+        to[2] = 1.0f;
+        __builtin_memcpy(to + kHeader, partial.output, static_cast<size_t>(stride - kHeader) * sizeof(float));
+      }
     });
   });
   parallel_for(tiles.count(), [&](int64_t index) {
     const RowTile<T, Stored> tile(args, tiles.at(index));
     for (int64_t r = 0; r < tiles.at(index).num_rows; ++r) {
       Partial merged = {0.0f, 0.0f, static_cast<float*>(thread_scratch(static_cast<size_t>(stride) * sizeof(float)))};
-      bool started = false;
+      bool first = true;
       for (int64_t split = 0; split < num_splits; ++split) {
         float* from = place(index, split, r);
         if (from[2] == 0.0f) continue;
-        merge(merged, {from[0], from[1], from + kHeader}, !started, args.value_dim);
-        started = true;
+        Row row = {};
+        row.partial = {from[0], from[1], from + kHeader};
+        merge_rows(&merged, &row, 1, &first, args.value_dim);
+        first = false;
       }
       tile.store_output(r, merged);
     }

@@ -22,8 +22,7 @@ struct Partial {
 
 struct Row {
   const int32_t* query;  // [key_words]
-  float* scores;         // [kSplitKeys]
-  int32_t* weights;      // [words_of(kSplitKeys)]
+  int32_t* scores;       // [kSplitKeys], fp32; weights, [words_of(kSplitKeys)], take their place: they stay in L1
   Range keys;            // visible in this split
   Partial partial;
 };
@@ -57,7 +56,7 @@ void score_group(const Row* rows, const Split<T, Stored>& split, const int32_t* 
       for (int v = 0; v < kVectors; ++v) {
         const int64_t place = first_key + (at + v) * kLanes;
         if constexpr (Split<T, Stored>::kScaled) sum[r][v] = sum[r][v] * split.key_scales(place);
-        store(rows[r].scores + place, sum[r][v]);
+        store_words(rows[r].scores + place, (I32)sum[r][v]);
       }
     }
   }
@@ -76,10 +75,22 @@ void score_keys(const Row* rows, Split<T, Stored>& split, Range keys) {
   }
 }
 
+inline F32 load_score(const int32_t* p) { return (F32)load_words(p); }
+
 // The visible keys and as many hidden ones as fill pairs of vectors.
 inline Range padded(Range keys) {
   constexpr int64_t kStep = 2 * kLanes;
   return {keys.begin / kStep * kStep, ceil_div(keys.end, kStep) * kStep};
+}
+
+// Gives hidden keys among kLanes scores the lowest score.
+inline void hide(int32_t* scores, int64_t first_key, Range visible) {
+  const F32 lowest = broadcast(-__builtin_inff());
+  const I32 key = lane_numbers(AllLanes{}) + static_cast<int32_t>(first_key);
+  F32 score = load_score(scores + first_key);
+  score = key < static_cast<int32_t>(visible.end) ? score : lowest;
+  score = key >= static_cast<int32_t>(visible.begin) ? score : lowest;
+  store_words(scores + first_key, (I32)score);
 }
 
 // Finds the maximum of a row's scores, after the softcap and the scale; hidden keys get the lowest score.
@@ -89,14 +100,15 @@ void find_maximum(Row& row, const AttentionArgs& args) {
   const Range keys = padded(row.keys);
   if (args.softcap != 0.0f) {
     for (int64_t i = keys.begin; i < keys.end; i += kLanes) {
-      store(row.scores + i, tanh(load(row.scores + i) * args.scale / args.softcap) * args.softcap);
+      const F32 capped = tanh(load_score(row.scores + i) * args.scale / args.softcap) * args.softcap;
+      store_words(row.scores + i, (I32)capped);
     }
   }
-  for (int64_t i = keys.begin; i < row.keys.begin; ++i) row.scores[i] = lowest;
-  for (int64_t i = row.keys.end; i < keys.end; ++i) row.scores[i] = lowest;
+  for (int64_t i = keys.begin; i < row.keys.begin; i += kLanes) hide(row.scores, i, row.keys);
+  for (int64_t i = row.keys.end / kLanes * kLanes; i < keys.end; i += kLanes) hide(row.scores, i, row.keys);
   F32 largest[2] = {broadcast(lowest), broadcast(lowest)};
   for (int64_t i = keys.begin; i < keys.end; i += 2 * kLanes) {
-    for (int v = 0; v < 2; ++v) largest[v] = maximum(load(row.scores + i + v * kLanes), largest[v]);
+    for (int v = 0; v < 2; ++v) largest[v] = maximum(load_score(row.scores + i + v * kLanes), largest[v]);
   }
   row.partial.max = max_lanes(maximum(largest[0], largest[1])) * (args.softcap != 0.0f ? 1.0f : args.scale);
 }
@@ -117,23 +129,33 @@ void weigh_scores(Row& row, const Split<T, Stored>& split, const AttentionArgs& 
   const float max = row.partial.max == -__builtin_inff() ? 0.0f : row.partial.max;
   F32 sum = {};
   if constexpr (kPerWord<T> == 2) {
+#if defined(__AVX512BF16__)
     constexpr float kLog2e = 1.44269504f;
     const F32 factor = broadcast(scale * kLog2e), shift = broadcast(max * -kLog2e);
-    for (int64_t i = keys.begin; i < keys.end; i += 2 * kLanes) {
-      const F32 first = exp2_coarse(fma(load(row.scores + i), factor, shift));
-      const F32 second = exp2_coarse(fma(load(row.scores + i + kLanes), factor, shift));
+    const auto weigh = [&](F32 sum, int64_t i) {
+      const F32 first = exp2_coarse(fma(load_score(row.scores + i), factor, shift));
+      const F32 second = exp2_coarse(fma(load_score(row.scores + i + kLanes), factor, shift));
       const I32 pairs = rounded_pairs(scaled_weights(first, split, i), scaled_weights(second, split, i + kLanes));
-      store_words(row.weights + i / 2, pairs);
+      store_words(row.scores + (i >> 1), pairs);
       if constexpr (Split<T, Stored>::kScaled) {
-        sum = sum + (first + second);
+        return sum + (first + second);
       } else {
-        sum = dot_pairs(sum, pairs, broadcast_int(0x3f803f80));  // ones
+        return dot_pairs(sum, pairs, broadcast_int(0x3f803f80));  // ones
       }
+    };
+    F32 other_sum = {};
+    int64_t i = keys.begin;
+    for (; i + 4 * kLanes <= keys.end; i += 4 * kLanes) {
+      sum = weigh(sum, i);
+      other_sum = weigh(other_sum, i + 2 * kLanes);
     }
+    if (i < keys.end) sum = weigh(sum, i);
+    sum = sum + other_sum;
+#endif
   } else {
     for (int64_t i = keys.begin; i < keys.end; i += kLanes) {
-      const F32 weight = exp(fma(load(row.scores + i), broadcast(scale), broadcast(-max)));
-      store_words(row.weights + i, (I32)scaled_weights(weight, split, i));
+      const F32 weight = exp(fma(load_score(row.scores + i), broadcast(scale), broadcast(-max)));
+      store_words(row.scores + i, (I32)scaled_weights(weight, split, i));
       sum = sum + weight;
     }
   }
@@ -160,7 +182,7 @@ inline void add_columns(Row* rows, const int32_t* values, int64_t width, int64_t
     }
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
-      const I32 weight = broadcast_int(rows[r].weights[word]);
+      const I32 weight = broadcast_int(rows[r].scores[word]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_words<T>(sum[r][v], weight, value[v]);
     }
@@ -244,21 +266,34 @@ void attend_rows(int num_rows, Row* rows, Split<T, Stored>& split, const Attenti
   if constexpr (kRows > 1) attend_rows<T, kRows - 1>(num_rows, rows, split, args);
 }
 
-// Folds the next split into what was merged so far.
-inline void merge(Partial& merged, const Partial& next, bool first, int64_t dim) {
-  if (first) {
-    merged.max = next.max;
-    merged.sum = next.sum;
-    for (int64_t i = 0; i < dim; i += kLanes) store(merged.output + i, load(next.output + i));
-    return;
-  }
+// Folds a row's share of the next split into what was merged so far; `shrink` is exp(-|difference of the maxima|).
+inline void merge(Partial& merged, const Partial& next, F32 shrink, int64_t dim) {
   const bool higher = next.max > merged.max;
-  const F32 shrink = exp(broadcast(higher ? merged.max - next.max : next.max - merged.max));
   const F32 keep = higher ? shrink : broadcast(1.0f), take = higher ? broadcast(1.0f) : shrink;
   merged.sum = fma(broadcast(merged.sum), keep, broadcast(next.sum) * take)[0];
   merged.max = higher ? next.max : merged.max;
   for (int64_t i = 0; i < dim; i += kLanes) {
     store(merged.output + i, fma(load(merged.output + i), keep, load(next.output + i) * take));
+  }
+}
+
+// The same for rows that meet one split together, up to kMaxRows; a row whose first split it is has nothing merged yet.
+inline void merge_rows(Partial* merged, const Row* rows, int num_rows, const bool* first, int64_t dim) {
+  float differences[ceil_div(kMaxRows, kLanes) * kLanes] = {};
+  for (int r = 0; r < num_rows; ++r) {
+    const float next = rows[r].partial.max;
+    if (!first[r]) differences[r] = next > merged[r].max ? merged[r].max - next : next - merged[r].max;
+  }
+  for (int r = 0; r < num_rows; r += kLanes) store(differences + r, exp(load(differences + r)));
+  for (int r = 0; r < num_rows; ++r) {
+    const Partial& next = rows[r].partial;
+    if (!first[r]) {
+      merge(merged[r], next, broadcast(differences[r]), dim);
+      continue;
+    }
+    merged[r].max = next.max;
+    merged[r].sum = next.sum;
+    for (int64_t i = 0; i < dim; i += kLanes) store(merged[r].output + i, load(next.output + i));
   }
 }
 

@@ -10,6 +10,11 @@ namespace shardline {
 
 Activation activation_named(const std::string& name);
 
+// Columns of the weight of a gated GEMM that writes num_columns: of whole panels, half of each the gate's.
+inline int64_t gated_weight_columns(int64_t num_columns) {
+  return (num_columns + kGatedColumns - 1) / kGatedColumns * kPanelColumns;
+}
+
 void bind_experts(nanobind::module_& m);
 void bind_ops(nanobind::module_& m);
 void bind_mla(nanobind::module_& m);

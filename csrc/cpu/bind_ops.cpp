@@ -36,11 +36,12 @@ void pack_weight(nb::handle weight_object, nb::handle panels_object) {
   kernels().pack_weight(args);
 }
 
-void linear(nb::handle x_object, nb::handle panels_object, nb::handle bias_object, nb::handle out_object) {
+void linear(nb::handle x_object, nb::handle panels_object, nb::handle bias_object, nb::handle out_object,
+            const std::optional<std::string>& gate) {
   const Tensor x(x_object, "x"), panels(panels_object, "panels"), out(out_object, "out");
   x.is_floating().has_shape({-1, -1}).has_rows().same_dtype(panels);
   out.is_floating().has_shape({x.size(0), -1}).has_rows();
-  check_panels(panels, out.size(1), x.size(1));
+  check_panels(panels, gate ? gated_weight_columns(out.size(1)) : out.size(1), x.size(1));
   LinearArgs args = {};
   args.dtype = x.dtype();
   args.out_dtype = out.dtype();
@@ -49,7 +50,7 @@ void linear(nb::handle x_object, nb::handle panels_object, nb::handle bias_objec
   args.panels = panels.data();
   if (!bias_object.is_none()) {
     const Tensor bias(bias_object, "bias");
-    bias.is_floating().has_shape({out.size(1)}).is_contiguous();
+    bias.is_floating().has_shape({gate ? 2 * out.size(1) : out.size(1)}).is_contiguous();
     args.bias = bias.data();
     args.bias_dtype = bias.dtype();
   }
@@ -58,6 +59,8 @@ void linear(nb::handle x_object, nb::handle panels_object, nb::handle bias_objec
   args.num_rows = x.size(0);
   args.num_columns = out.size(1);
   args.depth = x.size(1);
+  args.gated = gate.has_value();
+  if (gate) args.activation = activation_named(*gate);
   perform([args] { kernels().linear(args); });
 }
 
@@ -272,7 +275,7 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
 
 void bind_ops(nb::module_& m) {
   m.def("pack_weight", &pack_weight, "weight"_a, "panels"_a);
-  m.def("linear", &linear, "x"_a, "panels"_a, "bias"_a.none(), "out"_a);
+  m.def("linear", &linear, "x"_a, "panels"_a, "bias"_a.none(), "out"_a, "gate"_a = nb::none());
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "out"_a, "eps"_a, "weight_offset"_a, "residual"_a.none(),
         "summed"_a.none());
   m.def("layer_norm", &layer_norm, "x"_a, "weight"_a, "bias"_a.none(), "out"_a, "eps"_a, "residual"_a.none(),

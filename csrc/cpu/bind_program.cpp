@@ -136,7 +136,6 @@ class PyProgram {
     return tensor_over(arena_, output_, shape_, *entry_);
   }
 
-  size_t num_calls() const { return program_.num_calls(); }
 
  private:
   Program program_;
@@ -156,8 +155,7 @@ void bind_program(nb::module_& m) {
       .def("begin", &PyProgram::begin)
       .def("end", &PyProgram::end)
       .def("set_output", &PyProgram::set_output, "output"_a)
-      .def("replay", &PyProgram::replay)
-      .def_prop_ro("num_calls", &PyProgram::num_calls);
+      .def("replay", &PyProgram::replay);
 }
 
 }  // namespace shardline

@@ -1,4 +1,8 @@
 // Python entry points of the kernels over quantized rows and weights.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <optional>
 #include <string>
 
 #include "bind.h"
@@ -82,7 +86,8 @@ void pack_int4(nb::handle weight_object, nb::handle panels_object) {
 
 // All but the weight.
 QuantizedLinearArgs linear_args(nb::handle values_object, nb::handle scales_object, nb::handle sums_object,
-                                int64_t depth, nb::handle bias_object, nb::handle out_object) {
+                                int64_t depth, nb::handle bias_object, nb::handle out_object,
+                                const std::optional<std::string>& gate) {
   const Tensor values(values_object, "values"), scales(scales_object, "scales"), sums(sums_object, "sums");
   const Tensor out(out_object, "out");
   out.is_floating().has_shape({values.size(0), -1}).has_rows();
@@ -94,7 +99,7 @@ QuantizedLinearArgs linear_args(nb::handle values_object, nb::handle scales_obje
   args.row_sums = sums.as<int32_t>();
   if (!bias_object.is_none()) {
     const Tensor bias(bias_object, "bias");
-    bias.is_floating().has_shape({out.size(1)}).is_contiguous();
+    bias.is_floating().has_shape({gate ? 2 * out.size(1) : out.size(1)}).is_contiguous();
     args.bias = bias.data();
     args.bias_dtype = bias.dtype();
   }
@@ -103,24 +108,31 @@ QuantizedLinearArgs linear_args(nb::handle values_object, nb::handle scales_obje
   args.num_rows = values.size(0);
   args.num_columns = out.size(1);
   args.depth = depth;
+  args.gated = gate.has_value();
+  if (gate) args.activation = activation_named(*gate);
   return args;
 }
 
+int64_t weight_columns(const QuantizedLinearArgs& args) {
+  return args.gated ? gated_weight_columns(args.num_columns) : args.num_columns;
+}
+
 void linear_int8(nb::handle values, nb::handle scales, nb::handle sums, int64_t depth, nb::handle panels_object,
-                 nb::handle column_scales_object, nb::handle bias, nb::handle out) {
-  QuantizedLinearArgs args = linear_args(values, scales, sums, depth, bias, out);
+                 nb::handle column_scales_object, nb::handle bias, nb::handle out,
+                 const std::optional<std::string>& gate) {
+  QuantizedLinearArgs args = linear_args(values, scales, sums, depth, bias, out, gate);
   const Tensor panels(panels_object, "panels"), column_scales(column_scales_object, "column_scales");
-  check_int8(panels, column_scales, args.num_columns, depth);
+  check_int8(panels, column_scales, weight_columns(args), depth);
   args.panels = panels.as<uint8_t>();
   args.column_scales = column_scales.as<float>();
   perform([args] { kernels().linear_int8(args); });
 }
 
 void linear_int4(nb::handle values, nb::handle scales, nb::handle sums, int64_t depth, nb::handle panels_object,
-                 nb::handle bias, nb::handle out) {
-  QuantizedLinearArgs args = linear_args(values, scales, sums, depth, bias, out);
+                 nb::handle bias, nb::handle out, const std::optional<std::string>& gate) {
+  QuantizedLinearArgs args = linear_args(values, scales, sums, depth, bias, out, gate);
   const Tensor panels(panels_object, "panels");
-  check_int4(panels, args.num_columns, depth);
+  check_int4(panels, weight_columns(args), depth);
   args.panels = panels.as<uint8_t>();
   perform([args] { kernels().linear_int4(args); });
 }
@@ -132,9 +144,9 @@ void bind_quantized(nb::module_& m) {
   m.def("pack_int8", &pack_int8, "weight"_a, "panels"_a, "scales"_a);
   m.def("pack_int4", &pack_int4, "weight"_a, "panels"_a);
   m.def("linear_int8", &linear_int8, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a, "column_scales"_a,
-        "bias"_a.none(), "out"_a);
+        "bias"_a.none(), "out"_a, "gate"_a = nb::none());
   m.def("linear_int4", &linear_int4, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a, "bias"_a.none(),
-        "out"_a);
+        "out"_a, "gate"_a = nb::none());
 }
 
 }  // namespace shardline

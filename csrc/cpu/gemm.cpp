@@ -108,8 +108,10 @@ template <class T>
 void linear_of(const LinearArgs& args) {
   const PanelLayout layout = {ceil_div(args.depth, kStep<T>), kStep<T> * kPanelColumns * int64_t{sizeof(T)}};
   const auto add = [&](const Tile& tile, auto rows, auto wide) { add_tile<T, rows.kValue, wide.kValue>(args, tile); };
-  const auto finish = [&](int64_t row, int64_t column, const void* sums) {
-    finish_row(args, row, column, [&](int64_t c) { return load(static_cast<const float*>(sums) + c); });
+  const auto finish = [&](const FinishedTile& tile) {
+    finish_tile(args, tile, true, [&](int64_t r, int64_t c) {
+      return load(static_cast<const float*>(tile.sums) + r * kPanelColumns + c);
+    });
   };
   for_each_tile<kTileRows<T>, kWideMin, kWideMax>(args, layout, add, finish);
 }
@@ -121,13 +123,16 @@ void pack_panel(const PackArgs& args, int64_t panel_index) {
   T* panel = static_cast<T*>(args.panels) + panel_index * padded_depth * kPanelColumns;
   constexpr int64_t kChunk = 64;  // a chunk of the panel stays in L1 while the columns are read one after another
   for (int64_t begin = 0; begin < padded_depth; begin += kChunk) {
-    const int64_t end = min64(padded_depth, begin + kChunk);
+    const int64_t size = min64(padded_depth - begin, kChunk), known = min64(args.depth - begin, kChunk);
     for (int64_t c = 0; c < kPanelColumns; ++c) {
       const int64_t column = panel_index * kPanelColumns + c;
-      const int64_t known_end = column < args.num_columns ? min64(end, args.depth) : begin;
-      for (int64_t k = begin; k < end; ++k) {
-        const int64_t place = (k / kStep<T>) * kPanelColumns * kStep<T> + c * kStep<T> + k % kStep<T>;
-        panel[place] = k < known_end ? weight[column * args.weight_stride + k] : T{};
+      T values[kChunk] = {};
+      if (column < args.num_columns) {
+        __builtin_memcpy(values, weight + column * args.weight_stride + begin, static_cast<size_t>(known) * sizeof(T));
+      }
+      T* place = panel + begin * kPanelColumns + c * kStep<T>;
+      for (int64_t k = 0; k < size; k += kStep<T>) {
+        __builtin_memcpy(place + k * kPanelColumns, values + k, kStep<T> * sizeof(T));
       }
     }
   }

@@ -197,9 +197,11 @@ void pack_int4(const PackQuantizedArgs& args) {
 void linear_int4(const QuantizedLinearArgs& args) {
   const PanelLayout layout = {ceil_div(args.depth, kGroupDepth), kInt4GroupBytes};
   const auto add = [&](const Tile& tile, auto rows, auto wide) { add_tile<rows.kValue, wide.kValue>(args, tile); };
-  const auto finish = [&](int64_t row, int64_t column, const void* sums) {
-    const F32 row_scale = broadcast(args.row_scales[row]);
-    finish_row(args, row, column, [&](int64_t c) { return load(static_cast<const float*>(sums) + c) * row_scale; });
+  const auto finish = [&](const FinishedTile& tile) {
+    finish_tile(args, tile, false, [&](int64_t r, int64_t c) {
+      const F32 total = load(static_cast<const float*>(tile.sums) + r * kPanelColumns + c);
+      return total * broadcast(args.row_scales[tile.row + r]);
+    });
   };
   for_each_tile<kTileRows, kWideMin, kWideMax>(args, layout, add, finish);
 }

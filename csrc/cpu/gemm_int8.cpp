@@ -82,9 +82,11 @@ void pack_panel(const PackQuantizedArgs& args, int64_t panel_index) {
         const F32 values = load_n(weight + c * args.weight_stride + begin + k, args.depth - begin - k);
         store_bytes(bytes + k, quantized(values, broadcast(inverse[c])));
       }
-      for (int64_t k = 0; k < kChunk && begin + k < num_quads * kQuad; ++k) {
-        const int64_t place = ((begin + k) / kQuad * kPanelColumns + c) * kQuad + k % kQuad;
-        panel[place] = static_cast<uint8_t>(bytes[k] + 128);
+      for (int64_t k = 0; k < kChunk && begin + k < num_quads * kQuad; k += kQuad) {
+        uint32_t quad;
+        __builtin_memcpy(&quad, bytes + k, sizeof quad);
+        quad ^= 0x80808080;  // 128 more in each byte
+        __builtin_memcpy(panel + ((begin + k) / kQuad * kPanelColumns + c) * kQuad, &quad, sizeof quad);
       }
     }
   }
@@ -101,11 +103,11 @@ void pack_int8(const PackQuantizedArgs& args) {
 void linear_int8(const QuantizedLinearArgs& args) {
   const PanelLayout layout = {ceil_div(args.depth, kQuad), kQuad * kPanelColumns};
   const auto add = [&](const Tile& tile, auto rows, auto wide) { add_tile<rows.kValue, wide.kValue>(args, tile); };
-  const auto finish = [&](int64_t row, int64_t column, const void* sums) {
-    const F32 row_scale = broadcast(args.row_scales[row]);
-    finish_row(args, row, column, [&](int64_t c) {
-      const F32 scale = row_scale * load(args.column_scales + column + c);
-      return to_float(load(static_cast<const int32_t*>(sums) + c)) * scale;
+  const auto finish = [&](const FinishedTile& tile) {
+    const float* column_scales = args.column_scales + tile.panel * kPanelColumns;
+    finish_tile(args, tile, false, [&](int64_t r, int64_t c) {
+      const F32 scale = broadcast(args.row_scales[tile.row + r]) * load(column_scales + c);
+      return to_float(load(static_cast<const int32_t*>(tile.sums) + r * kPanelColumns + c)) * scale;
     });
   };
   for_each_tile<kTileRows, kWideMin, kWideMax>(args, layout, add, finish);

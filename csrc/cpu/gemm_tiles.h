@@ -1,7 +1,8 @@
 // What the GEMMs share: how the work is cut into tasks, blocks of K and tiles of rows, what is fetched into the caches
-// meanwhile, and how sums become outputs. Nothing here decides in which order an output's products are added.
+// meanwhile. Nothing here decides in which order an output's products are added.
 #pragma once
 
+#include "gemm_finish.h"
 #include "kernels.h"
 #include "thread_pool.h"
 #include "variant.h"
@@ -74,37 +75,6 @@ void with_wide_rows(const Tile& tile, const Body& body) {
   }
 }
 
-// The lines of the output are on their way while its sums are computed.
-template <class Args>
-void prefetch_output(const Args& args, int64_t row_begin, int64_t row_end, int64_t column) {
-  const int64_t element_bytes = args.out_dtype == DType::kFloat32 ? sizeof(float) : sizeof(bf16);
-  const int64_t bytes = min64(kPanelColumns, args.num_columns - column) * element_bytes;
-  for (int64_t row = row_begin; row < row_end; ++row) {
-    const char* out = static_cast<const char*>(args.out) + (row * args.out_stride + column) * element_bytes;
-    for (int64_t offset = 0; offset < bytes; offset += kCacheLine) __builtin_prefetch(out + offset, 1);
-  }
-}
-
-// Writes value_at(c) + bias, rounded once, for the columns of a panel.
-template <class Args, class Value>
-void finish_row(const Args& args, int64_t row, int64_t first_column, const Value& value_at) {
-  const int64_t columns = min64(kPanelColumns, args.num_columns - first_column);
-  for (int64_t c = 0; c < columns; c += kLanes) {
-    const int64_t n = columns - c, column = first_column + c;
-    F32 value = value_at(c);
-    if (args.bias != nullptr) {
-      value = value + (args.bias_dtype == DType::kFloat32 ? load_n(static_cast<const float*>(args.bias) + column, n)
-                                                          : load_n(static_cast<const bf16*>(args.bias) + column, n));
-    }
-    const int64_t place = row * args.out_stride + column;
-    if (args.out_dtype == DType::kFloat32) {
-      store_n(static_cast<float*>(args.out) + place, value, n);
-    } else {
-      store_n(static_cast<bf16*>(args.out) + place, value, n);
-    }
-  }
-}
-
 // One panel for some rows. What is asked for ahead follows in memory: the next block of K, or the panel of the thread's
 // next task. A block leaves room for it in L2.
 template <int kTileRows, int kWideMin, int kWideMax, class Args, class Add, class Finish>
@@ -123,30 +93,26 @@ void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index
     const int64_t share = ask ? ceil_div((end - begin) * layout.step_bytes, num_tiles) : 0;
     for (int64_t t = 0; t < num_tiles; ++t) {  // evenly: 9 rows are 5 + 4, not 6 + 3
       const int64_t first = rows * t / num_tiles, last = rows * (t + 1) / num_tiles;
-      const bool done = b + 1 == num_blocks;
-      if (done) prefetch_output(args, row_begin + first, row_begin + last, panel_index * kPanelColumns);
       const Tile tile = {row_begin + first, static_cast<int>(last - first), wide, panel, begin, end,
                          sums + first * kPanelColumns, panel + end * layout.step_bytes + t * share, share};
       wide ? with_wide_rows<kWideMin, kWideMax>(tile, add) : with_rows<kTileRows>(tile, add);
-      for (int64_t r = first; done && r < last; ++r) {
-        finish(row_begin + r, panel_index * kPanelColumns, sums + r * kPanelColumns);
-      }
+      if (b + 1 == num_blocks) finish({tile.row, last - first, panel_index, tile.sums});
     }
   }
 }
 
-// Calls add(tile, Constant<rows>, Constant<wide>) over all of the output and its K, and finish(row, column, sums) for
-// each row of each panel when its sums are complete.
+// Calls add(tile, Constant<rows>, Constant<wide>) over all of the output and its K, and finish(FinishedTile) for each
+// tile when its sums are complete.
 template <int kTileRows, int kWideMin, int kWideMax, class Args, class Add, class Finish>
 void for_each_tile(const Args& args, const PanelLayout& layout, const Add& add, const Finish& finish) {
   constexpr int64_t kTaskRows = 240;  // at most: their slice of x stays in L2 while a panel passes
   constexpr int64_t kSmallWork = 1 << 16;
   if (args.num_rows == 0 || args.num_columns == 0) return;
-  const int64_t num_panels = ceil_div(args.num_columns, kPanelColumns);
+  const int64_t num_panels = ceil_div(args.num_columns, args.gated ? kGatedColumns : kPanelColumns);
   int64_t task_rows = kTaskRows;
   while (task_rows > 30 && num_panels * ceil_div(args.num_rows, task_rows) < 2 * num_threads()) task_rows /= 2;
   const int64_t row_blocks = ceil_div(args.num_rows, task_rows);
-  const bool parallel = args.num_rows * args.num_columns * args.depth > kSmallWork;
+  const bool parallel = args.num_rows * num_panels * kPanelColumns * args.depth > kSmallWork;
   parallel_for_if(parallel, row_blocks * num_panels, [&](int64_t task) {
     const int64_t block = task / num_panels;
     const int64_t row_begin = args.num_rows * block / row_blocks;

@@ -8,6 +8,11 @@
 namespace shardline {
 
 constexpr int64_t kPanelColumns = 64;
+// A gated GEMM writes act(gate) * up: in each panel 32 columns of the gate's weight, then the same 32 of up's. Both
+// products are rounded to out_dtype first, and the activation's result is again. num_columns counts what is written.
+constexpr int64_t kGatedColumns = kPanelColumns / 2;
+
+enum class Activation : uint8_t { kSilu, kGeluTanh, kGelu, kRelu };
 
 // weight [N, K] becomes panels of 64 columns: [panel][k][column], or for bf16 [panel][k / 2][column][k % 2]; padded
 // with zeros to whole panels and whole pairs.
@@ -24,10 +29,12 @@ struct LinearArgs {
   const void* x;
   int64_t x_stride;
   const void* panels;
-  const void* bias;  // null for none
+  const void* bias;  // null for none; the gate's, then up's
   void* out;
   int64_t out_stride;
   int64_t num_rows, num_columns, depth;
+  bool gated;
+  Activation activation;  // of the gate
 };
 
 // Bytes of k that one column contributes to a step of the quantized GEMMs, and weights that share a scale in int4.
@@ -63,10 +70,12 @@ struct QuantizedLinearArgs {
   const int32_t* row_sums;
   const uint8_t* panels;
   const float* column_scales;  // int8 only
-  const void* bias;            // null for none
+  const void* bias;            // null for none; the gate's, then up's
   void* out;
   int64_t out_stride;
   int64_t num_rows, num_columns, depth;
+  bool gated;
+  Activation activation;  // of the gate
 };
 
 struct NormArgs {
@@ -101,8 +110,6 @@ struct RopeArgs {
   int64_t num_tokens, num_heads, half;
   bool interleaved;
 };
-
-enum class Activation : uint8_t { kSilu, kGeluTanh, kGelu, kRelu };
 
 struct ActivationArgs {
   DType dtype;

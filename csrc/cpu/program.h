@@ -27,7 +27,6 @@ class Program {
   void add(std::function<void()> call) { calls_.push_back(std::move(call)); }
   // Runs the calls in order. False, and nothing done, where other activations are alive: they could be overwritten.
   bool replay() const;
-  size_t num_calls() const { return calls_.size(); }
 
  private:
   std::shared_ptr<Arena> arena_;

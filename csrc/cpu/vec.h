@@ -42,6 +42,11 @@ using AllLanes = Lanes<0, 1, 2, 3, 4, 5, 6, 7>;
 using AllLanes = Lanes<0, 1, 2, 3>;
 #endif
 
+template <int... kLane>
+inline I32 lane_numbers(Lanes<kLane...>) {
+  return I32{kLane...};
+}
+
 inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -89,6 +94,15 @@ inline F32 maximum(F32 a, F32 b) {
   return _mm256_max_ps(a, b);
 #else
   return a > b ? a : b;
+#endif
+}
+inline F32 minimum(F32 a, F32 b) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_min_ps(0xffff, a, b);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(a, b);
+#else
+  return a < b ? a : b;
 #endif
 }
 inline F32 absolute(F32 a) { return (F32)((U32)a & 0x7fffffffu); }
@@ -150,22 +164,46 @@ inline F32 load(const int8_t* p) {
 }
 
 inline void store(float* p, F32 v) { __builtin_memcpy(p, &v, sizeof v); }
-// Round to nearest even; NaN stays NaN.
-inline void store(bf16* p, F32 v) {
+
 #if defined(__AVX512BF16__)
-  // The instruction takes subnormal numbers for zeros, and is right everywhere else.
-  constexpr int kSubnormal = 0x20;
-  if (__builtin_expect(_mm512_fpclass_ps_mask(v, kSubnormal) == 0, 1)) {
-    const __m256bh half = _mm512_cvtneps_pbh(v);
-    __builtin_memcpy(p, &half, sizeof half);
-    return;
-  }
+// The instructions that round to bf16 take subnormal numbers for zeros, and are right everywhere else.
+constexpr int kSubnormal = 0x20;
+inline bool has_subnormal(F32 v) { return __builtin_expect(_mm512_fpclass_ps_mask(v, kSubnormal) != 0, 0); }
+inline bool has_subnormal(F32 a, F32 b) {
+  const bool none = _kortestz_mask16_u8(_mm512_fpclass_ps_mask(a, kSubnormal), _mm512_fpclass_ps_mask(b, kSubnormal));
+  return __builtin_expect(!none, 0);
+}
+#endif
+
+// As bf16, to the nearest even; NaN stays NaN.
+inline U16 rounded_halves(F32 v) {
+#if defined(__AVX512BF16__)
+  if (!has_subnormal(v)) return (U16)(__m256i)_mm512_cvtneps_pbh(v);
 #endif
   const U32 bits = (U32)v;
   const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const U32 quiet_nan = (bits >> 16) | 0x40u;
-  const U16 half = low_halves(v == v ? rounded : quiet_nan);
-  __builtin_memcpy(p, &half, sizeof half);
+  return low_halves(v == v ? rounded : quiet_nan);
+}
+inline void store(bf16* p, F32 v) {
+  const U16 halves = rounded_halves(v);
+  __builtin_memcpy(p, &halves, sizeof halves);
+}
+
+// 2 * kLanes neighbours.
+template <class T>
+inline void store_two(T* p, F32 first, F32 second) {
+#if defined(__AVX512BF16__)
+  if constexpr (sizeof(T) == sizeof(bf16)) {
+    if (!has_subnormal(first, second)) {
+      const __m512bh halves = _mm512_cvtne2ps_pbh(second, first);
+      __builtin_memcpy(p, &halves, sizeof halves);
+      return;
+    }
+  }
+#endif
+  store(p, first);
+  store(p + kLanes, second);
 }
 
 // The first n lanes; the others read as zero and are not written. Tails go through the arithmetic of whole vectors.
@@ -190,28 +228,48 @@ inline F32 rounded_to(F32 v) {
   if constexpr (sizeof(T) == sizeof(float)) {
     return v;
   } else {
-    T memory[kLanes];
-    store(memory, v);
-    return load(memory);
+    return shifted_up(rounded_halves(v));
   }
+}
+
+// The same for two.
+template <class T>
+inline void round_two_to(F32& first, F32& second) {
+#if defined(__AVX512BF16__)
+  if constexpr (sizeof(T) == sizeof(bf16)) {
+    if (!has_subnormal(first, second)) {
+      // Word i goes to the upper half of lane i: one shuffle instead of a conversion and a shift.
+      const __m512i places = _mm512_setr_epi32(0x0000, 0x10000, 0x20000, 0x30000, 0x40000, 0x50000, 0x60000, 0x70000,
+                                               0x80000, 0x90000, 0xa0000, 0xb0000, 0xc0000, 0xd0000, 0xe0000, 0xf0000);
+      const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+      constexpr __mmask32 kUpper = 0xaaaaaaaa;
+      first = (F32)_mm512_maskz_permutexvar_epi16(kUpper, places, halves);
+      second = (F32)_mm512_maskz_permutexvar_epi16(kUpper, places + (__m512i)(U32{} + 0x100000u), halves);
+      return;
+    }
+  }
+#endif
+  first = rounded_to<T>(first);
+  second = rounded_to<T>(second);
+}
+
+template <int kStep, int... kLane>
+inline F32 rotated(F32 v, Lanes<kLane...>) {
+  return __builtin_shufflevector(v, v, ((kLane + kStep) % kLanes)...);
 }
 
 // Lane i pairs with lane i + half, then halves again: the one order in which lanes are ever added.
 inline float sum_lanes(F32 v) {
-  float lane[kLanes];
-  store(lane, v);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  }
-  return lane[0];
+  if constexpr (kLanes > 8) v = v + rotated<8>(v, AllLanes{});
+  if constexpr (kLanes > 4) v = v + rotated<4>(v, AllLanes{});
+  v = v + rotated<2>(v, AllLanes{});
+  return (v + rotated<1>(v, AllLanes{}))[0];
 }
 inline float max_lanes(F32 v) {
-  float lane[kLanes];
-  store(lane, v);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
-  }
-  return lane[0];
+  if constexpr (kLanes > 8) v = maximum(v, rotated<8>(v, AllLanes{}));
+  if constexpr (kLanes > 4) v = maximum(v, rotated<4>(v, AllLanes{}));
+  v = maximum(v, rotated<2>(v, AllLanes{}));
+  return maximum(v, rotated<1>(v, AllLanes{}))[0];
 }
 
 // kLanes pairs of bf16, the even element of each pair in the low half.

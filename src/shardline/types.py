@@ -145,6 +145,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         """Number of tokens computed by this step."""
         return sum(step.num_tokens for step in self.steps)
 
+    @property
+    def num_samples(self) -> int:
+        """Number of sequences for which this step samples."""
+        return sum(step.sample for step in self.steps)
+
 
 class RankStep(msgspec.Struct, frozen=True, array_like=True):
     """What a rank is told of a step: its replica's plan, and how much the replicas compute that step with it."""
@@ -152,6 +157,8 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True):
     plan: StepPlan
     replica_tokens: tuple[int, ...]
     """Per replica in lockstep, itself included: tokens computed by its plan of this step."""
+    replica_samples: tuple[int, ...]
+    """How many of them are sampled."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -116,6 +116,13 @@ def test_the_queue_is_bounded() -> None:
     replicas.add(request("again"))
 
 
+def test_an_engine_of_replicas_in_lockstep_runs_more() -> None:
+    replicas, _ = make(data_parallel_size=2, enable_expert_parallel=True, max_num_seqs=2, max_num_waiting=3)
+    for index in range(5):
+        replicas.add(request(str(index)))
+    assert replicas.num_waiting() == 1
+
+
 def test_waiting_for_memory_counts_too() -> None:
     replicas, _ = make(max_num_seqs=64, max_num_waiting=3)
     for index in range(5):

@@ -17,8 +17,8 @@ from shardline.models.spec import DecoderSpec
 from shardline.runtime.loader.checkpoint import Checkpoint
 from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
 from shardline.runtime.loader.hub import resolve_model
-from shardline.runtime.loader.weights import CheckpointWeights, WeightSource, load_all, open_weights
-from tests.models.checkpoints import FAMILIES, make_checkpoint, make_config
+from shardline.runtime.loader.weights import CheckpointWeights, WeightSource, open_weights
+from tests.models.checkpoints import FAMILIES, make_checkpoint, make_config, whole_tensors
 
 
 def _assert_parts_of_the_whole(
@@ -41,7 +41,7 @@ def test_parts_of_a_checkpoint(family: str, numerics: Numerics, tmp_path: Path) 
     folder = make_checkpoint(family, tmp_path, max_shard_size="80KB")
     spec = decoder_spec(json.loads((folder / "config.json").read_text()))
     weights = CheckpointWeights(Checkpoint.open(folder), spec, torch.float32)
-    whole = dict(load_all(weights, spec))
+    whole = whole_tensors(weights, spec)
     for tp_size in (1, 2, 3, 4):
         check_tensor_parallel(spec, tp_size)
         _assert_parts_of_the_whole(weights, whole, spec, tp_size, numerics)
@@ -80,7 +80,7 @@ def test_parts_of_dummy_weights(numerics: Numerics) -> None:
     config = make_config("qwen2", vocab_size=3001, intermediate_size=2100, num_hidden_layers=1)
     spec = decoder_spec(config.to_dict())
     weights = DummyWeights(spec, torch.float32, seed=1)
-    whole = dict(load_all(weights, spec))
+    whole = whole_tensors(weights, spec)
     assert whole.keys() == dict(parameters(spec)).keys()
     for tp_size in (2, 3):
         _assert_parts_of_the_whole(weights, whole, spec, tp_size, numerics)

@@ -9,6 +9,10 @@ import torch
 import transformers
 from torch import nn
 
+from shardline.models.parameters import parameters
+from shardline.models.spec import DecoderSpec
+from shardline.runtime.loader.weights import WeightSource
+
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 3, "pad_token_id": 0}
 _SHAPE = {
     "vocab_size": 256,
@@ -281,3 +285,8 @@ def make_variant(name: str, folder: Path, **options: Any) -> Path:
     """Save the checkpoint of a variant by its name in VARIANTS."""
     variant = VARIANTS[name]
     return make_checkpoint(variant.family, folder, **{**variant.overrides, **options})
+
+
+def whole_tensors(weights: WeightSource, spec: DecoderSpec) -> dict[str, torch.Tensor]:
+    """Every parameter of a model, unsharded."""
+    return {name: weights.get(name, (None,) * len(shape)) for name, shape in parameters(spec)}

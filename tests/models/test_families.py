@@ -15,8 +15,8 @@ from shardline.models.lookup import decoder_spec, family, known_families
 from shardline.models.parameters import parameters
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.loader.checkpoint import Checkpoint
-from shardline.runtime.loader.weights import CheckpointWeights, load_all
-from tests.models.checkpoints import FAMILIES, VARIANTS, make_checkpoint, make_config, make_variant
+from shardline.runtime.loader.weights import CheckpointWeights
+from tests.models.checkpoints import FAMILIES, VARIANTS, make_checkpoint, make_config, make_variant, whole_tensors
 from tests.models.reference import forward
 
 
@@ -79,7 +79,7 @@ def _assert_same_as_transformers(folder: Path, prompt_len: int) -> None:
     tensor_source = family(spec.model_type).tensor_source
     sources = {parameter: tensor_source(parameter, spec) for parameter, _ in parameters(spec)}
     assert {source.key for source in sources.values()} == set(checkpoint.tensors)
-    weights = dict(load_all(CheckpointWeights(checkpoint, spec, torch.float32), spec))
+    weights = whole_tensors(CheckpointWeights(checkpoint, spec, torch.float32), spec)
     assert {parameter: tuple(tensor.shape) for parameter, tensor in weights.items()} == dict(parameters(spec))
     assert sum(tensor.numel() for tensor in weights.values()) * 4 == sum(
         entry.num_bytes for entry in checkpoint.tensors.values()

@@ -176,6 +176,14 @@ def test_stages_weigh_the_lm_head() -> None:
     assert [span.size for span in stage_spans(heavy, 2, "3,5")] == [3, 5]
 
 
+def test_stages_weigh_the_experts_that_a_batch_chooses() -> None:
+    """A token meets one of eight experts, a batch of 32 nearly all: by a token alone, the stages would be 6 and 2."""
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 8}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 1, "num_key_value_heads": 4, "vocab_size": 2048}
+    first, last = stage_spans(decoder_spec({"model_type": "mixtral", **small, **experts}), 2)
+    assert (first.size, last.size) == (5, 3)
+
+
 @settings(max_examples=40, deadline=None)
 @given(spec=decoder_specs(), tp_size=st.integers(1, 5), num_stages=st.integers(1, 4), block_size=st.integers(1, 32))
 def test_kv_bytes(spec: DecoderSpec, tp_size: int, num_stages: int, block_size: int) -> None:

@@ -56,7 +56,8 @@ def generate(
         entry = SequenceStep(
             1, position, size, tables if first else [[] for _ in tables], -1, position + size >= len(prompt)
         )
-        result = worker.run(RankStep(StepPlan(1, [start] if first else [], [entry], []), (size,)))
+        plan = StepPlan(1, [start] if first else [], [entry], [])
+        result = worker.run(RankStep(plan, (size,), (plan.num_samples,)))
         position += size
         assert result is not None
         for sampled in result.results:

@@ -14,7 +14,7 @@ from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.ops.linear import linear, pack_weight
 from shardline.runtime.ops.norm import rms_norm
 from shardline.runtime.replay import DecodeReplay
-from shardline.runtime.step import KVGroupInput, StepInput
+from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from tests.exactness.harness import make_requests, run, start_engine
 from tests.models.checkpoints import FAMILIES, make_checkpoint
 
@@ -40,7 +40,8 @@ class Layers:
 def decode_step(count: int) -> StepInput:
     index = torch.arange(count)
     groups = (KVGroupInput(torch.zeros(count, 1, dtype=torch.int32), index),)
-    return StepInput(index, index, torch.arange(count + 1, dtype=torch.int32), index.int() + 1, groups, (count,), None)
+    starts = torch.arange(count + 1, dtype=torch.int32)
+    return StepInput(index, index, starts, index.int() + 1, groups, (count,), (count,), None)
 
 
 def replay_of(forward: object) -> DecodeReplay:
@@ -71,7 +72,8 @@ def test_what_does_not_decode_runs_anew() -> None:
         replay(decode_step(9), torch.randn(9, HIDDEN))  # more than there is room for
         step = decode_step(2)
         chunk = StepInput(
-            step.token_ids, step.positions, torch.tensor([0, 2]), torch.tensor([2]), (), (2,), torch.tensor([1])
+            *(step.token_ids, step.positions, torch.tensor([0, 2]), torch.tensor([2]), (), (2,), (1,)),
+            SampledTokens(torch.tensor([1]), torch.tensor([0, 1]), torch.tensor([2]), ()),
         )
         replay(chunk, torch.randn(2, HIDDEN))
     assert layers.runs == 4

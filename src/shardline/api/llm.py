@@ -208,7 +208,7 @@ class LLM:
         first: dict[str, float] = {}
         finished: dict[str, float] = {}
         submitted: dict[str, float] = {}
-        window = 2 * self.config.scheduler.max_num_seqs
+        window = 2 * self.config.max_running
         try:
             while pending or len(self._processor):
                 while pending and self._replicas.num_in_flight() < window * max(1, sum(self._replicas.alive())):

@@ -47,9 +47,9 @@ class _Replica:
     dead: str = ""
     """Why it died."""
 
-    def waiting(self, max_num_seqs: int) -> int:
-        """About how many of its requests wait: at least those over max_num_seqs, and what it last reported."""
-        return max(len(self.in_flight) - max_num_seqs, min(self.stats.num_waiting, len(self.in_flight)))
+    def waiting(self, max_running: int) -> int:
+        """About how many of its requests wait: at least those over max_running, and what it last reported."""
+        return max(len(self.in_flight) - max_running, min(self.stats.num_waiting, len(self.in_flight)))
 
 
 class Replicas:
@@ -184,7 +184,7 @@ class Replicas:
 
     def num_waiting(self) -> int:
         """About how many requests wait, on all living replicas together."""
-        limit = self.config.scheduler.max_num_seqs
+        limit = self.config.max_running
         return sum(replica.waiting(limit) for replica in self._replicas if not replica.dead)
 
     def num_in_flight(self) -> int:

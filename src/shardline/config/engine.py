@@ -121,6 +121,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _validate(self)
 
+    @property
+    def max_running(self) -> int:
+        """Sequences that one engine runs at a time, on all its replicas in lockstep together."""
+        return self.scheduler.max_num_seqs * self.parallel.lockstep
+
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
         """An EngineConfig from flat options, as LLM(...) and the command line give them.

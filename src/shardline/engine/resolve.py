@@ -96,7 +96,7 @@ def _reasons(asked: EngineConfig, chosen: EngineConfig, spec: DecoderSpec, stage
         reasons.append(f"{parallel.cpu_threads} threads a rank ({allowed_cpus()} cores, ranks in all: {total})")
     if asked.parallel.pipeline_stages is None and len(stages) > 1:
         layers = ",".join(str(stage.size) for stage in stages)
-        reasons.append(f"pipeline_stages {layers} (balanced by the weights that a token reads)")
+        reasons.append(f"pipeline_stages {layers} (balanced by the weights that 32 tokens read)")
     if asked.cache.kv_cache_memory is None and asked.cache.num_gpu_blocks_override is None:
         assert isinstance(chosen.cache.kv_cache_memory, int)
         share = f"{asked.cache.gpu_memory_utilization:g} of half the free memory, shared by all ranks"

@@ -44,16 +44,17 @@ def num_parameters(spec: DecoderSpec) -> int:
 def stage_spans(spec: DecoderSpec, num_stages: int, pipeline_stages: str | None = None) -> tuple[Span, ...]:
     """The layers of each pipeline stage: as `pipeline_stages` says ("10,12,10"), else balanced.
 
-    A layer costs the weights that one token's decode reads (of experts those it chooses), and so do the embedding
-    (a row) and the lm_head (all).
+    A layer costs the weights that a decode step of 32 sequences reads (of experts those that it can be expected to
+    choose), and so do the embedding (a row each) and the lm_head (all).
 
     Raises:
         ValueError: there are more stages than layers, or `pipeline_stages` does not fit.
     """
     if pipeline_stages is not None:
         return parse_stages(pipeline_stages, len(spec.layers), num_stages)
-    costs = [_num_active(layer, spec.hidden_size) for layer in spec.layers]
-    embedding = spec.hidden_size * (1 if spec.learned_positions is None else 2)
+    batch = 32
+    costs = [_num_met(layer, spec.hidden_size, batch) for layer in spec.layers]
+    embedding = batch * spec.hidden_size * (1 if spec.learned_positions is None else 2)
     return balance_stages(costs, num_stages, first_extra=embedding, last_extra=spec.vocab_size * spec.hidden_size)
 
 
@@ -145,7 +146,7 @@ def flops(spec: DecoderSpec, num_tokens: int, context_len: int = 0, num_logits: 
     """
     total = 2 * num_logits * spec.vocab_size * spec.hidden_size
     for layer in spec.layers:
-        matrices = _num_active(layer, spec.hidden_size, dims=2)
+        matrices = round(_num_met(layer, spec.hidden_size, num_tokens=1, dims=2))
         pairs = attended_pairs(num_tokens, context_len, layer.attention.window)
         total += 2 * num_tokens * matrices + 2 * _multiplications_per_pair(layer.attention) * pairs
     return total
@@ -188,8 +189,11 @@ def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, late
     return 2 * shares[place.tp_rank].kv_heads.size * head_bytes
 
 
-def _num_active(layer: Layer, hidden_size: int, dims: int | None = None) -> int:
-    """Elements of a layer's parameters (those with `dims` dims) that one token meets: of the experts it has some."""
+def _num_met(layer: Layer, hidden_size: int, num_tokens: int, dims: int | None = None) -> float:
+    """Elements of a layer's parameters (those with `dims` dims) that at least one of `num_tokens` meets.
+
+    Of experts, as many as tokens that choose at random and independently can be expected to choose.
+    """
     always = experts = 0
     for name, shape in layer_parameters(layer, hidden_size):
         if dims in (None, len(shape)):
@@ -199,7 +203,7 @@ def _num_active(layer: Layer, hidden_size: int, dims: int | None = None) -> int:
                 experts += math.prod(shape)
     if isinstance(layer.feed_forward, MoE):
         routing = layer.feed_forward.routing
-        experts = experts // routing.num_experts * routing.experts_per_token
+        return always + experts * (1 - (1 - routing.experts_per_token / routing.num_experts) ** num_tokens)
     return always + experts
 
 

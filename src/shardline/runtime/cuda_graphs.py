@@ -45,7 +45,8 @@ class PaddedStep:
             context_lens=zeros(max_seqs, dtype=torch.int32),
             kv_groups=tuple(groups),
             replica_tokens=(max_seqs,),
-            sample_rows=None,
+            replica_samples=(max_seqs,),
+            sampled=None,
         )
         self._hidden = zeros(max_seqs, hidden_size, dtype=dtype)
 
@@ -71,7 +72,8 @@ class PaddedStep:
             context_lens=whole.context_lens[:size],
             kv_groups=tuple(KVGroupInput(group.block_tables[:size], group.slots[:size]) for group in whole.kv_groups),
             replica_tokens=(size,),
-            sample_rows=None,
+            replica_samples=(size,),
+            sampled=None,
         )
         return step, self._hidden[:size]
 
@@ -103,7 +105,7 @@ class GraphReplay:
 
     def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
         count = len(step.positions)
-        decodes = step.sample_rows is None and count == len(step.context_lens) <= self._sizes[-1]
+        decodes = step.sampled is None and count == len(step.context_lens) <= self._sizes[-1]
         if not decodes or not self._graphs:
             return self.forward(step, hidden)
         size = next(size for size in self._sizes if size >= count)

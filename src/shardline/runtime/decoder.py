@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardline.models.partition import Span, kv_groups
-from shardline.models.spec import MLA, Attention, Layer, MoE
+from shardline.models.spec import MLA, Attention, MoE
 from shardline.runtime.layers.attention import AttentionLayer, RotaryTables
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.layers.embedding import TokenEmbedding
@@ -16,14 +16,16 @@ from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.moe import MoEFeedForward
 from shardline.runtime.layers.norm import NormLayer
 from shardline.runtime.ops.add import add
-from shardline.runtime.step import KVGroupInput, StepInput
+from shardline.runtime.step import StepInput
 
 
 class DecoderLayer:
     """One layer. The residual stream travels as (hidden, delta): `delta` is added by the next norm that reads it."""
 
-    def __init__(self, context: LayerContext, index: int, spec: Layer, tables: RotaryTables) -> None:
-        name = f"layers.{index}"
+    def __init__(self, context: LayerContext, index: int, tables: RotaryTables) -> None:
+        name, spec = f"layers.{index}", context.spec.layers[index]
+        self._kv_group = next(g for g, group in enumerate(kv_groups(context.spec)) if index in group.layers)
+        self._last = index + 1 == len(context.spec.layers)
         self._attention_norm = NormLayer(context, f"{name}.attention_norm", spec.attention_norm)
         self.attention = _attention(context, f"{name}.attention", spec.attention, tables)
         self._feed_forward_norm = NormLayer(context, f"{name}.feed_forward_norm", spec.feed_forward_norm)
@@ -39,25 +41,32 @@ class DecoderLayer:
         self._post_attention = optional("post_attention_norm", spec.post_attention_norm)
         self._post_feed_forward = optional("post_feed_forward_norm", spec.post_feed_forward_norm)
 
-    def __call__(
-        self, hidden: Tensor, delta: Tensor | None, step: StepInput, kv: KVGroupInput
-    ) -> tuple[Tensor, Tensor]:
-        """hidden, delta [T, H] -> the same after this layer."""
+    def __call__(self, hidden: Tensor, delta: Tensor | None, step: StepInput) -> tuple[Tensor, Tensor]:
+        """hidden, delta [T, H] -> the same after this layer; the model's last one returns the sampled rows only."""
         if delta is None:
             normed = self._attention_norm(hidden)
         else:
             normed, hidden = self._attention_norm.add(delta, hidden)
-        delta = self.attention(normed, step, kv)
+        queries, slots = step.queries(self._kv_group, self._last), step.kv_groups[self._kv_group].slots
+        delta = self.attention(normed, step.positions, slots, queries)
+        if queries.rows is not None:
+            hidden = torch.index_select(hidden, 0, queries.rows)
         if self._post_attention is not None:
             delta = self._post_attention(delta)
         normed, hidden = self._feed_forward_norm.add(delta, hidden)
         if isinstance(self.feed_forward, MoEFeedForward):
-            delta = self.feed_forward(normed, step.replica_tokens, kv.slots)
+            count = step.replica_samples if self._last else step.replica_tokens
+            delta = self.feed_forward(normed, count, slots if queries.rows is None else None)
         else:
             delta = self.feed_forward(normed)
         if self._post_feed_forward is not None:
             delta = self._post_feed_forward(delta)
         return hidden, delta
+
+    def join(self, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...], nothing: Tensor) -> None:
+        """Take part in a step in which this replica has no token, `nothing` [0, H]."""
+        if isinstance(self.feed_forward, MoEFeedForward):
+            self.feed_forward(nothing, replica_samples if self._last else replica_tokens)
 
 
 def _attention(
@@ -74,20 +83,14 @@ class DecoderStage:
     def __init__(self, context: LayerContext, layers: Span) -> None:
         spec = context.spec
         tables = RotaryTables(context.max_model_len, context.device)
-        self._group_of = [
-            next(g for g, group in enumerate(kv_groups(spec)) if index in group.layers)
-            for index in range(layers.start, layers.stop)
-        ]
         self._hidden_size, self._dtype = spec.hidden_size, context.dtype
         first, last = layers.start == 0, layers.stop == len(spec.layers)
         self.lm_head = LMHead(context) if last else None
         held = self.lm_head.rows if self.lm_head is not None and spec.tied_embeddings else None
         self._embedding = TokenEmbedding(context, held) if first else None
-        self.layers = [
-            DecoderLayer(context, index, spec.layers[index], tables) for index in range(layers.start, layers.stop)
-        ]
+        self.layers = [DecoderLayer(context, index, tables) for index in range(layers.start, layers.stop)]
         self._watch = context.watch
-        self._first_layer = layers.start
+        self._first_layer, self._last_layer = layers.start, len(spec.layers) - 1
         self._final_norm = NormLayer(context, "final_norm", spec.final_norm) if last else None
 
     def embed(self, step: StepInput) -> Tensor:
@@ -104,25 +107,22 @@ class DecoderStage:
         if watch is not None:
             watch.begin(len(hidden))
             watch.look("the embedding" if self._embedding else "what the previous stage sent", hidden)
-        for index, (layer, group) in enumerate(zip(self.layers, self._group_of, strict=True), self._first_layer):
-            hidden, delta = layer(hidden, delta, step, step.kv_groups[group])
+        rows = step.sampled.rows if step.sampled is not None else None
+        for index, layer in enumerate(self.layers, self._first_layer):
+            hidden, delta = layer(hidden, delta, step)
             if watch is not None:
-                watch.look(f"layer {index}", delta)
+                watch.look(f"layer {index}", delta, rows if index == self._last_layer else None)
         assert delta is not None
         if self._final_norm is None or self.lm_head is None:
             return add(hidden, delta)
-        # Norms and logits are needed of the sampled rows only.
-        if (rows := step.sample_rows) is not None:
-            delta, hidden = torch.index_select(delta, 0, rows), torch.index_select(hidden, 0, rows)
         normed, _ = self._final_norm.add(delta, hidden)
         logits = self.lm_head(normed)
         if watch is not None:
             watch.look("the logits", logits, rows)
         return logits
 
-    def join(self, replica_tokens: tuple[int, ...]) -> None:
+    def join(self, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...]) -> None:
         """Take part in a step in which this replica has no token: its ranks hold experts that others need."""
         nothing = torch.empty(0, self._hidden_size, dtype=self._dtype)
         for layer in self.layers:
-            if isinstance(layer.feed_forward, MoEFeedForward):
-                layer.feed_forward(nothing, replica_tokens)
+            layer.join(replica_tokens, replica_samples, nothing)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.step import KVGroupInput, StepInput
+from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Uploader:
         tensors = [step.token_ids, step.positions, step.query_starts, step.context_lens]
         for group in step.kv_groups:
             tensors += [group.block_tables.contiguous(), group.slots]
-        if step.sample_rows is not None:
-            tensors.append(step.sample_rows)
+        if (sampled := step.sampled) is not None:
+            tensors += [sampled.rows, sampled.query_starts, sampled.context_lens, *sampled.block_tables]
         on_device = iter(self._copy(tensors))
         return StepInput(
             token_ids=next(on_device),
@@ -95,7 +95,10 @@ class Uploader:
             context_lens=next(on_device),
             kv_groups=tuple(KVGroupInput(next(on_device), next(on_device)) for _ in step.kv_groups),
             replica_tokens=step.replica_tokens,
-            sample_rows=next(on_device, None),
+            replica_samples=step.replica_samples,
+            sampled=None
+            if sampled is None
+            else SampledTokens(next(on_device), next(on_device), next(on_device), tuple(on_device)),
         )
 
     def _copy(self, tensors: list[Tensor]) -> list[Tensor]:

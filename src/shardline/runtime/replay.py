@@ -82,7 +82,8 @@ class _StepBuffers:
             context_lens=self._context_lens[:count],
             kv_groups=tuple(groups),
             replica_tokens=step.replica_tokens,
-            sample_rows=None,
+            replica_samples=step.replica_samples,
+            sampled=None,
         )
         return placed, self._hidden[:count]
 
@@ -104,17 +105,17 @@ class DecodeReplay:
         self.forward = forward
         self._max_seqs = max_seqs
         self._buffers = _StepBuffers(max_seqs, max_blocks, num_kv_groups, hidden_size, dtype)
-        self._programs: dict[tuple[int, ...], _cpu.Program] = {}
-        """By replica_tokens: a program exchanges as much with other replicas as it did when it was recorded."""
+        self._programs: dict[tuple[tuple[int, ...], tuple[int, ...]], _cpu.Program] = {}
+        """By what the replicas compute and sample: a program exchanges as much with them as when it was recorded."""
         self._possible = True
 
     def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
         count = len(step.positions)
-        decodes = step.sample_rows is None and count == len(step.context_lens) <= self._max_seqs
+        decodes = step.sampled is None and count == len(step.context_lens) <= self._max_seqs
         if not decodes or not self._possible:
             return self.forward(step, hidden)
         placed, placed_hidden = self._buffers.fill(step, hidden)
-        program = self._programs.get(step.replica_tokens)
+        program = self._programs.get((step.replica_tokens, step.replica_samples))
         if program is None:
             return self._record(placed, placed_hidden)
         output = program.replay()
@@ -132,7 +133,7 @@ class DecodeReplay:
             program.end()
         if watch.computed is None:
             program.set_output(output)
-            self._programs[step.replica_tokens] = program
+            self._programs[step.replica_tokens, step.replica_samples] = program
         else:
             self._possible = False
             _log.debug("decode steps are not replayed: a layer computes with %s", watch.computed)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shardline.runtime.cuda_graphs import GraphReplay, PaddedStep
 from shardline.runtime.decoder import DecoderStage
@@ -15,8 +17,8 @@ from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.replay import DecodeReplay, Forward
 from shardline.runtime.sampling.sampler import Sampler
 from shardline.runtime.sequences import SequenceTable
-from shardline.runtime.step import KVGroupInput, StepInput
-from shardline.types import RankStep, StepPlan, StepResult
+from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
+from shardline.types import RankStep, StepResult
 
 
 class Runner:
@@ -68,14 +70,15 @@ class Runner:
             self._sequences.start(start)
         result: StepResult | None = StepResult(plan.step_id, [])
         if plan.steps:
-            result = self._compute(plan, rank_step.replica_tokens, started)
+            result = self._compute(rank_step, started)
         elif any(rank_step.replica_tokens):
-            self._stage.join(rank_step.replica_tokens)
+            self._stage.join(rank_step.replica_tokens, rank_step.replica_samples)
         self._groups.progress.finish(plan.step_id)
         return result if self._sampler is not None else None
 
-    def _compute(self, plan: StepPlan, replica_tokens: tuple[int, ...], started: float) -> StepResult | None:
-        step = self._step_input(plan, replica_tokens)
+    def _compute(self, rank_step: RankStep, started: float) -> StepResult | None:
+        plan = rank_step.plan
+        step = self._step_input(rank_step)
         if self._uploader is not None:
             step = self._uploader.upload(step)
         if self._groups.from_previous is None:
@@ -97,7 +100,8 @@ class Runner:
             results = with_errors(results, errors)
         return StepResult(plan.step_id, results, time.perf_counter() - started)
 
-    def _step_input(self, plan: StepPlan, replica_tokens: tuple[int, ...]) -> StepInput:
+    def _step_input(self, rank_step: RankStep) -> StepInput:
+        plan = rank_step.plan
         num_seqs = len(plan.steps)
         rows = np.empty(num_seqs, dtype=np.int64)
         starts = np.empty(num_seqs, dtype=np.int64)
@@ -109,7 +113,7 @@ class Runner:
             tokens.append(sequence.tokens[entry.start : entry.start + entry.num_tokens])
         query_starts = np.zeros(num_seqs + 1, dtype=np.int32)
         np.cumsum(lengths, out=query_starts[1:])
-        context_lens = starts + lengths
+        context_lens = (starts + lengths).astype(np.int32)
         owners = np.repeat(np.arange(num_seqs), lengths)
         positions = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts, lengths)
         max_blocks = -(-int(context_lens.max()) // self._block_size)
@@ -121,16 +125,32 @@ class Runner:
             kv_groups.append(KVGroupInput(torch.from_numpy(tables), torch.from_numpy(slots)))
         sampled = np.array([entry.sample for entry in plan.steps], dtype=bool)
         every_token = num_seqs == len(positions) and sampled.all()
-        last_rows = query_starts[1:] - 1
         return StepInput(
             token_ids=torch.from_numpy(np.concatenate(tokens)),
             positions=torch.from_numpy(positions),
             query_starts=torch.from_numpy(query_starts),
-            context_lens=torch.from_numpy(context_lens.astype(np.int32)),
+            context_lens=torch.from_numpy(context_lens),
             kv_groups=tuple(kv_groups),
-            replica_tokens=replica_tokens,
-            sample_rows=None if every_token else torch.from_numpy(last_rows[sampled].astype(np.int64)),
+            replica_tokens=rank_step.replica_tokens,
+            replica_samples=rank_step.replica_samples,
+            sampled=None if every_token else _sampled_tokens(sampled, query_starts, context_lens, kv_groups),
         )
+
+
+def _sampled_tokens(
+    sampled: NDArray[np.bool_],
+    query_starts: NDArray[np.int32],
+    context_lens: NDArray[np.int32],
+    kv_groups: Sequence[KVGroupInput],
+) -> SampledTokens:
+    """The last tokens of the sequences that are `sampled`."""
+    seqs = torch.from_numpy(sampled)
+    return SampledTokens(
+        rows=torch.from_numpy((query_starts[1:] - 1)[sampled].astype(np.int64)),
+        query_starts=torch.arange(int(sampled.sum()) + 1, dtype=torch.int32),
+        context_lens=torch.from_numpy(context_lens[sampled]),
+        block_tables=tuple(group.block_tables[seqs] for group in kv_groups),
+    )
 
 
 def _replay(

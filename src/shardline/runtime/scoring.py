@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardline.runtime.parallel.groups import alone
 from shardline.runtime.setup import ReplicaSetup
-from shardline.runtime.step import KVGroupInput, StepInput
+from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from shardline.runtime.worker import Worker
 
 
@@ -60,6 +60,7 @@ class Scorer:
             blocks = torch.arange(blocks_each) + 1 + group * blocks_each
             slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size
             groups.append(KVGroupInput(blocks.int()[None], slots))
+        rows = positions[document.first - 1 : -1]
         step = StepInput(
             token_ids=torch.tensor(document.token_ids),
             positions=positions,
@@ -67,7 +68,13 @@ class Scorer:
             context_lens=torch.tensor([size], dtype=torch.int32),
             kv_groups=tuple(groups),
             replica_tokens=(size,),
-            sample_rows=positions[document.first - 1 : -1],
+            replica_samples=(len(rows),),
+            sampled=SampledTokens(
+                rows=rows,
+                query_starts=torch.tensor([0, len(rows)], dtype=torch.int32),
+                context_lens=torch.tensor([size - 1], dtype=torch.int32),
+                block_tables=tuple(group.block_tables for group in groups),
+            ),
         )
         return torch.log_softmax(self._stage.forward(step, self._stage.embed(step)), dim=-1)
 

@@ -18,6 +18,31 @@ class KVGroupInput:
 
 
 @dataclass(frozen=True)
+class SampledTokens:
+    """The tokens of a step whose logits are sampled: all that the last layer computes beyond keys and values."""
+
+    rows: Tensor
+    """[num_samples] int64: which tokens of the step."""
+    query_starts: Tensor
+    """[num_sampled_seqs + 1] int32: first of `rows` of each sequence that has any."""
+    context_lens: Tensor
+    """[num_sampled_seqs] int32: KV length of each at its last row."""
+    block_tables: tuple[Tensor, ...]
+    """Of each KV group, [num_sampled_seqs, max_blocks] int32."""
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Tokens of a step that attend to the keys of one KV group."""
+
+    rows: Tensor | None
+    """[num_queries] int64: which tokens of the step; None: all, in order."""
+    starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+
+
+@dataclass(frozen=True)
 class StepInput:
     """All sequences of a step, their new tokens one after another."""
 
@@ -32,5 +57,14 @@ class StepInput:
     kv_groups: tuple[KVGroupInput, ...]
     replica_tokens: tuple[int, ...]
     """num_tokens of each replica in lockstep, this one's own included."""
-    sample_rows: Tensor | None
-    """[num_samples] int64: tokens whose logits are sampled; None: all of them, in order."""
+    replica_samples: tuple[int, ...]
+    """How many of them are sampled, of each replica."""
+    sampled: SampledTokens | None
+    """None: all tokens are sampled, in order."""
+
+    def queries(self, group: int, last_layer: bool) -> Queries:
+        """Who attends in a layer of a KV group. In a model's last layer nobody reads what else would come out."""
+        if last_layer and self.sampled is not None:
+            sampled = self.sampled
+            return Queries(sampled.rows, sampled.query_starts, sampled.context_lens, sampled.block_tables[group])
+        return Queries(None, self.query_starts, self.context_lens, self.kv_groups[group].block_tables)

@@ -17,7 +17,7 @@ from shardline.runtime.ops.linear_fp8 import linear_fp8, linear_fp8_reference
 from shardline.runtime.parallel.groups import alone
 from shardline.runtime.quantization import fp8
 from shardline.runtime.setup import prepare
-from shardline.runtime.step import KVGroupInput, StepInput
+from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from shardline.runtime.worker import Worker
 
 from ...models.checkpoints import make_checkpoint
@@ -66,7 +66,8 @@ def step_of(tokens: list[int], start: int) -> StepInput:
         context_lens=torch.tensor([start + len(tokens)], dtype=torch.int32),
         kv_groups=(KVGroupInput(tables, tables[0, positions // 16].long() * 16 + positions % 16),),
         replica_tokens=(len(tokens),),
-        sample_rows=None,
+        replica_samples=(len(tokens),),
+        sampled=None,
     )
 
 
@@ -128,12 +129,21 @@ def test_counters_are_published_now_and_then():
 
 def test_uploaded_steps_are_the_steps():
     step = step_of([5, 6, 7], 4)
-    for sample_rows in (None, torch.tensor([2])):
-        given = StepInput(**{**vars(step), "sample_rows": sample_rows})
+    tables = step.kv_groups[0].block_tables
+    last = SampledTokens(torch.tensor([2]), torch.tensor([0, 1]), step.context_lens, (tables,))
+    for sampled in (None, last):
+        given = dataclasses.replace(step, sampled=sampled)
         moved = Uploader(torch.device("cpu")).upload(given)
         for name in ("token_ids", "positions", "query_starts", "context_lens"):
             assert_same = torch.equal(getattr(moved, name), getattr(given, name))
             assert assert_same, name
         assert_same_bits(moved.kv_groups[0].block_tables, given.kv_groups[0].block_tables)
         assert torch.equal(moved.kv_groups[0].slots, given.kv_groups[0].slots)
-        assert (moved.sample_rows is None) == (sample_rows is None)
+        if sampled is None:
+            assert moved.sampled is None
+        else:
+            assert moved.sampled is not None
+            assert torch.equal(moved.sampled.rows, last.rows)
+            assert torch.equal(moved.sampled.query_starts, last.query_starts)
+            assert torch.equal(moved.sampled.context_lens, last.context_lens)
+            assert torch.equal(moved.sampled.block_tables[0], tables)

@@ -76,4 +76,5 @@ class Executor(ABC):
 def rank_steps(plans: Sequence[StepPlan]) -> list[RankStep]:
     """What the ranks of each replica are told of a step."""
     replica_tokens = tuple(plan.num_tokens for plan in plans)
-    return [RankStep(plan, replica_tokens) for plan in plans]
+    replica_samples = tuple(plan.num_samples for plan in plans)
+    return [RankStep(plan, replica_tokens, replica_samples) for plan in plans]

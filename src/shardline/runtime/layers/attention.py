@@ -13,7 +13,7 @@ from shardline.runtime.layers.norm import NormLayer
 from shardline.runtime.ops.attention import paged_attention
 from shardline.runtime.ops.kv_cache import rope_and_write_kv, write_kv
 from shardline.runtime.ops.rope import rotary_table
-from shardline.runtime.step import KVGroupInput, StepInput
+from shardline.runtime.step import Queries
 
 
 class RotaryTables:
@@ -34,7 +34,7 @@ class RotaryTables:
 
 
 class AttentionLayer:
-    """x [T, hidden] -> [T, hidden]: project, norm, rotate, store KV, attend, project back."""
+    """x [T, hidden] -> [Q, hidden]: project, norm, rotate, store KV; of the Q queries attend, project back."""
 
     def __init__(self, context: LayerContext, name: str, spec: GQA, tables: RotaryTables) -> None:
         self._spec = spec
@@ -57,7 +57,7 @@ class AttentionLayer:
         """Give the layer the memory of its keys and values."""
         self._pages = KVPages(*pages)
 
-    def __call__(self, x: Tensor, step: StepInput, kv: KVGroupInput) -> Tensor:
+    def __call__(self, x: Tensor, positions: Tensor, slots: Tensor, queries: Queries) -> Tensor:
         pages = self._pages
         assert pages is not None
         head_dim = self._spec.head_dim
@@ -67,7 +67,7 @@ class AttentionLayer:
             q, k = self._q_norm(q), self._k_norm(k)
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
         if self._table is None:
-            write_kv(k, v, pages.keys, pages.values, kv.slots, **scales)
+            write_kv(k, v, pages.keys, pages.values, slots, **scales)
         else:
             assert self._spec.rope is not None
             rope_and_write_kv(
@@ -76,22 +76,24 @@ class AttentionLayer:
                 v,
                 pages.keys,
                 pages.values,
-                kv.slots,
-                step.positions,
+                slots,
+                positions,
                 self._table,
                 interleaved=self._spec.rope.interleaved,
                 **scales,
             )
+        if queries.rows is not None:
+            q = torch.index_select(q, 0, queries.rows)
         attended = paged_attention(
             q,
             pages.keys,
             pages.values,
-            kv.block_tables,
-            step.query_starts,
-            step.context_lens,
+            queries.block_tables,
+            queries.starts,
+            queries.context_lens,
             self._spec.scale,
             window=self._spec.window,
             softcap=self._spec.softcap,
             **scales,
         )
-        return self._output(attended.view(x.shape[0], -1))
+        return self._output(attended.flatten(1))

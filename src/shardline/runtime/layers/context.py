@@ -15,7 +15,7 @@ from shardline.models.spec import DecoderSpec
 from shardline.runtime.finite import FiniteWatch
 from shardline.runtime.loader.weights import WeightSource
 from shardline.runtime.parallel.collectives import Collectives
-from shardline.runtime.quantization.base import PackedLinear, Quantization
+from shardline.runtime.quantization.base import PackedGatedLinear, PackedLinear, Quantization
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,12 @@ class LayerContext:
     def pack(self, weight: Tensor) -> PackedLinear:
         """A weight of a layer [out, in] as the quantization holds it."""
         packed = self.quantization.pack(weight)
+        self.on_loaded(packed.nbytes)
+        return packed
+
+    def pack_gated(self, gate: Tensor, up: Tensor) -> PackedGatedLinear:
+        """Both weights [out, in] of a gated block's first half as the quantization holds them."""
+        packed = self.quantization.pack_gated(gate, up)
         self.on_loaded(packed.nbytes)
         return packed
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.layers.context import LayerContext
+from shardline.runtime.ops.activation import ActivationName
 
 
 class ColumnLinear:
@@ -29,6 +30,18 @@ class ColumnLinear:
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         return self._linear(x, self._bias, out_dtype=out_dtype)
+
+
+class GatedColumnLinear:
+    """act(gate(x)) * up(x) for the columns that this rank owns: x [M, in] -> [M, local out]."""
+
+    def __init__(self, context: LayerContext, gate: str, up: str, bias: bool, activation: ActivationName) -> None:
+        self._activation = activation
+        self._linear = context.pack_gated(context.read(f"{gate}.weight"), context.read(f"{up}.weight"))
+        self._bias = torch.cat([context.load(f"{name}.bias") for name in (gate, up)]) if bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(x, self._bias, self._activation)
 
 
 class ClosingLinear:

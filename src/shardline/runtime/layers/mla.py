@@ -21,11 +21,11 @@ from shardline.runtime.ops.kv_cache import write_latent
 from shardline.runtime.ops.linear_heads import PackedHeads, linear_heads, pack_heads
 from shardline.runtime.ops.mla_attention import mla_attention
 from shardline.runtime.ops.rope import apply_rope
-from shardline.runtime.step import KVGroupInput, StepInput
+from shardline.runtime.step import Queries
 
 
 class LatentAttentionLayer:
-    """x [T, hidden] -> [T, hidden].
+    """x [T, hidden] -> [Q, hidden], of the Q queries.
 
     The projections down to the latents are split over the ranks and gathered: ranks of one host share its memory's
     bandwidth, and a decode step would read them once per rank otherwise.
@@ -61,27 +61,29 @@ class LatentAttentionLayer:
         """Give the layer its pages."""
         self._cache = cache
 
-    def __call__(self, x: Tensor, step: StepInput, kv: KVGroupInput) -> Tensor:
+    def __call__(self, x: Tensor, positions: Tensor, slots: Tensor, queries: Queries) -> Tensor:
         assert self._cache is not None
         spec, num_tokens = self._spec, x.shape[0]
         down = self._group.all_gather_columns(self._down(x), self._down_widths)
         q_latent = x if self._q_norm is None else self._q_norm(down[:, : self._q_rank])
         q = self._q(q_latent).view(num_tokens, -1, spec.query_head_dim)
-        q_nope, q_rope = q[..., : spec.nope_head_dim], q[..., spec.nope_head_dim :]
         latent = self._kv_norm(down[:, self._q_rank : self._q_rank + spec.kv_lora_rank])
         k_rope = down[:, self._q_rank + spec.kv_lora_rank :]
-        apply_rope(q_rope, k_rope[:, None], step.positions, self._table, interleaved=spec.rope.interleaved)
-        write_latent(latent, k_rope, self._cache, kv.slots)
+        q_rope = q[..., spec.nope_head_dim :]
+        apply_rope(q_rope, k_rope[:, None], positions, self._table, interleaved=spec.rope.interleaved)
+        write_latent(latent, k_rope, self._cache, slots)
+        if queries.rows is not None:
+            q = torch.index_select(q, 0, queries.rows)
         attended = mla_attention(
-            linear_heads(q_nope, self._key_up),
-            q_rope,
+            linear_heads(q[..., : spec.nope_head_dim], self._key_up),
+            q[..., spec.nope_head_dim :],
             self._cache,
-            kv.block_tables,
-            step.query_starts,
-            step.context_lens,
+            queries.block_tables,
+            queries.starts,
+            queries.context_lens,
             spec.scale,
         )
-        return self._output(linear_heads(attended, self._value_up).view(num_tokens, -1))
+        return self._output(linear_heads(attended, self._value_up).flatten(1))
 
     def _absorb(self, context: LayerContext, name: str) -> tuple[PackedHeads, PackedHeads]:
         """kv_up in its two parts: [heads, kv_lora_rank, nope] for queries, [heads, value, kv_lora_rank] for outputs."""

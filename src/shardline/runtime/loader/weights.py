@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,13 +10,14 @@ from safetensors import safe_open
 
 from shardline.config.engine import ModelConfig
 from shardline.models.lookup import family
-from shardline.models.parameters import is_kept_in_float32, parameters
+from shardline.models.parameters import is_kept_in_float32
 from shardline.models.partition import Span
 from shardline.models.sharding import Spans
 from shardline.models.spec import DecoderSpec, TensorSource
 from shardline.runtime.loader.checkpoint import Checkpoint
 from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
 from shardline.runtime.loader.hub import ModelFiles
+from shardline.runtime.ops.storage import streamed_empty
 
 _HOST = torch.device("cpu")
 _DTYPES = {
@@ -98,7 +98,7 @@ def load_parameter(tensor: Any, source: TensorSource, spans: Spans, dtype: torch
         # torch transposes fast what is dense and of one type.
         part = part.to(dtype).contiguous().T
     # A slice is a view of the mapped file, which is aligned to 8 bytes only and may change or vanish.
-    return torch.empty(part.shape, dtype=dtype).copy_(part)
+    return streamed_empty(part.shape, dtype).copy_(part)
 
 
 def open_weights(
@@ -116,9 +116,3 @@ def open_weights(
             return DeviceDummyWeights(spec, dtype, model.seed, device)
         return DummyWeights(spec, dtype, model.seed)
     return CheckpointWeights(Checkpoint.open(files.folder), spec, dtype)
-
-
-def load_all(weights: WeightSource, spec: DecoderSpec) -> Iterable[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of every parameter, for tools and tests that want the full model."""
-    for name, shape in parameters(spec):
-        yield name, weights.get(name, (None,) * len(shape))

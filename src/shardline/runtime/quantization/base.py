@@ -13,6 +13,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
 
 
@@ -30,11 +31,28 @@ class PackedLinear(Protocol):
         """
 
 
+class PackedGatedLinear(Protocol):
+    """Weights gate and up [out_features, in_features], ready to multiply the same rows."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None, activation: ActivationName) -> Tensor:
+        """act(x gate^T + bias[:out_features]) * (x up^T + bias[out_features:]): [M, out_features] of x's dtype.
+
+        The bits of a `PackedLinear` over both, and then `gated_activation`.
+        """
+
+
 class Quantization(Protocol):
     """What the module of a scheme offers."""
 
     def pack(self, weight: Tensor) -> PackedLinear:
         """A linear weight [out_features, in_features] of a layer."""
+
+    def pack_gated(self, gate: Tensor, up: Tensor) -> PackedGatedLinear:
+        """Both weights [out_features, in_features] of a gated feed-forward block's first half."""
 
     def allocate_experts(self, num_experts: int, weight: Tensor) -> ExpertWeights:
         """Room for the same linear of several experts, of which `weight` is one, where that lies."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
+from shardline.runtime.ops.gated_linear import gated_linear_int4, stacked_gate_up
 from shardline.runtime.ops.linear_int4 import Int4Weight, int4_empty, linear_int4, pack_int4
 from shardline.runtime.ops.quantize_rows import quantize_rows
 from shardline.runtime.quantization import int8
@@ -28,9 +30,30 @@ class Int4Linear:
         return linear_int4(quantize_rows(x), self.weight, bias, out_dtype=out_dtype or x.dtype)
 
 
+@dataclass(frozen=True)
+class Int4GatedLinear:
+    """See `base.PackedGatedLinear`."""
+
+    weight: Int4Weight
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.weight.nbytes
+
+    def __call__(self, x: Tensor, bias: Tensor | None, activation: ActivationName) -> Tensor:
+        return gated_linear_int4(quantize_rows(x), self.weight, self.width, bias, activation, out_dtype=x.dtype)
+
+
 def pack(weight: Tensor) -> Int4Linear:
     """See `base.Quantization.pack`."""
     return Int4Linear(pack_int4(weight))
+
+
+def pack_gated(gate: Tensor, up: Tensor) -> Int4GatedLinear:
+    """See `base.Quantization.pack_gated`."""
+    return Int4GatedLinear(pack_int4(stacked_gate_up(gate, up)), len(gate))
 
 
 def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:

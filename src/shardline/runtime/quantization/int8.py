@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
+from shardline.runtime.ops.gated_linear import gated_linear_int8, stacked_gate_up
 from shardline.runtime.ops.linear_int8 import Int8Weight, int8_empty, linear_int8, pack_int8
 from shardline.runtime.ops.quantize_rows import quantize_rows
 
@@ -27,9 +29,30 @@ class Int8Linear:
         return linear_int8(quantize_rows(x), self.weight, bias, out_dtype=out_dtype or x.dtype)
 
 
+@dataclass(frozen=True)
+class Int8GatedLinear:
+    """See `base.PackedGatedLinear`."""
+
+    weight: Int8Weight
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.weight.nbytes
+
+    def __call__(self, x: Tensor, bias: Tensor | None, activation: ActivationName) -> Tensor:
+        return gated_linear_int8(quantize_rows(x), self.weight, self.width, bias, activation, out_dtype=x.dtype)
+
+
 def pack(weight: Tensor) -> Int8Linear:
     """See `base.Quantization.pack`."""
     return Int8Linear(pack_int8(weight))
+
+
+def pack_gated(gate: Tensor, up: Tensor) -> Int8GatedLinear:
+    """See `base.Quantization.pack_gated`."""
+    return Int8GatedLinear(pack_int8(stacked_gate_up(gate, up)), len(gate))
 
 
 def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.ops.experts import ExpertWeights
+from shardline.runtime.ops.gated_linear import gated_linear, stacked_gate_up
 from shardline.runtime.ops.linear import PackedWeight, linear, pack_weight, panel_shape
 from shardline.runtime.ops.storage import streamed_empty
 
@@ -29,9 +31,30 @@ class PlainLinear:
         return linear(x, self.weight, bias, out_dtype=out_dtype)
 
 
+@dataclass(frozen=True)
+class PlainGatedLinear:
+    """See `base.PackedGatedLinear`."""
+
+    weight: PackedWeight
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.weight.panels.nbytes
+
+    def __call__(self, x: Tensor, bias: Tensor | None, activation: ActivationName) -> Tensor:
+        return gated_linear(x, self.weight, self.width, bias, activation)
+
+
 def pack(weight: Tensor) -> PlainLinear:
     """See `base.Quantization.pack`."""
     return PlainLinear(pack_weight(weight))
+
+
+def pack_gated(gate: Tensor, up: Tensor) -> PlainGatedLinear:
+    """See `base.Quantization.pack_gated`."""
+    return PlainGatedLinear(pack_weight(stacked_gate_up(gate, up)), len(gate))
 
 
 def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:

@@ -1,0 +1,91 @@
+"""Two products of the same rows, of which one gates the other: act(x gate^T) * (x up^T).
+
+On the CPU one kernel computes both, and writes and reads neither: a panel of the weight holds 32 columns of the gate
+and the same 32 of up. The bits are those of a linear followed by `gated_activation`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardline import _cpu
+from shardline.runtime.ops.activation import ActivationName, gated_activation, gated_activation_reference
+from shardline.runtime.ops.dispatch import kernels
+from shardline.runtime.ops.linear import PANEL_COLUMNS, PackedWeight, linear, linear_reference
+from shardline.runtime.ops.linear_int4 import Int4Weight, linear_int4
+from shardline.runtime.ops.linear_int8 import Int8Weight, linear_int8
+from shardline.runtime.ops.quantize_rows import QuantizedRows
+from shardline.runtime.ops.storage import activation_empty
+
+_HALF = PANEL_COLUMNS // 2
+
+
+def stacked_gate_up(gate: Tensor, up: Tensor) -> Tensor:
+    """gate and up [I, K] as one weight to pack for `gated_linear`: [2 * I, K], on the CPU half a panel of each in turn,
+    with I filled up to whole halves.
+    """
+    if kernels(gate) is not _cpu:
+        return torch.cat([gate, up])
+    missing = -len(gate) % _HALF
+    parts = [torch.nn.functional.pad(part, (0, 0, 0, missing)) if missing else part for part in (gate, up)]
+    return torch.stack([part.view(-1, _HALF, part.shape[1]) for part in parts], dim=1).flatten(0, 2)
+
+
+def gated_linear(x: Tensor, weight: PackedWeight, width: int, bias: Tensor | None, name: ActivationName) -> Tensor:
+    """act(x gate^T + bias[:I]) * (x up^T + bias[I:]): [M, I] of x's dtype, for x [M, K], I = `width`, bias [2 * I].
+
+    `weight`: of `stacked_gate_up`. Both products are rounded as `linear` rounds, then all as in `gated_activation`.
+    """
+    _check_features(x.shape[1], weight.in_features)
+    if kernels(x) is not _cpu:
+        return gated_activation(linear(x, weight, bias), name)
+    out = activation_empty(x.shape[0], width, dtype=x.dtype)
+    _cpu.linear(x, weight.panels, bias, out, name)
+    return out
+
+
+def gated_linear_int8(
+    x: QuantizedRows,
+    weight: Int8Weight,
+    width: int,
+    bias: Tensor | None,
+    name: ActivationName,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """`gated_linear` with the products of `linear_int8`, rounded to `out_dtype`."""
+    _check_features(x.in_features, weight.in_features)
+    if kernels(x.values) is not _cpu:
+        return gated_activation(linear_int8(x, weight, bias, out_dtype=out_dtype), name)
+    out = activation_empty(x.values.shape[0], width, dtype=out_dtype)
+    _cpu.linear_int8(x.values, x.scales, x.sums, x.in_features, weight.panels, weight.scales, bias, out, name)
+    return out
+
+
+def gated_linear_int4(
+    x: QuantizedRows,
+    weight: Int4Weight,
+    width: int,
+    bias: Tensor | None,
+    name: ActivationName,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """`gated_linear` with the products of `linear_int4`, rounded to `out_dtype`."""
+    _check_features(x.in_features, weight.in_features)
+    if kernels(x.values) is not _cpu:
+        return gated_activation(linear_int4(x, weight, bias, out_dtype=out_dtype), name)
+    out = activation_empty(x.values.shape[0], width, dtype=out_dtype)
+    _cpu.linear_int4(x.values, x.scales, x.sums, x.in_features, weight.panels, bias, out, name)
+    return out
+
+
+def gated_linear_reference(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, name: ActivationName) -> Tensor:
+    """`gated_linear` with sums and activation in fp64, for gate and up [I, K]."""
+    return gated_activation_reference(linear_reference(x, torch.cat([gate, up]), bias), name)
+
+
+def _check_features(features: int, expected: int) -> None:
+    if features != expected:
+        raise ValueError(f"x has {features} features, the weight takes {expected}")
