@@ -1,8 +1,10 @@
-"""Everything that only a GPU can show, in one call of under nine minutes: `python benchmarks/gpu/all.py`.
+"""Everything that only a GPU can show, in two calls of under nine minutes: `python benchmarks/gpu/all.py`, and then
+`python benchmarks/gpu/all.py --parts ceilings,families`.
 
 Needs the built kernels (`make dev`, PYTHONPATH=src) and a CUDA torch with Triton. Parts, each in a process and with a
 time limit of its own, so that one that fails or hangs hides no other: the card's ceilings; every Triton kernel against
-its oracle, and a row's bits against the batch; the demo model against the CPU; kernel times; the engine's bars.
+its oracle, and a row's bits against the batch; the demo model against the CPU; kernel times; the engine's bars. In the
+second call: experts, latent attention and quantization, tokens and times.
 Prints one JSON object (--output: to a file too), then a table. `--interpret` runs the checks of kernels on the CPU, at
 small sizes, in Triton's interpreter.
 """
@@ -21,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
-_LIMITS = {"ceilings": 45, "checks": 120, "tokens": 75, "kernels": 110, "engine": 175}
-"""Seconds of each part; 525 in all."""
+_LIMITS = {"ceilings": 45, "checks": 120, "tokens": 75, "kernels": 110, "engine": 175, "families": 420}
+"""Seconds of each part."""
+_FIRST_CALL = ("ceilings", "checks", "tokens", "kernels", "engine")
+"""525 seconds in all; `--parts ceilings,families` is the second call."""
 
 
 def measure_ceilings() -> dict[str, Any]:
@@ -67,6 +71,10 @@ def run_part(name: str, device: str, ceilings: dict[str, float]) -> Any:
         from benchmarks.gpu import kernel_times
 
         return kernel_times.run(ceilings)
+    if name == "families":
+        from benchmarks.gpu import families
+
+        return families.run(ceilings)
     from benchmarks.gpu import engine
 
     return engine.same_tokens() if name == "tokens" else engine.run(ceilings)
@@ -119,7 +127,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--interpret", action="store_true", help="check kernels on the CPU instead, at small sizes")
     parser.add_argument("--output", type=Path, help="also write the JSON here")
-    parser.add_argument("--parts", default=",".join(_LIMITS), help="only these (default: %(default)s)")
+    parser.add_argument("--parts", default=",".join(_FIRST_CALL), help="only these (default: %(default)s)")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--ceilings", type=json.loads, default={}, help=argparse.SUPPRESS)

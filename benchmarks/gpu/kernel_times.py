@@ -252,12 +252,9 @@ def small_times() -> dict[str, Any]:
 
 
 def run(ceilings: dict[str, float]) -> dict[str, Any]:
-    """All of the above."""
+    """What a dense model in bf16 calls."""
     return {
         "linear": attempt(linear_times, ceilings),
-        "quantized": attempt(quantized_times, ceilings),
-        "experts": attempt(expert_times, ceilings),
         "attention": attempt(attention_times, ceilings),
-        "latent attention": attempt(mla_times, ceilings),
         "small": attempt(small_times),
     }

@@ -25,6 +25,8 @@ def force_isa() -> str | None:
     return os.environ.get("SHARDLINE_ISA")
 
 
-def for_children() -> dict[str, str]:
-    """The environment of engines and workers: gloo listens on the loopback interface unless told otherwise."""
-    return {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
+def for_children(gpus: str | None = None) -> dict[str, str]:
+    """The environment of engines and workers: gloo listens on the loopback interface unless told otherwise. `gpus`:
+    those that they see, as CUDA_VISIBLE_DEVICES; None: the same."""
+    seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+    return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **seen}

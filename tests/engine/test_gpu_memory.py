@@ -10,7 +10,7 @@ import pytest
 
 from shardline.config.engine import EngineConfig
 from shardline.engine import resolve as resolve_module
-from shardline.engine.gpu_memory import gpu_memory
+from shardline.engine.gpu_memory import gpu_memory, gpus_of_replica
 from shardline.engine.resolve import resolve
 from shardline.runtime.setup import prepare
 from tests.models.checkpoints import make_checkpoint
@@ -30,6 +30,23 @@ def fake_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_memory_of_every_gpu(fake_tool: Path) -> None:
     assert gpu_memory() == [(143771 << 20, 143000 << 20), (81559 << 20, 512 << 20)]
+
+
+def test_only_visible_gpus_count(fake_tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_tool.write_text("#!/bin/sh\nfor word; do case $word in --id=4,GPU-7) echo '81559, 512';; esac; done\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")
+    assert gpu_memory() == [(81559 << 20, 512 << 20)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_memory() == []
+
+
+def test_replicas_take_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus_of_replica(0, 2) == "0,1"
+    assert gpus_of_replica(3, 2) == "6,7"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-1,0")
+    assert gpus_of_replica(1, 1) == "GPU-1"
+    assert gpus_of_replica(0, 3) == "5,GPU-1,0"
 
 
 def test_no_gpu_where_the_tool_fails_or_torch_has_no_cuda(fake_tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +111,14 @@ def test_experts_are_split_over_gpus_but_not_whole(monkeypatch: pytest.MonkeyPat
         resolve(EngineConfig.from_options(**options, enable_expert_parallel=True))
 
 
-def test_latents_are_not_shared_by_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_gpu_holds_all_latents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_gpus(monkeypatch, (8 * GIB, 7 * GIB), (8 * GIB, 7 * GIB))
-    options = {"model": str(make_checkpoint("deepseek_v2", tmp_path)), "device": "cuda"}
-    assert resolve(EngineConfig.from_options(**options, pipeline_parallel_size=2)).parallel.device == "cuda"
-    with pytest.raises(ValueError, match="use --pipeline-parallel-size"):
-        resolve(EngineConfig.from_options(**options, tensor_parallel_size=2))
+    options = {"model": str(make_checkpoint("deepseek_v2", tmp_path)), "max_model_len": 64, "kv_cache_memory": "1MiB"}
+    blocks = {}
+    for device, size in (("cpu", 1), ("cuda", 1), ("cpu", 2), ("cuda", 2)):
+        setup = prepare(resolve(EngineConfig.from_options(**options, device=device, tensor_parallel_size=size)))
+        blocks[device, size] = setup.num_blocks
+        assert (setup.segment_layout.kv_bytes != ()) == (device == "cpu" and size == 2)
+    # 4 layers x (24 + 8) elements x 4 bytes, 16 tokens a block; host memory holds half of it per rank.
+    assert blocks["cpu", 1] == blocks["cuda", 1] == blocks["cuda", 2] == (1 << 20) // (4 * 32 * 4 * 16)
+    assert blocks["cpu", 2] == 2 * blocks["cpu", 1]

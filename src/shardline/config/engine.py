@@ -34,8 +34,8 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "hold linear weights in fewer bits and compute in int8; none: as they are",
-        choices=("none", "int8", "int4"),
+        "hold linear weights in fewer bits and compute in int8 (fp8: in fp8, on GPUs only); none: as they are",
+        choices=("none", "int8", "int4", "fp8"),
     )
     check_finite: bool = option(False, "look for NaN and Inf in weights and after every layer, and say where; slower")
     seed: int = option(0, "seed of dummy weights and of requests that set none")

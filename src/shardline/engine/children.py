@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from shardline import env
 
 
-def start_child(module: str, fds: Sequence[int]) -> subprocess.Popen[bytes]:
+def start_child(module: str, fds: Sequence[int], gpus: str | None = None) -> subprocess.Popen[bytes]:
     """A Python process that runs `module.main()`, with these file descriptors, by their numbers, as its arguments.
 
-    A plain child rather than multiprocessing: the user's script needs no __main__ guard. The current directory is
-    taken off the import path, since a model's folder must not be able to bring code along.
+    `gpus` as in `env.for_children`. A plain child rather than multiprocessing: the user's script needs no __main__
+    guard. The current directory is taken off the import path, since a model's folder must not be able to bring code
+    along.
     """
     code = f"import sys; sys.path[:] = [p for p in sys.path if p]; from {module} import main; main()"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, fds)], pass_fds=fds, stdin=subprocess.DEVNULL, env=env.for_children()
-    )
+    command = [sys.executable, "-c", code, *map(str, fds)]
+    return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=env.for_children(gpus))
 
 
 def describe_end(process: subprocess.Popen[bytes]) -> str:

@@ -15,6 +15,7 @@ import msgspec
 from shardline.channel import Channel, encode
 from shardline.config.engine import EngineConfig
 from shardline.engine.children import describe_end, start_child
+from shardline.engine.gpu_memory import gpus_of_replica
 from shardline.engine.ipc import (
     AbortRequests,
     AddRequests,
@@ -25,6 +26,7 @@ from shardline.engine.ipc import (
     StartEngine,
     StopEngine,
 )
+from shardline.runtime.setup import replica_grid
 from shardline.types import Request
 
 _log = logging.getLogger(__name__)
@@ -42,8 +44,10 @@ class EngineClient:
         self, config: EngineConfig, replica: int, on_message: Callable[[EngineOutputs | EngineFailed], None]
     ) -> None:
         ours, theirs = socket.socketpair()
+        parallel = config.parallel
+        gpus = gpus_of_replica(replica, replica_grid(parallel).world_size) if parallel.device == "cuda" else None
         with theirs:
-            self._process = start_child("shardline.engine.process", [theirs.fileno()])
+            self._process = start_child("shardline.engine.process", [theirs.fileno()], gpus)
         self._replica = replica
         self._channel: Channel[EngineMessage] = Channel(ours, EngineMessage)  # type: ignore[arg-type]
         self._channel.send(StartEngine(config, replica))

@@ -11,7 +11,7 @@ from shardline.config.units import format_bytes
 from shardline.models.partition import Span
 from shardline.models.sharding import Numerics
 from shardline.models.sizes import step_bytes, weight_bytes
-from shardline.models.spec import MLA, DecoderSpec, DType, MoE
+from shardline.models.spec import DecoderSpec, DType, MoE
 
 
 def check_gpu_support(config: EngineConfig, spec: DecoderSpec) -> None:
@@ -21,11 +21,6 @@ def check_gpu_support(config: EngineConfig, spec: DecoderSpec) -> None:
         ValueError: a part of the model or of the configuration has none for GPUs; the message says what would work.
     """
     parallel = config.parallel
-    if parallel.tensor_parallel_size > 1 and any(isinstance(layer.attention, MLA) for layer in spec.layers):
-        raise ValueError(
-            "latent attention over the GPUs of a tensor-parallel group is not supported yet: its ranks share one "
-            "cache, in host memory; use --pipeline-parallel-size instead"
-        )
     has_experts = any(isinstance(layer.feed_forward, MoE) for layer in spec.layers)
     ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
     if has_experts and parallel.enable_expert_parallel and ranks > 1:

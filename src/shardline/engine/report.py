@@ -8,7 +8,7 @@ from shardline.config.units import format_bytes
 from shardline.models.partition import split_dim
 from shardline.models.sizes import kv_bytes_per_token
 from shardline.runtime.messages import RankReport
-from shardline.runtime.setup import ReplicaSetup
+from shardline.runtime.setup import ReplicaSetup, latents_shared
 
 
 def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: dict[str, float]) -> list[str]:
@@ -37,7 +37,8 @@ def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: di
         )
     tokens = int(setup.max_concurrency * setup.max_model_len)
     per_token = [
-        kv_bytes_per_token(spec, grid.place(rank), setup.stages, setup.kv_dtype) for rank in range(grid.world_size)
+        kv_bytes_per_token(spec, grid.place(rank), setup.stages, setup.kv_dtype, latents_shared=latents_shared(config))
+        for rank in range(grid.world_size)
     ]
     lines += [
         f"{ranks[0].device} KV cache size: {tokens:,} tokens in {setup.kv_dtype}",

@@ -46,6 +46,8 @@ def resolve(config: EngineConfig) -> EngineConfig:
         )
     if parallel.device == "cuda":
         check_gpu_support(config, spec)
+    elif config.model.quantization == "fp8":
+        raise ValueError("quantization fp8 needs a GPU, and this is the CPU; use int8")
     if config.cache.kv_cache_dtype == "int8" and any(isinstance(layer.attention, MLA) for layer in spec.layers):
         raise ValueError("kv_cache_dtype int8 is not supported for latent attention, whose cache is small; use auto")
     check_tensor_parallel(spec, parallel.tensor_parallel_size)

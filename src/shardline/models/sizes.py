@@ -84,25 +84,37 @@ def weight_bytes(
     return total
 
 
-def kv_bytes_per_token(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: KVDType) -> int:
+def kv_bytes_per_token(
+    spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: KVDType, *, latents_shared: bool = True
+) -> int:
     """Bytes of keys and values that the rank at `place` stores for a token, summed over its stage's layers.
 
-    A layer with a window stores only the tokens within it; this counts it like any other.
+    A layer with a window stores only the tokens within it; this counts it like any other. `latents_shared`: the ranks
+    of a tensor-parallel group have one pool of latents (in host memory), of which each accounts for an even part.
     """
     stage = stages[place.pp_rank]
-    return sum(_layer_kv_bytes(spec.layers[index].attention, place, dtype) for index in range(stage.start, stage.stop))
+    layers = range(stage.start, stage.stop)
+    return sum(_layer_kv_bytes(spec.layers[index].attention, place, dtype, latents_shared) for index in layers)
 
 
-def kv_block_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: KVDType, block_size: int) -> int:
+def kv_block_bytes(
+    spec: DecoderSpec,
+    place: RankPlace,
+    stages: Sequence[Span],
+    dtype: KVDType,
+    block_size: int,
+    *,
+    latents_shared: bool = True,
+) -> int:
     """Bytes of one KV block on the rank at `place`.
 
     A block holds `block_size` tokens of one KV group (see `partition.kv_groups`), those of the group's layers that lie
-    in the rank's stage; it is as large as the largest group needs.
+    in the rank's stage; it is as large as the largest group needs. `latents_shared` as in `kv_bytes_per_token`.
     """
     stage = stages[place.pp_rank]
     return block_size * max(
         sum(
-            _layer_kv_bytes(spec.layers[index].attention, place, dtype)
+            _layer_kv_bytes(spec.layers[index].attention, place, dtype, latents_shared)
             for index in group.layers
             if stage.start <= index < stage.stop
         )
@@ -166,15 +178,12 @@ def _multiplications_per_pair(attention: Attention) -> int:
     return attention.num_heads * 2 * attention.head_dim
 
 
-def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType) -> int:
-    """Keys and values of one token in one layer on one rank, scales included.
-
-    Ranks of a tensor-parallel group share one pool of latents; each accounts for an even part.
-    """
+def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, latents_shared: bool) -> int:
+    """Keys and values of one token in one layer on one rank, scales included."""
     if isinstance(attention, MLA):
-        part = split_dim(attention.latent_dim, len(place.tp_peers))[place.tp_rank]
+        parts = split_dim(attention.latent_dim, len(place.tp_peers) if latents_shared else 1)
         assert dtype != "int8", "refused by resolve"
-        return part.size * DTYPE_BYTES[dtype]
+        return parts[place.tp_rank if latents_shared else 0].size * DTYPE_BYTES[dtype]
     shares = split_heads(attention.num_heads, attention.num_kv_heads, len(place.tp_peers))
     head_bytes = attention.head_dim + 4 if dtype == "int8" else attention.head_dim * DTYPE_BYTES[dtype]
     return 2 * shares[place.tp_rank].kv_heads.size * head_bytes

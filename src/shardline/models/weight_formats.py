@@ -26,6 +26,7 @@ class WeightFormat:
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
     "int8": WeightFormat(bits=8, scale_bytes=4),
     "int4": WeightFormat(bits=4, scale_bytes=2, group_size=32, lm_head="int8"),
+    "fp8": WeightFormat(bits=8, scale_bytes=4, lm_head="int8"),
 }
 
 

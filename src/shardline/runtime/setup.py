@@ -84,7 +84,11 @@ class ReplicaSetup:
     @property
     def _shared_kv_bytes(self) -> tuple[int, ...]:
         """Of each stage's KV pool, where its ranks share one: all need all of the latents, and are on one host."""
-        if self.grid.tensor == 1 or not all(isinstance(layer.attention, MLA) for layer in self.spec.layers):
+        if (
+            self.grid.tensor == 1
+            or not latents_shared(self.config)
+            or not all(isinstance(layer.attention, MLA) for layer in self.spec.layers)
+        ):
             return ()
         per_stage = [0] * self.grid.pipeline
         for place in map(self.grid.place, range(self.grid.replica_size)):
@@ -139,6 +143,11 @@ def kv_dtype(config: EngineConfig) -> KVDType:
     return "int8" if config.cache.kv_cache_dtype == "int8" else cast(DType, config.model.dtype)
 
 
+def latents_shared(config: EngineConfig) -> bool:
+    """Whether the ranks of a tensor-parallel group have one pool of latents: in host memory, but not on GPUs."""
+    return config.parallel.device != "cuda"
+
+
 def replica_grid(parallel: ParallelConfig) -> RankGrid:
     """The ranks of one engine."""
     return RankGrid(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, data=parallel.lockstep)
@@ -154,8 +163,10 @@ def pool_blocks(
         return cache.num_gpu_blocks_override + 1
     assert isinstance(cache.kv_cache_memory, int)
     dtype = kv_dtype(config)
+    shared = latents_shared(config)
     largest = max(
-        kv_block_bytes(spec, grid.place(rank), stages, dtype, cache.block_size) for rank in range(grid.world_size)
+        kv_block_bytes(spec, grid.place(rank), stages, dtype, cache.block_size, latents_shared=shared)
+        for rank in range(grid.world_size)
     )
     fitting = cache.kv_cache_memory // largest
     length = spec.max_position_embeddings if max_len is None else max_len

@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardline.runtime.ops.activation import gated_activation
+from shardline.runtime.ops.experts import expert_up
 from shardline.runtime.ops.linear_fp8 import (
     linear_fp8,
     linear_fp8_reference,
@@ -10,8 +12,10 @@ from shardline.runtime.ops.linear_fp8 import (
     quantize_rows_fp8_reference,
 )
 from shardline.runtime.ops.triton.quantize import quantize_rows_fp8
+from shardline.runtime.quantization.base import quantization
 
 from ..helpers import assert_close, assert_same_bits, randn
+from ..test_experts import choose, packed
 
 
 def test_rows_have_the_bytes_of_the_oracle(rng):
@@ -37,3 +41,12 @@ def test_a_row_does_not_depend_on_its_neighbours(rng):
     whole = linear_fp8(x, weight)
     for row in (0, 63, 69):
         assert_same_bits(linear_fp8(x[row : row + 1], weight), whole[row : row + 1])
+
+
+def test_experts_have_the_bits_of_one_linear(rng, gpu_kernels):
+    weights, x, ids = randn(3, 2 * 20, 70, rng=rng), randn(11, 70, rng=rng), choose(11, 3, 2, rng)
+    rows = expert_up(x, ids, packed(weights, "fp8"), "silu", gated=True)
+    for expert, weight in enumerate(weights):
+        alone = gated_activation(quantization("fp8").pack(weight)(x), "silu")
+        chosen = ids == expert
+        assert_same_bits(rows[chosen.flatten()], alone[chosen.nonzero()[:, 0]])

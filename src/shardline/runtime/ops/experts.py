@@ -21,9 +21,9 @@ class ExpertWeights:
     """The same linear [out_features, in_features] of E experts, each packed as for one linear."""
 
     panels: Tensor
-    """[E, ...]: see PackedWeight, Int8Weight and Int4Weight."""
+    """[E, ...]: see PackedWeight, Int8Weight, Int4Weight and Fp8Weight."""
     scales: Tensor | None
-    """[E, out_features, padded as its panels] float32, int8 only."""
+    """[E, out_features, padded as its panels] float32, int8 and fp8 only."""
     in_features: int
     out_features: int
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardline.runtime.ops.triton.activation import activation as activate_rows
 from shardline.runtime.ops.triton.gemm import Tile, gemm_options, product, tile_for, tile_of_program
 from shardline.runtime.ops.triton.launch import EXACT
-from shardline.runtime.ops.triton.quantize import quantize_rows
+from shardline.runtime.ops.triton.quantize import quantize_rows, quantize_rows_fp8
 
 _SORT_BLOCK = 1024
 _COMBINE_BLOCK = 1024
@@ -113,12 +113,7 @@ def _grouped_linear(
     num_slots, num_columns = out.shape
     if num_slots == 0:
         return
-    row_scales = None
-    if panels.dtype in (torch.int8, torch.uint8):
-        values = torch.empty(x.shape[0], -(-x.shape[1] // 32) * 32, dtype=torch.int8, device=x.device)
-        row_scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-        quantize_rows(x, values, row_scales, None)
-        x = values
+    x, row_scales = _as_weights_are(x, panels.dtype)
     tile = _tile_for(num_slots, panels.shape[0], num_columns, x.dtype)
     by_expert = sort_slots(ids, first_expert, panels.shape[0], tile.rows)
     num_tiles = len(by_expert.experts)
@@ -139,6 +134,20 @@ def _grouped_linear(
         SLOTS_PER_ROW=slots_per_row,
         **gemm_options(x, panels, tile),
     )
+
+
+def _as_weights_are(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Rows for a product with weights of a dtype, and their scales."""
+    if dtype == x.dtype:
+        return x, None
+    scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    if dtype == torch.float8_e4m3fn:
+        values = torch.empty(x.shape, dtype=dtype, device=x.device)
+        quantize_rows_fp8(x, values, scales)
+    else:
+        values = torch.empty(x.shape[0], -(-x.shape[1] // 32) * 32, dtype=torch.int8, device=x.device)
+        quantize_rows(x, values, scales, None)
+    return values, scales
 
 
 def _tile_for(num_slots: int, num_experts: int, num_columns: int, dtype: torch.dtype) -> Tile:

@@ -1,0 +1,52 @@
+"""W8A8 in fp8 (e4m3), on GPUs only: a scale per output and per row of activations; the lm_head is int8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardline.runtime.ops.experts import ExpertWeights
+from shardline.runtime.ops.linear_fp8 import Fp8Weight, linear_fp8, pack_fp8
+from shardline.runtime.quantization import int8
+
+
+@dataclass(frozen=True)
+class Fp8Linear:
+    """See `base.PackedLinear`."""
+
+    weight: Fp8Weight
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.weight.nbytes
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        return linear_fp8(x, self.weight, bias, out_dtype=out_dtype)
+
+
+def pack(weight: Tensor) -> Fp8Linear:
+    """See `base.Quantization.pack`."""
+    return Fp8Linear(pack_fp8(weight))
+
+
+def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:
+    """See `base.Quantization.allocate_experts`."""
+    out_features, in_features = weight.shape
+    values = weight.new_empty(num_experts, out_features, in_features, dtype=torch.float8_e4m3fn)
+    scales = weight.new_empty(num_experts, out_features, dtype=torch.float32)
+    return ExpertWeights(values, scales, in_features, out_features)
+
+
+def pack_expert(experts: ExpertWeights, index: int, weight: Tensor) -> None:
+    """See `base.Quantization.pack_expert`."""
+    assert experts.scales is not None
+    packed = pack_fp8(weight)
+    experts.panels[index].copy_(packed.values)
+    experts.scales[index].copy_(packed.scales)
+
+
+# Errors in the logits are not averaged out by later layers.
+pack_lm_head = int8.pack
