@@ -1,7 +1,8 @@
-// How a tile's sums become outputs: value + bias, rounded once; or gated, see kernels.h.
+// How a tile's sums become outputs: value + bias, rounded once; or gated, or the best of the panel, see kernels.h.
 #pragma once
 
 #include "kernels.h"
+#include "variant.h"
 #include "vec.h"
 
 namespace shardline::SHARDLINE_ISA {
@@ -94,9 +95,44 @@ void write_gated_tile(const Args& args, const FinishedTile& tile, bool as_they_a
   gate(args.activation, args.out_dtype, {values, tile.rows, columns, out, args.out_stride});
 }
 
+// Each row's largest value, and its column, which lies `to_columns` behind; the lowest column on ties. As in `argmax`,
+// NaN loses to everything else.
+template <class Value>
+__attribute__((noinline)) void write_best(float* out, int64_t out_stride, int64_t to_columns, int64_t rows,
+                                          int64_t first_column, int64_t columns, Bias bias, Value value_at) {
+  F32 lanes;
+  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = static_cast<float>(lane);
+  for (int64_t r = 0; r < rows; ++r, out += out_stride) {
+    float values[kPanelColumns];
+    F32 best = broadcast(-__builtin_inff()), places = {};
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      const F32 value = bias.add_to(value_at(r, c), first_column + c, columns - c);
+      store(values + c, value);
+      places = value > best ? lanes + static_cast<float>(c) : places;
+      best = value > best ? value : best;
+    }
+    const float top = max_lanes(best);
+    const F32 of_top = best == broadcast(top) ? places : broadcast(kPanelColumns);
+    const bool simple = columns == kPanelColumns && top > -__builtin_inff();
+    const int64_t place = simple ? static_cast<int64_t>(-max_lanes(-of_top)) : argmax(values, columns);
+    const auto column = static_cast<int32_t>(first_column + place);
+    out[0] = values[place];
+    __builtin_memcpy(out + to_columns, &column, sizeof column);
+  }
+}
+
+template <class Args, class Value>
+void write_best_of_tile(const Args& args, const FinishedTile& tile, const Value& value_at) {
+  const int64_t column = tile.panel * kPanelColumns;
+  float* out = static_cast<float*>(args.out) + tile.row * args.out_stride + tile.panel;
+  write_best(out, args.out_stride, args.out_stride / 2, tile.rows, column, min64(kPanelColumns, args.num_columns - column),
+             {args.bias_dtype, args.bias}, value_at);
+}
+
 // value_at(r, c): a row of the tile and kLanes columns of the panel, as floats; `as_they_are`: the sums are these.
 template <class Args, class Value>
 void finish_tile(const Args& args, const FinishedTile& tile, bool as_they_are, const Value& value_at) {
+  if (args.best) return write_best_of_tile(args, tile, value_at);
   if (args.gated) return write_gated_tile(args, tile, as_they_are, value_at);
   args.out_dtype == DType::kFloat32 ? write_tile<float>(args, tile, value_at) : write_tile<bf16>(args, tile, value_at);
 }

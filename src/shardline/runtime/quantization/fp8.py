@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardline.runtime.ops.activation import ActivationName, gated_activation
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.linear_fp8 import Fp8Weight, linear_fp8, pack_fp8
 from shardline.runtime.quantization import int8
@@ -30,6 +31,26 @@ class Fp8Linear:
 def pack(weight: Tensor) -> Fp8Linear:
     """See `base.Quantization.pack`."""
     return Fp8Linear(pack_fp8(weight))
+
+
+@dataclass(frozen=True)
+class Fp8GatedLinear:
+    """See `base.PackedGatedLinear`."""
+
+    both: Fp8Linear
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.both.nbytes
+
+    def __call__(self, x: Tensor, bias: Tensor | None, activation: ActivationName) -> Tensor:
+        return gated_activation(self.both(x, bias), activation)
+
+
+def pack_gated(gate: Tensor, up: Tensor) -> Fp8GatedLinear:
+    """See `base.Quantization.pack_gated`."""
+    return Fp8GatedLinear(pack(torch.cat([gate, up])))
 
 
 def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:
