@@ -103,7 +103,9 @@ template <class T, class Stored>
 void attend_wide(const AttentionArgs& args, const Tiles& tiles, int64_t num_splits) {
   const int64_t width = RowTile<T, Stored>::output_width(args), tile_rows = tiles.tile_rows();
   PartialMemory partials(tiles.count() * num_splits * tile_rows, width);
-  const auto place = [&](int64_t tile, int64_t split, int64_t r) { return (tile * num_splits + split) * tile_rows + r; };
+  const auto place = [&](int64_t tile, int64_t split, int64_t r) {
+    return (tile * num_splits + split) * tile_rows + r;
+  };
   parallel_for(tiles.count() * num_splits, [&](int64_t task) {
     const int64_t index = task / num_splits, split = task % num_splits;
     for (int64_t r = 0; r < tile_rows; ++r) partials.clear(place(index, split, r));
@@ -168,8 +170,8 @@ void attend(const AttentionArgs& args) {
       PartialMemory::num_bytes(num_partials, width) <= kMaxPartialBytes) {
     return attend_wide<T, Stored>(args, tiles, num_splits);
   }
-  const int64_t most_shared = min64(longest_context / kSplitKeys, static_cast<int64_t>(
-      kMaxPartialBytes / PartialMemory::num_bytes(num_places(args), width)));
+  const size_t most_splits = kMaxPartialBytes / PartialMemory::num_bytes(num_places(args), width);
+  const int64_t most_shared = min64(longest_context / kSplitKeys, static_cast<int64_t>(most_splits));
   const SharedSplits sharing(args, most_shared);
   PartialMemory shared(sharing.num_splits() * num_places(args), width);
   for (int64_t i = 0; i < sharing.num_runs(); ++i) attend_shared<T, Stored>(args, sharing.run(i), shared);

@@ -1,5 +1,5 @@
-// Which sequences of a call keep the keys of a split in the same blocks, as requests do whose prompts begin alike: their
-// rows then meet the split together, and its keys are read once. A split's partial results do not depend on that.
+// Which sequences of a call keep the keys of a split in the same blocks, as requests do whose prompts begin alike.
+// Their rows meet the split together, and its keys are read once; a split's partial results do not depend on that.
 #pragma once
 
 #include "attention_operands.h"
