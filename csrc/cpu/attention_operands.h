@@ -229,7 +229,9 @@ class Split {
   // Asks for the known keys, then the known values, as far as the first `count` of them all.
   void fetch_until(int64_t count) {
     const int64_t num_keys = known_.end - known_.begin;
-    for (; num_fetched_ < min64(count, num_keys); ++num_fetched_) prefetch(keys_[known_.begin + num_fetched_], key_dim_);
+    for (; num_fetched_ < min64(count, num_keys); ++num_fetched_) {
+      prefetch(keys_[known_.begin + num_fetched_], key_dim_);
+    }
     for (; num_fetched_ < min64(count, 2 * num_keys); ++num_fetched_) {
       prefetch(values_[known_.begin + num_fetched_ - num_keys], value_dim_);
     }
