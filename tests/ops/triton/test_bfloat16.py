@@ -8,11 +8,14 @@ import torch
 from shardline.runtime.ops import triton as ops
 from shardline.runtime.ops.activation import gated_activation_reference
 from shardline.runtime.ops.attention import paged_attention_reference
+from shardline.runtime.ops.experts import expert_down, expert_up
 from shardline.runtime.ops.linear import linear_reference
 from shardline.runtime.ops.norm import rms_norm_reference
+from shardline.runtime.ops.quantize_rows import quantize_rows_reference
 
 from ..helpers import assert_close, assert_same_bits, randn
 from ..test_attention import attend, random_sequence
+from ..test_experts import choose, packed
 from .test_attention import in_one, spread
 
 BF16 = torch.bfloat16
@@ -53,3 +56,27 @@ def test_attention(rng, int8):
         # Weights meet the values in bf16, as in other flash kernels.
         assert (s.double() - e.double()).norm() < 5e-3 * e.double().norm()
         assert_same_bits(p, s)
+
+
+def test_experts(rng):
+    """Rounded where the CPU rounds: the product, the gate, the gated product; a slot's product; the sum."""
+    x, ids, weights = randn(9, 40, dtype=BF16, rng=rng), choose(9, 3, 2, rng), torch.rand(9, 2, generator=rng)
+    up, down = (randn(*shape, dtype=BF16, rng=rng) * 0.15 for shape in ((3, 2 * 24, 40), (3, 40, 24)))
+    shared = randn(9, 40, dtype=BF16, rng=rng)
+    cpu_rows = expert_up(x, ids, packed(up), "silu", gated=True)
+    expected = expert_down(cpu_rows, ids, weights, packed(down), shared=shared, shared_scale=weights[:, 1].contiguous())
+    rows, out = torch.empty(18, 24, dtype=BF16), torch.empty(9, 40, dtype=BF16)
+    ops.expert_up(x, ids, 0, False, up, None, "silu", True, rows)
+    ops.expert_down(rows, ids, weights, 0, down, None, shared, weights[:, 1].contiguous(), out)
+    by_expert = torch.cat([rows[(ids == expert).flatten()] for expert in range(3)])
+    assert (by_expert.double() - cpu_rows.double()).norm() < 1e-3 * cpu_rows.double().norm()
+    assert (out.double() - expected.double()).norm() < 1e-3 * expected.double().norm()
+
+
+def test_rows_as_bytes(rng):
+    x = randn(5, 70, dtype=BF16, rng=rng)
+    expected = quantize_rows_reference(x)
+    values, scales = torch.empty_like(expected.values), torch.empty_like(expected.scales)
+    ops.quantize_rows(x, values, scales, None)
+    assert torch.equal(values, expected.values)
+    assert_same_bits(scales, expected.scales)

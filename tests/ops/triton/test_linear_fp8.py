@@ -43,6 +43,13 @@ def test_a_row_does_not_depend_on_its_neighbours(rng):
         assert_same_bits(linear_fp8(x[row : row + 1], weight), whole[row : row + 1])
 
 
+def test_gated_is_both_products_and_then_the_gate(rng, gpu_kernels):
+    x, gate, up, bias = (randn(*shape, rng=rng) for shape in ((5, 70), (33, 70), (33, 70), (66,)))
+    scheme = quantization("fp8")
+    both = torch.cat([scheme.pack(gate)(x, bias[:33]), scheme.pack(up)(x, bias[33:])], dim=1)
+    assert_same_bits(scheme.pack_gated(gate, up)(x, bias, "silu"), gated_activation(both, "silu"))
+
+
 def test_experts_have_the_bits_of_one_linear(rng, gpu_kernels):
     weights, x, ids = randn(3, 2 * 20, 70, rng=rng), randn(11, 70, rng=rng), choose(11, 3, 2, rng)
     rows = expert_up(x, ids, packed(weights, "fp8"), "silu", gated=True)
