@@ -3,8 +3,8 @@
 Per shape and rows M: our GOP/s, torch's in the same process (bf16 and int4: its bf16 linear; int8: `torch._int_mm`, or
 the bf16 linear below 128 rows), and the ratio. At M = 1: GB/s of weights, as a share of the read bandwidth of
 `torch.sum`. Calls alternate, figures are medians; every call takes the next of several copies of the weight, so that
-weights come from memory, as they do in a model. With `--threads 1` the thread's CPU time is measured, which other
-programs on the machine disturb less.
+weights come from memory, as they do in a model. Last, gate and up with SiLU in one kernel, against two. With
+`--threads 1` the thread's CPU time is measured, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -19,19 +19,23 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
+from shardline.runtime.ops.activation import gated_activation
 from shardline.runtime.ops.dispatch import set_num_threads
 from shardline.runtime.ops.linear import linear, pack_weight
 from shardline.runtime.ops.linear_int4 import linear_int4, pack_int4
 from shardline.runtime.ops.linear_int8 import linear_int8, pack_int8
 from shardline.runtime.ops.quantize_rows import quantize_rows
 from shardline.runtime.ops.storage import streamed_empty
+from shardline.runtime.quantization.base import quantization
 
 SHAPES = {
     "q05": [(1152, 896), (896, 896), (9728, 896), (896, 4864), (151936, 896)],
     "llama1b": [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)],
 }
+GATE_UP = {"q05": (9728, 896), "llama1b": (16384, 2048)}
 ROWS = (1, 8, 32, 128, 512, 2048)
-DTYPES = ("bf16", "int8", "int4")
+SCHEMES = {"bf16": None, "int8": "int8", "int4": "int4"}
+DTYPES = tuple(SCHEMES)
 COLD_BYTES = 96 << 20  # of copies: more than the caches hold
 MIN_SECONDS = 0.02  # of calls per measurement
 
@@ -105,6 +109,22 @@ def report(dtype: str, n: int, k: int, m: int, bandwidth: float, rounds: int) ->
     return f"{line} {giga_ops / own:7.0f} GOP/s, torch {giga_ops / theirs:7.0f}; {theirs / own:5.2f} x"
 
 
+def report_gated(dtype: str, n: int, k: int, m: int, rounds: int) -> str:
+    """Gate and up of n / 2 columns each: fused with SiLU, against a linear and the activation after it."""
+    scheme = quantization(SCHEMES[dtype])
+    gate, up = torch.randn(n, k).to(torch.bfloat16).chunk(2)
+    x = torch.randn(m, k).to(torch.bfloat16)
+    copies = 1 + COLD_BYTES // scheme.pack_gated(gate, up).nbytes
+    fused = cycle([scheme.pack_gated(gate, up) for _ in range(copies)])
+    plain = cycle([scheme.pack(torch.cat([gate, up])) for _ in range(copies)])
+    own, two_ops = medians(
+        [lambda: next(fused)(x, None, "silu"), lambda: gated_activation(next(plain)(x), "silu")], rounds
+    )
+    giga_ops = 2 * m * n * k / 1e9
+    line = f"{dtype} N={n:6d} K={k:5d} M={m:5d}"
+    return f"{line} {giga_ops / own:7.0f} GOP/s with SiLU; {two_ops / own:5.2f} x two ops"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
@@ -122,6 +142,9 @@ def main() -> None:
             for m in args.rows:
                 if n < 100_000 or m <= 32:  # only sampled rows reach the vocabulary
                     print(report(dtype, n, k, m, bandwidth, args.rounds), flush=True)
+        n, k = GATE_UP[args.model]
+        for m in args.rows:
+            print(report_gated(dtype, n, k, m, args.rounds), flush=True)
 
 
 if __name__ == "__main__":

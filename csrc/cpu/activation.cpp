@@ -11,37 +11,42 @@ namespace {
 constexpr int64_t kTaskElements = 1 << 13;
 
 template <class T, class Act>
-void activate_row(const T* x, T* out, int64_t width) {
-  for (int64_t i = 0; i < width; i += kLanes) store_n(out + i, Act::of(load_n(x + i, width - i)), width - i);
+void activate_row(Act act, const T* x, T* out, int64_t width) {
+  for (int64_t i = 0; i < width; i += kLanes) store_n(out + i, activated(act, load_n(x + i, width - i)), width - i);
 }
 
 template <class T, class Act>
 void gate_row(Act act, const T* gate, const T* up, T* out, int64_t width) {
   int64_t i = 0;
-  for (; i + 2 * kLanes <= width; i += 2 * kLanes) {
-    gate_two(act, load(gate + i), load(gate + i + kLanes), load(up + i), load(up + i + kLanes), out + i);
+  for (; i + 2 * kPair <= width; i += 2 * kPair) {
+    gate_pairs<2>(act, {gate + i, gate + i + kPair}, {up + i, up + i + kPair}, {out + i, out + i + kPair});
   }
-  for (; i < width; i += kLanes) gate_n(act, load_n(gate + i, width - i), load_n(up + i, width - i), out + i, width - i);
+  for (; i < width; i += kLanes) {
+    gate_n(act, load_n(gate + i, width - i), load_n(up + i, width - i), out + i, width - i);
+  }
 }
 
-// As gate_row, for a panel's sums.
 template <class T, class Act>
 void gate_sums(Act act, const GatedSums& tile) {
-  for (int64_t r = 0; r < tile.rows; ++r) {
-    const float* gate = tile.values + r * kPanelColumns;
-    const float* up = gate + kGatedColumns;
-    T* out = static_cast<T*>(tile.out) + r * tile.out_stride;
-    int64_t c = 0;
-    for (; c + 2 * kLanes <= tile.columns; c += 2 * kLanes) {
-      F32 gates[2] = {load(gate + c), load(gate + c + kLanes)}, ups[2] = {load(up + c), load(up + c + kLanes)};
-      round_two_to<T>(gates[0], gates[1]);
-      round_two_to<T>(ups[0], ups[1]);
-      gate_two(act, gates[0], gates[1], ups[0], ups[1], out + c);
+  const auto out_of = [&](int64_t row) { return static_cast<T*>(tile.out) + row * tile.out_stride; };
+  if (tile.columns < kGatedColumns) {
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      const float* gate = tile.values + r * kPanelColumns;
+      for (int64_t c = 0; c < tile.columns; c += kLanes) {
+        gate_n(act, load(gate + c), load(gate + kGatedColumns + c), out_of(r) + c, tile.columns - c);
+      }
     }
-    for (; c < tile.columns; c += kLanes) {
-      gate_n(act, rounded_to<T>(load(gate + c)), rounded_to<T>(load(up + c)), out + c, tile.columns - c);
-    }
+    return;
   }
+  constexpr int64_t kRowPairs = kGatedColumns / kPair;
+  const auto gate = [&](int64_t p) { return tile.values + p / kRowPairs * kPanelColumns + p % kRowPairs * kPair; };
+  const auto up = [&](int64_t p) { return gate(p) + kGatedColumns; };
+  const auto out = [&](int64_t p) { return out_of(p / kRowPairs) + p % kRowPairs * kPair; };
+  int64_t p = 0;
+  for (; p + 2 <= tile.rows * kRowPairs; p += 2) {
+    gate_pairs<2>(act, {gate(p), gate(p + 1)}, {up(p), up(p + 1)}, {out(p), out(p + 1)});
+  }
+  if (p < tile.rows * kRowPairs) gate_pairs<1>(act, {gate(p)}, {up(p)}, {out(p)});
 }
 
 template <class T, class Act>
@@ -54,7 +59,7 @@ void activate(Act act, const ActivationArgs& args) {
     const T* x = static_cast<const T*>(args.x) + row * args.x_stride + begin;
     T* out = static_cast<T*>(args.out) + row * args.width + begin;
     const int64_t width = min64(args.width - begin, kTaskElements);
-    args.gated ? gate_row(act, x, x + args.width, out, width) : activate_row<T, Act>(x, out, width);
+    args.gated ? gate_row(act, x, x + args.width, out, width) : activate_row(act, x, out, width);
   });
 }
 

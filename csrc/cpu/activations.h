@@ -1,4 +1,4 @@
-// The activations themselves, lane by lane.
+// The activations themselves, and how they gate.
 #pragma once
 
 #include "kernels.h"
@@ -6,21 +6,45 @@
 
 namespace shardline::SHARDLINE_ISA {
 
+// Each replaces some vectors by their activations.
 struct Silu {
-  static F32 of(F32 x) { return x * sigmoid(x); }
+  template <int kCount>
+  static void apply(F32 (&x)[kCount]) {
+    F32 factor[kCount];
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) factor[i] = x[i];
+    sigmoid(factor);
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) x[i] = x[i] * factor[i];
+  }
 };
 struct GeluTanh {
   // (1 + tanh(u)) / 2 is sigmoid(2u), which does not cancel on the left.
-  static F32 of(F32 x) {
-    const F32 inner = fma(x * x * x, broadcast(0.044715f), x) * 1.595769122f;  // 2 sqrt(2 / pi)
-    return x * sigmoid(inner);
+  template <int kCount>
+  static void apply(F32 (&x)[kCount]) {
+    F32 factor[kCount];
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) {
+      factor[i] = fma(x[i] * x[i] * x[i], broadcast(0.044715f), x[i]) * 1.595769122f;  // 2 sqrt(2 / pi)
+    }
+    sigmoid(factor);
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) x[i] = x[i] * factor[i];
   }
 };
 struct Gelu {
-  static F32 of(F32 x) { return x * normal_cdf(x); }
+  template <int kCount>
+  static void apply(F32 (&x)[kCount]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) x[i] = x[i] * normal_cdf(x[i]);
+  }
 };
 struct Relu {
-  static F32 of(F32 x) { return x < 0.0f ? F32{} : x; }
+  template <int kCount>
+  static void apply(F32 (&x)[kCount]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) x[i] = x[i] < 0.0f ? F32{} : x[i];
+  }
 };
 
 // Calls body(Silu()), or whichever it is.
@@ -34,18 +58,42 @@ void with_activation(Activation activation, const Body& body) {
   }
 }
 
-// out = act(gate) * up for 2 * kLanes values of dtype T, rounded to it after the activation and after the product.
-template <class Act, class T>
-inline void gate_two(Act, F32 gate, F32 more_gate, F32 up, F32 more_up, T* out) {
-  F32 first = Act::of(gate), second = Act::of(more_gate);
-  round_two_to<T>(first, second);
-  store_two(out, first * up, second * more_up);
+template <class Act>
+inline F32 activated(Act, F32 x) {
+  F32 one[1] = {x};
+  Act::apply(one);
+  return one[0];
+}
+
+constexpr int64_t kPair = 2 * kLanes;
+
+// out[p] = act(gate[p]) * up[p] for kPair neighbours at each pointer. In T: gate and up are rounded to it, and so are
+// the activation and the product.
+template <int kPairs, class Act, class T, class Source>
+inline void gate_pairs(Act, const Source* const (&gate)[kPairs], const Source* const (&up)[kPairs],
+                       T* const (&out)[kPairs]) {
+  constexpr bool kRound = sizeof(Source) != sizeof(T);
+  F32 values[2 * kPairs];
+#pragma GCC unroll 4
+  for (int p = 0; p < kPairs; ++p) {
+    values[2 * p] = load(gate[p]);
+    values[2 * p + 1] = load(gate[p] + kLanes);
+    if (kRound) round_two_to<T>(values[2 * p], values[2 * p + 1]);
+  }
+  Act::apply(values);
+#pragma GCC unroll 4
+  for (int p = 0; p < kPairs; ++p) {
+    F32 first = load(up[p]), second = load(up[p] + kLanes);
+    if (kRound) round_two_to<T>(first, second);
+    round_two_to<T>(values[2 * p], values[2 * p + 1]);
+    store_two(out[p], values[2 * p] * first, values[2 * p + 1] * second);
+  }
 }
 
 // The same for the first n of kLanes.
 template <class Act, class T>
-inline void gate_n(Act, F32 gate, F32 up, T* out, int64_t n) {
-  store_n(out, rounded_to<T>(Act::of(gate)) * up, n);
+inline void gate_n(Act act, F32 gate, F32 up, T* out, int64_t n) {
+  store_n(out, rounded_to<T>(activated(act, rounded_to<T>(gate))) * rounded_to<T>(up), n);
 }
 
 }  // namespace shardline::SHARDLINE_ISA

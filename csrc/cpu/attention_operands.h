@@ -157,8 +157,12 @@ class Split {
   }
 
   // Starts another split, of which the tile sees `known`, relative to the split; `key` and `value` are filled next.
-  void begin(Range known) {
+  // Unless groups are kept, each is packed into the place of the one before: for rows that come but once, so that the
+  // copies stay in L1.
+  void begin(Range known, bool keep_groups) {
     known_ = known;
+    keep_groups_ = keep_groups;
+    num_fetched_ = 0;
     for (int64_t g = 0; g < kNumGroups; ++g) has_keys_[g] = has_values_[g] = false;
   }
   void set(int64_t place, const Stored* key, const Stored* value) {
@@ -172,13 +176,13 @@ class Split {
 
   // The group's keys, [keys / kLanes][key_words][kLanes].
   const int32_t* key_group(int64_t group) {
-    int32_t* packed = packed_keys_ + group * kGroupKeys * key_words(key_dim_);
+    int32_t* packed = packed_keys_ + (keep_groups_ ? group * kGroupKeys * key_words(key_dim_) : 0);
     if (has_keys_[group]) return packed;
-    has_keys_[group] = true;
+    claim(has_keys_, group);
     for (int64_t first = group * kGroupKeys; first < min64((group + 1) * kGroupKeys, known_.end); first += kLanes) {
       const Stored* keys[kLanes];
       for (int i = 0; i < kLanes; ++i) keys[i] = keys_[nearest_known(first + i)];
-      prefetch_rows(keys_, first, kLanes, key_dim_);
+      fetch_until(first + kLanes - known_.begin + kFetchAhead);
       pack_keys<T>(keys, key_dim_, packed + (first - group * kGroupKeys) * key_words(key_dim_));
     }
     return packed;
@@ -186,13 +190,13 @@ class Split {
 
   // The values' words from the group's first, [words of a group][value_width].
   const int32_t* value_group(int64_t group) {
-    int32_t* packed = packed_values_ + words_of<T>(group * kGroupKeys) * value_width();
+    int32_t* packed = packed_values_ + (keep_groups_ ? words_of<T>(group * kGroupKeys) * value_width() : 0);
     if (has_values_[group]) return packed;
-    has_values_[group] = true;
+    claim(has_values_, group);
     int32_t* row = packed;
     for (int64_t key = group * kGroupKeys; key < min64((group + 1) * kGroupKeys, known_.end); key += kPerWord<T>) {
       const Stored* values[2] = {values_[nearest_known(key)], values_[nearest_known(key + 1)]};
-      if (key % kLanes == 0) prefetch_rows(values_, key, kLanes, value_dim_);
+      if (key % kLanes == 0) fetch_until(known_.end - known_.begin + key + kLanes - known_.begin + kFetchAhead);
       pack_values<T>(values, value_dim_, row);
       row += value_width();
     }
@@ -210,18 +214,34 @@ class Split {
   int64_t value_width() const { return whole_vectors(value_dim_); }
 
  private:
-  static constexpr int64_t kPrefetchKeys = 32;  // blocks lie anywhere in memory: the hardware cannot guess the next one
+  // Rows that are on their way from memory: blocks lie anywhere in it, so the hardware cannot guess the next one.
+  static constexpr int64_t kFetchAhead = 64;
 
   int64_t nearest_known(int64_t key) const { return max64(known_.begin, min64(key, known_.end - 1)); }
 
-  void prefetch_rows(const Stored* const* rows, int64_t key, int64_t count, int64_t dim) const {
-    const int64_t end = min64(key + kPrefetchKeys + count, known_.end);
-    for (int64_t i = max64(key + kPrefetchKeys, known_.begin); i < end; ++i) prefetch(rows[i], dim);
+  void claim(bool (&has)[kNumGroups], int64_t group) {
+    if (!keep_groups_) {
+      for (int64_t g = 0; g < kNumGroups; ++g) has[g] = false;
+    }
+    has[group] = true;
+  }
+
+  // Asks for the known keys, then the known values, as far as the first `count` of them all.
+  void fetch_until(int64_t count) {
+    const int64_t num_keys = known_.end - known_.begin;
+    for (; num_fetched_ < min64(count, num_keys); ++num_fetched_) {
+      prefetch(keys_[known_.begin + num_fetched_], key_dim_);
+    }
+    for (; num_fetched_ < min64(count, 2 * num_keys); ++num_fetched_) {
+      prefetch(values_[known_.begin + num_fetched_ - num_keys], value_dim_);
+    }
   }
 
   int64_t key_dim_, value_dim_;
   int32_t *packed_keys_, *packed_values_;
   Range known_;
+  bool keep_groups_;
+  int64_t num_fetched_;
   bool has_keys_[kNumGroups], has_values_[kNumGroups];
   const Stored* keys_[kSplitKeys];
   const Stored* values_[kSplitKeys];

@@ -11,7 +11,9 @@
 
 namespace shardline::SHARDLINE_ISA {
 
-constexpr int kMaxRows = 6;  // rows that share each load of packed keys and values
+// Rows that share each load of packed keys and values: as many as fill the registers with sums, or all of a tile if
+// it has a few more, so that nothing is loaded twice.
+constexpr int kBestRows = 6, kMaxRows = 8;
 
 // One query row's share of a split, and also of all splits merged so far.
 struct Partial {
@@ -28,7 +30,10 @@ struct Row {
 };
 
 // Vectors that a tile of `rows` sums in registers: 32 with AVX-512, else 16.
-constexpr int tile_vectors(int rows) { return kLanes == 16 || rows <= 3 ? 4 : 2; }
+constexpr int tile_vectors(int rows) {
+  if (rows > kBestRows) return kLanes == 16 ? 2 : 1;
+  return kLanes == 16 || rows <= 3 ? 4 : 2;
+}
 
 // Scores of kRows rows against whole vectors of keys, `begin` to `end` of a group.
 template <class T, int kRows, int kVectors, class Stored>
@@ -43,14 +48,14 @@ void score_group(const Row* rows, const Split<T, Stored>& split, const int32_t* 
       I32 key[kVectors];
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) key[v] = load_words(panel + v * panel_words + word * kLanes);
-#pragma GCC unroll 6
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const I32 query = broadcast_int(rows[r].query[word]);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_words<T>(sum[r][v], query, key[v]);
       }
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
@@ -168,7 +173,7 @@ void weigh_scores(Row& row, const Split<T, Stored>& split, const AttentionArgs& 
 template <class T, int kRows, int kVectors>
 inline void add_columns(Row* rows, const int32_t* values, int64_t width, int64_t column, Range words, I32 visible) {
   F32 sum[kRows][kVectors];
-#pragma GCC unroll 6
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) sum[r][v] = load(rows[r].partial.output + column + v * kLanes);
@@ -180,14 +185,14 @@ inline void add_columns(Row* rows, const int32_t* values, int64_t width, int64_t
       value[v] = load_words(values + column + v * kLanes);
       if constexpr (kRows == 1) value[v] &= visible;
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const I32 weight = broadcast_int(rows[r].scores[word]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_words<T>(sum[r][v], weight, value[v]);
     }
   }
-#pragma GCC unroll 6
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) store(rows[r].partial.output + column + v * kLanes, sum[r][v]);

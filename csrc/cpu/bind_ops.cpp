@@ -36,31 +36,49 @@ void pack_weight(nb::handle weight_object, nb::handle panels_object) {
   kernels().pack_weight(args);
 }
 
-void linear(nb::handle x_object, nb::handle panels_object, nb::handle bias_object, nb::handle out_object,
-            const std::optional<std::string>& gate) {
-  const Tensor x(x_object, "x"), panels(panels_object, "panels"), out(out_object, "out");
+// All but the output.
+LinearArgs linear_args(const Tensor& x, const Tensor& panels, nb::handle bias_object, int64_t num_columns, bool gated) {
   x.is_floating().has_shape({-1, -1}).has_rows().same_dtype(panels);
-  out.is_floating().has_shape({x.size(0), -1}).has_rows();
-  check_panels(panels, gate ? gated_weight_columns(out.size(1)) : out.size(1), x.size(1));
+  check_panels(panels, gated ? gated_weight_columns(num_columns) : num_columns, x.size(1));
   LinearArgs args = {};
   args.dtype = x.dtype();
-  args.out_dtype = out.dtype();
   args.x = x.data();
   args.x_stride = x.row_stride();
   args.panels = panels.data();
   if (!bias_object.is_none()) {
     const Tensor bias(bias_object, "bias");
-    bias.is_floating().has_shape({gate ? 2 * out.size(1) : out.size(1)}).is_contiguous();
+    bias.is_floating().has_shape({gated ? 2 * num_columns : num_columns}).is_contiguous();
     args.bias = bias.data();
     args.bias_dtype = bias.dtype();
   }
+  args.num_rows = x.size(0);
+  args.num_columns = num_columns;
+  args.depth = x.size(1);
+  args.gated = gated;
+  return args;
+}
+
+void linear(nb::handle x_object, nb::handle panels_object, nb::handle bias_object, nb::handle out_object,
+            const std::optional<std::string>& gate) {
+  const Tensor x(x_object, "x"), panels(panels_object, "panels"), out(out_object, "out");
+  out.is_floating().has_shape({x.size(0), -1}).has_rows();
+  LinearArgs args = linear_args(x, panels, bias_object, out.size(1), gate.has_value());
+  args.out_dtype = out.dtype();
   args.out = out.data();
   args.out_stride = out.row_stride();
-  args.num_rows = x.size(0);
-  args.num_columns = out.size(1);
-  args.depth = x.size(1);
-  args.gated = gate.has_value();
   if (gate) args.activation = activation_named(*gate);
+  perform([args] { kernels().linear(args); });
+}
+
+void linear_best(nb::handle x_object, nb::handle panels_object, nb::handle bias_object, int64_t num_columns,
+                 nb::handle best_object) {
+  const Tensor x(x_object, "x"), panels(panels_object, "panels"), best(best_object, "best");
+  LinearArgs args = linear_args(x, panels, bias_object, num_columns, false);
+  best.is(DType::kFloat32).has_shape({x.size(0), 2, panels.size(0)}).is_contiguous();
+  args.out_dtype = DType::kFloat32;
+  args.out = best.data();
+  args.out_stride = 2 * panels.size(0);
+  args.best = true;
   perform([args] { kernels().linear(args); });
 }
 
@@ -276,6 +294,7 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
 void bind_ops(nb::module_& m) {
   m.def("pack_weight", &pack_weight, "weight"_a, "panels"_a);
   m.def("linear", &linear, "x"_a, "panels"_a, "bias"_a.none(), "out"_a, "gate"_a = nb::none());
+  m.def("linear_best", &linear_best, "x"_a, "panels"_a, "bias"_a.none(), "num_columns"_a, "best"_a);
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "out"_a, "eps"_a, "weight_offset"_a, "residual"_a.none(),
         "summed"_a.none());
   m.def("layer_norm", &layer_norm, "x"_a, "weight"_a, "bias"_a.none(), "out"_a, "eps"_a, "residual"_a.none(),

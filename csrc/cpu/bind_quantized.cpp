@@ -84,31 +84,38 @@ void pack_int4(nb::handle weight_object, nb::handle panels_object) {
   kernels().pack_int4(args);
 }
 
-// All but the weight.
+// All but the weight and the output.
 QuantizedLinearArgs linear_args(nb::handle values_object, nb::handle scales_object, nb::handle sums_object,
-                                int64_t depth, nb::handle bias_object, nb::handle out_object,
-                                const std::optional<std::string>& gate) {
+                                int64_t depth, nb::handle bias_object, int64_t num_columns, bool gated) {
   const Tensor values(values_object, "values"), scales(scales_object, "scales"), sums(sums_object, "sums");
-  const Tensor out(out_object, "out");
-  out.is_floating().has_shape({values.size(0), -1}).has_rows();
   check_rows(values, scales, sums, values.size(0), depth);
   QuantizedLinearArgs args = {};
-  args.out_dtype = out.dtype();
   args.x = values.as<int8_t>();
   args.row_scales = scales.as<float>();
   args.row_sums = sums.as<int32_t>();
   if (!bias_object.is_none()) {
     const Tensor bias(bias_object, "bias");
-    bias.is_floating().has_shape({gate ? 2 * out.size(1) : out.size(1)}).is_contiguous();
+    bias.is_floating().has_shape({gated ? 2 * num_columns : num_columns}).is_contiguous();
     args.bias = bias.data();
     args.bias_dtype = bias.dtype();
   }
+  args.num_rows = values.size(0);
+  args.num_columns = num_columns;
+  args.depth = depth;
+  args.gated = gated;
+  return args;
+}
+
+// All but the weight.
+QuantizedLinearArgs linear_args(nb::handle values, nb::handle scales, nb::handle sums, int64_t depth, nb::handle bias,
+                                nb::handle out_object, const std::optional<std::string>& gate) {
+  const Tensor out(out_object, "out");
+  out.is_floating().has_shape({-1, -1}).has_rows();
+  QuantizedLinearArgs args = linear_args(values, scales, sums, depth, bias, out.size(1), gate.has_value());
+  out.has_shape({args.num_rows, -1});
+  args.out_dtype = out.dtype();
   args.out = out.data();
   args.out_stride = out.row_stride();
-  args.num_rows = values.size(0);
-  args.num_columns = out.size(1);
-  args.depth = depth;
-  args.gated = gate.has_value();
   if (gate) args.activation = activation_named(*gate);
   return args;
 }
@@ -125,6 +132,22 @@ void linear_int8(nb::handle values, nb::handle scales, nb::handle sums, int64_t 
   check_int8(panels, column_scales, weight_columns(args), depth);
   args.panels = panels.as<uint8_t>();
   args.column_scales = column_scales.as<float>();
+  perform([args] { kernels().linear_int8(args); });
+}
+
+void linear_int8_best(nb::handle values, nb::handle scales, nb::handle sums, int64_t depth, nb::handle panels_object,
+                      nb::handle column_scales_object, nb::handle bias, int64_t num_columns, nb::handle best_object) {
+  QuantizedLinearArgs args = linear_args(values, scales, sums, depth, bias, num_columns, false);
+  const Tensor panels(panels_object, "panels"), column_scales(column_scales_object, "column_scales");
+  const Tensor best(best_object, "best");
+  check_int8(panels, column_scales, num_columns, depth);
+  best.is(DType::kFloat32).has_shape({args.num_rows, 2, panels.size(0)}).is_contiguous();
+  args.panels = panels.as<uint8_t>();
+  args.column_scales = column_scales.as<float>();
+  args.out_dtype = DType::kFloat32;
+  args.out = best.data();
+  args.out_stride = 2 * panels.size(0);
+  args.best = true;
   perform([args] { kernels().linear_int8(args); });
 }
 
@@ -145,6 +168,8 @@ void bind_quantized(nb::module_& m) {
   m.def("pack_int4", &pack_int4, "weight"_a, "panels"_a);
   m.def("linear_int8", &linear_int8, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a, "column_scales"_a,
         "bias"_a.none(), "out"_a, "gate"_a = nb::none());
+  m.def("linear_int8_best", &linear_int8_best, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a,
+        "column_scales"_a, "bias"_a.none(), "num_columns"_a, "best"_a);
   m.def("linear_int4", &linear_int4, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a, "bias"_a.none(),
         "out"_a, "gate"_a = nb::none());
 }

@@ -2,6 +2,7 @@
 #include <nanobind/stl/tuple.h>
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <tuple>
 
@@ -9,6 +10,7 @@
 #include "host_ops.h"
 #include "kernels.h"
 #include "philox.h"
+#include "program.h"
 #include "tensor.h"
 #include "thread_pool.h"
 
@@ -128,6 +130,25 @@ void greedy_argmax(nb::handle logits_object, nb::handle ids_object, nb::handle v
   });
 }
 
+// best [M, 2, num_panels]: values, then ids as int32; pairs [M, 2]: the largest value of the row, and its id.
+void choose_best(nb::handle best_object, nb::handle pairs_object) {
+  const Tensor best(best_object, "best"), pairs(pairs_object, "pairs");
+  best.is(DType::kFloat32).has_shape({-1, 2, -1}).is_contiguous();
+  pairs.is(DType::kFloat32).has_shape({best.size(0), 2}).is_contiguous();
+  if (best.size(2) < 1) raise_value_error("there must be a column to choose");
+  const int64_t num_rows = best.size(0), count = best.size(2);
+  const float* rows = best.as<float>();
+  float* chosen = pairs.as<float>();
+  perform([=] {
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const float* values = rows + row * 2 * count;
+      const int64_t place = kernels().argmax(values, count);
+      std::memcpy(chosen + 2 * row, values + place, sizeof(float));
+      std::memcpy(chosen + 2 * row + 1, values + count + place, sizeof(float));
+    }
+  });
+}
+
 using Words4 = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;
 
 Words4 philox(Words4 counter, std::tuple<uint32_t, uint32_t> key) {
@@ -154,6 +175,7 @@ void bind_sampling(nb::module_& m) {
         static_cast<void (*)(nb::handle, nb::handle, int64_t, nb::handle, nb::handle, nb::handle, nb::handle)>(
             &logprobs),
         "logits"_a, "chosen"_a, "top_n"_a, "chosen_logprobs"_a, "chosen_ranks"_a, "top_ids"_a, "top_logprobs"_a);
+  m.def("choose_best", &choose_best, "best"_a, "pairs"_a);
   m.def("greedy_argmax", &greedy_argmax, "logits"_a, "ids"_a, "values"_a);
   m.def("philox4x32", &philox, "counter"_a, "key"_a);
   m.def("uniform", &uniform, "seed"_a, "choice"_a, "position"_a, "purpose"_a);

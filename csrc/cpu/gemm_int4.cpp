@@ -198,9 +198,9 @@ void linear_int4(const QuantizedLinearArgs& args) {
   const PanelLayout layout = {ceil_div(args.depth, kGroupDepth), kInt4GroupBytes};
   const auto add = [&](const Tile& tile, auto rows, auto wide) { add_tile<rows.kValue, wide.kValue>(args, tile); };
   const auto finish = [&](const FinishedTile& tile) {
-    finish_tile(args, tile, false, [&](int64_t r, int64_t c) {
-      const F32 total = load(static_cast<const float*>(tile.sums) + r * kPanelColumns + c);
-      return total * broadcast(args.row_scales[tile.row + r]);
+    const float *sums = static_cast<const float*>(tile.sums), *row_scales = args.row_scales + tile.row;
+    finish_tile(args, tile, false, [sums, row_scales](int64_t r, int64_t c) {
+      return load(sums + r * kPanelColumns + c) * broadcast(row_scales[r]);
     });
   };
   for_each_tile<kTileRows, kWideMin, kWideMax>(args, layout, add, finish);

@@ -104,10 +104,10 @@ void linear_int8(const QuantizedLinearArgs& args) {
   const PanelLayout layout = {ceil_div(args.depth, kQuad), kQuad * kPanelColumns};
   const auto add = [&](const Tile& tile, auto rows, auto wide) { add_tile<rows.kValue, wide.kValue>(args, tile); };
   const auto finish = [&](const FinishedTile& tile) {
-    const float* column_scales = args.column_scales + tile.panel * kPanelColumns;
-    finish_tile(args, tile, false, [&](int64_t r, int64_t c) {
-      const F32 scale = broadcast(args.row_scales[tile.row + r]) * load(column_scales + c);
-      return to_float(load(static_cast<const int32_t*>(tile.sums) + r * kPanelColumns + c)) * scale;
+    const int32_t* sums = static_cast<const int32_t*>(tile.sums);
+    const float *row_scales = args.row_scales + tile.row, *scales = args.column_scales + tile.panel * kPanelColumns;
+    finish_tile(args, tile, false, [sums, row_scales, scales](int64_t r, int64_t c) {
+      return to_float(load(sums + r * kPanelColumns + c)) * (broadcast(row_scales[r]) * load(scales + c));
     });
   };
   for_each_tile<kTileRows, kWideMin, kWideMax>(args, layout, add, finish);

@@ -18,7 +18,7 @@ struct PanelLayout {
 };
 
 // Rows [row, row + rows) of x times steps [begin, end) of a panel. Sums [rows][64], fp32 or int32, begin at step 0 and
-// wait in `sums` between blocks of K. `ahead` is what a later tile reads, for this one to ask for.
+// wait in `sums` between blocks of K. `ahead` is what a later tile reads, for this one to ask for, step by step.
 struct Tile {
   int64_t row;
   int rows;
@@ -27,7 +27,7 @@ struct Tile {
   int64_t begin, end;
   void* sums;
   const char* ahead;
-  int64_t ahead_bytes;
+  int64_t ahead_stride;
 };
 
 // A wide tile reads half of a panel's columns at a time, and meanwhile asks for all of the panel after it: when weights
@@ -40,7 +40,7 @@ constexpr bool asks_ahead(int rows, bool wide) { return kLanes == 16 && (wide ||
 class Ahead {
  public:
   Ahead(const Tile& tile, int64_t requests_per_step)
-      : next_(tile.ahead), stride_(ceil_div(tile.ahead_bytes, (tile.end - tile.begin) * requests_per_step)) {}
+      : next_(tile.ahead), stride_(ceil_div(tile.ahead_stride, requests_per_step)) {}
 
   inline void request() {
     __builtin_prefetch(next_);
@@ -83,6 +83,7 @@ void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index
   constexpr int64_t kBlockBytes = 128 << 10;
   const bool wide = rows >= kWideMin && rows <= kWideMax;
   const int64_t num_tiles = wide ? 1 : ceil_div(rows, kTileRows);
+  const int64_t least_rows = rows / num_tiles;  // evenly: 9 rows are 5 + 4, not 6 + 3
   const bool ask = wide || num_tiles > 1;
   const int64_t panel_bytes = layout.num_steps * layout.step_bytes;
   const int64_t num_blocks = ask ? ceil_div(panel_bytes, kBlockBytes) : 1;
@@ -91,10 +92,11 @@ void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index
   for (int64_t b = 0; b < num_blocks; ++b) {
     const int64_t begin = layout.num_steps * b / num_blocks, end = layout.num_steps * (b + 1) / num_blocks;
     const int64_t share = ask ? ceil_div((end - begin) * layout.step_bytes, num_tiles) : 0;
-    for (int64_t t = 0; t < num_tiles; ++t) {  // evenly: 9 rows are 5 + 4, not 6 + 3
-      const int64_t first = rows * t / num_tiles, last = rows * (t + 1) / num_tiles;
+    const int64_t stride = ceil_div(share, end - begin);
+    for (int64_t t = 0, first = 0, last; t < num_tiles; ++t, first = last) {
+      last = first + least_rows + (t < rows % num_tiles ? 1 : 0);
       const Tile tile = {row_begin + first, static_cast<int>(last - first), wide, panel, begin, end,
-                         sums + first * kPanelColumns, panel + end * layout.step_bytes + t * share, share};
+                         sums + first * kPanelColumns, panel + end * layout.step_bytes + t * share, stride};
       wide ? with_wide_rows<kWideMin, kWideMax>(tile, add) : with_rows<kTileRows>(tile, add);
       if (b + 1 == num_blocks) finish({tile.row, last - first, panel_index, tile.sums});
     }

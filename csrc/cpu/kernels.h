@@ -35,6 +35,7 @@ struct LinearArgs {
   int64_t num_rows, num_columns, depth;
   bool gated;
   Activation activation;  // of the gate
+  bool best;              // out [num_rows][2][num_panels]: each panel's largest output; its column, as int32
 };
 
 // Bytes of k that one column contributes to a step of the quantized GEMMs, and weights that share a scale in int4.
@@ -76,6 +77,7 @@ struct QuantizedLinearArgs {
   int64_t num_rows, num_columns, depth;
   bool gated;
   Activation activation;  // of the gate
+  bool best;              // int8 only, see LinearArgs
 };
 
 struct NormArgs {

@@ -39,6 +39,17 @@ inline F32 exp2_coarse(F32 x) {
 }
 #endif
 
+// x * 2^n for whole n from -126 to 128.
+inline F32 times_power_of_2(F32 x, F32 n) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_scalef_ps(0xffff, x, n);
+#else
+  const F32 magic = broadcast(12582912.0f);
+  const I32 exponent = (I32)(n + magic) - (I32)magic + 126;
+  return x * (F32)(exponent << 23) * 2.0f;
+#endif
+}
+
 // Absolute and relative error below 3e-7.
 inline F32 tanh(F32 x) {
   const F32 a = absolute(x);
@@ -51,25 +62,32 @@ inline F32 tanh(F32 x) {
   return a < 0.625f ? small : signed_large;
 }
 
-// 1 / (1 + exp(-x)), with the steps of exp on negated numbers: the same bits, as all of them are odd or even. From 87 up
-// 1 swallows exp(-x).
-inline F32 sigmoid(F32 x) {
-  const F32 clamped = minimum(broadcast(87.0f), maximum(broadcast(-89.0f), x));
+// x = 1 / (1 + exp(-x)), with the steps of exp on negated numbers, which has the same bits: all are odd or even. From
+// 87 up 1 swallows exp(-x). Several vectors take each step together: one after another, their latencies would add up.
+template <int kCount>
+inline void sigmoid(F32 (&x)[kCount]) {
   const F32 magic = broadcast(12582912.0f);
-  const F32 shifted = fma(clamped, broadcast(-1.44269504f), magic);
-  const F32 n = shifted - magic;
-  F32 r = fma(n, broadcast(0.693145751953125f), clamped);
-  r = fma(n, broadcast(1.42860677e-6f), r);
-  const F32 tail = polynomial(r, broadcast(-1.381459837e-3f), 8.368716898e-3f, -4.166838805e-2f, 1.666652063e-1f,
-                              -4.999999345e-1f);
-  const F32 mantissa = 1.0f - fma(r * r, tail, r);
-#if defined(__AVX512F__)
-  const F32 power = _mm512_scalef_ps(mantissa, n);
-#else
-  const I32 exponent = (I32)shifted - (I32)magic + 126;
-  const F32 power = mantissa * (F32)(exponent << 23) * 2.0f;
-#endif
-  return 1.0f / (1.0f + power);
+  F32 r[kCount], n[kCount], tail[kCount];
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) r[i] = minimum(broadcast(87.0f), maximum(broadcast(-89.0f), x[i]));
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) n[i] = fma(r[i], broadcast(-1.44269504f), magic) - magic;
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) r[i] = fma(n[i], broadcast(0.693145751953125f), r[i]);
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) r[i] = fma(n[i], broadcast(1.42860677e-6f), r[i]);
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) tail[i] = fma(r[i], broadcast(-1.381459837e-3f), broadcast(8.368716898e-3f));
+  constexpr float kRest[] = {-4.166838805e-2f, 1.666652063e-1f, -4.999999345e-1f};
+#pragma GCC unroll 3
+  for (const float coefficient : kRest) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) tail[i] = fma(tail[i], r[i], broadcast(coefficient));
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) x[i] = times_power_of_2(1.0f - fma(r[i] * r[i], tail[i], r[i]), n[i]);
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) x[i] = 1.0f / (1.0f + x[i]);
 }
 
 // The standard normal's distribution function. erfc(z) = exp(-z^2) P(t), t = 1 / (1 + 0.4 z), keeps the left tail exact

@@ -147,6 +147,19 @@ def paged_attention(
     key_scales: Tensor | None,
     value_scales: Tensor | None,
 ) -> None: ...
+def linear_best(x: Tensor, panels: Tensor, bias: Tensor | None, num_columns: int, best: Tensor) -> None: ...
+def linear_int8_best(
+    values: Tensor,
+    scales: Tensor,
+    sums: Tensor,
+    depth: int,
+    panels: Tensor,
+    column_scales: Tensor,
+    bias: Tensor | None,
+    num_columns: int,
+    best: Tensor,
+) -> None: ...
+def choose_best(best: Tensor, pairs: Tensor) -> None: ...
 def linear_heads(x: Tensor, panels: Tensor, out: Tensor) -> None: ...
 def write_latent(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor) -> None: ...
 def mla_attention(

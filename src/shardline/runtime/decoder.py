@@ -100,7 +100,7 @@ class DecoderStage:
 
     def forward(self, step: StepInput, hidden: Tensor) -> Tensor:
         """Hidden states [T, H] through the layers: the next stage's, or from the last this rank's fp32 logits of the
-        sampled rows [R, local vocab].
+        sampled rows [R, local vocab], if the step is greedy only the best of each, see LMHead.best.
         """
         delta: Tensor | None = None
         watch = self._watch
@@ -116,6 +116,8 @@ class DecoderStage:
         if self._final_norm is None or self.lm_head is None:
             return add(hidden, delta)
         normed, _ = self._final_norm.add(delta, hidden)
+        if step.greedy:
+            return self.lm_head.best(normed)
         logits = self.lm_head(normed)
         if watch is not None:
             watch.look("the logits", logits, rows)

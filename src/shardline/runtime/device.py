@@ -99,6 +99,7 @@ class Uploader:
             sampled=None
             if sampled is None
             else SampledTokens(next(on_device), next(on_device), next(on_device), tuple(on_device)),
+            greedy=step.greedy,
         )
 
     def _copy(self, tensors: list[Tensor]) -> list[Tensor]:

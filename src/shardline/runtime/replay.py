@@ -84,6 +84,7 @@ class _StepBuffers:
             replica_tokens=step.replica_tokens,
             replica_samples=step.replica_samples,
             sampled=None,
+            greedy=step.greedy,
         )
         return placed, self._hidden[:count]
 
@@ -105,8 +106,8 @@ class DecodeReplay:
         self.forward = forward
         self._max_seqs = max_seqs
         self._buffers = _StepBuffers(max_seqs, max_blocks, num_kv_groups, hidden_size, dtype)
-        self._programs: dict[tuple[tuple[int, ...], tuple[int, ...]], _cpu.Program] = {}
-        """By what the replicas compute and sample: a program exchanges as much with them as when it was recorded."""
+        self._programs: dict[object, _cpu.Program] = {}
+        """By what the layers' calls follow from, see `_shape`."""
         self._possible = True
 
     def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class DecodeReplay:
         if not decodes or not self._possible:
             return self.forward(step, hidden)
         placed, placed_hidden = self._buffers.fill(step, hidden)
-        program = self._programs.get((step.replica_tokens, step.replica_samples))
+        program = self._programs.get(_shape(step))
         if program is None:
             return self._record(placed, placed_hidden)
         output = program.replay()
@@ -133,8 +134,13 @@ class DecodeReplay:
             program.end()
         if watch.computed is None:
             program.set_output(output)
-            self._programs[step.replica_tokens, step.replica_samples] = program
+            self._programs[_shape(step)] = program
         else:
             self._possible = False
             _log.debug("decode steps are not replayed: a layer computes with %s", watch.computed)
         return output
+
+
+def _shape(step: StepInput) -> object:
+    """What the kernel calls of a decode step follow from; replicas in lockstep exchange as much as they compute."""
+    return step.replica_tokens, step.replica_samples, step.greedy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -53,6 +54,8 @@ class Runner:
         max_blocks = -(-max_model_len // block_size) + 1
         self._sequences = SequenceTable(num_kv_groups, max_blocks)
         self._watch = watch
+        # Elsewhere steps are captured with all logits, and whoever looks for NaN looks at all.
+        self._finds_best = device.is_host and watch is None and stage.lm_head is not None and stage.lm_head.finds_best
         self._forward: Forward = stage.forward
         self._uploader = None if device.is_host else Uploader(device.torch)
         if watch is None:
@@ -79,6 +82,9 @@ class Runner:
     def _compute(self, rank_step: RankStep, started: float) -> StepResult | None:
         plan = rank_step.plan
         step = self._step_input(rank_step)
+        sampled = [entry.seq_id for entry in plan.steps if entry.sample]
+        if self._finds_best and self._sampler is not None and self._sampler.is_greedy(sampled, self._sequences):
+            step = dataclasses.replace(step, greedy=True)
         if self._uploader is not None:
             step = self._uploader.upload(step)
         if self._groups.from_previous is None:
@@ -91,8 +97,10 @@ class Runner:
         errors = self._watch.report(plan) if self._watch is not None else {}
         if self._sampler is None:
             return None
-        sampled = [entry.seq_id for entry in plan.steps if entry.sample]
-        results = self._sampler.sample(output, sampled, self._sequences) if sampled else []
+        if step.greedy:
+            results = self._sampler.choose(output, sampled)
+        else:
+            results = self._sampler.sample(output, sampled, self._sequences) if sampled else []
         for result in results:
             for token_id in result.token_ids:
                 self._sequences[result.seq_id].append(token_id)

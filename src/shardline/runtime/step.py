@@ -61,6 +61,8 @@ class StepInput:
     """How many of them are sampled, of each replica."""
     sampled: SampledTokens | None
     """None: all tokens are sampled, in order."""
+    greedy: bool = False
+    """Whether nothing is wanted of a row of logits but its largest."""
 
     def queries(self, group: int, last_layer: bool) -> Queries:
         """Who attends in a layer of a KV group. In a model's last layer nobody reads what else would come out."""

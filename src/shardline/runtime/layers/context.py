@@ -15,7 +15,7 @@ from shardline.models.spec import DecoderSpec
 from shardline.runtime.finite import FiniteWatch
 from shardline.runtime.loader.weights import WeightSource
 from shardline.runtime.parallel.collectives import Collectives
-from shardline.runtime.quantization.base import PackedGatedLinear, PackedLinear, Quantization
+from shardline.runtime.quantization.base import PackedGatedLinear, PackedLinear, PackedLMHead, Quantization
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class LayerContext:
         self.on_loaded(packed.nbytes)
         return packed
 
-    def pack_lm_head(self, weight: Tensor) -> PackedLinear:
+    def pack_lm_head(self, weight: Tensor) -> PackedLMHead:
         """The output embedding [vocab, hidden_size] as the quantization holds it."""
         packed = self.quantization.pack_lm_head(weight)
         self.on_loaded(packed.nbytes)

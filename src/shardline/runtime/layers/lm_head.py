@@ -34,3 +34,13 @@ class LMHead:
         if self._softcap is not None:
             softcap_(logits, self._softcap)
         return logits
+
+    @property
+    def finds_best(self) -> bool:
+        """Whether `best` is there. A softcap rounds logits to equal ones, so that it takes all of them."""
+        return self._softcap is None
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """The largest of this rank's logits of each row, and the bits of its index in this rank's range: [R, 2]."""
+        assert self.finds_best
+        return self._linear.argmax(hidden, self._bias)

@@ -23,6 +23,7 @@ from shardline.runtime.ops.expert_exchange import combine_slots, count_exchanged
 from shardline.runtime.ops.experts import ExpertWeights, expert_down, expert_up
 from shardline.runtime.ops.linear import linear, pack_weight
 from shardline.runtime.ops.routing import route_experts
+from shardline.runtime.ops.storage import stacked_rows
 
 
 class Routed(NamedTuple):
@@ -80,7 +81,7 @@ class Experts:
     def _stack(context: LayerContext, name: str, held: range, parts: tuple[str, ...]) -> ExpertWeights:
         stack: ExpertWeights | None = None
         for index, expert in enumerate(held):
-            weight = torch.cat([context.read(f"{name}.experts.{expert}.{part}.weight") for part in parts])
+            weight = stacked_rows([context.read(f"{name}.experts.{expert}.{part}.weight") for part in parts])
             if stack is None:
                 stack = context.quantization.allocate_experts(len(held), weight)
             context.quantization.pack_expert(stack, index, weight)

@@ -16,7 +16,7 @@ from shardline.runtime.ops.linear import PANEL_COLUMNS, PackedWeight, linear, li
 from shardline.runtime.ops.linear_int4 import Int4Weight, linear_int4
 from shardline.runtime.ops.linear_int8 import Int8Weight, linear_int8
 from shardline.runtime.ops.quantize_rows import QuantizedRows
-from shardline.runtime.ops.storage import activation_empty
+from shardline.runtime.ops.storage import activation_empty, streamed_empty
 
 _HALF = PANEL_COLUMNS // 2
 
@@ -27,9 +27,16 @@ def stacked_gate_up(gate: Tensor, up: Tensor) -> Tensor:
     """
     if kernels(gate) is not _cpu:
         return torch.cat([gate, up])
-    missing = -len(gate) % _HALF
-    parts = [torch.nn.functional.pad(part, (0, 0, 0, missing)) if missing else part for part in (gate, up)]
-    return torch.stack([part.view(-1, _HALF, part.shape[1]) for part in parts], dim=1).flatten(0, 2)
+    num_halves, depth = -(-len(gate) // _HALF), gate.shape[1]
+    halves = streamed_empty((num_halves, 2, _HALF, depth), gate.dtype)
+    for place, part in enumerate((gate, up)):
+        whole = len(part) // _HALF
+        halves[:whole, place] = part[: whole * _HALF].view(whole, _HALF, depth)
+        if whole < num_halves:
+            rest = len(part) - whole * _HALF
+            halves[whole, place, :rest] = part[whole * _HALF :]
+            halves[whole, place, rest:] = 0
+    return halves.flatten(0, 2)
 
 
 def gated_linear(x: Tensor, weight: PackedWeight, width: int, bias: Tensor | None, name: ActivationName) -> Tensor:

@@ -23,6 +23,16 @@ def activation_empty(*sizes: int, dtype: torch.dtype) -> Tensor:
     return _cpu.activation_empty(dtype, *sizes)
 
 
+def stacked_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Matrices [*, N] one under another; on the host in memory as of `streamed_empty`."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].device.type != "cpu":
+        return torch.cat(list(parts))
+    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    return torch.cat(list(parts), out=streamed_empty(shape, parts[0].dtype))
+
+
 def streamed_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor on huge pages, where the system has them and the tensor is worth one.
 

@@ -31,6 +31,13 @@ class PackedLinear(Protocol):
         """
 
 
+class PackedLMHead(PackedLinear, Protocol):
+    """The output embedding [vocab, hidden_size]."""
+
+    def argmax(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Of each row's fp32 outputs the largest and the bits of its column, see `ops.linear_argmax`: [M, 2]."""
+
+
 class PackedGatedLinear(Protocol):
     """Weights gate and up [out_features, in_features], ready to multiply the same rows."""
 
@@ -60,7 +67,7 @@ class Quantization(Protocol):
     def pack_expert(self, experts: ExpertWeights, index: int, weight: Tensor) -> None:
         """Put one expert's weight [out_features, in_features] in its place."""
 
-    def pack_lm_head(self, weight: Tensor) -> PackedLinear:
+    def pack_lm_head(self, weight: Tensor) -> PackedLMHead:
         """The output embedding [vocab, hidden_size], which some schemes hold more precisely."""
 
 

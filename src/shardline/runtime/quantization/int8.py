@@ -10,6 +10,7 @@ from torch import Tensor
 from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.gated_linear import gated_linear_int8, stacked_gate_up
+from shardline.runtime.ops.linear_argmax import linear_int8_argmax
 from shardline.runtime.ops.linear_int8 import Int8Weight, int8_empty, linear_int8, pack_int8
 from shardline.runtime.ops.quantize_rows import quantize_rows
 
@@ -27,6 +28,10 @@ class Int8Linear:
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
         return linear_int8(quantize_rows(x), self.weight, bias, out_dtype=out_dtype or x.dtype)
+
+    def argmax(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `base.PackedLMHead`."""
+        return linear_int8_argmax(quantize_rows(x), self.weight, bias)
 
 
 @dataclass(frozen=True)

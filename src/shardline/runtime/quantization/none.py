@@ -13,6 +13,7 @@ from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.gated_linear import gated_linear, stacked_gate_up
 from shardline.runtime.ops.linear import PackedWeight, linear, pack_weight, panel_shape
+from shardline.runtime.ops.linear_argmax import linear_argmax
 from shardline.runtime.ops.storage import streamed_empty
 
 
@@ -29,6 +30,10 @@ class PlainLinear:
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
         return linear(x, self.weight, bias, out_dtype=out_dtype)
+
+    def argmax(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `base.PackedLMHead`."""
+        return linear_argmax(x, self.weight, bias)
 
 
 @dataclass(frozen=True)

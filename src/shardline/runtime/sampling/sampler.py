@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from shardline.models.partition import Span
+from shardline.runtime.ops.linear_argmax import best_of
 from shardline.runtime.ops.logprobs import logprobs
-from shardline.runtime.ops.sampling import greedy_argmax, sample
+from shardline.runtime.ops.sampling import sample
 from shardline.runtime.parallel.collectives import Collectives
 from shardline.runtime.sampling.adjustments import adjust_logits, needs_adjustment
 from shardline.runtime.sequences import Sequence, SequenceTable
@@ -30,12 +31,27 @@ class Sampler:
         self._spans = tuple(spans)
         self._group = group
 
+    @staticmethod
+    def is_greedy(seq_ids: Rows[int], table: SequenceTable) -> bool:
+        """Whether `choose` answers all that these sequences ask for; False where there are none."""
+        return len(seq_ids) > 0 and not any(_needs_whole_row(table[seq_id]) for seq_id in seq_ids)
+
+    def choose(self, best: Tensor, seq_ids: Rows[int]) -> list[SequenceResult]:
+        """Results for the best of each row on this rank, [num_rows, 2] as of `ops.linear_argmax`: the largest over the
+        ranks; ties go to the lowest id, as spans are in order."""
+        gathered = self._group.all_gather_columns(best, [2] * self._group.size).cpu()
+        values = gathered[:, 0::2].numpy()
+        ids = gathered[:, 1::2].contiguous().view(torch.int32).numpy()
+        rank = np.argmax(values, axis=1)
+        first = np.array([span.start for span in self._spans])
+        tokens = ids[np.arange(len(rank)), rank] + first[rank]
+        return [SequenceResult(seq_id, [int(token)]) for seq_id, token in zip(seq_ids, tokens, strict=True)]
+
     def sample(self, local_logits: Tensor, seq_ids: Rows[int], table: SequenceTable) -> list[SequenceResult]:
         """Results for rows [num_rows, local vocab] of fp32 logits, one per sequence. The logits may be overwritten."""
+        if self.is_greedy(seq_ids, table):
+            return self.choose(best_of(local_logits), seq_ids)
         sequences = [table[seq_id] for seq_id in seq_ids]
-        if not any(_needs_whole_row(sequence) for sequence in sequences):
-            tokens = self._greedy(local_logits)
-            return [SequenceResult(seq_id, [token]) for seq_id, token in zip(seq_ids, tokens, strict=True)]
         gathered = self._group.all_gather_columns(local_logits, [span.size for span in self._spans])
         # Digests, adjustments and log-probabilities are the host's; tokens are drawn where the logits were computed.
         logits = gathered.cpu()
@@ -52,21 +68,6 @@ class Sampler:
             SequenceResult(seq_id, [token], None if logprob is None else [logprob], digest)
             for seq_id, token, logprob, digest in zip(seq_ids, tokens, reported, digests, strict=True)
         ]
-
-    def _greedy(self, local_logits: Tensor) -> list[int]:
-        """Local argmax, then the largest over ranks; ties go to the lowest id, as spans are in order."""
-        ids, values = greedy_argmax(local_logits)
-        if self._group.size == 1:
-            return [int(token) for token in ids.tolist()]
-        ids = ids + self._spans[self._group.rank].start
-        # One exchange for both: the ids travel as the bits of floats.
-        pairs = torch.stack([values, ids.to(torch.int32).view(torch.float32)], dim=1)
-        gathered = self._group.all_gather_columns(pairs, [2] * self._group.size)
-        gathered = gathered.cpu()
-        all_values = gathered[:, 0::2].numpy()
-        all_ids = gathered[:, 1::2].contiguous().view(torch.int32).numpy()
-        best = np.argmax(all_values, axis=1)
-        return [int(token) for token in all_ids[np.arange(len(best)), best]]
 
 
 def _needs_whole_row(sequence: Sequence) -> bool:

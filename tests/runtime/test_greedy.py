@@ -1,0 +1,57 @@
+"""Greedy tokens without logits are those that are found in the logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import msgspec
+import pytest
+from torch import Tensor
+
+from shardline.runtime.layers.lm_head import LMHead
+from shardline.types import Request, SamplingParams
+from tests.exactness.harness import make_requests, run, start_engine
+from tests.models.checkpoints import make_checkpoint
+
+
+def greedy_requests() -> list[Request]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    return [msgspec.structs.replace(request, sampling=sampling) for request in make_requests(256)]
+
+
+def with_logits(requests: list[Request]) -> list[Request]:
+    """The same, with a digest of the logits for which all of them are computed."""
+    return [
+        msgspec.structs.replace(r, sampling=msgspec.structs.replace(r.sampling, logits_digest=True)) for r in requests
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["none", "int8", "int4"])
+@pytest.mark.parametrize(("family", "tensor", "pipeline"), [("llama", 1, 1), ("llama", 3, 2), ("gemma2", 2, 1)])
+def test_tokens(family: str, tensor: int, pipeline: int, scheme: str, tmp_path: Path) -> None:
+    model = make_checkpoint(family, tmp_path)
+    engine, executor = start_engine(model, tensor=tensor, pipeline=pipeline, quantization=scheme, dtype="bfloat16")
+    requests = greedy_requests()
+    find_best, calls = LMHead.best, 0
+
+    def counted(head: LMHead, hidden: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return find_best(head, hidden)
+
+    try:
+        expected = run(engine, with_logits(requests), "alone")
+        with patch.object(LMHead, "best", counted):
+            for batch in ("alone", "together"):
+                answers = run(engine, requests, batch)
+                assert {key: a.token_ids for key, a in answers.items()} == {
+                    key: a.token_ids for key, a in expected.items()
+                }
+            # A softcap makes unlike logits equal, so that all of them are needed.
+            assert bool(calls) == (family != "gemma2")
+            mixed = [*requests[:4], *with_logits(requests)[4:]]
+            answers = run(engine, mixed, "together")
+            assert {key: a.token_ids for key, a in answers.items()} == {key: a.token_ids for key, a in expected.items()}
+    finally:
+        executor.close()
