@@ -28,29 +28,29 @@ class Fp8Linear:
         return linear_fp8(x, self.weight, bias, out_dtype=out_dtype)
 
 
-@dataclass(frozen=True)
-class Fp8GatedLinear:
-    """See `base.PackedGatedLinear`."""
-
-    weight: Fp8Weight
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.weight.nbytes
-
-    def __call__(self, x: Tensor, bias: Tensor | None, activation: ActivationName) -> Tensor:
-        return gated_activation(linear_fp8(x, self.weight, bias), activation)
-
-
 def pack(weight: Tensor) -> Fp8Linear:
     """See `base.Quantization.pack`."""
     return Fp8Linear(pack_fp8(weight))
 
 
+@dataclass(frozen=True)
+class Fp8GatedLinear:
+    """See `base.PackedGatedLinear`."""
+
+    both: Fp8Linear
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.both.nbytes
+
+    def __call__(self, x: Tensor, bias: Tensor | None, activation: ActivationName) -> Tensor:
+        return gated_activation(self.both(x, bias), activation)
+
+
 def pack_gated(gate: Tensor, up: Tensor) -> Fp8GatedLinear:
     """See `base.Quantization.pack_gated`."""
-    return Fp8GatedLinear(pack_fp8(torch.cat([gate, up])))
+    return Fp8GatedLinear(pack(torch.cat([gate, up])))
 
 
 def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:
