@@ -5,8 +5,8 @@ FOLDER keeps the random checkpoints. Needs an environment with transformers. Cas
 experts    whole experts on 2 ranks / every expert split over 2 ranks
 lockstep   2 replicas that share experts in lockstep / 2 replicas with all experts each
 latent     a DeepSeek-V2-Lite-like model of about 1 B parameters / the same in transformers
-pipeline   2 stages of one thread, a micro-batch in each / the same micro-batches, one at a time
-whole      2 stages of one thread, a micro-batch in each / the same stages, all requests in one batch at a time
+pipeline   a dense model in 2 stages of one thread, a micro-batch in each / the same micro-batches, one at a time
+whole      the same pipeline / its stages with all requests in one batch at a time
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Run = Callable[[list[list[int]], int], None]
 """Prompts and the number of tokens to generate for each, greedily."""
 
 ROUNDS = 5
-NUM_PROMPTS, PROMPT_LEN, OUTPUT_LEN = 32, 32, 32
+PROMPT_LEN = 32
 VOCAB_SIZE = 32000
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "vocab_size": VOCAB_SIZE}
@@ -50,6 +50,16 @@ MOE = transformers.Qwen3MoeConfig(
     num_experts=32,
     num_experts_per_tok=4,
     norm_topk_prob=True,
+    max_position_embeddings=2048,
+    **_TOKENS,
+)
+DENSE = transformers.LlamaConfig(
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_hidden_layers=16,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=64,
     max_position_embeddings=2048,
     **_TOKENS,
 )
@@ -141,16 +151,18 @@ def reference(model: str) -> Iterator[Run]:
     yield run
 
 
-def compare(name: str, first: Run, second: Run, rng: random.Random) -> None:
+def compare(
+    name: str, first: Run, second: Run, rng: random.Random, *, num_prompts: int = 32, output_len: int = 32
+) -> None:
     """Print tokens/s of both and the ratio of each round, taking turns."""
     speeds: tuple[list[float], list[float]] = ([], [])
     for round_ in range(ROUNDS + 1):
-        prompts = [[rng.randrange(10, VOCAB_SIZE) for _ in range(PROMPT_LEN)] for _ in range(NUM_PROMPTS)]
+        prompts = [[rng.randrange(10, VOCAB_SIZE) for _ in range(PROMPT_LEN)] for _ in range(num_prompts)]
         for run, of_run in zip((first, second), speeds, strict=True):
             started = time.perf_counter()
-            run(prompts, OUTPUT_LEN)
+            run(prompts, output_len)
             if round_ > 0:  # the first warms up
-                of_run.append(NUM_PROMPTS * OUTPUT_LEN / (time.perf_counter() - started))
+                of_run.append(num_prompts * output_len / (time.perf_counter() - started))
     ratios = sorted(a / b for a, b in zip(*speeds, strict=True))
     print(
         f"{name}: {statistics.median(speeds[0]):.1f} against {statistics.median(speeds[1]):.1f} tokens/s, ratio "
@@ -179,11 +191,12 @@ def main() -> None:
             compare("latent", a, b, rng)
     for name, micro_batches in (("pipeline", 2), ("whole", 1)):
         if name in wanted:
-            model = checkpoint(folder, MOE)
+            model = checkpoint(folder, DENSE)
             both = pipeline(model, micro_batches=2, in_flight=2)
             one = pipeline(model, micro_batches=micro_batches, in_flight=1)
             with both as a, one as b:
-                compare(name, a, b, rng)
+                # Micro-batches that compute, rather than wait for memory; long enough to forget how the pipeline fills.
+                compare(name, a, b, rng, num_prompts=64, output_len=96)
 
 
 if __name__ == "__main__":
