@@ -135,14 +135,14 @@ def test_version_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_help_is_instant_and_loads_nothing_heavy() -> None:
     code = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys, time; start = time.process_time()\n"
         "from shardline.cli.main import build_parser\n"
         "build_parser().format_help()\n"
         "heavy = {'torch', 'numpy', 'tokenizers', 'jinja2', 'fastapi', 'rich', 'msgspec'} & set(sys.modules)\n"
-        "print(time.perf_counter() - start, sorted(heavy))"
+        "print(time.process_time() - start, sorted(heavy))"
     )
     times = []
-    for _ in range(3):  # the best of three: the machine may be busy
+    for _ in range(3):  # the best of three, in CPU time: the machine may be busy
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         seconds, _, heavy = done.stdout.strip().partition(" ")
         assert heavy == "[]"
