@@ -36,6 +36,22 @@ void pack_weight(nb::handle weight_object, nb::handle panels_object) {
   kernels().pack_weight(args);
 }
 
+void packed_rows_of(nb::handle panels_object, nb::handle indices_object, nb::handle out_object) {
+  const Tensor panels(panels_object, "panels"), indices(indices_object, "indices"), out(out_object, "out");
+  indices.is(DType::kInt64).has_shape({-1}).is_contiguous();
+  out.is_floating().same_dtype(panels).has_shape({indices.size(0), -1}).is_contiguous();
+  const int64_t num_panels = panels.size(0), element_bytes = out.dtype() == DType::kFloat32 ? 4 : 2;
+  check_panels(panels, num_panels * kPanelColumns, out.size(1));
+  for (int64_t row = 0; row < indices.size(0); ++row) {
+    const int64_t index = indices.as<int64_t>()[row];
+    if (index < 0 || index >= num_panels * kPanelColumns) raise_value_error("an index is outside the weight");
+  }
+  const PackedRowsArgs args = {panels.data(),   indices.as<int64_t>(),                 out.data(),
+                               indices.size(0), panels.size(1) * element_bytes / 4, out.size(1) * element_bytes};
+  nb::gil_scoped_release release;
+  packed_rows(args);
+}
+
 // All but the output.
 LinearArgs linear_args(const Tensor& x, const Tensor& panels, nb::handle bias_object, int64_t num_columns, bool gated) {
   x.is_floating().has_shape({-1, -1}).has_rows().same_dtype(panels);
@@ -294,6 +310,7 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
 void bind_ops(nb::module_& m) {
   m.def("pack_weight", &pack_weight, "weight"_a, "panels"_a);
   m.def("linear", &linear, "x"_a, "panels"_a, "bias"_a.none(), "out"_a, "gate"_a = nb::none());
+  m.def("packed_rows", &packed_rows_of, "panels"_a, "indices"_a, "out"_a);
   m.def("linear_best", &linear_best, "x"_a, "panels"_a, "bias"_a.none(), "num_columns"_a, "best"_a);
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "out"_a, "eps"_a, "weight_offset"_a, "residual"_a.none(),
         "summed"_a.none());

@@ -25,6 +25,15 @@ struct WriteLatentArgs {
 };
 void write_latent(const WriteLatentArgs& args);
 
+// Rows of a packed weight as they were. A step of a panel is 4 bytes a column: a pair of bf16, or a float.
+struct PackedRowsArgs {
+  const void* panels;  // [num_panels][num_steps][64][4 bytes]
+  const int64_t* indices;
+  void* out;  // [num_rows][row_bytes]
+  int64_t num_rows, num_steps, row_bytes;
+};
+void packed_rows(const PackedRowsArgs& args);
+
 // A linear for every head: x[:, h] times weight h.
 struct HeadLinearArgs {
   DType dtype;

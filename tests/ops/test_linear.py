@@ -102,3 +102,10 @@ def test_rows_come_back_as_they_were(dtype: torch.dtype, shape: tuple[int, int])
     weight = torch.randn(shape).to(dtype)
     indices = torch.tensor([0, shape[0] - 1, 63, 5, 5])
     assert torch.equal(pack_weight(weight).rows(indices), weight[indices])
+
+
+def test_rows_outside_the_weight_are_refused() -> None:
+    weight = pack_weight(torch.ones(64, 8))
+    for index in (-1, 64):
+        with pytest.raises(ValueError, match="outside the weight"):
+            weight.rows(torch.tensor([3, index]))

@@ -34,12 +34,9 @@ class PackedWeight:
         """Rows of the weight as it was, [len(indices), in_features]: a tied embedding need not be held twice."""
         if self.panels.dim() == 2:
             return self.panels[indices]
-        panel, column = indices // PANEL_COLUMNS, indices % PANEL_COLUMNS
-        if self.dtype != torch.bfloat16:
-            return self.panels[panel, :, column]
-        # Pairs of k lie together: [num_panels, depth / 2, PANEL_COLUMNS, 2].
-        pairs = self.panels.view(len(self.panels), -1, PANEL_COLUMNS, 2)
-        return pairs[panel, :, column].flatten(1)[:, : self.in_features]
+        out = torch.empty(len(indices), self.in_features, dtype=self.dtype)
+        _cpu.packed_rows(self.panels, indices.contiguous(), out)
+        return out
 
 
 def panel_shape(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[int, int, int]:
