@@ -28,6 +28,11 @@ class RecordingSampler:
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
 
+    @staticmethod
+    def is_greedy(seq_ids: list[int], table: SequenceTable) -> bool:
+        """All logits are wanted."""
+        return False
+
     def sample(self, logits: Tensor, seq_ids: Rows[int], table: SequenceTable) -> list[SequenceResult]:
         self.logits.append(logits.clone())
         return [SequenceResult(seq_id, [int(row.argmax())]) for seq_id, row in zip(seq_ids, logits, strict=True)]
