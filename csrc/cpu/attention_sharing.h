@@ -21,6 +21,7 @@ struct SharedRun {
   int64_t split, first_sequence, end_sequence;
 };
 
+// Arrays of its own: a file compiled for an ISA uses no containers of the standard library, see vec.h.
 class SharedSplits {
  public:
   // Looks at each sequence's first `most_splits` splits.
