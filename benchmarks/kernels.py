@@ -38,13 +38,16 @@ SCHEMES = {"bf16": None, "int8": "int8", "int4": "int4"}
 DTYPES = tuple(SCHEMES)
 COLD_BYTES = 96 << 20  # of copies: more than the caches hold
 MIN_SECONDS = 0.02  # of calls per measurement
+SETTLE_SECONDS = 0.01  # of calls before it: the other library's idle threads spin on our cores for a while
 
 Call = Callable[[], object]
 
 
 def seconds_per_call(call: Call) -> float:
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    call()
+    settled = time.perf_counter() + SETTLE_SECONDS
+    while time.perf_counter() < settled:
+        call()
     count, started = 0, clock()
     while True:
         call()

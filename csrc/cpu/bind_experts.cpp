@@ -72,19 +72,21 @@ ExpertStack stack_of(nb::handle panels_object, nb::handle scales_object, DType d
     panels.has_shape({-1, num_panels, padded_depth, kPanelColumns}).is_contiguous();
     stack.kind = WeightKind::kFloating;
     stack.panel_bytes = padded_depth * kPanelColumns * static_cast<int64_t>(element_size(dtype));
-  } else if (!scales_object.is_none()) {
-    panels.is(DType::kUInt8).has_shape({-1, num_panels, round_up(depth, kQuad) / kQuad, kPanelColumns, kQuad});
-    panels.is_contiguous();
+  } else {
     const Tensor scales(scales_object, "scales");
     scales.is(DType::kFloat32).has_shape({panels.size(0), num_panels * kPanelColumns}).is_contiguous();
-    stack.kind = WeightKind::kInt8;
     stack.scales = scales.as<float>();
-    stack.panel_bytes = round_up(depth, kQuad) * kPanelColumns;
-  } else {
-    const int64_t groups = round_up(depth, kGroupDepth) / kGroupDepth;
-    panels.is(DType::kUInt8).has_shape({-1, num_panels, groups, kInt4GroupBytes}).is_contiguous();
-    stack.kind = WeightKind::kInt4;
-    stack.panel_bytes = groups * kInt4GroupBytes;
+    panels.is(DType::kUInt8).is_contiguous();
+    if (panels.rank() == 5) {
+      panels.has_shape({-1, num_panels, round_up(depth, kQuad) / kQuad, kPanelColumns, kQuad});
+      stack.kind = WeightKind::kInt8;
+      stack.panel_bytes = round_up(depth, kQuad) * kPanelColumns;
+    } else {
+      const int64_t groups = round_up(depth, kGroupDepth) / kGroupDepth;
+      panels.has_shape({-1, num_panels, groups, kInt4GroupBytes});
+      stack.kind = WeightKind::kInt4;
+      stack.panel_bytes = groups * kInt4GroupBytes;
+    }
   }
   stack.panels = panels.as<char>();
   stack.num_experts = panels.size(0);

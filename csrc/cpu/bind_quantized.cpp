@@ -34,21 +34,32 @@ void check_rows(const Tensor& values, const Tensor& scales, const Tensor& sums, 
   sums.is(DType::kInt32).has_shape({num_rows, 1 + padded_depth / kGroupDepth}).is_contiguous();
 }
 
-void check_int8(const Tensor& panels, const Tensor& scales, int64_t num_columns, int64_t depth) {
+// Panels and scales of a weight, as what they are called with.
+struct Weight {
+  uint8_t* panels;
+  float* scales;
+};
+
+Weight int8_weight(nb::handle panels_object, nb::handle scales_object, int64_t num_columns, int64_t depth) {
+  const Tensor panels(panels_object, "panels"), scales(scales_object, "column_scales");
   check_depth(depth);
   const int64_t num_panels = round_up(num_columns, kPanelColumns) / kPanelColumns;
   panels.is(DType::kUInt8)
       .has_shape({num_panels, round_up(depth, kQuad) / kQuad, kPanelColumns, kQuad})
       .is_contiguous();
   scales.is(DType::kFloat32).has_shape({num_panels * kPanelColumns}).is_contiguous();
+  return {panels.as<uint8_t>(), scales.as<float>()};
 }
 
-void check_int4(const Tensor& panels, int64_t num_columns, int64_t depth) {
+Weight int4_weight(nb::handle panels_object, nb::handle scales_object, int64_t num_columns, int64_t depth) {
+  const Tensor panels(panels_object, "panels"), scales(scales_object, "column_scales");
   check_depth(depth);
   const int64_t num_panels = round_up(num_columns, kPanelColumns) / kPanelColumns;
   panels.is(DType::kUInt8)
       .has_shape({num_panels, round_up(depth, kGroupDepth) / kGroupDepth, kInt4GroupBytes})
       .is_contiguous();
+  scales.is(DType::kFloat32).has_shape({num_panels * kPanelColumns}).is_contiguous();
+  return {panels.as<uint8_t>(), scales.as<float>()};
 }
 
 void quantize_rows(nb::handle x_object, nb::handle values_object, nb::handle scales_object, nb::handle sums_object) {
@@ -61,25 +72,23 @@ void quantize_rows(nb::handle x_object, nb::handle values_object, nb::handle sca
   perform([args] { kernels().quantize_rows(args); });
 }
 
-PackQuantizedArgs pack_args(const Tensor& weight, const Tensor& panels) {
+using CheckWeight = Weight(nb::handle, nb::handle, int64_t, int64_t);
+
+PackQuantizedArgs pack_args(nb::handle weight_object, nb::handle panels, nb::handle scales, CheckWeight* packed) {
+  const Tensor weight(weight_object, "weight");
   weight.is_floating().has_shape({-1, -1}).has_rows();
-  return {weight.dtype(), weight.data(), weight.row_stride(), panels.as<uint8_t>(), nullptr, weight.size(0),
-          weight.size(1)};
+  const Weight to = packed(panels, scales, weight.size(0), weight.size(1));
+  return {weight.dtype(), weight.data(), weight.row_stride(), to.panels, to.scales, weight.size(0), weight.size(1)};
 }
 
-void pack_int8(nb::handle weight_object, nb::handle panels_object, nb::handle scales_object) {
-  const Tensor weight(weight_object, "weight"), panels(panels_object, "panels"), scales(scales_object, "scales");
-  PackQuantizedArgs args = pack_args(weight, panels);
-  check_int8(panels, scales, args.num_columns, args.depth);
-  args.scales = scales.as<float>();
+void pack_int8(nb::handle weight, nb::handle panels, nb::handle scales) {
+  const PackQuantizedArgs args = pack_args(weight, panels, scales, int8_weight);
   nb::gil_scoped_release release;
   kernels().pack_int8(args);
 }
 
-void pack_int4(nb::handle weight_object, nb::handle panels_object) {
-  const Tensor weight(weight_object, "weight"), panels(panels_object, "panels");
-  const PackQuantizedArgs args = pack_args(weight, panels);
-  check_int4(panels, args.num_columns, args.depth);
+void pack_int4(nb::handle weight, nb::handle panels, nb::handle scales) {
+  const PackQuantizedArgs args = pack_args(weight, panels, scales, int4_weight);
   nb::gil_scoped_release release;
   kernels().pack_int4(args);
 }
@@ -120,43 +129,38 @@ QuantizedLinearArgs linear_args(nb::handle values, nb::handle scales, nb::handle
   return args;
 }
 
-int64_t weight_columns(const QuantizedLinearArgs& args) {
-  return args.gated ? gated_weight_columns(args.num_columns) : args.num_columns;
+void set_weight(QuantizedLinearArgs& args, nb::handle panels, nb::handle scales, CheckWeight* packed) {
+  const int64_t num_columns = args.gated ? gated_weight_columns(args.num_columns) : args.num_columns;
+  const Weight weight = packed(panels, scales, num_columns, args.depth);
+  args.panels = weight.panels;
+  args.column_scales = weight.scales;
 }
 
-void linear_int8(nb::handle values, nb::handle scales, nb::handle sums, int64_t depth, nb::handle panels_object,
-                 nb::handle column_scales_object, nb::handle bias, nb::handle out,
-                 const std::optional<std::string>& gate) {
+void linear_int8(nb::handle values, nb::handle scales, nb::handle sums, int64_t depth, nb::handle panels,
+                 nb::handle column_scales, nb::handle bias, nb::handle out, const std::optional<std::string>& gate) {
   QuantizedLinearArgs args = linear_args(values, scales, sums, depth, bias, out, gate);
-  const Tensor panels(panels_object, "panels"), column_scales(column_scales_object, "column_scales");
-  check_int8(panels, column_scales, weight_columns(args), depth);
-  args.panels = panels.as<uint8_t>();
-  args.column_scales = column_scales.as<float>();
+  set_weight(args, panels, column_scales, int8_weight);
   perform([args] { kernels().linear_int8(args); });
 }
 
-void linear_int8_best(nb::handle values, nb::handle scales, nb::handle sums, int64_t depth, nb::handle panels_object,
-                      nb::handle column_scales_object, nb::handle bias, int64_t num_columns, nb::handle best_object) {
+void linear_int8_best(nb::handle values, nb::handle scales, nb::handle sums, int64_t depth, nb::handle panels,
+                      nb::handle column_scales, nb::handle bias, int64_t num_columns, nb::handle best_object) {
   QuantizedLinearArgs args = linear_args(values, scales, sums, depth, bias, num_columns, false);
-  const Tensor panels(panels_object, "panels"), column_scales(column_scales_object, "column_scales");
+  set_weight(args, panels, column_scales, int8_weight);
   const Tensor best(best_object, "best");
-  check_int8(panels, column_scales, num_columns, depth);
-  best.is(DType::kFloat32).has_shape({args.num_rows, 2, panels.size(0)}).is_contiguous();
-  args.panels = panels.as<uint8_t>();
-  args.column_scales = column_scales.as<float>();
+  const int64_t num_panels = round_up(num_columns, kPanelColumns) / kPanelColumns;
+  best.is(DType::kFloat32).has_shape({args.num_rows, 2, num_panels}).is_contiguous();
   args.out_dtype = DType::kFloat32;
   args.out = best.data();
-  args.out_stride = 2 * panels.size(0);
+  args.out_stride = 2 * num_panels;
   args.best = true;
   perform([args] { kernels().linear_int8(args); });
 }
 
-void linear_int4(nb::handle values, nb::handle scales, nb::handle sums, int64_t depth, nb::handle panels_object,
-                 nb::handle bias, nb::handle out, const std::optional<std::string>& gate) {
+void linear_int4(nb::handle values, nb::handle scales, nb::handle sums, int64_t depth, nb::handle panels,
+                 nb::handle column_scales, nb::handle bias, nb::handle out, const std::optional<std::string>& gate) {
   QuantizedLinearArgs args = linear_args(values, scales, sums, depth, bias, out, gate);
-  const Tensor panels(panels_object, "panels");
-  check_int4(panels, weight_columns(args), depth);
-  args.panels = panels.as<uint8_t>();
+  set_weight(args, panels, column_scales, int4_weight);
   perform([args] { kernels().linear_int4(args); });
 }
 
@@ -165,13 +169,13 @@ void linear_int4(nb::handle values, nb::handle scales, nb::handle sums, int64_t 
 void bind_quantized(nb::module_& m) {
   m.def("quantize_rows", &quantize_rows, "x"_a, "values"_a, "scales"_a, "sums"_a);
   m.def("pack_int8", &pack_int8, "weight"_a, "panels"_a, "scales"_a);
-  m.def("pack_int4", &pack_int4, "weight"_a, "panels"_a);
+  m.def("pack_int4", &pack_int4, "weight"_a, "panels"_a, "scales"_a);
   m.def("linear_int8", &linear_int8, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a, "column_scales"_a,
         "bias"_a.none(), "out"_a, "gate"_a = nb::none());
   m.def("linear_int8_best", &linear_int8_best, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a,
         "column_scales"_a, "bias"_a.none(), "num_columns"_a, "best"_a);
-  m.def("linear_int4", &linear_int4, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a, "bias"_a.none(),
-        "out"_a, "gate"_a = nb::none());
+  m.def("linear_int4", &linear_int4, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a, "column_scales"_a,
+        "bias"_a.none(), "out"_a, "gate"_a = nb::none());
 }
 
 }  // namespace shardline

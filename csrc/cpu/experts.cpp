@@ -142,9 +142,8 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
   args.num_rows = count;
   args.num_columns = columns;
   args.depth = job.depth;
-  if (job.weight.kind == WeightKind::kInt4) return kernels().linear_int4(args);
   args.column_scales = job.weight.scales + (expert * job.weight.num_panels + panel) * kPanelColumns;
-  kernels().linear_int8(args);
+  job.weight.kind == WeightKind::kInt4 ? kernels().linear_int4(args) : kernels().linear_int8(args);
 }
 
 void grouped_linear(const GroupedLinear& job, const std::vector<int64_t>& begins) {

@@ -33,7 +33,7 @@ enum class WeightKind : uint8_t { kFloating, kInt8, kInt4 };
 struct ExpertStack {
   WeightKind kind;
   const char* panels;
-  const float* scales;  // [num_experts, columns padded to whole panels], int8 only
+  const float* scales;  // [num_experts, columns padded to whole panels]; none of floating weights
   int64_t num_experts, num_panels, panel_bytes;
 };
 

@@ -40,7 +40,7 @@ inline void accumulate(const float* x, int64_t x_stride, const float* w, int64_t
     if (kAsk) ahead.request();
     F32 column[kVectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) column[v] = load(w + k * kPanelColumns + v * kLanes);
+    for (int v = 0; v < kVectors; ++v) column[v] = load(w + (k - begin) * kPanelColumns + v * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const F32 row = broadcast(x[r * x_stride + k]);
@@ -58,7 +58,7 @@ inline void accumulate(const bf16* x, int64_t x_stride, const bf16* w, int64_t b
     if (kAsk) ahead.request();
     I32 column[kVectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) column[v] = load_pairs(w + (pair * kPanelColumns + v * kLanes) * 2);
+    for (int v = 0; v < kVectors; ++v) column[v] = load_pairs(w + ((pair - begin) * kPanelColumns + v * kLanes) * 2);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const I32 row = broadcast_pair(x + r * x_stride + pair * 2);
@@ -72,7 +72,7 @@ inline void accumulate(const bf16* x, int64_t x_stride, const bf16* w, int64_t b
       const I32 row = broadcast_pair(x + r * x_stride + whole_end * 2, false);
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        sum[r][v] = dot_pairs(sum[r][v], row, load_pairs(w + (whole_end * kPanelColumns + v * kLanes) * 2));
+        sum[r][v] = dot_pairs(sum[r][v], row, load_pairs(w + ((whole_end - begin) * kPanelColumns + v * kLanes) * 2));
       }
     }
   }
@@ -82,7 +82,7 @@ template <class T, int kRows, bool kWide>
 void add_tile(const LinearArgs& args, const Tile& tile) {
   constexpr int kVectors = tile_vectors(kRows, kWide);
   const T* x = static_cast<const T*>(args.x) + tile.row * args.x_stride;
-  const T* panel = reinterpret_cast<const T*>(tile.panel);
+  const T* steps = reinterpret_cast<const T*>(tile.steps);
   Ahead ahead(tile, kPanelColumns / (kVectors * kLanes));
   for (int64_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
     float* sums = static_cast<float*>(tile.sums) + column;
@@ -94,7 +94,7 @@ void add_tile(const LinearArgs& args, const Tile& tile) {
         sum[r][v] = tile.begin == 0 ? F32{} : load(sums + r * kPanelColumns + v * kLanes);
       }
     }
-    accumulate<asks_ahead(kRows, kWide)>(x, args.x_stride, panel + column * kStep<T>, tile.begin, tile.end, args.depth,
+    accumulate<asks_ahead(kRows, kWide)>(x, args.x_stride, steps + column * kStep<T>, tile.begin, tile.end, args.depth,
                                          ahead, sum);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {

@@ -1,18 +1,22 @@
-// out[M, N] = x[M, K] weight[N, K]^T + bias with bytes for x and 4-bit weights that share a scale in groups of 32 along
-// K. A group's products are summed in int32; the groups are scaled and added in fp32 in the order of K, whatever the
-// tiling; then one multiplication by the row's scale, one addition, one rounding.
+// out[M, N] = x[M, K] weight[N, K]^T + bias with bytes for x and 4-bit weights. 32 neighbours along K share a whole
+// number as their scale, so that value x scale is a byte and the sum over all of K is exact in int32, in any order; then
+// one multiplication by the scales of row and column, one addition, one rounding, as in int8. (Such scales of two levels:
+// QServe, arXiv 2405.04532.) Few rows multiply the values group by group; many multiply bytes that are unpacked once.
 //
-// A weight q in [-8, 7] is stored as q + 8, so a group's sum has -8 times that of the row's bytes added. A group of a
-// panel is 64 columns x 4 bytes, four times: quad 2i of k in the low halves, quad 2i + 1 in the high ones; then the
-// columns' scales in bf16.
-#include "gemm_tiles.h"
-#include "vec_bytes.h"
+// A value q in [-8, 7] is stored as q + 8. A group of a panel is 64 columns x 4 bytes, four times: quad 2i of k in the
+// low halves, quad 2i + 1 in the high ones; then the columns' scales, bytes from -15 to 15.
+#include "gemm_int8_tile.h"
 
 namespace shardline::SHARDLINE_ISA {
 namespace {
 
 constexpr int kTileRows = kLanes == 16 ? 6 : 3;
-constexpr int64_t kValueBytes = kGroupDepth * kPanelColumns / 2;
+constexpr int64_t kValueBytes = kGroupDepth * kPanelColumns / 2, kQuadsOfGroup = kGroupDepth / kQuad;
+constexpr float kMaxScale = 15.0f;
+
+// From how many rows on a panel is unpacked: it costs as much as about 50 rows save. Without the dot instruction bytes
+// of at most 15 are multiplied faster than others.
+constexpr int64_t kUnpackRows = kHasByteDot ? 56 : int64_t{1} << 62;
 
 // Without the dot instruction gcc 12 reorders the sums of unrolled steps until they no longer fit the registers.
 constexpr int kPairUnroll = kHasByteDot ? 4 : 1;
@@ -20,7 +24,7 @@ constexpr int kPairUnroll = kHasByteDot ? 4 : 1;
 // Rows whose tile is wide, see gemm_tiles.h.
 constexpr int kWideMin = 4, kWideMax = kLanes == 16 ? 6 : 0;
 
-// How many vectors of columns a tile of `rows` holds in registers, twice: as integers and as floats.
+// How many vectors of columns a tile of `rows` holds in registers, twice: a group's sums and all of them.
 constexpr int tile_vectors(int rows) {
   if (kLanes == 16) return rows <= 3 ? 4 : kWideVectors;
   return rows == 1 ? 4 : 2;
@@ -58,20 +62,20 @@ void add_tile(const QuantizedLinearArgs& args, const Tile& tile) {
   const int64_t x_stride = num_groups * kGroupDepth;
   const int8_t* x = args.x + tile.row * x_stride;
   const int32_t* row_sums = args.row_sums + tile.row * (num_groups + 1) + 1;
-  const uint8_t* panel = reinterpret_cast<const uint8_t*>(tile.panel);
+  const uint8_t* steps = reinterpret_cast<const uint8_t*>(tile.steps);
   Ahead ahead(tile, 4 * kPanelColumns / (kVectors * kLanes));
   for (int64_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
-    float* sums = static_cast<float*>(tile.sums) + column;
-    F32 total[kRows][kVectors];
+    int32_t* sums = static_cast<int32_t*>(tile.sums) + column;
+    I32 total[kRows][kVectors];
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        total[r][v] = tile.begin == 0 ? F32{} : load(sums + r * kPanelColumns + v * kLanes);
+        total[r][v] = tile.begin == 0 ? I32{} : load(sums + r * kPanelColumns + v * kLanes);
       }
     }
     for (int64_t g = tile.begin; g < tile.end; ++g) {
-      const uint8_t* group = panel + g * kInt4GroupBytes;
+      const uint8_t* group = steps + (g - tile.begin) * kInt4GroupBytes;
       const auto start = [&](int r) { return broadcast_int(-8 * row_sums[r * (num_groups + 1) + g]); };
       I32 sum[kRows][kVectors];
 #pragma GCC unroll 8
@@ -82,10 +86,10 @@ void add_tile(const QuantizedLinearArgs& args, const Tile& tile) {
       add_group<asks_ahead(kRows, kWide)>(x + g * kGroupDepth, x_stride, group + column * kQuad, ahead, sum);
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        const F32 scale = load(reinterpret_cast<const bf16*>(group + kValueBytes) + column + v * kLanes);
+        const I32 scale = load_bytes(reinterpret_cast<const int8_t*>(group + kValueBytes) + column + v * kLanes);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
-          total[r][v] = fma(to_float(end_small(sum[r][v], start(r))), scale, total[r][v]);
+          total[r][v] = add_scaled(total[r][v], end_small(sum[r][v], start(r)), scale);
         }
       }
     }
@@ -97,92 +101,121 @@ void add_tile(const QuantizedLinearArgs& args, const Tile& tile) {
   }
 }
 
+// Values x scales as the GEMM over bytes wants them, 128 added.
+void unpack_groups(const char* steps, int64_t count, void* to) {
+  const uint8_t* group = reinterpret_cast<const uint8_t*>(steps);
+  uint8_t* bytes = static_cast<uint8_t*>(to);
+  for (int64_t g = 0; g < count; ++g, group += kInt4GroupBytes, bytes += kGroupDepth * kPanelColumns) {
+    for (int64_t column = 0; column < kPanelColumns; column += kLanes) {
+      const U32 scale = (U32)load_bytes(reinterpret_cast<const int8_t*>(group + kValueBytes) + column);
+      const UHalfLanes factor = (UHalfLanes)((scale & 0xffffu) | scale << 16);
+      const ByteLanes offset = (ByteLanes)(((128u - 8u * scale) & 0xffu) * 0x01010101u);
+      // Bytes in turn, since a product's upper half must not reach the byte above.
+      const auto scaled = [&](U32 halves) {
+        const U32 even = (U32)((UHalfLanes)(halves & 0x000f000fu) * factor) & 0x00ff00ffu;
+        const U32 odd = (U32)((UHalfLanes)(halves & 0x0f000f00u) * factor);
+        return (I32)((ByteLanes)(even | odd) + offset);
+      };
+#pragma GCC unroll 4
+      for (int pair = 0; pair < 4; ++pair) {
+        const U32 both = (U32)load_quads(group + (pair * kPanelColumns + column) * kQuad);
+        int32_t* quads = reinterpret_cast<int32_t*>(bytes) + pair * 2 * kPanelColumns + column;
+        store(quads, scaled(both));
+        store(quads + kPanelColumns, scaled(both >> 4));
+      }
+    }
+  }
+}
+
 // 32 weights of a column that share a scale, as floats and then as integers.
 struct Group {
   F32 values[kGroupDepth / kLanes];
   I32 levels[kGroupDepth / kLanes];
 };
 
-inline bf16 nearest_bf16(float value) {
-  bf16 lanes[kLanes];
-  store(lanes, broadcast(value));
-  return lanes[0];
+template <class T>
+inline Group load_group(const T* weight, int64_t known) {
+  Group group = {};
+  for (int64_t i = 0; i < kGroupDepth / kLanes && i * kLanes < known; ++i) {
+    group.values[i] = load_n(weight + i * kLanes, known - i * kLanes);
+  }
+  return group;
 }
 
-// Levels in [-8, 7] for a scale, and the squared error.
-float set_levels(Group& group, float scale) {
-  const F32 inverse = broadcast(scale == 0.0f ? 0.0f : 1.0f / scale);
+// The weight of the largest magnitude.
+inline float extreme_of(const Group& group) {
+  F32 high = group.values[0], low = -group.values[0];
+  for (const F32& values : group.values) {
+    high = maximum(high, values);
+    low = maximum(low, -values);
+  }
+  const float highest = max_lanes(high), lowest = max_lanes(low);
+  return highest >= lowest ? highest : -lowest;
+}
+
+// Levels in [-8, 7] for a step, and the squared error.
+float set_levels(Group& group, float step) {
+  const F32 inverse = broadcast(1.0f / step);
   F32 error = {};
   for (int i = 0; i < kGroupDepth / kLanes; ++i) {
-    F32 scaled = group.values[i] * inverse;
-    scaled = scaled < -8.0f ? broadcast(-8.0f) : scaled;
-    scaled = scaled > 7.0f ? broadcast(7.0f) : scaled;
-    group.levels[i] = nearest(scaled == scaled ? scaled : F32{});
-    const F32 off = group.values[i] - to_float(group.levels[i]) * scale;
+    group.levels[i] = nearest(minimum(broadcast(7.0f), maximum(broadcast(-8.0f), group.values[i] * inverse)));
+    const F32 off = group.values[i] - to_float(group.levels[i]) * step;
     error = error + off * off;
   }
   return sum_lanes(error);
 }
 
-// The scale that gives the least squared error among three under which the group's extreme weight falls near -8, the
-// larger end of the range. Scales are bf16, and levels are chosen for what bf16 keeps of them.
-bf16 quantize_group(Group& group) {
-  float extreme = 0.0f;
-  bool finite = true;
-  for (const F32& values : group.values) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const float value = values[lane];
-      finite = finite && value - value == 0.0f;
-      if (__builtin_fabsf(value) > __builtin_fabsf(extreme)) extreme = value;
-    }
-  }
-  if (!finite) {  // as in int8: what is computed from it is NaN
-    set_levels(group, 0.0f);
-    return nearest_bf16(__builtin_nanf(""));
-  }
-  if (__builtin_fabsf(extreme) < 1e-30f) {
-    set_levels(group, 0.0f);
-    return bf16{0};
-  }
-  bf16 best = nearest_bf16(extreme / -8.0f);
-  float least = set_levels(group, to_float(best));
-  for (const float range : {-7.5f, -8.5f}) {
-    const bf16 scale = nearest_bf16(extreme / range);
-    const float error = set_levels(group, to_float(scale));
+// Of the three scales under which the group's extreme weight falls next to -8, the larger end of the range, the one that
+// gives the least squared error.
+int quantize_group(Group& group, float column_scale) {
+  const float extreme = extreme_of(group), magnitude = __builtin_fabsf(extreme) / (8.0f * column_scale);
+  const int middle = static_cast<int>(magnitude + 0.5f), sign = extreme > 0.0f ? -1 : 1;
+  int best = 0;
+  float least = __builtin_inff();
+  for (const int candidate : {middle, middle - 1, middle + 1}) {
+    if (candidate < 1 || candidate > static_cast<int>(kMaxScale)) continue;
+    const float error = set_levels(group, static_cast<float>(sign * candidate) * column_scale);
     if (error < least) {
       least = error;
-      best = scale;
+      best = sign * candidate;
     }
   }
-  set_levels(group, to_float(best));
+  set_levels(group, static_cast<float>(best) * column_scale);
   return best;
+}
+
+// One column of a panel, null for one of zeros; its scale.
+template <class T>
+float pack_column(const T* weight, int64_t depth, uint8_t* packed, int64_t c) {
+  const float magnitude = weight == nullptr ? 0.0f : largest_magnitude(weight, depth);
+  // As in int8: what is computed from a weight that is not finite is NaN, and one too small counts as zero.
+  const bool empty = !(magnitude - magnitude == 0.0f) || magnitude < 1e-34f;
+  const float column_scale = magnitude / (8.0f * kMaxScale);
+  for (int64_t k = 0; k < depth; k += kGroupDepth, packed += kInt4GroupBytes) {
+    Group group = empty ? Group{} : load_group(weight + k, depth - k);
+    const int scale = empty || extreme_of(group) == 0.0f ? 1 : quantize_group(group, column_scale);
+    packed[kValueBytes + c] = static_cast<uint8_t>(scale);
+    int8_t levels[kGroupDepth];
+    for (int i = 0; i < kGroupDepth / kLanes; ++i) store_bytes(levels + i * kLanes, group.levels[i] + 8);
+    for (int pair = 0; pair < 4; ++pair) {
+      uint32_t low, high;
+      __builtin_memcpy(&low, levels + pair * 2 * kQuad, sizeof low);
+      __builtin_memcpy(&high, levels + pair * 2 * kQuad + kQuad, sizeof high);
+      const uint32_t both = low | high << 4;
+      __builtin_memcpy(packed + (pair * kPanelColumns + c) * kQuad, &both, sizeof both);
+    }
+  }
+  return magnitude < 1e-34f ? 0.0f : empty ? __builtin_nanf("") : column_scale;
 }
 
 template <class T>
 void pack_panel(const PackQuantizedArgs& args, int64_t panel_index) {
-  const int64_t num_groups = ceil_div(args.depth, kGroupDepth);
-  uint8_t* panel = args.panels + panel_index * num_groups * kInt4GroupBytes;
-  for (int64_t g = 0; g < num_groups; ++g) {
-    uint8_t* packed = panel + g * kInt4GroupBytes;
-    for (int64_t c = 0; c < kPanelColumns; ++c) {
-      const int64_t column = panel_index * kPanelColumns + c;
-      const T* weight = static_cast<const T*>(args.weight) + column * args.weight_stride;
-      Group group = {};
-      for (int64_t i = 0; i < kGroupDepth / kLanes; ++i) {
-        const int64_t k = g * kGroupDepth + i * kLanes;
-        if (column < args.num_columns && k < args.depth) group.values[i] = load_n(weight + k, args.depth - k);
-      }
-      const bf16 scale = quantize_group(group);
-      __builtin_memcpy(packed + kValueBytes + c * sizeof scale, &scale, sizeof scale);
-      int8_t levels[kGroupDepth];
-      for (int i = 0; i < kGroupDepth / kLanes; ++i) store_bytes(levels + i * kLanes, group.levels[i] + 8);
-      for (int pair = 0; pair < 4; ++pair) {
-        for (int b = 0; b < kQuad; ++b) {
-          const int8_t* both = levels + pair * 2 * kQuad + b;
-          packed[(pair * kPanelColumns + c) * kQuad + b] = static_cast<uint8_t>(both[0] | both[kQuad] << 4);
-        }
-      }
-    }
+  uint8_t* panel = args.panels + panel_index * ceil_div(args.depth, kGroupDepth) * kInt4GroupBytes;
+  float* scales = args.scales + panel_index * kPanelColumns;
+  for (int64_t c = 0; c < kPanelColumns; ++c) {
+    const int64_t column = panel_index * kPanelColumns + c;
+    const T* weight = static_cast<const T*>(args.weight) + column * args.weight_stride;
+    scales[c] = pack_column(column < args.num_columns ? weight : nullptr, args.depth, panel, c);
   }
 }
 
@@ -195,15 +228,21 @@ void pack_int4(const PackQuantizedArgs& args) {
 }
 
 void linear_int4(const QuantizedLinearArgs& args) {
-  const PanelLayout layout = {ceil_div(args.depth, kGroupDepth), kInt4GroupBytes};
-  const auto add = [&](const Tile& tile, auto rows, auto wide) { add_tile<rows.kValue, wide.kValue>(args, tile); };
-  const auto finish = [&](const FinishedTile& tile) {
-    const float *sums = static_cast<const float*>(tile.sums), *row_scales = args.row_scales + tile.row;
-    finish_tile(args, tile, false, [sums, row_scales](int64_t r, int64_t c) {
-      return load(sums + r * kPanelColumns + c) * broadcast(row_scales[r]);
-    });
+  PanelLayout layout = {ceil_div(args.depth, kGroupDepth), kInt4GroupBytes};
+  const auto finish = [&](const FinishedTile& tile) { finish_int8_tile(args, tile); };
+  if (args.num_rows < kUnpackRows) {
+    const auto add = [&](const Tile& tile, auto rows, auto wide) { add_tile<rows.kValue, wide.kValue>(args, tile); };
+    return for_each_tile<kTileRows, kWideMin, kWideMax>(args, layout, add, finish);
+  }
+  layout.unpacked_bytes = kGroupDepth * kPanelColumns;
+  const auto add = [&](const Tile& tile, auto rows, auto wide) {
+    Tile bytes = tile;
+    bytes.begin *= kQuadsOfGroup;
+    bytes.end *= kQuadsOfGroup;
+    bytes.ahead_stride = ceil_div(tile.ahead_stride, kQuadsOfGroup);
+    add_int8_tile<rows.kValue, wide.kValue>(args, bytes);
   };
-  for_each_tile<kTileRows, kWideMin, kWideMax>(args, layout, add, finish);
+  for_each_tile<kInt8TileRows, kInt8WideMin, kInt8WideMax>(args, layout, add, finish, unpack_groups);
 }
 
 }  // namespace shardline::SHARDLINE_ISA

@@ -12,18 +12,20 @@ namespace shardline::SHARDLINE_ISA {
 
 constexpr int64_t kCacheLine = 64;
 
-// A panel as memory: `num_steps` steps of K (a k, a pair, a quad or a group), one after another.
+// A panel as memory: `num_steps` steps of K (a k, a pair, a quad or a group), one after another. If a step becomes
+// `unpacked_bytes` before it is multiplied, unpack(steps, count, to) is what does it, block by block of K.
 struct PanelLayout {
-  int64_t num_steps, step_bytes;
+  int64_t num_steps, step_bytes, unpacked_bytes = 0;
 };
 
-// Rows [row, row + rows) of x times steps [begin, end) of a panel. Sums [rows][64], fp32 or int32, begin at step 0 and
-// wait in `sums` between blocks of K. `ahead` is what a later tile reads, for this one to ask for, step by step.
+// Rows [row, row + rows) of x times steps [begin, end) of a panel, of which `steps` is the first. Sums [rows][64], fp32
+// or int32, begin at step 0 and wait in `sums` between blocks of K. `ahead` is what a later tile reads, for this one to
+// ask for, step by step.
 struct Tile {
   int64_t row;
   int rows;
   bool wide;
-  const char* panel;
+  const char* steps;
   int64_t begin, end;
   void* sums;
   const char* ahead;
@@ -77,25 +79,34 @@ void with_wide_rows(const Tile& tile, const Body& body) {
 
 // One panel for some rows. What is asked for ahead follows in memory: the next block of K, or the panel of the thread's
 // next task. A block leaves room for it in L2.
-template <int kTileRows, int kWideMin, int kWideMax, class Args, class Add, class Finish>
+template <int kTileRows, int kWideMin, int kWideMax, class Args, class Add, class Finish, class Unpack>
 void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index, int64_t row_begin, int64_t rows,
-                const Add& add, const Finish& finish) {
+                const Add& add, const Finish& finish, const Unpack& unpack) {
   constexpr int64_t kBlockBytes = 128 << 10;
   const bool wide = rows >= kWideMin && rows <= kWideMax;
   const int64_t num_tiles = wide ? 1 : ceil_div(rows, kTileRows);
   const int64_t least_rows = rows / num_tiles;  // evenly: 9 rows are 5 + 4, not 6 + 3
   const bool ask = wide || num_tiles > 1;
-  const int64_t panel_bytes = layout.num_steps * layout.step_bytes;
-  const int64_t num_blocks = ask ? ceil_div(panel_bytes, kBlockBytes) : 1;
+  const int64_t panel_bytes = layout.num_steps * layout.step_bytes, num_sums = rows * kPanelColumns;
+  const int64_t block_step_bytes = max64(layout.step_bytes, layout.unpacked_bytes);
+  const int64_t num_blocks = ask ? ceil_div(layout.num_steps * block_step_bytes, kBlockBytes) : 1;
+  const int64_t unpacked_bytes = ceil_div(layout.num_steps, num_blocks) * layout.unpacked_bytes;
   const char* panel = static_cast<const char*>(static_cast<const void*>(args.panels)) + panel_index * panel_bytes;
-  float* sums = static_cast<float*>(thread_scratch(static_cast<size_t>(rows * kPanelColumns) * sizeof(float)));
+  float* sums = static_cast<float*>(thread_scratch(static_cast<size_t>(num_sums) * sizeof(float) +
+                                                   static_cast<size_t>(unpacked_bytes)));
   for (int64_t b = 0; b < num_blocks; ++b) {
     const int64_t begin = layout.num_steps * b / num_blocks, end = layout.num_steps * (b + 1) / num_blocks;
+    const char* steps = panel + begin * layout.step_bytes;
+    if (layout.unpacked_bytes > 0) {
+      void* unpacked = sums + num_sums;
+      unpack(steps, end - begin, unpacked);
+      steps = static_cast<const char*>(unpacked);
+    }
     const int64_t share = ask ? ceil_div((end - begin) * layout.step_bytes, num_tiles) : 0;
     const int64_t stride = ceil_div(share, end - begin);
     for (int64_t t = 0, first = 0, last; t < num_tiles; ++t, first = last) {
       last = first + least_rows + (t < rows % num_tiles ? 1 : 0);
-      const Tile tile = {row_begin + first, static_cast<int>(last - first), wide, panel, begin, end,
+      const Tile tile = {row_begin + first, static_cast<int>(last - first), wide, steps, begin, end,
                          sums + first * kPanelColumns, panel + end * layout.step_bytes + t * share, stride};
       wide ? with_wide_rows<kWideMin, kWideMax>(tile, add) : with_rows<kTileRows>(tile, add);
       if (b + 1 == num_blocks) finish({tile.row, last - first, panel_index, tile.sums});
@@ -103,10 +114,14 @@ void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index
   }
 }
 
+inline void keep_packed(const char*, int64_t, void*) {}
+
 // Calls add(tile, Constant<rows>, Constant<wide>) over all of the output and its K, and finish(FinishedTile) for each
 // tile when its sums are complete.
-template <int kTileRows, int kWideMin, int kWideMax, class Args, class Add, class Finish>
-void for_each_tile(const Args& args, const PanelLayout& layout, const Add& add, const Finish& finish) {
+template <int kTileRows, int kWideMin, int kWideMax, class Args, class Add, class Finish,
+          class Unpack = decltype(keep_packed)>
+void for_each_tile(const Args& args, const PanelLayout& layout, const Add& add, const Finish& finish,
+                   const Unpack& unpack = keep_packed) {
   constexpr int64_t kTaskRows = 240;  // at most: their slice of x stays in L2 while a panel passes
   constexpr int64_t kSmallWork = 1 << 16;
   if (args.num_rows == 0 || args.num_columns == 0) return;
@@ -120,7 +135,7 @@ void for_each_tile(const Args& args, const PanelLayout& layout, const Add& add, 
     const int64_t row_begin = args.num_rows * block / row_blocks;
     const int64_t row_end = args.num_rows * (block + 1) / row_blocks;
     panel_task<kTileRows, kWideMin, kWideMax>(args, layout, task % num_panels, row_begin, row_end - row_begin, add,
-                                              finish);
+                                              finish, unpack);
   });
 }
 

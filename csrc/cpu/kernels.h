@@ -40,8 +40,8 @@ struct LinearArgs {
 
 // Bytes of k that one column contributes to a step of the quantized GEMMs, and weights that share a scale in int4.
 constexpr int64_t kQuad = 4, kGroupDepth = 32;
-// A group of a panel in int4: halves of bytes, then a bf16 scale per column.
-constexpr int64_t kInt4GroupBytes = kGroupDepth * kPanelColumns / 2 + kPanelColumns * 2;
+// A group of a panel in int4: halves of bytes, then a byte per column as scale.
+constexpr int64_t kInt4GroupBytes = kGroupDepth * kPanelColumns / 2 + kPanelColumns;
 
 struct QuantizeRowsArgs {
   DType dtype;
@@ -53,14 +53,14 @@ struct QuantizeRowsArgs {
   int64_t num_rows, depth;
 };
 
-// weight [N, K] becomes panels of 64 columns: in int8 [panel][k / 4][column][k % 4] with 128 added, and a scale per
-// column; in int4 [panel][k / 32], each kInt4GroupBytes.
+// weight [N, K] becomes panels of 64 columns, and a scale per column: in int8 [panel][k / 4][column][k % 4] with 128
+// added; in int4 [panel][k / 32], each kInt4GroupBytes.
 struct PackQuantizedArgs {
   DType dtype;
   const void* weight;
   int64_t weight_stride;
   uint8_t* panels;
-  float* scales;  // [N padded to whole panels], int8 only
+  float* scales;  // [N padded to whole panels]
   int64_t num_columns, depth;
 };
 
@@ -70,8 +70,8 @@ struct QuantizedLinearArgs {
   const float* row_scales;
   const int32_t* row_sums;
   const uint8_t* panels;
-  const float* column_scales;  // int8 only
-  const void* bias;            // null for none; the gate's, then up's
+  const float* column_scales;
+  const void* bias;  // null for none; the gate's, then up's
   void* out;
   int64_t out_stride;
   int64_t num_rows, num_columns, depth;

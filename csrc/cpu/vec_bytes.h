@@ -13,6 +13,7 @@ constexpr bool kHasByteDot = false;
 
 typedef int16_t HalfLanes __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t UHalfLanes __attribute__((vector_size(kLanes * 4)));
+typedef uint8_t ByteLanes __attribute__((vector_size(kLanes * 4)));
 
 inline I32 load_quads(const void* p) {
   I32 v;
@@ -81,6 +82,30 @@ inline I32 begin_small(I32 start) { return start; }
 inline I32 add_small_quads(I32 sum, I32 w, I32 x) { return dot_quads(sum, w, x); }
 inline I32 end_small(I32 sum, I32) { return sum; }
 #endif
+
+// kLanes bytes, one in each lane.
+inline I32 load_bytes(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (I32)_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+  return (I32)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  I32 v;
+  for (int i = 0; i < kLanes; ++i) v[i] = p[i];
+  return v;
+#endif
+}
+
+// total + value * scale, for values within 16 bits and scales within 8.
+inline I32 add_scaled(I32 total, I32 value, I32 scale) {
+#if defined(__AVX512VNNI__)
+  return (I32)_mm512_dpwssd_epi32((__m512i)total, (__m512i)value, (__m512i)(scale & 0xffff));
+#elif defined(__SSE2__)
+  return total + multiply_pairs((HalfLanes)value, (HalfLanes)(scale & 0xffff));
+#else
+  return total + value * scale;
+#endif
+}
 
 // The nearest integers, ties to even; |v| below 2^22.
 inline I32 nearest(F32 v) {

@@ -162,7 +162,7 @@ def test_quantized_weight_bytes_of_a_known_model() -> None:
     head = vocab * (hidden + 4)
     int8 = 32 * sum(rows * (columns + 4) for rows, columns in projections)
     assert weight_bytes(spec, place, stages, "bfloat16", quantization="int8") == plain + head + int8
-    int4 = 32 * sum(rows * (columns // 2 + columns // 32 * 2) for rows, columns in projections)
+    int4 = 32 * sum(rows * (columns // 2 + columns // 32 + 4) for rows, columns in projections)
     assert weight_bytes(spec, place, stages, "bfloat16", quantization="int4") == plain + head + int4
 
 

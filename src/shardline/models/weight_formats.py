@@ -8,25 +8,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Values of few bits with scales between them."""
+    """Values of few bits, and an fp32 scale per row."""
 
     bits: int
-    scale_bytes: int
     group_size: int | None = None
-    """Neighbours along the input dim that share a scale; None: the whole row."""
+    """Neighbours along the input dim that share a further scale of one byte."""
     lm_head: str | None = None
     """Name of the format of the output embedding, where it is another."""
 
     def num_bytes(self, rows: int, columns: int) -> int:
         """Bytes of a weight [rows, columns], without padding."""
-        groups = 1 if self.group_size is None else -(-columns // self.group_size)
-        return rows * (columns * self.bits // 8 + groups * self.scale_bytes)
+        groups = 0 if self.group_size is None else -(-columns // self.group_size)
+        return rows * (columns * self.bits // 8 + groups + 4)
 
 
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
-    "int8": WeightFormat(bits=8, scale_bytes=4),
-    "int4": WeightFormat(bits=4, scale_bytes=2, group_size=32, lm_head="int8"),
-    "fp8": WeightFormat(bits=8, scale_bytes=4, lm_head="int8"),
+    "int8": WeightFormat(bits=8),
+    "int4": WeightFormat(bits=4, group_size=32, lm_head="int8"),
+    "fp8": WeightFormat(bits=8, lm_head="int8"),
 }
 
 

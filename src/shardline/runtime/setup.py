@@ -19,7 +19,7 @@ from shardline.runtime.parallel.segment import SegmentLayout
 _CACHED_REQUESTS = 64
 """Requests of full length that the prefix cache may keep, however few may run at once."""
 
-NUMERICS_VERSION = 3
+NUMERICS_VERSION = 4
 """Changes whenever the same request may get other bits than before; part of the fingerprint."""
 
 

@@ -133,14 +133,16 @@ def linear_int8(rows: int, columns: int, depth: int) -> None:
 
 
 def linear_int4(rows: int, columns: int, depth: int) -> None:
-    panels = torch.empty(depth // 64, 36 * columns, dtype=torch.uint8)
-    ops.linear_int4(int8(rows, depth), torch.empty(rows), int32(rows, 0), depth, panels, None, bf16(rows, columns))
+    panels, scales = torch.empty(depth // 64, 34 * columns, dtype=torch.uint8), torch.empty(columns)
+    out = bf16(rows, columns)
+    ops.linear_int4(int8(rows, depth), torch.empty(rows), int32(rows, 0), depth, panels, scales, None, out)
 
 
 def experts_int4(num_tokens: int, num_experts: int, k: int, inner: int, hidden: int) -> None:
-    panels = torch.empty(num_experts, hidden // 64, 36 * 2 * inner, dtype=torch.uint8)
+    panels = torch.empty(num_experts, hidden // 64, 34 * 2 * inner, dtype=torch.uint8)
+    scales = torch.empty(num_experts, 2 * inner)
     ids, rows = int32(num_tokens, k), bf16(num_tokens * k, inner)
-    ops.expert_up(bf16(num_tokens, hidden), ids, 0, False, panels, None, "silu", True, rows)
+    ops.expert_up(bf16(num_tokens, hidden), ids, 0, False, panels, scales, "silu", True, rows)
 
 
 def experts(num_tokens: int, num_experts: int, k: int, inner: int, hidden: int) -> None:

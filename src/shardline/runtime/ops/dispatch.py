@@ -38,6 +38,7 @@ class Kernels(Protocol):
         sums: Tensor,
         depth: int,
         panels: Tensor,
+        column_scales: Tensor,
         bias: Tensor | None,
         out: Tensor,
         /,

@@ -23,7 +23,7 @@ class ExpertWeights:
     panels: Tensor
     """[E, ...]: see PackedWeight, Int8Weight, Int4Weight and Fp8Weight."""
     scales: Tensor | None
-    """[E, out_features, padded as its panels] float32, int8 and fp8 only."""
+    """[E, out_features, padded as its panels] float32, of quantized weights."""
     in_features: int
     out_features: int
 

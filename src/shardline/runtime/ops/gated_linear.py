@@ -84,7 +84,7 @@ def gated_linear_int4(
     if kernels(x.values) is not _cpu:
         return gated_activation(linear_int4(x, weight, bias, out_dtype=out_dtype), name)
     out = activation_empty(x.values.shape[0], width, dtype=out_dtype)
-    _cpu.linear_int4(x.values, x.scales, x.sums, x.in_features, weight.panels, bias, out, name)
+    _cpu.linear_int4(x.values, x.scales, x.sums, x.in_features, weight.panels, weight.scales, bias, out, name)
     return out
 
 

@@ -1,4 +1,4 @@
-"""W4A8: weights in 4 bits with a scale per output and 32 inputs, activations in int8; the lm_head is int8."""
+"""W4A8: weights in 4 bits with scales per output and 32 inputs, activations in int8; the lm_head is int8."""
 
 from __future__ import annotations
 
@@ -59,12 +59,13 @@ def pack_gated(gate: Tensor, up: Tensor) -> Int4GatedLinear:
 def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:
     """See `base.Quantization.allocate_experts`."""
     out_features, in_features = weight.shape
-    return ExpertWeights(int4_empty(weight, num_experts), None, in_features, out_features)
+    return ExpertWeights(*int4_empty(weight, num_experts), in_features, out_features)
 
 
 def pack_expert(experts: ExpertWeights, index: int, weight: Tensor) -> None:
     """See `base.Quantization.pack_expert`."""
-    pack_int4(weight, experts.panels[index])
+    assert experts.scales is not None
+    pack_int4(weight, experts.panels[index], experts.scales[index])
 
 
 # Errors in the logits are not averaged out by later layers.

@@ -85,24 +85,22 @@ def product(
     """fp32 [BLOCK_M, BLOCK_N]: rows `row` of x times columns `column` of a weight, by the type of its elements.
 
     fp32, bf16 [N, K]; fp8, int8 [N, K] with scales [N] and scales of rows; uint8 is int4, as `ops.linear_int4` packs it
-    for GPUs.
+    for GPUs, with the same scales.
     """
     if weight_ptr.dtype.element_ty == tl.uint8:
         total = _int4_chain(
             x_ptr, weight_ptr, row, row_inside, column, num_columns, depth, x_stride,
             BLOCK_M, BLOCK_N, IS_WHOLE_K,
         )  # fmt: skip
-        scale = tl.load(row_scales_ptr + row, mask=row_inside, other=0.0)
-        total = total * scale[:, None]
     else:
         total = _chain(
             x_ptr, weight_ptr, row, row_inside, column, num_columns, depth, x_stride,
             BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
         )  # fmt: skip
-        if row_scales_ptr is not None:
-            scale = tl.load(row_scales_ptr + row, mask=row_inside, other=0.0)
-            column_scale = tl.load(column_scales_ptr + column, mask=column < num_columns, other=0.0)
-            total = total.to(tl.float32) * (scale[:, None] * column_scale[None, :])
+    if row_scales_ptr is not None:
+        scale = tl.load(row_scales_ptr + row, mask=row_inside, other=0.0)
+        column_scale = tl.load(column_scales_ptr + column, mask=column < num_columns, other=0.0)
+        total = total.to(tl.float32) * (scale[:, None] * column_scale[None, :])
     return total
 
 
@@ -160,22 +158,20 @@ def _int4_chain(
     BLOCK_N: tl.constexpr,
     IS_WHOLE_K: tl.constexpr,
 ):
-    """Exact sums of 32 neighbours of K times their scale, added in fp32 in the order of K."""
+    """The sums over K in int32: of a value and its group's scale, which is a byte, times x."""
     k = tl.arange(0, 32)
     column_inside = column < num_columns
     x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
     for pair in range(tl.cdiv(depth, 64)):
-        panel = weight_ptr + 36 * pair * num_columns
+        panel = weight_ptr + 34 * pair * num_columns
         both = tl.load(panel + 32 * column[None, :] + k[:, None], mask=column_inside[None, :], other=0x88)
-        scales = (panel + 32 * num_columns).to(tl.pointer_type(tl.bfloat16)) + column
+        scales = (panel + 32 * num_columns).to(tl.pointer_type(tl.int8)) + column
         x = tl.load(x_tile + 64 * pair, mask=row_inside[:, None], other=0)
-        scale = tl.load(scales, mask=column_inside, other=0.0).to(tl.float32)
-        sums = tl.dot(x, (both & 15).to(tl.int8) - 8).to(tl.float32)
-        total = tl.fma(sums, tl.broadcast_to(scale[None, :], total.shape), total)
+        scale = tl.load(scales, mask=column_inside, other=0)
+        total = tl.dot(x, ((both & 15).to(tl.int8) - 8) * scale[None, :], total, out_dtype=tl.int32)
         inside = row_inside[:, None] if IS_WHOLE_K else row_inside[:, None] & (k[None, :] < depth - 64 * pair - 32)
         x = tl.load(x_tile + 64 * pair + 32, mask=inside, other=0)
-        scale = tl.load(scales + num_columns, mask=column_inside, other=0.0).to(tl.float32)
-        sums = tl.dot(x, (both >> 4).to(tl.int8) - 8).to(tl.float32)
-        total = tl.fma(sums, tl.broadcast_to(scale[None, :], total.shape), total)
+        scale = tl.load(scales + num_columns, mask=column_inside, other=0)
+        total = tl.dot(x, ((both >> 4).to(tl.int8) - 8) * scale[None, :], total, out_dtype=tl.int32)
     return total

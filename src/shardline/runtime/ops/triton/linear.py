@@ -39,10 +39,17 @@ def linear_int8(
 
 
 def linear_int4(
-    values: Tensor, scales: Tensor, _sums: Tensor, _depth: int, panels: Tensor, bias: Tensor | None, out: Tensor
+    values: Tensor,
+    scales: Tensor,
+    _sums: Tensor,
+    _depth: int,
+    panels: Tensor,
+    column_scales: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
 ) -> None:
     """As `ops.linear_int4.linear_int4`, with its bits."""
-    launch_linear(values, panels, bias, out, scales)
+    launch_linear(values, panels, bias, out, scales, column_scales)
 
 
 def linear_heads(x: Tensor, panels: Tensor, out: Tensor) -> None:
