@@ -1,7 +1,6 @@
 // Activations, alone or gating: act(gate) * up. In fp32; a gated bf16 result is rounded after the activation and again
 // after the product, as eager torch does.
 #include "activations.h"
-#include "gemm_finish.h"
 #include "thread_pool.h"
 #include "variant.h"
 
@@ -27,29 +26,6 @@ void gate_row(Act act, const T* gate, const T* up, T* out, int64_t width) {
 }
 
 template <class T, class Act>
-void gate_sums(Act act, const GatedSums& tile) {
-  const auto out_of = [&](int64_t row) { return static_cast<T*>(tile.out) + row * tile.out_stride; };
-  if (tile.columns < kGatedColumns) {
-    for (int64_t r = 0; r < tile.rows; ++r) {
-      const float* gate = tile.values + r * kPanelColumns;
-      for (int64_t c = 0; c < tile.columns; c += kLanes) {
-        gate_n(act, load(gate + c), load(gate + kGatedColumns + c), out_of(r) + c, tile.columns - c);
-      }
-    }
-    return;
-  }
-  constexpr int64_t kRowPairs = kGatedColumns / kPair;
-  const auto gate = [&](int64_t p) { return tile.values + p / kRowPairs * kPanelColumns + p % kRowPairs * kPair; };
-  const auto up = [&](int64_t p) { return gate(p) + kGatedColumns; };
-  const auto out = [&](int64_t p) { return out_of(p / kRowPairs) + p % kRowPairs * kPair; };
-  int64_t p = 0;
-  for (; p + 2 <= tile.rows * kRowPairs; p += 2) {
-    gate_pairs<2>(act, {gate(p), gate(p + 1)}, {up(p), up(p + 1)}, {out(p), out(p + 1)});
-  }
-  if (p < tile.rows * kRowPairs) gate_pairs<1>(act, {gate(p)}, {up(p)}, {out(p)});
-}
-
-template <class T, class Act>
 void activate(Act act, const ActivationArgs& args) {
   const int64_t chunks = ceil_div(args.width, kTaskElements);
   const bool parallel = args.num_rows * args.width > kTaskElements;
@@ -68,12 +44,6 @@ void activate(Act act, const ActivationArgs& args) {
 void activation(const ActivationArgs& args) {
   with_activation(args.activation, [&](auto act) {
     args.dtype == DType::kFloat32 ? activate<float>(act, args) : activate<bf16>(act, args);
-  });
-}
-
-void gate(Activation activation, DType dtype, const GatedSums& tile) {
-  with_activation(activation, [&](auto act) {
-    dtype == DType::kFloat32 ? gate_sums<float>(act, tile) : gate_sums<bf16>(act, tile);
   });
 }
 

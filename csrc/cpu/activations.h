@@ -67,33 +67,27 @@ inline F32 activated(Act, F32 x) {
 
 constexpr int64_t kPair = 2 * kLanes;
 
-// out[p] = act(gate[p]) * up[p] for kPair neighbours at each pointer. In T: gate and up are rounded to it, and so are
-// the activation and the product.
-template <int kPairs, class Act, class T, class Source>
-inline void gate_pairs(Act, const Source* const (&gate)[kPairs], const Source* const (&up)[kPairs],
-                       T* const (&out)[kPairs]) {
-  constexpr bool kRound = sizeof(Source) != sizeof(T);
+// out[p] = act(gate[p]) * up[p] for kPair neighbours at each pointer, the activation rounded to T first.
+template <int kPairs, class Act, class T>
+inline void gate_pairs(Act, const T* const (&gate)[kPairs], const T* const (&up)[kPairs], T* const (&out)[kPairs]) {
   F32 values[2 * kPairs];
 #pragma GCC unroll 4
   for (int p = 0; p < kPairs; ++p) {
     values[2 * p] = load(gate[p]);
     values[2 * p + 1] = load(gate[p] + kLanes);
-    if (kRound) round_two_to<T>(values[2 * p], values[2 * p + 1]);
   }
   Act::apply(values);
 #pragma GCC unroll 4
   for (int p = 0; p < kPairs; ++p) {
-    F32 first = load(up[p]), second = load(up[p] + kLanes);
-    if (kRound) round_two_to<T>(first, second);
     round_two_to<T>(values[2 * p], values[2 * p + 1]);
-    store_two(out[p], values[2 * p] * first, values[2 * p + 1] * second);
+    store_two(out[p], values[2 * p] * load(up[p]), values[2 * p + 1] * load(up[p] + kLanes));
   }
 }
 
 // The same for the first n of kLanes.
 template <class Act, class T>
 inline void gate_n(Act act, F32 gate, F32 up, T* out, int64_t n) {
-  store_n(out, rounded_to<T>(activated(act, rounded_to<T>(gate))) * rounded_to<T>(up), n);
+  store_n(out, rounded_to<T>(activated(act, gate)) * up, n);
 }
 
 }  // namespace shardline::SHARDLINE_ISA

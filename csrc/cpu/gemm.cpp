@@ -109,7 +109,7 @@ void linear_of(const LinearArgs& args) {
   const PanelLayout layout = {ceil_div(args.depth, kStep<T>), kStep<T> * kPanelColumns * int64_t{sizeof(T)}};
   const auto add = [&](const Tile& tile, auto rows, auto wide) { add_tile<T, rows.kValue, wide.kValue>(args, tile); };
   const auto finish = [&](const FinishedTile& tile) {
-    finish_tile(args, tile, true, [sums = static_cast<const float*>(tile.sums)](int64_t r, int64_t c) {
+    finish_tile(args, tile, [sums = static_cast<const float*>(tile.sums)](int64_t r, int64_t c) {
       return load(sums + r * kPanelColumns + c);
     });
   };

@@ -64,7 +64,7 @@ void add_int8_tile(const QuantizedLinearArgs& args, const Tile& tile) {
 inline void finish_int8_tile(const QuantizedLinearArgs& args, const FinishedTile& tile) {
   const int32_t* sums = static_cast<const int32_t*>(tile.sums);
   const float *row_scales = args.row_scales + tile.row, *scales = args.column_scales + tile.panel * kPanelColumns;
-  finish_tile(args, tile, false, [sums, row_scales, scales](int64_t r, int64_t c) {
+  finish_tile(args, tile, [sums, row_scales, scales](int64_t r, int64_t c) {
     return to_float(load(sums + r * kPanelColumns + c)) * (broadcast(row_scales[r]) * load(scales + c));
   });
 }

@@ -55,12 +55,6 @@ class Ahead {
   int64_t stride_;
 };
 
-// A constant that a lambda may take, as its template argument.
-template <auto kConstant>
-struct Constant {
-  static constexpr auto kValue = kConstant;
-};
-
 // Calls body(tile, Constant<rows>, Constant<wide>) for a tile of at most kMost rows, or a wide one.
 template <int kMost, class Body>
 void with_rows(const Tile& tile, const Body& body) {

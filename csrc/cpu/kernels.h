@@ -8,8 +8,8 @@
 namespace shardline {
 
 constexpr int64_t kPanelColumns = 64;
-// A gated GEMM writes act(gate) * up: in each panel 32 columns of the gate's weight, then the same 32 of up's. Both
-// products are rounded to out_dtype first, and the activation's result is again. num_columns counts what is written.
+// A gated GEMM writes act(gate) * up, rounded once: in each panel 32 columns of the gate's weight, then the same 32 of
+// up's. num_columns counts what is written.
 constexpr int64_t kGatedColumns = kPanelColumns / 2;
 
 enum class Activation : uint8_t { kSilu, kGeluTanh, kGelu, kRelu };

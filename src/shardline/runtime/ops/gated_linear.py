@@ -1,7 +1,7 @@
 """Two products of the same rows, of which one gates the other: act(x gate^T) * (x up^T).
 
 On the CPU one kernel computes both, and writes and reads neither: a panel of the weight holds 32 columns of the gate
-and the same 32 of up. The bits are those of a linear followed by `gated_activation`.
+and the same 32 of up. All is in fp32 until one rounding. On a GPU it is a linear followed by `gated_activation`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def stacked_gate_up(gate: Tensor, up: Tensor) -> Tensor:
 def gated_linear(x: Tensor, weight: PackedWeight, width: int, bias: Tensor | None, name: ActivationName) -> Tensor:
     """act(x gate^T + bias[:I]) * (x up^T + bias[I:]): [M, I] of x's dtype, for x [M, K], I = `width`, bias [2 * I].
 
-    `weight`: of `stacked_gate_up`. Both products are rounded as `linear` rounds, then all as in `gated_activation`.
+    `weight`: of `stacked_gate_up`.
     """
     _check_features(x.shape[1], weight.in_features)
     if kernels(x) is not _cpu:
@@ -89,8 +89,9 @@ def gated_linear_int4(
 
 
 def gated_linear_reference(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, name: ActivationName) -> Tensor:
-    """`gated_linear` with sums and activation in fp64, for gate and up [I, K]."""
-    return gated_activation_reference(linear_reference(x, torch.cat([gate, up]), bias), name)
+    """`gated_linear` in fp64, rounded once, for gate and up [I, K]."""
+    product = linear_reference(x, torch.cat([gate, up]), bias, out_dtype=torch.float64)
+    return gated_activation_reference(product, name).to(x.dtype)
 
 
 def _check_features(features: int, expected: int) -> None:
