@@ -133,6 +133,19 @@ def write_kv(
     key_scales: Tensor | None,
     value_scales: Tensor | None,
 ) -> None: ...
+def rope_and_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    table: Tensor,
+    interleaved: bool,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+) -> None: ...
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,

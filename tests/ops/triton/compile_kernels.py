@@ -118,7 +118,8 @@ def sample(num_rows: int, vocab_size: int) -> None:
 def rope_and_write() -> None:
     qkv, cache = bf16(4, 48, 128), bf16(8, 8, 16, 128)
     positions, table = torch.zeros(4, dtype=torch.int64), torch.empty(64, 128)
-    ops.rope_and_write_kv(qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], cache, cache, positions, positions, table, False)
+    heads = qkv.split([32, 8, 8], dim=1)
+    ops.rope_and_write_kv(*heads, cache, cache, positions, positions, table, False, None, None)
 
 
 def write_kv_int8() -> None:

@@ -79,6 +79,21 @@ class Kernels(Protocol):
         value_scales: Tensor | None,
         /,
     ) -> None: ...
+    def rope_and_write_kv(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        table: Tensor,
+        interleaved: bool,
+        key_scales: Tensor | None,
+        value_scales: Tensor | None,
+        /,
+    ) -> None: ...
     def paged_attention(
         self,
         query: Tensor,
