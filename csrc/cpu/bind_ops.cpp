@@ -98,29 +98,46 @@ void linear_best(nb::handle x_object, nb::handle panels_object, nb::handle bias_
   perform([args] { kernels().linear(args); });
 }
 
-NormArgs norm_args(const Tensor& x, const Tensor& weight, const Tensor& out, float eps) {
+// Where a norm's rows go: into a tensor like x, or, given three, as values, scales and sums of quantized rows.
+void set_output(NormArgs& args, const Tensor& x, nb::handle out_object) {
+  if (nb::isinstance<nb::tuple>(out_object)) {
+    if (nb::len(out_object) != 3) raise_value_error("quantized rows are values, scales and sums");
+    const Tensor values(out_object[0], "values"), scales(out_object[1], "scales"), sums(out_object[2], "sums");
+    x.has_shape({-1, -1});
+    check_quantized_rows(values, scales, sums, args.num_rows, args.width);
+    args.values = values.as<int8_t>();
+    args.scales = scales.as<float>();
+    args.sums = sums.as<int32_t>();
+    return;
+  }
+  const Tensor out(out_object, "out");
+  out.same_dtype(x).is_contiguous();
+  if (x.rank() == 3) {
+    out.has_shape({x.size(0), x.size(1), args.width});
+  } else {
+    out.has_shape({x.size(0), args.width});
+  }
+  args.out = out.data();
+}
+
+NormArgs norm_args(const Tensor& x, const Tensor& weight, nb::handle out, float eps) {
   const bool heads = x.rank() == 3;  // [num_tokens, num_heads, head_dim]
-  const int64_t width = x.size(x.rank() - 1);
   if (heads) {
     x.has_shape({-1, -1, -1});
-    out.has_shape({x.size(0), x.size(1), width});
   } else {
     x.has_shape({-1, -1});
-    out.has_shape({x.size(0), width});
   }
   x.is_floating().has_rows();
-  weight.same_dtype(x).has_shape({width}).is_contiguous();
-  out.same_dtype(x).is_contiguous();
   NormArgs args = {};
   args.dtype = x.dtype();
   args.x = x.data();
   args.x_stride = x.row_stride();
   args.rows_per_token = heads ? x.size(1) : 1;
-  args.weight = weight.data();
-  args.out = out.data();
   args.num_rows = x.size(0) * args.rows_per_token;
-  args.width = width;
+  args.width = x.size(x.rank() - 1);
   args.eps = eps;
+  args.weight = weight.same_dtype(x).has_shape({args.width}).is_contiguous().data();
+  set_output(args, x, out);
   return args;
 }
 
@@ -134,19 +151,19 @@ void set_residual(NormArgs& args, const Tensor& x, nb::handle residual_object, n
   args.summed = summed.data();
 }
 
-void rms_norm(nb::handle x_object, nb::handle weight_object, nb::handle out_object, float eps, float weight_offset,
+void rms_norm(nb::handle x_object, nb::handle weight_object, nb::handle out, float eps, float weight_offset,
               nb::handle residual, nb::handle summed) {
   const Tensor x(x_object, "x");
-  NormArgs args = norm_args(x, Tensor(weight_object, "weight"), Tensor(out_object, "out"), eps);
+  NormArgs args = norm_args(x, Tensor(weight_object, "weight"), out, eps);
   args.weight_offset = weight_offset;
   set_residual(args, x, residual, summed);
   perform([args] { kernels().rms_norm(args); });
 }
 
-void layer_norm(nb::handle x_object, nb::handle weight_object, nb::handle bias_object, nb::handle out_object, float eps,
+void layer_norm(nb::handle x_object, nb::handle weight_object, nb::handle bias_object, nb::handle out, float eps,
                 nb::handle residual, nb::handle summed) {
   const Tensor x(x_object, "x");
-  NormArgs args = norm_args(x, Tensor(weight_object, "weight"), Tensor(out_object, "out"), eps);
+  NormArgs args = norm_args(x, Tensor(weight_object, "weight"), out, eps);
   if (!bias_object.is_none()) {
     const Tensor bias(bias_object, "bias");
     args.bias = bias.same_dtype(x).has_shape({args.width}).is_contiguous().data();

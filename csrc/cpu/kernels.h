@@ -89,7 +89,10 @@ struct NormArgs {
   void* summed;        // x + residual, contiguous
   const void* weight;  // [width]
   const void* bias;    // [width] or null; layer_norm only
-  void* out;           // contiguous
+  void* out;           // contiguous, or null: rows are quantized instead, see QuantizeRowsArgs
+  int8_t* values;
+  float* scales;
+  int32_t* sums;
   int64_t num_rows, width;
   float eps;
   float weight_offset;  // rms_norm only

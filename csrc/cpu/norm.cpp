@@ -1,7 +1,8 @@
-// RMSNorm and LayerNorm over rows, alone or after adding to the residual stream; and that addition alone.
+// RMSNorm and LayerNorm over rows, alone or after adding to the residual stream; and that addition alone. Norms before
+// a quantized product quantize their rows while they are at hand.
+#include "quantize_row.h"
 #include "thread_pool.h"
 #include "variant.h"
-#include "vec.h"
 
 namespace shardline::SHARDLINE_ISA {
 namespace {
@@ -78,7 +79,10 @@ void for_each_row(const NormArgs& args, const NormRow& norm_row) {
       add_row(x, static_cast<const T*>(args.residual) + row * args.residual_stride, summed, args.width);
       x = summed;
     }
-    norm_row(x, static_cast<T*>(args.out) + row * args.width);
+    if (args.out != nullptr) return norm_row(x, static_cast<T*>(args.out) + row * args.width);
+    T* normed = static_cast<T*>(thread_scratch(static_cast<size_t>(args.width) * sizeof(T)));
+    norm_row(x, normed);
+    quantize_row(normed, args.width, row, args.values, args.scales, args.sums);
   });
 }
 

@@ -105,7 +105,7 @@ def linear_int4(
 def rms_norm(
     x: Tensor,
     weight: Tensor,
-    out: Tensor,
+    out: Tensor | tuple[Tensor, Tensor, Tensor],
     eps: float,
     weight_offset: float,
     residual: Tensor | None,
@@ -115,7 +115,7 @@ def layer_norm(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    out: Tensor,
+    out: Tensor | tuple[Tensor, Tensor, Tensor],
     eps: float,
     residual: Tensor | None,
     summed: Tensor | None,

@@ -127,6 +127,11 @@ def write_kv_int8() -> None:
     ops.write_kv(kv, kv, cache, cache, slots, scales, scales)
 
 
+def norm_int8() -> None:
+    x, weight, rows = bf16(4, 4096), bf16(4096), (int8(4, 4096), torch.empty(4), int32(4, 0))
+    ops.rms_norm(x, weight, rows, 1e-6, 0.0, x, bf16(4, 4096))
+
+
 def linear_int8(rows: int, columns: int, depth: int) -> None:
     values, sums, floats = int8(rows, depth), int32(rows, 0), torch.empty(max(rows, columns))
     ops.quantize_rows(bf16(rows, depth), values, floats, sums)
@@ -166,6 +171,7 @@ def linear_fp8(rows: int, columns: int, depth: int) -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "rms_norm": lambda: ops.rms_norm(bf16(4, 4096), bf16(4096), bf16(4, 4096), 1e-6, 0.0, bf16(4, 4096), bf16(4, 4096)),
+    "rms_norm_int8": norm_int8,
     "layer_norm": lambda: ops.layer_norm(bf16(4, 1600), bf16(1600), bf16(1600), bf16(4, 1600), 1e-6, None, None),
     "rope": lambda: ops.apply_rope(bf16(4, 32, 128), torch.zeros(4, dtype=torch.int64), torch.empty(64, 128), False),
     "rope_and_write_kv": rope_and_write,
