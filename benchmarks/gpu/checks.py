@@ -81,7 +81,7 @@ class Checks(Inputs):
         kv_cache.write_kv_reference(expected_k, v.cpu(), caches[0], caches[1], slots)
         key_cache, value_cache = (torch.zeros_like(cache, device=self.device) for cache in caches)
         on_device = (positions.to(self.device), slots.to(self.device), table.to(self.device))
-        kernels.rope_and_write_kv(q, k, v, key_cache, value_cache, *on_device, False)
+        kernels.rope_and_write_kv(q, k, v, key_cache, value_cache, *on_device, False, None, None)
         assert torch.equal(value_cache.cpu(), caches[1]), "values are copied, not computed"
         return max(relative_error(q, expected_q), relative_error(key_cache, caches[0]))
 

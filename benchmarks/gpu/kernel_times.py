@@ -237,7 +237,7 @@ def small_times() -> dict[str, Any]:
         logits = torch.randn(rows, 128256, device="cuda")
         ids, values = torch.empty(rows, dtype=torch.int64, device="cuda"), torch.empty(rows, device="cuda")
         ones, top_k = torch.ones(rows, device="cuda"), torch.full((rows,), 50, device="cuda", dtype=torch.int32)
-        rope = (qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], cache, cache, positions, positions, table, False)
+        rope = (qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], cache, cache, positions, positions, table, False, None, None)
         filters = (ones, top_k, 0.9 * ones, 0.0 * ones, positions, positions, positions)
         calls: dict[str, Callable[[], Any]] = {
             "add_rms_norm": partial(kernels.rms_norm, x, weight, out, 1e-5, 0.0, residual, summed),

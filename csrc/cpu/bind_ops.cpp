@@ -98,29 +98,46 @@ void linear_best(nb::handle x_object, nb::handle panels_object, nb::handle bias_
   perform([args] { kernels().linear(args); });
 }
 
-NormArgs norm_args(const Tensor& x, const Tensor& weight, const Tensor& out, float eps) {
+// Where a norm's rows go: into a tensor like x, or, given three, as values, scales and sums of quantized rows.
+void set_output(NormArgs& args, const Tensor& x, nb::handle out_object) {
+  if (nb::isinstance<nb::tuple>(out_object)) {
+    if (nb::len(out_object) != 3) raise_value_error("quantized rows are values, scales and sums");
+    const Tensor values(out_object[0], "values"), scales(out_object[1], "scales"), sums(out_object[2], "sums");
+    x.has_shape({-1, -1});
+    check_quantized_rows(values, scales, sums, args.num_rows, args.width);
+    args.values = values.as<int8_t>();
+    args.scales = scales.as<float>();
+    args.sums = sums.as<int32_t>();
+    return;
+  }
+  const Tensor out(out_object, "out");
+  out.same_dtype(x).is_contiguous();
+  if (x.rank() == 3) {
+    out.has_shape({x.size(0), x.size(1), args.width});
+  } else {
+    out.has_shape({x.size(0), args.width});
+  }
+  args.out = out.data();
+}
+
+NormArgs norm_args(const Tensor& x, const Tensor& weight, nb::handle out, float eps) {
   const bool heads = x.rank() == 3;  // [num_tokens, num_heads, head_dim]
-  const int64_t width = x.size(x.rank() - 1);
   if (heads) {
     x.has_shape({-1, -1, -1});
-    out.has_shape({x.size(0), x.size(1), width});
   } else {
     x.has_shape({-1, -1});
-    out.has_shape({x.size(0), width});
   }
   x.is_floating().has_rows();
-  weight.same_dtype(x).has_shape({width}).is_contiguous();
-  out.same_dtype(x).is_contiguous();
   NormArgs args = {};
   args.dtype = x.dtype();
   args.x = x.data();
   args.x_stride = x.row_stride();
   args.rows_per_token = heads ? x.size(1) : 1;
-  args.weight = weight.data();
-  args.out = out.data();
   args.num_rows = x.size(0) * args.rows_per_token;
-  args.width = width;
+  args.width = x.size(x.rank() - 1);
   args.eps = eps;
+  args.weight = weight.same_dtype(x).has_shape({args.width}).is_contiguous().data();
+  set_output(args, x, out);
   return args;
 }
 
@@ -134,19 +151,19 @@ void set_residual(NormArgs& args, const Tensor& x, nb::handle residual_object, n
   args.summed = summed.data();
 }
 
-void rms_norm(nb::handle x_object, nb::handle weight_object, nb::handle out_object, float eps, float weight_offset,
+void rms_norm(nb::handle x_object, nb::handle weight_object, nb::handle out, float eps, float weight_offset,
               nb::handle residual, nb::handle summed) {
   const Tensor x(x_object, "x");
-  NormArgs args = norm_args(x, Tensor(weight_object, "weight"), Tensor(out_object, "out"), eps);
+  NormArgs args = norm_args(x, Tensor(weight_object, "weight"), out, eps);
   args.weight_offset = weight_offset;
   set_residual(args, x, residual, summed);
   perform([args] { kernels().rms_norm(args); });
 }
 
-void layer_norm(nb::handle x_object, nb::handle weight_object, nb::handle bias_object, nb::handle out_object, float eps,
+void layer_norm(nb::handle x_object, nb::handle weight_object, nb::handle bias_object, nb::handle out, float eps,
                 nb::handle residual, nb::handle summed) {
   const Tensor x(x_object, "x");
-  NormArgs args = norm_args(x, Tensor(weight_object, "weight"), Tensor(out_object, "out"), eps);
+  NormArgs args = norm_args(x, Tensor(weight_object, "weight"), out, eps);
   if (!bias_object.is_none()) {
     const Tensor bias(bias_object, "bias");
     args.bias = bias.same_dtype(x).has_shape({args.width}).is_contiguous().data();
@@ -162,34 +179,6 @@ void add(nb::handle x_object, nb::handle y_object, nb::handle out_object) {
   out.same_dtype(x).has_shape({x.size(0), x.size(1)}).is_contiguous();
   const AddArgs args = {x.dtype(), x.data(), y.data(), out.data(), x.num_elements()};
   perform([args] { kernels().add(args); });
-}
-
-void check_positions(const RopeArgs& args, int64_t num_positions) {
-  for (int64_t token = 0; token < args.num_tokens; ++token) {
-    const int64_t position = args.positions_are_int64 ? static_cast<const int64_t*>(args.positions)[token]
-                                                      : static_cast<const int32_t*>(args.positions)[token];
-    if (position < 0 || position >= num_positions) {
-      raise_value_error("position " + std::to_string(position) + " is outside the rotary table");
-    }
-  }
-}
-
-void apply_rope(nb::handle x_object, nb::handle positions_object, nb::handle table_object, bool interleaved) {
-  const Tensor x(x_object, "x"), positions(positions_object, "positions"), table(table_object, "table");
-  x.is_floating().has_shape({-1, -1, -1}).has_heads();
-  positions.has_shape({x.size(0)}).is_contiguous();
-  table.is(DType::kFloat32).has_shape({-1, -1}).is_contiguous();
-  if (positions.dtype() != DType::kInt32) positions.is(DType::kInt64);
-  if (table.size(1) % 2 != 0 || table.size(1) > x.size(2)) {
-    raise_value_error("the table's width must be even and at most the head's");
-  }
-  const RopeArgs args = {x.dtype(), x.data(), x.row_stride(), x.head_stride(), positions.data(),
-                         positions.dtype() == DType::kInt64, table.as<float>(), x.size(0), x.size(1),
-                         table.size(1) / 2, interleaved};
-  perform([args, num_positions = table.size(0)] {
-    check_positions(args, num_positions);
-    kernels().rope(args);
-  });
 }
 
 }  // namespace
@@ -218,50 +207,6 @@ void softcap(nb::handle logits_object, float cap) {
   const Tensor logits(logits_object, "logits");
   logits.is(DType::kFloat32).is_contiguous();
   perform([data = logits.as<float>(), count = logits.num_elements(), cap] { kernels().softcap(data, count, cap); });
-}
-
-void quantize_kv(const Tensor& x, const Tensor& cache, const Tensor& scales, const Tensor& slots) {
-  const QuantizeKvArgs args = {x.dtype(), x.data(), x.row_stride(), cache.as<int8_t>(), scales.as<float>(),
-                               slots.as<int64_t>(), x.size(0), x.size(1), x.size(2), cache.size(2)};
-  perform([args, num_slots = cache.size(0) * cache.size(2)] {
-    check_slots(args.slots, args.num_tokens, num_slots);
-    kernels().quantize_kv(args);
-  });
-}
-
-void check_scales(const Tensor& scales, const Tensor& cache) {
-  scales.is(DType::kFloat32).has_shape({cache.size(0), cache.size(1), cache.size(2)}).is_contiguous();
-}
-
-void write_kv(nb::handle key_object, nb::handle value_object, nb::handle key_cache_object,
-              nb::handle value_cache_object, nb::handle slots_object, nb::handle key_scales_object,
-              nb::handle value_scales_object) {
-  const Tensor key(key_object, "key"), value(value_object, "value");
-  const Tensor key_cache(key_cache_object, "key_cache"), value_cache(value_cache_object, "value_cache");
-  const Tensor slots(slots_object, "slots");
-  key.is_floating().has_shape({-1, -1, -1}).has_rows();
-  value.same_dtype(key).has_shape({key.size(0), key.size(1), -1}).has_rows();
-  const bool scaled = !key_scales_object.is_none();
-  for (const Tensor* cache : {&key_cache, &value_cache}) scaled ? cache->is(DType::kInt8) : cache->same_dtype(key);
-  key_cache.has_shape({-1, key.size(1), -1, key.size(2)}).is_contiguous();
-  value_cache.has_shape({key_cache.size(0), key.size(1), key_cache.size(2), value.size(2)})
-      .is_contiguous();
-  slots.is(DType::kInt64).has_shape({key.size(0)}).is_contiguous();
-  const int64_t num_slots = key_cache.size(0) * key_cache.size(2);
-  if (scaled) {
-    const Tensor key_scales(key_scales_object, "key_scales"), value_scales(value_scales_object, "value_scales");
-    check_scales(key_scales, key_cache);
-    check_scales(value_scales, value_cache);
-    quantize_kv(key, key_cache, key_scales, slots);
-    return quantize_kv(value, value_cache, value_scales, slots);
-  }
-  const WriteKvArgs args = {element_size(key.dtype()), key.data(), value.data(), key.row_stride(), value.row_stride(),
-                            key_cache.data(), value_cache.data(), slots.as<int64_t>(), key.size(0), key.size(1),
-                            key.size(2), value.size(2), key_cache.size(2)};
-  perform([args, num_slots] {
-    check_slots(args.slots, args.num_tokens, num_slots);
-    write_kv(args);
-  });
 }
 
 void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::handle value_cache_object,
@@ -293,11 +238,8 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
                               key_cache.size(1), query.size(2), value_cache.size(3), key_cache.size(2),
                               window.value_or(0), scale, softcap.value_or(0.0f), nullptr, nullptr};
   if (scaled) {
-    const Tensor key_scales(key_scales_object, "key_scales"), value_scales(value_scales_object, "value_scales");
-    check_scales(key_scales, key_cache);
-    check_scales(value_scales, value_cache);
-    args.key_scales = key_scales.as<float>();
-    args.value_scales = value_scales.as<float>();
+    args.key_scales = cache_scales(key_scales_object, "key_scales", key_cache);
+    args.value_scales = cache_scales(value_scales_object, "value_scales", value_cache);
   }
   perform([args, num_tokens = query.size(0), max_blocks = block_tables.size(1), num_blocks = key_cache.size(0)] {
     check_sequences(args, args.window, num_tokens, max_blocks, num_blocks);
@@ -317,13 +259,8 @@ void bind_ops(nb::module_& m) {
   m.def("layer_norm", &layer_norm, "x"_a, "weight"_a, "bias"_a.none(), "out"_a, "eps"_a, "residual"_a.none(),
         "summed"_a.none());
   m.def("add", &add, "x"_a, "y"_a, "out"_a);
-  m.def("apply_rope", &apply_rope, "x"_a, "positions"_a, "table"_a, "interleaved"_a);
   m.def("activation", &activation, "x"_a, "out"_a, "name"_a, "gated"_a);
   m.def("softcap", &softcap, "logits"_a, "cap"_a);
-  m.def("write_kv",
-        static_cast<void (*)(nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle)>(
-            &write_kv),
-        "key"_a, "value"_a, "key_cache"_a, "value_cache"_a, "slots"_a, "key_scales"_a.none(), "value_scales"_a.none());
   m.def("paged_attention", &paged_attention, "query"_a, "key_cache"_a, "value_cache"_a, "block_tables"_a,
         "query_starts"_a, "context_lens"_a, "out"_a, "scale"_a, "window"_a.none(), "softcap"_a.none(),
         "key_scales"_a.none(), "value_scales"_a.none());

@@ -26,14 +26,6 @@ void check_depth(int64_t depth) {
   }
 }
 
-void check_rows(const Tensor& values, const Tensor& scales, const Tensor& sums, int64_t num_rows, int64_t depth) {
-  check_depth(depth);
-  const int64_t padded_depth = round_up(depth, kGroupDepth);
-  values.is(DType::kInt8).has_shape({num_rows, padded_depth}).is_contiguous();
-  scales.is(DType::kFloat32).has_shape({num_rows}).is_contiguous();
-  sums.is(DType::kInt32).has_shape({num_rows, 1 + padded_depth / kGroupDepth}).is_contiguous();
-}
-
 // Panels and scales of a weight, as what they are called with.
 struct Weight {
   uint8_t* panels;
@@ -66,7 +58,7 @@ void quantize_rows(nb::handle x_object, nb::handle values_object, nb::handle sca
   const Tensor x(x_object, "x"), values(values_object, "values"), scales(scales_object, "scales");
   const Tensor sums(sums_object, "sums");
   x.is_floating().has_shape({-1, -1}).has_rows();
-  check_rows(values, scales, sums, x.size(0), x.size(1));
+  check_quantized_rows(values, scales, sums, x.size(0), x.size(1));
   const QuantizeRowsArgs args = {x.dtype(),          x.data(),          x.row_stride(), values.as<int8_t>(),
                                  scales.as<float>(), sums.as<int32_t>(), x.size(0),      x.size(1)};
   perform([args] { kernels().quantize_rows(args); });
@@ -97,7 +89,7 @@ void pack_int4(nb::handle weight, nb::handle panels, nb::handle scales) {
 QuantizedLinearArgs linear_args(nb::handle values_object, nb::handle scales_object, nb::handle sums_object,
                                 int64_t depth, nb::handle bias_object, int64_t num_columns, bool gated) {
   const Tensor values(values_object, "values"), scales(scales_object, "scales"), sums(sums_object, "sums");
-  check_rows(values, scales, sums, values.size(0), depth);
+  check_quantized_rows(values, scales, sums, values.size(0), depth);
   QuantizedLinearArgs args = {};
   args.x = values.as<int8_t>();
   args.row_scales = scales.as<float>();
@@ -165,6 +157,15 @@ void linear_int4(nb::handle values, nb::handle scales, nb::handle sums, int64_t 
 }
 
 }  // namespace
+
+void check_quantized_rows(const Tensor& values, const Tensor& scales, const Tensor& sums, int64_t num_rows,
+                          int64_t depth) {
+  check_depth(depth);
+  const int64_t padded_depth = round_up(depth, kGroupDepth);
+  values.is(DType::kInt8).has_shape({num_rows, padded_depth}).is_contiguous();
+  scales.is(DType::kFloat32).has_shape({num_rows}).is_contiguous();
+  sums.is(DType::kInt32).has_shape({num_rows, 1 + padded_depth / kGroupDepth}).is_contiguous();
+}
 
 void bind_quantized(nb::module_& m) {
   m.def("quantize_rows", &quantize_rows, "x"_a, "values"_a, "scales"_a, "sums"_a);

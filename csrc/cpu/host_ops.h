@@ -5,16 +5,6 @@
 
 namespace shardline {
 
-struct WriteKvArgs {
-  size_t element_size;
-  const void *key, *value;  // [num_tokens, num_kv_heads, key_dim or value_dim]
-  int64_t key_stride, value_stride;
-  void *key_cache, *value_cache;  // [num_blocks, num_kv_heads, block_size, key_dim or value_dim]
-  const int64_t* slots;           // [num_tokens]; negative: not stored
-  int64_t num_tokens, num_kv_heads, key_dim, value_dim, block_size;
-};
-void write_kv(const WriteKvArgs& args);
-
 struct WriteLatentArgs {
   size_t element_size;
   const void *latent, *rope_key;  // [num_tokens, latent_dim or rope_dim]

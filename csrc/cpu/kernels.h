@@ -89,7 +89,10 @@ struct NormArgs {
   void* summed;        // x + residual, contiguous
   const void* weight;  // [width]
   const void* bias;    // [width] or null; layer_norm only
-  void* out;           // contiguous
+  void* out;           // contiguous, or null: rows are quantized instead, see QuantizeRowsArgs
+  int8_t* values;
+  float* scales;
+  int32_t* sums;
   int64_t num_rows, width;
   float eps;
   float weight_offset;  // rms_norm only
@@ -102,15 +105,21 @@ struct AddArgs {
   int64_t count;
 };
 
+// By which angles tokens are rotated, see rotate_head.h.
+struct Rotation {
+  const void* positions;  // [num_tokens]
+  bool positions_are_int64;
+  const float* table;  // [max_positions, 2 * half]: cosines, then sines
+  int64_t half;
+  bool interleaved;
+};
+
 struct RopeArgs {
   DType dtype;
   void* x;  // [num_tokens, num_heads, at least 2 * half], in place
   int64_t x_stride, head_stride;
-  const void* positions;
-  bool positions_are_int64;
-  const float* table;  // [max_positions, 2 * half]: cosines, then sines
-  int64_t num_tokens, num_heads, half;
-  bool interleaved;
+  Rotation rotation;
+  int64_t num_tokens, num_heads;
 };
 
 struct ActivationArgs {
@@ -142,15 +151,19 @@ struct AttentionArgs {
   const float *key_scales, *value_scales;
 };
 
-// Rows of keys, or of values, into an int8 cache: value = scale * byte.
-struct QuantizeKvArgs {
+// New keys and values into the cache. With a rotation queries and keys are rotated first, where they are.
+struct WriteKvArgs {
   DType dtype;
-  const void* x;  // [num_tokens, num_kv_heads, dim]
-  int64_t x_stride;
-  int8_t* cache;         // [num_blocks, num_kv_heads, block_size, dim]
-  float* scales;         // [num_blocks, num_kv_heads, block_size]
+  Rotation rotation;  // of no table: nothing is rotated, and there is no query
+  void* query;        // [num_tokens, num_heads, key_dim]
+  void* key;          // [num_tokens, num_kv_heads, key_dim]
+  const void* value;  // [num_tokens, num_kv_heads, value_dim]
+  int64_t query_stride, key_stride, value_stride;
+  void *key_cache, *value_cache;  // [num_blocks, num_kv_heads, block_size, key_dim or value_dim]
+  // [num_blocks, num_kv_heads, block_size], and the caches are int8: value = scale * byte; null: they are in dtype
+  float *key_scales, *value_scales;
   const int64_t* slots;  // [num_tokens]; negative: not stored
-  int64_t num_tokens, num_kv_heads, dim, block_size;
+  int64_t num_tokens, num_heads, num_kv_heads, key_dim, value_dim, block_size;
 };
 
 struct MlaAttentionArgs {
@@ -198,7 +211,7 @@ struct Kernels {
   void (*exp_shifted)(const float* logits, int64_t count, float shift, float scale, float* out);
   // The largest logit, and the lowest index that has it; NaN never wins.
   int64_t (*argmax)(const float* logits, int64_t count);
-  void (*quantize_kv)(const QuantizeKvArgs&);
+  void (*write_kv)(const WriteKvArgs&);
   void (*quantize_rows)(const QuantizeRowsArgs&);
   void (*pack_int8)(const PackQuantizedArgs&);
   void (*linear_int8)(const QuantizedLinearArgs&);

@@ -1,48 +1,68 @@
-#include <cstring>
-
-#include "host_ops.h"
+// New keys and values into the paged cache, as they are or as signed bytes with one scale per token and head. A head's
+// bytes depend on that head only. Queries and keys are rotated on the way, while their lines are at hand.
+#include "rotate_head.h"
 #include "thread_pool.h"
+#include "variant.h"
+#include "vec_bytes.h"
 
-namespace shardline {
+namespace shardline::SHARDLINE_ISA {
 namespace {
 
-void scatter_heads(const void* from, void* cache, int64_t slot, int64_t dim, const WriteKvArgs& args) {
-  const size_t head_bytes = static_cast<size_t>(dim) * args.element_size;
-  const int64_t block = slot / args.block_size, offset = slot % args.block_size;
-  for (int64_t head = 0; head < args.num_kv_heads; ++head) {
-    const size_t place = static_cast<size_t>((block * args.num_kv_heads + head) * args.block_size + offset);
-    std::memcpy(static_cast<char*>(cache) + place * head_bytes,
-                static_cast<const char*>(from) + static_cast<size_t>(head) * head_bytes, head_bytes);
+constexpr int64_t kSmallWork = 1 << 14;
+
+template <class T>
+void quantize_head(const T* x, int64_t dim, int8_t* values, float* scale) {
+  const ByteScale chosen = byte_scale(largest_magnitude(x, dim));
+  const F32 inverse = broadcast(chosen.inverse);
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    int8_t bytes[kLanes];
+    store_bytes(bytes, quantized(load_n(x + d, dim - d), inverse));
+    __builtin_memcpy(values + d, bytes, static_cast<size_t>(min64(kLanes, dim - d)));
+  }
+  *scale = chosen.scale;
+}
+
+template <class T>
+void rotate_heads(T* heads, int64_t num_heads, int64_t dim, const float* angles, const Rotation& rotation) {
+  for (int64_t h = 0; h < num_heads; ++h) rotate_head(heads + h * dim, angles, rotation);
+}
+
+// `place`: of the token in its block's first head.
+template <class T>
+void store_heads(const T* heads, int64_t dim, int64_t place, void* cache, float* scales, const WriteKvArgs& args) {
+  for (int64_t head = 0; head < args.num_kv_heads; ++head, heads += dim, place += args.block_size) {
+    if (scales != nullptr) {
+      quantize_head(heads, dim, static_cast<int8_t*>(cache) + place * dim, scales + place);
+    } else {
+      __builtin_memcpy(static_cast<T*>(cache) + place * dim, heads, static_cast<size_t>(dim) * sizeof(T));
+    }
   }
 }
 
-const void* row_of(const void* base, int64_t row, int64_t stride, size_t element_size) {
-  return static_cast<const char*>(base) + static_cast<size_t>(row * stride) * element_size;
+template <class T>
+void write_token(const WriteKvArgs& args, int64_t token) {
+  T* key = static_cast<T*>(args.key) + token * args.key_stride;
+  if (args.rotation.table != nullptr) {
+    const float* angles = angles_of(args.rotation, token);
+    T* query = static_cast<T*>(args.query) + token * args.query_stride;
+    rotate_heads(query, args.num_heads, args.key_dim, angles, args.rotation);
+    rotate_heads(key, args.num_kv_heads, args.key_dim, angles, args.rotation);
+  }
+  const int64_t slot = args.slots[token];
+  if (slot < 0) return;
+  const int64_t place = slot / args.block_size * args.num_kv_heads * args.block_size + slot % args.block_size;
+  const T* value = static_cast<const T*>(args.value) + token * args.value_stride;
+  store_heads(key, args.key_dim, place, args.key_cache, args.key_scales, args);
+  store_heads(value, args.value_dim, place, args.value_cache, args.value_scales, args);
 }
 
 }  // namespace
 
 void write_kv(const WriteKvArgs& args) {
-  constexpr int64_t kSmallTokens = 16;
-  parallel_for_if(args.num_tokens > kSmallTokens, args.num_tokens, [&](int64_t token) {
-    const int64_t slot = args.slots[token];
-    if (slot < 0) return;
-    const size_t size = args.element_size;
-    scatter_heads(row_of(args.key, token, args.key_stride, size), args.key_cache, slot, args.key_dim, args);
-    scatter_heads(row_of(args.value, token, args.value_stride, size), args.value_cache, slot, args.value_dim, args);
+  const int64_t width = (args.num_heads + args.num_kv_heads) * args.key_dim + args.num_kv_heads * args.value_dim;
+  parallel_for_if(args.num_tokens * width > kSmallWork, args.num_tokens, [&](int64_t token) {
+    args.dtype == DType::kFloat32 ? write_token<float>(args, token) : write_token<bf16>(args, token);
   });
 }
 
-void write_latent(const WriteLatentArgs& args) {
-  const size_t size = args.element_size;
-  const size_t latent_bytes = static_cast<size_t>(args.latent_dim) * size;
-  const size_t rope_bytes = static_cast<size_t>(args.rope_dim) * size;
-  for (int64_t token = 0; token < args.num_tokens; ++token) {
-    if (args.slots[token] < 0) continue;
-    char* to = static_cast<char*>(args.cache) + static_cast<size_t>(args.slots[token]) * (latent_bytes + rope_bytes);
-    std::memcpy(to, row_of(args.latent, token, args.latent_stride, size), latent_bytes);
-    std::memcpy(to + latent_bytes, row_of(args.rope_key, token, args.rope_stride, size), rope_bytes);
-  }
-}
-
-}  // namespace shardline
+}  // namespace shardline::SHARDLINE_ISA

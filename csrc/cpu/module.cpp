@@ -25,8 +25,9 @@ NB_MODULE(_cpu, m) {
       },
       "num_threads"_a, "pin"_a = std::vector<int>());
   bind_experts(m);
-  bind_ops(m);
+  bind_kv_cache(m);
   bind_mla(m);
+  bind_ops(m);
   bind_program(m);
   bind_quantized(m);
   bind_sampling(m);

@@ -1,7 +1,8 @@
-// RMSNorm and LayerNorm over rows, alone or after adding to the residual stream; and that addition alone.
+// RMSNorm and LayerNorm over rows, alone or after adding to the residual stream; and that addition alone. Norms before
+// a quantized product quantize their rows while they are at hand.
+#include "quantize_row.h"
 #include "thread_pool.h"
 #include "variant.h"
-#include "vec.h"
 
 namespace shardline::SHARDLINE_ISA {
 namespace {
@@ -28,9 +29,14 @@ inline float reduce_row(const T* row, int64_t width, const Function& function) {
 
 inline float root(float x) { return __builtin_sqrtf(x); }
 
+// Two vectors at a time: they are rounded to bf16 in one instruction.
 template <class T>
 void add_row(const T* x, const T* residual, T* summed, int64_t width) {
-  for (int64_t i = 0; i < width; i += kLanes) {
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= width; i += 2 * kLanes) {
+    store_two(summed + i, load(x + i) + load(residual + i), load(x + i + kLanes) + load(residual + i + kLanes));
+  }
+  for (; i < width; i += kLanes) {
     store_n(summed + i, load_n(x + i, width - i) + load_n(residual + i, width - i), width - i);
   }
 }
@@ -39,13 +45,23 @@ template <class T>
 void rms_norm_row(const T* x, const T* weight, T* out, int64_t width, float eps, float weight_offset) {
   const float square_sum = reduce_row(x, width, [](F32 v, int64_t, F32 sum) { return fma(v, v, sum); });
   const F32 scale = broadcast(1.0f / root(square_sum / static_cast<float>(width) + eps));
-  for (int64_t i = 0; i < width; i += kLanes) {
+  // Llama rounds before it multiplies by the weight; Gemma multiplies by 1 + weight in fp32.
+  const bool rounds_first = weight_offset == 0.0f;
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= width; i += 2 * kLanes) {
+    F32 first = load(x + i) * scale, second = load(x + i + kLanes) * scale;
+    const F32 w_first = load(weight + i), w_second = load(weight + i + kLanes);
+    if (rounds_first) {
+      round_two_to<T>(first, second);
+      store_two(out + i, first * w_first, second * w_second);
+    } else {
+      store_two(out + i, first * (w_first + weight_offset), second * (w_second + weight_offset));
+    }
+  }
+  for (; i < width; i += kLanes) {
     const int64_t n = width - i;
-    const F32 normed = load_n(x + i, n) * scale;
-    const F32 w = load_n(weight + i, n);
-    // Llama rounds before it multiplies by the weight; Gemma multiplies by 1 + weight in fp32.
-    const F32 y = weight_offset == 0.0f ? rounded_to<T>(normed) * w : normed * (w + weight_offset);
-    store_n(out + i, y, n);
+    const F32 normed = load_n(x + i, n) * scale, w = load_n(weight + i, n);
+    store_n(out + i, rounds_first ? rounded_to<T>(normed) * w : normed * (w + weight_offset), n);
   }
 }
 
@@ -78,7 +94,11 @@ void for_each_row(const NormArgs& args, const NormRow& norm_row) {
       add_row(x, static_cast<const T*>(args.residual) + row * args.residual_stride, summed, args.width);
       x = summed;
     }
-    norm_row(x, static_cast<T*>(args.out) + row * args.width);
+    const bool quantized = args.out == nullptr;
+    T* out = quantized ? static_cast<T*>(thread_scratch(static_cast<size_t>(args.width) * sizeof(T)))
+                       : static_cast<T*>(args.out) + row * args.width;
+    norm_row(x, out);
+    if (quantized) quantize_row(out, args.width, row, args.values, args.scales, args.sums);
   });
 }
 

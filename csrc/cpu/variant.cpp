@@ -20,7 +20,7 @@ const Kernels kKernels = {
     softcap,
     exp_shifted,
     argmax,
-    quantize_kv,
+    write_kv,
     quantize_rows,
     pack_int8,
     linear_int8,

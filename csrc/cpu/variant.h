@@ -17,7 +17,7 @@ void mla_attention(const MlaAttentionArgs& args);
 void softcap(float* logits, int64_t count, float cap);
 void exp_shifted(const float* logits, int64_t count, float shift, float scale, float* out);
 int64_t argmax(const float* logits, int64_t count);
-void quantize_kv(const QuantizeKvArgs& args);
+void write_kv(const WriteKvArgs& args);
 void quantize_rows(const QuantizeRowsArgs& args);
 void pack_int8(const PackQuantizedArgs& args);
 void linear_int8(const QuantizedLinearArgs& args);

@@ -106,7 +106,7 @@ def linear_int4(
 def rms_norm(
     x: Tensor,
     weight: Tensor,
-    out: Tensor,
+    out: Tensor | tuple[Tensor, Tensor, Tensor],
     eps: float,
     weight_offset: float,
     residual: Tensor | None,
@@ -116,7 +116,7 @@ def layer_norm(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    out: Tensor,
+    out: Tensor | tuple[Tensor, Tensor, Tensor],
     eps: float,
     residual: Tensor | None,
     summed: Tensor | None,
@@ -131,6 +131,19 @@ def write_kv(
     key_cache: Tensor,
     value_cache: Tensor,
     slots: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+) -> None: ...
+def rope_and_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    table: Tensor,
+    interleaved: bool,
     key_scales: Tensor | None,
     value_scales: Tensor | None,
 ) -> None: ...

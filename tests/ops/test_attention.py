@@ -242,6 +242,7 @@ def test_wrong_indices_are_refused(rng):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 50])
+@pytest.mark.usefixtures("isa")
 def test_write_kv(dtype, rng, num_tokens):
     kv = randn(num_tokens, 2, 3, 20, dtype=dtype, rng=rng)
     key, value = kv[:, 0], kv[:, 1]  # strided, as slices of a fused projection are

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardline import _cpu
 from shardline.runtime.ops.norm import (
     add_layer_norm,
     add_rms_norm,
@@ -11,6 +12,7 @@ from shardline.runtime.ops.norm import (
     rms_norm,
     rms_norm_reference,
 )
+from shardline.runtime.ops.quantize_rows import QuantizedRows, quantize_rows
 
 from .helpers import assert_close, assert_same_bits, randn
 
@@ -47,6 +49,69 @@ def test_fused_addition_is_the_addition_then_the_norm(dtype, rng):
     normed, summed = add_layer_norm(x, residual, weight, bias, 1e-6)
     assert_same_bits(summed, x + residual)
     assert_same_bits(normed, layer_norm(summed, weight, bias, 1e-6))
+
+
+def test_without_a_residual_the_sum_is_what_was_normed(dtype, rng):
+    x, weight = randn(5, 200, dtype=dtype, rng=rng), randn(200, dtype=dtype, rng=rng)
+    for (normed, summed), expected in (
+        (add_rms_norm(x, None, weight, 1e-6, weight_offset=1.0), rms_norm(x, weight, 1e-6, weight_offset=1.0)),
+        (add_layer_norm(x, None, weight, weight, 1e-6), layer_norm(x, weight, weight, 1e-6)),
+    ):
+        assert summed is x
+        assert_same_bits(normed, expected)
+
+
+def assert_quantized_after_the_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
+    """Every norm that quantizes its rows has the bytes, scales and sums of one that is quantized afterwards."""
+    for norm in (
+        lambda quantized: add_rms_norm(x, residual, weight, 1e-6, quantized=quantized),
+        lambda quantized: add_rms_norm(x, residual, weight, 1e-6, weight_offset=1.0, quantized=quantized),
+        lambda quantized: add_layer_norm(x, residual, weight, weight, 1e-6, quantized=quantized),
+        lambda quantized: add_layer_norm(x, residual, weight, None, 1e-6, quantized=quantized),
+    ):
+        (rows, summed), (normed, expected_sum) = norm(True), norm(False)
+        expected = quantize_rows(normed)
+        assert isinstance(rows, QuantizedRows)
+        assert_same_bits(summed, expected_sum)
+        assert torch.equal(rows.values, expected.values)
+        assert torch.equal(rows.sums, expected.sums)
+        assert_same_bits(rows.scales, expected.scales)
+        assert rows[3:] == (x.shape[1], x.dtype)
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, 31, 33, 896])
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.usefixtures("isa")
+def test_quantizing_norm_is_the_norm_then_quantize_rows(dtype, rng, width, with_residual):
+    wide = randn(9, width + 3, dtype=dtype, rng=rng) * torch.logspace(-12, 12, 9)[:, None].to(dtype)
+    x = wide[:, 2 : 2 + width]  # strided rows
+    residual = randn(9, width, dtype=dtype, rng=rng) * wide[:, :1] if with_residual else None
+    assert_quantized_after_the_norm(x, residual, randn(width, dtype=dtype, rng=rng))
+
+
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
+@pytest.mark.usefixtures("isa")
+def test_rows_that_quantize_to_nothing(dtype, rng, value):
+    x, weight = randn(3, 70, dtype=dtype, rng=rng), randn(70, dtype=dtype, rng=rng)
+    x[1] = value
+    assert_quantized_after_the_norm(x, None, weight)
+
+
+@pytest.mark.usefixtures("isa", "two_threads")
+def test_quantizing_norm_for_every_number_of_rows(dtype, rng):
+    x, weight = randn(257, 131, dtype=dtype, rng=rng), randn(131, dtype=dtype, rng=rng)
+    residual = randn(257, 131, dtype=dtype, rng=rng)
+    for m in range(1, 258):
+        assert_quantized_after_the_norm(x[:m], residual[:m], weight)
+
+
+def test_heads_are_not_quantized(rng):
+    x, weight = randn(2, 3, 8, rng=rng), torch.ones(8)
+    rows = quantize_rows(torch.empty(6, 8))
+    with pytest.raises(ValueError, match="shape"):
+        _cpu.rms_norm(x, weight, rows[:3], 1e-6, 0.0, None, None)
+    with pytest.raises(ValueError, match="values, scales and sums"):
+        _cpu.rms_norm(x[0], weight, rows[:2], 1e-6, 0.0, None, None)
 
 
 @pytest.mark.usefixtures("isa", "two_threads")

@@ -10,15 +10,19 @@ import pytest
 import torch
 
 import shardline.runtime.quantization
-from shardline import LLM, SamplingParams
+from shardline import LLM, SamplingParams, _cpu
 from shardline.config.engine import EngineConfig, ModelConfig
 from shardline.engine.resolve import resolve
 from shardline.models.sizes import weight_bytes
 from shardline.models.weight_formats import WEIGHT_FORMATS
+from shardline.runtime.ops.quantize_rows import quantize_rows
 from shardline.runtime.parallel.groups import alone
 from shardline.runtime.quantization.base import quantization
 from shardline.runtime.setup import ReplicaSetup, prepare
 from shardline.runtime.worker import Worker
+from tests.exactness.harness import make_requests, run, start_engine
+from tests.models.checkpoints import make_checkpoint
+from tests.ops.helpers import assert_same_bits
 
 ALL = {module.name for module in pkgutil.iter_modules(shardline.runtime.quantization.__path__)} - {"base"}
 SCHEMES = sorted(ALL - {"fp8"})
@@ -51,6 +55,36 @@ def test_contract(name: str, dtype: torch.dtype) -> None:
         assert (out.double() - exact).norm() / exact.norm() < 0.12
         assert torch.equal(pack(weight[37:])(x[3:], bias[37:]), out[3:, 37:])
         assert packed.nbytes > 0
+        if packed.takes_quantized:
+            assert_same_bits(packed(quantize_rows(x), bias), out)
+    gated = scheme.pack_gated(weight[:75], weight[75:])
+    if gated.takes_quantized:
+        assert_same_bits(gated(quantize_rows(x), bias, "silu"), gated(x, bias, "silu"))
+    head = scheme.pack_lm_head(weight)
+    if head.takes_quantized:
+        assert_same_bits(head.argmax(quantize_rows(x), bias), head.argmax(x, bias))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_only_what_no_norm_precedes_is_quantized_alone(
+    name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inputs of o and down; norms quantize those of qkv, gate and up, and of the lm_head."""
+    widths = []
+    quantize = _cpu.quantize_rows
+
+    def counted(x: torch.Tensor, *rows: torch.Tensor) -> None:
+        widths.append(x.shape[1])
+        quantize(x, *rows)
+
+    monkeypatch.setattr(_cpu, "quantize_rows", counted)
+    make_checkpoint(family, tmp_path)
+    engine, executor = start_engine(tmp_path, quantization=name)
+    run(engine, make_requests(256, count=1), "alone")
+    executor.close()
+    num_layers = len(prepare(resolve(EngineConfig.from_options(model=str(tmp_path)))).spec.layers)
+    assert len(widths) == 2 * 2 * num_layers  # the prompt's step, and the one decode step that is not replayed
 
 
 def dummy_setup(folder: Path, scheme: str, **overrides: object) -> ReplicaSetup:

@@ -14,7 +14,7 @@ from shardline.runtime.layers.feed_forward import DenseFeedForward
 from shardline.runtime.layers.lm_head import LMHead
 from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.moe import MoEFeedForward
-from shardline.runtime.layers.norm import NormLayer
+from shardline.runtime.layers.norm import InputNorm, NormLayer
 from shardline.runtime.ops.add import add
 from shardline.runtime.step import StepInput
 
@@ -26,14 +26,18 @@ class DecoderLayer:
         name, spec = f"layers.{index}", context.spec.layers[index]
         self._kv_group = next(g for g, group in enumerate(kv_groups(context.spec)) if index in group.layers)
         self._last = index + 1 == len(context.spec.layers)
-        self._attention_norm = NormLayer(context, f"{name}.attention_norm", spec.attention_norm)
         self.attention = _attention(context, f"{name}.attention", spec.attention, tables)
-        self._feed_forward_norm = NormLayer(context, f"{name}.feed_forward_norm", spec.feed_forward_norm)
+        self._attention_norm = InputNorm(
+            context, f"{name}.attention_norm", spec.attention_norm, quantized=self.attention.takes_quantized
+        )
         self.feed_forward: DenseFeedForward | MoEFeedForward
         if isinstance(spec.feed_forward, MoE):
             self.feed_forward = MoEFeedForward(context, index, spec.feed_forward)
         else:
             self.feed_forward = DenseFeedForward(context, f"{name}.feed_forward", spec.feed_forward)
+        self._feed_forward_norm = InputNorm(
+            context, f"{name}.feed_forward_norm", spec.feed_forward_norm, quantized=self.feed_forward.takes_quantized
+        )
 
         def optional(part: str, norm: object) -> NormLayer | None:
             return NormLayer(context, f"{name}.{part}", getattr(spec, part)) if norm else None
@@ -43,17 +47,14 @@ class DecoderLayer:
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, step: StepInput) -> tuple[Tensor, Tensor]:
         """hidden, delta [T, H] -> the same after this layer; the model's last one returns the sampled rows only."""
-        if delta is None:
-            normed = self._attention_norm(hidden)
-        else:
-            normed, hidden = self._attention_norm.add(delta, hidden)
+        normed, hidden = self._attention_norm(hidden, delta)
         queries, slots = step.queries(self._kv_group, self._last), step.kv_groups[self._kv_group].slots
         delta = self.attention(normed, step.positions, slots, queries)
         if queries.rows is not None:
             hidden = torch.index_select(hidden, 0, queries.rows)
         if self._post_attention is not None:
             delta = self._post_attention(delta)
-        normed, hidden = self._feed_forward_norm.add(delta, hidden)
+        normed, hidden = self._feed_forward_norm(hidden, delta)
         if isinstance(self.feed_forward, MoEFeedForward):
             count = step.replica_samples if self._last else step.replica_tokens
             delta = self.feed_forward(normed, count, slots if queries.rows is None else None)
@@ -91,7 +92,10 @@ class DecoderStage:
         self.layers = [DecoderLayer(context, index, tables) for index in range(layers.start, layers.stop)]
         self._watch = context.watch
         self._first_layer, self._last_layer = layers.start, len(spec.layers) - 1
-        self._final_norm = NormLayer(context, "final_norm", spec.final_norm) if last else None
+        self._final_norm: InputNorm | None = None
+        if self.lm_head is not None:
+            quantized = self.lm_head.takes_quantized
+            self._final_norm = InputNorm(context, "final_norm", spec.final_norm, quantized=quantized)
 
     def embed(self, step: StepInput) -> Tensor:
         """What the first stage begins with: hidden states [T, H]."""
@@ -115,7 +119,7 @@ class DecoderStage:
         assert delta is not None
         if self._final_norm is None or self.lm_head is None:
             return add(hidden, delta)
-        normed, _ = self._final_norm.add(delta, hidden)
+        normed, _ = self._final_norm(hidden, delta)
         if step.greedy:
             return self.lm_head.best(normed)
         logits = self.lm_head(normed)

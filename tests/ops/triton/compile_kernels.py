@@ -118,12 +118,18 @@ def sample(num_rows: int, vocab_size: int) -> None:
 def rope_and_write() -> None:
     qkv, cache = bf16(4, 48, 128), bf16(8, 8, 16, 128)
     positions, table = torch.zeros(4, dtype=torch.int64), torch.empty(64, 128)
-    ops.rope_and_write_kv(qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], cache, cache, positions, positions, table, False)
+    heads = qkv.split([32, 8, 8], dim=1)
+    ops.rope_and_write_kv(*heads, cache, cache, positions, positions, table, False, None, None)
 
 
 def write_kv_int8() -> None:
     kv, cache, scales, slots = bf16(4, 8, 128), int8(8, 8, 16, 128), torch.empty(8, 8, 16), torch.zeros(4).long()
     ops.write_kv(kv, kv, cache, cache, slots, scales, scales)
+
+
+def norm_int8() -> None:
+    x, weight, rows = bf16(4, 4096), bf16(4096), (int8(4, 4096), torch.empty(4), int32(4, 0))
+    ops.rms_norm(x, weight, rows, 1e-6, 0.0, x, bf16(4, 4096))
 
 
 def linear_int8(rows: int, columns: int, depth: int) -> None:
@@ -167,6 +173,7 @@ def linear_fp8(rows: int, columns: int, depth: int) -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "rms_norm": lambda: ops.rms_norm(bf16(4, 4096), bf16(4096), bf16(4, 4096), 1e-6, 0.0, bf16(4, 4096), bf16(4, 4096)),
+    "rms_norm_int8": norm_int8,
     "layer_norm": lambda: ops.layer_norm(bf16(4, 1600), bf16(1600), bf16(1600), bf16(4, 1600), 1e-6, None, None),
     "rope": lambda: ops.apply_rope(bf16(4, 32, 128), torch.zeros(4, dtype=torch.int64), torch.empty(64, 128), False),
     "rope_and_write_kv": rope_and_write,

@@ -91,20 +91,22 @@ def test_rope(rng, interleaved, rot, dim):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("rot", "dim"), [(16, 24), (32, 32)])
-def test_rope_and_write_kv_is_one_after_the_other(rng, interleaved, rot, dim):
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_rope_and_write_kv_is_one_after_the_other(rng, interleaved, rot, dim, as_bytes):
     qkv = randn(5, 9, dim, rng=rng)
     table, positions = rotary_table(torch.rand(rot // 2, generator=rng), 100), torch.tensor([0, 5, 99, 3, 7])
     slots = torch.tensor([33, 0, -1, 63, 16])
-    caches = [torch.zeros(4, 2, 16, dim) for _ in range(4)]
+    caches = [torch.zeros(4, 2, 16, dim, dtype=torch.int8 if as_bytes else qkv.dtype) for _ in range(4)]
+    scales = [torch.zeros(4, 2, 16) if as_bytes else None for _ in range(4)]
     parts = qkv.clone()
     for heads in (parts[:, :5], parts[:, 5:7]):
         ops.apply_rope(heads, positions, table, interleaved)
-    write_kv_reference(parts[:, 5:7], parts[:, 7:], caches[2], caches[3], slots)
-    arguments = (positions, slots, table, interleaved)
-    ops.rope_and_write_kv(qkv[:, :5], qkv[:, 5:7], qkv[:, 7:], caches[0], caches[1], *arguments)
+    write_kv_reference(parts[:, 5:7], parts[:, 7:], *caches[2:], slots, key_scales=scales[2], value_scales=scales[3])
+    arguments = (positions, slots, table, interleaved, *scales[:2])
+    ops.rope_and_write_kv(qkv[:, :5], qkv[:, 5:7], qkv[:, 7:], *caches[:2], *arguments)
     assert_same_bits(qkv, parts)
-    assert_same_bits(caches[0], caches[2])
-    assert_same_bits(caches[1], caches[3])
+    for actual, expected in zip((*caches[:2], *scales[:2]), (*caches[2:], *scales[2:]), strict=True):
+        assert actual is expected is None or torch.equal(actual, expected)
 
 
 def test_write_kv(rng):

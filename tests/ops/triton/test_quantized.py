@@ -9,6 +9,7 @@ from shardline.runtime.ops.activation import activation
 from shardline.runtime.ops.experts import expert_up
 from shardline.runtime.ops.linear_int4 import linear_int4, pack_int4
 from shardline.runtime.ops.linear_int8 import linear_int8, linear_int8_reference, pack_int8
+from shardline.runtime.ops.norm import add_layer_norm, add_rms_norm
 from shardline.runtime.ops.quantize_rows import quantize_rows, quantize_rows_reference
 from shardline.runtime.quantization.base import quantization
 
@@ -29,6 +30,25 @@ def test_rows_have_the_bytes_of_the_oracle(rng, gpu_kernels):
     assert_same_bits(actual.scales.nan_to_num(), expected.scales.nan_to_num())
     assert actual.values.shape == (9, 96)
     assert actual.sums.numel() == 0
+
+
+@pytest.mark.parametrize("width", [5, 70, 120])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_a_norm_quantizes_its_rows_as_they_are_afterwards(rng, gpu_kernels, width, with_residual):
+    x, weight = randn(6, width + 9, rng=rng)[:, 4 : 4 + width], randn(width, rng=rng)
+    x[3], x[4, 2] = 0.0, torch.nan
+    residual = randn(6, width, rng=rng) * torch.tensor([1.0, 1e-5, 300.0, 0.0, 1.0, 1.0])[:, None]
+    added = residual if with_residual else None
+    for norm in (
+        lambda quantized: add_rms_norm(x, added, weight, 1e-6, quantized=quantized),
+        lambda quantized: add_layer_norm(x, added, weight, weight, 1e-6, quantized=quantized),
+    ):
+        (rows, summed), (normed, expected_sum) = norm(True), norm(False)
+        expected = quantize_rows(normed)
+        assert torch.equal(summed.nan_to_num(), expected_sum.nan_to_num())
+        assert torch.equal(rows.values, expected.values)
+        assert torch.equal(rows.scales.isnan(), expected.scales.isnan())
+        assert_same_bits(rows.scales.nan_to_num(), expected.scales.nan_to_num())
 
 
 @pytest.mark.parametrize(("rows", "columns", "depth"), SHAPES)

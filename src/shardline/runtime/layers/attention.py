@@ -12,6 +12,7 @@ from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import NormLayer
 from shardline.runtime.ops.attention import paged_attention
 from shardline.runtime.ops.kv_cache import rope_and_write_kv, write_kv
+from shardline.runtime.ops.quantize_rows import LinearInput
 from shardline.runtime.ops.rope import rotary_table
 from shardline.runtime.step import Queries
 
@@ -47,6 +48,11 @@ class AttentionLayer:
         self._table = tables.of(spec.rope) if spec.rope else None
         self._pages: KVPages | None = None
 
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether x may be `QuantizedRows`."""
+        return self._qkv.takes_quantized
+
     def cache_parts(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[CachePart, ...]:
         """The tensors that `bind_cache` takes, for keys and values of `dtype`."""
         shape = (num_blocks, self._num_heads[1], block_size, self._spec.head_dim)
@@ -57,11 +63,11 @@ class AttentionLayer:
         """Give the layer the memory of its keys and values."""
         self._pages = KVPages(*pages)
 
-    def __call__(self, x: Tensor, positions: Tensor, slots: Tensor, queries: Queries) -> Tensor:
+    def __call__(self, x: LinearInput, positions: Tensor, slots: Tensor, queries: Queries) -> Tensor:
         pages = self._pages
         assert pages is not None
         head_dim = self._spec.head_dim
-        heads = self._qkv(x).view(x.shape[0], -1, head_dim)
+        heads = self._qkv(x).view(len(positions), -1, head_dim)
         q, k, v = torch.split(heads, self._num_heads, dim=1)
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q), self._k_norm(k)

@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from shardline.models.spec import Dense
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear, GatedColumnLinear
-from shardline.runtime.ops.activation import activation
+from shardline.runtime.ops.activation import ActivationName, activation
+from shardline.runtime.ops.quantize_rows import LinearInput
 
 
 class DenseFeedForward:
     """x [T, hidden] -> [T, hidden]."""
 
     def __init__(self, context: LayerContext, name: str, spec: Dense) -> None:
-        self._inner = _gated(context, name, spec) if spec.gated else _plain(context, name, spec)
+        self._inner: GatedColumnLinear | _ActivatedLinear
+        if spec.gated:
+            self._inner = GatedColumnLinear(context, f"{name}.gate", f"{name}.up", spec.bias, spec.activation)
+        else:
+            self._inner = _ActivatedLinear(ColumnLinear(context, [f"{name}.up"], spec.bias), spec.activation)
         widths = [span.size for span in context.spans(f"{name}.up.weight")]
         self._down = ClosingLinear(context, f"{name}.down", widths, spec.bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether x may be `QuantizedRows`."""
+        return self._inner.takes_quantized
+
+    def __call__(self, x: LinearInput) -> Tensor:
         return self._down(self._inner(x))
 
-    def local(self, x: Tensor) -> Tensor:
+    def local(self, x: LinearInput) -> Tensor:
         """This rank's columns of the output, [T, local hidden]; exact numerics only."""
         return self._down.local(self._inner(x))
 
 
-def _gated(context: LayerContext, name: str, spec: Dense) -> Callable[[Tensor], Tensor]:
-    return GatedColumnLinear(context, f"{name}.gate", f"{name}.up", spec.bias, spec.activation)
+class _ActivatedLinear:
+    """act(up(x)) for the columns that this rank owns: x [M, in] -> [M, local out]."""
 
+    def __init__(self, up: ColumnLinear, activation: ActivationName) -> None:
+        self._up, self._activation = up, activation
+        self.takes_quantized = up.takes_quantized
 
-def _plain(context: LayerContext, name: str, spec: Dense) -> Callable[[Tensor], Tensor]:
-    up = ColumnLinear(context, [f"{name}.up"], spec.bias)
-    return lambda x: activation(up(x), spec.activation)
+    def __call__(self, x: LinearInput) -> Tensor:
+        return activation(self._up(x), self._activation)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.ops.activation import ActivationName
+from shardline.runtime.ops.quantize_rows import LinearInput
 from shardline.runtime.ops.storage import stacked_rows
 
 
@@ -29,7 +30,12 @@ class ColumnLinear:
         self._linear = context.pack(stacked_rows(weights))
         self._bias = torch.cat([context.load(f"{name}.bias") for name in names]) if bias else None
 
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether x may be `QuantizedRows`."""
+        return self._linear.takes_quantized
+
+    def __call__(self, x: LinearInput, out_dtype: torch.dtype | None = None) -> Tensor:
         return self._linear(x, self._bias, out_dtype=out_dtype)
 
 
@@ -41,7 +47,12 @@ class GatedColumnLinear:
         self._linear = context.pack_gated(context.read(f"{gate}.weight"), context.read(f"{up}.weight"))
         self._bias = torch.cat([context.load(f"{name}.bias") for name in (gate, up)]) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether x may be `QuantizedRows`."""
+        return self._linear.takes_quantized
+
+    def __call__(self, x: LinearInput) -> Tensor:
         return self._linear(x, self._bias, self._activation)
 
 

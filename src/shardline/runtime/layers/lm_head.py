@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.layers.context import LayerContext
+from shardline.runtime.ops.quantize_rows import LinearInput
 from shardline.runtime.ops.softcap import softcap_
 from shardline.runtime.quantization.none import PlainLinear
 
@@ -29,7 +30,12 @@ class LMHead:
         """Looks rows up in the weight by their index in this rank's range; None where quantization has changed them."""
         return self._linear.weight.rows if isinstance(self._linear, PlainLinear) else None
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether the hidden states may be `QuantizedRows`."""
+        return self._linear.takes_quantized
+
+    def __call__(self, hidden: LinearInput) -> Tensor:
         logits = self._linear(hidden, self._bias, out_dtype=torch.float32)
         if self._softcap is not None:
             softcap_(logits, self._softcap)
@@ -40,7 +46,7 @@ class LMHead:
         """Whether `best` is there. A softcap rounds logits to equal ones, so that it takes all of them."""
         return self._softcap is None
 
-    def best(self, hidden: Tensor) -> Tensor:
+    def best(self, hidden: LinearInput) -> Tensor:
         """The largest of this rank's logits of each row, and the bits of its index in this rank's range: [R, 2]."""
         assert self.finds_best
         return self._linear.argmax(hidden, self._bias)

@@ -16,10 +16,11 @@ from shardline.runtime.layers.attention import RotaryTables
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.layers.kv_pages import CachePart
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
-from shardline.runtime.layers.norm import NormLayer
+from shardline.runtime.layers.norm import InputNorm, NormLayer
 from shardline.runtime.ops.kv_cache import write_latent
 from shardline.runtime.ops.linear_heads import PackedHeads, linear_heads, pack_heads
 from shardline.runtime.ops.mla_attention import mla_attention
+from shardline.runtime.ops.quantize_rows import LinearInput
 from shardline.runtime.ops.rope import apply_rope
 from shardline.runtime.step import Queries
 
@@ -43,15 +44,22 @@ class LatentAttentionLayer:
         self._down = ColumnLinear(context, down, spec.bias)
         spans = [context.spans(f"{part}.weight") for part in down]
         self._down_widths = [sum(span.size for span in of_rank) for of_rank in zip(*spans, strict=True)]
-        self._q_norm = NormLayer(context, f"{name}.q_norm", spec.q_norm) if spec.q_norm else None
         q = f"{name}.q" if spec.q_norm is None else f"{name}.q_up"
         self._q = ColumnLinear(context, [q], False)
+        self._q_norm: InputNorm | None = None
+        if spec.q_norm is not None:
+            self._q_norm = InputNorm(context, f"{name}.q_norm", spec.q_norm, quantized=self._q.takes_quantized)
         self._kv_norm = NormLayer(context, f"{name}.kv_norm", spec.kv_norm)
         self._key_up, self._value_up = self._absorb(context, f"{name}.kv_up")
         num_heads = [span.size // spec.query_head_dim for span in context.spans(f"{q}.weight")]
         self._output = ClosingLinear(context, f"{name}.o", [n * spec.value_head_dim for n in num_heads], spec.bias)
         self._table = tables.of(spec.rope)
         self._cache: Tensor | None = None
+
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether x may be `QuantizedRows`."""
+        return self._down.takes_quantized and (self._q_norm is not None or self._q.takes_quantized)
 
     def cache_parts(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[CachePart, ...]:
         """The tensors that `bind_cache` takes."""
@@ -61,12 +69,12 @@ class LatentAttentionLayer:
         """Give the layer its pages."""
         self._cache = cache
 
-    def __call__(self, x: Tensor, positions: Tensor, slots: Tensor, queries: Queries) -> Tensor:
+    def __call__(self, x: LinearInput, positions: Tensor, slots: Tensor, queries: Queries) -> Tensor:
         assert self._cache is not None
-        spec, num_tokens = self._spec, x.shape[0]
+        spec = self._spec
         down = self._group.all_gather_columns(self._down(x), self._down_widths)
-        q_latent = x if self._q_norm is None else self._q_norm(down[:, : self._q_rank])
-        q = self._q(q_latent).view(num_tokens, -1, spec.query_head_dim)
+        q_latent = x if self._q_norm is None else self._q_norm(down[:, : self._q_rank])[0]
+        q = self._q(q_latent).view(len(positions), -1, spec.query_head_dim)
         latent = self._kv_norm(down[:, self._q_rank : self._q_rank + spec.kv_lora_rank])
         k_rope = down[:, self._q_rank + spec.kv_lora_rank :]
         q_rope = q[..., spec.nope_head_dim :]

@@ -22,6 +22,7 @@ from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.ops.expert_exchange import combine_slots, count_exchanged, expert_slots, pack_dispatch
 from shardline.runtime.ops.experts import ExpertWeights, expert_down, expert_up
 from shardline.runtime.ops.linear import linear, pack_weight
+from shardline.runtime.ops.quantize_rows import LinearInput
 from shardline.runtime.ops.routing import route_experts
 from shardline.runtime.ops.storage import stacked_rows
 
@@ -97,6 +98,9 @@ class Experts:
 class MoEFeedForward:
     """x [T, hidden] -> [T, hidden], whole on every rank before and after."""
 
+    takes_quantized = False
+    """The router reads x as it is."""
+
     def __init__(self, context: LayerContext, index: int, spec: MoE) -> None:
         name = f"layers.{index}.feed_forward"
         self._group = context.group
@@ -114,8 +118,9 @@ class MoEFeedForward:
         bounds = [0, *(span.stop for span in split_dim(spec.routing.num_experts, context.experts.size))]
         self._expert_bounds = torch.tensor(bounds)
 
-    def __call__(self, x: Tensor, replica_tokens: tuple[int, ...], slots: Tensor | None = None) -> Tensor:
+    def __call__(self, x: LinearInput, replica_tokens: tuple[int, ...], slots: Tensor | None = None) -> Tensor:
         """`replica_tokens`: rows of x on each replica in lockstep; `slots` [T]: see KVGroupInput."""
+        assert isinstance(x, Tensor)
         if self._partial_sums:
             return self._with_partial_sums(x, slots)
         if self._whole_experts:

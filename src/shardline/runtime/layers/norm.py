@@ -7,10 +7,11 @@ from torch import Tensor
 from shardline.models.spec import Norm
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from shardline.runtime.ops.quantize_rows import LinearInput
 
 
 class NormLayer:
-    """A norm over the last dim, alone or fused with the residual addition before it."""
+    """A norm over the last dim."""
 
     def __init__(self, context: LayerContext, name: str, norm: Norm) -> None:
         self._norm = norm
@@ -23,8 +24,21 @@ class NormLayer:
             return rms_norm(x, self._weight, self._norm.eps, weight_offset=self._norm.weight_offset)
         return layer_norm(x, self._weight, self._bias, self._norm.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual), the sum rounded to the activations' dtype first."""
-        if self._norm.kind == "rms":
-            return add_rms_norm(x, residual, self._weight, self._norm.eps, weight_offset=self._norm.weight_offset)
-        return add_layer_norm(x, residual, self._weight, self._bias, self._norm.eps)
+
+class InputNorm:
+    """The norm before linears, in the form in which they take it; fused with the residual addition before it."""
+
+    def __init__(self, context: LayerContext, name: str, norm: Norm, *, quantized: bool) -> None:
+        """`quantized`: the linears take `QuantizedRows`, and nobody else reads the norm."""
+        self._norm = norm
+        self._weight = context.load(f"{name}.weight")
+        self._bias = context.load(f"{name}.bias") if norm.bias else None
+        self._quantized = quantized
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[LinearInput, Tensor]:
+        """(norm(s), s) for s = x + residual, rounded to the activations' dtype first, or x alone; all [M, H]."""
+        norm, weight, quantized = self._norm, self._weight, self._quantized
+        if norm.kind == "rms":
+            offset = norm.weight_offset
+            return add_rms_norm(x, residual, weight, norm.eps, weight_offset=offset, quantized=quantized)
+        return add_layer_norm(x, residual, weight, self._bias, norm.eps, quantized=quantized)

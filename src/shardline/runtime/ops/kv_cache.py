@@ -1,13 +1,11 @@
-"""Writing new keys and values into the paged cache."""
+"""Writing new keys and values into the paged cache, rotated on the way or as they are."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from shardline import _cpu
 from shardline.runtime.ops.dispatch import kernels
-from shardline.runtime.ops.rope import apply_rope
 
 
 def write_kv(
@@ -43,14 +41,13 @@ def rope_and_write_kv(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
 ) -> None:
-    """`rope.apply_rope` of query and key, then `write_kv`; on a GPU one launch, if the caches hold no bytes."""
-    if key_scales is None and kernels(query) is not _cpu:
-        from shardline.runtime.ops import triton as on_gpu
+    """`rope.apply_rope` of query and key [T, heads, D] in place, then `write_kv`, with the same bits, in one kernel.
 
-        on_gpu.rope_and_write_kv(query, key, value, key_cache, value_cache, positions, slots, table, interleaved)
-        return
-    apply_rope(query, key, positions, table, interleaved=interleaved)
-    write_kv(key, value, key_cache, value_cache, slots, key_scales=key_scales, value_scales=value_scales)
+    The strides of tokens are free.
+    """
+    kernels(query).rope_and_write_kv(
+        query, key, value, key_cache, value_cache, positions, slots, table, interleaved, key_scales, value_scales
+    )
 
 
 def write_kv_reference(

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over rows, alone or fused with the residual addition before them.
+"""RMSNorm and LayerNorm over rows, alone or fused with the addition before them and the quantization after them.
 
 The residual stream is kept in the activations' dtype: x + residual is rounded before it is normalised, as eager
 models do. Rows may be strided; without a residual, x may be heads [num_tokens, num_heads, head_dim] as well.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.ops.dispatch import kernels
+from shardline.runtime.ops.quantize_rows import LinearInput, QuantizedRows, quantized_empty
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
@@ -25,13 +26,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual); all [M, H]."""
-    on = kernels(x)
-    out, summed = on.activation_empty(x.dtype, *x.shape), on.activation_empty(x.dtype, *x.shape)
-    on.rms_norm(x, weight, out, eps, weight_offset, residual, summed)
-    return out, summed
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    weight_offset: float = 0.0,
+    quantized: bool = False,
+) -> tuple[LinearInput, Tensor]:
+    """(rms_norm(s), s) for s = x + residual, or x without one; all [M, H].
+
+    `quantized`: the norm as `quantize_rows` would give it, with the same bits, but never written itself.
+    """
+    out, summed = _normed_empty(x, quantized), _sum_empty(x, residual)
+    kernels(x).rms_norm(x, weight, _parts(out), eps, weight_offset, residual, summed)
+    return out, x if summed is None else summed
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -43,13 +52,30 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """(layer_norm(x + residual), x + residual); all [M, H]."""
-    on = kernels(x)
-    out, summed = on.activation_empty(x.dtype, *x.shape), on.activation_empty(x.dtype, *x.shape)
-    on.layer_norm(x, weight, bias, out, eps, residual, summed)
-    return out, summed
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    quantized: bool = False,
+) -> tuple[LinearInput, Tensor]:
+    """(layer_norm(s), s), as `add_rms_norm`."""
+    out, summed = _normed_empty(x, quantized), _sum_empty(x, residual)
+    kernels(x).layer_norm(x, weight, bias, _parts(out), eps, residual, summed)
+    return out, x if summed is None else summed
+
+
+def _normed_empty(x: Tensor, quantized: bool) -> LinearInput:
+    return quantized_empty(x) if quantized else kernels(x).activation_empty(x.dtype, *x.shape)
+
+
+def _sum_empty(x: Tensor, residual: Tensor | None) -> Tensor | None:
+    return None if residual is None else kernels(x).activation_empty(x.dtype, *x.shape)
+
+
+def _parts(out: LinearInput) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    return out[:3] if isinstance(out, QuantizedRows) else out
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:

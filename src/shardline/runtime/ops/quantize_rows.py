@@ -26,18 +26,35 @@ class QuantizedRows(NamedTuple):
     there take signed weights, and need none."""
     in_features: int
     """K"""
+    dtype: torch.dtype
+    """Of x."""
 
 
-def quantize_rows(x: Tensor) -> QuantizedRows:
-    """x: [M, K], float32 or bfloat16; rows may be strided. A row's bytes depend on the row only."""
+LinearInput = Tensor | QuantizedRows
+"""Rows of activations, as a product with quantized weights takes them or before that."""
+
+
+def quantized_empty(x: Tensor) -> QuantizedRows:
+    """Room for the rows of x [M, K], where it lies."""
     rows, in_features = x.shape
     num_groups = -(-in_features // GROUP_SIZE)
     on = kernels(x)
     values = on.activation_empty(torch.int8, rows, num_groups * GROUP_SIZE)
     scales = on.activation_empty(torch.float32, rows)
     sums = on.activation_empty(torch.int32, rows, 1 + num_groups if on is _cpu else 0)
-    on.quantize_rows(x, values, scales, sums)
-    return QuantizedRows(values, scales, sums, in_features)
+    return QuantizedRows(values, scales, sums, in_features, x.dtype)
+
+
+def quantize_rows(x: Tensor) -> QuantizedRows:
+    """x: [M, K], float32 or bfloat16; rows may be strided. A row's bytes depend on the row only."""
+    rows = quantized_empty(x)
+    kernels(x).quantize_rows(x, rows.values, rows.scales, rows.sums)
+    return rows
+
+
+def as_quantized(x: LinearInput) -> QuantizedRows:
+    """x, quantized unless it is."""
+    return x if isinstance(x, QuantizedRows) else quantize_rows(x)
 
 
 def quantize_rows_reference(x: Tensor) -> QuantizedRows:
@@ -52,4 +69,4 @@ def quantize_rows_reference(x: Tensor) -> QuantizedRows:
     group_sums = values.view(len(x), -1, GROUP_SIZE).sum(2, dtype=torch.int32)
     sums = torch.cat([group_sums.sum(1, keepdim=True, dtype=torch.int32), group_sums], dim=1)
     scales = torch.where(magnitude.isfinite(), scales, torch.nan)
-    return QuantizedRows(values, scales[:, 0], sums, x.shape[1])
+    return QuantizedRows(values, scales[:, 0], sums, x.shape[1], x.dtype)

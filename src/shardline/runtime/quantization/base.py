@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
+from shardline.runtime.ops.quantize_rows import LinearInput
 
 
 class PackedLinear(Protocol):
@@ -24,7 +25,11 @@ class PackedLinear(Protocol):
     def nbytes(self) -> int:
         """Bytes held."""
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether x may be `QuantizedRows`, with the bits of what they were made from."""
+
+    def __call__(self, x: LinearInput, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, in_features] times the transpose, plus bias: [M, out_features] of `out_dtype` (default: x's).
 
         An output's bits depend on its row of x and its row of the weight only.
@@ -34,7 +39,7 @@ class PackedLinear(Protocol):
 class PackedLMHead(PackedLinear, Protocol):
     """The output embedding [vocab, hidden_size]."""
 
-    def argmax(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def argmax(self, x: LinearInput, bias: Tensor | None = None) -> Tensor:
         """Of each row's fp32 outputs the largest and the bits of its column, see `ops.linear_argmax`: [M, 2]."""
 
 
@@ -45,7 +50,11 @@ class PackedGatedLinear(Protocol):
     def nbytes(self) -> int:
         """Bytes held."""
 
-    def __call__(self, x: Tensor, bias: Tensor | None, activation: ActivationName) -> Tensor:
+    @property
+    def takes_quantized(self) -> bool:
+        """See `PackedLinear`."""
+
+    def __call__(self, x: LinearInput, bias: Tensor | None, activation: ActivationName) -> Tensor:
         """act(x gate^T + bias[:out_features]) * (x up^T + bias[out_features:]): [M, out_features] of x's dtype.
 
         The bits of a `PackedLinear` over both, and then `gated_activation`.
@@ -69,6 +78,12 @@ class Quantization(Protocol):
 
     def pack_lm_head(self, weight: Tensor) -> PackedLMHead:
         """The output embedding [vocab, hidden_size], which some schemes hold more precisely."""
+
+
+def unquantized(x: LinearInput) -> Tensor:
+    """x, for a weight that takes nothing else."""
+    assert isinstance(x, Tensor)
+    return x
 
 
 def quantization(name: str | None) -> Quantization:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,13 +11,16 @@ from torch import Tensor
 from shardline.runtime.ops.activation import ActivationName, gated_activation
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.linear_fp8 import Fp8Weight, linear_fp8, pack_fp8
+from shardline.runtime.ops.quantize_rows import LinearInput
 from shardline.runtime.quantization import int8
+from shardline.runtime.quantization.base import unquantized
 
 
 @dataclass(frozen=True)
 class Fp8Linear:
     """See `base.PackedLinear`."""
 
+    takes_quantized: ClassVar[bool] = False
     weight: Fp8Weight
 
     @property
@@ -24,8 +28,8 @@ class Fp8Linear:
         """Bytes held."""
         return self.weight.nbytes
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
-        return linear_fp8(x, self.weight, bias, out_dtype=out_dtype)
+    def __call__(self, x: LinearInput, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        return linear_fp8(unquantized(x), self.weight, bias, out_dtype=out_dtype)
 
 
 def pack(weight: Tensor) -> Fp8Linear:
@@ -37,6 +41,7 @@ def pack(weight: Tensor) -> Fp8Linear:
 class Fp8GatedLinear:
     """See `base.PackedGatedLinear`."""
 
+    takes_quantized: ClassVar[bool] = False
     both: Fp8Linear
 
     @property
@@ -44,7 +49,7 @@ class Fp8GatedLinear:
         """Bytes held."""
         return self.both.nbytes
 
-    def __call__(self, x: Tensor, bias: Tensor | None, activation: ActivationName) -> Tensor:
+    def __call__(self, x: LinearInput, bias: Tensor | None, activation: ActivationName) -> Tensor:
         return gated_activation(self.both(x, bias), activation)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.gated_linear import gated_linear_int4, stacked_gate_up
 from shardline.runtime.ops.linear_int4 import Int4Weight, int4_empty, linear_int4, pack_int4
-from shardline.runtime.ops.quantize_rows import quantize_rows
+from shardline.runtime.ops.quantize_rows import LinearInput, as_quantized
 from shardline.runtime.quantization import int8
 
 
@@ -19,6 +20,7 @@ from shardline.runtime.quantization import int8
 class Int4Linear:
     """See `base.PackedLinear`."""
 
+    takes_quantized: ClassVar[bool] = True
     weight: Int4Weight
 
     @property
@@ -26,14 +28,15 @@ class Int4Linear:
         """Bytes held."""
         return self.weight.nbytes
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
-        return linear_int4(quantize_rows(x), self.weight, bias, out_dtype=out_dtype or x.dtype)
+    def __call__(self, x: LinearInput, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        return linear_int4(as_quantized(x), self.weight, bias, out_dtype=out_dtype or x.dtype)
 
 
 @dataclass(frozen=True)
 class Int4GatedLinear:
     """See `base.PackedGatedLinear`."""
 
+    takes_quantized: ClassVar[bool] = True
     weight: Int4Weight
     width: int
 
@@ -42,8 +45,8 @@ class Int4GatedLinear:
         """Bytes held."""
         return self.weight.nbytes
 
-    def __call__(self, x: Tensor, bias: Tensor | None, activation: ActivationName) -> Tensor:
-        return gated_linear_int4(quantize_rows(x), self.weight, self.width, bias, activation, out_dtype=x.dtype)
+    def __call__(self, x: LinearInput, bias: Tensor | None, activation: ActivationName) -> Tensor:
+        return gated_linear_int4(as_quantized(x), self.weight, self.width, bias, activation, out_dtype=x.dtype)
 
 
 def pack(weight: Tensor) -> Int4Linear:

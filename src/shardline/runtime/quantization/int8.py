@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,13 +13,14 @@ from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.gated_linear import gated_linear_int8, stacked_gate_up
 from shardline.runtime.ops.linear_argmax import linear_int8_argmax
 from shardline.runtime.ops.linear_int8 import Int8Weight, int8_empty, linear_int8, pack_int8
-from shardline.runtime.ops.quantize_rows import quantize_rows
+from shardline.runtime.ops.quantize_rows import LinearInput, as_quantized
 
 
 @dataclass(frozen=True)
 class Int8Linear:
     """See `base.PackedLinear`."""
 
+    takes_quantized: ClassVar[bool] = True
     weight: Int8Weight
 
     @property
@@ -26,18 +28,19 @@ class Int8Linear:
         """Bytes held."""
         return self.weight.nbytes
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
-        return linear_int8(quantize_rows(x), self.weight, bias, out_dtype=out_dtype or x.dtype)
+    def __call__(self, x: LinearInput, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        return linear_int8(as_quantized(x), self.weight, bias, out_dtype=out_dtype or x.dtype)
 
-    def argmax(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def argmax(self, x: LinearInput, bias: Tensor | None = None) -> Tensor:
         """See `base.PackedLMHead`."""
-        return linear_int8_argmax(quantize_rows(x), self.weight, bias)
+        return linear_int8_argmax(as_quantized(x), self.weight, bias)
 
 
 @dataclass(frozen=True)
 class Int8GatedLinear:
     """See `base.PackedGatedLinear`."""
 
+    takes_quantized: ClassVar[bool] = True
     weight: Int8Weight
     width: int
 
@@ -46,8 +49,8 @@ class Int8GatedLinear:
         """Bytes held."""
         return self.weight.nbytes
 
-    def __call__(self, x: Tensor, bias: Tensor | None, activation: ActivationName) -> Tensor:
-        return gated_linear_int8(quantize_rows(x), self.weight, self.width, bias, activation, out_dtype=x.dtype)
+    def __call__(self, x: LinearInput, bias: Tensor | None, activation: ActivationName) -> Tensor:
+        return gated_linear_int8(as_quantized(x), self.weight, self.width, bias, activation, out_dtype=x.dtype)
 
 
 def pack(weight: Tensor) -> Int8Linear:

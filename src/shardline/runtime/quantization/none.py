@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,13 +15,16 @@ from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.gated_linear import gated_linear, stacked_gate_up
 from shardline.runtime.ops.linear import PackedWeight, linear, pack_weight, panel_shape
 from shardline.runtime.ops.linear_argmax import linear_argmax
+from shardline.runtime.ops.quantize_rows import LinearInput
 from shardline.runtime.ops.storage import streamed_empty
+from shardline.runtime.quantization.base import unquantized
 
 
 @dataclass(frozen=True)
 class PlainLinear:
     """See `base.PackedLinear`."""
 
+    takes_quantized: ClassVar[bool] = False
     weight: PackedWeight
 
     @property
@@ -28,18 +32,19 @@ class PlainLinear:
         """Bytes held."""
         return self.weight.panels.nbytes
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
-        return linear(x, self.weight, bias, out_dtype=out_dtype)
+    def __call__(self, x: LinearInput, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        return linear(unquantized(x), self.weight, bias, out_dtype=out_dtype)
 
-    def argmax(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def argmax(self, x: LinearInput, bias: Tensor | None = None) -> Tensor:
         """See `base.PackedLMHead`."""
-        return linear_argmax(x, self.weight, bias)
+        return linear_argmax(unquantized(x), self.weight, bias)
 
 
 @dataclass(frozen=True)
 class PlainGatedLinear:
     """See `base.PackedGatedLinear`."""
 
+    takes_quantized: ClassVar[bool] = False
     weight: PackedWeight
     width: int
 
@@ -48,8 +53,8 @@ class PlainGatedLinear:
         """Bytes held."""
         return self.weight.panels.nbytes
 
-    def __call__(self, x: Tensor, bias: Tensor | None, activation: ActivationName) -> Tensor:
-        return gated_linear(x, self.weight, self.width, bias, activation)
+    def __call__(self, x: LinearInput, bias: Tensor | None, activation: ActivationName) -> Tensor:
+        return gated_linear(unquantized(x), self.weight, self.width, bias, activation)
 
 
 def pack(weight: Tensor) -> PlainLinear:

@@ -6,19 +6,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardline.runtime.ops.quantize_rows import GROUP_SIZE
 from shardline.runtime.ops.triton.launch import EXACT, warps_of_row
+from shardline.runtime.ops.triton.quantize import as_bytes
 
 
 def rms_norm(
     x: Tensor,
     weight: Tensor,
-    out: Tensor,
+    out: Tensor | tuple[Tensor, Tensor, Tensor],
     eps: float,
     weight_offset: float,
     residual: Tensor | None,
     summed: Tensor | None,
 ) -> None:
-    """As `ops.norm.rms_norm` into out, contiguous; given a residual, of x + residual, which goes to `summed`."""
+    """As `ops.norm.rms_norm` into out, contiguous, or, given three, as `ops.quantize_rows` into values and
+    scales; given a residual, of x + residual, which goes to `summed`."""
     _launch(x, weight, None, out, eps, weight_offset, residual, summed, rms=True)
 
 
@@ -26,12 +29,13 @@ def layer_norm(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    out: Tensor,
+    out: Tensor | tuple[Tensor, Tensor, Tensor],
     eps: float,
     residual: Tensor | None,
     summed: Tensor | None,
 ) -> None:
-    """As `ops.norm.layer_norm` into out, contiguous; given a residual, of x + residual, which goes to `summed`."""
+    """As `ops.norm.layer_norm` into out, contiguous, or, given three, as `ops.quantize_rows` into values and
+    scales; given a residual, of x + residual, which goes to `summed`."""
     _launch(x, weight, bias, out, eps, 0.0, residual, summed, rms=False)
 
 
@@ -39,7 +43,7 @@ def _launch(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    out: Tensor,
+    out: Tensor | tuple[Tensor, Tensor, Tensor],
     eps: float,
     weight_offset: float,
     residual: Tensor | None,
@@ -52,12 +56,14 @@ def _launch(
     if num_rows == 0:
         return
     per_token = x.shape[1] if x.dim() == 3 else 1
-    block = triton.next_power_of_2(width)
+    values, scales = out[:2] if isinstance(out, tuple) else (out, None)
+    block = max(triton.next_power_of_2(width), GROUP_SIZE)  # one order of the sum, whether rows are quantized or not
     _norm_kernel[(num_rows,)](
         x,
         weight,
         bias,
-        out,
+        values,
+        scales,
         residual,
         summed,
         x.stride(0),
@@ -65,6 +71,7 @@ def _launch(
         per_token,
         0 if residual is None else residual.stride(0),
         width,
+        values.shape[-1],
         eps,
         weight_offset,
         IS_RMS=rms,
@@ -81,6 +88,7 @@ def _norm_kernel(
     weight_ptr,
     bias_ptr,
     out_ptr,
+    scales_ptr,
     residual_ptr,
     summed_ptr,
     token_stride,
@@ -88,6 +96,7 @@ def _norm_kernel(
     per_token,
     residual_stride,
     width,
+    out_width,
     eps,
     weight_offset,
     IS_RMS: tl.constexpr,
@@ -97,7 +106,7 @@ def _norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    stored = out_ptr.dtype.element_ty
+    stored = x_ptr.dtype.element_ty
     x_row = x_ptr + row // per_token * token_stride + row % per_token * head_stride
     x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)
     if residual_ptr is not None:
@@ -118,4 +127,8 @@ def _norm_kernel(
         y = centred * tl.div_rn(1.0, tl.sqrt_rn(variance + eps)) * weight
         if bias_ptr is not None:
             y += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * width + column, y.to(stored), mask=inside)
+    y = y.to(stored)
+    if scales_ptr is not None:
+        y, scale = as_bytes(tl.where(inside, y.to(tl.float32), 0.0))
+        tl.store(scales_ptr + row, scale)
+    tl.store(out_ptr + row * out_width + column, y, mask=column < out_width)

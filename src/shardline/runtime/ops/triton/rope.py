@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardline.runtime.ops.triton.kv_cache import write_kv
 from shardline.runtime.ops.triton.launch import EXACT
 
 
@@ -39,8 +40,16 @@ def rope_and_write_kv(
     slots: Tensor,
     table: Tensor,
     interleaved: bool,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
 ) -> None:
-    """`apply_rope` of query [T, Hq, D] and key [T, Hk, D] in place, then `write_kv`, in one launch."""
+    """`apply_rope` of query [T, Hq, D] and key [T, Hk, D] in place, then `write_kv`; in one launch, unless the caches
+    hold bytes."""
+    if key_scales is not None:
+        apply_rope(query, positions, table, interleaved)
+        apply_rope(key, positions, table, interleaved)
+        write_kv(key, value, key_cache, value_cache, slots, key_scales, value_scales)
+        return
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, value_dim = value.shape[1:]
     if num_tokens == 0:
