@@ -34,13 +34,17 @@ void check_rows(const Tensor& values, const Tensor& scales, const Tensor& sums, 
   sums.is(DType::kInt32).has_shape({num_rows, 1 + padded_depth / kGroupDepth}).is_contiguous();
 }
 
-void check_int8(const Tensor& panels, const Tensor& scales, int64_t num_columns, int64_t depth) {
+// num_panels -1: any.
+void check_int8_shape(const Tensor& panels, const Tensor& scales, int64_t num_panels, int64_t depth) {
   check_depth(depth);
-  const int64_t num_panels = round_up(num_columns, kPanelColumns) / kPanelColumns;
   panels.is(DType::kUInt8)
       .has_shape({num_panels, round_up(depth, kQuad) / kQuad, kPanelColumns, kQuad})
       .is_contiguous();
-  scales.is(DType::kFloat32).has_shape({num_panels * kPanelColumns}).is_contiguous();
+  scales.is(DType::kFloat32).has_shape({panels.size(0) * kPanelColumns}).is_contiguous();
+}
+
+void check_int8(const Tensor& panels, const Tensor& scales, int64_t num_columns, int64_t depth) {
+  check_int8_shape(panels, scales, round_up(num_columns, kPanelColumns) / kPanelColumns, depth);
 }
 
 void check_int4(const Tensor& panels, int64_t num_columns, int64_t depth) {
@@ -64,14 +68,16 @@ void quantize_rows(nb::handle x_object, nb::handle values_object, nb::handle sca
 PackQuantizedArgs pack_args(const Tensor& weight, const Tensor& panels) {
   weight.is_floating().has_shape({-1, -1}).has_rows();
   return {weight.dtype(), weight.data(), weight.row_stride(), panels.as<uint8_t>(), nullptr, weight.size(0),
-          weight.size(1)};
+          weight.size(1), {}};
 }
 
-void pack_int8(nb::handle weight_object, nb::handle panels_object, nb::handle scales_object) {
+void pack_int8(nb::handle weight_object, nb::handle panels_object, nb::handle scales_object, int64_t first,
+               std::optional<int64_t> half) {
   const Tensor weight(weight_object, "weight"), panels(panels_object, "panels"), scales(scales_object, "scales");
   PackQuantizedArgs args = pack_args(weight, panels);
-  check_int8(panels, scales, args.num_columns, args.depth);
+  check_int8_shape(panels, scales, -1, args.depth);
   args.scales = scales.as<float>();
+  args.place = panel_columns(panels, args.num_columns, first, half);
   nb::gil_scoped_release release;
   kernels().pack_int8(args);
 }
@@ -164,7 +170,7 @@ void linear_int4(nb::handle values, nb::handle scales, nb::handle sums, int64_t 
 
 void bind_quantized(nb::module_& m) {
   m.def("quantize_rows", &quantize_rows, "x"_a, "values"_a, "scales"_a, "sums"_a);
-  m.def("pack_int8", &pack_int8, "weight"_a, "panels"_a, "scales"_a);
+  m.def("pack_int8", &pack_int8, "weight"_a, "panels"_a, "scales"_a, "first"_a = 0, "half"_a = nb::none());
   m.def("pack_int4", &pack_int4, "weight"_a, "panels"_a);
   m.def("linear_int8", &linear_int8, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a, "column_scales"_a,
         "bias"_a.none(), "out"_a, "gate"_a = nb::none());

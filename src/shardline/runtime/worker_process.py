@@ -63,12 +63,14 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
 
 
 def _load(start: StartWorker, segment: memoryview) -> tuple[Worker, RankReport, bool]:
-    from shardline.runtime.device import open_device
-    from shardline.runtime.parallel.groups import join_distributed, join_shared
-    from shardline.runtime.setup import prepare
-    from shardline.runtime.worker import Worker
+    from shardline.runtime.setup import prepare, reserve_weights
 
     setup = prepare(start.config)
+    reserve_weights(setup, start.rank)
+    from shardline.runtime.device import open_device
+    from shardline.runtime.parallel.groups import join_distributed, join_shared
+    from shardline.runtime.worker import Worker
+
     # The engine's deadline comes first, since it can say which rank is late; this is the back-stop.
     timeout = 2 * setup.config.parallel.step_timeout + 5.0
     if start.store_path:
