@@ -1,4 +1,4 @@
-"""Where packed weights lie: parts, halves of panels and strided rows give the bytes of a whole weight packed at once."""
+"""Where packed weights lie: parts, halves of panels, strided rows give the bytes of a whole weight packed at once."""
 
 from __future__ import annotations
 
