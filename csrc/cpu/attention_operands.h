@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "transpose.h"
 #include "vec.h"
 
 namespace shardline::SHARDLINE_ISA {
@@ -55,25 +56,6 @@ inline I32 load_elements(const Stored* p, int64_t n) {
   } else {
     return (I32)load_n(p, n);
   }
-}
-
-// Exchanges lanes l and l + kStep between vectors i and i + kStep.
-template <int kStep, int... kLane>
-inline void exchange(I32 (&rows)[kLanes], Lanes<kLane...>) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) {
-    if (i & kStep) continue;
-    const I32 a = rows[i], b = rows[i + kStep];
-    rows[i] = __builtin_shufflevector(a, b, (kLane & kStep ? kLanes + kLane - kStep : kLane)...);
-    rows[i + kStep] = __builtin_shufflevector(a, b, (kLane & kStep ? kLanes + kLane : kLane + kStep)...);
-  }
-}
-
-inline void transpose(I32 (&rows)[kLanes]) {
-  exchange<1>(rows, AllLanes{});
-  exchange<2>(rows, AllLanes{});
-  if constexpr (kLanes > 4) exchange<kLanes == 4 ? 1 : 4>(rows, AllLanes{});
-  if constexpr (kLanes > 8) exchange<kLanes == 16 ? 8 : 1>(rows, AllLanes{});
 }
 
 // kLanes keys become [words of a key][kLanes].

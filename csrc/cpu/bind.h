@@ -1,7 +1,9 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 
+#include <optional>
 #include <string>
 
 #include "kernels.h"
@@ -23,8 +25,21 @@ float* cache_scales(nanobind::handle object, const char* name, const Tensor& cac
 void check_quantized_rows(const Tensor& values, const Tensor& scales, const Tensor& sums, int64_t num_rows,
                           int64_t depth);
 
+// Where pack_weight and pack_int8 put a weight's columns: from column `first` of the panels on, or, with `half`, into
+// the first or second half of every panel.
+inline PanelColumns panel_columns(const Tensor& panels, int64_t num_columns, int64_t first,
+                                  std::optional<int64_t> half) {
+  if (half.has_value() && (first != 0 || *half < 0 || *half > 1)) {
+    raise_value_error("half is 0 or 1, and both halves of the panels are filled from their first column on");
+  }
+  const PanelColumns place = {first, half.value_or(0) * kGatedColumns, half.has_value() ? kGatedColumns : kPanelColumns};
+  if (first < 0 || place.end_panel(num_columns) > panels.size(0)) raise_value_error("panels have too few columns");
+  return place;
+}
+
 void bind_experts(nanobind::module_& m);
 void bind_kv_cache(nanobind::module_& m);
+void bind_memory(nanobind::module_& m);
 void bind_mla(nanobind::module_& m);
 void bind_ops(nanobind::module_& m);
 void bind_program(nanobind::module_& m);

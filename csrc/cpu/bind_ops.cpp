@@ -18,20 +18,29 @@ namespace {
 
 using namespace nanobind::literals;
 
-void check_panels(const Tensor& panels, int64_t num_columns, int64_t depth) {
+// num_panels -1: any.
+void check_panels_shape(const Tensor& panels, int64_t num_panels, int64_t depth) {
   const bool pairs = panels.dtype() == DType::kBFloat16;
   const int64_t padded_depth = pairs ? (depth + 1) / 2 * 2 : depth;
-  const int64_t num_panels = (num_columns + kPanelColumns - 1) / kPanelColumns;
   panels.is_floating().has_shape({num_panels, padded_depth, kPanelColumns}).is_contiguous();
   if (depth < 1) raise_value_error("a weight needs at least one input feature");
 }
 
-void pack_weight(nb::handle weight_object, nb::handle panels_object) {
+void check_panels(const Tensor& panels, int64_t num_columns, int64_t depth) {
+  check_panels_shape(panels, (num_columns + kPanelColumns - 1) / kPanelColumns, depth);
+}
+
+void pack_weight(nb::handle weight_object, nb::handle panels_object, int64_t first, std::optional<int64_t> half) {
   const Tensor weight(weight_object, "weight"), panels(panels_object, "panels");
   weight.is_floating().has_shape({-1, -1}).has_rows().same_dtype(panels);
-  check_panels(panels, weight.size(0), weight.size(1));
-  const PackArgs args = {weight.dtype(), weight.data(), weight.row_stride(), panels.data(), weight.size(0),
-                         weight.size(1)};
+  check_panels_shape(panels, -1, weight.size(1));
+  const PackArgs args = {weight.dtype(),
+                         weight.data(),
+                         weight.row_stride(),
+                         panels.data(),
+                         weight.size(0),
+                         weight.size(1),
+                         panel_columns(panels, weight.size(0), first, half)};
   nb::gil_scoped_release release;
   kernels().pack_weight(args);
 }
@@ -250,7 +259,7 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
 }  // namespace
 
 void bind_ops(nb::module_& m) {
-  m.def("pack_weight", &pack_weight, "weight"_a, "panels"_a);
+  m.def("pack_weight", &pack_weight, "weight"_a, "panels"_a, "first"_a = 0, "half"_a = nb::none());
   m.def("linear", &linear, "x"_a, "panels"_a, "bias"_a.none(), "out"_a, "gate"_a = nb::none());
   m.def("packed_rows", &packed_rows_of, "panels"_a, "indices"_a, "out"_a);
   m.def("linear_best", &linear_best, "x"_a, "panels"_a, "bias"_a.none(), "num_columns"_a, "best"_a);

@@ -116,39 +116,7 @@ void linear_of(const LinearArgs& args) {
   for_each_tile<kTileRows<T>, kWideMin, kWideMax>(args, layout, add, finish);
 }
 
-template <class T>
-void pack_panel(const PackArgs& args, int64_t panel_index) {
-  const T* weight = static_cast<const T*>(args.weight);
-  const int64_t padded_depth = ceil_div(args.depth, kStep<T>) * kStep<T>;
-  T* panel = static_cast<T*>(args.panels) + panel_index * padded_depth * kPanelColumns;
-  constexpr int64_t kChunk = 64;  // a chunk of the panel stays in L1 while the columns are read one after another
-  for (int64_t begin = 0; begin < padded_depth; begin += kChunk) {
-    const int64_t size = min64(padded_depth - begin, kChunk), known = min64(args.depth - begin, kChunk);
-    for (int64_t c = 0; c < kPanelColumns; ++c) {
-      const int64_t column = panel_index * kPanelColumns + c;
-      T values[kChunk] = {};
-      if (column < args.num_columns) {
-        __builtin_memcpy(values, weight + column * args.weight_stride + begin, static_cast<size_t>(known) * sizeof(T));
-      }
-      T* place = panel + begin * kPanelColumns + c * kStep<T>;
-      for (int64_t k = 0; k < size; k += kStep<T>) {
-        __builtin_memcpy(place + k * kPanelColumns, values + k, kStep<T> * sizeof(T));
-      }
-    }
-  }
-}
-
 }  // namespace
-
-void pack_weight(const PackArgs& args) {
-  parallel_for(ceil_div(args.num_columns, kPanelColumns), [&](int64_t panel) {
-    if (args.dtype == DType::kFloat32) {
-      pack_panel<float>(args, panel);
-    } else {
-      pack_panel<bf16>(args, panel);
-    }
-  });
-}
 
 void linear(const LinearArgs& args) { args.dtype == DType::kFloat32 ? linear_of<float>(args) : linear_of<bf16>(args); }
 

@@ -9,18 +9,21 @@ void pack_panel(const PackQuantizedArgs& args, int64_t panel_index) {
   constexpr int64_t kChunk = 64;  // a chunk of the panel stays in L1 while the columns are read one after another
   const int64_t num_quads = ceil_div(args.depth, kQuad);
   uint8_t* panel = args.panels + panel_index * num_quads * kQuad * kPanelColumns;
-  float* scales = args.scales + panel_index * kPanelColumns;
-  const int64_t columns = min64(kPanelColumns, args.num_columns - panel_index * kPanelColumns);
-  const T* weight = static_cast<const T*>(args.weight) + panel_index * kPanelColumns * args.weight_stride;
+  panel += args.place.begin * kQuad;
+  float* scales = args.scales + panel_index * kPanelColumns + args.place.begin;
+  // Columns [taken, columns) of this panel's are the weight's; those before are another's, those behind become zero.
+  const int64_t first_column = panel_index * args.place.width - args.place.first;
+  const int64_t taken = max64(0, -first_column), columns = args.num_columns - first_column;
+  const T* weight = static_cast<const T*>(args.weight) + first_column * args.weight_stride;
   float inverse[kPanelColumns] = {};
-  for (int64_t c = 0; c < kPanelColumns; ++c) {
+  for (int64_t c = taken; c < args.place.width; ++c) {
     const float magnitude = c < columns ? largest_magnitude(weight + c * args.weight_stride, args.depth) : 0.0f;
     const ByteScale scale = byte_scale(magnitude);
     scales[c] = scale.scale;
     inverse[c] = scale.inverse;
   }
   for (int64_t begin = 0; begin < num_quads * kQuad; begin += kChunk) {
-    for (int64_t c = 0; c < kPanelColumns; ++c) {
+    for (int64_t c = taken; c < args.place.width; ++c) {
       int8_t bytes[kChunk] = {};
       for (int64_t k = 0; k < kChunk && c < columns && begin + k < args.depth; k += kLanes) {
         const F32 values = load_n(weight + c * args.weight_stride + begin + k, args.depth - begin - k);
@@ -39,8 +42,9 @@ void pack_panel(const PackQuantizedArgs& args, int64_t panel_index) {
 }  // namespace
 
 void pack_int8(const PackQuantizedArgs& args) {
-  parallel_for(ceil_div(args.num_columns, kPanelColumns), [&](int64_t panel) {
-    args.dtype == DType::kFloat32 ? pack_panel<float>(args, panel) : pack_panel<bf16>(args, panel);
+  const int64_t first = args.place.first_panel();
+  parallel_for(args.place.end_panel(args.num_columns) - first, [&](int64_t task) {
+    args.dtype == DType::kFloat32 ? pack_panel<float>(args, first + task) : pack_panel<bf16>(args, first + task);
   });
 }
 

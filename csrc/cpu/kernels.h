@@ -14,6 +14,16 @@ constexpr int64_t kGatedColumns = kPanelColumns / 2;
 
 enum class Activation : uint8_t { kSilu, kGeluTanh, kGelu, kRelu };
 
+// Where the columns of a weight go in panels that it may share with others: of every panel's columns, those
+// [begin, begin + width) are filled one after another, from the `first` of them on. What is behind the weight's last
+// column in its panel becomes zero, for the next weight to overwrite: so weights are packed in their order.
+struct PanelColumns {
+  int64_t first, begin, width;
+
+  int64_t first_panel() const { return first / width; }
+  int64_t end_panel(int64_t num_columns) const { return (first + num_columns + width - 1) / width; }
+};
+
 // weight [N, K] becomes panels of 64 columns: [panel][k][column], or for bf16 [panel][k / 2][column][k % 2]; padded
 // with zeros to whole panels and whole pairs.
 struct PackArgs {
@@ -22,6 +32,7 @@ struct PackArgs {
   int64_t weight_stride;
   void* panels;
   int64_t num_columns, depth;
+  PanelColumns place;
 };
 
 struct LinearArgs {
@@ -62,6 +73,7 @@ struct PackQuantizedArgs {
   uint8_t* panels;
   float* scales;  // [N padded to whole panels]
   int64_t num_columns, depth;
+  PanelColumns place;  // int8 only
 };
 
 struct QuantizedLinearArgs {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "transpose.h"
 #include "vec_math.h"
 
 namespace shardline::SHARDLINE_ISA::mla {
@@ -46,25 +47,6 @@ inline int32_t word_at(const void* p) {
   int32_t word;
   __builtin_memcpy(&word, p, sizeof word);
   return word;
-}
-
-template <int kBlock, int... kLane>
-inline void exchange(I32& a, I32& b, Lanes<kLane...>) {
-  const I32 low = __builtin_shufflevector(a, b, (kLane / kBlock % 2 ? kLanes + kLane - kBlock : kLane)...);
-  b = __builtin_shufflevector(a, b, (kLane / kBlock % 2 ? kLanes + kLane : kLane + kBlock)...);
-  a = low;
-}
-
-// Lane i of vector j becomes lane j of vector i.
-template <int kBlock = 1>
-inline void transpose(I32 (&m)[kLanes]) {
-  if constexpr (kBlock < kLanes) {
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
-      if (i / kBlock % 2 == 0) exchange<kBlock>(m[i], m[i + kBlock], AllLanes{});
-    }
-    transpose<2 * kBlock>(m);
-  }
 }
 
 // Up to kMaxRows rows of one sequence: row r is token r / num_heads, head r % num_heads.

@@ -26,6 +26,7 @@ NB_MODULE(_cpu, m) {
       "num_threads"_a, "pin"_a = std::vector<int>());
   bind_experts(m);
   bind_kv_cache(m);
+  bind_memory(m);
   bind_mla(m);
   bind_ops(m);
   bind_program(m);

@@ -30,8 +30,7 @@ def _assert_parts_of_the_whole(
             part = weights.get(name, spans)
             where = tuple(slice(None) if span is None else slice(span.start, span.stop) for span in spans)
             assert part.shape == shard_shape(shape, spans)
-            assert part.is_contiguous()
-            assert part.data_ptr() % 64 == 0, "kernels want aligned rows, and a mapped file is not"
+            assert part.dim() == 1 or part.stride(1) == 1, "rows may be strided, elements may not"
             assert torch.equal(part, whole[name][where]), (name, rank)
 
 
@@ -52,6 +51,32 @@ def test_parts_may_be_empty(tmp_path: Path) -> None:
     spec = decoder_spec(json.loads((folder / "config.json").read_text()))
     weights = CheckpointWeights(Checkpoint.open(folder), spec, torch.float32)
     assert weights.get("embed.weight", shard("embed.weight", spec, 7, 8)).shape == (0, 64)
+
+
+def test_nothing_aligns_a_tensor_in_a_file(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    spec = decoder_spec(json.loads((folder / "config.json").read_text()))
+    expected = whole_tensors(CheckpointWeights(Checkpoint.open(folder), spec, torch.float32), spec)
+    expected = {name: tensor.clone() for name, tensor in expected.items()}
+    (file,) = folder.glob("*.safetensors")
+    text = file.read_bytes()
+    size = int.from_bytes(text[:8], "little")
+    file.write_bytes((size + 3).to_bytes(8, "little") + text[8 : 8 + size] + b"   " + text[8 + size :])
+    weights = CheckpointWeights(Checkpoint.open(folder), spec, torch.float32)
+    for name, tensor in whole_tensors(weights, spec).items():
+        assert tensor.data_ptr() % 4 == 0
+        assert torch.equal(tensor, expected[name])
+
+
+def test_a_file_is_not_changed_by_who_reads_it(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    spec = decoder_spec(json.loads((folder / "config.json").read_text()))
+    weights = CheckpointWeights(Checkpoint.open(folder), spec, torch.float32)
+    values = weights.get("final_norm.weight", (None,))
+    before = values.clone()
+    values.zero_()
+    assert torch.equal(weights.get("final_norm.weight", (None,)), before)
+    assert bool(before.any())
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])

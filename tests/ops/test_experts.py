@@ -72,7 +72,10 @@ def test_down_matches_reference(dtype, rng, num_tokens, num_experts, k, shared):
     slot_weights = torch.rand(num_tokens, k, generator=rng)
     extra = {}
     if shared:
-        extra = {"shared": randn(num_tokens, 130, dtype=dtype, rng=rng), "shared_scale": torch.rand(num_tokens)}
+        extra = {
+            "shared": randn(num_tokens, 130, dtype=dtype, rng=rng),
+            "shared_scale": torch.rand(num_tokens, generator=rng),
+        }
     actual = expert_down(x, ids, slot_weights, packed(weights), **extra)
     expected = expert_down_reference(x, ids, slot_weights, weights, **extra)
     if num_tokens:

@@ -84,6 +84,22 @@ def weight_bytes(
     return total
 
 
+def largest_weight_bytes(
+    spec: DecoderSpec,
+    place: RankPlace,
+    stages: Sequence[Span],
+    dtype: DType,
+    numerics: Numerics = "exact",
+    expert_parallel: bool = False,
+) -> int:
+    """Bytes, in `dtype`, of the largest parameter of which the rank at `place` holds a part: of that part."""
+    tp_size = len(place.tp_peers)
+    experts = ExpertShare(place.ep_peers.index(place.rank), len(place.ep_peers)) if expert_parallel else None
+    held = _held(spec, stages[place.pp_rank], None)
+    shapes = (shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics, experts)) for name, shape in held)
+    return max(map(math.prod, shapes)) * DTYPE_BYTES[dtype]
+
+
 def kv_bytes_per_token(
     spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: KVDType, *, latents_shared: bool = True
 ) -> int:

@@ -11,10 +11,11 @@ from shardline.models.kv_capacity import blocks_per_request
 from shardline.models.lookup import decoder_spec
 from shardline.models.partition import KVGroup, Span, kv_groups
 from shardline.models.sharding import Numerics
-from shardline.models.sizes import KVDType, kv_block_bytes, stage_spans
+from shardline.models.sizes import KVDType, kv_block_bytes, largest_weight_bytes, stage_spans, weight_bytes
 from shardline.models.spec import MLA, DecoderSpec, DType, MoE
 from shardline.runtime.loader.hub import ModelFiles, resolve_model
 from shardline.runtime.parallel.segment import SegmentLayout
+from shardline.runtime.reserve import weight_reserve
 
 _CACHED_REQUESTS = 64
 """Requests of full length that the prefix cache may keep, however few may run at once."""
@@ -110,6 +111,13 @@ class ReplicaSetup:
             return "nccl" if parallel.device == "cuda" else "shm"
         return parallel.collectives
 
+    def weight_bytes(self, rank: int) -> int:
+        """Bytes of the weights that a rank holds, without padding."""
+        place = self.grid.place(rank)
+        return weight_bytes(
+            self.spec, place, self.stages, self.dtype, self.numerics, self.quantization, self.expert_parallel
+        )
+
     @property
     def max_concurrency(self) -> float:
         """Requests of max_model_len tokens that fit the KV pool at once."""
@@ -118,6 +126,18 @@ class ReplicaSetup:
             self.groups, self.max_model_len, cache.block_size, scheduler.max_num_batched_tokens
         )
         return (self.num_blocks - 1) / per_request
+
+
+def reserve_weights(setup: ReplicaSetup, rank: int) -> None:
+    """Begin to take the memory of a rank's weights, if they lie in the host's; before torch is imported."""
+    if setup.config.parallel.device == "cuda":
+        return
+    total = setup.weight_bytes(rank)
+    # The mapped file of a tensor counts as this process's memory while it is packed: so much must not be taken before.
+    largest = largest_weight_bytes(
+        setup.spec, setup.grid.place(rank), setup.stages, setup.dtype, setup.numerics, setup.expert_parallel
+    )
+    weight_reserve.fill(total, max(0, total - largest))
 
 
 def prepare(config: EngineConfig) -> ReplicaSetup:

@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from shardline import _cpu, env
 from shardline.models.partition import split_dim
-from shardline.models.sizes import weight_bytes
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.device import Device, DeviceCounters, open_device
 from shardline.runtime.finite import FiniteWatch
@@ -22,6 +21,7 @@ from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.messages import RankReport
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.quantization.base import quantization
+from shardline.runtime.reserve import weight_reserve
 from shardline.runtime.runner import Runner
 from shardline.runtime.sampling.sampler import Sampler
 from shardline.runtime.setup import ReplicaSetup
@@ -105,15 +105,7 @@ class Worker:
     def _load_stage(self, device: Device) -> tuple[DecoderStage, int]:
         setup, place = self._setup, self._groups.place
         layers = setup.stages[place.pp_rank]
-        expected = weight_bytes(
-            setup.spec,
-            place,
-            setup.stages,
-            setup.dtype,
-            setup.numerics,
-            setup.quantization,
-            setup.expert_parallel,
-        )
+        expected = setup.weight_bytes(place.rank)
         if (load := self._groups.expert_load).size:
             self._expert_load = DeviceCounters(torch.from_numpy(load), device.torch)
         quiet = place.rank != 0 or expected < _PROGRESS_BYTES
@@ -140,7 +132,9 @@ class Worker:
                 expert_parallel=setup.expert_parallel,
                 expert_load=self._expert_load.on_device if self._expert_load is not None else None,
             )
-            return DecoderStage(context, layers), loaded
+            stage = DecoderStage(context, layers)
+        weight_reserve.release()
+        return stage, loaded
 
     def _allocate_cache(self, stage: DecoderStage, device: Device) -> int:
         """Give every layer its pages: slot d of the pool serves the d-th layer that this stage has of each group.

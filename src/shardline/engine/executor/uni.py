@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardline.engine.executor.base import Executor, ExecutorFailure, rank_steps
 from shardline.runtime.messages import RankReport
 from shardline.runtime.parallel.expert_load import Counts
-from shardline.runtime.setup import ReplicaSetup
+from shardline.runtime.setup import ReplicaSetup, reserve_weights
 from shardline.types import RankStep, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class UniExecutor(Executor):
         self._expert_load: Counts | None = None
 
     def start(self) -> list[RankReport]:
+        reserve_weights(self._setup, 0)
         from shardline.runtime.parallel.groups import alone
         from shardline.runtime.worker import Worker
 

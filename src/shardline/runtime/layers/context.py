@@ -14,6 +14,7 @@ from shardline.models.sharding import Numerics, Spans, shard
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.finite import FiniteWatch
 from shardline.runtime.loader.weights import WeightSource
+from shardline.runtime.ops.storage import streamed_empty
 from shardline.runtime.parallel.collectives import Collectives
 from shardline.runtime.quantization.base import PackedGatedLinear, PackedLinear, PackedLMHead, Quantization
 
@@ -57,12 +58,14 @@ class LayerContext:
         """This rank's slice of parameter `name`, contiguous, in the activations' dtype."""
         tensor = self.read(name)
         self.on_loaded(tensor.nbytes)
-        return tensor
+        if tensor.device.type == "cpu":
+            return streamed_empty(tensor.shape, tensor.dtype).copy_(tensor)
+        return tensor.contiguous()
 
     def read(self, name: str) -> Tensor:
-        """As `load`, for what is packed next and not kept."""
+        """As `load`, for what is packed next and not kept: perhaps a part of the mapped file, with strided rows."""
         dtype = torch.float32 if is_kept_in_float32(name) else self.dtype
-        tensor = self.weights.get(name, self._shard(name, self.group.rank)).to(self.device, dtype).contiguous()
+        tensor = self.weights.get(name, self._shard(name, self.group.rank)).to(self.device, dtype)
         if self.watch is not None and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{name} holds NaN or Inf in {dtype}: the checkpoint is damaged, or needs a wider --dtype")
         return tensor
@@ -71,9 +74,9 @@ class LayerContext:
         share = ExpertShare(self.experts.rank, self.experts.size) if self.expert_parallel else None
         return shard(name, self.spec, rank, self.group.size, self.numerics, share)
 
-    def pack(self, weight: Tensor) -> PackedLinear:
-        """A weight of a layer [out, in] as the quantization holds it."""
-        packed = self.quantization.pack(weight)
+    def pack(self, *parts: Tensor) -> PackedLinear:
+        """A weight of a layer, in parts [*, in] one under another, as the quantization holds it."""
+        packed = self.quantization.pack(*parts)
         self.on_loaded(packed.nbytes)
         return packed
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.quantize_rows import LinearInput
-from shardline.runtime.ops.storage import stacked_rows
 
 
 class ColumnLinear:
@@ -27,7 +26,7 @@ class ColumnLinear:
         weights = [context.read(f"{name}.weight") for name in names]
         self.widths = tuple(weight.shape[0] for weight in weights)
         """Local output columns of each name, in order."""
-        self._linear = context.pack(stacked_rows(weights))
+        self._linear = context.pack(*weights)
         self._bias = torch.cat([context.load(f"{name}.bias") for name in names]) if bias else None
 
     @property

@@ -24,7 +24,6 @@ from shardline.runtime.ops.experts import ExpertWeights, expert_down, expert_up
 from shardline.runtime.ops.linear import linear, pack_weight
 from shardline.runtime.ops.quantize_rows import LinearInput
 from shardline.runtime.ops.routing import route_experts
-from shardline.runtime.ops.storage import stacked_rows
 
 
 class Routed(NamedTuple):
@@ -48,7 +47,7 @@ class Router:
         weights = [context.read(f"{name}.router.weight")]
         if spec.shared_gate:  # one more column of the same product
             weights.append(context.read(f"{name}.shared_gate.weight"))
-        self._weight = pack_weight(torch.cat(weights))
+        self._weight = pack_weight(*weights)
         context.on_loaded(self._weight.panels.nbytes)
         self._bias = context.load(f"{name}.router.bias") if spec.routing.correction_bias else None
         load = context.expert_load
@@ -82,10 +81,10 @@ class Experts:
     def _stack(context: LayerContext, name: str, held: range, parts: tuple[str, ...]) -> ExpertWeights:
         stack: ExpertWeights | None = None
         for index, expert in enumerate(held):
-            weight = stacked_rows([context.read(f"{name}.experts.{expert}.{part}.weight") for part in parts])
+            weights = [context.read(f"{name}.experts.{expert}.{part}.weight") for part in parts]
             if stack is None:
-                stack = context.quantization.allocate_experts(len(held), weight)
-            context.quantization.pack_expert(stack, index, weight)
+                stack = context.quantization.allocate_experts(len(held), *weights)
+            context.quantization.pack_expert(stack, index, *weights)
             context.on_loaded(stack.nbytes // len(held))
         assert stack is not None, "every rank has at least one expert"
         return stack

@@ -38,6 +38,8 @@ class TensorEntry:
     dtype: str
     """As safetensors names it: F32, BF16, ..."""
     shape: Shape
+    offset: int
+    """Of its first byte in the file."""
     num_bytes: int
 
 
@@ -197,7 +199,7 @@ def _parse_header(file: Path) -> dict[str, TensorEntry]:
     for key, value in header.items():
         dtype, shape, start, stop = _parse_entry(key, value)
         spans.append((start, stop))
-        entries[key] = TensorEntry(file, dtype, shape, stop - start)
+        entries[key] = TensorEntry(file, dtype, shape, 8 + header_size + start, stop - start)
     end = 0
     for start, stop in sorted(spans):
         if start != end:

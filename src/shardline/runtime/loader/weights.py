@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Protocol
+import math
+import mmap
+from typing import Protocol
 
 import torch
-from safetensors import safe_open
 
 from shardline.config.engine import ModelConfig
 from shardline.models.lookup import family
 from shardline.models.parameters import is_kept_in_float32
-from shardline.models.partition import Span
 from shardline.models.sharding import Spans
 from shardline.models.spec import DecoderSpec, TensorSource
-from shardline.runtime.loader.checkpoint import Checkpoint
+from shardline.runtime.loader.checkpoint import Checkpoint, TensorEntry
 from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
 from shardline.runtime.loader.hub import ModelFiles
-from shardline.runtime.ops.storage import streamed_empty
+from shardline.runtime.ops.storage import mapped_empty
 
 _HOST = torch.device("cpu")
 _DTYPES = {
@@ -27,21 +26,23 @@ _DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
-_MAPPED_BYTES = 64 << 20
+_STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
 class WeightSource(Protocol):
     """Gives parameters by canonical name, whole or in part."""
 
     def get(self, name: str, spans: Spans) -> torch.Tensor:
-        """The part `spans` (see `models.sharding.shard`) of parameter `name`, in memory of its own, contiguous."""
+        """The part `spans` (see `models.sharding.shard`) of parameter `name`.
+
+        It may lie in a mapped file, unaligned and with strided rows: what is kept is copied.
+        """
 
 
 class CheckpointWeights:
-    """Weights of a safetensors checkpoint; only the bytes asked for are read.
+    """Weights of a safetensors checkpoint; only the bytes asked for are read, by whoever reads the tensor.
 
-    Pages of a mapped file count as this process's memory until it is unmapped, beside the copies that are kept: so a
-    file is opened anew every _MAPPED_BYTES.
+    The file is mapped for each tensor as long as that lives, since mapped pages count as this process's memory.
     """
 
     def __init__(self, checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype) -> None:
@@ -55,50 +56,45 @@ class CheckpointWeights:
         self._spec = spec
         self._dtype = dtype
         self._tensor_source = family(spec.model_type).tensor_source
-        self._handles: dict[Path, Any] = {}
-        self._mapped = 0
 
     def get(self, name: str, spans: Spans) -> torch.Tensor:
         """See `WeightSource.get`."""
         source = self._tensor_source(name, self._spec)
         key = self._checkpoint.find(source)
         assert key is not None, f"{source.key} passed the check, but is not there"
-        file = self._checkpoint.tensors[key].file
-        if file not in self._handles:
-            self._handles[file] = safe_open(file, framework="pt")
         dtype = torch.float32 if is_kept_in_float32(name) else self._dtype
-        tensor = load_parameter(self._handles[file].get_slice(key), source, spans, dtype)
-        self._mapped += tensor.nbytes
-        if self._mapped > _MAPPED_BYTES:
-            self._handles.clear()
-            self._mapped = 0
-        return tensor
+        return part_of(mapped_tensor(self._checkpoint.tensors[key]), source, spans, dtype)
 
 
-def load_parameter(tensor: Any, source: TensorSource, spans: Spans, dtype: torch.dtype) -> torch.Tensor:
-    """The part `spans` of the parameter that `source` finds in `tensor`, an open safetensors slice, as `dtype`."""
-    shape: list[int] = tensor.get_shape()
+def mapped_tensor(entry: TensorEntry) -> torch.Tensor:
+    """A tensor of a checkpoint, in the file's own pages as long as nobody writes to it."""
+    dtype, count = _STORED_DTYPES[entry.dtype], math.prod(entry.shape)
+    if count == 0:
+        return torch.empty(entry.shape, dtype=dtype)
+    begin = entry.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    with entry.file.open("rb") as file:
+        size = entry.offset + entry.num_bytes - begin
+        memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=begin)
+    stored = torch.frombuffer(memory, dtype=torch.uint8, count=entry.num_bytes, offset=entry.offset - begin)
+    if entry.offset % dtype.itemsize:
+        stored = stored.clone()  # nothing aligns a tensor in a file
+    return stored.view(dtype).view(entry.shape)
+
+
+def part_of(tensor: torch.Tensor, source: TensorSource, spans: Spans, dtype: torch.dtype) -> torch.Tensor:
+    """The part `spans` of the parameter that `source` finds in `tensor`, as `dtype`; rows may be strided."""
     if source.transposed:
-        shape = shape[::-1]
-    bounds = [
-        slice(0, size) if span is None else slice(span.start, span.stop)
-        for size, span in zip(shape, spans, strict=True)
-    ]
+        tensor = tensor.T
     if source.rows is not None:
         first, count = source.rows
-        rows = Span(0, count) if spans[0] is None else spans[0]
-        bounds[0] = slice(first + rows.start, first + rows.stop)
-    if source.transposed:
-        bounds = bounds[::-1]
-    if any(bound.start == bound.stop for bound in bounds):
-        part = torch.empty([bound.stop - bound.start for bound in bounds], dtype=dtype)
-    else:
-        part = tensor[tuple(bounds)]
+        tensor = tensor[first : first + count]
+    part = tensor[tuple(slice(None) if span is None else slice(span.start, span.stop) for span in spans)]
+    if part.dtype == dtype and (part.dim() == 1 or part.stride(-1) == 1):
+        return part
     if source.transposed:
         # torch transposes fast what is dense and of one type.
-        part = part.to(dtype).contiguous().T
-    # A slice is a view of the mapped file, which is aligned to 8 bytes only and may change or vanish.
-    return streamed_empty(part.shape, dtype).copy_(part)
+        part = part.T.to(dtype).contiguous().T
+    return mapped_empty(part.shape, dtype).copy_(part)
 
 
 def open_weights(

@@ -12,13 +12,40 @@ from torch import Tensor
 from shardline import _cpu
 from shardline.runtime.ops.activation import ActivationName, gated_activation, gated_activation_reference
 from shardline.runtime.ops.dispatch import kernels
-from shardline.runtime.ops.linear import PANEL_COLUMNS, PackedWeight, linear, linear_reference
+from shardline.runtime.ops.linear import PANEL_COLUMNS, PackedWeight, linear, linear_reference, pack_weight, panel_shape
 from shardline.runtime.ops.linear_int4 import Int4Weight, linear_int4
-from shardline.runtime.ops.linear_int8 import Int8Weight, linear_int8
+from shardline.runtime.ops.linear_int8 import Int8Weight, int8_empty, linear_int8, pack_int8
 from shardline.runtime.ops.quantize_rows import QuantizedRows
-from shardline.runtime.ops.storage import activation_empty, streamed_empty
+from shardline.runtime.ops.storage import activation_empty, mapped_empty, streamed_empty
 
 _HALF = PANEL_COLUMNS // 2
+
+
+def pack_gate_up(gate: Tensor, up: Tensor) -> PackedWeight:
+    """gate and up [I, K] packed for `gated_linear`: on the CPU a panel has half its columns of each."""
+    if kernels(gate) is not _cpu:
+        return pack_weight(gate, up)
+    columns = _gated_columns(len(gate))
+    panels = streamed_empty(panel_shape(columns, gate.shape[1], gate.dtype), gate.dtype)
+    for half, part in enumerate((gate, up)):
+        _cpu.pack_weight(part, panels, half=half)
+    return PackedWeight(panels, gate.shape[1], columns)
+
+
+def pack_gate_up_int8(gate: Tensor, up: Tensor) -> Int8Weight:
+    """As `pack_gate_up`, for `gated_linear_int8`."""
+    if kernels(gate) is not _cpu:
+        return pack_int8(gate, up)
+    columns = _gated_columns(len(gate))
+    panels, scales = int8_empty(gate, out_features=columns)
+    for half, part in enumerate((gate, up)):
+        _cpu.pack_int8(part, panels, scales, half=half)
+    return Int8Weight(panels, scales, gate.shape[1], columns)
+
+
+def _gated_columns(width: int) -> int:
+    """Columns of the panels of a gate and an up of `width` outputs."""
+    return -(-width // _HALF) * PANEL_COLUMNS
 
 
 def stacked_gate_up(gate: Tensor, up: Tensor) -> Tensor:
@@ -28,7 +55,7 @@ def stacked_gate_up(gate: Tensor, up: Tensor) -> Tensor:
     if kernels(gate) is not _cpu:
         return torch.cat([gate, up])
     num_halves, depth = -(-len(gate) // _HALF), gate.shape[1]
-    halves = streamed_empty((num_halves, 2, _HALF, depth), gate.dtype)
+    halves = mapped_empty((num_halves, 2, _HALF, depth), gate.dtype)
     for place, part in enumerate((gate, up)):
         whole = len(part) // _HALF
         halves[:whole, place] = part[: whole * _HALF].view(whole, _HALF, depth)
@@ -42,7 +69,7 @@ def stacked_gate_up(gate: Tensor, up: Tensor) -> Tensor:
 def gated_linear(x: Tensor, weight: PackedWeight, width: int, bias: Tensor | None, name: ActivationName) -> Tensor:
     """act(x gate^T + bias[:I]) * (x up^T + bias[I:]): [M, I] of x's dtype, for x [M, K], I = `width`, bias [2 * I].
 
-    `weight`: of `stacked_gate_up`.
+    `weight`: of `pack_gate_up`.
     """
     _check_features(x.shape[1], weight.in_features)
     if kernels(x) is not _cpu:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardline import _cpu
 from shardline.runtime.ops.dispatch import kernels
-from shardline.runtime.ops.storage import streamed_empty
+from shardline.runtime.ops.storage import stacked_rows, streamed_empty
 
 PANEL_COLUMNS = 64
 
@@ -45,15 +45,20 @@ def panel_shape(out_features: int, in_features: int, dtype: torch.dtype) -> tupl
     return -(-out_features // PANEL_COLUMNS), depth, PANEL_COLUMNS
 
 
-def pack_weight(weight: Tensor, panels: Tensor | None = None) -> PackedWeight:
-    """weight: [out_features, in_features], float32 or bfloat16; rows may be strided. `panels`: where to pack it."""
-    out_features, in_features = weight.shape
-    if kernels(weight) is not _cpu:
+def pack_weight(*parts: Tensor, panels: Tensor | None = None) -> PackedWeight:
+    """A weight in parts [*, in_features], one under another, float32 or bfloat16; rows may be strided. `panels`: where
+    to pack it. On the CPU each part goes straight to its columns, so that nobody need stack them first."""
+    out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
+    if kernels(parts[0]) is not _cpu:
+        weight = stacked_rows(parts)
         weight = weight.contiguous() if panels is None else panels.copy_(weight)
         return PackedWeight(weight, in_features, out_features)
     if panels is None:
-        panels = streamed_empty(panel_shape(out_features, in_features, weight.dtype), weight.dtype)
-    _cpu.pack_weight(weight, panels)
+        panels = streamed_empty(panel_shape(out_features, in_features, parts[0].dtype), parts[0].dtype)
+    first = 0
+    for part in parts:
+        _cpu.pack_weight(part, panels, first)
+        first += len(part)
     return PackedWeight(panels, in_features, out_features)
 
 

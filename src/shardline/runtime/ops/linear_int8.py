@@ -11,7 +11,7 @@ from shardline import _cpu
 from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.ops.linear import PANEL_COLUMNS
 from shardline.runtime.ops.quantize_rows import GROUP_SIZE, QuantizedRows
-from shardline.runtime.ops.storage import streamed_empty
+from shardline.runtime.ops.storage import stacked_rows, streamed_empty
 
 _QUAD = 4
 
@@ -37,9 +37,9 @@ class Int8Weight:
         return self.panels.nbytes + self.scales.nbytes
 
 
-def int8_empty(weight: Tensor, *leading: int) -> tuple[Tensor, Tensor]:
-    """Room for the panels and scales of `leading` weights like this one, where it lies."""
-    out_features, in_features = weight.shape
+def int8_empty(weight: Tensor, *leading: int, out_features: int | None = None) -> tuple[Tensor, Tensor]:
+    """Room for the panels and scales of `leading` weights like this one, where it lies, or of as many outputs."""
+    out_features, in_features = out_features or weight.shape[0], weight.shape[1]
     if kernels(weight) is not _cpu:
         panels = weight.new_empty(*leading, out_features, -(-in_features // GROUP_SIZE) * GROUP_SIZE, dtype=torch.int8)
         return panels, weight.new_empty(*leading, out_features, dtype=torch.float32)
@@ -48,16 +48,19 @@ def int8_empty(weight: Tensor, *leading: int) -> tuple[Tensor, Tensor]:
     return panels, torch.empty(*leading, num_panels * PANEL_COLUMNS, dtype=torch.float32)
 
 
-def pack_int8(weight: Tensor, panels: Tensor | None = None, scales: Tensor | None = None) -> Int8Weight:
-    """weight: [out_features, in_features], float32 or bfloat16; rows may be strided. `panels` and `scales`: where to
-    pack it."""
-    out_features, in_features = weight.shape
+def pack_int8(*parts: Tensor, panels: Tensor | None = None, scales: Tensor | None = None) -> Int8Weight:
+    """A weight in parts [*, in_features], one under another, float32 or bfloat16; rows may be strided. `panels` and
+    `scales`: where to pack it."""
+    out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
     if panels is None or scales is None:
-        panels, scales = int8_empty(weight)
-    if kernels(weight) is _cpu:
-        _cpu.pack_int8(weight, panels, scales)
+        panels, scales = int8_empty(parts[0], out_features=out_features)
+    if kernels(parts[0]) is _cpu:
+        first = 0
+        for part in parts:
+            _cpu.pack_int8(part, panels, scales, first)
+            first += len(part)
     else:
-        values, row_scales = int8_weight_reference(weight)
+        values, row_scales = int8_weight_reference(stacked_rows(parts))
         panels.copy_(torch.nn.functional.pad(values, (0, panels.shape[1] - in_features)))
         scales.copy_(row_scales)
     return Int8Weight(panels, scales, in_features, out_features)

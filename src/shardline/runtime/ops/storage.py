@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from shardline import _cpu
-
-_HUGE_PAGE = 2 << 20
+from shardline.runtime.reserve import HUGE_PAGE, map_memory, weight_reserve
 
 
 def activation_empty(*sizes: int, dtype: torch.dtype) -> Tensor:
@@ -24,28 +21,35 @@ def activation_empty(*sizes: int, dtype: torch.dtype) -> Tensor:
 
 
 def stacked_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices [*, N] one under another; on the host in memory as of `streamed_empty`."""
+    """Matrices [*, N] one under another; on the host in memory as of `mapped_empty`."""
     if len(parts) == 1:
         return parts[0]
     if parts[0].device.type != "cpu":
         return torch.cat(list(parts))
     shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-    return torch.cat(list(parts), out=streamed_empty(shape, parts[0].dtype))
+    return torch.cat(list(parts), out=mapped_empty(shape, parts[0].dtype))
 
 
 def streamed_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor on huge pages, where the system has them and the tensor is worth one.
+    """An uninitialised tensor for weights, on huge pages, where the system has them; from the reserve, if any is left.
 
     Hardware prefetch stops at the end of a page: with pages of 4 KiB a core here reads a weight at two thirds of the
-    speed that it reaches with pages of 2 MiB. And its memory goes back to the system when it dies, which the
-    allocator's may not, between what lives: so it suits large tensors that live for a moment while a model loads.
+    speed that it reaches with pages of 2 MiB.
     """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    count = math.prod(shape)
+    taken = weight_reserve.take(count * dtype.itemsize) if count else None
+    if taken is None:
+        return mapped_empty(shape, dtype)
+    memory, offset = taken
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
+
+
+def mapped_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor whose memory, if it is worth huge pages, goes back to the system when it dies.
+
+    The allocator's may not, between what lives: so this suits large tensors that live for a moment while a model loads.
+    """
+    count = math.prod(shape)
+    if count * dtype.itemsize < HUGE_PAGE:
         return torch.empty(tuple(shape), dtype=dtype)
-    size = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Kernels without huge pages refuse the advice; nothing depends on it but speed.
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(tuple(shape))
+    return torch.frombuffer(map_memory(count * dtype.itemsize), dtype=dtype, count=count).view(tuple(shape))

@@ -64,17 +64,17 @@ class PackedGatedLinear(Protocol):
 class Quantization(Protocol):
     """What the module of a scheme offers."""
 
-    def pack(self, weight: Tensor) -> PackedLinear:
-        """A linear weight [out_features, in_features] of a layer."""
+    def pack(self, *parts: Tensor) -> PackedLinear:
+        """A linear weight of a layer, in parts [*, in_features], one under another."""
 
     def pack_gated(self, gate: Tensor, up: Tensor) -> PackedGatedLinear:
         """Both weights [out_features, in_features] of a gated feed-forward block's first half."""
 
-    def allocate_experts(self, num_experts: int, weight: Tensor) -> ExpertWeights:
-        """Room for the same linear of several experts, of which `weight` is one, where that lies."""
+    def allocate_experts(self, num_experts: int, *parts: Tensor) -> ExpertWeights:
+        """Room for the same linear of several experts, of which one has these parts, where they lie."""
 
-    def pack_expert(self, experts: ExpertWeights, index: int, weight: Tensor) -> None:
-        """Put one expert's weight [out_features, in_features] in its place."""
+    def pack_expert(self, experts: ExpertWeights, index: int, *parts: Tensor) -> None:
+        """Put one expert's weight, in parts [*, in_features], in its place."""
 
     def pack_lm_head(self, weight: Tensor) -> PackedLMHead:
         """The output embedding [vocab, hidden_size], which some schemes hold more precisely."""

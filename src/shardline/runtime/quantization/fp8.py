@@ -12,6 +12,7 @@ from shardline.runtime.ops.activation import ActivationName, gated_activation
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.linear_fp8 import Fp8Weight, linear_fp8, pack_fp8
 from shardline.runtime.ops.quantize_rows import LinearInput
+from shardline.runtime.ops.storage import stacked_rows
 from shardline.runtime.quantization import int8
 from shardline.runtime.quantization.base import unquantized
 
@@ -32,9 +33,9 @@ class Fp8Linear:
         return linear_fp8(unquantized(x), self.weight, bias, out_dtype=out_dtype)
 
 
-def pack(weight: Tensor) -> Fp8Linear:
+def pack(*parts: Tensor) -> Fp8Linear:
     """See `base.Quantization.pack`."""
-    return Fp8Linear(pack_fp8(weight))
+    return Fp8Linear(pack_fp8(stacked_rows(parts)))
 
 
 @dataclass(frozen=True)
@@ -55,21 +56,21 @@ class Fp8GatedLinear:
 
 def pack_gated(gate: Tensor, up: Tensor) -> Fp8GatedLinear:
     """See `base.Quantization.pack_gated`."""
-    return Fp8GatedLinear(pack(torch.cat([gate, up])))
+    return Fp8GatedLinear(pack(gate, up))
 
 
-def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:
+def allocate_experts(num_experts: int, *parts: Tensor) -> ExpertWeights:
     """See `base.Quantization.allocate_experts`."""
-    out_features, in_features = weight.shape
-    values = weight.new_empty(num_experts, out_features, in_features, dtype=torch.float8_e4m3fn)
-    scales = weight.new_empty(num_experts, out_features, dtype=torch.float32)
+    out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
+    values = parts[0].new_empty(num_experts, out_features, in_features, dtype=torch.float8_e4m3fn)
+    scales = parts[0].new_empty(num_experts, out_features, dtype=torch.float32)
     return ExpertWeights(values, scales, in_features, out_features)
 
 
-def pack_expert(experts: ExpertWeights, index: int, weight: Tensor) -> None:
+def pack_expert(experts: ExpertWeights, index: int, *parts: Tensor) -> None:
     """See `base.Quantization.pack_expert`."""
     assert experts.scales is not None
-    packed = pack_fp8(weight)
+    packed = pack_fp8(stacked_rows(parts))
     experts.panels[index].copy_(packed.values)
     experts.scales[index].copy_(packed.scales)
 

@@ -13,6 +13,7 @@ from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.gated_linear import gated_linear_int4, stacked_gate_up
 from shardline.runtime.ops.linear_int4 import Int4Weight, int4_empty, linear_int4, pack_int4
 from shardline.runtime.ops.quantize_rows import LinearInput, as_quantized
+from shardline.runtime.ops.storage import stacked_rows
 from shardline.runtime.quantization import int8
 
 
@@ -49,9 +50,9 @@ class Int4GatedLinear:
         return gated_linear_int4(as_quantized(x), self.weight, self.width, bias, activation, out_dtype=x.dtype)
 
 
-def pack(weight: Tensor) -> Int4Linear:
+def pack(*parts: Tensor) -> Int4Linear:
     """See `base.Quantization.pack`."""
-    return Int4Linear(pack_int4(weight))
+    return Int4Linear(pack_int4(stacked_rows(parts)))
 
 
 def pack_gated(gate: Tensor, up: Tensor) -> Int4GatedLinear:
@@ -59,16 +60,17 @@ def pack_gated(gate: Tensor, up: Tensor) -> Int4GatedLinear:
     return Int4GatedLinear(pack_int4(stacked_gate_up(gate, up)), len(gate))
 
 
-def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:
+def allocate_experts(num_experts: int, *parts: Tensor) -> ExpertWeights:
     """See `base.Quantization.allocate_experts`."""
+    weight = stacked_rows(parts)
     out_features, in_features = weight.shape
     return ExpertWeights(*int4_empty(weight, num_experts), in_features, out_features)
 
 
-def pack_expert(experts: ExpertWeights, index: int, weight: Tensor) -> None:
+def pack_expert(experts: ExpertWeights, index: int, *parts: Tensor) -> None:
     """See `base.Quantization.pack_expert`."""
     assert experts.scales is not None
-    pack_int4(weight, experts.panels[index], experts.scales[index])
+    pack_int4(stacked_rows(parts), experts.panels[index], experts.scales[index])
 
 
 # Errors in the logits are not averaged out by later layers.

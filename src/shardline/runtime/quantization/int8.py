@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
-from shardline.runtime.ops.gated_linear import gated_linear_int8, stacked_gate_up
+from shardline.runtime.ops.gated_linear import gated_linear_int8, pack_gate_up_int8
 from shardline.runtime.ops.linear_argmax import linear_int8_argmax
 from shardline.runtime.ops.linear_int8 import Int8Weight, int8_empty, linear_int8, pack_int8
 from shardline.runtime.ops.quantize_rows import LinearInput, as_quantized
@@ -53,26 +53,27 @@ class Int8GatedLinear:
         return gated_linear_int8(as_quantized(x), self.weight, self.width, bias, activation, out_dtype=x.dtype)
 
 
-def pack(weight: Tensor) -> Int8Linear:
+def pack(*parts: Tensor) -> Int8Linear:
     """See `base.Quantization.pack`."""
-    return Int8Linear(pack_int8(weight))
+    return Int8Linear(pack_int8(*parts))
 
 
 def pack_gated(gate: Tensor, up: Tensor) -> Int8GatedLinear:
     """See `base.Quantization.pack_gated`."""
-    return Int8GatedLinear(pack_int8(stacked_gate_up(gate, up)), len(gate))
+    return Int8GatedLinear(pack_gate_up_int8(gate, up), len(gate))
 
 
-def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:
+def allocate_experts(num_experts: int, *parts: Tensor) -> ExpertWeights:
     """See `base.Quantization.allocate_experts`."""
-    out_features, in_features = weight.shape
-    return ExpertWeights(*int8_empty(weight, num_experts), in_features, out_features)
+    out_features = sum(len(part) for part in parts)
+    panels, scales = int8_empty(parts[0], num_experts, out_features=out_features)
+    return ExpertWeights(panels, scales, parts[0].shape[1], out_features)
 
 
-def pack_expert(experts: ExpertWeights, index: int, weight: Tensor) -> None:
+def pack_expert(experts: ExpertWeights, index: int, *parts: Tensor) -> None:
     """See `base.Quantization.pack_expert`."""
     assert experts.scales is not None
-    pack_int8(weight, experts.panels[index], experts.scales[index])
+    pack_int8(*parts, panels=experts.panels[index], scales=experts.scales[index])
 
 
 pack_lm_head = pack

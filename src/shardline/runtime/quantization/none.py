@@ -12,7 +12,7 @@ from shardline import _cpu
 from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.ops.experts import ExpertWeights
-from shardline.runtime.ops.gated_linear import gated_linear, stacked_gate_up
+from shardline.runtime.ops.gated_linear import gated_linear, pack_gate_up
 from shardline.runtime.ops.linear import PackedWeight, linear, pack_weight, panel_shape
 from shardline.runtime.ops.linear_argmax import linear_argmax
 from shardline.runtime.ops.quantize_rows import LinearInput
@@ -57,29 +57,29 @@ class PlainGatedLinear:
         return gated_linear(unquantized(x), self.weight, self.width, bias, activation)
 
 
-def pack(weight: Tensor) -> PlainLinear:
+def pack(*parts: Tensor) -> PlainLinear:
     """See `base.Quantization.pack`."""
-    return PlainLinear(pack_weight(weight))
+    return PlainLinear(pack_weight(*parts))
 
 
 def pack_gated(gate: Tensor, up: Tensor) -> PlainGatedLinear:
     """See `base.Quantization.pack_gated`."""
-    return PlainGatedLinear(pack_weight(stacked_gate_up(gate, up)), len(gate))
+    return PlainGatedLinear(pack_gate_up(gate, up), len(gate))
 
 
-def allocate_experts(num_experts: int, weight: Tensor) -> ExpertWeights:
+def allocate_experts(num_experts: int, *parts: Tensor) -> ExpertWeights:
     """See `base.Quantization.allocate_experts`."""
-    out_features, in_features = weight.shape
-    if kernels(weight) is _cpu:
-        panels = streamed_empty((num_experts, *panel_shape(out_features, in_features, weight.dtype)), weight.dtype)
+    out_features, (_, in_features), dtype = sum(len(part) for part in parts), parts[0].shape, parts[0].dtype
+    if kernels(parts[0]) is _cpu:
+        panels = streamed_empty((num_experts, *panel_shape(out_features, in_features, dtype)), dtype)
     else:
-        panels = weight.new_empty(num_experts, out_features, in_features)
+        panels = parts[0].new_empty(num_experts, out_features, in_features)
     return ExpertWeights(panels, None, in_features, out_features)
 
 
-def pack_expert(experts: ExpertWeights, index: int, weight: Tensor) -> None:
+def pack_expert(experts: ExpertWeights, index: int, *parts: Tensor) -> None:
     """See `base.Quantization.pack_expert`."""
-    pack_weight(weight, experts.panels[index])
+    pack_weight(*parts, panels=experts.panels[index])
 
 
 pack_lm_head = pack

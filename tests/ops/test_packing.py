@@ -1,0 +1,99 @@
+"""Where packed weights lie: parts, halves of panels, strided rows give the bytes of a whole weight packed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardline import _cpu
+from shardline.runtime.ops.dispatch import set_num_threads
+from shardline.runtime.ops.gated_linear import pack_gate_up, pack_gate_up_int8, stacked_gate_up
+from shardline.runtime.ops.linear import pack_weight, panel_shape
+from shardline.runtime.ops.linear_int8 import int8_empty, int8_weight_reference, pack_int8
+from shardline.runtime.quantization.base import quantization
+
+from .helpers import randn
+
+PARTS = [(64,), (1,), (130,), (64, 64), (100, 28, 28), (7, 3, 1, 90), (65, 0, 64), (17, 47, 200)]
+
+
+def panels_of(weight: Tensor, step: int, value: float = 0.0) -> Tensor:
+    """weight [N, K] as [panel][k / step][column][k % step], filled up with `value`."""
+    columns, depth = weight.shape
+    filled = torch.nn.functional.pad(weight, (0, -depth % step, 0, -columns % 64), value=value)
+    return filled.view(-1, 64, filled.shape[1] // step, step).transpose(1, 2).contiguous()
+
+
+def split(weight: Tensor, parts: Sequence[int]) -> list[Tensor]:
+    """Parts of a weight in memory of their own, with strided rows, not aligned to more than an element."""
+    return [torch.nn.functional.pad(part, (1, 2))[:, 1:-2] for part in torch.split(weight, list(parts))]
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("depth", [1, 16, 77, 256])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.usefixtures("isa")
+def test_panels_of_parts(dtype, rng, parts, depth, threads):
+    weight = randn(sum(parts), depth, dtype=dtype, rng=rng)
+    panels = torch.full(panel_shape(*weight.shape, dtype), torch.nan, dtype=dtype)
+    set_num_threads(threads)
+    pack_weight(*split(weight, parts), panels=panels)
+    set_num_threads(1)
+    assert torch.equal(panels.flatten(), panels_of(weight, 2 if dtype == torch.bfloat16 else 1).flatten())
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("depth", [1, 16, 77, 256])
+@pytest.mark.usefixtures("isa")
+def test_int8_panels_of_parts(dtype, rng, parts, depth):
+    weight = randn(sum(parts), depth, dtype=dtype, rng=rng)
+    panels, scales = int8_empty(weight)
+    pack_int8(*split(weight, parts), panels=panels.fill_(7), scales=scales.fill_(7))
+    values, row_scales = int8_weight_reference(weight)
+    assert torch.equal(panels.flatten(), (panels_of(values, 4).to(torch.int16) + 128).to(torch.uint8).flatten())
+    assert torch.equal(scales, torch.nn.functional.pad(row_scales, (0, len(scales) - len(row_scales))))
+
+
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 96, 111])
+@pytest.mark.parametrize("depth", [5, 64, 90])
+@pytest.mark.usefixtures("isa")
+def test_halves_of_panels(dtype, rng, width, depth):
+    gate, up = (randn(width, depth, dtype=dtype, rng=rng) for _ in range(2))
+    stacked, parts = stacked_gate_up(gate, up), [split(weight, [width])[0] for weight in (gate, up)]
+    packed, expected = pack_gate_up(*parts), pack_weight(stacked)
+    assert torch.equal(packed.panels, expected.panels)
+    assert packed.out_features == expected.out_features
+    int8, expected_int8 = pack_gate_up_int8(*parts), pack_int8(stacked)
+    assert torch.equal(int8.panels, expected_int8.panels)
+    assert torch.equal(int8.scales, expected_int8.scales)
+
+
+@pytest.mark.parametrize("scheme", ["none", "int8", "int4"])
+def test_schemes_take_parts(dtype, rng, scheme):
+    weight, x = randn(150, 70, dtype=dtype, rng=rng), randn(3, 70, dtype=dtype, rng=rng)
+    scheme_of = quantization(scheme)
+    assert torch.equal(scheme_of.pack(*split(weight, [70, 50, 30]))(x), scheme_of.pack(weight)(x))
+    stack, whole = scheme_of.allocate_experts(2, *split(weight, [70, 80])), scheme_of.allocate_experts(2, weight)
+    for index in range(2):
+        scheme_of.pack_expert(stack, index, *split(weight, [70, 80]))
+        scheme_of.pack_expert(whole, index, weight)
+    assert stack.out_features == 150
+    assert torch.equal(stack.panels, whole.panels)
+    if stack.scales is not None and whole.scales is not None:
+        assert torch.equal(stack.scales, whole.scales)
+
+
+def test_places_outside_the_panels_are_refused():
+    weight, panels = torch.ones(65, 8), torch.zeros(2, 8, 64)
+    for first in (-1, 64):
+        with pytest.raises(ValueError, match="panels have too few columns"):
+            _cpu.pack_weight(weight, panels, first)
+    with pytest.raises(ValueError, match="panels have too few columns"):
+        _cpu.pack_weight(weight, panels, half=0)
+    for wrong in ({"half": 2}, {"half": -1}, {"half": 1, "first": 3}):
+        with pytest.raises(ValueError, match="half is 0 or 1"):
+            _cpu.pack_weight(torch.ones(5, 8), panels, **wrong)
+    assert not panels.any()

@@ -1,0 +1,95 @@
+"""Memory that is taken before it is asked for is memory like any other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardline import _cpu
+from shardline.runtime.ops.storage import streamed_empty
+from shardline.runtime.reserve import HUGE_PAGE, Reserve, map_memory, weight_reserve
+
+SIZE = 32 * HUGE_PAGE
+
+
+def resident() -> int:
+    """Bytes of memory that this process has taken."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+@pytest.fixture
+def reserve() -> Iterator[Reserve]:
+    yield weight_reserve
+    weight_reserve.release()
+
+
+def test_touching_takes_pages_and_changes_nothing() -> None:
+    memory = map_memory(SIZE)
+    memory[5], memory[SIZE - 1] = 6, 7
+    before = resident()
+    _cpu.PageToucher(memoryview(memory)[: SIZE // 2]).wait()
+    assert resident() - before > SIZE // 2 - 2 * HUGE_PAGE
+    _cpu.PageToucher(memory).wait()
+    assert resident() - before > SIZE - 3 * HUGE_PAGE
+    assert (memory[5], memory[SIZE - 1]) == (6, 7)
+    assert memory[:].count(0) == SIZE - 2
+
+
+def test_touching_ends_when_it_is_stopped_or_dropped() -> None:
+    memory = map_memory(64 * SIZE)
+    before = resident()
+    toucher = _cpu.PageToucher(memory)
+    toucher.stop()
+    assert resident() - before < 64 * SIZE
+    _cpu.PageToucher(memory)
+    assert resident() - before < 64 * SIZE
+    toucher.wait()
+    with pytest.raises(BufferError):
+        memory.close()  # the toucher holds it
+    del toucher
+    memory.close()
+
+
+def test_tensors_are_taken_from_the_reserve_in_order(reserve: Reserve) -> None:
+    reserve.fill(SIZE, SIZE // 2)
+    first, second = streamed_empty((100, 30), torch.bfloat16), streamed_empty((HUGE_PAGE,), torch.float32)
+    assert second.data_ptr() - first.data_ptr() == 6016, "aligned to 64 bytes"
+    too_large = streamed_empty((SIZE,), torch.uint8)
+    third = streamed_empty((7,), torch.uint8)
+    assert third.data_ptr() == second.data_ptr() + second.nbytes
+    for value, tensor in enumerate((first, second, too_large, third)):
+        assert tensor.data_ptr() % 64 == 0
+        tensor.fill_(value)
+    assert all(bool((tensor == value).all()) for value, tensor in enumerate((first, second, too_large, third)))
+    assert streamed_empty((0, 4), torch.float32).shape == (0, 4)
+
+
+def test_what_nobody_takes_is_given_back(reserve: Reserve) -> None:
+    before = resident()
+    reserve.fill(SIZE, 0)
+    tensor = streamed_empty((SIZE // 2,), torch.uint8).fill_(3)
+    rest = streamed_empty((SIZE // 2,), torch.uint8).fill_(4)
+    assert resident() - before > SIZE - 3 * HUGE_PAGE
+    del rest
+    reserve.fill(SIZE, SIZE)
+    assert resident() - before < 2 * SIZE + 3 * HUGE_PAGE
+    assert bool((tensor == 3).all()), "tensors outlive the reserve that they are from"
+    reserve.release()
+    assert streamed_empty((5,), torch.uint8).data_ptr() % 64 == 0
+    del tensor
+    assert resident() - before < 2 * HUGE_PAGE
+
+
+def test_an_empty_reserve_has_nothing() -> None:
+    reserve = Reserve()
+    assert reserve.take(1) is None
+    reserve.fill(0, 0)
+    assert reserve.take(HUGE_PAGE + 1) is None
+    reserve.release()
+    assert reserve.take(1) is None
