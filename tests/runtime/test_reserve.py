@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import ctypes
+import mmap
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +16,16 @@ from shardline.runtime.reserve import HUGE_PAGE, Reserve, map_memory, weight_res
 SIZE = 32 * HUGE_PAGE
 
 
-def resident() -> int:
-    """Bytes of memory that this process has taken."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
+def resident(address: int, num_bytes: int = SIZE) -> int:
+    """Bytes that are there of the pages from an address on, none if they are not mapped any more."""
+    is_there = (ctypes.c_ubyte * (num_bytes // mmap.PAGESIZE))()
+    if ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), is_there) != 0:
+        return 0
+    return mmap.PAGESIZE * sum(page & 1 for page in is_there)
+
+
+def address_of(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 @pytest.fixture
@@ -32,23 +37,21 @@ def reserve() -> Iterator[Reserve]:
 def test_touching_takes_pages_and_changes_nothing() -> None:
     memory = map_memory(SIZE)
     memory[5], memory[SIZE - 1] = 6, 7
-    before = resident()
     _cpu.PageToucher(memoryview(memory)[: SIZE // 2]).wait()
-    assert resident() - before > SIZE // 2 - 2 * HUGE_PAGE
+    assert SIZE // 2 <= resident(address_of(memory)) < SIZE
     _cpu.PageToucher(memory).wait()
-    assert resident() - before > SIZE - 3 * HUGE_PAGE
+    assert resident(address_of(memory)) == SIZE
     assert (memory[5], memory[SIZE - 1]) == (6, 7)
     assert memory[:].count(0) == SIZE - 2
 
 
 def test_touching_ends_when_it_is_stopped_or_dropped() -> None:
     memory = map_memory(64 * SIZE)
-    before = resident()
     toucher = _cpu.PageToucher(memory)
     toucher.stop()
-    assert resident() - before < 64 * SIZE
+    assert resident(address_of(memory), 64 * SIZE) < 64 * SIZE
     _cpu.PageToucher(memory)
-    assert resident() - before < 64 * SIZE
+    assert resident(address_of(memory), 64 * SIZE) < 64 * SIZE
     toucher.wait()
     with pytest.raises(BufferError):
         memory.close()  # the toucher holds it
@@ -71,19 +74,15 @@ def test_tensors_are_taken_from_the_reserve_in_order(reserve: Reserve) -> None:
 
 
 def test_what_nobody_takes_is_given_back(reserve: Reserve) -> None:
-    before = resident()
-    reserve.fill(SIZE, 0)
-    tensor = streamed_empty((SIZE // 2,), torch.uint8).fill_(3)
-    rest = streamed_empty((SIZE // 2,), torch.uint8).fill_(4)
-    assert resident() - before > SIZE - 3 * HUGE_PAGE
-    del rest
     reserve.fill(SIZE, SIZE)
-    assert resident() - before < 2 * SIZE + 3 * HUGE_PAGE
-    assert bool((tensor == 3).all()), "tensors outlive the reserve that they are from"
+    tensor = streamed_empty((SIZE // 2,), torch.uint8).fill_(3)
+    address = tensor.data_ptr()
     reserve.release()
-    assert streamed_empty((5,), torch.uint8).data_ptr() % 64 == 0
+    assert resident(address) == SIZE // 2
+    assert bool((tensor == 3).all()), "tensors outlive the reserve that they are from"
+    assert not address <= streamed_empty((5,), torch.uint8).data_ptr() < address + SIZE
     del tensor
-    assert resident() - before < 2 * HUGE_PAGE
+    assert resident(address) == 0
 
 
 def test_an_empty_reserve_has_nothing() -> None:
