@@ -11,7 +11,9 @@ import pytest
 from shardline.config.engine import EngineConfig
 from shardline.engine import resolve as resolve_module
 from shardline.engine.gpu_memory import gpu_memory, gpus_of_replica
+from shardline.engine.gpu_support import gpu_kv_bytes
 from shardline.engine.resolve import resolve
+from shardline.models.sizes import kv_bytes_per_token
 from shardline.runtime.setup import prepare
 from tests.models.checkpoints import make_checkpoint
 
@@ -71,16 +73,39 @@ def test_auto_takes_the_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> No
     assert resolve(EngineConfig.from_options(device="cpu")).parallel.device == "cpu"
 
 
-def test_the_pool_is_what_weights_and_activations_leave_of_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_gpus(monkeypatch, (8 * GIB, 7 * GIB))
+def test_the_estimate_is_what_weights_and_activations_leave_of_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = (8 * GIB, 7 * GIB)
+    with_gpus(monkeypatch, gpu)
     sizes = {}
     for share in (0.5, 0.9):
-        resolved = resolve(EngineConfig.from_options(device="cuda", gpu_memory_utilization=share))
-        sizes[share] = resolved.cache.kv_cache_memory
-    assert isinstance(sizes[0.5], int)
-    assert isinstance(sizes[0.9], int)
+        setup = prepare(resolve(EngineConfig.from_options(device="cuda", gpu_memory_utilization=share)))
+        assert setup.num_blocks == 0, "the ranks measure"
+        sizes[share] = gpu_kv_bytes(setup.config, setup.spec, setup.grid, setup.stages, setup.dtype, [gpu])
     assert sizes[0.9] - sizes[0.5] == int(8 * GIB * 0.5) - int(8 * GIB * (1 - 0.9))
     assert 6 * GIB < sizes[0.9] < 6.2 * GIB
+
+
+def test_pools_of_a_size_that_was_asked_for_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, (8 * GIB, 7 * GIB))
+    assert prepare(resolve(EngineConfig.from_options(device="cuda", num_gpu_blocks_override=170))).num_blocks == 171
+    assert prepare(resolve(EngineConfig.from_options(device="cuda", kv_cache_memory="1GiB"))).num_blocks > 1000
+
+
+def test_an_automatic_length_leaves_room_for_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = prepare(resolve(EngineConfig.from_options(device="cpu", kv_cache_memory="1GiB")))
+    request = whole.max_model_len * kv_bytes_per_token(whole.spec, whole.grid.place(0), whole.stages, whole.dtype)
+    setup = (whole.config, whole.spec, whole.grid, whole.stages, whole.dtype)
+    missing = -gpu_kv_bytes(*setup, [(8 * GIB, 7 * GIB)])
+    lengths = {}
+    for asked in (None, "auto"):
+        # Half a request fits by the estimate.
+        with_gpus(monkeypatch, (8 * GIB, 7 * GIB + missing + request // 2))
+        try:
+            lengths[asked] = resolve(EngineConfig.from_options(device="cuda", max_model_len=asked)).model.max_model_len
+        except ValueError as refusal:
+            lengths[asked] = int(str(refusal).split("--max-model-len ")[1].split()[0])
+    assert lengths[None] == pytest.approx(whole.max_model_len / 2, rel=0.05)
+    assert lengths["auto"] == pytest.approx(0.8 * lengths[None], rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What device cuda cannot do yet, and what a GPU has left for the KV cache."""
+"""What device cuda cannot do yet, and an estimate of what a GPU has left for the KV cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gpu_kv_bytes(
     gpus: Sequence[tuple[int, int]],
 ) -> int:
     """What the smallest of `gpus` (bytes in all, bytes free) has left beside the largest rank's weights and a step's
-    activations.
+    activations, by formula: enough to refuse what cannot be before it loads, see `kv_budget` for what is measured.
 
     Raises:
         ValueError: there are fewer GPUs than ranks, or nothing is left.

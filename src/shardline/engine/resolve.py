@@ -20,11 +20,14 @@ from shardline.models.sizes import kv_block_bytes, stage_spans, weight_bytes
 from shardline.models.spec import MLA, DecoderSpec, DType
 from shardline.runtime.loader.checkpoint import Checkpoint
 from shardline.runtime.loader.hub import resolve_model
-from shardline.runtime.setup import kv_dtype, pool_blocks, replica_grid
+from shardline.runtime.setup import kv_dtype, measures_memory, pool_blocks, replica_grid
 
 _log = logging.getLogger(__name__)
 
 _CPU_DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
+
+_AUTO_LENGTH_SHARE = 0.8
+"""Of the room that is estimated for a GPU's KV cache, what an automatic max_model_len counts on."""
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
@@ -59,6 +62,9 @@ def resolve(config: EngineConfig) -> EngineConfig:
     grid = replica_grid(parallel)
     placed = dataclasses.replace(config, parallel=parallel)
     kv_bytes = _kv_bytes_per_rank(placed, spec, grid, stages, dtype)
+    measured = parallel.device == "cuda" and measures_memory(config)
+    if measured and asked == "auto":
+        kv_bytes = int(kv_bytes * _AUTO_LENGTH_SHARE)
     scheme = None if config.model.quantization == "none" else config.model.quantization
     model = dataclasses.replace(config.model, model=str(files.folder), dtype=dtype, quantization=scheme)
     cache = dataclasses.replace(config.cache, kv_cache_memory=kv_bytes)
@@ -71,6 +77,9 @@ def resolve(config: EngineConfig) -> EngineConfig:
         )
     num_blocks = pool_blocks(resolved, spec, grid, stages, length)
     _check_memory(resolved, spec, grid, stages, num_blocks)
+    if measured:
+        # What was estimated served to refuse early; the ranks measure once they have loaded.
+        resolved = dataclasses.replace(resolved, cache=config.cache)
     resolved = dataclasses.replace(resolved, model=dataclasses.replace(model, max_model_len=length))
     reasons = _reasons(config, resolved, spec, stages)
     if reasons:
@@ -97,7 +106,9 @@ def _reasons(asked: EngineConfig, chosen: EngineConfig, spec: DecoderSpec, stage
     if asked.parallel.pipeline_stages is None and len(stages) > 1:
         layers = ",".join(str(stage.size) for stage in stages)
         reasons.append(f"pipeline_stages {layers} (balanced by the weights that 32 tokens read)")
-    if asked.cache.kv_cache_memory is None and asked.cache.num_gpu_blocks_override is None:
+    if measures_memory(chosen):
+        reasons.append(f"KV cache measured on every GPU ({asked.cache.gpu_memory_utilization:g} of its memory)")
+    elif asked.cache.kv_cache_memory is None and asked.cache.num_gpu_blocks_override is None:
         assert isinstance(chosen.cache.kv_cache_memory, int)
         share = f"{asked.cache.gpu_memory_utilization:g} of half the free memory, shared by all ranks"
         reasons.append(f"up to {format_bytes(chosen.cache.kv_cache_memory)} of KV cache a rank ({share})")
