@@ -11,7 +11,7 @@ import pytest
 from shardline.config.engine import EngineConfig
 from shardline.engine import resolve as resolve_module
 from shardline.engine.gpu_memory import gpu_memory, gpus_of_replica
-from shardline.engine.gpu_support import gpu_kv_bytes
+from shardline.engine.kv_budget import gpu_kv_bytes
 from shardline.engine.resolve import resolve
 from shardline.models.sizes import kv_bytes_per_token
 from shardline.runtime.setup import prepare
@@ -111,7 +111,7 @@ def test_an_automatic_length_leaves_room_for_what_is_measured(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"tensor_parallel_size": 2}, "2 ranks and this host 1 GPUs"),
+        ({"tensor_parallel_size": 2}, "2 ranks and this host 1 GPUs.*for tests only, --collectives gloo"),
         ({"tensor_parallel_size": 2, "collectives": "shm"}, "use 'nccl'"),
         ({"distributed_executor_backend": "threads"}, "use 'mp'"),
         ({"gpu_memory_utilization": 0.01}, "a GPU has to hold"),
@@ -128,12 +128,27 @@ def test_nccl_needs_gpus() -> None:
         resolve(EngineConfig.from_options(device="cpu", collectives="nccl"))
 
 
-def test_experts_are_split_over_gpus_but_not_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_experts_are_split_over_gpus_or_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_gpus(monkeypatch, (8 * GIB, 7 * GIB), (8 * GIB, 7 * GIB))
     options = {"model": str(make_checkpoint("mixtral", tmp_path)), "device": "cuda", "tensor_parallel_size": 2}
-    assert resolve(EngineConfig.from_options(**options)).parallel.tensor_parallel_size == 2
-    with pytest.raises(ValueError, match="every GPU has a part of each expert"):
-        resolve(EngineConfig.from_options(**options, enable_expert_parallel=True))
+    for is_whole in (False, True):
+        resolved = resolve(EngineConfig.from_options(**options, enable_expert_parallel=is_whole))
+        assert prepare(resolved).collectives == "nccl"
+
+
+def test_ranks_share_a_gpu_over_gloo(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with_gpus(monkeypatch, (8 * GIB, 7 * GIB))
+    rooms = {}
+    for size in (1, 2, 4):
+        options = {"device": "cuda", "collectives": "gloo", "tensor_parallel_size": size}
+        with caplog.at_level("WARNING", "shardline"):
+            resolved = resolve(EngineConfig.from_options(**options))
+        assert "test mode" in caplog.text
+        assert prepare(resolved).collectives == "gloo"
+        rooms[size] = resolved.cache.kv_cache_memory
+    assert all(isinstance(room, int) for room in rooms.values()), "ranks that share a GPU do not measure"
+    assert 3 * GIB < rooms[2] < rooms[1] / 1.9
+    assert 1.4 * GIB < rooms[4] < rooms[2] / 1.9
 
 
 def test_every_gpu_holds_all_latents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from shardline.config.engine import EngineConfig, ParallelConfig
 from shardline.config.topology import RankGrid
 from shardline.config.units import format_bytes, parse_bytes
 from shardline.engine.gpu_memory import gpu_memory
-from shardline.engine.gpu_support import check_gpu_support, gpu_kv_bytes
 from shardline.engine.host_memory import allowed_cpus, available_host_memory
+from shardline.engine.kv_budget import gpu_kv_bytes
 from shardline.models.kv_capacity import longest_request
 from shardline.models.lookup import decoder_spec
 from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel, kv_groups
@@ -47,9 +47,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
             f"max_model_len {asked} is more than the {spec.max_position_embeddings} positions this model has; "
             f"use {spec.max_position_embeddings} or less"
         )
-    if parallel.device == "cuda":
-        check_gpu_support(config, spec)
-    elif config.model.quantization == "fp8":
+    if parallel.device == "cpu" and config.model.quantization == "fp8":
         raise ValueError("quantization fp8 needs a GPU, and this is the CPU; use int8")
     if config.cache.kv_cache_dtype == "int8" and any(isinstance(layer.attention, MLA) for layer in spec.layers):
         raise ValueError("kv_cache_dtype int8 is not supported for latent attention, whose cache is small; use auto")
@@ -62,7 +60,8 @@ def resolve(config: EngineConfig) -> EngineConfig:
     grid = replica_grid(parallel)
     placed = dataclasses.replace(config, parallel=parallel)
     kv_bytes = _kv_bytes_per_rank(placed, spec, grid, stages, dtype)
-    measured = parallel.device == "cuda" and measures_memory(config)
+    # Ranks that share a GPU could not tell their own memory from the others'.
+    measured = parallel.device == "cuda" and parallel.collectives != "gloo" and measures_memory(config)
     if measured and asked == "auto":
         kv_bytes = int(kv_bytes * _AUTO_LENGTH_SHARE)
     scheme = None if config.model.quantization == "none" else config.model.quantization
@@ -133,8 +132,10 @@ def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
         raise ValueError("distributed_executor_backend 'threads' is for the CPU; use 'mp' with device cuda")
     if device == "cpu" and parallel.collectives == "nccl":
         raise ValueError("collectives 'nccl' needs GPUs; use 'shm' or 'gloo' with device cpu")
-    if device == "cuda" and world > 1 and parallel.collectives not in ("auto", "nccl"):
-        raise ValueError(f"collectives {parallel.collectives!r} move host memory; use 'nccl' with device cuda")
+    if device == "cuda" and parallel.collectives == "shm":
+        raise ValueError("collectives 'shm' move host memory; use 'nccl' with device cuda")
+    if device == "cuda" and parallel.collectives == "gloo":
+        _log.warning("collectives gloo on GPUs are a test mode: slow, through host memory; ranks may share a GPU")
     cores = allowed_cpus()
     if parallel.cpu_threads is not None and parallel.cpu_threads > cores:
         raise ValueError(f"cpu_threads {parallel.cpu_threads} is more than the {cores} cores this process may use")

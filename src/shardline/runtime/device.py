@@ -46,6 +46,8 @@ def open_device(kind: str, rank: int) -> Device:
 
     index = rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
+    # Sums of the library's products stay in fp32, should it split one.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     major, minor = torch.cuda.get_device_capability(index)
     path = f"sm_{major}{minor}-triton{triton.__version__}"
     return Device(torch.device("cuda", index), torch.cuda.get_device_name(index), path, CudaMemory())

@@ -148,7 +148,25 @@ class Worker:
                 expert_parallel=setup.expert_parallel,
                 expert_load=self._expert_load.on_device if self._expert_load is not None else None,
             )
-            return DecoderStage(context, layers), loaded
+            stage = DecoderStage(context, layers)
+        if not device.is_host:
+            self._choose_products(device, context.product_shapes)
+        return stage, loaded
+
+    def _choose_products(self, device: Device, shapes: set[tuple[int, int]]) -> None:
+        """Take the library's matrix products where they change no bit, or with fast numerics everywhere."""
+        from shardline.runtime.ops.triton.library import use_library
+        from shardline.runtime.ops.triton.library_trial import try_library
+
+        setup = self._setup
+        if setup.numerics != "exact":
+            use_library({}, always=True)
+        elif setup.quantization is None:
+            assert device.memory is not None
+            free, _ = device.memory.free_and_total()
+            most_rows = setup.config.scheduler.max_num_batched_tokens
+            use_library(try_library(shapes, most_rows, self._dtype, device.torch, free))
+            device.memory.release()
 
     def _make_runner(self, stage: DecoderStage, forward: Forward, device: Device) -> Runner:
         setup = self._setup
@@ -180,8 +198,8 @@ class Worker:
         }
         if device.is_host:
             return DecodeReplay(stage.forward, dtype=self._dtype, **sizes)
-        if groups.tensor.size > 1:
-            return stage.forward  # an exchange between ranks is not captured
+        if not groups.tensor.is_capturable or (setup.expert_parallel and groups.experts.size > 1):
+            return stage.forward  # whole experts: the host waits for what each rank is sent
         padded = PaddedStep(device.torch, dtype=self._dtype, **sizes)
         return GraphReplay(stage.forward, padded, max_seqs, CudaRecorder())
 

@@ -135,6 +135,28 @@ class Kernels(Protocol):
         out: Tensor,
         /,
     ) -> None: ...
+    def pack_dispatch(self, x: Tensor, ids: Tensor, expert_bounds: Tensor, out: Tensor, /) -> None: ...
+    def expert_slots(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        first_expert: int,
+        panels: Tensor,
+        scales: Tensor | None,
+        out: Tensor,
+        /,
+    ) -> None: ...
+    def combine_slots(
+        self,
+        rows: Tensor,
+        ids: Tensor,
+        slot_weights: Tensor,
+        expert_bounds: Tensor,
+        shared: Tensor | None,
+        shared_scale: Tensor | None,
+        out: Tensor,
+        /,
+    ) -> None: ...
     def greedy_argmax(self, logits: Tensor, ids: Tensor, values: Tensor, /) -> None: ...
     def sample(
         self,

@@ -44,10 +44,11 @@ def expert_up(
 ) -> None:
     """As `ops.experts.expert_up`, into out [T * k, I]: row t * k + j is slot j of token t, undefined where another rank
     has its expert."""
-    assert not compact, "resolve refuses experts spread over several GPUs"
+    if compact:
+        ids = tokens_here_first(ids, first_expert, panels.shape[0])
     num_slots, width = out.shape
     products = torch.empty(num_slots, 2 * width if gated else width, dtype=out.dtype, device=x.device)
-    _grouped_linear(x, ids, first_expert, panels, scales, ids.shape[1], products)
+    grouped_linear(x, ids, first_expert, panels, scales, ids.shape[1], products)
     activate_rows(products, out, name, gated)
 
 
@@ -63,9 +64,23 @@ def expert_down(
     out: Tensor,
 ) -> None:
     """As `ops.experts.expert_down`, into out [T, N]; x as `expert_up` leaves it."""
+    products = torch.empty(ids.numel(), out.shape[1], dtype=out.dtype, device=x.device)
+    grouped_linear(x, ids, first_expert, panels, scales, 1, products)
+    add_slots(products, ids, weights, first_expert, first_expert + panels.shape[0], shared, shared_scale, out)
+
+
+def add_slots(
+    products: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    first_expert: int,
+    end_expert: int,
+    shared: Tensor | None,
+    shared_scale: Tensor | None,
+    out: Tensor,
+) -> None:
+    """The end of `expert_down`, of products [T * k, N] in the order of slots."""
     num_tokens, width = out.shape
-    products = torch.empty(ids.numel(), width, dtype=out.dtype, device=x.device)
-    _grouped_linear(x, ids, first_expert, panels, scales, 1, products)
     if num_tokens > 0:
         _combine_kernel[(triton.cdiv(width, _COMBINE_BLOCK), num_tokens)](
             products,
@@ -75,13 +90,28 @@ def expert_down(
             shared_scale,
             out,
             first_expert,
-            first_expert + panels.shape[0],
+            end_expert,
             width,
             0 if shared is None else shared.stride(0),
             CHOSEN=ids.shape[1],
             BLOCK=_COMBINE_BLOCK,
             **EXACT,
         )
+
+
+def is_here(ids: Tensor, first_expert: int, num_experts: int) -> Tensor:
+    """Which slots chose one of these experts."""
+    return (ids >= first_expert) & (ids < first_expert + num_experts)
+
+
+def first_where(condition: Tensor) -> Tensor:
+    """Indices of what is true, in order, then of what is not: nobody waits to learn how many."""
+    return torch.argsort((~condition).to(torch.uint8), stable=True)
+
+
+def tokens_here_first(ids: Tensor, first_expert: int, num_experts: int) -> Tensor:
+    """ids [T, k] with the tokens first that chose one of these experts, as they come from `pack_dispatch`."""
+    return ids[first_where(is_here(ids, first_expert, num_experts).any(1))]
 
 
 def sort_slots(ids: Tensor, first_expert: int, num_experts: int, tile_rows: int) -> SortedSlots:
@@ -106,7 +136,7 @@ def sort_slots(ids: Tensor, first_expert: int, num_experts: int, tile_rows: int)
     return SortedSlots(slots, experts)
 
 
-def _grouped_linear(
+def grouped_linear(
     x: Tensor, ids: Tensor, first_expert: int, panels: Tensor, scales: Tensor | None, slots_per_row: int, out: Tensor
 ) -> None:
     """out [T * k, N]: row s is row s // slots_per_row of x times the weight of the slot's expert."""

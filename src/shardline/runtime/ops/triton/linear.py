@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardline.runtime.ops.triton.gemm import Tile, gemm_options, product, tile_for, tile_of_program
+from shardline.runtime.ops.triton.library import library_product
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -14,7 +15,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
     Rows of x and out may be strided; the weight is contiguous.
     """
-    launch_linear(x, weight, bias, out)
+    if not library_product(x, weight, bias, out):
+        launch_linear(x, weight, bias, out)
 
 
 def linear_fp8(
