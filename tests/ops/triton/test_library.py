@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.ops import triton as ops
+from shardline.runtime.ops.activation import gated_activation_reference
 from shardline.runtime.ops.linear import linear_reference
 from shardline.runtime.ops.triton import library
 from shardline.runtime.ops.triton.library import equal_sizes, padded_rows, tried_rows, use_library
@@ -109,6 +110,15 @@ def test_products_are_filled_up_to_what_was_tried(rng, used, rows):
     ops.linear(x, weight, None, out)
     assert used.calls == [128]
     assert_close(out, linear_reference(x, weight), scale=8)
+
+
+def test_gated_products_come_from_the_library_too(rng, used):
+    x, out = empty_rows(CPU, torch.float32, 100, 64), empty_rows(CPU, torch.float32, 100, 20)
+    x.copy_(randn(100, 64, rng=rng))
+    weight = randn(40, 64, rng=rng)
+    ops.linear(x, weight, None, out, "silu")
+    assert used.calls == [128]
+    assert_close(out, gated_activation_reference(linear_reference(x, weight), "silu"), scale=64)
 
 
 def test_ours_computes_what_was_not_tried(rng, used):

@@ -17,7 +17,9 @@ class Kernels(Protocol):
     def activation_empty(self, dtype: torch.dtype, /, *sizes: int) -> Tensor:
         """An uninitialised tensor that dies within its step."""
 
-    def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, /) -> None: ...
+    def linear(
+        self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, gate: str | None = ..., /
+    ) -> None: ...
     def quantize_rows(self, x: Tensor, values: Tensor, scales: Tensor, sums: Tensor, /) -> None: ...
     def linear_int8(
         self,
@@ -29,6 +31,7 @@ class Kernels(Protocol):
         column_scales: Tensor,
         bias: Tensor | None,
         out: Tensor,
+        gate: str | None = ...,
         /,
     ) -> None: ...
     def linear_int4(

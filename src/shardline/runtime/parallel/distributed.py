@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +15,9 @@ from shardline.config.topology import RankGrid
 from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.parallel.collectives import Collectives, StageLink
 from shardline.runtime.parallel.progress import ProgressLine
+
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""The second name is the older one, of torch 2.11 and before."""
 
 
 def join_world(backend: str, store_path: Path, rank: int, grid: RankGrid, timeout: float) -> None:
@@ -95,7 +98,7 @@ class DistributedCollectives(Collectives):
         flat = self._to_send(flat)
         gathered = flat.new_empty(len(sizes), max(sizes))
         with self._progress.waiting(), _named_errors():
-            dist.all_gather_into_tensor(gathered.view(-1), flat, group=self._group)
+            _all_gather(gathered.view(-1), flat, group=self._group)
         return [part[:size] for part, size in zip(gathered.to(local.device), sizes, strict=True)]
 
     def _to_send(self, tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops.activation import ActivationName, gated_activation
+from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.linear_fp8 import Fp8Weight, linear_fp8, pack_fp8
 from shardline.runtime.quantization import int8
@@ -45,7 +45,7 @@ class Fp8GatedLinear:
         return self.both.nbytes
 
     def __call__(self, x: Tensor, bias: Tensor | None, activation: ActivationName) -> Tensor:
-        return gated_activation(self.both(x, bias), activation)
+        return linear_fp8(x, self.both.weight, bias, gate=activation)
 
 
 def pack_gated(gate: Tensor, up: Tensor) -> Fp8GatedLinear:

@@ -73,16 +73,20 @@ def use_library(equal_rows: Mapping[tuple[int, int], frozenset[int]], *, always:
     _is_always = always
 
 
+def library_computes(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the library's product is wanted."""
+    shape = (weight.shape[0], weight.shape[1])
+    return _is_always or (bias is None and padded_rows(num_rows) in _equal_rows.get(shape, ()))
+
+
 def library_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> bool:
     """Compute `linear.linear` with the library, if that is wanted and can be; whether it was."""
-    if out.dtype != x.dtype or weight.dtype != x.dtype:
+    if out.dtype != x.dtype or weight.dtype != x.dtype or not library_computes(len(x), weight, bias):
         return False
     if _is_always:
         matmul(x, weight, out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
         return True
     rows = padded_rows(len(x))
-    if bias is not None or rows not in _equal_rows.get((weight.shape[0], weight.shape[1]), ()):
-        return False
     x_rows, out_rows = _first_rows(x, rows), _first_rows(out, rows)
     # What lies behind the rows of `out` is overwritten: only where it was allocated for that.
     if x_rows is None or out_rows is None or out.untyped_storage().nbytes() != out_rows.nbytes:
