@@ -30,7 +30,7 @@ def same_tokens(model: str, device: str, layouts: list[dict[str, Any]]) -> dict[
     expected = tokens_of(model, **options)
     result: dict[str, Any] = {}
     for layout in layouts:
-        name = " ".join(f"{key.split('_')[0]}{'' if value is True else value}" for key, value in layout.items())
+        name = " ".join(f"{key}={value}" for key, value in layout.items())
         tokens = attempt(lambda chosen: tokens_of(model, **options, **chosen, collectives="gloo"), layout)
         result[name] = tokens if isinstance(tokens, str) else {"ok": tokens == expected}
     return result

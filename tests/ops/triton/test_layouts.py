@@ -8,16 +8,21 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from shardline.config.engine import EngineConfig
 from shardline.engine.resolve import resolve
 from shardline.runtime.cuda_graphs import GraphReplay, PaddedStep, Recording, batch_sizes
+from shardline.runtime.ops import expert_exchange
 from shardline.runtime.parallel.groups import RankGroups, alone, join_shared
 from shardline.runtime.setup import ReplicaSetup, prepare
 from shardline.runtime.worker import Worker
@@ -133,6 +138,71 @@ def test_recorded_decode_steps_of_a_group(tmp_path: Path) -> None:
             assert_same_bits(actual, alone_)
     assert orders == [[1, 1], [1, 1]], "both ranks replay the two decode steps, and only these"
     assert batch_sizes(4) == [1, 2, 4]
+
+
+class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operations of torch's for which the host would have to wait: sizes or numbers that follow from values."""
+
+    WAITING = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten._unique2", "aten.bincount")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        masks = [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, Tensor) and leaf.dtype == torch.bool]
+        if name.startswith(self.WAITING) or (name.startswith(("aten.index.", "aten.index_put")) and masks):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("family", "waits"), [("llama", 0), ("mixtral", 0), ("deepseek_v3", 0), ("qwen2_moe", 2)])
+def test_the_host_waits_for_nothing_but_whole_experts(tmp_path: Path, family: str, waits: int) -> None:
+    make_checkpoint(family, tmp_path, num_hidden_layers=2)
+    setup = setup_of(tmp_path, tensor_parallel_size=2, enable_expert_parallel=bool(waits))
+
+    def watched(worker: Worker, groups: RankGroups) -> list[Tensor]:
+        step = step_of(PROMPT, 0)
+        with HostWaits() as watch:
+            worker.stage.forward(step, worker.stage.embed(step))
+        assert watch.found == []
+        return []
+
+    count = expert_exchange._cpu.count_exchanged
+    with patch.object(expert_exchange._cpu, "count_exchanged", wraps=count) as counted:
+        on_ranks(setup, watched)
+    assert counted.call_count == waits
+
+
+LAUNCHES = {
+    "llama": "norm linear rope_and_write attention linear norm linear linear",
+    "qwen3_moe": "norm linear norm norm rope_and_write attention linear norm linear route sort grouped sort "
+    "grouped combine",
+}
+"""Of a layer in a decode step; a context of several splits adds one, where few sequences have programs for each."""
+
+
+@pytest.mark.parametrize("family", LAUNCHES)
+def test_launches_of_a_layer(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(family, tmp_path, num_hidden_layers=2)
+    setup = setup_of(tmp_path)
+    worker = Worker(setup, alone(2, setup.num_experts))
+    worker.load()
+    launched: list[str] = []
+    run = GridExecutor.__call__
+
+    def named(self: GridExecutor, *args: object, **options: object) -> None:
+        launched.append(self.fn.__name__.strip("_").removesuffix("_kernel"))
+        run(self, *args, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", named)
+    step = step_of([40], 17)
+    with torch.inference_mode():
+        hidden = worker.stage.embed(step)
+        launched.clear()
+        worker.stage.layers[0](hidden, torch.zeros_like(hidden), step)
+    assert " ".join(launched) == LAUNCHES[family]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardline.runtime.ops.triton.activation import activation as activate_rows
-from shardline.runtime.ops.triton.gemm import Tile, gemm_options, product, tile_for, tile_of_program
+from shardline.runtime.ops.triton.gemm import Tile, gated_product, gemm_options, tile_for, tile_of_program
 from shardline.runtime.ops.triton.launch import EXACT
 from shardline.runtime.ops.triton.quantize import quantize_rows, quantize_rows_fp8
 
@@ -46,10 +46,12 @@ def expert_up(
     has its expert."""
     if compact:
         ids = tokens_here_first(ids, first_expert, panels.shape[0])
-    num_slots, width = out.shape
-    products = torch.empty(num_slots, 2 * width if gated else width, dtype=out.dtype, device=x.device)
-    grouped_linear(x, ids, first_expert, panels, scales, ids.shape[1], products)
-    activate_rows(products, out, name, gated)
+    if gated:
+        grouped_linear(x, ids, first_expert, panels, scales, ids.shape[1], out, gate=name)
+    else:
+        products = torch.empty_like(out)
+        grouped_linear(x, ids, first_expert, panels, scales, ids.shape[1], products)
+        activate_rows(products, out, name, False)
 
 
 def expert_down(
@@ -137,9 +139,18 @@ def sort_slots(ids: Tensor, first_expert: int, num_experts: int, tile_rows: int)
 
 
 def grouped_linear(
-    x: Tensor, ids: Tensor, first_expert: int, panels: Tensor, scales: Tensor | None, slots_per_row: int, out: Tensor
+    x: Tensor,
+    ids: Tensor,
+    first_expert: int,
+    panels: Tensor,
+    scales: Tensor | None,
+    slots_per_row: int,
+    out: Tensor,
+    *,
+    gate: str | None = None,
 ) -> None:
-    """out [T * k, N]: row s is row s // slots_per_row of x times the weight of the slot's expert."""
+    """out [T * k, N]: row s is row s // slots_per_row of x times the weight of the slot's expert. With the name of an
+    activation, `gate`, experts have 2 * N rows, see `gemm.gated_product`."""
     num_slots, num_columns = out.shape
     if num_slots == 0:
         return
@@ -162,6 +173,7 @@ def grouped_linear(
         panels.stride(0),
         0 if scales is None else scales.stride(0),
         SLOTS_PER_ROW=slots_per_row,
+        GATE=gate,
         **gemm_options(x, panels, tile),
     )
 
@@ -240,6 +252,7 @@ def _grouped_kernel(
     expert_stride,
     scales_stride,
     SLOTS_PER_ROW: tl.constexpr,
+    GATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -254,9 +267,10 @@ def _grouped_kernel(
     weight_ptr += expert * expert_stride
     if column_scales_ptr is not None:
         column_scales_ptr += expert * scales_stride
-    total = product(
-        x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, tl.maximum(slot, 0) // SLOTS_PER_ROW, slot >= 0, column,
-        num_columns, depth, x_stride, BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
+    total = gated_product(
+        x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, None, out_ptr.dtype.element_ty,
+        tl.maximum(slot, 0) // SLOTS_PER_ROW, slot >= 0, column, num_columns, depth, x_stride, GATE,
+        BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
     )  # fmt: skip
     place = out_ptr + slot.to(tl.int64)[:, None] * num_columns + column[None, :]
     inside = (slot[:, None] >= 0) & (column[None, :] < num_columns)

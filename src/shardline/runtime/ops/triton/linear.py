@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardline.runtime.ops.triton.activation import activate, activation
-from shardline.runtime.ops.triton.gemm import Tile, gemm_options, product, tile_for, tile_of_program
+from shardline.runtime.ops.triton.activation import activation
+from shardline.runtime.ops.triton.gemm import Tile, gated_product, gemm_options, tile_for, tile_of_program
 from shardline.runtime.ops.triton.library import library_computes, library_product
 from shardline.runtime.ops.triton.storage import empty_rows
 
@@ -137,27 +137,10 @@ def _linear_kernel(
     x_ptr += matrix * x_head_stride
     weight_ptr += matrix * weight_head_stride
     out_ptr += matrix * out_head_stride
-    # A gated weight has the gate's rows first, then as many of what is gated.
-    weight_columns = num_columns if GATE is None else 2 * num_columns
-    total = product(
-        x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, row, row < num_rows, column, weight_columns, depth,
-        x_stride, BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
+    total = gated_product(
+        x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, bias_ptr, out_ptr.dtype.element_ty, row, row < num_rows,
+        column, num_columns, depth, x_stride, GATE, BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
     )  # fmt: skip
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)[None, :]
-    if GATE is not None:
-        # Rounded as `activation` rounds what it reads and writes.
-        stored: tl.constexpr = out_ptr.dtype.element_ty
-        gate = activate(total.to(stored).to(tl.float32), GATE).to(stored).to(tl.float32)
-        column += num_columns
-        total = product(
-            x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, row, row < num_rows, column, weight_columns, depth,
-            x_stride, BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
-        )  # fmt: skip
-        if bias_ptr is not None:
-            total += tl.load(bias_ptr + column, mask=column < weight_columns, other=0.0).to(tl.float32)[None, :]
-        total = gate * total.to(stored).to(tl.float32)
-        column -= num_columns
     place = out_ptr + row.to(tl.int64)[:, None] * out_stride + column[None, :]
     inside = (row[:, None] < num_rows) & (column[None, :] < num_columns)
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=inside)
