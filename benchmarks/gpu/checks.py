@@ -21,6 +21,7 @@ from shardline.runtime.ops import (
     softcap,
 )
 from shardline.runtime.ops import triton as kernels
+from shardline.runtime.ops.gated_linear import gated_linear_reference
 from shardline.runtime.ops.triton.linear import launch_linear
 
 from .inputs import Inputs, relative_error
@@ -59,6 +60,22 @@ class Checks(Inputs):
             x, out = self.randn(rows, 2 * width), self.poison(rows, width)
             kernels.activation(x, out, name, True)
             worst = max(worst, relative_error(out, activation.gated_activation_reference(x.cpu(), name)))
+        return worst
+
+    def gated_linear(self) -> float:
+        """Has the bits of a product and its activation; not in the interpreter, whose products go to BLAS."""
+        worst = 0.0
+        shapes = [(3, 40, 70)] if self.small else [(1, 14336, 4096), (100, 768, 2048), (600, 896, 896)]
+        for rows, width, depth in shapes:
+            x, weight, bias = self.randn(rows, depth), self.randn(2 * width, depth), self.randn(2 * width)
+            both, expected, out = self.poison(rows, 2 * width), self.poison(rows, width), self.poison(rows, width)
+            kernels.linear(x, weight, bias, both)
+            kernels.activation(both, expected, "silu", True)
+            kernels.linear(x, weight, bias, out, "silu")
+            same = self.small or torch.equal(out, expected)
+            assert same, f"{rows} rows: both products and their gate in one kernel differ"
+            reference = gated_linear_reference(x.cpu(), *weight.cpu().chunk(2), bias.cpu(), "silu")
+            worst = max(worst, relative_error(out, reference))
         return worst
 
     def softcap(self) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 import shardline
 from shardline import LLM, SamplingParams
+from shardline.engine.gpu_memory import gpu_memory
 
 from .checks import attempt
 
@@ -112,6 +113,13 @@ def throughput_bar(llm: LLM, ceilings: dict[str, float], bar: float = 0.55) -> d
     return {"tokens_per_s": rate, "of_ceiling": share, "bar": bar, "met": share >= bar}
 
 
+def memory_used() -> dict[str, Any]:
+    """The share of the GPU that is in use, after the largest steps: what was measured at the start must hold."""
+    total, free = gpu_memory()[0]
+    share = 1.0 - free / total
+    return {"share": share, "asked": 0.9, "ok": 0.85 <= share <= 0.91}
+
+
 def shape_bars(name: str, ceilings: dict[str, float]) -> dict[str, Any]:
     """The start, and the bars of one shape."""
     options: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "enable_prefix_caching": False}
@@ -123,6 +131,7 @@ def shape_bars(name: str, ceilings: dict[str, float]) -> dict[str, Any]:
         if name == "8B":
             result["prefill 8192"] = attempt(prefill_bar, llm, ceilings)
             result["throughput"] = attempt(throughput_bar, llm, ceilings)
+            result["memory"] = attempt(memory_used)
     return result
 
 

@@ -58,6 +58,13 @@ def time_linear(rows: int, columns: int, depth: int, tile: Tile | None) -> float
     return seconds([partial(launch_linear, x, weight, None, out, tile=tile) for weight in weights])
 
 
+def time_gated(rows: int, width: int, depth: int) -> float:
+    """Seconds of both products of a gated block's first half and their activation, in one kernel."""
+    weights = [_randn(2 * width, depth) for _ in range(max(2, -(-_ROTATED_BYTES // (4 * width * depth))))]
+    x, out = _randn(rows, depth), torch.empty(rows, width, device="cuda", dtype=torch.bfloat16)
+    return seconds([partial(launch_linear, x, weight, None, out, gate="silu") for weight in weights])
+
+
 def time_library(rows: int, columns: int, depth: int) -> float:
     """Seconds of torch's product, which is not batch-invariant: what exactness may cost."""
     weights = [_randn(columns, depth) for _ in range(max(2, -(-_ROTATED_BYTES // (2 * columns * depth))))]
@@ -86,6 +93,8 @@ def linear_times(ceilings: dict[str, float]) -> dict[str, Any]:
                 ("library", attempt(time_library, rows, columns, depth)),
             ):
                 entry[label] = _entry(measured, floor)
+            if name == "gate_up":
+                entry["with silu_mul"] = _entry(attempt(time_gated, rows, columns // 2, depth), floor)
             result[f"{name} M={rows}"] = entry
     for rows, tiles in ((1, FEW_ROWS), (64, FEW_ROWS), (256, MANY_ROWS), (4096, MANY_ROWS)):
         for name in ("o", "gate_up"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardline.config.units import format_bytes
+from shardline.engine.kv_budget import explain
 from shardline.models.partition import split_dim
 from shardline.models.sizes import kv_bytes_per_token
 from shardline.runtime.messages import RankReport
@@ -35,6 +36,8 @@ def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: di
             f"{format_bytes(report.weight_bytes)}, KV {format_bytes(report.kv_bytes)}, "
             f"loaded in {report.load_seconds:.2f} s"
         )
+        if report.memory is not None:
+            lines.append(f"rank {report.rank} memory: {explain(report.memory, cache.gpu_memory_utilization)}")
     tokens = int(setup.max_concurrency * setup.max_model_len)
     per_token = [
         kv_bytes_per_token(spec, grid.place(rank), setup.stages, setup.kv_dtype, latents_shared=latents_shared(config))

@@ -10,8 +10,8 @@ from shardline.config.engine import EngineConfig, ParallelConfig
 from shardline.config.topology import RankGrid
 from shardline.config.units import format_bytes, parse_bytes
 from shardline.engine.gpu_memory import gpu_memory
-from shardline.engine.gpu_support import check_gpu_support, gpu_kv_bytes
 from shardline.engine.host_memory import allowed_cpus, available_host_memory
+from shardline.engine.kv_budget import gpu_kv_bytes
 from shardline.models.kv_capacity import longest_request
 from shardline.models.lookup import decoder_spec
 from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel, kv_groups
@@ -20,11 +20,14 @@ from shardline.models.sizes import kv_block_bytes, stage_spans, weight_bytes
 from shardline.models.spec import MLA, DecoderSpec, DType
 from shardline.runtime.loader.checkpoint import Checkpoint
 from shardline.runtime.loader.hub import resolve_model
-from shardline.runtime.setup import kv_dtype, pool_blocks, replica_grid
+from shardline.runtime.setup import kv_dtype, measures_memory, pool_blocks, replica_grid
 
 _log = logging.getLogger(__name__)
 
 _CPU_DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
+
+_AUTO_LENGTH_SHARE = 0.8
+"""Of the room that is estimated for a GPU's KV cache, what an automatic max_model_len counts on."""
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
@@ -44,9 +47,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
             f"max_model_len {asked} is more than the {spec.max_position_embeddings} positions this model has; "
             f"use {spec.max_position_embeddings} or less"
         )
-    if parallel.device == "cuda":
-        check_gpu_support(config, spec)
-    elif config.model.quantization == "fp8":
+    if parallel.device == "cpu" and config.model.quantization == "fp8":
         raise ValueError("quantization fp8 needs a GPU, and this is the CPU; use int8")
     if config.cache.kv_cache_dtype == "int8" and any(isinstance(layer.attention, MLA) for layer in spec.layers):
         raise ValueError("kv_cache_dtype int8 is not supported for latent attention, whose cache is small; use auto")
@@ -59,6 +60,10 @@ def resolve(config: EngineConfig) -> EngineConfig:
     grid = replica_grid(parallel)
     placed = dataclasses.replace(config, parallel=parallel)
     kv_bytes = _kv_bytes_per_rank(placed, spec, grid, stages, dtype)
+    # Ranks that share a GPU could not tell their own memory from the others'.
+    measured = parallel.device == "cuda" and parallel.collectives != "gloo" and measures_memory(config)
+    if measured and asked == "auto":
+        kv_bytes = int(kv_bytes * _AUTO_LENGTH_SHARE)
     scheme = None if config.model.quantization == "none" else config.model.quantization
     model = dataclasses.replace(config.model, model=str(files.folder), dtype=dtype, quantization=scheme)
     cache = dataclasses.replace(config.cache, kv_cache_memory=kv_bytes)
@@ -71,6 +76,9 @@ def resolve(config: EngineConfig) -> EngineConfig:
         )
     num_blocks = pool_blocks(resolved, spec, grid, stages, length)
     _check_memory(resolved, spec, grid, stages, num_blocks)
+    if measured:
+        # What was estimated served to refuse early; the ranks measure once they have loaded.
+        resolved = dataclasses.replace(resolved, cache=config.cache)
     resolved = dataclasses.replace(resolved, model=dataclasses.replace(model, max_model_len=length))
     reasons = _reasons(config, resolved, spec, stages)
     if reasons:
@@ -97,7 +105,9 @@ def _reasons(asked: EngineConfig, chosen: EngineConfig, spec: DecoderSpec, stage
     if asked.parallel.pipeline_stages is None and len(stages) > 1:
         layers = ",".join(str(stage.size) for stage in stages)
         reasons.append(f"pipeline_stages {layers} (balanced by the weights that 32 tokens read)")
-    if asked.cache.kv_cache_memory is None and asked.cache.num_gpu_blocks_override is None:
+    if measures_memory(chosen):
+        reasons.append(f"KV cache measured on every GPU ({asked.cache.gpu_memory_utilization:g} of its memory)")
+    elif asked.cache.kv_cache_memory is None and asked.cache.num_gpu_blocks_override is None:
         assert isinstance(chosen.cache.kv_cache_memory, int)
         share = f"{asked.cache.gpu_memory_utilization:g} of half the free memory, shared by all ranks"
         reasons.append(f"up to {format_bytes(chosen.cache.kv_cache_memory)} of KV cache a rank ({share})")
@@ -122,8 +132,10 @@ def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
         raise ValueError("distributed_executor_backend 'threads' is for the CPU; use 'mp' with device cuda")
     if device == "cpu" and parallel.collectives == "nccl":
         raise ValueError("collectives 'nccl' needs GPUs; use 'shm' or 'gloo' with device cpu")
-    if device == "cuda" and world > 1 and parallel.collectives not in ("auto", "nccl"):
-        raise ValueError(f"collectives {parallel.collectives!r} move host memory; use 'nccl' with device cuda")
+    if device == "cuda" and parallel.collectives == "shm":
+        raise ValueError("collectives 'shm' move host memory; use 'nccl' with device cuda")
+    if device == "cuda" and parallel.collectives == "gloo":
+        _log.warning("collectives gloo on GPUs are a test mode: slow, through host memory; ranks may share a GPU")
     cores = allowed_cpus()
     if parallel.cpu_threads is not None and parallel.cpu_threads > cores:
         raise ValueError(f"cpu_threads {parallel.cpu_threads} is more than the {cores} cores this process may use")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ class Device:
     """For people."""
     kernel_path: str
     """What a request's bits depend on: the instruction set, or the GPU's generation and the compiler's version."""
+    memory: DeviceMemory | None = None
+    """None: the host's, which is not measured."""
 
     @property
     def is_host(self) -> bool:
@@ -43,9 +46,51 @@ def open_device(kind: str, rank: int) -> Device:
 
     index = rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
+    # Sums of the library's products stay in fp32, should it split one.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     major, minor = torch.cuda.get_device_capability(index)
     path = f"sm_{major}{minor}-triton{triton.__version__}"
-    return Device(torch.device("cuda", index), torch.cuda.get_device_name(index), path)
+    return Device(torch.device("cuda", index), torch.cuda.get_device_name(index), path, CudaMemory())
+
+
+class DeviceMemory(Protocol):
+    """What can be asked of a device's memory, in bytes."""
+
+    def reserved(self) -> int:
+        """What this process has taken from the device for tensors."""
+
+    def reset_peak(self) -> None:
+        """Forget what `peak` has seen."""
+
+    def peak(self) -> int:
+        """The largest `reserved` since."""
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Of the whole device, whoever uses it."""
+
+    def release(self) -> None:
+        """Give back what is reserved and holds no tensor."""
+
+
+class CudaMemory:
+    """Of the current GPU."""
+
+    def reserved(self) -> int:
+        return torch.cuda.memory_reserved()
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_reserved()
+
+    def free_and_total(self) -> tuple[int, int]:
+        torch.cuda.synchronize()
+        return torch.cuda.mem_get_info()
+
+    def release(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 class DeviceCounters:

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardline.runtime.cuda_graphs import GraphReplay, PaddedStep
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.device import Device, Uploader
 from shardline.runtime.finite import FiniteWatch, with_errors
 from shardline.runtime.parallel.groups import RankGroups
-from shardline.runtime.replay import DecodeReplay, Forward
+from shardline.runtime.replay import Forward
 from shardline.runtime.sampling.sampler import Sampler
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
@@ -34,16 +33,17 @@ class Runner:
         stage: DecoderStage,
         groups: RankGroups,
         sampler: Sampler | None,
+        forward: Forward,
         *,
         hidden_size: int,
         dtype: torch.dtype,
         block_size: int,
-        max_model_len: int,
-        max_num_seqs: int,
+        max_blocks: int,
         num_kv_groups: int,
         watch: FiniteWatch | None,
         device: Device,
     ) -> None:
+        """`forward`: the stage's, or what replays it; `max_blocks`: of the longest sequence."""
         self._stage = stage
         self._groups = groups
         self._sampler = sampler
@@ -51,16 +51,12 @@ class Runner:
         self._dtype = dtype
         self._block_size = block_size
         self._num_kv_groups = num_kv_groups
-        max_blocks = -(-max_model_len // block_size) + 1
         self._sequences = SequenceTable(num_kv_groups, max_blocks)
         self._watch = watch
         # Elsewhere steps are captured with all logits, and whoever looks for NaN looks at all.
         self._finds_best = device.is_host and watch is None and stage.lm_head is not None and stage.lm_head.finds_best
-        self._forward: Forward = stage.forward
+        self._forward = forward
         self._uploader = None if device.is_host else Uploader(device.torch)
-        if watch is None:
-            sizes = {"max_blocks": max_blocks, "num_kv_groups": num_kv_groups, "hidden_size": hidden_size}
-            self._forward = _replay(stage, groups, device, dtype, max_num_seqs, sizes)
 
     @torch.inference_mode()
     def run(self, rank_step: RankStep) -> StepResult | None:
@@ -159,23 +155,3 @@ def _sampled_tokens(
         context_lens=torch.from_numpy(context_lens[sampled]),
         block_tables=tuple(group.block_tables[seqs] for group in kv_groups),
     )
-
-
-def _replay(
-    stage: DecoderStage,
-    groups: RankGroups,
-    device: Device,
-    dtype: torch.dtype,
-    max_num_seqs: int,
-    sizes: dict[str, int],
-) -> Forward:
-    """The stage's forward pass with decode steps replayed, in the device's way."""
-    if device.is_host:
-        return DecodeReplay(stage.forward, max_seqs=max_num_seqs, dtype=dtype, **sizes)
-    if groups.tensor.size > 1:
-        return stage.forward  # an exchange between ranks is not captured
-    padded = PaddedStep(device.torch, max_seqs=max_num_seqs, dtype=dtype, **sizes)
-    replay = GraphReplay(stage.forward, padded, max_num_seqs)
-    with torch.inference_mode():
-        replay.capture()
-    return replay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -36,13 +37,18 @@ class ReplicaSetup:
     """Layers of each pipeline stage."""
     groups: tuple[KVGroup, ...]
     num_blocks: int
-    """Of the KV pool, on every rank; block 0 is never used."""
+    """Of the KV pool, on every rank; block 0 is never used. 0: the ranks measure what fits once they have loaded."""
 
     @property
     def max_model_len(self) -> int:
         """Longest request in tokens."""
         assert isinstance(self.config.model.max_model_len, int)
         return self.config.model.max_model_len
+
+    @property
+    def max_blocks(self) -> int:
+        """Of a sequence's block table."""
+        return -(-self.max_model_len // self.config.cache.block_size) + 1
 
     @property
     def dtype(self) -> DType:
@@ -127,6 +133,7 @@ def prepare(config: EngineConfig) -> ReplicaSetup:
     spec = decoder_spec(files.config, config.model.max_model_len)
     grid = replica_grid(config.parallel)
     stages = stage_spans(spec, grid.pipeline, config.parallel.pipeline_stages)
+    length = config.model.max_model_len
     return ReplicaSetup(
         config=config,
         files=files,
@@ -134,8 +141,13 @@ def prepare(config: EngineConfig) -> ReplicaSetup:
         grid=grid,
         stages=stages,
         groups=kv_groups(spec),
-        num_blocks=pool_blocks(config, spec, grid, stages, config.model.max_model_len),
+        num_blocks=0 if measures_memory(config) else pool_blocks(config, spec, grid, stages, length),
     )
+
+
+def measures_memory(config: EngineConfig) -> bool:
+    """Whether the ranks of a resolved configuration find out what is left for the KV cache."""
+    return config.cache.kv_cache_memory is None and config.cache.num_gpu_blocks_override is None
 
 
 def kv_dtype(config: EngineConfig) -> KVDType:
@@ -154,21 +166,30 @@ def replica_grid(parallel: ParallelConfig) -> RankGrid:
 
 
 def pool_blocks(
-    config: EngineConfig, spec: DecoderSpec, grid: RankGrid, stages: tuple[Span, ...], max_len: int | None
+    config: EngineConfig,
+    spec: DecoderSpec,
+    grid: RankGrid,
+    stages: tuple[Span, ...],
+    max_len: int | None,
+    rooms: Sequence[int] | None = None,
 ) -> int:
     """Blocks of the pool, the null block included: what the memory of the fullest rank holds, and no more than
-    max_num_seqs requests of full length, with prefix caching at least _CACHED_REQUESTS, can use."""
+    max_num_seqs requests of full length, with prefix caching at least _CACHED_REQUESTS, can use.
+
+    `rooms`: bytes for the KV cache of each rank; default: kv_cache_memory on all.
+    """
     cache, scheduler = config.cache, config.scheduler
     if cache.num_gpu_blocks_override is not None:
         return cache.num_gpu_blocks_override + 1
-    assert isinstance(cache.kv_cache_memory, int)
+    if rooms is None:
+        assert isinstance(cache.kv_cache_memory, int)
+        rooms = [cache.kv_cache_memory] * grid.world_size
     dtype = kv_dtype(config)
     shared = latents_shared(config)
-    largest = max(
-        kv_block_bytes(spec, grid.place(rank), stages, dtype, cache.block_size, latents_shared=shared)
-        for rank in range(grid.world_size)
+    fitting = min(
+        room // kv_block_bytes(spec, grid.place(rank), stages, dtype, cache.block_size, latents_shared=shared)
+        for rank, room in enumerate(rooms)
     )
-    fitting = cache.kv_cache_memory // largest
     length = spec.max_position_embeddings if max_len is None else max_len
     most_requests = max(scheduler.max_num_seqs, _CACHED_REQUESTS if cache.enable_prefix_caching else 0)
     useful = most_requests * blocks_per_request(

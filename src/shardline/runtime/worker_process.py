@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING
 from shardline.channel import Channel
 from shardline.log import configure_logging
 from shardline.runtime.messages import (
+    AllocateCache,
+    MemoryUse,
     RankFailed,
+    RankMeasured,
     RankReady,
     RankReport,
     RunStep,
@@ -30,7 +33,7 @@ from shardline.runtime.messages import (
 from shardline.types import RankStep
 
 if TYPE_CHECKING:
-    from shardline.runtime.worker import Worker
+    from shardline.runtime.worker import Agree, Worker
 
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
@@ -41,11 +44,17 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
     start = channel.receive()
     assert isinstance(start, StartWorker)
     steps: queue.SimpleQueue[RankStep] = queue.SimpleQueue()
+    pool_sizes: queue.SimpleQueue[int] = queue.SimpleQueue()
     # The reader is up before torch is imported: an engine that ends meanwhile ends its workers too.
-    threading.Thread(target=_read_plans, args=(channel, steps), daemon=True).start()
+    threading.Thread(target=_read_messages, args=(channel, steps, pool_sizes), daemon=True).start()
+
+    def agree(memory: MemoryUse) -> int:
+        channel.send(RankMeasured(memory))
+        return pool_sizes.get()
+
     loaded = False
     try:
-        worker, report, is_driver = _load(start, segment)
+        worker, report, is_driver = _load(start, segment, agree)
         channel.send(RankReady(report))
         loaded = True
         while True:
@@ -62,7 +71,7 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
             channel.send(RankFailed(start.rank, message, user_error, consequence))
 
 
-def _load(start: StartWorker, segment: memoryview) -> tuple[Worker, RankReport, bool]:
+def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Worker, RankReport, bool]:
     from shardline.runtime.device import open_device
     from shardline.runtime.parallel.groups import join_distributed, join_shared
     from shardline.runtime.setup import prepare
@@ -79,16 +88,21 @@ def _load(start: StartWorker, segment: memoryview) -> tuple[Worker, RankReport, 
     else:
         groups = join_shared(segment, setup.segment_layout, start.rank, timeout)
     worker = Worker(setup, groups)
-    return worker, worker.load(), start.rank in setup.grid.drivers
+    return worker, worker.load(agree), start.rank in setup.grid.drivers
 
 
-def _read_plans(channel: Channel[WorkerRequest], steps: queue.SimpleQueue[RankStep]) -> None:
+def _read_messages(
+    channel: Channel[WorkerRequest], steps: queue.SimpleQueue[RankStep], pool_sizes: queue.SimpleQueue[int]
+) -> None:
     """Runs beside the steps, so that the engine's end is noticed even in the middle of an exchange."""
     try:
         while True:
             message = channel.receive()
-            assert isinstance(message, RunStep)
-            steps.put(message.step)
+            if isinstance(message, AllocateCache):
+                pool_sizes.put(message.num_blocks)
+            else:
+                assert isinstance(message, RunStep)
+                steps.put(message.step)
     except (EOFError, OSError):
         os._exit(0)
     except BaseException:

@@ -109,6 +109,10 @@ def linear(rows: int, columns: int, depth: int, tile: Tile | None = None) -> Non
         launch_linear(x, weight, None, out, tile=tile)
 
 
+def gated_linear(rows: int, width: int, depth: int) -> None:
+    ops.linear(bf16(rows, depth), bf16(2 * width, depth), None, bf16(rows, width), "silu")
+
+
 def sample(num_rows: int, vocab_size: int) -> None:
     floats, ints = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
     logits = torch.empty(num_rows, vocab_size)
@@ -193,6 +197,9 @@ CASES: dict[str, Callable[[], None]] = {
     "linear_m128": lambda: linear(128, 6144, 4096),
     "linear_m128_wide": lambda: linear(128, 28672, 4096),
     "linear_m2048": lambda: linear(2048, 6144, 4096),
+    "linear_gated_m1": lambda: gated_linear(1, 14336, 4096),
+    "linear_gated_m128": lambda: gated_linear(128, 14336, 4096),
+    "linear_gated_m2048": lambda: gated_linear(2048, 14336, 4096),
     "fp8_m1": lambda: linear_fp8(1, 6144, 4096),
     "fp8_m2048": lambda: linear_fp8(2048, 6144, 4096),
     "route": lambda: route(128, 8),

@@ -44,6 +44,15 @@ def test_linear(rng):
         assert_close(out, linear_reference(x, weight, bias, out_dtype=dtype), scale=200**0.5)
 
 
+def test_gated_linear(rng):
+    x, weight, bias = (randn(*shape, dtype=BF16, rng=rng) for shape in ((9, 200), (70, 200), (70,)))
+    both, expected, out = (torch.empty(9, width, dtype=BF16) for width in (70, 35, 35))
+    ops.linear(x, weight, bias, both)
+    ops.activation(both, expected, "silu", True)
+    ops.linear(x, weight, bias, out, "silu")
+    assert_same_bits(out, expected)
+
+
 @pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
 def test_attention(rng, int8):
     batch = [

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardline.engine.executor.base import Executor, ExecutorFailure, rank_steps
+from shardline.engine.kv_budget import agreed_blocks
 from shardline.runtime.messages import RankReport
 from shardline.runtime.parallel.expert_load import Counts
 from shardline.runtime.setup import ReplicaSetup
@@ -35,7 +36,7 @@ class UniExecutor(Executor):
         groups = alone(layout.num_layers, layout.num_experts)
         self._expert_load = groups.expert_load
         self._worker = Worker(self._setup, groups)
-        return [self._worker.load()]
+        return [self._worker.load(lambda memory: agreed_blocks(self._setup, [memory]))]
 
     def submit(self, plans: Sequence[StepPlan]) -> None:
         (step,) = rank_steps(plans)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ class LayerContext:
     """Experts are whole, each on one rank of `experts`."""
     expert_load: Tensor | None = None
     """[num_layers, num_experts] int64: grows by the tokens that this rank counts for each expert."""
+    product_shapes: set[tuple[int, int]] = field(default_factory=set)
+    """[out, in] of the weights that were packed for layers, on this rank."""
 
     def spans(self, name: str) -> tuple[Span, ...]:
         """The range of the sharded dim of parameter `name` on each rank of the group."""
@@ -74,12 +76,14 @@ class LayerContext:
     def pack(self, weight: Tensor) -> PackedLinear:
         """A weight of a layer [out, in] as the quantization holds it."""
         packed = self.quantization.pack(weight)
+        self.product_shapes.add((weight.shape[0], weight.shape[1]))
         self.on_loaded(packed.nbytes)
         return packed
 
     def pack_gated(self, gate: Tensor, up: Tensor) -> PackedGatedLinear:
         """Both weights [out, in] of a gated block's first half as the quantization holds them."""
         packed = self.quantization.pack_gated(gate, up)
+        self.product_shapes.add((gate.shape[0] + up.shape[0], gate.shape[1]))
         self.on_loaded(packed.nbytes)
         return packed
 

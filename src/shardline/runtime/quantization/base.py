@@ -57,7 +57,7 @@ class PackedGatedLinear(Protocol):
     def __call__(self, x: LinearInput, bias: Tensor | None, activation: ActivationName) -> Tensor:
         """act(x gate^T + bias[:out_features]) * (x up^T + bias[out_features:]): [M, out_features] of x's dtype.
 
-        The bits of a `PackedLinear` over both, and then `gated_activation`.
+        Rounded as `ops.gated_linear` says.
         """
 
 

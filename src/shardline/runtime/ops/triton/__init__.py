@@ -9,6 +9,7 @@ from __future__ import annotations
 from shardline.runtime.ops.triton.activation import activation
 from shardline.runtime.ops.triton.add import add
 from shardline.runtime.ops.triton.attention import mla_attention, paged_attention
+from shardline.runtime.ops.triton.expert_exchange import combine_slots, expert_slots, pack_dispatch
 from shardline.runtime.ops.triton.experts import expert_down, expert_up
 from shardline.runtime.ops.triton.kv_cache import write_kv, write_latent
 from shardline.runtime.ops.triton.linear import linear, linear_fp8, linear_heads, linear_int4, linear_int8
@@ -25,7 +26,9 @@ __all__ = [
     "activation_empty",
     "add",
     "apply_rope",
+    "combine_slots",
     "expert_down",
+    "expert_slots",
     "expert_up",
     "greedy_argmax",
     "layer_norm",
@@ -35,6 +38,7 @@ __all__ = [
     "linear_int4",
     "linear_int8",
     "mla_attention",
+    "pack_dispatch",
     "paged_attention",
     "quantize_rows",
     "quantize_rows_fp8",
