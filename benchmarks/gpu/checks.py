@@ -17,13 +17,13 @@ from shardline.runtime.ops import (
     mla_attention,
     norm,
     rope,
-    sampling,
     softcap,
 )
 from shardline.runtime.ops import triton as kernels
 from shardline.runtime.ops.triton.linear import launch_linear
 
 from .inputs import Inputs, relative_error
+from .sampling_checks import SamplingChecks
 from .tiles import LINEAR_TILES
 from .weight_checks import WeightChecks
 
@@ -137,27 +137,6 @@ class Checks(Inputs):
 
     def _lengths(self) -> list[tuple[int, int]]:
         return [(0, 5), (19, 20)] if self.small else [(0, 70), (599, 600), (1500, 1637), (2047, 2048)]
-
-    def sampling(self) -> float:
-        """The share of rows whose token is not the CPU's."""
-        rows, vocab = (4, 300) if self.small else (256, 128256)
-        logits = (3 * torch.randn(rows, vocab, generator=self.rng)).float()
-        arguments: dict[str, Tensor] = {
-            "temperature": torch.rand(rows, generator=self.rng) + 0.3,
-            "top_k": torch.randint(-20, 60, (rows,), generator=self.rng, dtype=torch.int32),
-            "top_p": (torch.rand(rows, generator=self.rng) + 0.3).clamp(max=1.0),
-            "min_p": torch.rand(rows, generator=self.rng) * 0.02,
-            "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=self.rng),
-            "choices": torch.arange(rows),
-            "positions": torch.arange(rows) * 1000,
-        }
-        tokens = torch.full((rows,), -1, device=self.device)
-        kernels.sample(logits.to(self.device), *(a.to(self.device) for a in arguments.values()), 0, tokens)
-        wrong = (tokens.cpu() != sampling.sample(logits, **arguments)).double().mean().item()
-        ids, values = torch.full((rows,), -1, device=self.device), self.poison(rows, dtype=torch.float32)
-        kernels.greedy_argmax(logits.to(self.device), ids, values)
-        assert torch.equal(ids.cpu(), logits.argmax(1)), "greedy is exact"
-        return wrong
 
 
 class PagedCall:
@@ -292,7 +271,12 @@ def run(device: str) -> dict[str, Any]:
     for dtype in (torch.float32,) if small else (torch.float32, torch.bfloat16):
         # The interpreter rounds to fp8 wrongly; the tests, which put that right, check it there.
         left_out = {"linear_fp8"} if small else set()
-        every = [(kind, name) for kind in (Checks, WeightChecks) for name in vars(kind) if not name.startswith("_")]
+        every = [
+            (kind, name)
+            for kind in (Checks, SamplingChecks, WeightChecks)
+            for name in vars(kind)
+            if not name.startswith("_")
+        ]
         for kind, name in every:
             if name in left_out:
                 continue

@@ -21,6 +21,7 @@ from shardline.runtime.layers.kv_pages import CachePart
 from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.messages import RankReport
 from shardline.runtime.parallel.groups import RankGroups
+from shardline.runtime.pending import PendingStep
 from shardline.runtime.quantization.base import quantization
 from shardline.runtime.runner import Runner
 from shardline.runtime.sampling.sampler import Sampler
@@ -62,7 +63,9 @@ class Worker:
         stage, weight_bytes = self._load_stage(device)
         self._stage = stage
         kv_bytes = self._allocate_cache(stage, device)
-        sampler = Sampler(stage.lm_head.spans, self._groups.tensor) if stage.lm_head is not None else None
+        sampler = None
+        if stage.lm_head is not None:
+            sampler = Sampler(stage.lm_head.spans, self._groups.tensor, device.torch)
         self._runner = Runner(
             stage,
             self._groups,
@@ -96,11 +99,15 @@ class Worker:
 
     def run(self, step: RankStep) -> StepResult | None:
         """Run one step; see Runner.run."""
+        return self.launch(step).result()
+
+    def launch(self, step: RankStep) -> PendingStep:
+        """Begin one step; see Runner.launch."""
         assert self._runner is not None
-        result = self._runner.run(step)
+        pending = self._runner.launch(step)
         if self._expert_load is not None:
             self._expert_load.publish()
-        return result
+        return pending
 
     def _load_stage(self, device: Device) -> tuple[DecoderStage, int]:
         setup, place = self._setup, self._groups.place

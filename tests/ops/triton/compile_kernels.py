@@ -115,6 +115,19 @@ def sample(num_rows: int, vocab_size: int) -> None:
     ops.sample(logits, floats, int32(num_rows), floats, floats, ints, ints, ints, 0, ints)
 
 
+def penalize(num_rows: int, vocab_size: int, num_entries: int) -> None:
+    floats, logits, uncounted = torch.empty(num_rows), torch.empty(num_rows, vocab_size), torch.zeros(num_rows).long()
+    ids, in_prompt = int32(num_entries), torch.zeros(num_entries, dtype=torch.bool)
+    entries = (int32(num_rows + 1), ids, ids, in_prompt, torch.empty(num_entries))
+    ops.penalize(logits, floats, floats, floats, *entries, uncounted)
+
+
+def logprobs(num_rows: int, vocab_size: int, top_n: int) -> None:
+    floats, ints = torch.empty(num_rows), torch.zeros(num_rows, dtype=torch.int64)
+    top = (torch.zeros(num_rows, top_n, dtype=torch.int64), torch.empty(num_rows, top_n))
+    ops.logprobs(torch.empty(num_rows, vocab_size), ints, top_n, floats, ints, *top)
+
+
 def rope_and_write() -> None:
     qkv, cache = bf16(4, 48, 128), bf16(8, 8, 16, 128)
     positions, table = torch.zeros(4, dtype=torch.int64), torch.empty(64, 128)
@@ -179,6 +192,8 @@ CASES: dict[str, Callable[[], None]] = {
         torch.empty(4, 128256), torch.empty(4, dtype=torch.int64), torch.empty(4)
     ),
     "sample": lambda: sample(4, 128256),
+    "penalize": lambda: penalize(4, 128256, 1000),
+    "logprobs": lambda: logprobs(4, 128256, 5),
     "linear_m1": lambda: linear(1, 6144, 4096),
     "linear_m1_wide": lambda: linear(1, 28672, 4096),
     "linear_m128": lambda: linear(128, 6144, 4096),

@@ -19,6 +19,8 @@ class TokenEmbedding:
         self._lookup = rows or context.load("embed.weight").__getitem__
         spans = context.spans("embed.weight")
         self._start = spans[context.group.rank].start
+        self._num_rows = spans[context.group.rank].size
+        self._on_host = context.device.type == "cpu"
         self._stops = torch.tensor([span.stop for span in spans], device=context.device)
         # Gemma rounds the factor itself to the activations' dtype before it multiplies.
         scale = context.spec.embedding_scale
@@ -37,9 +39,20 @@ class TokenEmbedding:
         if self._group.size == 1:
             return self._lookup(token_ids)
         owners = torch.bucketize(token_ids, self._stops, right=True)
+        if not self._on_host:
+            return self._any_rows(token_ids, owners)
         local = self._lookup(token_ids[owners == self._group.rank] - self._start)
         counts = torch.bincount(owners, minlength=self._group.size).tolist()
         gathered = self._group.all_gather_rows(local, counts)
         hidden = torch.empty_like(gathered)
         hidden[torch.argsort(owners, stable=True)] = gathered
         return hidden
+
+    def _any_rows(self, token_ids: Tensor, owners: Tensor) -> Tensor:
+        """Each rank sends a row for every token, its own or another: a device would have to tell the host how many of
+        them are its own."""
+        start, stop = self._start, self._start + self._num_rows
+        local = self._lookup(token_ids.clamp(start, stop - 1) - start)
+        size, width = self._group.size, local.shape[1]
+        gathered = self._group.all_gather_columns(local, [width] * size).view(-1, size, width)
+        return gathered.gather(1, owners[:, None, None].expand(-1, 1, width))[:, 0]

@@ -12,7 +12,9 @@ from shardline.runtime.ops.triton.attention import mla_attention, paged_attentio
 from shardline.runtime.ops.triton.experts import expert_down, expert_up
 from shardline.runtime.ops.triton.kv_cache import write_kv, write_latent
 from shardline.runtime.ops.triton.linear import linear, linear_fp8, linear_heads, linear_int4, linear_int8
+from shardline.runtime.ops.triton.logprobs import logprobs
 from shardline.runtime.ops.triton.norm import layer_norm, rms_norm
+from shardline.runtime.ops.triton.penalties import penalize
 from shardline.runtime.ops.triton.quantize import quantize_rows, quantize_rows_fp8
 from shardline.runtime.ops.triton.rope import apply_rope, rope_and_write_kv
 from shardline.runtime.ops.triton.routing import route_experts
@@ -34,8 +36,10 @@ __all__ = [
     "linear_heads",
     "linear_int4",
     "linear_int8",
+    "logprobs",
     "mla_attention",
     "paged_attention",
+    "penalize",
     "quantize_rows",
     "quantize_rows_fp8",
     "rms_norm",
