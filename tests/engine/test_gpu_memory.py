@@ -98,6 +98,18 @@ def test_what_a_gpu_cannot_is_refused(options: dict[str, object], says: str, mon
         resolve(EngineConfig.from_options(device="cuda", **options))
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+def test_a_gpu_keeps_keys_and_values_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_gpus(monkeypatch, (8 * GIB, 7 * GIB))
+    options = {"device": "cuda", "kv_cache_memory": "8MiB", "max_model_len": 64, "kv_cache_dtype": name}
+    setup = prepare(resolve(EngineConfig.from_options(**options)))
+    assert setup.kv_dtype == "float8_e4m3fn"
+    assert setup.num_blocks == (8 << 20) // (8 * 8 * (32 + 4) * 2 * 16)  # a byte each, and a scale
+    latents = str(make_checkpoint("deepseek_v2", tmp_path))
+    with pytest.raises(ValueError, match=f"kv_cache_dtype {name} is not supported for latent attention"):
+        resolve(EngineConfig.from_options(**options, model=latents))
+
+
 def test_nccl_needs_gpus() -> None:
     with pytest.raises(ValueError, match="'nccl' needs GPUs"):
         resolve(EngineConfig.from_options(device="cpu", collectives="nccl"))

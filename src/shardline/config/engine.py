@@ -88,8 +88,9 @@ class CacheConfig:
     block_size: int = option(16, "tokens per KV block")
     kv_cache_dtype: str = option(
         "auto",
-        "type of keys and values in the cache; auto: the activations'; int8: one byte and a scale per token and head",
-        choices=("auto", "int8"),
+        "type of keys and values in the cache; auto: the activations'; int8, and on GPUs fp8 (e4m3): one byte, and a "
+        "scale per token and head",
+        choices=("auto", "int8", "fp8", "fp8_e4m3"),
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
     kv_cache_memory: str | int | None = option(

@@ -48,8 +48,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
         check_gpu_support(config, spec)
     elif config.model.quantization == "fp8":
         raise ValueError("quantization fp8 needs a GPU, and this is the CPU; use int8")
-    if config.cache.kv_cache_dtype == "int8" and any(isinstance(layer.attention, MLA) for layer in spec.layers):
-        raise ValueError("kv_cache_dtype int8 is not supported for latent attention, whose cache is small; use auto")
+    _check_kv_dtype(config.cache.kv_cache_dtype, spec, parallel.device)
     check_tensor_parallel(spec, parallel.tensor_parallel_size)
     if parallel.enable_expert_parallel:
         check_expert_parallel(spec, parallel.tensor_parallel_size, parallel.data_parallel_size)
@@ -132,6 +131,17 @@ def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
     if threads * ranks > cores:
         _log.warning("%d ranks of %d threads share %d cores: expect them to wait for each other", ranks, threads, cores)
     return dataclasses.replace(parallel, distributed_executor_backend=backend, device=device, cpu_threads=threads)
+
+
+def _check_kv_dtype(asked: str, spec: DecoderSpec, device: str) -> None:
+    if asked == "auto":
+        return
+    if any(isinstance(layer.attention, MLA) for layer in spec.layers):
+        raise ValueError(
+            f"kv_cache_dtype {asked} is not supported for latent attention, whose cache is small; use auto"
+        )
+    if asked != "int8" and device == "cpu":
+        raise ValueError(f"kv_cache_dtype {asked} needs a GPU, and this is the CPU; use int8")
 
 
 def _resolve_dtype(asked: str, checkpoint: str) -> DType:

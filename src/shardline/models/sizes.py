@@ -29,10 +29,10 @@ from shardline.models.sharding import Numerics, shard, shard_shape
 from shardline.models.spec import MLA, Attention, DecoderSpec, Dense, DType, Layer, MoE
 from shardline.models.weight_formats import weight_format
 
-KVDType = DType | Literal["int8"]
-"""What the KV cache holds: int8 has a float32 scale beside every token's head."""
+KVDType = DType | Literal["int8", "float8_e4m3fn"]
+"""What the KV cache holds: the types of one byte have a float32 scale beside every token's head."""
 
-DTYPE_BYTES: Mapping[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES: Mapping[KVDType, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 """Bytes per element."""
 
 
@@ -181,11 +181,11 @@ def _multiplications_per_pair(attention: Attention) -> int:
 def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, latents_shared: bool) -> int:
     """Keys and values of one token in one layer on one rank, scales included."""
     if isinstance(attention, MLA):
+        assert DTYPE_BYTES[dtype] > 1, "refused by resolve"
         parts = split_dim(attention.latent_dim, len(place.tp_peers) if latents_shared else 1)
-        assert dtype != "int8", "refused by resolve"
         return parts[place.tp_rank if latents_shared else 0].size * DTYPE_BYTES[dtype]
     shares = split_heads(attention.num_heads, attention.num_kv_heads, len(place.tp_peers))
-    head_bytes = attention.head_dim + 4 if dtype == "int8" else attention.head_dim * DTYPE_BYTES[dtype]
+    head_bytes = attention.head_dim * DTYPE_BYTES[dtype] + (4 if DTYPE_BYTES[dtype] == 1 else 0)
     return 2 * shares[place.tp_rank].kv_heads.size * head_bytes
 
 

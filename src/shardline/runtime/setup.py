@@ -140,7 +140,10 @@ def prepare(config: EngineConfig) -> ReplicaSetup:
 
 def kv_dtype(config: EngineConfig) -> KVDType:
     """What the KV cache of a resolved configuration holds."""
-    return "int8" if config.cache.kv_cache_dtype == "int8" else cast(DType, config.model.dtype)
+    asked = config.cache.kv_cache_dtype
+    if asked == "auto":
+        return cast(DType, config.model.dtype)
+    return "int8" if asked == "int8" else "float8_e4m3fn"
 
 
 def latents_shared(config: EngineConfig) -> bool:

@@ -80,9 +80,9 @@ def int32(*shape: int) -> torch.Tensor:
 
 def attention(heads: int, kv_heads: int, dim: int, num_tokens: int, num_seqs: int, **options: Any) -> None:
     """A call with contexts of up to 2048 keys in blocks of 16."""
-    is_int8 = options.pop("int8", False)
-    cache = (int8 if is_int8 else bf16)(4, kv_heads, 16, dim)
-    scales = (torch.empty(4, kv_heads, 16),) * 2 if is_int8 else ()
+    stored = options.pop("stored", bf16)
+    cache = stored(4, kv_heads, 16, dim)
+    scales = () if stored == bf16 else (torch.empty(4, kv_heads, 16),) * 2
     query, out = bf16(num_tokens, heads, dim), bf16(num_tokens, heads, dim)
     window, softcap = options.pop("window", None), options.pop("softcap", None)
     tables, starts, lens = int32(num_seqs, 128), int32(num_seqs + 1), int32(num_seqs)
@@ -134,8 +134,8 @@ def rope_and_write() -> None:
     ops.rope_and_write_kv(qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], cache, cache, positions, positions, table, False)
 
 
-def write_kv_int8() -> None:
-    kv, cache, scales, slots = bf16(4, 8, 128), int8(8, 8, 16, 128), torch.empty(8, 8, 16), torch.zeros(4).long()
+def write_kv_bytes(stored: Callable[..., torch.Tensor]) -> None:
+    kv, cache, scales, slots = bf16(4, 8, 128), stored(8, 8, 16, 128), torch.empty(8, 8, 16), torch.zeros(4).long()
     ops.write_kv(kv, kv, cache, cache, slots, scales, scales)
 
 
@@ -184,7 +184,8 @@ CASES: dict[str, Callable[[], None]] = {
     "write_kv": lambda: ops.write_kv(
         bf16(4, 8, 128), bf16(4, 8, 128), bf16(8, 8, 16, 128), bf16(8, 8, 16, 128), torch.zeros(4, dtype=torch.int64)
     ),
-    "write_kv_int8": write_kv_int8,
+    "write_kv_int8": lambda: write_kv_bytes(int8),
+    "write_kv_fp8": lambda: write_kv_bytes(fp8),
     "silu": lambda: ops.activation(bf16(4, 28672), bf16(4, 14336), "silu", True),
     "gelu": lambda: ops.activation(bf16(4, 4096), bf16(4, 4096), "gelu", False),
     "softcap": lambda: ops.softcap(torch.empty(4, 256000), 30.0),
@@ -223,8 +224,11 @@ CASES: dict[str, Callable[[], None]] = {
     "attention_prefill": lambda: attention(32, 8, 128, 2048, 4),
     "attention_prefill_64": lambda: attention(32, 8, 64, 2048, 4),
     "attention_prefill_256": lambda: attention(16, 8, 256, 2048, 4, window=4096, softcap=50.0),
-    "attention_decode_int8": lambda: attention(32, 8, 128, 64, 64, spread_splits=False, int8=True),
-    "attention_prefill_int8": lambda: attention(32, 8, 128, 2048, 4, int8=True),
+    "attention_decode_int8": lambda: attention(32, 8, 128, 64, 64, spread_splits=False, stored=int8),
+    "attention_prefill_int8": lambda: attention(32, 8, 128, 2048, 4, stored=int8),
+    "attention_decode_fp8": lambda: attention(32, 8, 128, 64, 64, spread_splits=False, stored=fp8),
+    "attention_decode_fp8_spread": lambda: attention(32, 8, 128, 1, 1, stored=fp8),
+    "attention_prefill_fp8": lambda: attention(32, 8, 128, 2048, 4, stored=fp8),
     "attention_window": lambda: attention(32, 8, 128, 2048, 4, window=4096),
 }
 

@@ -13,6 +13,10 @@ from shardline.config.engine import EngineConfig
 from shardline.engine.resolve import resolve
 from shardline.runtime.cuda_graphs import PaddedStep
 from shardline.runtime.device import DeviceCounters, Uploader
+from shardline.runtime.layers import attention
+from shardline.runtime.ops import kv_cache
+from shardline.runtime.ops.attention import paged_attention_reference
+from shardline.runtime.ops.kv_cache import write_kv_reference
 from shardline.runtime.ops.linear_fp8 import linear_fp8, linear_fp8_reference
 from shardline.runtime.parallel.groups import alone
 from shardline.runtime.quantization import fp8
@@ -44,11 +48,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 def load(folder: Path, options: dict[str, object]) -> Worker:
     """A loaded worker of one rank, with the same weights every time."""
     chosen = {"dtype": "float32", "device": "cpu", "cpu_threads": 1, "num_gpu_blocks_override": 8, "max_model_len": 64}
-    scheme = options.get("quantization")
-    if scheme == "fp8":  # which resolve refuses on the CPU
-        options = {}
-    config = resolve(EngineConfig.from_options(model=str(folder), **chosen, **options))
-    setup = prepare(dataclasses.replace(config, model=dataclasses.replace(config.model, quantization=scheme)))
+    accepted = {name: value for name, value in options.items() if value != "fp8"}  # which resolve refuses on the CPU
+    config = resolve(EngineConfig.from_options(model=str(folder), **chosen, **accepted))
+    model = dataclasses.replace(config.model, quantization=options.get("quantization"))
+    cache = dataclasses.replace(config.cache, kv_cache_dtype=options.get("kv_cache_dtype", "auto"))
+    setup = prepare(dataclasses.replace(config, model=model, cache=cache))
     groups = alone(len(setup.spec.layers) if setup.num_experts else 0, setup.num_experts)
     worker = Worker(setup, groups)
     worker.load()
@@ -113,6 +117,22 @@ def test_fp8_is_its_oracle(tmp_path, monkeypatch, request):
     # An activation about halfway between two of fp8's few values may go either way, and that row is then another.
     assert error.median() < 1e-5
     assert error.max() < 2e-2
+
+
+def test_keys_and_values_in_fp8_are_the_oracles(tmp_path, monkeypatch, gpu_kernels):
+    make_checkpoint("mistral", tmp_path, num_hidden_layers=2)
+    options: dict[str, object] = {"kv_cache_dtype": "fp8"}
+    worker = load(tmp_path, options)
+    assert worker.stage.layers[0].attention._pages.keys.dtype == torch.float8_e4m3fn
+    actual, plain = logits(worker, 4), logits(load(tmp_path, {}), 4)
+    monkeypatch.setattr(attention, "paged_attention", paged_attention_reference)
+    monkeypatch.setattr(kv_cache, "write_kv", write_kv_reference)
+    expected = logits(load(tmp_path, options), 1)
+    error = torch.cat([(a - e).norm(dim=1) / e.norm(dim=1) for a, e in zip(actual, expected, strict=True)])
+    # An element about halfway between two of fp8's few values may go either way.
+    assert error.median() < 1e-5
+    assert error.max() < 2e-2
+    assert all((a - p).norm() > 1e-4 * p.norm() for a, p in zip(actual, plain, strict=True)), "it was fp8"
 
 
 def test_counters_are_published_now_and_then():
