@@ -12,8 +12,10 @@ from shardline.config.units import format_bytes, parse_bytes
 from shardline.engine.gpu_memory import gpu_memory
 from shardline.engine.gpu_support import check_gpu_support, gpu_kv_bytes
 from shardline.engine.host_memory import allowed_cpus, available_host_memory
+from shardline.models.hf_config import HFConfig
 from shardline.models.kv_capacity import longest_request
 from shardline.models.lookup import decoder_spec
+from shardline.models.packed_weights import PackedFormat, packed_format
 from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel, kv_groups
 from shardline.models.sharding import Numerics
 from shardline.models.sizes import kv_block_bytes, stage_spans, weight_bytes
@@ -36,7 +38,10 @@ def resolve(config: EngineConfig) -> EngineConfig:
     parallel = _resolve_parallel(config.parallel)
     dummy = config.model.load_format == "dummy"
     files = resolve_model(config.model.model, config.model.revision, weights=not dummy)
-    dtype = _resolve_dtype(config.model.dtype, decoder_spec(files.config, None).dtype)
+    checkpoint_dtype = decoder_spec(files.config, None).dtype
+    packed = packed_format(HFConfig(files.config))
+    # Of 4 bits and a scale, bfloat16 keeps what matters.
+    dtype = _resolve_dtype(config.model.dtype, checkpoint_dtype if packed is None else "bfloat16")
     asked = config.model.max_model_len
     spec = decoder_spec(files.config, asked if isinstance(asked, int) else None)
     if isinstance(asked, int) and asked > spec.max_position_embeddings:
@@ -54,7 +59,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
         check_expert_parallel(spec, parallel.tensor_parallel_size, parallel.data_parallel_size)
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
     if not dummy:
-        Checkpoint.open(files.folder).check(spec)
+        Checkpoint.open(files.folder).check(spec, packed)
     grid = replica_grid(parallel)
     placed = dataclasses.replace(config, parallel=parallel)
     kv_bytes = _kv_bytes_per_rank(placed, spec, grid, stages, dtype)
@@ -71,17 +76,23 @@ def resolve(config: EngineConfig) -> EngineConfig:
     num_blocks = pool_blocks(resolved, spec, grid, stages, length)
     _check_memory(resolved, spec, grid, stages, num_blocks)
     resolved = dataclasses.replace(resolved, model=dataclasses.replace(model, max_model_len=length))
-    reasons = _reasons(config, resolved, spec, stages)
+    reasons = _reasons(config, resolved, spec, stages, packed)
     if reasons:
         _log.info("chosen: %s", "; ".join(reasons))
     return resolved
 
 
-def _reasons(asked: EngineConfig, chosen: EngineConfig, spec: DecoderSpec, stages: tuple[Span, ...]) -> list[str]:
+def _reasons(
+    asked: EngineConfig,
+    chosen: EngineConfig,
+    spec: DecoderSpec,
+    stages: tuple[Span, ...],
+    packed: PackedFormat | None,
+) -> list[str]:
     """What was left open, what was chosen for it, and why."""
     reasons = []
     if asked.model.dtype == "auto":
-        reasons.append(f"dtype {chosen.model.dtype} (the checkpoint's is {spec.dtype})")
+        reasons.append(f"dtype {chosen.model.dtype} (the checkpoint's is {packed or spec.dtype})")
     if not isinstance(asked.model.max_model_len, int):
         whole = chosen.model.max_model_len == spec.max_position_embeddings
         why = "all that the model has" if whole else "what the KV cache holds"
