@@ -154,7 +154,7 @@ def expert_times(ceilings: dict[str, float]) -> dict[str, Any]:
     return result
 
 
-def time_attention(num_seqs: int, context: int, num_queries: int, is_int8: bool = False) -> float:
+def time_attention(num_seqs: int, context: int, num_queries: int, stored: torch.dtype | None = None) -> float:
     """Seconds of one call of Llama-3.1-8B's heads; every sequence asks for its last `num_queries` positions."""
     heads, kv_heads, dim, blocks = 32, 8, 128, -(-context // 16)
     sets = max(1, _ROTATED_BYTES // (num_seqs * context * kv_heads * dim * 4))
@@ -166,8 +166,8 @@ def time_attention(num_seqs: int, context: int, num_queries: int, is_int8: bool 
     for _ in range(min(sets, 16)):
         caches = [_randn(num_seqs * blocks + 1, kv_heads, 16, dim) for _ in range(2)]
         scales: list[Tensor] = []
-        if is_int8:
-            caches = [(30 * cache).clamp(-127, 127).to(torch.int8) for cache in caches]
+        if stored is not None:
+            caches = [(30 * cache).clamp(-127, 127).to(stored) for cache in caches]
             scales = [torch.rand(caches[0].shape[:3], device="cuda") for _ in range(2)]
         tables = (1 + torch.randperm(num_seqs * blocks, device="cuda")).int().view(num_seqs, blocks)
         arguments = (query, *caches, tables, starts, lens, out, dim**-0.5, None, None, *scales)
@@ -210,8 +210,9 @@ def attention_times(ceilings: dict[str, float]) -> dict[str, Any]:
         result[f"decode {num_seqs} x {context}"] = _entry(attempt(time_attention, num_seqs, context, 1), floor)
     for num_seqs, context in [(1, 8192), (64, 1024), (64, 8192)]:
         floor = num_seqs * context * 8 * (128 + 4) * 2 / ceilings["copy_bytes_per_s"]
-        spent = attempt(time_attention, num_seqs, context, 1, True)
-        result[f"decode int8 {num_seqs} x {context}"] = _entry(spent, floor)
+        for name, stored in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+            spent = attempt(time_attention, num_seqs, context, 1, stored)
+            result[f"decode {name} {num_seqs} x {context}"] = _entry(spent, floor)
     for num_seqs, context in [(8, 1024), (1, 8192)]:
         floor = num_seqs * 4 * 32 * 128 * context * context / 2 / ceilings["flops"]
         result[f"prefill {num_seqs} x {context}"] = _entry(attempt(time_attention, num_seqs, context, context), floor)
