@@ -109,6 +109,18 @@ def time_quantized(rows: int, columns: int, depth: int, bits: int) -> float:
     return seconds([partial(launch_linear, x, weight, None, out, scales, column_scales) for weight in weights])
 
 
+def time_w4a16(rows: int, columns: int, depth: int) -> float:
+    """Seconds of one product with a weight in 4 bits, in groups of 128."""
+    calls = []
+    out, x = _randn(rows, columns), _randn(rows, depth)
+    for _ in range(max(2, -(-_ROTATED_BYTES // (columns * depth // 2)))):
+        values = torch.randint(0, 256, (depth // 64, columns, 32), device="cuda", dtype=torch.uint8)
+        zeros = torch.randint(0, 16, (depth // 128, columns), device="cuda", dtype=torch.uint8)
+        scales = torch.rand(depth // 128, columns, device="cuda").half()
+        calls.append(partial(kernels.linear_w4a16, x, values, scales, zeros, 128, None, out))
+    return seconds(calls)
+
+
 def quantized_times(ceilings: dict[str, float]) -> dict[str, Any]:
     """Against the bytes of the weight, and twice the products that bf16 does."""
     result: dict[str, Any] = {}
@@ -119,6 +131,11 @@ def quantized_times(ceilings: dict[str, float]) -> dict[str, Any]:
             floor = max(columns * depth * stored / 8 / ceilings["copy_bytes_per_s"], work / 2 / ceilings["flops"])
             spent = attempt(time_quantized, rows, columns, depth, bits)
             result[f"int{bits} gate_up M={rows}"] = _entry(spent, floor)
+    for rows in (1, 64, 2048):
+        columns, depth = _LLAMA_8B["gate_up"]
+        num_bytes, work = columns * depth * (4 + 24 / 128) / 8, 2 * rows * columns * depth
+        floor = max(num_bytes / ceilings["copy_bytes_per_s"], work / ceilings["flops"])
+        result[f"w4a16 gate_up M={rows}"] = _entry(attempt(time_w4a16, rows, columns, depth), floor)
     return result
 
 

@@ -15,6 +15,7 @@ from shardline.engine.report import startup_report
 from shardline.engine.resolve import resolve
 from shardline.models.lookup import decoder_spec
 from shardline.models.parameters import parameters
+from shardline.models.partition import Span
 from shardline.models.sharding import shard
 from shardline.runtime.loader.hub import resolve_model
 from shardline.runtime.loader.weights import WeightSource, open_weights
@@ -135,3 +136,8 @@ def test_the_log_says_what_became_of_them(tmp_path):
     report = RankReport(0, "host", 1, "CPU", "portable", 1, 0, 0, 0.0)
     lines = startup_report(prepare(resolved), [report], {})
     assert "(the checkpoint's is awq, 4 bits in groups of 32, dequantized to bfloat16 as it loads)" in lines[0]
+
+
+def test_no_rows_are_no_rows(tmp_path):
+    nothing = weights_of(packed_llama(tmp_path)).get("layers.0.attention.q.weight", (Span(0, 0), None))
+    assert nothing.shape == (0, 64)

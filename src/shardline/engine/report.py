@@ -58,7 +58,8 @@ def _packed(setup: ReplicaSetup) -> str:
     packed = packed_format(HFConfig(setup.files.config))
     if packed is None or setup.config.model.load_format == "dummy":
         return ""
-    return f" (the checkpoint's is {packed}, dequantized to {setup.dtype} as it loads)"
+    kept = "kept" if setup.keeps_packed else f"dequantized to {setup.dtype} as it loads"
+    return f" (the checkpoint's is {packed}, {kept})"
 
 
 def _together(replicas: int) -> str:

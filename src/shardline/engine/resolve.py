@@ -20,6 +20,7 @@ from shardline.models.partition import Span, check_expert_parallel, check_tensor
 from shardline.models.sharding import Numerics
 from shardline.models.sizes import kv_block_bytes, stage_spans, weight_bytes
 from shardline.models.spec import MLA, DecoderSpec, DType
+from shardline.models.weight_formats import scheme_of
 from shardline.runtime.loader.checkpoint import Checkpoint
 from shardline.runtime.loader.hub import resolve_model
 from shardline.runtime.setup import kv_dtype, pool_blocks, replica_grid
@@ -61,9 +62,11 @@ def resolve(config: EngineConfig) -> EngineConfig:
     if not dummy:
         Checkpoint.open(files.folder).check(spec, packed)
     grid = replica_grid(parallel)
-    placed = dataclasses.replace(config, parallel=parallel)
+    scheme = _resolve_quantization(config, parallel, packed)
+    placed = dataclasses.replace(
+        config, parallel=parallel, model=dataclasses.replace(config.model, quantization=scheme or "none")
+    )
     kv_bytes = _kv_bytes_per_rank(placed, spec, grid, stages, dtype)
-    scheme = None if config.model.quantization == "none" else config.model.quantization
     model = dataclasses.replace(config.model, model=str(files.folder), dtype=dtype, quantization=scheme)
     cache = dataclasses.replace(config.cache, kv_cache_memory=kv_bytes)
     resolved = dataclasses.replace(config, model=model, parallel=parallel, cache=cache)
@@ -142,6 +145,29 @@ def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
     if threads * ranks > cores:
         _log.warning("%d ranks of %d threads share %d cores: expect them to wait for each other", ranks, threads, cores)
     return dataclasses.replace(parallel, distributed_executor_backend=backend, device=device, cpu_threads=threads)
+
+
+def _resolve_quantization(config: EngineConfig, parallel: ParallelConfig, packed: PackedFormat | None) -> str | None:
+    """The scheme by its full name; on a GPU weights that the checkpoint has packed stay so, if "none" does not say
+    otherwise."""
+    asked, on_gpu = config.model.quantization, parallel.device == "cuda"
+    is_there = packed is not None and config.model.load_format != "dummy"
+    if asked is None and not (is_there and on_gpu):
+        return None
+    if asked == "none":
+        return "none" if is_there and on_gpu else None
+    if asked is not None and scheme_of(asked) != "w4a16":
+        return asked
+    if not on_gpu:
+        raise ValueError("quantization w4a16 needs a GPU, and this is the CPU; use none, int8 or int4")
+    if packed is None or not is_there:
+        raise ValueError("quantization w4a16 is for GPTQ and AWQ checkpoints, and this is none; use int4")
+    if parallel.numerics == "fast" and parallel.tensor_parallel_size > 1:
+        raise ValueError(
+            "numerics fast cuts rows of weights, and those of this checkpoint are packed in groups; use --numerics "
+            "exact, or --quantization none"
+        )
+    return packed.quantization
 
 
 def _check_kv_dtype(asked: str, spec: DecoderSpec, device: str) -> None:

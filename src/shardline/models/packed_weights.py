@@ -13,6 +13,7 @@ from typing import Literal
 
 from shardline.models.hf_config import HFConfig
 from shardline.models.parameters import Shape
+from shardline.models.weight_formats import WHOLE_ROWS
 
 PACKED = 8
 """Numbers in a word."""
@@ -44,6 +45,11 @@ class PackedFormat:
             "qzeros": (groups, words),
             "scales": (groups, out_features),
         }
+
+    @property
+    def quantization(self) -> str:
+        """The name under which these weights are held as they are, see `weight_formats`."""
+        return f"w4a16_{self.group_size or WHOLE_ROWS}"
 
     def __str__(self) -> str:
         groups = "one group a row" if self.group_size is None else f"groups of {self.group_size}"

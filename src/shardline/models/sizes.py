@@ -14,6 +14,7 @@ from shardline.models.parameters import (
     is_linear,
     layer_parameters,
     parameters,
+    parse_name,
     stage_parameters,
 )
 from shardline.models.partition import (
@@ -77,8 +78,12 @@ def weight_bytes(
     total = 0
     for name, shape in _held(spec, stages[place.pp_rank], quantization):
         local = shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics, experts))
+        held = None
         if quantization is not None and is_linear(name):
-            total += weight_format(quantization, lm_head=name == "lm_head.weight").num_bytes(*local)
+            is_expert = expert_of(parse_name(name).part) is not None
+            held = weight_format(quantization, lm_head=name == "lm_head.weight", expert=is_expert)
+        if held is not None:
+            total += held.num_bytes(*local)
         else:
             total += math.prod(local) * DTYPE_BYTES["float32" if is_kept_in_float32(name) else dtype]
     return total
@@ -167,7 +172,7 @@ def _held(spec: DecoderSpec, stage: Span, quantization: str | None) -> Iterator[
     first, last = stage.start == 0, stage.stop == len(spec.layers)
     for name, shape in stage_parameters(spec, stage):
         yield ("lm_head.weight" if name == "embed.weight" and not first else name), shape
-    if first and last and spec.tied_embeddings and quantization is not None:
+    if first and last and spec.tied_embeddings and quantization and weight_format(quantization, lm_head=True):
         yield "lm_head.weight", (spec.vocab_size, spec.hidden_size)
 
 

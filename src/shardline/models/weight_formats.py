@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ class WeightFormat:
     """Neighbours along the input dim that share a scale; None: the whole row."""
     lm_head: str | None = None
     """Name of the format of the output embedding, where it is another."""
+    layers_only: bool = False
+    """The output embedding and experts are held in the activations' dtype."""
 
     def num_bytes(self, rows: int, columns: int) -> int:
         """Bytes of a weight [rows, columns], without padding."""
@@ -27,10 +30,25 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
     "int8": WeightFormat(bits=8, scale_bytes=4),
     "int4": WeightFormat(bits=4, scale_bytes=2, group_size=32, lm_head="int8"),
     "fp8": WeightFormat(bits=8, scale_bytes=4, lm_head="int8"),
+    # A scale in float16, as packers write it, and a zero point.
+    "w4a16": WeightFormat(bits=4, scale_bytes=3, group_size=128, layers_only=True),
 }
 
 
-def weight_format(quantization: str, lm_head: bool) -> WeightFormat:
-    """The format of the layers' weights in a scheme, or of its lm_head."""
-    layers = WEIGHT_FORMATS[quantization]
+WHOLE_ROWS = "rows"
+
+
+def scheme_of(quantization: str) -> str:
+    """The scheme of a resolved `--quantization`, which may name a group size: w4a16_128 is w4a16."""
+    return quantization.partition("_")[0]
+
+
+def weight_format(quantization: str, *, lm_head: bool = False, expert: bool = False) -> WeightFormat | None:
+    """The format of the layers' weights in a scheme, of its lm_head or of experts; None: the activations' dtype."""
+    scheme, _, group_size = quantization.partition("_")
+    layers = WEIGHT_FORMATS[scheme]
+    if layers.layers_only and (lm_head or expert):
+        return None
+    if group_size:
+        layers = dataclasses.replace(layers, group_size=None if group_size == WHOLE_ROWS else int(group_size))
     return WEIGHT_FORMATS[layers.lm_head] if lm_head and layers.lm_head else layers

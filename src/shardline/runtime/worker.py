@@ -141,6 +141,7 @@ class Worker:
                 device=device.torch,
                 max_model_len=setup.max_model_len,
                 quantization=quantization(setup.quantization),
+                keeps_packed=setup.keeps_packed,
                 weights=open_weights(setup.files, setup.spec, setup.config.model, device.torch),
                 watch=self._watch,
                 on_loaded=count,

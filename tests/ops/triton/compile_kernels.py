@@ -150,6 +150,14 @@ def linear_int4(rows: int, columns: int, depth: int) -> None:
     ops.linear_int4(int8(rows, depth), torch.empty(rows), int32(rows, 0), depth, panels, None, bf16(rows, columns))
 
 
+def linear_w4a16(rows: int, columns: int, depth: int) -> None:
+    values, zeros = (
+        torch.empty(depth // size, columns, last, dtype=torch.uint8) for size, last in ((64, 32), (128, 1))
+    )
+    scales = torch.empty(depth // 128, columns, dtype=torch.float16)
+    ops.linear_w4a16(bf16(rows, depth), values, scales, zeros[..., 0], 128, None, bf16(rows, columns))
+
+
 def experts_int4(num_tokens: int, num_experts: int, k: int, inner: int, hidden: int) -> None:
     panels = torch.empty(num_experts, hidden // 64, 36 * 2 * inner, dtype=torch.uint8)
     ids, rows = int32(num_tokens, k), bf16(num_tokens * k, inner)
@@ -211,6 +219,8 @@ CASES: dict[str, Callable[[], None]] = {
     "int8_m2048": lambda: linear_int8(2048, 6144, 4096),
     "int4_m1": lambda: linear_int4(1, 6144, 4096),
     "int4_m2048": lambda: linear_int4(2048, 6144, 4096),
+    "w4a16_m1": lambda: linear_w4a16(1, 6144, 4096),
+    "w4a16_m2048": lambda: linear_w4a16(2048, 6144, 4096),
     "int4_experts": lambda: experts_int4(64, 128, 8, 768, 2048),
     "linear_heads_m1": lambda: ops.linear_heads(bf16(1, 16, 192)[..., :128], bf16(16, 512, 128), bf16(1, 16, 512)),
     "linear_heads_m2048": lambda: ops.linear_heads(bf16(2048, 16, 512), bf16(16, 128, 512), bf16(2048, 16, 128)),

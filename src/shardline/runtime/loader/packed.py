@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,33 +10,20 @@ from torch import Tensor
 
 from shardline.models.packed_weights import PACKED, PackedFormat
 from shardline.models.partition import Span
+from shardline.runtime.ops.grouped_weight import GroupedWeight
 
 _IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight neighbours the lowest four bits of a word hold, which the next ones, and so on."""
 
 
-@dataclass(frozen=True)
-class GroupedWeight:
-    """K columns of N rows of a weight: (values - zeros) * scales, by groups of columns."""
-
-    values: Tensor
-    """[N, K] uint8, 0 to 15"""
-    scales: Tensor
-    """[N, G] float32, of the groups that these columns lie in"""
-    zeros: Tensor
-    """[N, G] uint8, 0 to 16"""
-    group_of: Tensor
-    """[K] int64: which of the G groups a column lies in"""
-
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """[N, K], each element rounded once: the product is exact in float32 for scales of 16 bits."""
-        steps = self.values.to(torch.int16) - self.zeros.to(torch.int16)[:, self.group_of]
-        return (steps.float() * self.scales[:, self.group_of]).to(dtype)
-
-
 def read_packed(part: Callable[[str], Any], form: PackedFormat, rows: Span, columns: Span) -> GroupedWeight:
     """A part of a weight; `part` opens the safetensors slice of qweight, qzeros or scales."""
+    if rows.size == 0:
+        nothing = torch.empty(0, columns.size, dtype=torch.uint8)
+        return GroupedWeight(
+            nothing, nothing[:, :1].float(), nothing[:, :1], torch.zeros(columns.size, dtype=torch.int64)
+        )
     order = _IN_ORDER if form.method == "gptq" else _AWQ_ORDER
     if form.method == "gptq":
         words, before = _words(columns)
@@ -55,7 +41,7 @@ def read_packed(part: Callable[[str], Any], form: PackedFormat, rows: Span, colu
     scales = part("scales")[groups, rows.start : rows.stop]
     return GroupedWeight(
         values=values.contiguous(),
-        scales=scales.T.float().contiguous(),
+        scales=scales.T.contiguous(),
         zeros=(zeros.T + form.zero_offset).contiguous(),
         group_of=group_of - groups.start,
     )

@@ -20,6 +20,7 @@ from shardline.runtime.loader.checkpoint import Checkpoint
 from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
 from shardline.runtime.loader.hub import ModelFiles
 from shardline.runtime.loader.packed import read_packed
+from shardline.runtime.ops.grouped_weight import GroupedWeight
 from shardline.runtime.ops.storage import streamed_empty
 
 _HOST = torch.device("cpu")
@@ -38,6 +39,9 @@ class WeightSource(Protocol):
 
     def get(self, name: str, spans: Spans) -> torch.Tensor:
         """The part `spans` (see `models.sharding.shard`) of parameter `name`, in memory of its own, contiguous."""
+
+    def get_packed(self, name: str, spans: Spans) -> GroupedWeight | None:
+        """The same as a checkpoint has packed it; None: it has not."""
 
 
 class CheckpointWeights:
@@ -75,14 +79,26 @@ class CheckpointWeights:
         key = self._checkpoint.find(source)
         dtype = torch.float32 if is_kept_in_float32(name) else self._dtype
         if key is None:
-            tensor = self._dequantized(name, source, spans, dtype)
+            tensor = self._read_packed(name, source, spans).dequantized(dtype)
         else:
             tensor = load_parameter(self._slice(key), source, spans, dtype)
-        self._mapped += tensor.nbytes
+        self._count_mapped(tensor.nbytes)
+        return tensor
+
+    def get_packed(self, name: str, spans: Spans) -> GroupedWeight | None:
+        """See `WeightSource.get_packed`; raises what `get` does."""
+        source = self._tensor_source(name, self._spec)
+        if self._checkpoint.find(source) is not None:
+            return None
+        weight = self._read_packed(name, source, spans)
+        self._count_mapped(weight.values.nbytes)
+        return weight
+
+    def _count_mapped(self, num_bytes: int) -> None:
+        self._mapped += num_bytes
         if self._mapped > _MAPPED_BYTES:
             self._handles.clear()
             self._mapped = 0
-        return tensor
 
     def _slice(self, key: str) -> Any:
         """The safetensors slice of a tensor."""
@@ -91,7 +107,7 @@ class CheckpointWeights:
             self._handles[file] = safe_open(file, framework="pt")
         return self._handles[file].get_slice(key)
 
-    def _dequantized(self, name: str, source: TensorSource, spans: Spans, dtype: torch.dtype) -> torch.Tensor:
+    def _read_packed(self, name: str, source: TensorSource, spans: Spans) -> GroupedWeight:
         base = self._checkpoint.find_packed(source)
         assert base is not None, f"{source.key} passed the check, but is not there"
         assert self._packed is not None, f"{source.key} passed the check, but is packed"
@@ -106,11 +122,8 @@ class CheckpointWeights:
         first, count = source.rows or (0, num_rows)
         rows = spans[0] or Span(0, count)
         columns = spans[1] or Span(0, num_columns)
-        if rows.size == 0 or columns.size == 0:
-            return torch.empty(rows.size, columns.size, dtype=dtype)
         rows = Span(first + rows.start, first + rows.stop)
-        weight = read_packed(lambda part: self._slice(f"{base}{part}"), self._packed, rows, columns)
-        return weight.dequantized(dtype)
+        return read_packed(lambda part: self._slice(f"{base}{part}"), self._packed, rows, columns)
 
     def _check_order(self, base: str, num_columns: int) -> None:
         """Refuse groups of columns that do not lie together, whatever config.json says of desc_act."""

@@ -12,6 +12,7 @@ from shardline.runtime.ops.triton.attention import mla_attention, paged_attentio
 from shardline.runtime.ops.triton.experts import expert_down, expert_up
 from shardline.runtime.ops.triton.kv_cache import write_kv, write_latent
 from shardline.runtime.ops.triton.linear import linear, linear_fp8, linear_heads, linear_int4, linear_int8
+from shardline.runtime.ops.triton.linear_w4a16 import linear_w4a16
 from shardline.runtime.ops.triton.logprobs import logprobs
 from shardline.runtime.ops.triton.norm import layer_norm, rms_norm
 from shardline.runtime.ops.triton.penalties import penalize
@@ -36,6 +37,7 @@ __all__ = [
     "linear_heads",
     "linear_int4",
     "linear_int8",
+    "linear_w4a16",
     "logprobs",
     "mla_attention",
     "paged_attention",
