@@ -48,7 +48,7 @@ class SamplingChecks(Inputs):
         return wrong
 
     def penalties(self) -> float:
-        rows, vocab, entries = (4, 300, 20) if self.small else (256, 128256, 600)
+        rows, vocab, entries = (4, 300, 20) if self.small else (64, 128256, 300)
         logits = torch.randn(rows, vocab, generator=self.rng)
         ids = torch.stack([torch.randperm(vocab, generator=self.rng)[:entries] for _ in range(rows)])
         given = penalties.no_penalties(rows)._replace(
@@ -73,7 +73,7 @@ class SamplingChecks(Inputs):
 
     def logprobs(self) -> float:
         """The worst log-probability; ids and ranks are exact."""
-        rows, vocab, top_n = (4, 300, 3) if self.small else (64, 128256, 20)
+        rows, vocab, top_n = (4, 300, 3) if self.small else (32, 128256, 20)
         logits = (3 * torch.randn(rows, vocab, generator=self.rng)).float()
         chosen = torch.randint(0, vocab, (rows,), generator=self.rng)
         expected = logprobs.logprobs_reference(logits, chosen, top_n)
