@@ -16,6 +16,7 @@ from shardline import LLM, SamplingParams
 from shardline.engine.gpu_memory import gpu_memory
 
 from .checks import attempt
+from .sampling_checks import launches_do_not_wait
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -50,6 +51,7 @@ def same_tokens() -> dict[str, Any]:
         together = [output.outputs[0].token_ids for output in llm.generate(_PROMPTS, params, use_tqdm=False)]
         alone = [llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids for prompt in _PROMPTS]
     return {
+        "launches do not wait": attempt(launches_do_not_wait),
         "ok": tokens["cpu"] == tokens["cuda"] and together == alone,
         "equal_to_cpu_float32": [a == b for a, b in zip(tokens["cpu"], tokens["cuda"], strict=True)],
         "alone_equal_to_batch_bfloat16": [a == b for a, b in zip(alone, together, strict=True)],

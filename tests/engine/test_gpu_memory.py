@@ -15,6 +15,7 @@ from shardline.engine.kv_budget import gpu_kv_bytes
 from shardline.engine.resolve import resolve
 from shardline.models.sizes import kv_bytes_per_token
 from shardline.runtime.setup import prepare
+from tests.loader.packer import pack_checkpoint
 from tests.models.checkpoints import make_checkpoint
 
 GIB = 1 << 30
@@ -121,6 +122,44 @@ def test_what_a_gpu_cannot_is_refused(options: dict[str, object], says: str, mon
     with_gpus(monkeypatch, (8 * GIB, 7 * GIB))
     with pytest.raises(ValueError, match=says):
         resolve(EngineConfig.from_options(device="cuda", **options))
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+def test_a_gpu_keeps_keys_and_values_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_gpus(monkeypatch, (8 * GIB, 7 * GIB))
+    options = {"device": "cuda", "kv_cache_memory": "8MiB", "max_model_len": 64, "kv_cache_dtype": name}
+    setup = prepare(resolve(EngineConfig.from_options(**options)))
+    assert setup.kv_dtype == "float8_e4m3fn"
+    assert setup.num_blocks == (8 << 20) // (8 * 8 * (32 + 4) * 2 * 16)  # a byte each, and a scale
+    latents = str(make_checkpoint("deepseek_v2", tmp_path))
+    with pytest.raises(ValueError, match=f"kv_cache_dtype {name} is not supported for latent attention"):
+        resolve(EngineConfig.from_options(**options, model=latents))
+
+
+def test_a_gpu_keeps_the_bits_that_a_checkpoint_has_packed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_gpus(monkeypatch, (8 * GIB, 7 * GIB), (8 * GIB, 7 * GIB))
+    model = make_checkpoint("llama", tmp_path / "model")
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    pack_checkpoint(model, tmp_path / "packed", tmp_path / "plain", config)
+    options = {"device": "cuda", "num_gpu_blocks_override": 32, "model": str(tmp_path / "packed")}
+    resolved = resolve(EngineConfig.from_options(**options))
+    assert resolved.model.quantization == "w4a16_32"
+    assert resolve(resolved) == resolved
+    assert prepare(resolved).keeps_packed
+    assert resolve(EngineConfig.from_options(**options, quantization="w4a16")) == resolved
+    for scheme, name in (("none", None), ("int8", "int8")):
+        chosen = resolve(EngineConfig.from_options(**options, quantization=scheme))
+        assert prepare(chosen).quantization == name
+        assert not prepare(chosen).keeps_packed
+        assert resolve(chosen) == chosen
+    dummy = resolve(EngineConfig.from_options(**options, load_format="dummy"))
+    assert dummy.model.quantization is None
+    with pytest.raises(ValueError, match="use --numerics exact, or --quantization none"):
+        resolve(EngineConfig.from_options(**options, numerics="fast", tensor_parallel_size=2))
+    with pytest.raises(ValueError, match="is for GPTQ and AWQ checkpoints, and this is none; use int4"):
+        resolve(EngineConfig.from_options(device="cuda", quantization="w4a16"))
+    with pytest.raises(ValueError, match="quantization w4a16 needs a GPU"):
+        resolve(EngineConfig.from_options(**{**options, "device": "cpu"}, quantization="w4a16"))
 
 
 def test_nccl_needs_gpus() -> None:

@@ -131,6 +131,7 @@ def test_the_largest_step_is_the_largest_plan(tokens: int, seqs: int, length: in
     step = largest_step(setup)
     assert step.plan.num_tokens == min(tokens, seqs * length) == step.replica_tokens[0]
     assert step.plan.num_samples == min(seqs, tokens) == len(step.plan.starts)
+    assert all(start.sampling.frequency_penalty and start.sampling.logprobs for start in step.plan.starts)
     assert max(entry.num_tokens for entry in step.plan.steps) <= length
     for entry in step.plan.steps:
         assert len(entry.new_blocks) == len(setup.groups)

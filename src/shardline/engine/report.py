@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from shardline.config.units import format_bytes
 from shardline.engine.kv_budget import explain
+from shardline.models.hf_config import HFConfig
+from shardline.models.packed_weights import packed_format
 from shardline.models.partition import split_dim
 from shardline.models.sizes import kv_bytes_per_token
 from shardline.runtime.messages import RankReport
@@ -18,7 +20,7 @@ def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: di
     cache = config.cache
     lines = [
         f"model {setup.files.name}: {spec.model_type}, {len(spec.layers)} layers, {config.model.dtype}, "
-        f"quantization {config.model.quantization or 'none'}, "
+        f"quantization {config.model.quantization or 'none'}{_packed(setup)}, "
         f"max_model_len {setup.max_model_len}",
         f"layout: tensor {grid.tensor} x pipeline {grid.pipeline} = {grid.replica_size} ranks a replica, "
         f"{config.parallel.data_parallel_size} replicas{_together(grid.data)}; "
@@ -52,6 +54,15 @@ def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: di
         "seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items()),
     ]
     return lines
+
+
+def _packed(setup: ReplicaSetup) -> str:
+    """What became of a checkpoint's own quantization."""
+    packed = packed_format(HFConfig(setup.files.config))
+    if packed is None or setup.config.model.load_format == "dummy":
+        return ""
+    kept = "kept" if setup.keeps_packed else f"dequantized to {setup.dtype} as it loads"
+    return f" (the checkpoint's is {packed}, {kept})"
 
 
 def _together(replicas: int) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.download import Download
 from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 
 
@@ -96,8 +97,8 @@ class CudaMemory:
 class DeviceCounters:
     """Counters that kernels on a device raise, for somebody who looks at host memory now and then.
 
-    On the CPU both are the same memory. On a GPU, `publish` copies after a step, as often as a look is worth it: what
-    the host sees may be that much behind.
+    On the CPU both are the same memory. On a GPU, `publish` copies after a step, as often as a look is worth it, and a
+    later call finds the copy done: what the host sees may be that much behind, and one step.
     """
 
     _INTERVAL = 0.5  # seconds
@@ -106,12 +107,17 @@ class DeviceCounters:
         self._host = host
         self.on_device = host.to(device)
         self._due = 0.0
+        self._download: Download | None = None
 
     def publish(self) -> None:
-        """Let the host see; waits for the device."""
+        """Let the host see, without waiting for the device."""
         if self.on_device is not self._host and (now := time.monotonic()) >= self._due:
-            self._host.copy_(self.on_device)
+            self._download = Download([self.on_device], self.on_device.device)
             self._due = now + self._INTERVAL
+        if self._download is not None and self._download.is_done:
+            (counters,) = self._download.wait()
+            self._host.copy_(counters)
+            self._download = None
 
 
 class Uploader:
@@ -132,6 +138,8 @@ class Uploader:
             tensors += [group.block_tables.contiguous(), group.slots]
         if (sampled := step.sampled) is not None:
             tensors += [sampled.rows, sampled.query_starts, sampled.context_lens, *sampled.block_tables]
+        if step.sampling is not None:
+            tensors += step.sampling.tensors()
         on_device = iter(self._copy(tensors))
         return StepInput(
             token_ids=next(on_device),
@@ -143,8 +151,11 @@ class Uploader:
             replica_samples=step.replica_samples,
             sampled=None
             if sampled is None
-            else SampledTokens(next(on_device), next(on_device), next(on_device), tuple(on_device)),
+            else SampledTokens(
+                next(on_device), next(on_device), next(on_device), tuple(next(on_device) for _ in step.kv_groups)
+            ),
             greedy=step.greedy,
+            sampling=None if step.sampling is None else step.sampling.moved(on_device),
         )
 
     def _copy(self, tensors: list[Tensor]) -> list[Tensor]:

@@ -15,14 +15,15 @@ PROFILE_STEP_ID = -1
 
 
 def largest_step(setup: ReplicaSetup) -> RankStep:
-    """max_num_batched_tokens tokens of as many sequences as may run, all of which are sampled.
+    """max_num_batched_tokens tokens of as many sequences as may run, all of which are sampled, with penalties, and
+    log-probabilities, which need the logits from before.
 
     Their blocks are all the null block: what attention reads and writes there is nobody's.
     """
     scheduler, block_size = setup.config.scheduler, setup.config.cache.block_size
     num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     num_tokens = min(scheduler.max_num_batched_tokens, num_seqs * setup.max_model_len)
-    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0, frequency_penalty=0.1, logprobs=1)
     starts, steps = [], []
     for seq_id, span in enumerate(split_dim(num_tokens, num_seqs)):
         token_ids = [index % setup.spec.vocab_size for index in range(span.start, span.stop)]

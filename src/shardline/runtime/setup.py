@@ -14,6 +14,7 @@ from shardline.models.partition import KVGroup, Span, kv_groups
 from shardline.models.sharding import Numerics
 from shardline.models.sizes import KVDType, kv_block_bytes, stage_spans
 from shardline.models.spec import MLA, DecoderSpec, DType, MoE
+from shardline.models.weight_formats import scheme_of
 from shardline.runtime.loader.hub import ModelFiles, resolve_model
 from shardline.runtime.parallel.segment import SegmentLayout
 
@@ -73,7 +74,13 @@ class ReplicaSetup:
     @property
     def quantization(self) -> str | None:
         """Name of the scheme in which linear weights are held; None: in `dtype`."""
-        return self.config.model.quantization
+        name = self.config.model.quantization
+        return None if name == "none" else name
+
+    @property
+    def keeps_packed(self) -> bool:
+        """Whether linear weights stay as the checkpoint has packed them."""
+        return self.quantization is not None and scheme_of(self.quantization) == "w4a16"
 
     @property
     def num_experts(self) -> int:
@@ -152,7 +159,10 @@ def measures_memory(config: EngineConfig) -> bool:
 
 def kv_dtype(config: EngineConfig) -> KVDType:
     """What the KV cache of a resolved configuration holds."""
-    return "int8" if config.cache.kv_cache_dtype == "int8" else cast(DType, config.model.dtype)
+    asked = config.cache.kv_cache_dtype
+    if asked == "auto":
+        return cast(DType, config.model.dtype)
+    return "int8" if asked == "int8" else "float8_e4m3fn"
 
 
 def latents_shared(config: EngineConfig) -> bool:

@@ -24,6 +24,7 @@ from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.memory_profile import largest_step, measure
 from shardline.runtime.messages import MemoryUse, RankReport
 from shardline.runtime.parallel.groups import RankGroups
+from shardline.runtime.pending import PendingStep
 from shardline.runtime.quantization.base import quantization
 from shardline.runtime.replay import DecodeReplay, Forward
 from shardline.runtime.runner import Runner
@@ -104,11 +105,15 @@ class Worker:
 
     def run(self, step: RankStep) -> StepResult | None:
         """Run one step; see Runner.run."""
+        return self.launch(step).result()
+
+    def launch(self, step: RankStep) -> PendingStep:
+        """Begin one step; see Runner.launch."""
         assert self._runner is not None
-        result = self._runner.run(step)
+        pending = self._runner.launch(step)
         if self._expert_load is not None:
             self._expert_load.publish()
-        return result
+        return pending
 
     def _load_stage(self, device: Device) -> tuple[DecoderStage, int]:
         setup, place = self._setup, self._groups.place
@@ -142,6 +147,7 @@ class Worker:
                 device=device.torch,
                 max_model_len=setup.max_model_len,
                 quantization=quantization(setup.quantization),
+                keeps_packed=setup.keeps_packed,
                 weights=open_weights(setup.files, setup.spec, setup.config.model, device.torch),
                 watch=self._watch,
                 on_loaded=count,
@@ -169,16 +175,19 @@ class Worker:
             device.memory.release()
 
     def _make_runner(self, stage: DecoderStage, forward: Forward, device: Device) -> Runner:
-        setup = self._setup
+        setup, sampler = self._setup, None
+        if stage.lm_head is not None:
+            sampler = Sampler(stage.lm_head.spans, self._groups.tensor, device.torch)
         return Runner(
             stage,
             self._groups,
-            Sampler(stage.lm_head.spans, self._groups.tensor) if stage.lm_head is not None else None,
+            sampler,
             forward,
             hidden_size=setup.spec.hidden_size,
             dtype=self._dtype,
             block_size=setup.config.cache.block_size,
             max_blocks=setup.max_blocks,
+            max_num_seqs=setup.config.scheduler.max_num_seqs,
             num_kv_groups=len(setup.groups),
             watch=self._watch,
             device=device,

@@ -33,6 +33,7 @@ from shardline.runtime.messages import (
 from shardline.types import RankStep
 
 if TYPE_CHECKING:
+    from shardline.runtime.pending import PendingStep
     from shardline.runtime.worker import Agree, Worker
 
 _PR_SET_PDEATHSIG = 1
@@ -43,10 +44,10 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
     """Load, then run plans until the engine ends; a failure is told to the engine in words."""
     start = channel.receive()
     assert isinstance(start, StartWorker)
-    steps: queue.SimpleQueue[RankStep] = queue.SimpleQueue()
+    events: queue.SimpleQueue[RankStep | PendingStep] = queue.SimpleQueue()
     pool_sizes: queue.SimpleQueue[int] = queue.SimpleQueue()
     # The reader is up before torch is imported: an engine that ends meanwhile ends its workers too.
-    threading.Thread(target=_read_messages, args=(channel, steps, pool_sizes), daemon=True).start()
+    threading.Thread(target=_read_messages, args=(channel, events, pool_sizes), daemon=True).start()
 
     def agree(memory: MemoryUse) -> int:
         channel.send(RankMeasured(memory))
@@ -57,9 +58,14 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
         worker, report, is_driver = _load(start, segment, agree)
         channel.send(RankReady(report))
         loaded = True
+        launched: queue.SimpleQueue[PendingStep] = queue.SimpleQueue()
+        threading.Thread(target=_await_steps, args=(launched, events), daemon=True).start()
         while True:
-            result = worker.run(steps.get())
-            if result is not None and is_driver:
+            event = events.get()
+            pending = worker.launch(event) if isinstance(event, RankStep) else event
+            if isinstance(event, RankStep) and not pending.is_over:
+                launched.put(pending)
+            elif (result := pending.result()) is not None and is_driver:
                 channel.send(StepDone(result))
     except Exception as error:
         user_error = isinstance(error, ValueError) and not loaded
@@ -91,8 +97,19 @@ def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Worker
     return worker, worker.load(agree), start.rank in setup.grid.drivers
 
 
+def _await_steps(launched: queue.SimpleQueue[PendingStep], events: queue.SimpleQueue[RankStep | PendingStep]) -> None:
+    """Waits for a device beside the thread that launches, so that a plan is launched as soon as it comes."""
+    while True:
+        pending = launched.get()
+        with contextlib.suppress(Exception):  # it comes again in `result`
+            pending.wait()
+        events.put(pending)
+
+
 def _read_messages(
-    channel: Channel[WorkerRequest], steps: queue.SimpleQueue[RankStep], pool_sizes: queue.SimpleQueue[int]
+    channel: Channel[WorkerRequest],
+    steps: queue.SimpleQueue[RankStep | PendingStep],
+    pool_sizes: queue.SimpleQueue[int],
 ) -> None:
     """Runs beside the steps, so that the engine's end is noticed even in the middle of an exchange."""
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardline.engine.executor.base import Executor, ExecutorFailure, rank_steps
@@ -14,18 +15,21 @@ from shardline.runtime.setup import ReplicaSetup
 from shardline.types import RankStep, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from shardline.runtime.pending import PendingStep
     from shardline.runtime.worker import Worker
 
 
 class UniExecutor(Executor):
-    """Runs a step when its result is asked for."""
-
-    max_in_flight = 1
+    """Runs a step when its result is asked for; on a GPU launches it at once, while the one before runs."""
 
     def __init__(self, setup: ReplicaSetup) -> None:
         self._setup = setup
+        self._launches = setup.config.parallel.device == "cuda"
+        self.max_in_flight = setup.max_in_flight if self._launches else 1
         self._worker: Worker | None = None
         self._steps: deque[RankStep] = deque()
+        """Not launched yet."""
+        self._pending: deque[PendingStep] = deque()
         self._expert_load: Counts | None = None
 
     def start(self) -> list[RankReport]:
@@ -41,15 +45,21 @@ class UniExecutor(Executor):
     def submit(self, plans: Sequence[StepPlan]) -> None:
         (step,) = rank_steps(plans)
         self._steps.append(step)
+        if self._launches:
+            self._launch()
 
     def collect(self) -> list[StepResult]:
-        assert self._worker is not None
-        try:
-            result = self._worker.run(self._steps.popleft())
-        except Exception as error:
-            raise ExecutorFailure(f"rank 0 failed: {type(error).__name__}: {error}") from error
+        if not self._launches:
+            self._launch()
+        with _named_failure():
+            result = self._pending.popleft().result()
         assert result is not None
         return [result]
+
+    def _launch(self) -> None:
+        assert self._worker is not None
+        with _named_failure():
+            self._pending.append(self._worker.launch(self._steps.popleft()))
 
     def expert_load(self) -> Counts:
         assert self._expert_load is not None
@@ -57,3 +67,11 @@ class UniExecutor(Executor):
 
     def close(self) -> None:
         self._worker = None
+
+
+@contextmanager
+def _named_failure() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise ExecutorFailure(f"rank 0 failed: {type(error).__name__}: {error}") from error

@@ -178,6 +178,17 @@ class Kernels(Protocol):
         /,
     ) -> None: ...
     def greedy_argmax(self, logits: Tensor, ids: Tensor, values: Tensor, /) -> None: ...
+    def logprobs(
+        self,
+        logits: Tensor,
+        chosen: Tensor,
+        top_n: int,
+        chosen_logprobs: Tensor,
+        chosen_ranks: Tensor,
+        top_ids: Tensor,
+        top_logprobs: Tensor,
+        /,
+    ) -> None: ...
     def sample(
         self,
         logits: Tensor,

@@ -59,10 +59,16 @@ def linear_fp8(
 
 
 def quantize_rows_fp8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows x [M, K] as values [M, K] float8_e4m3fn and scales [M] float32: the largest of a row becomes 448."""
+    """Rows x [M, K] as values [M, K] float8_e4m3fn and scales [M] float32: the largest of a row becomes 448.
+
+    A row that is not finite has the scale NaN; one without a normal number, zero.
+    """
     magnitude = x.float().abs().amax(1, keepdim=True)
-    inverse = torch.where(magnitude > 0.0, torch.full_like(magnitude, LARGEST) / magnitude, 0.0)
-    return (x.float() * inverse).to(torch.float8_e4m3fn), (magnitude / LARGEST)[:, 0]
+    has_size = magnitude.isfinite() & (magnitude >= 1e-36)
+    inverse = torch.full_like(magnitude, LARGEST) / torch.where(has_size, magnitude, 1.0)
+    values = torch.where(has_size, x.float() * inverse, 0.0).to(torch.float8_e4m3fn)
+    scales = torch.where(has_size, magnitude / LARGEST, 0.0)
+    return values, torch.where(magnitude.isfinite(), scales, torch.nan)[:, 0]
 
 
 def linear_fp8_reference(

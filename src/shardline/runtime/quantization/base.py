@@ -13,8 +13,10 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from shardline.models.weight_formats import scheme_of
 from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
+from shardline.runtime.ops.grouped_weight import GroupedWeight
 from shardline.runtime.ops.quantize_rows import LinearInput
 
 
@@ -64,10 +66,10 @@ class PackedGatedLinear(Protocol):
 class Quantization(Protocol):
     """What the module of a scheme offers."""
 
-    def pack(self, weight: Tensor) -> PackedLinear:
-        """A linear weight [out_features, in_features] of a layer."""
+    def pack(self, weight: Tensor | GroupedWeight) -> PackedLinear:
+        """A linear weight [out_features, in_features] of a layer; only w4a16 is given what a checkpoint has packed."""
 
-    def pack_gated(self, gate: Tensor, up: Tensor) -> PackedGatedLinear:
+    def pack_gated(self, gate: Tensor | GroupedWeight, up: Tensor | GroupedWeight) -> PackedGatedLinear:
         """Both weights [out_features, in_features] of a gated feed-forward block's first half."""
 
     def allocate_experts(self, num_experts: int, weight: Tensor) -> ExpertWeights:
@@ -87,5 +89,6 @@ def unquantized(x: LinearInput) -> Tensor:
 
 
 def quantization(name: str | None) -> Quantization:
-    """The scheme of a `--quantization`; None: weights as they are."""
-    return cast(Quantization, importlib.import_module(f"shardline.runtime.quantization.{name or 'none'}"))
+    """The scheme of a resolved `--quantization`; None: weights as they are."""
+    module = scheme_of(name) if name else "none"
+    return cast(Quantization, importlib.import_module(f"shardline.runtime.quantization.{module}"))
