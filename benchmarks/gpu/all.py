@@ -1,10 +1,13 @@
-"""Everything that only a GPU can show, in two calls of under nine minutes: `python benchmarks/gpu/all.py`, and then
-`python benchmarks/gpu/all.py --parts ceilings,families`.
+"""Everything that only a GPU can show, in three calls of under nine minutes: `python benchmarks/gpu/all.py`, then
+`python benchmarks/gpu/all.py --parts ceilings,families`, then `python benchmarks/gpu/all.py --parts
+ceilings,engine,layouts`.
 
 Needs the built kernels (`make dev`, PYTHONPATH=src) and a CUDA torch with Triton. Parts, each in a process and with a
 time limit of its own, so that one that fails or hangs hides no other: the card's ceilings; every Triton kernel against
-its oracle, and a row's bits against the batch; the demo model against the CPU; kernel times; the engine's bars. In the
-second call: experts, latent attention and quantization, tokens and times.
+its oracle, and a row's bits against the batch; the demo model against the CPU, and that no launch of a step waits;
+kernel times; the library's products and what exact numerics cost. In the second call: experts, latent attention and
+quantization, tokens and times. In the third: the engine's bars; several ranks on the one GPU, which must answer as one
+rank does.
 Prints one JSON object (--output: to a file too), then a table. `--interpret` runs the checks of kernels on the CPU, at
 small sizes, in Triton's interpreter.
 """
@@ -23,10 +26,19 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
-_LIMITS = {"ceilings": 45, "checks": 120, "tokens": 75, "kernels": 110, "engine": 175, "families": 420}
+_LIMITS = {
+    "ceilings": 45,
+    "checks": 120,
+    "tokens": 90,
+    "kernels": 110,
+    "library": 150,
+    "families": 420,
+    "engine": 175,
+    "layouts": 300,
+}
 """Seconds of each part."""
-_FIRST_CALL = ("ceilings", "checks", "tokens", "kernels", "engine")
-"""525 seconds in all; `--parts ceilings,families` is the second call."""
+_FIRST_CALL = ("ceilings", "checks", "tokens", "kernels", "library")
+"""515 seconds in all; `--parts ceilings,families` (465) and `--parts ceilings,engine,layouts` (520) are the others."""
 
 
 def measure_ceilings() -> dict[str, Any]:
@@ -75,6 +87,14 @@ def run_part(name: str, device: str, ceilings: dict[str, float]) -> Any:
         from benchmarks.gpu import families
 
         return families.run(ceilings)
+    if name == "library":
+        from benchmarks.gpu import library
+
+        return library.run(ceilings)
+    if name == "layouts":
+        from benchmarks.gpu import layouts
+
+        return layouts.run("cuda")
     from benchmarks.gpu import engine
 
     return engine.same_tokens() if name == "tokens" else engine.run(ceilings)

@@ -13,8 +13,10 @@ from typing import Any
 
 import shardline
 from shardline import LLM, SamplingParams
+from shardline.engine.gpu_memory import gpu_memory
 
 from .checks import attempt
+from .sampling_checks import launches_do_not_wait
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -49,6 +51,7 @@ def same_tokens() -> dict[str, Any]:
         together = [output.outputs[0].token_ids for output in llm.generate(_PROMPTS, params, use_tqdm=False)]
         alone = [llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids for prompt in _PROMPTS]
     return {
+        "launches do not wait": attempt(launches_do_not_wait),
         "ok": tokens["cpu"] == tokens["cuda"] and together == alone,
         "equal_to_cpu_float32": [a == b for a, b in zip(tokens["cpu"], tokens["cuda"], strict=True)],
         "alone_equal_to_batch_bfloat16": [a == b for a, b in zip(alone, together, strict=True)],
@@ -112,6 +115,13 @@ def throughput_bar(llm: LLM, ceilings: dict[str, float], bar: float = 0.55) -> d
     return {"tokens_per_s": rate, "of_ceiling": share, "bar": bar, "met": share >= bar}
 
 
+def memory_used() -> dict[str, Any]:
+    """The share of the GPU that is in use, after the largest steps: what was measured at the start must hold."""
+    total, free = gpu_memory()[0]
+    share = 1.0 - free / total
+    return {"share": share, "asked": 0.9, "ok": 0.85 <= share <= 0.91}
+
+
 def shape_bars(name: str, ceilings: dict[str, float]) -> dict[str, Any]:
     """The start, and the bars of one shape."""
     options: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "enable_prefix_caching": False}
@@ -123,6 +133,7 @@ def shape_bars(name: str, ceilings: dict[str, float]) -> dict[str, Any]:
         if name == "8B":
             result["prefill 8192"] = attempt(prefill_bar, llm, ceilings)
             result["throughput"] = attempt(throughput_bar, llm, ceilings)
+            result["memory"] = attempt(memory_used)
     return result
 
 

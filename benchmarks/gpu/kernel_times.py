@@ -58,6 +58,13 @@ def time_linear(rows: int, columns: int, depth: int, tile: Tile | None) -> float
     return seconds([partial(launch_linear, x, weight, None, out, tile=tile) for weight in weights])
 
 
+def time_gated(rows: int, width: int, depth: int) -> float:
+    """Seconds of both products of a gated block's first half and their activation, in one kernel."""
+    weights = [_randn(2 * width, depth) for _ in range(max(2, -(-_ROTATED_BYTES // (4 * width * depth))))]
+    x, out = _randn(rows, depth), torch.empty(rows, width, device="cuda", dtype=torch.bfloat16)
+    return seconds([partial(launch_linear, x, weight, None, out, gate="silu") for weight in weights])
+
+
 def time_library(rows: int, columns: int, depth: int) -> float:
     """Seconds of torch's product, which is not batch-invariant: what exactness may cost."""
     weights = [_randn(columns, depth) for _ in range(max(2, -(-_ROTATED_BYTES // (2 * columns * depth))))]
@@ -86,6 +93,8 @@ def linear_times(ceilings: dict[str, float]) -> dict[str, Any]:
                 ("library", attempt(time_library, rows, columns, depth)),
             ):
                 entry[label] = _entry(measured, floor)
+            if name == "gate_up":
+                entry["with silu_mul"] = _entry(attempt(time_gated, rows, columns // 2, depth), floor)
             result[f"{name} M={rows}"] = entry
     for rows, tiles in ((1, FEW_ROWS), (64, FEW_ROWS), (256, MANY_ROWS), (4096, MANY_ROWS)):
         for name in ("o", "gate_up"):
@@ -109,6 +118,18 @@ def time_quantized(rows: int, columns: int, depth: int, bits: int) -> float:
     return seconds([partial(launch_linear, x, weight, None, out, scales, column_scales) for weight in weights])
 
 
+def time_w4a16(rows: int, columns: int, depth: int) -> float:
+    """Seconds of one product with a weight in 4 bits, in groups of 128."""
+    calls = []
+    out, x = _randn(rows, columns), _randn(rows, depth)
+    for _ in range(max(2, -(-_ROTATED_BYTES // (columns * depth // 2)))):
+        values = torch.randint(0, 256, (depth // 64, columns, 32), device="cuda", dtype=torch.uint8)
+        zeros = torch.randint(0, 16, (depth // 128, columns), device="cuda", dtype=torch.uint8)
+        scales = torch.rand(depth // 128, columns, device="cuda").half()
+        calls.append(partial(kernels.linear_w4a16, x, values, scales, zeros, 128, None, out))
+    return seconds(calls)
+
+
 def quantized_times(ceilings: dict[str, float]) -> dict[str, Any]:
     """Against the bytes of the weight, and twice the products that bf16 does."""
     result: dict[str, Any] = {}
@@ -119,6 +140,11 @@ def quantized_times(ceilings: dict[str, float]) -> dict[str, Any]:
             floor = max(columns * depth * stored / 8 / ceilings["copy_bytes_per_s"], work / 2 / ceilings["flops"])
             spent = attempt(time_quantized, rows, columns, depth, bits)
             result[f"int{bits} gate_up M={rows}"] = _entry(spent, floor)
+    for rows in (1, 64, 2048):
+        columns, depth = _LLAMA_8B["gate_up"]
+        num_bytes, work = columns * depth * (4 + 24 / 128) / 8, 2 * rows * columns * depth
+        floor = max(num_bytes / ceilings["copy_bytes_per_s"], work / ceilings["flops"])
+        result[f"w4a16 gate_up M={rows}"] = _entry(attempt(time_w4a16, rows, columns, depth), floor)
     return result
 
 
@@ -154,7 +180,7 @@ def expert_times(ceilings: dict[str, float]) -> dict[str, Any]:
     return result
 
 
-def time_attention(num_seqs: int, context: int, num_queries: int, is_int8: bool = False) -> float:
+def time_attention(num_seqs: int, context: int, num_queries: int, stored: torch.dtype | None = None) -> float:
     """Seconds of one call of Llama-3.1-8B's heads; every sequence asks for its last `num_queries` positions."""
     heads, kv_heads, dim, blocks = 32, 8, 128, -(-context // 16)
     sets = max(1, _ROTATED_BYTES // (num_seqs * context * kv_heads * dim * 4))
@@ -166,8 +192,8 @@ def time_attention(num_seqs: int, context: int, num_queries: int, is_int8: bool 
     for _ in range(min(sets, 16)):
         caches = [_randn(num_seqs * blocks + 1, kv_heads, 16, dim) for _ in range(2)]
         scales: list[Tensor] = []
-        if is_int8:
-            caches = [(30 * cache).clamp(-127, 127).to(torch.int8) for cache in caches]
+        if stored is not None:
+            caches = [(30 * cache).clamp(-127, 127).to(stored) for cache in caches]
             scales = [torch.rand(caches[0].shape[:3], device="cuda") for _ in range(2)]
         tables = (1 + torch.randperm(num_seqs * blocks, device="cuda")).int().view(num_seqs, blocks)
         arguments = (query, *caches, tables, starts, lens, out, dim**-0.5, None, None, *scales)
@@ -210,8 +236,9 @@ def attention_times(ceilings: dict[str, float]) -> dict[str, Any]:
         result[f"decode {num_seqs} x {context}"] = _entry(attempt(time_attention, num_seqs, context, 1), floor)
     for num_seqs, context in [(1, 8192), (64, 1024), (64, 8192)]:
         floor = num_seqs * context * 8 * (128 + 4) * 2 / ceilings["copy_bytes_per_s"]
-        spent = attempt(time_attention, num_seqs, context, 1, True)
-        result[f"decode int8 {num_seqs} x {context}"] = _entry(spent, floor)
+        for name, stored in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+            spent = attempt(time_attention, num_seqs, context, 1, stored)
+            result[f"decode {name} {num_seqs} x {context}"] = _entry(spent, floor)
     for num_seqs, context in [(8, 1024), (1, 8192)]:
         floor = num_seqs * 4 * 32 * 128 * context * context / 2 / ceilings["flops"]
         result[f"prefill {num_seqs} x {context}"] = _entry(attempt(time_attention, num_seqs, context, context), floor)

@@ -64,6 +64,8 @@ def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         ({"pipeline_parallel_size": 2, "pipeline_stages": "a,b"}, "10,12,10"),
         ({"max_model_len": 5000}, "2048"),
         ({"dtype": "half"}, "bfloat16 or float32"),
+        ({"device": "cpu", "kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 needs a GPU, and this is the CPU; use int8"),
+        ({"device": "cpu", "kv_cache_dtype": "fp8_e4m3"}, "use int8"),
         ({"enable_expert_parallel": True}, "mixture-of-experts"),
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "use 'mp'"),
     ],

@@ -11,6 +11,8 @@ import pytest
 from shardline.models.hf_config import HFConfig
 from shardline.models.lookup import decoder_spec, family, known_families
 
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+_AWQ = {**_GPTQ, "quant_method": "awq"}
 _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 64}
 
 
@@ -31,7 +33,20 @@ _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": 
         ({"hidden_act": 3}, "hidden_act must be a string"),
         ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
         ({"torch_dtype": "int8"}, "torch_dtype 'int8' is not supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"\(gptq\): quantized checkpoints are not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config.bits is missing"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"gptq or awq \(fp8\): not supported; use the unquantized",
+        ),
+        ({"quantization_config": {**_GPTQ, "bits": 8}}, r"quantization_config.bits must be 4, got 8 \(gptq\)"),
+        ({"quantization_config": {**_GPTQ, "group_size": 48}}, r"group_size must be 32, 64, 128 or -1, got 48"),
+        ({"quantization_config": {**_GPTQ, "desc_act": True}}, r"desc_act must be false: groups of columns"),
+        ({"quantization_config": {**_GPTQ, "checkpoint_format": "marlin"}}, r"must be gptq or gptq_v2, got marlin"),
+        (
+            {"quantization_config": {**_GPTQ, "quant_method": "awq", "version": "gemv"}},
+            r"version must be gemm, got gemv",
+        ),
+        ({"quantization_config": {**_GPTQ, "quant_method": "awq", "zero_point": False}}, r"zero_point must be true"),
         ({"rope_scaling": [1]}, "rope_scaling must be an object"),
         ({"rope_scaling": {"type": "spiral"}}, "rope_scaling.rope_type 'spiral' is not supported; supported: default"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),

@@ -26,6 +26,7 @@ from shardline.models.sizes import (
     weight_bytes,
 )
 from shardline.models.spec import GQA, MLA, DecoderSpec
+from shardline.models.weight_formats import weight_format
 from tests.models.checkpoints import make_config, make_model
 from tests.models.reference import forward
 from tests.models.specs import decoder_specs
@@ -207,12 +208,13 @@ def test_kv_bytes(spec: DecoderSpec, tp_size: int, num_stages: int, block_size: 
         deepest = max(sum(per_layer.get(index, 0) for index in group.layers) for group in kv_groups(spec))
         assert kv_block_bytes(spec, place, stages, "float32", block_size) == block_size * deepest
         if any(isinstance(spec.layers[index].attention, MLA) for index in per_layer):
-            continue  # latents are never int8
+            continue  # latents are never bytes
         # A byte instead of four per element, and four more for the scale of each head's key and value.
         scales = sum(
             2 * 4 * size // (4 * 2 * spec.layers[index].attention.head_dim) for index, size in per_layer.items()
         )
         assert kv_bytes_per_token(spec, place, stages, "int8") == sum(per_layer.values()) // 4 + scales
+        assert kv_bytes_per_token(spec, place, stages, "float8_e4m3fn") == sum(per_layer.values()) // 4 + scales
 
 
 @settings(deadline=None)
@@ -266,3 +268,33 @@ def test_parameter_count_is_that_of_transformers() -> None:
     for family in (*dense, "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2"):
         model = make_model(family)
         assert num_parameters(decoder_spec(model.config.to_dict())) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "groups"), [("w4a16_32", 3), ("w4a16_128", 1), ("w4a16_rows", 1), ("w4a16_64", 2)])
+def test_weights_that_a_checkpoint_has_packed(name: str, groups: int) -> None:
+    layers = weight_format(name)
+    assert layers is not None
+    assert layers.num_bytes(8, 96) == 8 * (96 // 2 + groups * 3)
+    assert weight_format(name, lm_head=True) is None
+    assert weight_format(name, expert=True) is None
+
+
+def test_only_layers_are_packed() -> None:
+    spec = decoder_spec({"model_type": "mixtral", **_SMALL_MIXTRAL})
+    place, stages = RankGrid(1, 1).place(0), stage_spans(spec, 1)
+    plain, packed = (weight_bytes(spec, place, stages, "bfloat16", quantization=q) for q in (None, "w4a16_32"))
+    projections = [(64, 64), (32, 64), (32, 64), (64, 64)]
+    saved = 2 * sum(rows * (2 * columns - (columns // 2 + columns // 32 * 3)) for rows, columns in projections)
+    assert plain - packed == saved
+
+
+_SMALL_MIXTRAL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+}

@@ -42,16 +42,16 @@ def rounds_weights(isa: str, dtype: torch.dtype) -> bool:
     return isa == "avx512_bf16" and dtype == torch.bfloat16
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "int8"])
-def int8(request: pytest.FixtureRequest) -> bool:
-    """Whether the cache holds bytes and scales."""
-    return bool(request.param)
+@pytest.fixture(params=[None, torch.int8], ids=["plain", "int8"])
+def stored(request: pytest.FixtureRequest) -> torch.dtype | None:
+    """The type of a cache that holds bytes and scales; None: the activations'."""
+    return request.param
 
 
 def attend(
     sequences: list[tuple[Sequence, int, int]],
     *,
-    int8: bool = False,
+    stored: torch.dtype | None = None,
     shuffle: int | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -71,10 +71,11 @@ def attend(
     shape = (num_blocks, kv_heads, BLOCK_SIZE, dim)
     unseen = torch.nan if poison else 0.0
     caches = [
-        torch.full(shape, 99, dtype=torch.int8) if int8 else torch.full(shape, unseen, dtype=first.key.dtype)
+        torch.full(shape, 99.0).to(stored) if stored else torch.full(shape, unseen, dtype=first.key.dtype)
         for _ in range(2)
     ]
-    names = ("key_scales", "value_scales") if int8 else ()
+    names = ("key_scales", "value_scales") if stored else ()
+    write = write_kv_reference if stored == torch.float8_e4m3fn else write_kv  # the CPU has no fp8
     scales = {name: torch.full(shape[:3], unseen) for name in names}
     tables = torch.zeros(len(sequences), max(counts) + 1, dtype=torch.int32)
     for s, (sequence, begin, end) in enumerate(sequences):
@@ -85,7 +86,7 @@ def attend(
             freed = max(0, begin - window + 1) // BLOCK_SIZE
             tables[s, :freed] = 0
             slots[: freed * BLOCK_SIZE] = -1
-        write_kv(sequence.key[:end], sequence.value[:end], *caches, slots, **scales)
+        write(sequence.key[:end], sequence.value[:end], *caches, slots, **scales)
     query = torch.cat([sequence.query[begin:end] for sequence, begin, end in sequences])
     lengths = [end - begin for _, begin, end in sequences]
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
@@ -97,14 +98,14 @@ def attend(
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 128), (2, 2, 80), (8, 1, 36), (1, 1, 7)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 5.0), (700, 30.0)])
-def test_matches_reference(isa, int8, dtype, rng, heads, kv_heads, dim, window, softcap):
+def test_matches_reference(isa, stored, dtype, rng, heads, kv_heads, dim, window, softcap):
     lengths = [(0, 37), (36, 37), (600, 603), (0, 1), (1020, 1030)]
     batch = [
         (random_sequence(rng, end, dtype, heads=heads, kv_heads=kv_heads, dim=dim), begin, end)
         for begin, end in lengths
     ]
-    actual = attend(batch, int8=int8, window=window, softcap=softcap)
-    expected = attend(batch, int8=int8, window=window, softcap=softcap, poison=False, op=paged_attention_reference)
+    actual = attend(batch, stored=stored, window=window, softcap=softcap)
+    expected = attend(batch, stored=stored, window=window, softcap=softcap, poison=False, op=paged_attention_reference)
     if not rounds_weights(isa, dtype):
         for a, e in zip(actual, expected, strict=True):
             assert_close(a, e, scale=2.0)
@@ -112,7 +113,7 @@ def test_matches_reference(isa, int8, dtype, rng, heads, kv_heads, dim, window, 
     # Weights w_j (1 + d_j), |d_j| <= 2^-8, over their own sum, are off by at most 2^-8 sum_j w_j (|value_j| + |out|).
     sizes = attend(
         [(replace(sequence, value=sequence.value.abs()), begin, end) for sequence, begin, end in batch],
-        int8=int8, window=window, softcap=softcap, poison=False, op=paged_attention_reference,
+        stored=stored, window=window, softcap=softcap, poison=False, op=paged_attention_reference,
     )  # fmt: skip
     for a, e, size in zip(actual, expected, sizes, strict=True):
         one_ulp = e.double().abs() * 2**-7
@@ -143,60 +144,60 @@ def test_in_bf16_no_further_from_exact_than_torch(rng, query_scale):
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.usefixtures("isa")
-def test_chunks_and_decode_have_the_bits_of_the_whole(int8, dtype, rng, window):
+def test_chunks_and_decode_have_the_bits_of_the_whole(stored, dtype, rng, window):
     sequence = random_sequence(rng, 1100, dtype, dim=32)
-    (whole,) = attend([(sequence, 0, 1100)], int8=int8, window=window)
+    (whole,) = attend([(sequence, 0, 1100)], stored=stored, window=window)
     for begin, end in [(0, 5), (5, 511), (511, 513), (513, 1099), (546, 550), (1099, 1100)]:
-        (chunk,) = attend([(sequence, begin, end)], int8=int8, window=window, shuffle=begin)
+        (chunk,) = attend([(sequence, begin, end)], stored=stored, window=window, shuffle=begin)
         assert_same_bits(chunk, whole[begin:end])
     for position in (0, 99, 100, 510, 511, 512, 1023, 1024, 1099):
-        (decoded,) = attend([(sequence, position, position + 1)], int8=int8, window=window)
+        (decoded,) = attend([(sequence, position, position + 1)], stored=stored, window=window)
         assert_same_bits(decoded, whole[position : position + 1])
 
 
 @pytest.mark.usefixtures("isa", "two_threads")
-def test_neighbours_blocks_and_threads_do_not_matter(int8, dtype, rng):
+def test_neighbours_blocks_and_threads_do_not_matter(stored, dtype, rng):
     sequence = random_sequence(rng, 700, dtype)
-    (alone,) = attend([(sequence, 650, 700)], int8=int8)
+    (alone,) = attend([(sequence, 650, 700)], stored=stored)
     others = [(random_sequence(rng, end, dtype), begin, end) for begin, end in [(0, 33), (699, 700), (100, 640)]]
     for place in range(len(others) + 1):
         batch = [*others[:place], (sequence, 650, 700), *others[place:]]
-        assert_same_bits(attend(batch, int8=int8, shuffle=place)[place], alone)
+        assert_same_bits(attend(batch, stored=stored, shuffle=place)[place], alone)
 
 
 @pytest.mark.parametrize("window", [None, 600])
 @pytest.mark.usefixtures("isa")
-def test_threads_that_share_the_splits_of_one_row_do_not_matter(int8, dtype, rng, window):
+def test_threads_that_share_the_splits_of_one_row_do_not_matter(stored, dtype, rng, window):
     sequences = [random_sequence(rng, 1100, dtype), random_sequence(rng, 30, dtype)]
     batch = [(sequences[0], 1090, 1100), (sequences[1], 29, 30)]
-    expected = attend(batch, int8=int8, window=window)
+    expected = attend(batch, stored=stored, window=window)
     set_num_threads(5)
-    actual = attend(batch, int8=int8, window=window)
+    actual = attend(batch, stored=stored, window=window)
     set_num_threads(1)
     for a, e in zip(actual, expected, strict=True):
         assert_same_bits(a, e)
 
 
 @pytest.mark.usefixtures("isa")
-def test_a_shard_of_the_heads_has_the_bits_of_the_whole(int8, dtype, rng):
+def test_a_shard_of_the_heads_has_the_bits_of_the_whole(stored, dtype, rng):
     sequence = random_sequence(rng, 530, dtype, heads=12, kv_heads=4, dim=32)
-    (whole,) = attend([(sequence, 500, 530)], int8=int8)
+    (whole,) = attend([(sequence, 500, 530)], stored=stored)
     for first, last in [(0, 1), (1, 3), (3, 4)]:  # KV groups
         shard = Sequence(
             sequence.query[:, 3 * first : 3 * last].contiguous(),
             sequence.key[:, first:last].contiguous(),
             sequence.value[:, first:last].contiguous(),
         )
-        assert_same_bits(attend([(shard, 500, 530)], int8=int8)[0], whole[:, 3 * first : 3 * last].contiguous())
+        assert_same_bits(attend([(shard, 500, 530)], stored=stored)[0], whole[:, 3 * first : 3 * last].contiguous())
 
 
 @pytest.mark.usefixtures("isa")
-def test_later_tokens_cannot_poison_earlier_ones(int8, dtype, rng):
+def test_later_tokens_cannot_poison_earlier_ones(stored, dtype, rng):
     sequence = random_sequence(rng, 40, dtype)
-    (clean,) = attend([(sequence, 0, 40)], int8=int8)
+    (clean,) = attend([(sequence, 0, 40)], stored=stored)
     sequence.key[20:] = torch.inf
     sequence.value[20:] = torch.nan
-    (poisoned,) = attend([(sequence, 0, 40)], int8=int8)
+    (poisoned,) = attend([(sequence, 0, 40)], stored=stored)
     assert_same_bits(poisoned[:20], clean[:20])
 
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -43,8 +41,7 @@ def test_nothing_to_change(rng):
 
 def test_one_of_each():
     logits = torch.tensor([[2.0, -2.0, 1.0, 1.0, 1.0]])
-    penalties = replace(
-        no_penalties(1),
+    penalties = no_penalties(1)._replace(
         offsets=torch.tensor([0, 5], dtype=torch.int32),
         ids=torch.arange(5, dtype=torch.int32),
         output_counts=torch.tensor([0, 0, 2, 0, 0], dtype=torch.int32),

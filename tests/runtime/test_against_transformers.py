@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
 from pathlib import Path
 
 import pytest
@@ -13,29 +12,25 @@ from transformers import AutoModelForCausalLM
 from shardline.config.engine import EngineConfig
 from shardline.engine.resolve import resolve
 from shardline.runtime.parallel.groups import alone
-from shardline.runtime.sequences import SequenceTable
+from shardline.runtime.sampling.inputs import SamplingInput
+from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.setup import prepare
 from shardline.runtime.worker import Worker
-from shardline.types import RankStep, SamplingParams, SequenceResult, SequenceStart, SequenceStep, StepPlan
+from shardline.types import RankStep, SamplingParams, SequenceStart, SequenceStep, StepPlan
 from tests.models.checkpoints import FAMILIES, VARIANTS, has_experts, make_checkpoint, make_variant
 
 BLOCK_SIZE = 8
 
 
-class RecordingSampler:
+class RecordingSampler(Sampler):
     """Keeps the logits and answers with the greedy token."""
 
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
 
-    @staticmethod
-    def is_greedy(seq_ids: list[int], table: SequenceTable) -> bool:
-        """All logits are wanted."""
-        return False
-
-    def sample(self, logits: Tensor, seq_ids: Rows[int], table: SequenceTable) -> list[SequenceResult]:
-        self.logits.append(logits.clone())
-        return [SequenceResult(seq_id, [int(row.argmax())]) for seq_id, row in zip(seq_ids, logits, strict=True)]
+    def sample(self, local_logits: Tensor, plan: SamplingPlan, given: SamplingInput) -> Sampled:
+        self.logits.append(local_logits.clone())
+        return Sampled(local_logits.argmax(1), None, local_logits)
 
 
 def generate(
@@ -49,8 +44,9 @@ def generate(
     worker.load()
     assert worker._runner is not None
     recorder = RecordingSampler()
-    worker._runner._sampler = recorder  # type: ignore[assignment]
-    start = SequenceStart(1, prompt, len(prompt), SamplingParams(temperature=0.0), 0, ())
+    worker._runner._sampler = recorder
+    # A digest takes all logits.
+    start = SequenceStart(1, prompt, len(prompt), SamplingParams(temperature=0.0, logits_digest=True), 0, ())
     num_blocks = -(-(len(prompt) + num_tokens) // BLOCK_SIZE)
     tables = [list(range(1 + group * num_blocks, 1 + (group + 1) * num_blocks)) for group in range(len(setup.groups))]
     tokens: list[int] = []

@@ -12,6 +12,10 @@ from shardline.config.units import parse_bytes
 _LONGEST_STEP = 86400.0
 
 
+_PACKED_SCHEMES = tuple(f"w4a16_{size}" for size in (32, 64, 128, "rows"))
+"""What w4a16 is called once the checkpoint has said how many columns have a scale."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Which model, and how its weights are read."""
@@ -34,8 +38,9 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "hold linear weights in fewer bits and compute in int8 (fp8: in fp8, on GPUs only); none: as they are",
-        choices=("none", "int8", "int4", "fp8"),
+        "hold linear weights in fewer bits and compute in int8 (on GPUs also fp8: in fp8, and w4a16: a GPTQ or AWQ "
+        "checkpoint's own 4 bits, the default for one there); none: in the activations' dtype",
+        choices=("none", "int8", "int4", "fp8", "w4a16"),
     )
     check_finite: bool = option(False, "look for NaN and Inf in weights and after every layer, and say where; slower")
     seed: int = option(0, "seed of dummy weights and of requests that set none")
@@ -88,8 +93,9 @@ class CacheConfig:
     block_size: int = option(16, "tokens per KV block")
     kv_cache_dtype: str = option(
         "auto",
-        "type of keys and values in the cache; auto: the activations'; int8: one byte and a scale per token and head",
-        choices=("auto", "int8"),
+        "type of keys and values in the cache; auto: the activations'; int8, and on GPUs fp8 (e4m3): one byte, and a "
+        "scale per token and head",
+        choices=("auto", "int8", "fp8", "fp8_e4m3"),
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
     kv_cache_memory: str | int | None = option(
@@ -163,7 +169,8 @@ def _validate(config: EngineConfig) -> None:
                 raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
     for name in ("dtype", "load_format", "quantization"):
         f = ModelConfig.__dataclass_fields__[name]
-        if getattr(config.model, name) not in (f.default, *f.metadata["choices"]):
+        resolved = _PACKED_SCHEMES if name == "quantization" else ()
+        if getattr(config.model, name) not in (f.default, *f.metadata["choices"], *resolved):
             raise ValueError(
                 f"{name} must be one of {', '.join(f.metadata['choices'])}, got {getattr(config.model, name)!r}"
             )

@@ -45,7 +45,8 @@ class EngineClient:
     ) -> None:
         ours, theirs = socket.socketpair()
         parallel = config.parallel
-        gpus = gpus_of_replica(replica, replica_grid(parallel).world_size) if parallel.device == "cuda" else None
+        owns_gpus = parallel.device == "cuda" and parallel.collectives != "gloo"
+        gpus = gpus_of_replica(replica, replica_grid(parallel).world_size) if owns_gpus else None
         with theirs:
             self._process = start_child("shardline.engine.process", [theirs.fileno()], gpus)
         self._replica = replica

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import hashlib
 import logging
@@ -61,6 +62,7 @@ class EngineProcess:
             isas = {report.isa for report in ranks}
             if len(isas) > 1:
                 raise ValueError(f"ranks run unlike kernel paths ({', '.join(sorted(isas))}); set SHARDLINE_ISA")
+            setup = dataclasses.replace(setup, num_blocks=ranks[0].num_blocks)
             engine = Engine(setup, executor)
             fingerprint = _fingerprint(setup, isas.pop())
             seconds = {"weights": max(rank.load_seconds for rank in ranks), "engine": time.perf_counter() - began}

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardline.config.units import format_bytes
+from shardline.engine.kv_budget import explain
+from shardline.models.hf_config import HFConfig
+from shardline.models.packed_weights import packed_format
 from shardline.models.partition import split_dim
 from shardline.models.sizes import kv_bytes_per_token
 from shardline.runtime.messages import RankReport
@@ -17,7 +20,7 @@ def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: di
     cache = config.cache
     lines = [
         f"model {setup.files.name}: {spec.model_type}, {len(spec.layers)} layers, {config.model.dtype}, "
-        f"quantization {config.model.quantization or 'none'}, "
+        f"quantization {config.model.quantization or 'none'}{_packed(setup)}, "
         f"max_model_len {setup.max_model_len}",
         f"layout: tensor {grid.tensor} x pipeline {grid.pipeline} = {grid.replica_size} ranks a replica, "
         f"{config.parallel.data_parallel_size} replicas{_together(grid.data)}; "
@@ -35,6 +38,8 @@ def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: di
             f"{format_bytes(report.weight_bytes)}, KV {format_bytes(report.kv_bytes)}, "
             f"loaded in {report.load_seconds:.2f} s"
         )
+        if report.memory is not None:
+            lines.append(f"rank {report.rank} memory: {explain(report.memory, cache.gpu_memory_utilization)}")
     tokens = int(setup.max_concurrency * setup.max_model_len)
     per_token = [
         kv_bytes_per_token(spec, grid.place(rank), setup.stages, setup.kv_dtype, latents_shared=latents_shared(config))
@@ -49,6 +54,15 @@ def startup_report(setup: ReplicaSetup, ranks: Sequence[RankReport], seconds: di
         "seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items()),
     ]
     return lines
+
+
+def _packed(setup: ReplicaSetup) -> str:
+    """What became of a checkpoint's own quantization."""
+    packed = packed_format(HFConfig(setup.files.config))
+    if packed is None or setup.config.model.load_format == "dummy":
+        return ""
+    kept = "kept" if setup.keeps_packed else f"dequantized to {setup.dtype} as it loads"
+    return f" (the checkpoint's is {packed}, {kept})"
 
 
 def _together(replicas: int) -> str:

@@ -10,21 +10,27 @@ from shardline.config.engine import EngineConfig, ParallelConfig
 from shardline.config.topology import RankGrid
 from shardline.config.units import format_bytes, parse_bytes
 from shardline.engine.gpu_memory import gpu_memory
-from shardline.engine.gpu_support import check_gpu_support, gpu_kv_bytes
 from shardline.engine.host_memory import allowed_cpus, available_host_memory
+from shardline.engine.kv_budget import gpu_kv_bytes
+from shardline.models.hf_config import HFConfig
 from shardline.models.kv_capacity import longest_request
 from shardline.models.lookup import decoder_spec
+from shardline.models.packed_weights import PackedFormat, packed_format
 from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel, kv_groups
 from shardline.models.sharding import Numerics
 from shardline.models.sizes import kv_block_bytes, stage_spans, weight_bytes
 from shardline.models.spec import MLA, DecoderSpec, DType
+from shardline.models.weight_formats import scheme_of
 from shardline.runtime.loader.checkpoint import Checkpoint
 from shardline.runtime.loader.hub import resolve_model
-from shardline.runtime.setup import kv_dtype, pool_blocks, replica_grid
+from shardline.runtime.setup import kv_dtype, measures_memory, pool_blocks, replica_grid
 
 _log = logging.getLogger(__name__)
 
 _CPU_DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
+
+_AUTO_LENGTH_SHARE = 0.8
+"""Of the room that is estimated for a GPU's KV cache, what an automatic max_model_len counts on."""
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
@@ -36,7 +42,10 @@ def resolve(config: EngineConfig) -> EngineConfig:
     parallel = _resolve_parallel(config.parallel)
     dummy = config.model.load_format == "dummy"
     files = resolve_model(config.model.model, config.model.revision, weights=not dummy)
-    dtype = _resolve_dtype(config.model.dtype, decoder_spec(files.config, None).dtype)
+    checkpoint_dtype = decoder_spec(files.config, None).dtype
+    packed = packed_format(HFConfig(files.config))
+    # Of 4 bits and a scale, bfloat16 keeps what matters.
+    dtype = _resolve_dtype(config.model.dtype, checkpoint_dtype if packed is None else "bfloat16")
     asked = config.model.max_model_len
     spec = decoder_spec(files.config, asked if isinstance(asked, int) else None)
     if isinstance(asked, int) and asked > spec.max_position_embeddings:
@@ -44,22 +53,25 @@ def resolve(config: EngineConfig) -> EngineConfig:
             f"max_model_len {asked} is more than the {spec.max_position_embeddings} positions this model has; "
             f"use {spec.max_position_embeddings} or less"
         )
-    if parallel.device == "cuda":
-        check_gpu_support(config, spec)
-    elif config.model.quantization == "fp8":
+    if parallel.device == "cpu" and config.model.quantization == "fp8":
         raise ValueError("quantization fp8 needs a GPU, and this is the CPU; use int8")
-    if config.cache.kv_cache_dtype == "int8" and any(isinstance(layer.attention, MLA) for layer in spec.layers):
-        raise ValueError("kv_cache_dtype int8 is not supported for latent attention, whose cache is small; use auto")
+    _check_kv_dtype(config.cache.kv_cache_dtype, spec, parallel.device)
     check_tensor_parallel(spec, parallel.tensor_parallel_size)
     if parallel.enable_expert_parallel:
         check_expert_parallel(spec, parallel.tensor_parallel_size, parallel.data_parallel_size)
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
     if not dummy:
-        Checkpoint.open(files.folder).check(spec)
+        Checkpoint.open(files.folder).check(spec, packed)
     grid = replica_grid(parallel)
-    placed = dataclasses.replace(config, parallel=parallel)
+    scheme = _resolve_quantization(config, parallel, packed)
+    placed = dataclasses.replace(
+        config, parallel=parallel, model=dataclasses.replace(config.model, quantization=scheme or "none")
+    )
     kv_bytes = _kv_bytes_per_rank(placed, spec, grid, stages, dtype)
-    scheme = None if config.model.quantization == "none" else config.model.quantization
+    # Ranks that share a GPU could not tell their own memory from the others'.
+    measured = parallel.device == "cuda" and parallel.collectives != "gloo" and measures_memory(config)
+    if measured and asked == "auto":
+        kv_bytes = int(kv_bytes * _AUTO_LENGTH_SHARE)
     model = dataclasses.replace(config.model, model=str(files.folder), dtype=dtype, quantization=scheme)
     cache = dataclasses.replace(config.cache, kv_cache_memory=kv_bytes)
     resolved = dataclasses.replace(config, model=model, parallel=parallel, cache=cache)
@@ -71,18 +83,27 @@ def resolve(config: EngineConfig) -> EngineConfig:
         )
     num_blocks = pool_blocks(resolved, spec, grid, stages, length)
     _check_memory(resolved, spec, grid, stages, num_blocks)
+    if measured:
+        # What was estimated served to refuse early; the ranks measure once they have loaded.
+        resolved = dataclasses.replace(resolved, cache=config.cache)
     resolved = dataclasses.replace(resolved, model=dataclasses.replace(model, max_model_len=length))
-    reasons = _reasons(config, resolved, spec, stages)
+    reasons = _reasons(config, resolved, spec, stages, packed)
     if reasons:
         _log.info("chosen: %s", "; ".join(reasons))
     return resolved
 
 
-def _reasons(asked: EngineConfig, chosen: EngineConfig, spec: DecoderSpec, stages: tuple[Span, ...]) -> list[str]:
+def _reasons(
+    asked: EngineConfig,
+    chosen: EngineConfig,
+    spec: DecoderSpec,
+    stages: tuple[Span, ...],
+    packed: PackedFormat | None,
+) -> list[str]:
     """What was left open, what was chosen for it, and why."""
     reasons = []
     if asked.model.dtype == "auto":
-        reasons.append(f"dtype {chosen.model.dtype} (the checkpoint's is {spec.dtype})")
+        reasons.append(f"dtype {chosen.model.dtype} (the checkpoint's is {packed or spec.dtype})")
     if not isinstance(asked.model.max_model_len, int):
         whole = chosen.model.max_model_len == spec.max_position_embeddings
         why = "all that the model has" if whole else "what the KV cache holds"
@@ -97,7 +118,9 @@ def _reasons(asked: EngineConfig, chosen: EngineConfig, spec: DecoderSpec, stage
     if asked.parallel.pipeline_stages is None and len(stages) > 1:
         layers = ",".join(str(stage.size) for stage in stages)
         reasons.append(f"pipeline_stages {layers} (balanced by the weights that 32 tokens read)")
-    if asked.cache.kv_cache_memory is None and asked.cache.num_gpu_blocks_override is None:
+    if measures_memory(chosen):
+        reasons.append(f"KV cache measured on every GPU ({asked.cache.gpu_memory_utilization:g} of its memory)")
+    elif asked.cache.kv_cache_memory is None and asked.cache.num_gpu_blocks_override is None:
         assert isinstance(chosen.cache.kv_cache_memory, int)
         share = f"{asked.cache.gpu_memory_utilization:g} of half the free memory, shared by all ranks"
         reasons.append(f"up to {format_bytes(chosen.cache.kv_cache_memory)} of KV cache a rank ({share})")
@@ -122,8 +145,10 @@ def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
         raise ValueError("distributed_executor_backend 'threads' is for the CPU; use 'mp' with device cuda")
     if device == "cpu" and parallel.collectives == "nccl":
         raise ValueError("collectives 'nccl' needs GPUs; use 'shm' or 'gloo' with device cpu")
-    if device == "cuda" and world > 1 and parallel.collectives not in ("auto", "nccl"):
-        raise ValueError(f"collectives {parallel.collectives!r} move host memory; use 'nccl' with device cuda")
+    if device == "cuda" and parallel.collectives == "shm":
+        raise ValueError("collectives 'shm' move host memory; use 'nccl' with device cuda")
+    if device == "cuda" and parallel.collectives == "gloo":
+        _log.warning("collectives gloo on GPUs are a test mode: slow, through host memory; ranks may share a GPU")
     cores = allowed_cpus()
     if parallel.cpu_threads is not None and parallel.cpu_threads > cores:
         raise ValueError(f"cpu_threads {parallel.cpu_threads} is more than the {cores} cores this process may use")
@@ -132,6 +157,40 @@ def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
     if threads * ranks > cores:
         _log.warning("%d ranks of %d threads share %d cores: expect them to wait for each other", ranks, threads, cores)
     return dataclasses.replace(parallel, distributed_executor_backend=backend, device=device, cpu_threads=threads)
+
+
+def _resolve_quantization(config: EngineConfig, parallel: ParallelConfig, packed: PackedFormat | None) -> str | None:
+    """The scheme by its full name; on a GPU weights that the checkpoint has packed stay so, if "none" does not say
+    otherwise."""
+    asked, on_gpu = config.model.quantization, parallel.device == "cuda"
+    is_there = packed is not None and config.model.load_format != "dummy"
+    if asked is None and not (is_there and on_gpu):
+        return None
+    if asked == "none":
+        return "none" if is_there and on_gpu else None
+    if asked is not None and scheme_of(asked) != "w4a16":
+        return asked
+    if not on_gpu:
+        raise ValueError("quantization w4a16 needs a GPU, and this is the CPU; use none, int8 or int4")
+    if packed is None or not is_there:
+        raise ValueError("quantization w4a16 is for GPTQ and AWQ checkpoints, and this is none; use int4")
+    if parallel.numerics == "fast" and parallel.tensor_parallel_size > 1:
+        raise ValueError(
+            "numerics fast cuts rows of weights, and those of this checkpoint are packed in groups; use --numerics "
+            "exact, or --quantization none"
+        )
+    return packed.quantization
+
+
+def _check_kv_dtype(asked: str, spec: DecoderSpec, device: str) -> None:
+    if asked == "auto":
+        return
+    if any(isinstance(layer.attention, MLA) for layer in spec.layers):
+        raise ValueError(
+            f"kv_cache_dtype {asked} is not supported for latent attention, whose cache is small; use auto"
+        )
+    if asked != "int8" and device == "cpu":
+        raise ValueError(f"kv_cache_dtype {asked} needs a GPU, and this is the CPU; use int8")
 
 
 def _resolve_dtype(asked: str, checkpoint: str) -> DType:

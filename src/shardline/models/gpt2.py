@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardline.models.hf_config import HFConfig, divided, refuse_quantized
+from shardline.models.hf_config import HFConfig, divided
 from shardline.models.parameters import parse_name
 from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, Norm, TensorSource
 
@@ -25,7 +25,6 @@ _LAYER_KEYS = {
 def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""
     hf = HFConfig(config)
-    refuse_quantized(hf)
     hf.only("add_cross_attention", False)
     hidden_size, num_heads = hf.integer("n_embd", 768), hf.integer("n_head", 12)
     head_dim = divided(hf, "n_embd", hidden_size, num_heads)

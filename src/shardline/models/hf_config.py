@@ -179,7 +179,6 @@ def read_dims(
     Raises:
         ValueError: a size is no positive whole number, or two do not fit each other.
     """
-    refuse_quantized(config)
     hidden_size = config.integer("hidden_size", hidden_size)
     num_heads = config.integer("num_attention_heads", num_heads)
     num_kv_heads = config.optional_integer("num_key_value_heads", num_kv_heads) or num_heads
@@ -205,16 +204,3 @@ def divided(config: HFConfig, key: str, size: int, num_heads: int) -> int:
     if size % num_heads:
         raise config.error(key, f"must be a multiple of the {num_heads} attention heads, got {size}")
     return size // num_heads
-
-
-def refuse_quantized(config: HFConfig) -> None:
-    """Refuse a quantized checkpoint.
-
-    Raises:
-        ValueError: the configuration has a quantization_config.
-    """
-    if config.has("quantization_config"):
-        method = config.section("quantization_config").values.get("quant_method", "unknown method")
-        raise config.error(
-            "quantization_config", f"({method}): quantized checkpoints are not supported; use the unquantized one"
-        )

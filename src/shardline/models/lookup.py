@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 import shardline.models
+from shardline.models.hf_config import HFConfig
+from shardline.models.packed_weights import packed_format
 from shardline.models.spec import DecoderSpec, TensorSource
 
 
@@ -63,6 +65,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) ->
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"config.json has no model_type; supported: {', '.join(known_families())}")
+    packed_format(HFConfig(config))  # or refuses it
     return family(model_type).decoder_spec(config, max_model_len)
 
 

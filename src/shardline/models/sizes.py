@@ -14,6 +14,7 @@ from shardline.models.parameters import (
     is_linear,
     layer_parameters,
     parameters,
+    parse_name,
     stage_parameters,
 )
 from shardline.models.partition import (
@@ -29,10 +30,10 @@ from shardline.models.sharding import Numerics, shard, shard_shape
 from shardline.models.spec import MLA, Attention, DecoderSpec, Dense, DType, Layer, MoE
 from shardline.models.weight_formats import weight_format
 
-KVDType = DType | Literal["int8"]
-"""What the KV cache holds: int8 has a float32 scale beside every token's head."""
+KVDType = DType | Literal["int8", "float8_e4m3fn"]
+"""What the KV cache holds: the types of one byte have a float32 scale beside every token's head."""
 
-DTYPE_BYTES: Mapping[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES: Mapping[KVDType, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 """Bytes per element."""
 
 
@@ -77,8 +78,12 @@ def weight_bytes(
     total = 0
     for name, shape in _held(spec, stages[place.pp_rank], quantization):
         local = shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics, experts))
+        held = None
         if quantization is not None and is_linear(name):
-            total += weight_format(quantization, lm_head=name == "lm_head.weight").num_bytes(*local)
+            is_expert = expert_of(parse_name(name).part) is not None
+            held = weight_format(quantization, lm_head=name == "lm_head.weight", expert=is_expert)
+        if held is not None:
+            total += held.num_bytes(*local)
         else:
             total += math.prod(local) * DTYPE_BYTES["float32" if is_kept_in_float32(name) else dtype]
     return total
@@ -183,7 +188,7 @@ def _held(spec: DecoderSpec, stage: Span, quantization: str | None) -> Iterator[
     first, last = stage.start == 0, stage.stop == len(spec.layers)
     for name, shape in stage_parameters(spec, stage):
         yield ("lm_head.weight" if name == "embed.weight" and not first else name), shape
-    if first and last and spec.tied_embeddings and quantization is not None:
+    if first and last and spec.tied_embeddings and quantization and weight_format(quantization, lm_head=True):
         yield "lm_head.weight", (spec.vocab_size, spec.hidden_size)
 
 
@@ -197,11 +202,11 @@ def _multiplications_per_pair(attention: Attention) -> int:
 def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, latents_shared: bool) -> int:
     """Keys and values of one token in one layer on one rank, scales included."""
     if isinstance(attention, MLA):
+        assert DTYPE_BYTES[dtype] > 1, "refused by resolve"
         parts = split_dim(attention.latent_dim, len(place.tp_peers) if latents_shared else 1)
-        assert dtype != "int8", "refused by resolve"
         return parts[place.tp_rank if latents_shared else 0].size * DTYPE_BYTES[dtype]
     shares = split_heads(attention.num_heads, attention.num_kv_heads, len(place.tp_peers))
-    head_bytes = attention.head_dim + 4 if dtype == "int8" else attention.head_dim * DTYPE_BYTES[dtype]
+    head_bytes = attention.head_dim * DTYPE_BYTES[dtype] + (4 if DTYPE_BYTES[dtype] == 1 else 0)
     return 2 * shares[place.tp_rank].kv_heads.size * head_bytes
 
 

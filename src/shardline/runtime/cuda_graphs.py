@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,46 @@ def batch_sizes(max_seqs: int) -> list[int]:
     """Those that are captured: 1, 2, 4, then every 8 up to 64, every 32 up to 256, then every 128, and the largest."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32), *range(384, max_seqs + 1, 128)]
     return [size for size in sizes if size < max_seqs] + [max_seqs]
+
+
+class Recording(NamedTuple):
+    """A captured call."""
+
+    replay: Callable[[], None]
+    output: Tensor
+    """What every replay writes."""
+
+
+class GraphRecorder(Protocol):
+    """Captures calls; one at a time runs, so that all of them may use the same memory."""
+
+    def record(self, call: Callable[[], Tensor]) -> Recording:
+        """A call that has run before, on tensors that stay where they are."""
+
+    def discard(self) -> None:
+        """Forget the memory of what was recorded, which nobody replays any more."""
+
+
+class CudaRecorder:
+    """CUDA graphs with one private pool of memory.
+
+    Exchanges over NCCL are captured like any kernel once their communicator has been used. Its watchdog queries events
+    from a thread of its own, which only a capture of the thread's own calls allows.
+    """
+
+    def __init__(self) -> None:
+        self._pool: object | None = None
+
+    def record(self, call: Callable[[], Tensor]) -> Recording:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+            output = call()
+        self._pool = graph.pool()
+        return Recording(graph.replay, output)
+
+    def discard(self) -> None:
+        self._pool = None
 
 
 class PaddedStep:
@@ -77,39 +120,55 @@ class PaddedStep:
         )
         return step, self._hidden[:size]
 
+    def empty(self, size: int) -> tuple[StepInput, Tensor]:
+        """The same, all of it padding."""
+        step, hidden = self.first(size)
+        step.context_lens.zero_()
+        for group in step.kv_groups:
+            group.slots.fill_(-1)
+        return step, hidden
+
 
 class GraphReplay:
-    """A stage's forward pass, replayed from a graph for steps that only decode."""
+    """A stage's forward pass, replayed from a graph for steps that only decode.
 
-    def __init__(self, forward: Forward, padded: PaddedStep, max_seqs: int) -> None:
+    All ranks of a group are given the same steps, so that they replay, and exchange, in the same order.
+    """
+
+    def __init__(self, forward: Forward, padded: PaddedStep, max_seqs: int, recorder: GraphRecorder) -> None:
         self.forward = forward
+        self.sizes = batch_sizes(max_seqs)
         self._padded = padded
-        self._sizes = batch_sizes(max_seqs)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._recorder = recorder
+        self._recordings: dict[int, Recording] = {}
+
+    def run_padded(self, size: int) -> Tensor:
+        """Run a step of padding, uncaptured: compiles the kernels and joins the groups, which a capture may not."""
+        return self.forward(*self._padded.empty(size))
+
+    def record(self, size: int) -> Recording:
+        """Capture a step that has been run."""
+        step, hidden = self._padded.empty(size)
+        return self._recorder.record(lambda: self.forward(step, hidden))
+
+    def discard(self) -> None:
+        """Forget everything captured."""
+        self._recordings.clear()
+        self._recorder.discard()
 
     def capture(self) -> None:
         """Capture all sizes, the largest first, so that the smaller ones find their memory in its pool."""
-        pool = None
-        for size in reversed(self._sizes):
-            step, hidden = self._padded.first(size)
-            step.context_lens.zero_()
-            for group in step.kv_groups:
-                group.slots.fill_(-1)
-            self.forward(step, hidden)  # compiles the kernels, which a capture may not
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                output = self.forward(step, hidden)
-            pool = graph.pool()
-            self._graphs[size] = (graph, output)
+        for size in reversed(self.sizes):
+            self.run_padded(size)
+            self._recordings[size] = self.record(size)
 
     def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
         count = len(step.positions)
-        decodes = step.sampled is None and count == len(step.context_lens) <= self._sizes[-1]
-        if not decodes or not self._graphs:
+        decodes = step.sampled is None and count == len(step.context_lens) <= self.sizes[-1]
+        if not decodes or not self._recordings:
             return self.forward(step, hidden)
-        size = next(size for size in self._sizes if size >= count)
-        graph, output = self._graphs[size]
+        size = next(size for size in self.sizes if size >= count)
+        recording = self._recordings[size]
         self._padded.fill(step, hidden, size)
-        graph.replay()
-        return output[:count]
+        recording.replay()
+        return recording.output[:count]

@@ -84,7 +84,7 @@ class DecoderStage:
     def __init__(self, context: LayerContext, layers: Span) -> None:
         spec = context.spec
         tables = RotaryTables(context.max_model_len, context.device)
-        self._hidden_size, self._dtype = spec.hidden_size, context.dtype
+        self._nothing = torch.empty(0, spec.hidden_size, dtype=context.dtype, device=context.device)
         first, last = layers.start == 0, layers.stop == len(spec.layers)
         self.lm_head = LMHead(context) if last else None
         held = self.lm_head.rows if self.lm_head is not None and spec.tied_embeddings else None
@@ -129,6 +129,5 @@ class DecoderStage:
 
     def join(self, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...]) -> None:
         """Take part in a step in which this replica has no token: its ranks hold experts that others need."""
-        nothing = torch.empty(0, self._hidden_size, dtype=self._dtype)
         for layer in self.layers:
-            layer.join(replica_tokens, replica_samples, nothing)
+            layer.join(replica_tokens, replica_samples, self._nothing)

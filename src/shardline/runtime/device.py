@@ -5,11 +5,13 @@ from __future__ import annotations
 import platform
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.download import Download
 from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 
 
@@ -22,6 +24,8 @@ class Device:
     """For people."""
     kernel_path: str
     """What a request's bits depend on: the instruction set, or the GPU's generation and the compiler's version."""
+    memory: DeviceMemory | None = None
+    """None: the host's, which is not measured."""
 
     @property
     def is_host(self) -> bool:
@@ -43,16 +47,58 @@ def open_device(kind: str, rank: int) -> Device:
 
     index = rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
+    # Sums of the library's products stay in fp32, should it split one.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     major, minor = torch.cuda.get_device_capability(index)
     path = f"sm_{major}{minor}-triton{triton.__version__}"
-    return Device(torch.device("cuda", index), torch.cuda.get_device_name(index), path)
+    return Device(torch.device("cuda", index), torch.cuda.get_device_name(index), path, CudaMemory())
+
+
+class DeviceMemory(Protocol):
+    """What can be asked of a device's memory, in bytes."""
+
+    def reserved(self) -> int:
+        """What this process has taken from the device for tensors."""
+
+    def reset_peak(self) -> None:
+        """Forget what `peak` has seen."""
+
+    def peak(self) -> int:
+        """The largest `reserved` since."""
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Of the whole device, whoever uses it."""
+
+    def release(self) -> None:
+        """Give back what is reserved and holds no tensor."""
+
+
+class CudaMemory:
+    """Of the current GPU."""
+
+    def reserved(self) -> int:
+        return torch.cuda.memory_reserved()
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_reserved()
+
+    def free_and_total(self) -> tuple[int, int]:
+        torch.cuda.synchronize()
+        return torch.cuda.mem_get_info()
+
+    def release(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 class DeviceCounters:
     """Counters that kernels on a device raise, for somebody who looks at host memory now and then.
 
-    On the CPU both are the same memory. On a GPU, `publish` copies after a step, as often as a look is worth it: what
-    the host sees may be that much behind.
+    On the CPU both are the same memory. On a GPU, `publish` copies after a step, as often as a look is worth it, and a
+    later call finds the copy done: what the host sees may be that much behind, and one step.
     """
 
     _INTERVAL = 0.5  # seconds
@@ -61,12 +107,17 @@ class DeviceCounters:
         self._host = host
         self.on_device = host.to(device)
         self._due = 0.0
+        self._download: Download | None = None
 
     def publish(self) -> None:
-        """Let the host see; waits for the device."""
+        """Let the host see, without waiting for the device."""
         if self.on_device is not self._host and (now := time.monotonic()) >= self._due:
-            self._host.copy_(self.on_device)
+            self._download = Download([self.on_device], self.on_device.device)
             self._due = now + self._INTERVAL
+        if self._download is not None and self._download.is_done:
+            (counters,) = self._download.wait()
+            self._host.copy_(counters)
+            self._download = None
 
 
 class Uploader:
@@ -87,6 +138,8 @@ class Uploader:
             tensors += [group.block_tables.contiguous(), group.slots]
         if (sampled := step.sampled) is not None:
             tensors += [sampled.rows, sampled.query_starts, sampled.context_lens, *sampled.block_tables]
+        if step.sampling is not None:
+            tensors += step.sampling.tensors()
         on_device = iter(self._copy(tensors))
         return StepInput(
             token_ids=next(on_device),
@@ -98,8 +151,11 @@ class Uploader:
             replica_samples=step.replica_samples,
             sampled=None
             if sampled is None
-            else SampledTokens(next(on_device), next(on_device), next(on_device), tuple(on_device)),
+            else SampledTokens(
+                next(on_device), next(on_device), next(on_device), tuple(next(on_device) for _ in step.kv_groups)
+            ),
             greedy=step.greedy,
+            sampling=None if step.sampling is None else step.sampling.moved(on_device),
         )
 
     def _copy(self, tensors: list[Tensor]) -> list[Tensor]:

@@ -8,6 +8,24 @@ from shardline.config.engine import EngineConfig
 from shardline.types import RankStep, StepResult
 
 
+class MemoryUse(msgspec.Struct, frozen=True):
+    """What a GPU holds beside a rank's KV cache, in bytes, as the rank measured it."""
+
+    total: int
+    """Of the GPU."""
+    others: int
+    """Held by the driver, the kernels' code, the groups' buffers and other processes."""
+    weights: int
+    step: int
+    """Most that a step takes beside."""
+    graphs: int
+    """What capturing decode steps will take."""
+
+    def room(self, share: float) -> int:
+        """What is left for the KV cache if `share` of the GPU may be used; negative: that much is missing."""
+        return int(self.total * share) - self.others - self.weights - self.step - self.graphs
+
+
 class RankReport(msgspec.Struct, frozen=True):
     """What one rank says once it is ready."""
 
@@ -21,6 +39,10 @@ class RankReport(msgspec.Struct, frozen=True):
     weight_bytes: int
     kv_bytes: int
     load_seconds: float
+    num_blocks: int
+    """Of the KV pool, the null block included."""
+    memory: MemoryUse | None = None
+    """What the size of the pool follows from; None: it was set before."""
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
@@ -39,7 +61,19 @@ class RunStep(msgspec.Struct, frozen=True, tag=True):
     step: RankStep
 
 
-WorkerRequest = StartWorker | RunStep
+class AllocateCache(msgspec.Struct, frozen=True, tag=True):
+    """Engine to worker: the size of the KV pool, once all ranks have measured."""
+
+    num_blocks: int
+
+
+WorkerRequest = StartWorker | RunStep | AllocateCache
+
+
+class RankMeasured(msgspec.Struct, frozen=True, tag=True):
+    """Worker to engine: weights are loaded, and this is what a step needs beside them."""
+
+    memory: MemoryUse
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
@@ -65,4 +99,4 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     """It only lost touch with another rank, which is the one to name."""
 
 
-WorkerReply = RankReady | StepDone | RankFailed
+WorkerReply = RankMeasured | RankReady | StepDone | RankFailed

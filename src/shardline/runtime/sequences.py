@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from shardline.runtime.sampling.last_tokens import stand_in
 from shardline.types import SamplingParams, SequenceStart, SequenceStep
 
 
@@ -24,6 +25,8 @@ class Sequence:
     eos_token_ids: tuple[int, ...]
     output_counts: dict[int, int] = field(default_factory=dict)
     """How often each token was generated; kept only where penalties read it."""
+    num_pending: int = 0
+    """Of its tokens, the last ones, which a step in flight samples: something stands for them, see LastTokens."""
 
     @cached_property
     def prompt_ids(self) -> npt.NDArray[np.int64]:
@@ -38,10 +41,27 @@ class Sequence:
 
     def append(self, token_id: int) -> None:
         """A token that was generated."""
+        self._place(token_id)
+        self._count(token_id)
+
+    def append_pending(self) -> None:
+        """A token that a step in flight will sample."""
+        self._place(stand_in(self.row))
+        self.num_pending += 1
+
+    def settle(self, token_id: int) -> None:
+        """What the oldest pending token came to be."""
+        self.tokens[self.num_tokens - self.num_pending] = token_id
+        self.num_pending -= 1
+        self._count(token_id)
+
+    def _place(self, token_id: int) -> None:
         if self.num_tokens == len(self.tokens):
             self.tokens = np.concatenate([self.tokens, np.empty_like(self.tokens)])
         self.tokens[self.num_tokens] = token_id
         self.num_tokens += 1
+
+    def _count(self, token_id: int) -> None:
         if self.has_penalties:
             self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
 
@@ -57,6 +77,11 @@ class SequenceTable:
 
     def __getitem__(self, seq_id: int) -> Sequence:
         return self._sequences[seq_id]
+
+    @property
+    def num_rows(self) -> int:
+        """One more than the largest row of any sequence."""
+        return len(self._num_blocks)
 
     def start(self, start: SequenceStart) -> None:
         """Take up a sequence."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,6 +14,7 @@ from shardline.models.partition import KVGroup, Span, kv_groups
 from shardline.models.sharding import Numerics
 from shardline.models.sizes import KVDType, kv_block_bytes, largest_weight_bytes, stage_spans, weight_bytes
 from shardline.models.spec import MLA, DecoderSpec, DType, MoE
+from shardline.models.weight_formats import scheme_of
 from shardline.runtime.loader.hub import ModelFiles, resolve_model
 from shardline.runtime.parallel.segment import SegmentLayout
 from shardline.runtime.reserve import weight_reserve
@@ -37,13 +39,18 @@ class ReplicaSetup:
     """Layers of each pipeline stage."""
     groups: tuple[KVGroup, ...]
     num_blocks: int
-    """Of the KV pool, on every rank; block 0 is never used."""
+    """Of the KV pool, on every rank; block 0 is never used. 0: the ranks measure what fits once they have loaded."""
 
     @property
     def max_model_len(self) -> int:
         """Longest request in tokens."""
         assert isinstance(self.config.model.max_model_len, int)
         return self.config.model.max_model_len
+
+    @property
+    def max_blocks(self) -> int:
+        """Of a sequence's block table."""
+        return -(-self.max_model_len // self.config.cache.block_size) + 1
 
     @property
     def dtype(self) -> DType:
@@ -68,7 +75,13 @@ class ReplicaSetup:
     @property
     def quantization(self) -> str | None:
         """Name of the scheme in which linear weights are held; None: in `dtype`."""
-        return self.config.model.quantization
+        name = self.config.model.quantization
+        return None if name == "none" else name
+
+    @property
+    def keeps_packed(self) -> bool:
+        """Whether linear weights stay as the checkpoint has packed them."""
+        return self.quantization is not None and scheme_of(self.quantization) == "w4a16"
 
     @property
     def num_experts(self) -> int:
@@ -147,6 +160,7 @@ def prepare(config: EngineConfig) -> ReplicaSetup:
     spec = decoder_spec(files.config, config.model.max_model_len)
     grid = replica_grid(config.parallel)
     stages = stage_spans(spec, grid.pipeline, config.parallel.pipeline_stages)
+    length = config.model.max_model_len
     return ReplicaSetup(
         config=config,
         files=files,
@@ -154,13 +168,21 @@ def prepare(config: EngineConfig) -> ReplicaSetup:
         grid=grid,
         stages=stages,
         groups=kv_groups(spec),
-        num_blocks=pool_blocks(config, spec, grid, stages, config.model.max_model_len),
+        num_blocks=0 if measures_memory(config) else pool_blocks(config, spec, grid, stages, length),
     )
+
+
+def measures_memory(config: EngineConfig) -> bool:
+    """Whether the ranks of a resolved configuration find out what is left for the KV cache."""
+    return config.cache.kv_cache_memory is None and config.cache.num_gpu_blocks_override is None
 
 
 def kv_dtype(config: EngineConfig) -> KVDType:
     """What the KV cache of a resolved configuration holds."""
-    return "int8" if config.cache.kv_cache_dtype == "int8" else cast(DType, config.model.dtype)
+    asked = config.cache.kv_cache_dtype
+    if asked == "auto":
+        return cast(DType, config.model.dtype)
+    return "int8" if asked == "int8" else "float8_e4m3fn"
 
 
 def latents_shared(config: EngineConfig) -> bool:
@@ -174,21 +196,30 @@ def replica_grid(parallel: ParallelConfig) -> RankGrid:
 
 
 def pool_blocks(
-    config: EngineConfig, spec: DecoderSpec, grid: RankGrid, stages: tuple[Span, ...], max_len: int | None
+    config: EngineConfig,
+    spec: DecoderSpec,
+    grid: RankGrid,
+    stages: tuple[Span, ...],
+    max_len: int | None,
+    rooms: Sequence[int] | None = None,
 ) -> int:
     """Blocks of the pool, the null block included: what the memory of the fullest rank holds, and no more than
-    max_num_seqs requests of full length, with prefix caching at least _CACHED_REQUESTS, can use."""
+    max_num_seqs requests of full length, with prefix caching at least _CACHED_REQUESTS, can use.
+
+    `rooms`: bytes for the KV cache of each rank; default: kv_cache_memory on all.
+    """
     cache, scheduler = config.cache, config.scheduler
     if cache.num_gpu_blocks_override is not None:
         return cache.num_gpu_blocks_override + 1
-    assert isinstance(cache.kv_cache_memory, int)
+    if rooms is None:
+        assert isinstance(cache.kv_cache_memory, int)
+        rooms = [cache.kv_cache_memory] * grid.world_size
     dtype = kv_dtype(config)
     shared = latents_shared(config)
-    largest = max(
-        kv_block_bytes(spec, grid.place(rank), stages, dtype, cache.block_size, latents_shared=shared)
-        for rank in range(grid.world_size)
+    fitting = min(
+        room // kv_block_bytes(spec, grid.place(rank), stages, dtype, cache.block_size, latents_shared=shared)
+        for rank, room in enumerate(rooms)
     )
-    fitting = cache.kv_cache_memory // largest
     length = spec.max_position_embeddings if max_len is None else max_len
     most_requests = max(scheduler.max_num_seqs, _CACHED_REQUESTS if cache.enable_prefix_caching else 0)
     useful = most_requests * blocks_per_request(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from shardline.runtime.sampling.inputs import SamplingInput
+
 
 @dataclass(frozen=True)
 class KVGroupInput:
@@ -63,6 +65,8 @@ class StepInput:
     """None: all tokens are sampled, in order."""
     greedy: bool = False
     """Whether nothing is wanted of a row of logits but its largest."""
+    sampling: SamplingInput | None = None
+    """What the sampler reads on a device; None on the host, where it has a plan, and where nothing is sampled."""
 
     def queries(self, group: int, last_layer: bool) -> Queries:
         """Who attends in a layer of a KV group. In a model's last layer nobody reads what else would come out."""

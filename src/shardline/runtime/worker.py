@@ -6,21 +6,26 @@ import math
 import os
 import socket
 import time
+from collections.abc import Callable
 
 import torch
 from tqdm import tqdm
 
 from shardline import _cpu, env
 from shardline.models.partition import split_dim
+from shardline.runtime.cuda_graphs import CudaRecorder, GraphReplay, PaddedStep
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.device import Device, DeviceCounters, open_device
 from shardline.runtime.finite import FiniteWatch
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.layers.kv_pages import CachePart
 from shardline.runtime.loader.weights import open_weights
-from shardline.runtime.messages import RankReport
+from shardline.runtime.memory_profile import largest_step, measure
+from shardline.runtime.messages import MemoryUse, RankReport
 from shardline.runtime.parallel.groups import RankGroups
+from shardline.runtime.pending import PendingStep
 from shardline.runtime.quantization.base import quantization
+from shardline.runtime.replay import DecodeReplay, Forward
 from shardline.runtime.reserve import weight_reserve
 from shardline.runtime.runner import Runner
 from shardline.runtime.sampling.sampler import Sampler
@@ -29,6 +34,9 @@ from shardline.types import RankStep, StepResult
 
 _PROGRESS_BYTES = 256 << 20
 """Smaller models load faster than a progress bar can be read."""
+
+Agree = Callable[[MemoryUse], int]
+"""What a rank has measured -> blocks of the KV pool, the same on all ranks."""
 
 
 class Worker:
@@ -43,8 +51,11 @@ class Worker:
         self._expert_load: DeviceCounters | None = None
         self._watch = FiniteWatch(groups.place.rank) if setup.config.model.check_finite else None
 
-    def load(self) -> RankReport:
+    def load(self, agree: Agree | None = None) -> RankReport:
         """Load this rank's weights, allocate its KV cache, and say what it holds.
+
+        `agree` says how large the KV pool is, given what this rank has measured; only called where the setup says that
+        ranks measure.
 
         Raises:
             ValueError: the checkpoint is at fault.
@@ -61,21 +72,17 @@ class Worker:
         device = open_device(setup.config.parallel.device, place.rank)
         stage, weight_bytes = self._load_stage(device)
         self._stage = stage
-        kv_bytes = self._allocate_cache(stage, device)
-        sampler = Sampler(stage.lm_head.spans, self._groups.tensor) if stage.lm_head is not None else None
-        self._runner = Runner(
-            stage,
-            self._groups,
-            sampler,
-            hidden_size=setup.spec.hidden_size,
-            dtype=self._dtype,
-            block_size=setup.config.cache.block_size,
-            max_model_len=setup.max_model_len,
-            max_num_seqs=setup.config.scheduler.max_num_seqs,
-            num_kv_groups=len(setup.groups),
-            watch=self._watch,
-            device=device,
-        )
+        forward = self._replayed(stage, device)
+        num_blocks, memory = setup.num_blocks, None
+        if num_blocks == 0:
+            assert agree is not None
+            memory = self._measure(stage, forward, device)
+            num_blocks = agree(memory)
+        kv_bytes = self._allocate_cache(stage, device, num_blocks)
+        if isinstance(forward, GraphReplay):
+            with torch.inference_mode():
+                forward.capture()
+        self._runner = self._make_runner(stage, forward, device)
         return RankReport(
             rank=place.rank,
             host=socket.gethostname(),
@@ -86,6 +93,8 @@ class Worker:
             weight_bytes=weight_bytes,
             kv_bytes=kv_bytes,
             load_seconds=time.perf_counter() - started,
+            num_blocks=num_blocks,
+            memory=memory,
         )
 
     @property
@@ -96,11 +105,15 @@ class Worker:
 
     def run(self, step: RankStep) -> StepResult | None:
         """Run one step; see Runner.run."""
+        return self.launch(step).result()
+
+    def launch(self, step: RankStep) -> PendingStep:
+        """Begin one step; see Runner.launch."""
         assert self._runner is not None
-        result = self._runner.run(step)
+        pending = self._runner.launch(step)
         if self._expert_load is not None:
             self._expert_load.publish()
-        return result
+        return pending
 
     def _load_stage(self, device: Device) -> tuple[DecoderStage, int]:
         setup, place = self._setup, self._groups.place
@@ -126,6 +139,7 @@ class Worker:
                 device=device.torch,
                 max_model_len=setup.max_model_len,
                 quantization=quantization(setup.quantization),
+                keeps_packed=setup.keeps_packed,
                 weights=open_weights(setup.files, setup.spec, setup.config.model, device.torch),
                 watch=self._watch,
                 on_loaded=count,
@@ -134,9 +148,77 @@ class Worker:
             )
             stage = DecoderStage(context, layers)
         weight_reserve.release()
+        if not device.is_host:
+            self._choose_products(device, context.product_shapes)
         return stage, loaded
 
-    def _allocate_cache(self, stage: DecoderStage, device: Device) -> int:
+    def _choose_products(self, device: Device, shapes: set[tuple[int, int]]) -> None:
+        """Take the library's matrix products where they change no bit, or with fast numerics everywhere."""
+        from shardline.runtime.ops.triton.library import use_library
+        from shardline.runtime.ops.triton.library_trial import try_library
+
+        setup = self._setup
+        if setup.numerics != "exact":
+            use_library({}, always=True)
+        elif setup.quantization is None:
+            assert device.memory is not None
+            free, _ = device.memory.free_and_total()
+            most_rows = setup.config.scheduler.max_num_batched_tokens
+            use_library(try_library(shapes, most_rows, self._dtype, device.torch, free))
+            device.memory.release()
+
+    def _make_runner(self, stage: DecoderStage, forward: Forward, device: Device) -> Runner:
+        setup, sampler = self._setup, None
+        if stage.lm_head is not None:
+            sampler = Sampler(stage.lm_head.spans, self._groups.tensor, device.torch)
+        return Runner(
+            stage,
+            self._groups,
+            sampler,
+            forward,
+            hidden_size=setup.spec.hidden_size,
+            dtype=self._dtype,
+            block_size=setup.config.cache.block_size,
+            max_blocks=setup.max_blocks,
+            max_num_seqs=setup.config.scheduler.max_num_seqs,
+            num_kv_groups=len(setup.groups),
+            watch=self._watch,
+            device=device,
+        )
+
+    def _replayed(self, stage: DecoderStage, device: Device) -> Forward:
+        """The stage's forward pass with decode steps replayed, in the device's way."""
+        setup, groups = self._setup, self._groups
+        if self._watch is not None:
+            return stage.forward
+        max_seqs = setup.config.scheduler.max_num_seqs
+        sizes = {
+            "max_seqs": max_seqs,
+            "max_blocks": setup.max_blocks,
+            "num_kv_groups": len(setup.groups),
+            "hidden_size": setup.spec.hidden_size,
+        }
+        if device.is_host:
+            return DecodeReplay(stage.forward, dtype=self._dtype, **sizes)
+        if not groups.tensor.is_capturable or (setup.expert_parallel and groups.experts.size > 1):
+            return stage.forward  # whole experts: the host waits for what each rank is sent
+        padded = PaddedStep(device.torch, dtype=self._dtype, **sizes)
+        return GraphReplay(stage.forward, padded, max_seqs, CudaRecorder())
+
+    def _measure(self, stage: DecoderStage, forward: Forward, device: Device) -> MemoryUse:
+        """What a step needs, found by running the largest on a cache of one block."""
+        assert device.memory is not None, "only what has memory of its own is measured"
+        self._allocate_cache(stage, device, 1)
+        runner = self._make_runner(stage, stage.forward, device)
+        step = largest_step(self._setup)
+        with torch.inference_mode():
+            replay = forward if isinstance(forward, GraphReplay) else None
+            use = measure(device.memory, lambda: runner.run(step), replay)
+        if self._expert_load is not None:
+            self._expert_load.on_device.zero_()
+        return use
+
+    def _allocate_cache(self, stage: DecoderStage, device: Device, num_blocks: int) -> int:
         """Give every layer its pages: slot d of the pool serves the d-th layer that this stage has of each group.
 
         Returns this rank's bytes; of a pool that it shares, an even part.
@@ -151,7 +233,7 @@ class Worker:
             mine = [index for index in group.layers if layers.start <= index < layers.stop]
             for depth, index in enumerate(mine):
                 attention = stage.layers[index - layers.start].attention
-                parts = attention.cache_parts(setup.num_blocks, setup.config.cache.block_size, dtype)
+                parts = attention.cache_parts(num_blocks, setup.config.cache.block_size, dtype)
                 if depth == len(pools):
                     pages = []
                     for part in parts:

@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING
 from shardline.channel import Channel
 from shardline.log import configure_logging
 from shardline.runtime.messages import (
+    AllocateCache,
+    MemoryUse,
     RankFailed,
+    RankMeasured,
     RankReady,
     RankReport,
     RunStep,
@@ -31,7 +34,8 @@ from shardline.runtime.messages import (
 from shardline.types import RankStep
 
 if TYPE_CHECKING:
-    from shardline.runtime.worker import Worker
+    from shardline.runtime.pending import PendingStep
+    from shardline.runtime.worker import Agree, Worker
 
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
@@ -41,20 +45,31 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
     """Load, then run plans until the engine ends; a failure is told to the engine in words."""
     start = channel.receive()
     assert isinstance(start, StartWorker)
-    steps: queue.SimpleQueue[RankStep] = queue.SimpleQueue()
+    events: queue.SimpleQueue[RankStep | PendingStep] = queue.SimpleQueue()
+    pool_sizes: queue.SimpleQueue[int] = queue.SimpleQueue()
     # The reader is up before torch is imported: an engine that ends meanwhile ends its workers too.
-    threading.Thread(target=_read_plans, args=(channel, steps), daemon=True).start()
+    threading.Thread(target=_read_messages, args=(channel, events, pool_sizes), daemon=True).start()
+
+    def agree(memory: MemoryUse) -> int:
+        channel.send(RankMeasured(memory))
+        return pool_sizes.get()
+
     loaded = False
     try:
         gc.disable()  # what is imported and loaded stays: a tenth of the time would go into looking at it
-        worker, report, is_driver = _load(start, segment)
+        worker, report, is_driver = _load(start, segment, agree)
         channel.send(RankReady(report))
         loaded = True
         gc.freeze()
         gc.enable()
+        launched: queue.SimpleQueue[PendingStep] = queue.SimpleQueue()
+        threading.Thread(target=_await_steps, args=(launched, events), daemon=True).start()
         while True:
-            result = worker.run(steps.get())
-            if result is not None and is_driver:
+            event = events.get()
+            pending = worker.launch(event) if isinstance(event, RankStep) else event
+            if isinstance(event, RankStep) and not pending.is_over:
+                launched.put(pending)
+            elif (result := pending.result()) is not None and is_driver:
                 channel.send(StepDone(result))
     except Exception as error:
         user_error = isinstance(error, ValueError) and not loaded
@@ -66,7 +81,7 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
             channel.send(RankFailed(start.rank, message, user_error, consequence))
 
 
-def _load(start: StartWorker, segment: memoryview) -> tuple[Worker, RankReport, bool]:
+def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Worker, RankReport, bool]:
     from shardline.runtime.setup import prepare, reserve_weights
 
     setup = prepare(start.config)
@@ -85,16 +100,32 @@ def _load(start: StartWorker, segment: memoryview) -> tuple[Worker, RankReport, 
     else:
         groups = join_shared(segment, setup.segment_layout, start.rank, timeout)
     worker = Worker(setup, groups)
-    return worker, worker.load(), start.rank in setup.grid.drivers
+    return worker, worker.load(agree), start.rank in setup.grid.drivers
 
 
-def _read_plans(channel: Channel[WorkerRequest], steps: queue.SimpleQueue[RankStep]) -> None:
+def _await_steps(launched: queue.SimpleQueue[PendingStep], events: queue.SimpleQueue[RankStep | PendingStep]) -> None:
+    """Waits for a device beside the thread that launches, so that a plan is launched as soon as it comes."""
+    while True:
+        pending = launched.get()
+        with contextlib.suppress(Exception):  # it comes again in `result`
+            pending.wait()
+        events.put(pending)
+
+
+def _read_messages(
+    channel: Channel[WorkerRequest],
+    steps: queue.SimpleQueue[RankStep | PendingStep],
+    pool_sizes: queue.SimpleQueue[int],
+) -> None:
     """Runs beside the steps, so that the engine's end is noticed even in the middle of an exchange."""
     try:
         while True:
             message = channel.receive()
-            assert isinstance(message, RunStep)
-            steps.put(message.step)
+            if isinstance(message, AllocateCache):
+                pool_sizes.put(message.num_blocks)
+            else:
+                assert isinstance(message, RunStep)
+                steps.put(message.step)
     except (EOFError, OSError):
         os._exit(0)
     except BaseException:

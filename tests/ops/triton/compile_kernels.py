@@ -80,9 +80,9 @@ def int32(*shape: int) -> torch.Tensor:
 
 def attention(heads: int, kv_heads: int, dim: int, num_tokens: int, num_seqs: int, **options: Any) -> None:
     """A call with contexts of up to 2048 keys in blocks of 16."""
-    is_int8 = options.pop("int8", False)
-    cache = (int8 if is_int8 else bf16)(4, kv_heads, 16, dim)
-    scales = (torch.empty(4, kv_heads, 16),) * 2 if is_int8 else ()
+    stored = options.pop("stored", bf16)
+    cache = stored(4, kv_heads, 16, dim)
+    scales = () if stored == bf16 else (torch.empty(4, kv_heads, 16),) * 2
     query, out = bf16(num_tokens, heads, dim), bf16(num_tokens, heads, dim)
     window, softcap = options.pop("window", None), options.pop("softcap", None)
     tables, starts, lens = int32(num_seqs, 128), int32(num_seqs + 1), int32(num_seqs)
@@ -109,10 +109,27 @@ def linear(rows: int, columns: int, depth: int, tile: Tile | None = None) -> Non
         launch_linear(x, weight, None, out, tile=tile)
 
 
+def gated_linear(rows: int, width: int, depth: int) -> None:
+    ops.linear(bf16(rows, depth), bf16(2 * width, depth), None, bf16(rows, width), "silu")
+
+
 def sample(num_rows: int, vocab_size: int) -> None:
     floats, ints = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
     logits = torch.empty(num_rows, vocab_size)
     ops.sample(logits, floats, int32(num_rows), floats, floats, ints, ints, ints, 0, ints)
+
+
+def penalize(num_rows: int, vocab_size: int, num_entries: int) -> None:
+    floats, logits, uncounted = torch.empty(num_rows), torch.empty(num_rows, vocab_size), torch.zeros(num_rows).long()
+    ids, in_prompt = int32(num_entries), torch.zeros(num_entries, dtype=torch.bool)
+    entries = (int32(num_rows + 1), ids, ids, in_prompt, torch.empty(num_entries))
+    ops.penalize(logits, floats, floats, floats, *entries, uncounted)
+
+
+def logprobs(num_rows: int, vocab_size: int, top_n: int) -> None:
+    floats, ints = torch.empty(num_rows), torch.zeros(num_rows, dtype=torch.int64)
+    top = (torch.zeros(num_rows, top_n, dtype=torch.int64), torch.empty(num_rows, top_n))
+    ops.logprobs(torch.empty(num_rows, vocab_size), ints, top_n, floats, ints, *top)
 
 
 def rope_and_write() -> None:
@@ -122,8 +139,8 @@ def rope_and_write() -> None:
     ops.rope_and_write_kv(*heads, cache, cache, positions, positions, table, False, None, None)
 
 
-def write_kv_int8() -> None:
-    kv, cache, scales, slots = bf16(4, 8, 128), int8(8, 8, 16, 128), torch.empty(8, 8, 16), torch.zeros(4).long()
+def write_kv_bytes(stored: Callable[..., torch.Tensor]) -> None:
+    kv, cache, scales, slots = bf16(4, 8, 128), stored(8, 8, 16, 128), torch.empty(8, 8, 16), torch.zeros(4).long()
     ops.write_kv(kv, kv, cache, cache, slots, scales, scales)
 
 
@@ -142,6 +159,14 @@ def linear_int4(rows: int, columns: int, depth: int) -> None:
     panels, scales = torch.empty(depth // 64, 34 * columns, dtype=torch.uint8), torch.empty(columns)
     out = bf16(rows, columns)
     ops.linear_int4(int8(rows, depth), torch.empty(rows), int32(rows, 0), depth, panels, scales, None, out)
+
+
+def linear_w4a16(rows: int, columns: int, depth: int) -> None:
+    values, zeros = (
+        torch.empty(depth // size, columns, last, dtype=torch.uint8) for size, last in ((64, 32), (128, 1))
+    )
+    scales = torch.empty(depth // 128, columns, dtype=torch.float16)
+    ops.linear_w4a16(bf16(rows, depth), values, scales, zeros[..., 0], 128, None, bf16(rows, columns))
 
 
 def experts_int4(num_tokens: int, num_experts: int, k: int, inner: int, hidden: int) -> None:
@@ -180,7 +205,8 @@ CASES: dict[str, Callable[[], None]] = {
     "write_kv": lambda: ops.write_kv(
         bf16(4, 8, 128), bf16(4, 8, 128), bf16(8, 8, 16, 128), bf16(8, 8, 16, 128), torch.zeros(4, dtype=torch.int64)
     ),
-    "write_kv_int8": write_kv_int8,
+    "write_kv_int8": lambda: write_kv_bytes(int8),
+    "write_kv_fp8": lambda: write_kv_bytes(fp8),
     "silu": lambda: ops.activation(bf16(4, 28672), bf16(4, 14336), "silu", True),
     "gelu": lambda: ops.activation(bf16(4, 4096), bf16(4, 4096), "gelu", False),
     "softcap": lambda: ops.softcap(torch.empty(4, 256000), 30.0),
@@ -188,11 +214,16 @@ CASES: dict[str, Callable[[], None]] = {
         torch.empty(4, 128256), torch.empty(4, dtype=torch.int64), torch.empty(4)
     ),
     "sample": lambda: sample(4, 128256),
+    "penalize": lambda: penalize(4, 128256, 1000),
+    "logprobs": lambda: logprobs(4, 128256, 5),
     "linear_m1": lambda: linear(1, 6144, 4096),
     "linear_m1_wide": lambda: linear(1, 28672, 4096),
     "linear_m128": lambda: linear(128, 6144, 4096),
     "linear_m128_wide": lambda: linear(128, 28672, 4096),
     "linear_m2048": lambda: linear(2048, 6144, 4096),
+    "linear_gated_m1": lambda: gated_linear(1, 14336, 4096),
+    "linear_gated_m128": lambda: gated_linear(128, 14336, 4096),
+    "linear_gated_m2048": lambda: gated_linear(2048, 14336, 4096),
     "fp8_m1": lambda: linear_fp8(1, 6144, 4096),
     "fp8_m2048": lambda: linear_fp8(2048, 6144, 4096),
     "route": lambda: route(128, 8),
@@ -204,6 +235,8 @@ CASES: dict[str, Callable[[], None]] = {
     "int8_m2048": lambda: linear_int8(2048, 6144, 4096),
     "int4_m1": lambda: linear_int4(1, 6144, 4096),
     "int4_m2048": lambda: linear_int4(2048, 6144, 4096),
+    "w4a16_m1": lambda: linear_w4a16(1, 6144, 4096),
+    "w4a16_m2048": lambda: linear_w4a16(2048, 6144, 4096),
     "int4_experts": lambda: experts_int4(64, 128, 8, 768, 2048),
     "linear_heads_m1": lambda: ops.linear_heads(bf16(1, 16, 192)[..., :128], bf16(16, 512, 128), bf16(1, 16, 512)),
     "linear_heads_m2048": lambda: ops.linear_heads(bf16(2048, 16, 512), bf16(16, 128, 512), bf16(2048, 16, 128)),
@@ -217,8 +250,11 @@ CASES: dict[str, Callable[[], None]] = {
     "attention_prefill": lambda: attention(32, 8, 128, 2048, 4),
     "attention_prefill_64": lambda: attention(32, 8, 64, 2048, 4),
     "attention_prefill_256": lambda: attention(16, 8, 256, 2048, 4, window=4096, softcap=50.0),
-    "attention_decode_int8": lambda: attention(32, 8, 128, 64, 64, spread_splits=False, int8=True),
-    "attention_prefill_int8": lambda: attention(32, 8, 128, 2048, 4, int8=True),
+    "attention_decode_int8": lambda: attention(32, 8, 128, 64, 64, spread_splits=False, stored=int8),
+    "attention_prefill_int8": lambda: attention(32, 8, 128, 2048, 4, stored=int8),
+    "attention_decode_fp8": lambda: attention(32, 8, 128, 64, 64, spread_splits=False, stored=fp8),
+    "attention_decode_fp8_spread": lambda: attention(32, 8, 128, 1, 1, stored=fp8),
+    "attention_prefill_fp8": lambda: attention(32, 8, 128, 2048, 4, stored=fp8),
     "attention_window": lambda: attention(32, 8, 128, 2048, 4, window=4096),
 }
 

@@ -36,35 +36,37 @@ def paged_attention(
 
 in_one = functools.partial(paged_attention, spread_splits=False)
 spread = functools.partial(paged_attention, spread_splits=True)
+STORED = (None, torch.int8, torch.float8_e4m3fn)
+"""Types of the cache; None: the activations'."""
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
+@pytest.mark.parametrize("stored", STORED, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (3, 1, 20), (9, 1, 7)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (530, 5.0)])
-def test_matches_reference_however_splits_are_run(rng, int8, heads, kv_heads, dim, window, softcap):
+def test_matches_reference_however_splits_are_run(rng, stored, heads, kv_heads, dim, window, softcap):
     batch = [
         (random_sequence(rng, end, torch.float32, heads=heads, kv_heads=kv_heads, dim=dim), begin, end)
         for begin, end in [(0, 4), (19, 20), (560, 561), (511, 514)]
     ]
-    expected = attend(batch, int8=int8, window=window, softcap=softcap, poison=False, op=paged_attention_reference)
-    serial = attend(batch, int8=int8, window=window, softcap=softcap, op=in_one)
-    parallel = attend(batch, int8=int8, window=window, softcap=softcap, op=spread)
+    expected = attend(batch, stored=stored, window=window, softcap=softcap, poison=False, op=paged_attention_reference)
+    serial = attend(batch, stored=stored, window=window, softcap=softcap, op=in_one)
+    parallel = attend(batch, stored=stored, window=window, softcap=softcap, op=spread)
     for s, p, e in zip(serial, parallel, expected, strict=True):
         assert_close(s, e, scale=2.0)
         assert_same_bits(p, s)
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
+@pytest.mark.parametrize("stored", STORED, ids=str)
 @pytest.mark.parametrize("window", [None, 100])
-def test_chunks_and_decode_have_the_bits_of_the_whole(rng, int8, window):
+def test_chunks_and_decode_have_the_bits_of_the_whole(rng, stored, window):
     sequence = random_sequence(rng, 600, torch.float32, heads=2, kv_heads=1, dim=16)
-    (whole,) = attend([(sequence, 480, 600)], int8=int8, window=window, op=in_one)
+    (whole,) = attend([(sequence, 480, 600)], stored=stored, window=window, op=in_one)
     for begin, end in [(480, 485), (485, 511), (511, 513), (513, 600)]:
-        (chunk,) = attend([(sequence, begin, end)], int8=int8, window=window, shuffle=begin, op=in_one)
+        (chunk,) = attend([(sequence, begin, end)], stored=stored, window=window, shuffle=begin, op=in_one)
         assert_same_bits(chunk, whole[begin - 480 : end - 480])
     for position in (480, 511, 512, 599):
         for op in (in_one, spread):
-            (decoded,) = attend([(sequence, position, position + 1)], int8=int8, window=window, op=op)
+            (decoded,) = attend([(sequence, position, position + 1)], stored=stored, window=window, op=op)
             assert_same_bits(decoded, whole[position - 480 : position - 479])
 
 
@@ -100,3 +102,27 @@ def test_value_heads_may_be_narrower(rng):
     whole = paged_attention(sequence.query, keys, values, *arguments)
     narrow = paged_attention(sequence.query, keys, values[..., :40].contiguous(), *arguments)
     assert_close(narrow, whole[..., :40].contiguous())
+
+
+def test_fp8_is_as_near_as_its_rounding_allows(rng):
+    """e4m3 has 4 significant bits: a key's or value's elements are off by at most 2^-4 of their size, or of the
+    smallest normal number's (2^-6 of 448).
+    """
+    sequence = random_sequence(rng, 300, torch.float32, heads=4, kv_heads=2, dim=32)
+    sequence.query *= 0.05
+    (exact,) = attend([(sequence, 100, 300)], op=paged_attention)
+    (actual,) = attend([(sequence, 100, 300)], stored=torch.float8_e4m3fn, op=paged_attention)
+
+    def off_by(rows: Tensor) -> Tensor:
+        rows = rows.abs()
+        return (rows + rows.amax(-1, keepdim=True) * 2.0**-6 / 448) * 2.0**-4
+
+    queries, keys, values = sequence.query[100:].abs(), off_by(sequence.key), off_by(sequence.value)
+    heads = [0, 0, 1, 1]
+    # What a score may be off by, and so the logarithm of a weight, by both it and the sum of all.
+    score = torch.einsum("qhd,khd->hqk", queries, keys[:, heads]).amax(-1).T[..., None] * 32**-0.5
+    off = torch.expm1(2 * score) * sequence.value.abs().amax() + values.amax()
+    error = (actual - exact).abs()
+    assert (error <= off).all()
+    assert off.median() < 0.6
+    assert error.norm() > 1e-3 * exact.norm(), "there is something to bound"

@@ -16,7 +16,7 @@ from shardline.runtime.ops.quantize_rows import quantize_rows_reference
 from ..helpers import assert_close, assert_same_bits, randn
 from ..test_attention import attend, random_sequence
 from ..test_experts import choose, packed
-from .test_attention import in_one, spread
+from .test_attention import STORED, in_one, spread
 
 BF16 = torch.bfloat16
 
@@ -44,14 +44,23 @@ def test_linear(rng):
         assert_close(out, linear_reference(x, weight, bias, out_dtype=dtype), scale=200**0.5)
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
-def test_attention(rng, int8):
+def test_gated_linear(rng):
+    x, weight, bias = (randn(*shape, dtype=BF16, rng=rng) for shape in ((9, 200), (70, 200), (70,)))
+    both, expected, out = (torch.empty(9, width, dtype=BF16) for width in (70, 35, 35))
+    ops.linear(x, weight, bias, both)
+    ops.activation(both, expected, "silu", True)
+    ops.linear(x, weight, bias, out, "silu")
+    assert_same_bits(out, expected)
+
+
+@pytest.mark.parametrize("stored", STORED, ids=str)
+def test_attention(rng, stored):
     batch = [
         (random_sequence(rng, end, BF16, heads=4, kv_heads=2, dim=32), begin, end)
         for begin, end in [(0, 9), (515, 518)]
     ]
-    expected = attend(batch, int8=int8, poison=False, op=paged_attention_reference)
-    serial, parallel = attend(batch, int8=int8, op=in_one), attend(batch, int8=int8, op=spread)
+    expected = attend(batch, stored=stored, poison=False, op=paged_attention_reference)
+    serial, parallel = attend(batch, stored=stored, op=in_one), attend(batch, stored=stored, op=spread)
     for s, p, e in zip(serial, parallel, expected, strict=True):
         # Weights meet the values in bf16, as in other flash kernels.
         assert (s.double() - e.double()).norm() < 5e-3 * e.double().norm()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-TENSOR_CORE_CASES = ("linear", "attention", "experts")
-PRODUCTS = ("_linear_kernel", "_grouped_kernel", "attention_kernel")
+TENSOR_CORE_CASES = ("linear", "attention", "experts", "w4a16")
+PRODUCTS = ("_linear_kernel", "_linear_w4a16_kernel", "_grouped_kernel", "attention_kernel")
 
 
 def products_of(kernels: list[dict[str, Any]]) -> list[dict[str, int]]:
@@ -61,6 +61,14 @@ def test_products_of_bytes_are_wgmma(compiled):
 
 
 def test_weights_and_keys_are_copied_asynchronously_in_16_bytes(compiled):
-    for case in ("linear_m1", "linear_m2048", "experts_m1", "attention_decode_spread", "attention_prefill"):
+    for case in (
+        "linear_m1",
+        "linear_m2048",
+        "w4a16_m1",
+        "w4a16_m2048",
+        "experts_m1",
+        "attention_decode_spread",
+        "attention_prefill",
+    ):
         for opcodes in products_of(compiled[case]):
             assert opcodes.get("LDGSTS.E.BYPASS.128", 0) > 0, case

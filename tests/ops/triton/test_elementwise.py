@@ -134,3 +134,19 @@ def test_write_kv_as_bytes(rng):
     for ours, theirs in zip(scales[:2], scales[2:], strict=True):
         assert torch.equal(ours.isnan(), theirs.isnan())
         assert_same_bits(ours.nan_to_num(), theirs.nan_to_num())
+
+
+def test_write_kv_as_fp8(rng):
+    kv = randn(9, 2, 3, 20, rng=rng)
+    kv[2, 0, 1], kv[3, 1, 0, 4], kv[5, 0, 2, 7], kv[6, 0, 0] = 0.0, torch.nan, torch.inf, 1e-38
+    slots = torch.randperm(8 * 16, generator=rng)[:9]
+    slots[4] = -1
+    caches = [torch.zeros(8, 3, 16, 20, dtype=torch.float8_e4m3fn) for _ in range(4)]
+    scales = [torch.zeros(8, 3, 16) for _ in range(4)]
+    ops.write_kv(kv[:, 0], kv[:, 1], *caches[:2], slots, *scales[:2])
+    write_kv_reference(kv[:, 0], kv[:, 1], *caches[2:], slots, key_scales=scales[2], value_scales=scales[3])
+    for ours, theirs in zip(caches[:2], caches[2:], strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    for ours, theirs in zip(scales[:2], scales[2:], strict=True):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        assert_same_bits(ours.nan_to_num(), theirs.nan_to_num())

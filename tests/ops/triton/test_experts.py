@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
 from shardline.models.spec import Routing
+from shardline.runtime.ops import expert_exchange, experts
 from shardline.runtime.ops import triton as ops
-from shardline.runtime.ops.experts import expert_down_reference, slot_products_reference
+from shardline.runtime.ops.experts import ExpertWeights, expert_down_reference, slot_products_reference
 from shardline.runtime.ops.routing import route_experts_reference
 from shardline.runtime.ops.triton.experts import sort_slots
 
@@ -162,3 +164,48 @@ def test_a_token_does_not_depend_on_the_batch(rng):
     whole = forward(slice(None))
     for part in (slice(0, 1), slice(3, 60), slice(79, 80)):
         assert_same_bits(forward(part), whole[part])
+
+
+@pytest.mark.parametrize(("num_ranks", "num_tokens"), [(1, 4), (2, 1), (3, 20), (5, 9)])
+def test_whole_experts_on_ranks_have_the_bits_of_one_rank(rng, gpu_kernels, num_ranks, num_tokens):
+    """What goes from rank to rank here by slicing is what `all_to_all_rows` carries."""
+    num_experts, k, hidden, inner = 7, 3, 24, 20
+    up, down = randn(num_experts, 2 * inner, hidden, rng=rng), randn(num_experts, hidden, inner, rng=rng)
+    x, shared = randn(num_tokens, hidden, rng=rng), randn(num_tokens, hidden, rng=rng)
+    ids = torch.rand(num_tokens, num_experts, generator=rng).topk(k)[1].int()
+    slot_weights = torch.rand(num_tokens, k, generator=rng)
+
+    def held(weights: torch.Tensor) -> ExpertWeights:
+        return ExpertWeights(weights, None, weights.shape[2], weights.shape[1])
+
+    inner_rows = experts.expert_up(x, ids, held(up), "silu", gated=True)
+    expected = experts.expert_down(inner_rows, ids, slot_weights, held(down), shared=shared)
+    bounds = torch.tensor([num_experts * rank // num_ranks for rank in range(num_ranks + 1)])
+    tokens = [num_tokens * rank // num_ranks for rank in range(num_ranks + 1)]
+    own = [slice(first, stop) for first, stop in pairwise(tokens)]
+    counts = expert_exchange.count_exchanged(ids, tokens, bounds)
+
+    def carried(sent: list[torch.Tensor], table: torch.Tensor, to: int, capacity: int) -> torch.Tensor:
+        rows = torch.full((capacity, hidden), torch.nan)
+        starts = [int(table[rank, :to].sum()) for rank in range(num_ranks)]
+        parts = [
+            part[start : start + int(table[rank, to])]
+            for rank, (part, start) in enumerate(zip(sent, starts, strict=True))
+        ]
+        came = torch.cat(parts)
+        rows[: len(came)] = came
+        return rows
+
+    sent = [expert_exchange.pack_dispatch(x[part], ids[part], bounds) for part in own]
+    slots = []
+    for rank in range(num_ranks):
+        arrived = carried(sent, counts.tokens, rank, num_tokens)
+        first, here = int(bounds[rank]), slice(int(bounds[rank]), int(bounds[rank + 1]))
+        chose = (expert_exchange.ranks_of_experts(ids, bounds) == rank).any(1)
+        assert_same_bits(arrived[: int(chose.sum())], x[chose])
+        rows = experts.expert_up(arrived, ids, held(up[here]), "silu", gated=True, first_expert=first, compact=True)
+        slots.append(expert_exchange.expert_slots(rows, ids, held(down[here]), first_expert=first))
+    for rank, part in enumerate(own):
+        back = carried(slots, counts.slots, rank, ids[part].numel())
+        combined = expert_exchange.combine_slots(back, ids[part], slot_weights[part], bounds, shared=shared[part])
+        assert_same_bits(combined, expected[part])

@@ -46,3 +46,14 @@ def test_a_row_and_a_column_do_not_depend_on_their_neighbours_or_the_tile(rng):
         out = torch.full_like(whole, torch.nan)
         launch_linear(x, weight, None, out, tile=tile)
         assert_same_bits(out, whole)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu", "relu"])
+@pytest.mark.parametrize(("rows", "width", "depth", "with_bias"), [(1, 70, 32, False), (70, 33, 100, True)])
+def test_gated_products_have_the_bits_of_a_product_and_its_activation(rng, name, rows, width, depth, with_bias):
+    x, weight = randn(rows, depth, rng=rng), randn(2 * width, depth, rng=rng)
+    bias = randn(2 * width, rng=rng) if with_bias else None
+    out, expected = torch.full((rows, width), torch.nan), torch.full((rows, width), torch.nan)
+    ops.linear(x, weight, bias, out, name)
+    ops.activation(linear(x, weight, bias), expected, name, True)
+    assert_same_bits(out, expected)

@@ -11,15 +11,22 @@ import torch
 
 from shardline.config.engine import EngineConfig
 from shardline.engine.resolve import resolve
+from shardline.models.sizes import weight_bytes
 from shardline.runtime.cuda_graphs import PaddedStep
 from shardline.runtime.device import DeviceCounters, Uploader
+from shardline.runtime.layers import attention
+from shardline.runtime.ops import kv_cache
+from shardline.runtime.ops.attention import paged_attention_reference
+from shardline.runtime.ops.kv_cache import write_kv_reference
 from shardline.runtime.ops.linear_fp8 import linear_fp8, linear_fp8_reference
 from shardline.runtime.parallel.groups import alone
 from shardline.runtime.quantization import fp8
+from shardline.runtime.quantization.w4a16 import W4A16Linear
 from shardline.runtime.setup import prepare
 from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from shardline.runtime.worker import Worker
 
+from ...loader.packer import pack_checkpoint
 from ...models.checkpoints import make_checkpoint
 from ..helpers import assert_same_bits
 
@@ -44,11 +51,12 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 def load(folder: Path, options: dict[str, object]) -> Worker:
     """A loaded worker of one rank, with the same weights every time."""
     chosen = {"dtype": "float32", "device": "cpu", "cpu_threads": 1, "num_gpu_blocks_override": 8, "max_model_len": 64}
-    scheme = options.get("quantization")
-    if scheme == "fp8":  # which resolve refuses on the CPU
-        options = {}
-    config = resolve(EngineConfig.from_options(model=str(folder), **chosen, **options))
-    setup = prepare(dataclasses.replace(config, model=dataclasses.replace(config.model, quantization=scheme)))
+    # What resolve refuses on the CPU.
+    accepted = {name: value for name, value in options.items() if value not in ("fp8", "w4a16_32")}
+    config = resolve(EngineConfig.from_options(model=str(folder), **chosen, **accepted))
+    model = dataclasses.replace(config.model, quantization=options.get("quantization"))
+    cache = dataclasses.replace(config.cache, kv_cache_dtype=options.get("kv_cache_dtype", "auto"))
+    setup = prepare(dataclasses.replace(config, model=model, cache=cache))
     groups = alone(len(setup.spec.layers) if setup.num_experts else 0, setup.num_experts)
     worker = Worker(setup, groups)
     worker.load()
@@ -113,6 +121,38 @@ def test_fp8_is_its_oracle(tmp_path, monkeypatch, request):
     # An activation about halfway between two of fp8's few values may go either way, and that row is then another.
     assert error.median() < 1e-5
     assert error.max() < 2e-2
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+def test_packed_weights_have_the_bits_of_dense_ones(tmp_path, gpu_kernels, family, method):
+    # Whole pairs of groups: padding is not what the formula counts.
+    model = make_checkpoint(family, tmp_path / "model", num_hidden_layers=2, intermediate_size=128)
+    config = {"quant_method": method, "bits": 4, "group_size": 32}
+    pack_checkpoint(model, tmp_path / "packed", tmp_path / "plain", config)
+    worker = load(tmp_path / "packed", {"quantization": "w4a16_32"})
+    for ours, theirs in zip(logits(worker, 4), logits(load(tmp_path / "plain", {}), 4), strict=True):
+        assert_same_bits(ours, theirs)
+    assert isinstance(worker.stage.layers[0].attention._qkv._linear, W4A16Linear)
+    setup = worker._setup
+    expected = weight_bytes(setup.spec, alone().place, setup.stages, "float32", quantization="w4a16_32")
+    assert worker.load().weight_bytes == expected
+
+
+def test_keys_and_values_in_fp8_are_the_oracles(tmp_path, monkeypatch, gpu_kernels):
+    make_checkpoint("mistral", tmp_path, num_hidden_layers=2)
+    options: dict[str, object] = {"kv_cache_dtype": "fp8"}
+    worker = load(tmp_path, options)
+    assert worker.stage.layers[0].attention._pages.keys.dtype == torch.float8_e4m3fn
+    actual, plain = logits(worker, 4), logits(load(tmp_path, {}), 4)
+    monkeypatch.setattr(attention, "paged_attention", paged_attention_reference)
+    monkeypatch.setattr(kv_cache, "write_kv", write_kv_reference)
+    expected = logits(load(tmp_path, options), 1)
+    error = torch.cat([(a - e).norm(dim=1) / e.norm(dim=1) for a, e in zip(actual, expected, strict=True)])
+    # An element about halfway between two of fp8's few values may go either way.
+    assert error.median() < 1e-5
+    assert error.max() < 2e-2
+    assert all((a - p).norm() > 1e-4 * p.norm() for a, p in zip(actual, plain, strict=True)), "it was fp8"
 
 
 def test_counters_are_published_now_and_then():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.runtime.ops.activation import activation
+from shardline.runtime.ops.activation import activation, gated_activation
 from shardline.runtime.ops.experts import expert_up
 from shardline.runtime.ops.linear_int4 import linear_int4, pack_int4
 from shardline.runtime.ops.linear_int8 import linear_int8, linear_int8_reference, pack_int8
@@ -59,6 +59,15 @@ def test_int8_has_the_bits_of_the_oracle(rng, gpu_kernels, rows, columns, depth,
     for added in (None, bias):
         expected = linear_int8_reference(quantize_rows_reference(x), weight, added, out_dtype=out_dtype)
         assert_same_bits(linear_int8(quantize_rows(x), pack_int8(weight), added, out_dtype=out_dtype), expected)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_gated_linear_has_the_bits_of_both_products_and_then_the_gate(rng, gpu_kernels, name):
+    x, bias = randn(5, 70, rng=rng), randn(80, rng=rng)
+    gate, up = randn(40, 70, rng=rng), randn(40, 70, rng=rng)
+    scheme = quantization(name)
+    both = scheme.pack(torch.cat([gate, up]))(x, bias)
+    assert_same_bits(scheme.pack_gated(gate, up)(x, bias, "silu"), gated_activation(both, "silu"))
 
 
 @pytest.mark.parametrize(("rows", "columns", "depth"), SHAPES)

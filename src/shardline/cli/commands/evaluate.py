@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     documents = _documents(config, load_model_text(config), args.text)
     plain = dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, quantization=None),
+        model=dataclasses.replace(config.model, quantization="none"),
         cache=dataclasses.replace(config.cache, kv_cache_dtype="auto"),
     )
     quality = compare(prepare(resolve(config)), prepare(resolve(plain)), documents)

@@ -22,8 +22,12 @@ import msgspec
 from shardline.channel import Channel, encode
 from shardline.engine.children import describe_end, start_child
 from shardline.engine.executor.base import Executor, ExecutorFailure, rank_steps
+from shardline.engine.kv_budget import agreed_blocks
 from shardline.runtime.messages import (
+    AllocateCache,
+    MemoryUse,
     RankFailed,
+    RankMeasured,
     RankReady,
     RankReport,
     RunStep,
@@ -68,6 +72,7 @@ class MultiprocessExecutor(Executor):
         for rank in range(self._setup.grid.world_size):
             self._spawn(rank)
         reports: dict[int, RankReport] = {}
+        measured: dict[int, MemoryUse] = {}
         while len(reports) < len(self._channels):
             waiting = [rank for rank in range(len(self._channels)) if rank not in reports]
             ready = self._readable(waiting, _LOADING_NOTICE)
@@ -77,8 +82,17 @@ class MultiprocessExecutor(Executor):
                 reply = self._receive(rank)
                 if isinstance(reply, RankReady):
                     reports[rank] = reply.report
+                elif isinstance(reply, RankMeasured):
+                    measured[rank] = reply.memory
+                    if len(measured) == len(self._channels):
+                        self._agree([measured[rank] for rank in sorted(measured)])
         self._remove_store()
         return [reports[rank] for rank in sorted(reports)]
+
+    def _agree(self, measured: list[MemoryUse]) -> None:
+        num_blocks = agreed_blocks(self._setup, measured)
+        for channel in self._channels:
+            channel.send(AllocateCache(num_blocks))
 
     def _spawn(self, rank: int) -> None:
         ours, theirs = socket.socketpair()

@@ -56,7 +56,7 @@ class AttentionLayer:
     def cache_parts(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[CachePart, ...]:
         """The tensors that `bind_cache` takes, for keys and values of `dtype`."""
         shape = (num_blocks, self._num_heads[1], block_size, self._spec.head_dim)
-        scales = (CachePart(shape[:3], torch.float32),) * 2 if dtype == torch.int8 else ()
+        scales = (CachePart(shape[:3], torch.float32),) * 2 if dtype.itemsize == 1 else ()
         return (CachePart(shape, dtype), CachePart(shape, dtype), *scales)
 
     def bind_cache(self, *pages: Tensor) -> None:

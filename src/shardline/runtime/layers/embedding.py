@@ -1,4 +1,4 @@
-"""Token embeddings, vocab-parallel: each rank owns rows of the table and sends the rows that a step needs."""
+"""Token embeddings, vocab-parallel: each rank owns rows of the table, and sends what it has of a step's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TokenEmbedding:
         self._group = context.group
         self._lookup = rows or context.load("embed.weight").__getitem__
         spans = context.spans("embed.weight")
-        self._start = spans[context.group.rank].start
+        self._start, self._last = spans[context.group.rank].start, spans[context.group.rank].size - 1
         self._stops = torch.tensor([span.stop for span in spans], device=context.device)
         # Gemma rounds the factor itself to the activations' dtype before it multiplies.
         scale = context.spec.embedding_scale
@@ -36,10 +36,9 @@ class TokenEmbedding:
     def _rows(self, token_ids: Tensor) -> Tensor:
         if self._group.size == 1:
             return self._lookup(token_ids)
+        # All ranks send a row for every token, so that nobody waits to learn how many of them are whose.
+        count = len(token_ids)
         owners = torch.bucketize(token_ids, self._stops, right=True)
-        local = self._lookup(token_ids[owners == self._group.rank] - self._start)
-        counts = torch.bincount(owners, minlength=self._group.size).tolist()
-        gathered = self._group.all_gather_rows(local, counts)
-        hidden = torch.empty_like(gathered)
-        hidden[torch.argsort(owners, stable=True)] = gathered
-        return hidden
+        mine = self._lookup((token_ids - self._start).clamp_(0, self._last))
+        gathered = self._group.all_gather_rows(mine, [count] * self._group.size)
+        return torch.index_select(gathered, 0, owners * count + torch.arange(count, device=token_ids.device))

@@ -28,5 +28,5 @@ class KVPages(NamedTuple):
     """[num_blocks, num_kv_heads, block_size, head_dim], and so are the values."""
     values: Tensor
     key_scales: Tensor | None = None
-    """float32 [num_blocks, num_kv_heads, block_size] where keys and values are int8."""
+    """float32 [num_blocks, num_kv_heads, block_size] where keys and values are int8 or fp8."""
     value_scales: Tensor | None = None

@@ -23,8 +23,8 @@ class ColumnLinear:
     """
 
     def __init__(self, context: LayerContext, names: Sequence[str], bias: bool) -> None:
-        weights = [context.read(f"{name}.weight") for name in names]
-        self.widths = tuple(weight.shape[0] for weight in weights)
+        weights = [context.read_linear(f"{name}.weight") for name in names]
+        self.widths = tuple(len(weight) for weight in weights)
         """Local output columns of each name, in order."""
         self._linear = context.pack(*weights)
         self._bias = torch.cat([context.load(f"{name}.bias") for name in names]) if bias else None
@@ -43,7 +43,7 @@ class GatedColumnLinear:
 
     def __init__(self, context: LayerContext, gate: str, up: str, bias: bool, activation: ActivationName) -> None:
         self._activation = activation
-        self._linear = context.pack_gated(context.read(f"{gate}.weight"), context.read(f"{up}.weight"))
+        self._linear = context.pack_gated(context.read_linear(f"{gate}.weight"), context.read_linear(f"{up}.weight"))
         self._bias = torch.cat([context.load(f"{name}.bias") for name in (gate, up)]) if bias else None
 
     @property
@@ -62,7 +62,7 @@ class ClosingLinear:
         self._group = context.group
         self._exact = context.numerics == "exact" or context.group.size == 1
         self._input_widths = tuple(input_widths)
-        self._linear = context.pack(context.read(f"{name}.weight"))
+        self._linear = context.pack(context.read_linear(f"{name}.weight"))
         self._bias = context.load(f"{name}.bias") if bias else None
         self._output_widths = tuple(span.size for span in context.spans(f"{name}.weight")) if self._exact else ()
 

@@ -116,6 +116,7 @@ class MoEFeedForward:
         self._output_widths = [span.size for span in split_dim(context.spec.hidden_size, context.group.size)]
         bounds = [0, *(span.stop for span in split_dim(spec.routing.num_experts, context.experts.size))]
         self._expert_bounds = torch.tensor(bounds)
+        self._bounds_there = self._expert_bounds.to(context.device)
 
     def __call__(self, x: LinearInput, replica_tokens: tuple[int, ...], slots: Tensor | None = None) -> Tensor:
         """`replica_tokens`: rows of x on each replica in lockstep; `slots` [T]: see KVGroupInput."""
@@ -139,7 +140,7 @@ class MoEFeedForward:
     def _with_whole_experts(self, x: Tensor, replica_tokens: tuple[int, ...]) -> Tensor:
         """A replica's tokens are shared out over its ranks; each sends its own to the ranks of their experts, in
         whichever replica these are, and adds up what comes back."""
-        group, experts, bounds = self._expert_group, self._experts, self._expert_bounds
+        group, experts, bounds = self._expert_group, self._experts, self._bounds_there
         counts, token_bounds = _token_shares(replica_tokens, self._group.size)
         first = group.rank - self._group.rank
         own_counts = counts[first : first + self._group.size]
@@ -148,7 +149,7 @@ class MoEFeedForward:
         shared = self._shared(x)[own] if self._shared is not None else None
         routed = self._router(x[own])
         ids = group.all_gather_rows(routed.ids, counts)
-        exchanged = count_exchanged(ids, token_bounds, bounds)
+        exchanged = count_exchanged(ids, token_bounds, self._expert_bounds)
         tokens = group.all_to_all_rows(pack_dispatch(x[own], routed.ids, bounds), exchanged.tokens, sum(counts))
         slots = expert_slots(experts.inner(tokens, ids, compact=True), ids, experts.down, first_expert=experts.first)
         products = group.all_to_all_rows(slots, exchanged.slots, routed.ids.numel())

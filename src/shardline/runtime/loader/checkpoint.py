@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardline.models.lookup import family
+from shardline.models.packed_weights import PACKED, PackedFormat
 from shardline.models.parameters import Shape, parameters
 from shardline.models.spec import DecoderSpec, TensorSource
 
@@ -25,6 +26,7 @@ _ELEMENT_BYTES = {
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
 }
 _LOADABLE = ("F32", "BF16", "F16", "F64")
+_SCALES = ("F16", "BF16", "F32")
 _MAX_HEADER_BYTES = 100_000_000
 _NAMED_PROBLEMS = 5
 _WEIGHT_SUFFIXES = (".bin", ".safetensors", ".gguf", ".pth")
@@ -83,10 +85,17 @@ class Checkpoint:
         """The key under which the checkpoint has `source`'s tensor, if it has it."""
         return next((key for key in (source.key, *source.aliases) if key in self.tensors), None)
 
-    def check(self, spec: DecoderSpec) -> None:
-        """Check that every parameter of `spec` is there with the right shape and a type that can be loaded.
+    def find_packed(self, source: TensorSource) -> str | None:
+        """What the keys of `source`'s packed weight begin with, up to the last dot, if the checkpoint has that."""
+        bases = (key.removesuffix("weight") for key in (source.key, *source.aliases) if key.endswith(".weight"))
+        return next((base for base in bases if f"{base}qweight" in self.tensors), None)
+
+    def check(self, spec: DecoderSpec, packed: PackedFormat | None = None) -> None:
+        """Check that every parameter of `spec` is there with the right shape and a type that can be loaded; weights may
+        be `packed`.
 
         Other tensors are passed over, except a bias that the spec does not have: without it results would be wrong.
+        (Packers write biases of zeros; who loads a packed weight looks at them.)
 
         Raises:
             ValueError: names the first few that are not.
@@ -94,9 +103,16 @@ class Checkpoint:
         problems = []
         tensor_source = family(spec.model_type).tensor_source
         expected: dict[str, Shape] = {}
+        expected_packed: dict[str, Shape] = {}
         for name, shape in parameters(spec):
             source = tensor_source(name, spec)
             key = self.find(source)
+            if key is None and packed is not None and (base := self.find_packed(source)) is not None:
+                if source.transposed:
+                    problems.append(f"{base}qweight is packed, which is not supported for this model type")
+                rows = shape[0] if source.rows is None else sum(source.rows)
+                expected_packed[base] = max((rows, shape[1]), expected_packed.get(base, (0, 0)))
+                continue
             if key is None:
                 problems.append(f"{source.key} is missing")
                 continue
@@ -106,6 +122,9 @@ class Checkpoint:
             if source.transposed:
                 shape = shape[::-1]
             expected[key] = max(shape, expected.get(key, shape))
+        for base, shape in expected_packed.items():
+            assert packed is not None
+            problems += self._packed_problems(base, shape, packed)
         for key, shape in expected.items():
             problems += self._problems(key, shape)
             bias = f"{key.removesuffix('weight')}bias"
@@ -118,14 +137,25 @@ class Checkpoint:
                 f"{'; '.join(dict.fromkeys(problems[:_NAMED_PROBLEMS]))}{more}"
             )
 
-    def _problems(self, key: str, shape: Shape) -> list[str]:
-        """What is wrong with a tensor that should have `shape`."""
-        entry = self.tensors[key]
+    def _problems(self, key: str, shape: Shape, types: tuple[str, ...] = _LOADABLE) -> list[str]:
+        """What is wrong with a tensor that should have `shape` and one of `types`."""
+        entry = self.tensors.get(key)
+        if entry is None:
+            return [f"{key} is missing"]
         problems = []
         if entry.shape != shape:
             problems.append(f"{key} has shape {list(entry.shape)}, not {list(shape)}")
-        if entry.dtype not in _LOADABLE:
-            problems.append(f"{key} has type {entry.dtype}; supported: {', '.join(_LOADABLE)}")
+        if entry.dtype not in types:
+            problems.append(f"{key} has type {entry.dtype}; supported: {', '.join(types)}")
+        return problems
+
+    def _packed_problems(self, base: str, shape: Shape, packed: PackedFormat) -> list[str]:
+        """What is wrong with the tensors of a packed weight that should have `shape`."""
+        if any(size % PACKED for size in shape):
+            return [f"{base}qweight is of a weight {list(shape)}, whose sizes are not multiples of {PACKED}"]
+        problems = []
+        for part, part_shape in packed.shapes(*shape).items():
+            problems += self._problems(f"{base}{part}", part_shape, _SCALES if part == "scales" else ("I32",))
         return problems
 
 

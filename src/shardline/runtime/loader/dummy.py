@@ -54,6 +54,9 @@ class DummyWeights:
             done += len(part)
         return result
 
+    def get_packed(self, name: str, spans: Spans) -> None:
+        """See `weights.WeightSource.get_packed`."""
+
     def _draw(self, name: str, shape: Shape, rows: Span) -> Iterator[NDArray[np.uint16]]:
         """Uniform 16-bit numbers for `rows` of a parameter of `shape`: whole rows, flat, some at a time."""
         row_size = math.prod(shape[1:])

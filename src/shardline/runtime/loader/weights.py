@@ -9,13 +9,18 @@ from typing import Protocol
 import torch
 
 from shardline.config.engine import ModelConfig
+from shardline.models.hf_config import HFConfig
 from shardline.models.lookup import family
-from shardline.models.parameters import is_kept_in_float32
+from shardline.models.packed_weights import PACKED, PackedFormat, packed_format
+from shardline.models.parameters import is_kept_in_float32, parameters
+from shardline.models.partition import Span
 from shardline.models.sharding import Spans
 from shardline.models.spec import DecoderSpec, TensorSource
 from shardline.runtime.loader.checkpoint import Checkpoint, TensorEntry
 from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
 from shardline.runtime.loader.hub import ModelFiles
+from shardline.runtime.loader.packed import read_packed
+from shardline.runtime.ops.grouped_weight import GroupedWeight
 from shardline.runtime.ops.storage import mapped_empty
 
 _HOST = torch.device("cpu")
@@ -26,7 +31,14 @@ _DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
-_STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_STORED_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float64,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 
 
 class WeightSource(Protocol):
@@ -38,6 +50,9 @@ class WeightSource(Protocol):
         It may lie in a mapped file, unaligned and with strided rows: what is kept is copied.
         """
 
+    def get_packed(self, name: str, spans: Spans) -> GroupedWeight | None:
+        """The same as a checkpoint has packed it; None: it has not."""
+
 
 class CheckpointWeights:
     """Weights of a safetensors checkpoint; only the bytes asked for are read, by whoever reads the tensor.
@@ -45,25 +60,73 @@ class CheckpointWeights:
     The file is mapped for each tensor as long as that lives, since mapped pages count as this process's memory.
     """
 
-    def __init__(self, checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype) -> None:
-        """`dtype`: type of the tensors given out.
+    def __init__(
+        self, checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype, packed: PackedFormat | None = None
+    ) -> None:
+        """`dtype`: type of the tensors given out; `packed`: how the checkpoint has packed its linear weights.
 
         Raises:
             ValueError: the checkpoint has not all parameters of `spec`, in their shapes.
         """
-        checkpoint.check(spec)
+        checkpoint.check(spec, packed)
+        self._packed = packed
+        self._names = frozenset(name for name, _ in parameters(spec))
         self._checkpoint = checkpoint
         self._spec = spec
         self._dtype = dtype
         self._tensor_source = family(spec.model_type).tensor_source
 
     def get(self, name: str, spans: Spans) -> torch.Tensor:
-        """See `WeightSource.get`."""
+        """See `WeightSource.get`.
+
+        Raises:
+            ValueError: a packed weight has its columns in another order, or a bias that the model does not have.
+        """
         source = self._tensor_source(name, self._spec)
         key = self._checkpoint.find(source)
-        assert key is not None, f"{source.key} passed the check, but is not there"
         dtype = torch.float32 if is_kept_in_float32(name) else self._dtype
-        return part_of(mapped_tensor(self._checkpoint.tensors[key]), source, spans, dtype)
+        if key is None:
+            return self._read_packed(name, source, spans).dequantized(dtype)
+        return part_of(self._mapped(key), source, spans, dtype)
+
+    def get_packed(self, name: str, spans: Spans) -> GroupedWeight | None:
+        """See `WeightSource.get_packed`; raises what `get` does."""
+        source = self._tensor_source(name, self._spec)
+        if self._checkpoint.find(source) is not None:
+            return None
+        return self._read_packed(name, source, spans)
+
+    def _mapped(self, key: str) -> torch.Tensor:
+        return mapped_tensor(self._checkpoint.tensors[key])
+
+    def _read_packed(self, name: str, source: TensorSource, spans: Spans) -> GroupedWeight:
+        base = self._checkpoint.find_packed(source)
+        assert base is not None, f"{source.key} passed the check, but is not there"
+        assert self._packed is not None, f"{source.key} passed the check, but is packed"
+        # [groups, out] and, of either method, what tells the input's size.
+        num_rows = self._checkpoint.shape(f"{base}scales")[1]
+        packed_shape = self._checkpoint.shape(f"{base}qweight")
+        num_columns = packed_shape[0] * (PACKED if self._packed.method == "gptq" else 1)
+        self._check_order(base, num_columns)
+        has_bias = f"{name.removesuffix('weight')}bias" in self._names
+        if not has_bias and self._checkpoint.has(f"{base}bias") and bool(self._mapped(f"{base}bias").any()):
+            raise ValueError(f"{base}bias is not zero, but the configuration has no bias in that place")
+        first, count = source.rows or (0, num_rows)
+        rows = spans[0] or Span(0, count)
+        columns = spans[1] or Span(0, num_columns)
+        rows = Span(first + rows.start, first + rows.stop)
+        return read_packed(lambda part: self._mapped(f"{base}{part}"), self._packed, rows, columns)
+
+    def _check_order(self, base: str, num_columns: int) -> None:
+        """Refuse groups of columns that do not lie together, whatever config.json says of desc_act."""
+        assert self._packed is not None
+        if self._checkpoint.has(f"{base}g_idx"):
+            size = self._packed.group_size or num_columns
+            if not torch.equal(self._mapped(f"{base}g_idx").long(), torch.arange(num_columns) // size):
+                raise ValueError(
+                    f"{base}g_idx puts columns into groups out of order (desc_act), which is not supported; use a "
+                    "checkpoint that was made with desc_act false"
+                )
 
 
 def mapped_tensor(entry: TensorEntry) -> torch.Tensor:
@@ -111,4 +174,4 @@ def open_weights(
         if device != _HOST:
             return DeviceDummyWeights(spec, dtype, model.seed, device)
         return DummyWeights(spec, dtype, model.seed)
-    return CheckpointWeights(Checkpoint.open(files.folder), spec, dtype)
+    return CheckpointWeights(Checkpoint.open(files.folder), spec, dtype, packed_format(HFConfig(files.config)))

@@ -33,7 +33,7 @@ def paged_attention(
     Where the ISA multiplies pairs of bf16, the weights exp(score - maximum of the split) are rounded to bf16 first, and
     it is the rounded ones that are summed, so that they still add up to one. The scale is positive. Index tensors are
     int32; the token stride of query is free. With key_scales and value_scales, fp32 [num_blocks, Hk, block_size], the
-    caches are int8 as `write_kv` fills them.
+    caches are int8 (on a GPU perhaps float8_e4m3fn) as `write_kv` fills them.
     """
     on = kernels(query)
     out = on.activation_empty(query.dtype, query.shape[0], query.shape[1], value_cache.shape[3])
@@ -72,7 +72,8 @@ def paged_attention_reference(
     num_heads, num_kv_heads, block_size = query.shape[1], key_cache.shape[1], key_cache.shape[2]
     out = torch.empty(query.shape[0], num_heads, value_cache.shape[3], dtype=query.dtype)
     if key_scales is not None and value_scales is not None:
-        key_cache, value_cache = key_cache * key_scales[..., None], value_cache * value_scales[..., None]
+        key_cache = key_cache.float() * key_scales[..., None]
+        value_cache = value_cache.float() * value_scales[..., None]
     starts = query_starts.tolist()
     for s, context_len in enumerate(context_lens.tolist()):
         positions = torch.arange(context_len - (starts[s + 1] - starts[s]), context_len)

@@ -17,7 +17,9 @@ class Kernels(Protocol):
     def activation_empty(self, dtype: torch.dtype, /, *sizes: int) -> Tensor:
         """An uninitialised tensor that dies within its step."""
 
-    def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, /) -> None: ...
+    def linear(
+        self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, gate: str | None = ..., /
+    ) -> None: ...
     def quantize_rows(self, x: Tensor, values: Tensor, scales: Tensor, sums: Tensor, /) -> None: ...
     def linear_int8(
         self,
@@ -29,6 +31,7 @@ class Kernels(Protocol):
         column_scales: Tensor,
         bias: Tensor | None,
         out: Tensor,
+        gate: str | None = ...,
         /,
     ) -> None: ...
     def linear_int4(
@@ -41,6 +44,7 @@ class Kernels(Protocol):
         column_scales: Tensor,
         bias: Tensor | None,
         out: Tensor,
+        gate: str | None = ...,
         /,
     ) -> None: ...
     def rms_norm(
@@ -151,7 +155,40 @@ class Kernels(Protocol):
         out: Tensor,
         /,
     ) -> None: ...
+    def pack_dispatch(self, x: Tensor, ids: Tensor, expert_bounds: Tensor, out: Tensor, /) -> None: ...
+    def expert_slots(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        first_expert: int,
+        panels: Tensor,
+        scales: Tensor | None,
+        out: Tensor,
+        /,
+    ) -> None: ...
+    def combine_slots(
+        self,
+        rows: Tensor,
+        ids: Tensor,
+        slot_weights: Tensor,
+        expert_bounds: Tensor,
+        shared: Tensor | None,
+        shared_scale: Tensor | None,
+        out: Tensor,
+        /,
+    ) -> None: ...
     def greedy_argmax(self, logits: Tensor, ids: Tensor, values: Tensor, /) -> None: ...
+    def logprobs(
+        self,
+        logits: Tensor,
+        chosen: Tensor,
+        top_n: int,
+        chosen_logprobs: Tensor,
+        chosen_ranks: Tensor,
+        top_ids: Tensor,
+        top_logprobs: Tensor,
+        /,
+    ) -> None: ...
     def sample(
         self,
         logits: Tensor,

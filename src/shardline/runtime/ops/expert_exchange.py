@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.storage import activation_empty
 
@@ -28,28 +29,30 @@ class ExchangeCounts(NamedTuple):
 
 
 def count_exchanged(ids: Tensor, token_bounds: Sequence[int], expert_bounds: Tensor) -> ExchangeCounts:
-    """How much all ranks send each other."""
+    """How much all ranks send each other, in host memory, as are the bounds; ids on a GPU are waited for."""
     size = expert_bounds.shape[0] - 1
     counts = ExchangeCounts(
         activation_empty(size, size, dtype=torch.int64), activation_empty(size, size, dtype=torch.int64)
     )
-    _cpu.count_exchanged(ids, list(token_bounds), expert_bounds, counts.tokens, counts.slots)
+    _cpu.count_exchanged(ids.cpu(), list(token_bounds), expert_bounds, counts.tokens, counts.slots)
     return counts
 
 
 def pack_dispatch(x: Tensor, ids: Tensor, expert_bounds: Tensor) -> Tensor:
     """The rows of x [T, H] for each rank, one rank after another: [T * min(k, R), H], the end undefined."""
     copies = min(ids.shape[1], expert_bounds.shape[0] - 1)
-    out = activation_empty(ids.shape[0] * copies, x.shape[1], dtype=x.dtype)
-    _cpu.pack_dispatch(x, ids, expert_bounds, out)
+    on = kernels(x)
+    out = on.activation_empty(x.dtype, ids.shape[0] * copies, x.shape[1])
+    on.pack_dispatch(x, ids, expert_bounds, out)
     return out
 
 
 def expert_slots(x: Tensor, ids: Tensor, weights: ExpertWeights, *, first_expert: int = 0) -> Tensor:
     """The products of the slots of these experts, in x's dtype, in the order of tokens and slots: [T * k, N], the end
     undefined. x: rows as `expert_up` gives them."""
-    out = activation_empty(ids.numel(), weights.out_features, dtype=x.dtype)
-    _cpu.expert_slots(x, ids, first_expert, weights.panels, weights.scales, out)
+    on = kernels(x)
+    out = on.activation_empty(x.dtype, ids.numel(), weights.out_features)
+    on.expert_slots(x, ids, first_expert, weights.panels, weights.scales, out)
     return out
 
 
@@ -66,8 +69,9 @@ def combine_slots(
 
     rows: [T * k, N], what the ranks' `expert_slots` have for these tokens, one rank after another.
     """
-    out = activation_empty(ids.shape[0], rows.shape[1], dtype=rows.dtype)
-    _cpu.combine_slots(rows, ids, slot_weights, expert_bounds, shared, shared_scale, out)
+    on = kernels(rows)
+    out = on.activation_empty(rows.dtype, ids.shape[0], rows.shape[1])
+    on.combine_slots(rows, ids, slot_weights, expert_bounds, shared, shared_scale, out)
     return out
 
 

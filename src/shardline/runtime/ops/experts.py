@@ -46,8 +46,9 @@ def expert_up(
     """act(gate) * up (gated; `weights` has the gates' rows first), or act(up), of every slot of these experts.
 
     x: [T, K]; with `compact` only the tokens that chose one of these experts, in order. Returns [T * k, I], the slots'
-    rows sorted by expert, and what lies behind them is undefined; on a GPU they have the order of slots, and those of
-    other experts are undefined. Rounded as `gated_activation` is, after one rounding of the product.
+    rows sorted by expert, and what lies behind them is undefined; on a GPU they have the order of slots (with `compact`
+    those tokens' first), and those of other experts are undefined. Rounded as `gated_activation` is, after one rounding
+    of the product.
     """
     width = weights.out_features // 2 if gated else weights.out_features
     on = kernels(x)

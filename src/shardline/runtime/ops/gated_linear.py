@@ -1,7 +1,8 @@
 """Two products of the same rows, of which one gates the other: act(x gate^T) * (x up^T).
 
-On the CPU one kernel computes both, and writes and reads neither: a panel of the weight holds 32 columns of the gate
-and the same 32 of up. All is in fp32 until one rounding. On a GPU it is a linear followed by `gated_activation`.
+One kernel computes both, and writes and reads neither. On the CPU a panel of the weight holds 32 columns of the gate
+and the same 32 of up, and all is in fp32 until one rounding. On a GPU the bits are those of a linear followed by
+`gated_activation`: both products are rounded first.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.ops.activation import ActivationName, gated_activation, gated_activation_reference
+from shardline.runtime.ops.activation import ActivationName, gated_activation_reference
 from shardline.runtime.ops.dispatch import kernels
-from shardline.runtime.ops.linear import PANEL_COLUMNS, PackedWeight, linear, linear_reference, pack_weight, panel_shape
-from shardline.runtime.ops.linear_int4 import Int4Weight, linear_int4
-from shardline.runtime.ops.linear_int8 import Int8Weight, int8_empty, linear_int8, pack_int8
+from shardline.runtime.ops.linear import PANEL_COLUMNS, PackedWeight, linear_reference, pack_weight, panel_shape
+from shardline.runtime.ops.linear_int4 import Int4Weight
+from shardline.runtime.ops.linear_int8 import Int8Weight, int8_empty, pack_int8
 from shardline.runtime.ops.quantize_rows import QuantizedRows
-from shardline.runtime.ops.storage import activation_empty, mapped_empty, streamed_empty
+from shardline.runtime.ops.storage import mapped_empty, streamed_empty
 
 _HALF = PANEL_COLUMNS // 2
 
@@ -72,10 +73,9 @@ def gated_linear(x: Tensor, weight: PackedWeight, width: int, bias: Tensor | Non
     `weight`: of `pack_gate_up`.
     """
     _check_features(x.shape[1], weight.in_features)
-    if kernels(x) is not _cpu:
-        return gated_activation(linear(x, weight, bias), name)
-    out = activation_empty(x.shape[0], width, dtype=x.dtype)
-    _cpu.linear(x, weight.panels, bias, out, name)
+    on = kernels(x)
+    out = on.activation_empty(x.dtype, x.shape[0], width)
+    on.linear(x, weight.panels, bias, out, name)
     return out
 
 
@@ -90,10 +90,9 @@ def gated_linear_int8(
 ) -> Tensor:
     """`gated_linear` with the products of `linear_int8`, rounded to `out_dtype`."""
     _check_features(x.in_features, weight.in_features)
-    if kernels(x.values) is not _cpu:
-        return gated_activation(linear_int8(x, weight, bias, out_dtype=out_dtype), name)
-    out = activation_empty(x.values.shape[0], width, dtype=out_dtype)
-    _cpu.linear_int8(x.values, x.scales, x.sums, x.in_features, weight.panels, weight.scales, bias, out, name)
+    on = kernels(x.values)
+    out = on.activation_empty(out_dtype, x.values.shape[0], width)
+    on.linear_int8(x.values, x.scales, x.sums, x.in_features, weight.panels, weight.scales, bias, out, name)
     return out
 
 
@@ -108,10 +107,9 @@ def gated_linear_int4(
 ) -> Tensor:
     """`gated_linear` with the products of `linear_int4`, rounded to `out_dtype`."""
     _check_features(x.in_features, weight.in_features)
-    if kernels(x.values) is not _cpu:
-        return gated_activation(linear_int4(x, weight, bias, out_dtype=out_dtype), name)
-    out = activation_empty(x.values.shape[0], width, dtype=out_dtype)
-    _cpu.linear_int4(x.values, x.scales, x.sums, x.in_features, weight.panels, weight.scales, bias, out, name)
+    on = kernels(x.values)
+    out = on.activation_empty(out_dtype, x.values.shape[0], width)
+    on.linear_int4(x.values, x.scales, x.sums, x.in_features, weight.panels, weight.scales, bias, out, name)
     return out
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.ops.dispatch import kernels
+from shardline.runtime.ops.linear_fp8 import quantize_rows_fp8_reference
 
 
 def write_kv(
@@ -22,7 +23,8 @@ def write_kv(
 
     slot = block_id * block_size + offset; a negative slot is skipped. The token stride of key and value is free.
     With scales, fp32 [num_blocks, Hk, block_size], the caches are int8: a token's head becomes round(x / scale), its
-    scale the largest |x| / 127, so that bytes depend on that row only.
+    scale the largest |x| / 127, so that bytes depend on that row only. On a GPU they may be float8_e4m3fn, with 448 in
+    the place of 127.
     """
     kernels(key).write_kv(key, value, key_cache, value_cache, slots, key_scales, value_scales)
 
@@ -68,9 +70,13 @@ def write_kv_reference(
         for new, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
             row = new[token]
             if scales is not None:
-                largest = row.float().abs().amax(-1, keepdim=True)
-                scales[place] = largest[:, 0] / 127
-                row = torch.where(largest > 0, row.float() * (torch.full_like(largest, 127) / largest), 0.0).round()
+                if cache.dtype == torch.float8_e4m3fn:
+                    row, scales[place] = quantize_rows_fp8_reference(row)
+                else:
+                    largest = row.float().abs().amax(-1, keepdim=True)
+                    scales[place] = largest[:, 0] / 127
+                    inverse = torch.full_like(largest, 127) / largest
+                    row = torch.where(largest > 0, row.float() * inverse, 0.0).round()
             cache[place] = row.to(cache.dtype)
 
 

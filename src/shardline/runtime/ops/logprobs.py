@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardline import _cpu
+from shardline.runtime.ops.dispatch import kernels
 
 
 class Logprobs(NamedTuple):
@@ -19,14 +19,14 @@ class Logprobs(NamedTuple):
 
 def logprobs(logits: Tensor, chosen: Tensor, top_n: int) -> Logprobs:
     """For logits [M, V] fp32 and chosen ids [M] int64: log-softmax, in fp64 sums over the row in id order."""
-    num_rows = logits.shape[0]
+    num_rows, device = logits.shape[0], logits.device
     result = Logprobs(
-        torch.empty(num_rows),
-        torch.empty(num_rows, dtype=torch.int64),
-        torch.empty(num_rows, top_n, dtype=torch.int64),
-        torch.empty(num_rows, top_n),
+        torch.empty(num_rows, device=device),
+        torch.empty(num_rows, dtype=torch.int64, device=device),
+        torch.empty(num_rows, top_n, dtype=torch.int64, device=device),
+        torch.empty(num_rows, top_n, device=device),
     )
-    _cpu.logprobs(logits, chosen, top_n, *result)
+    kernels(logits).logprobs(logits, chosen, top_n, *result)
     return result
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.ops.dispatch import kernels
 
 
-@dataclass(frozen=True)
-class Penalties:
+class Penalties(NamedTuple):
     """What to change in logits [M, V]. Entries of row r are offsets[r] : offsets[r + 1]; an id occurs once per row."""
 
     offsets: Tensor  # int32 [M + 1]
@@ -22,13 +22,23 @@ class Penalties:
     repetition: Tensor  # float32 [M]; off: 1.0
     presence: Tensor  # float32 [M]; off: 0.0
     frequency: Tensor  # float32 [M]; off: 0.0
+    uncounted: Tensor | None = None
+    """int64 [M]: one more token of each row's output, which the entries do not count; an id that is none where there is
+    no such token. On a GPU, whose last token the host may not have seen; None elsewhere."""
 
 
 def penalize_(logits: Tensor, penalties: Penalties) -> Tensor:
     """In place: the bias first; then logits of tokens seen in prompt or output are divided by `repetition` (multiplied,
     if negative); then `frequency` per occurrence in the output, and `presence` for any, is subtracted."""
-    p = penalties
-    _cpu.penalize(logits, p.repetition, p.presence, p.frequency, p.offsets, p.ids, p.output_counts, p.in_prompt, p.bias)
+    p, on = penalties, kernels(logits)
+    given = (p.repetition, p.presence, p.frequency, p.offsets, p.ids, p.output_counts, p.in_prompt, p.bias)
+    if on is _cpu:
+        assert p.uncounted is None, "the host has seen every token"
+        _cpu.penalize(logits, *given)
+    else:
+        from shardline.runtime.ops.triton import penalize
+
+        penalize(logits, *given, p.uncounted)
     return logits
 
 
@@ -36,10 +46,15 @@ def penalize_reference(logits: Tensor, penalties: Penalties) -> Tensor:
     p = penalties
     out = logits.clone()
     for row in range(logits.shape[0]):
-        for i in range(int(p.offsets[row]), int(p.offsets[row + 1])):
-            count, token = p.output_counts[i], p.ids[i]
-            logit = out[row, token] + p.bias[i]
-            if count > 0 or p.in_prompt[i]:
+        entries = range(int(p.offsets[row]), int(p.offsets[row + 1]))
+        changes = {int(p.ids[i]): (int(p.output_counts[i]), bool(p.in_prompt[i]), float(p.bias[i])) for i in entries}
+        last = -1 if p.uncounted is None else int(p.uncounted[row])
+        if 0 <= last < logits.shape[1]:
+            count, in_prompt, bias = changes.get(last, (0, False, 0.0))
+            changes[last] = (count + 1, in_prompt, bias)
+        for token, (count, in_prompt, bias) in changes.items():
+            logit = out[row, token] + bias
+            if count > 0 or in_prompt:
                 logit = logit / p.repetition[row] if logit > 0 else logit * p.repetition[row]
             if count > 0:
                 logit = logit - p.frequency[row] * count - p.presence[row]
@@ -48,7 +63,7 @@ def penalize_reference(logits: Tensor, penalties: Penalties) -> Tensor:
 
 
 def no_penalties(num_rows: int) -> Penalties:
-    """Nothing to change; a base for `dataclasses.replace`."""
+    """Nothing to change; a base for `_replace`."""
     return Penalties(
         offsets=torch.zeros(num_rows + 1, dtype=torch.int32),
         ids=torch.empty(0, dtype=torch.int32),

@@ -23,6 +23,8 @@ class Collectives(ABC):
     rank: int
     """This rank's index in the group."""
     size: int
+    is_capturable = False
+    """Whether exchanges can be part of a CUDA graph."""
 
     @abstractmethod
     def all_gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
@@ -63,6 +65,7 @@ class SingleRank(Collectives):
 
     rank = 0
     size = 1
+    is_capturable = True
 
     def all_gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
         return local

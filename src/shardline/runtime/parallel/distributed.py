@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,8 +12,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from shardline.config.topology import RankGrid
+from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.parallel.collectives import Collectives, StageLink
 from shardline.runtime.parallel.progress import ProgressLine
+
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""The second name is the older one, of torch 2.11 and before."""
 
 
 def join_world(backend: str, store_path: Path, rank: int, grid: RankGrid, timeout: float) -> None:
@@ -42,10 +46,15 @@ def rank_group(backend: str, peers_of: Sequence[tuple[int, ...]], rank: int, tim
 
 
 class DistributedCollectives(Collectives):
-    """Gathers pad every rank's part to the widest one, since gloo and NCCL want equal shapes."""
+    """Gathers pad every rank's part to the widest one, since gloo and NCCL want equal shapes.
 
-    def __init__(self, group: dist.ProcessGroup, progress: ProgressLine) -> None:
+    gloo moves host memory: what lies on a GPU goes there and back, which is a test mode.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, backend: str, progress: ProgressLine) -> None:
         self._group = group
+        self._is_on_host = backend == "gloo"
+        self.is_capturable = backend == "nccl"
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._progress = progress
@@ -53,7 +62,9 @@ class DistributedCollectives(Collectives):
     def all_gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
         num_rows = local.shape[0]
         parts = self._gather_flat(local, [num_rows * width for width in widths])
-        return torch.cat([part.view(num_rows, width) for part, width in zip(parts, widths, strict=True)], dim=1)
+        out = kernels(local).activation_empty(local.dtype, num_rows, sum(widths))
+        torch.cat([part.view(num_rows, width) for part, width in zip(parts, widths, strict=True)], dim=1, out=out)
+        return out
 
     def all_gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:
         width = local.shape[1]
@@ -62,11 +73,14 @@ class DistributedCollectives(Collectives):
 
     def all_to_all_rows(self, local: Tensor, counts: Tensor, capacity: int) -> Tensor:
         sent, received = counts[self.rank].tolist(), counts[:, self.rank].tolist()
-        out = torch.empty(capacity, local.shape[1], dtype=local.dtype)
-        # As bytes: gloo does not know every type.
-        arriving, leaving = out[: sum(received)].view(torch.uint8), local[: sum(sent)].view(torch.uint8)
+        out = torch.empty(capacity, local.shape[1], dtype=local.dtype, device=local.device)
+        arriving, leaving = out[: sum(received)], self._to_send(local[: sum(sent)])
+        come = torch.empty_like(arriving, device=leaving.device) if self._is_on_host else arriving
         with self._progress.waiting(), _named_errors():
-            dist.all_to_all_single(arriving, leaving, received, sent, group=self._group)
+            # As bytes: gloo does not know every type.
+            dist.all_to_all_single(come.view(torch.uint8), leaving.view(torch.uint8), received, sent, group=self._group)
+        if come is not arriving:
+            arriving.copy_(come)
         return out
 
     def all_reduce_sum(self, local: Tensor) -> Tensor:
@@ -78,32 +92,38 @@ class DistributedCollectives(Collectives):
         return total.view_as(local)
 
     def _gather_flat(self, local: Tensor, sizes: list[int]) -> list[Tensor]:
-        padded = local.new_empty(max(sizes))
-        padded[: local.numel()] = local.reshape(-1)
-        parts = [torch.empty_like(padded) for _ in sizes]
+        flat = local.reshape(-1)
+        if min(sizes) < max(sizes):
+            flat = torch.nn.functional.pad(flat, (0, max(sizes) - len(flat)))
+        flat = self._to_send(flat)
+        gathered = flat.new_empty(len(sizes), max(sizes))
         with self._progress.waiting(), _named_errors():
-            dist.all_gather(parts, padded, group=self._group)
-        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+            _all_gather(gathered.view(-1), flat, group=self._group)
+        return [part[:size] for part, size in zip(gathered.to(local.device), sizes, strict=True)]
+
+    def _to_send(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu() if self._is_on_host else tensor
 
 
 class DistributedLink(StageLink):
     """Point-to-point sends between global ranks."""
 
-    def __init__(self, peer: int, device: torch.device, progress: ProgressLine) -> None:
+    def __init__(self, peer: int, backend: str, device: torch.device, progress: ProgressLine) -> None:
         """`device`: where tensors are received."""
         self._peer = peer
         self._device = device
+        self._transit = torch.device("cpu") if backend == "gloo" else device
         self._progress = progress
 
     def send(self, tensor: Tensor) -> None:
         with self._progress.waiting(), _named_errors():
-            dist.send(tensor, self._peer)
+            dist.send(tensor.to(self._transit), self._peer)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self._transit)
         with self._progress.waiting(), _named_errors():
             dist.recv(tensor, self._peer)
-        return tensor
+        return tensor.to(self._device)
 
 
 class _named_errors:

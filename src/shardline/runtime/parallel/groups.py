@@ -71,8 +71,8 @@ def join_distributed(
     rank: int,
     timeout: float,
 ) -> RankGroups:
-    """Groups over torch.distributed ("gloo", or "nccl" for tensors on GPUs); the segment only carries the progress
-    board, the expert load and a shared KV pool."""
+    """Groups over torch.distributed ("nccl" between GPUs, "gloo" through host memory); the segment only carries the
+    progress board, the expert load and a shared KV pool."""
     from shardline.runtime.parallel.distributed import (
         DistributedCollectives,
         DistributedLink,
@@ -87,7 +87,7 @@ def join_distributed(
     places = [grid.place(other) for other in range(grid.world_size)]
 
     def group_of(peers_of: list[tuple[int, ...]]) -> Collectives:
-        return DistributedCollectives(rank_group(backend, peers_of, rank, timeout), progress)
+        return DistributedCollectives(rank_group(backend, peers_of, rank, timeout), backend, progress)
 
     tensor = group_of([other.tp_peers for other in places]) if grid.tensor > 1 else SingleRank()
     experts = group_of([other.ep_peers for other in places]) if grid.data > 1 else tensor
@@ -96,8 +96,8 @@ def join_distributed(
         place=place,
         tensor=tensor,
         experts=experts,
-        from_previous=None if previous is None else DistributedLink(previous, device, progress),
-        to_next=None if following is None else DistributedLink(following, device, progress),
+        from_previous=None if previous is None else DistributedLink(previous, backend, device, progress),
+        to_next=None if following is None else DistributedLink(following, backend, device, progress),
         progress=progress,
         expert_load=layout.expert_load(segment).of_rank(rank),
         kv_pool=layout.kv_pool(segment, place),

@@ -13,8 +13,10 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from shardline.models.weight_formats import scheme_of
 from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
+from shardline.runtime.ops.grouped_weight import GroupedWeight
 from shardline.runtime.ops.quantize_rows import LinearInput
 
 
@@ -57,17 +59,18 @@ class PackedGatedLinear(Protocol):
     def __call__(self, x: LinearInput, bias: Tensor | None, activation: ActivationName) -> Tensor:
         """act(x gate^T + bias[:out_features]) * (x up^T + bias[out_features:]): [M, out_features] of x's dtype.
 
-        The bits of a `PackedLinear` over both, and then `gated_activation`.
+        Rounded as `ops.gated_linear` says.
         """
 
 
 class Quantization(Protocol):
     """What the module of a scheme offers."""
 
-    def pack(self, *parts: Tensor) -> PackedLinear:
-        """A linear weight of a layer, in parts [*, in_features], one under another."""
+    def pack(self, *parts: Tensor | GroupedWeight) -> PackedLinear:
+        """A linear weight of a layer, in parts [*, in_features], one under another; only w4a16 is given what a
+        checkpoint has packed."""
 
-    def pack_gated(self, gate: Tensor, up: Tensor) -> PackedGatedLinear:
+    def pack_gated(self, gate: Tensor | GroupedWeight, up: Tensor | GroupedWeight) -> PackedGatedLinear:
         """Both weights [out_features, in_features] of a gated feed-forward block's first half."""
 
     def allocate_experts(self, num_experts: int, *parts: Tensor) -> ExpertWeights:
@@ -87,5 +90,6 @@ def unquantized(x: LinearInput) -> Tensor:
 
 
 def quantization(name: str | None) -> Quantization:
-    """The scheme of a `--quantization`; None: weights as they are."""
-    return cast(Quantization, importlib.import_module(f"shardline.runtime.quantization.{name or 'none'}"))
+    """The scheme of a resolved `--quantization`; None: weights as they are."""
+    module = scheme_of(name) if name else "none"
+    return cast(Quantization, importlib.import_module(f"shardline.runtime.quantization.{module}"))

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops.activation import ActivationName, gated_activation
+from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.linear_fp8 import Fp8Weight, linear_fp8, pack_fp8
 from shardline.runtime.ops.quantize_rows import LinearInput
@@ -51,7 +51,7 @@ class Fp8GatedLinear:
         return self.both.nbytes
 
     def __call__(self, x: LinearInput, bias: Tensor | None, activation: ActivationName) -> Tensor:
-        return gated_activation(self.both(x, bias), activation)
+        return linear_fp8(unquantized(x), self.both.weight, bias, gate=activation)
 
 
 def pack_gated(gate: Tensor, up: Tensor) -> Fp8GatedLinear:

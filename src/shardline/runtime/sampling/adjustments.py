@@ -10,36 +10,48 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops.penalties import Penalties, penalize_
+from shardline.runtime.ops.penalties import Penalties
+from shardline.runtime.sampling.last_tokens import NO_TOKEN, stand_in
 from shardline.runtime.sequences import Sequence
 
 _NO_IDS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
-def adjust_logits(logits: Tensor, sequences: Rows[Sequence]) -> None:
-    """Apply what the requests ask for to [num_rows, vocab_size] fp32 logits, in place.
+def penalties_of(sequences: Rows[Sequence]) -> Penalties | None:
+    """What the requests ask for to be done to a row of logits each; None: nothing.
 
     Repetition penalty over prompt and output, presence and frequency penalties over the output, logit biases, and
     end tokens banned until min_tokens.
     """
     if not any(needs_adjustment(sequence) for sequence in sequences):
-        return
+        return None
     rows = [_row(sequence) for sequence in sequences]
     offsets = np.cumsum([0, *(len(row.ids) for row in rows)], dtype=np.int32)
     params = [sequence.sampling for sequence in sequences]
-    penalize_(
-        logits,
-        Penalties(
-            offsets=torch.from_numpy(offsets),
-            ids=torch.from_numpy(np.concatenate([row.ids for row in rows]).astype(np.int32)),
-            output_counts=torch.from_numpy(np.concatenate([row.counts for row in rows])),
-            in_prompt=torch.from_numpy(np.concatenate([row.in_prompt for row in rows])),
-            bias=torch.from_numpy(np.concatenate([row.bias for row in rows])),
-            repetition=torch.tensor([p.repetition_penalty for p in params], dtype=torch.float32),
-            presence=torch.tensor([p.presence_penalty for p in params], dtype=torch.float32),
-            frequency=torch.tensor([p.frequency_penalty for p in params], dtype=torch.float32),
-        ),
+    return Penalties(
+        offsets=torch.from_numpy(offsets),
+        ids=torch.from_numpy(np.concatenate([row.ids for row in rows]).astype(np.int32)),
+        output_counts=torch.from_numpy(np.concatenate([row.counts for row in rows])),
+        in_prompt=torch.from_numpy(np.concatenate([row.in_prompt for row in rows])),
+        bias=torch.from_numpy(np.concatenate([row.bias for row in rows])),
+        repetition=torch.tensor([p.repetition_penalty for p in params], dtype=torch.float32),
+        presence=torch.tensor([p.presence_penalty for p in params], dtype=torch.float32),
+        frequency=torch.tensor([p.frequency_penalty for p in params], dtype=torch.float32),
+        uncounted=_uncounted(sequences),
     )
+
+
+def _uncounted(sequences: Rows[Sequence]) -> Tensor | None:
+    """The tokens that steps in flight sample, which are in no counts yet."""
+    if not any(sequence.has_penalties and sequence.num_pending for sequence in sequences):
+        return None
+    assert all(sequence.num_pending <= 1 for sequence in sequences), "one more token can be added to the counts"
+    pending = [sequence.has_penalties and sequence.num_pending > 0 for sequence in sequences]
+    tokens = [
+        stand_in(sequence.row) if is_pending else NO_TOKEN
+        for sequence, is_pending in zip(sequences, pending, strict=True)
+    ]
+    return torch.tensor(tokens, dtype=torch.int64)
 
 
 def needs_adjustment(sequence: Sequence) -> bool:

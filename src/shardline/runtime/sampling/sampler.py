@@ -1,9 +1,15 @@
-"""From logits to tokens. Every rank of the last stage samples every row, from equal bits to equal tokens."""
+"""From logits to tokens. Every rank of the last stage samples every row, from equal bits to equal tokens.
+
+Three steps, so that a device is never waited for: `plan` writes down on the host what the rows ask for, `sample`
+chooses where the logits are, `results` reads what came of it, once it is in host memory.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,12 +17,55 @@ from torch import Tensor
 
 from shardline.models.partition import Span
 from shardline.runtime.ops.linear_argmax import best_of
-from shardline.runtime.ops.logprobs import logprobs
+from shardline.runtime.ops.logprobs import Logprobs, logprobs
+from shardline.runtime.ops.penalties import penalize_
 from shardline.runtime.ops.sampling import sample
 from shardline.runtime.parallel.collectives import Collectives
-from shardline.runtime.sampling.adjustments import adjust_logits, needs_adjustment
+from shardline.runtime.sampling.adjustments import needs_adjustment, penalties_of
+from shardline.runtime.sampling.inputs import Draws, SamplingInput
 from shardline.runtime.sequences import Sequence, SequenceTable
 from shardline.types import SequenceResult, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """What the sampled rows of a step ask for, one entry per row."""
+
+    seq_ids: list[int]
+    top_logprobs: list[int | None]
+    """How many of the strongest tokens to report beside the chosen one; None: no log-probabilities."""
+    digests: list[bool]
+    """Whose logits a digest is wanted of."""
+    given: SamplingInput
+    """What `sample` reads, in host memory."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing is wanted of a row but its largest logit, so that `choose` answers all."""
+        return self.given.draws is None
+
+
+class Sampled(NamedTuple):
+    """What came of a step's rows; tensors where the logits were."""
+
+    tokens: Tensor
+    """[R] int64"""
+    logprobs: Logprobs | None = None
+    logits: Tensor | None = None
+    """[R, vocab_size] as the model computed them, where a digest is wanted."""
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, for a copy."""
+        return [self.tokens, *(self.logprobs or ()), *([] if self.logits is None else [self.logits])]
+
+    def moved(self, tensors: Rows[Tensor]) -> Sampled:
+        """The same made of copies, in the order of `tensors`."""
+        parts = iter(tensors)
+        return Sampled(
+            next(parts),
+            None if self.logprobs is None else Logprobs(*(next(parts) for _ in self.logprobs)),
+            None if self.logits is None else next(parts),
+        )
 
 
 class Sampler:
@@ -26,47 +75,66 @@ class Sampler:
     position): never on the other rows.
     """
 
-    def __init__(self, spans: Rows[Span], group: Collectives) -> None:
-        """`spans`: the vocabulary range of each rank of `group`."""
+    def __init__(self, spans: Rows[Span], group: Collectives, device: torch.device) -> None:
+        """`spans`: the vocabulary range of each rank of `group`; `device`: where logits are."""
         self._spans = tuple(spans)
         self._group = group
+        self._first = torch.tensor([span.start for span in spans], device=device)
+
+    def choose(self, best: Tensor) -> Sampled:
+        """Of the best of each row on this rank, [R, 2] as of `ops.linear_argmax`, the largest over the ranks; ties go
+        to the lowest id, as spans are in order."""
+        gathered = self._group.all_gather_columns(best, [2] * self._group.size)
+        ids = gathered[:, 1::2].contiguous().view(torch.int32)
+        if self._group.size == 1:
+            return Sampled(ids[:, 0].long())
+        rank = gathered[:, 0::2].argmax(1, keepdim=True)
+        return Sampled((ids.gather(1, rank) + self._first[rank])[:, 0])
 
     @staticmethod
-    def is_greedy(seq_ids: Rows[int], table: SequenceTable) -> bool:
-        """Whether `choose` answers all that these sequences ask for; False where there are none."""
-        return len(seq_ids) > 0 and not any(_needs_whole_row(table[seq_id]) for seq_id in seq_ids)
-
-    def choose(self, best: Tensor, seq_ids: Rows[int]) -> list[SequenceResult]:
-        """Results for the best of each row on this rank, [num_rows, 2] as of `ops.linear_argmax`: the largest over the
-        ranks; ties go to the lowest id, as spans are in order."""
-        gathered = self._group.all_gather_columns(best, [2] * self._group.size).cpu()
-        values = gathered[:, 0::2].numpy()
-        ids = gathered[:, 1::2].contiguous().view(torch.int32).numpy()
-        rank = np.argmax(values, axis=1)
-        first = np.array([span.start for span in self._spans])
-        tokens = ids[np.arange(len(rank)), rank] + first[rank]
-        return [SequenceResult(seq_id, [int(token)]) for seq_id, token in zip(seq_ids, tokens, strict=True)]
-
-    def sample(self, local_logits: Tensor, seq_ids: Rows[int], table: SequenceTable) -> list[SequenceResult]:
-        """Results for rows [num_rows, local vocab] of fp32 logits, one per sequence. The logits may be overwritten."""
-        if self.is_greedy(seq_ids, table):
-            return self.choose(best_of(local_logits), seq_ids)
+    def plan(seq_ids: Rows[int], table: SequenceTable) -> SamplingPlan:
+        """What these sequences ask for of their next token."""
         sequences = [table[seq_id] for seq_id in seq_ids]
-        gathered = self._group.all_gather_columns(local_logits, [span.size for span in self._spans])
-        # Digests, adjustments and log-probabilities are the host's; tokens are drawn where the logits were computed.
-        logits = gathered.cpu()
-        digests = [
-            [_digest(row)] if sequence.sampling.logits_digest else None
-            for sequence, row in zip(sequences, logits, strict=True)
-        ]
-        reports_logprobs = any(sequence.sampling.logprobs is not None for sequence in sequences)
-        raw = logits.clone() if reports_logprobs else logits
-        adjust_logits(logits, sequences)
-        tokens = _sample(logits.to(gathered.device), sequences)
-        reported = _logprobs(raw, tokens, sequences) if reports_logprobs else [None] * len(tokens)
+        is_greedy = not any(_needs_whole_row(sequence) for sequence in sequences)
+        given = SamplingInput(
+            rows=torch.tensor([sequence.row for sequence in sequences], dtype=torch.int64),
+            draws=None if is_greedy else _draws(sequences),
+            penalties=None if is_greedy else penalties_of(sequences),
+        )
+        params = [sequence.sampling for sequence in sequences]
+        return SamplingPlan(list(seq_ids), [p.logprobs for p in params], [p.logits_digest for p in params], given)
+
+    def sample(self, local_logits: Tensor, plan: SamplingPlan, given: SamplingInput) -> Sampled:
+        """Tokens for rows [R, local vocab] of fp32 logits, which may be overwritten.
+
+        `given`: that of the plan, where the logits are.
+        """
+        if given.draws is None:
+            return self.choose(best_of(local_logits))
+        logits = self._group.all_gather_columns(local_logits, [span.size for span in self._spans])
+        widest = max((count for count in plan.top_logprobs if count is not None), default=None)
+        raw = logits
+        if given.penalties is not None:
+            raw = logits.clone() if widest is not None or any(plan.digests) else logits
+            penalize_(logits, given.penalties)
+        tokens = sample(logits, **given.draws._asdict())
+        reported = None if widest is None else logprobs(raw, tokens, widest)
+        return Sampled(tokens, reported, raw if any(plan.digests) else None)
+
+    @staticmethod
+    def results(plan: SamplingPlan, sampled: Sampled) -> list[SequenceResult]:
+        """What the engine is told; `sampled` is in host memory."""
+        tokens = [int(token) for token in sampled.tokens.tolist()]
         return [
-            SequenceResult(seq_id, [token], None if logprob is None else [logprob], digest)
-            for seq_id, token, logprob, digest in zip(seq_ids, tokens, reported, digests, strict=True)
+            SequenceResult(
+                seq_id,
+                [token],
+                None if count is None else [_logprobs(sampled.logprobs, row, count)],
+                [_digest(sampled.logits, row)] if wants_digest else None,
+            )
+            for row, (seq_id, token, count, wants_digest) in enumerate(
+                zip(plan.seq_ids, tokens, plan.top_logprobs, plan.digests, strict=True)
+            )
         ]
 
 
@@ -75,45 +143,30 @@ def _needs_whole_row(sequence: Sequence) -> bool:
     return params.temperature > 0.0 or params.logprobs is not None or params.logits_digest or needs_adjustment(sequence)
 
 
-def _sample(logits: Tensor, sequences: Rows[Sequence]) -> list[int]:
+def _draws(sequences: Rows[Sequence]) -> Draws:
     params = [sequence.sampling for sequence in sequences]
     seeds = np.array([(p.seed or 0) & (2**64 - 1) for p in params], dtype=np.uint64).view(np.int64)
-
-    def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(logits.device)
-
-    tokens = sample(
-        logits,
-        temperature=column([p.temperature for p in params], torch.float32),
-        top_k=column([p.top_k for p in params], torch.int32),
-        top_p=column([p.top_p for p in params], torch.float32),
-        min_p=column([p.min_p for p in params], torch.float32),
-        seeds=torch.from_numpy(seeds).to(logits.device),
-        choices=column([sequence.choice for sequence in sequences], torch.int64),
-        positions=column([sequence.num_tokens for sequence in sequences], torch.int64),
+    return Draws(
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int32),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
+        seeds=torch.from_numpy(seeds),
+        choices=torch.tensor([sequence.choice for sequence in sequences], dtype=torch.int64),
+        positions=torch.tensor([sequence.num_tokens for sequence in sequences], dtype=torch.int64),
     )
-    return [int(token) for token in tokens.tolist()]
 
 
-def _logprobs(logits: Tensor, tokens: list[int], sequences: Rows[Sequence]) -> list[TokenLogprobs | None]:
-    widest = max(sequence.sampling.logprobs or 0 for sequence in sequences)
-    chosen, ranks, top_ids, top_logprobs = logprobs(logits, torch.tensor(tokens, dtype=torch.int64), widest)
-    reported: list[TokenLogprobs | None] = []
-    for row, sequence in enumerate(sequences):
-        wanted = sequence.sampling.logprobs
-        if wanted is None:
-            reported.append(None)
-            continue
-        reported.append(
-            TokenLogprobs(
-                logprob=float(chosen[row]),
-                rank=int(ranks[row]),
-                top_ids=[int(token) for token in top_ids[row, :wanted].tolist()],
-                top_logprobs=[float(value) for value in top_logprobs[row, :wanted].tolist()],
-            )
-        )
-    return reported
+def _logprobs(reported: Logprobs | None, row: int, count: int) -> TokenLogprobs:
+    assert reported is not None
+    return TokenLogprobs(
+        logprob=float(reported.chosen_logprobs[row]),
+        rank=int(reported.chosen_ranks[row]),
+        top_ids=[int(token) for token in reported.top_ids[row, :count].tolist()],
+        top_logprobs=[float(value) for value in reported.top_logprobs[row, :count].tolist()],
+    )
 
 
-def _digest(row: Tensor) -> str:
-    return hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest()
+def _digest(logits: Tensor | None, row: int) -> str:
+    assert logits is not None
+    return hashlib.blake2b(logits[row].numpy().tobytes(), digest_size=8).hexdigest()

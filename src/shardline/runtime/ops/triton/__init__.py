@@ -9,10 +9,14 @@ from __future__ import annotations
 from shardline.runtime.ops.triton.activation import activation
 from shardline.runtime.ops.triton.add import add
 from shardline.runtime.ops.triton.attention import mla_attention, paged_attention
+from shardline.runtime.ops.triton.expert_exchange import combine_slots, expert_slots, pack_dispatch
 from shardline.runtime.ops.triton.experts import expert_down, expert_up
 from shardline.runtime.ops.triton.kv_cache import write_kv, write_latent
 from shardline.runtime.ops.triton.linear import linear, linear_fp8, linear_heads, linear_int4, linear_int8
+from shardline.runtime.ops.triton.linear_w4a16 import linear_w4a16
+from shardline.runtime.ops.triton.logprobs import logprobs
 from shardline.runtime.ops.triton.norm import layer_norm, rms_norm
+from shardline.runtime.ops.triton.penalties import penalize
 from shardline.runtime.ops.triton.quantize import quantize_rows, quantize_rows_fp8
 from shardline.runtime.ops.triton.rope import apply_rope, rope_and_write_kv
 from shardline.runtime.ops.triton.routing import route_experts
@@ -25,7 +29,9 @@ __all__ = [
     "activation_empty",
     "add",
     "apply_rope",
+    "combine_slots",
     "expert_down",
+    "expert_slots",
     "expert_up",
     "greedy_argmax",
     "layer_norm",
@@ -34,8 +40,12 @@ __all__ = [
     "linear_heads",
     "linear_int4",
     "linear_int8",
+    "linear_w4a16",
+    "logprobs",
     "mla_attention",
+    "pack_dispatch",
     "paged_attention",
+    "penalize",
     "quantize_rows",
     "quantize_rows_fp8",
     "rms_norm",

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardline.runtime.ops.triton.activation import activation as activate_rows
-from shardline.runtime.ops.triton.gemm import Tile, gemm_options, product, tile_for, tile_of_program
+from shardline.runtime.ops.triton.gemm import Tile, gated_product, gemm_options, tile_for, tile_of_program
 from shardline.runtime.ops.triton.launch import EXACT
 from shardline.runtime.ops.triton.quantize import quantize_rows, quantize_rows_fp8
 
@@ -44,11 +44,14 @@ def expert_up(
 ) -> None:
     """As `ops.experts.expert_up`, into out [T * k, I]: row t * k + j is slot j of token t, undefined where another rank
     has its expert."""
-    assert not compact, "resolve refuses experts spread over several GPUs"
-    num_slots, width = out.shape
-    products = torch.empty(num_slots, 2 * width if gated else width, dtype=out.dtype, device=x.device)
-    _grouped_linear(x, ids, first_expert, panels, scales, ids.shape[1], products)
-    activate_rows(products, out, name, gated)
+    if compact:
+        ids = tokens_here_first(ids, first_expert, panels.shape[0])
+    if gated:
+        grouped_linear(x, ids, first_expert, panels, scales, ids.shape[1], out, gate=name)
+    else:
+        products = torch.empty_like(out)
+        grouped_linear(x, ids, first_expert, panels, scales, ids.shape[1], products)
+        activate_rows(products, out, name, False)
 
 
 def expert_down(
@@ -63,9 +66,23 @@ def expert_down(
     out: Tensor,
 ) -> None:
     """As `ops.experts.expert_down`, into out [T, N]; x as `expert_up` leaves it."""
+    products = torch.empty(ids.numel(), out.shape[1], dtype=out.dtype, device=x.device)
+    grouped_linear(x, ids, first_expert, panels, scales, 1, products)
+    add_slots(products, ids, weights, first_expert, first_expert + panels.shape[0], shared, shared_scale, out)
+
+
+def add_slots(
+    products: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    first_expert: int,
+    end_expert: int,
+    shared: Tensor | None,
+    shared_scale: Tensor | None,
+    out: Tensor,
+) -> None:
+    """The end of `expert_down`, of products [T * k, N] in the order of slots."""
     num_tokens, width = out.shape
-    products = torch.empty(ids.numel(), width, dtype=out.dtype, device=x.device)
-    _grouped_linear(x, ids, first_expert, panels, scales, 1, products)
     if num_tokens > 0:
         _combine_kernel[(triton.cdiv(width, _COMBINE_BLOCK), num_tokens)](
             products,
@@ -75,13 +92,28 @@ def expert_down(
             shared_scale,
             out,
             first_expert,
-            first_expert + panels.shape[0],
+            end_expert,
             width,
             0 if shared is None else shared.stride(0),
             CHOSEN=ids.shape[1],
             BLOCK=_COMBINE_BLOCK,
             **EXACT,
         )
+
+
+def is_here(ids: Tensor, first_expert: int, num_experts: int) -> Tensor:
+    """Which slots chose one of these experts."""
+    return (ids >= first_expert) & (ids < first_expert + num_experts)
+
+
+def first_where(condition: Tensor) -> Tensor:
+    """Indices of what is true, in order, then of what is not: nobody waits to learn how many."""
+    return torch.argsort((~condition).to(torch.uint8), stable=True)
+
+
+def tokens_here_first(ids: Tensor, first_expert: int, num_experts: int) -> Tensor:
+    """ids [T, k] with the tokens first that chose one of these experts, as they come from `pack_dispatch`."""
+    return ids[first_where(is_here(ids, first_expert, num_experts).any(1))]
 
 
 def sort_slots(ids: Tensor, first_expert: int, num_experts: int, tile_rows: int) -> SortedSlots:
@@ -106,10 +138,19 @@ def sort_slots(ids: Tensor, first_expert: int, num_experts: int, tile_rows: int)
     return SortedSlots(slots, experts)
 
 
-def _grouped_linear(
-    x: Tensor, ids: Tensor, first_expert: int, panels: Tensor, scales: Tensor | None, slots_per_row: int, out: Tensor
+def grouped_linear(
+    x: Tensor,
+    ids: Tensor,
+    first_expert: int,
+    panels: Tensor,
+    scales: Tensor | None,
+    slots_per_row: int,
+    out: Tensor,
+    *,
+    gate: str | None = None,
 ) -> None:
-    """out [T * k, N]: row s is row s // slots_per_row of x times the weight of the slot's expert."""
+    """out [T * k, N]: row s is row s // slots_per_row of x times the weight of the slot's expert. With the name of an
+    activation, `gate`, experts have 2 * N rows, see `gemm.gated_product`."""
     num_slots, num_columns = out.shape
     if num_slots == 0:
         return
@@ -132,6 +173,7 @@ def _grouped_linear(
         panels.stride(0),
         0 if scales is None else scales.stride(0),
         SLOTS_PER_ROW=slots_per_row,
+        GATE=gate,
         **gemm_options(x, panels, tile),
     )
 
@@ -210,6 +252,7 @@ def _grouped_kernel(
     expert_stride,
     scales_stride,
     SLOTS_PER_ROW: tl.constexpr,
+    GATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -224,9 +267,10 @@ def _grouped_kernel(
     weight_ptr += expert * expert_stride
     if column_scales_ptr is not None:
         column_scales_ptr += expert * scales_stride
-    total = product(
-        x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, tl.maximum(slot, 0) // SLOTS_PER_ROW, slot >= 0, column,
-        num_columns, depth, x_stride, BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
+    total = gated_product(
+        x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, None, out_ptr.dtype.element_ty,
+        tl.maximum(slot, 0) // SLOTS_PER_ROW, slot >= 0, column, num_columns, depth, x_stride, GATE,
+        BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
     )  # fmt: skip
     place = out_ptr + slot.to(tl.int64)[:, None] * num_columns + column[None, :]
     inside = (slot[:, None] >= 0) & (column[None, :] < num_columns)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardline.runtime.ops.triton.activation import activate
 from shardline.runtime.ops.triton.launch import EXACT
 
 _BLOCK_K = {1: 128, 2: 128, 4: 32}
@@ -63,6 +64,49 @@ def tile_of_program(program, row_tiles, column_tiles):
     band_rows = min(row_tiles - 8 * band, 8)
     place = program - 8 * column_tiles * band
     return 8 * band + place % band_rows, place // band_rows
+
+
+@triton.jit
+def gated_product(
+    x_ptr,
+    row_scales_ptr,
+    weight_ptr,
+    column_scales_ptr,
+    bias_ptr,
+    stored: tl.constexpr,
+    row,
+    row_inside,
+    column,
+    num_columns,
+    depth,
+    x_stride,
+    GATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_WHOLE_K: tl.constexpr,
+):
+    """`product` plus bias, in fp32; with the name of an activation, `GATE`, of a weight that has the gate's rows first
+    and then as many of what is gated: both rounded to `stored`, then all as `activation` does it.
+    """
+    weight_columns = num_columns if GATE is None else 2 * num_columns
+    total = product(
+        x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, row, row_inside, column, weight_columns, depth, x_stride,
+        BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
+    )  # fmt: skip
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)[None, :]
+    if GATE is not None:
+        gate = activate(total.to(stored).to(tl.float32), GATE).to(stored).to(tl.float32)
+        column += num_columns
+        total = product(
+            x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, row, row_inside, column, weight_columns, depth,
+            x_stride, BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
+        )  # fmt: skip
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + column, mask=column < weight_columns, other=0.0).to(tl.float32)[None, :]
+        total = gate * total.to(stored).to(tl.float32)
+    return total
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardline.runtime.ops.triton.launch import EXACT
-from shardline.runtime.ops.triton.quantize import as_bytes
+from shardline.runtime.ops.triton.quantize import as_bytes, as_fp8
 
 
 def write_kv(
@@ -66,11 +66,12 @@ def write_latent(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor)
 
 @triton.jit
 def _store_head(head_ptr, cache_ptr, scales_ptr, row, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """A head of a token to its row of a cache, as it is or as bytes with a scale."""
+    """A head of a token to its row of a cache, as it is, or as int8 or fp8 with a scale."""
     column = tl.arange(0, COLUMNS)
     values = tl.load(head_ptr + column, mask=column < DIM, other=0.0)
     if scales_ptr is not None:
-        values, scale = as_bytes(values.to(tl.float32))
+        values = values.to(tl.float32)
+        values, scale = as_bytes(values) if cache_ptr.dtype.element_ty == tl.int8 else as_fp8(values)
         tl.store(scales_ptr + row, scale)
     tl.store(cache_ptr + row * DIM + column, values, mask=column < DIM)
 

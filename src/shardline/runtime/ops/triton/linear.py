@@ -6,22 +6,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardline.runtime.ops.triton.gemm import Tile, gemm_options, product, tile_for, tile_of_program
+from shardline.runtime.ops.triton.activation import activation
+from shardline.runtime.ops.triton.gemm import Tile, gated_product, gemm_options, tile_for, tile_of_program
+from shardline.runtime.ops.triton.library import library_computes, library_product
+from shardline.runtime.ops.triton.storage import empty_rows
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, gate: str | None = None) -> None:
     """As `ops.linear.linear`: x [M, K] times the transpose of weight [N, K], plus bias [N], into out [M, N].
 
-    Rows of x and out may be strided; the weight is contiguous.
+    Rows of x and out may be strided; the weight is contiguous. With the name of an activation, `gate`, the weight and
+    the bias have 2 * N rows and out is as of `ops.gated_linear`.
     """
-    launch_linear(x, weight, bias, out)
+    if gate is not None and library_computes(len(x), weight, bias):
+        both = empty_rows(x.device, out.dtype, len(x), len(weight))
+        if library_product(x, weight, bias, both):
+            activation(both, out, gate, True)
+            return
+    elif gate is None and library_product(x, weight, bias, out):
+        return
+    launch_linear(x, weight, bias, out, gate=gate)
 
 
 def linear_fp8(
-    values: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None, out: Tensor
+    values: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    gate: str | None = None,
 ) -> None:
     """values [M, K] times the transpose of weight [N, K], times scales [M] and weight_scales [N], plus bias, to out."""
-    launch_linear(values, weight, bias, out, scales, weight_scales)
+    launch_linear(values, weight, bias, out, scales, weight_scales, gate=gate)
 
 
 def linear_int8(
@@ -33,9 +50,10 @@ def linear_int8(
     column_scales: Tensor,
     bias: Tensor | None,
     out: Tensor,
+    gate: str | None = None,
 ) -> None:
     """As `ops.linear_int8.linear_int8`, with its bits."""
-    launch_linear(values, panels, bias, out, scales, column_scales)
+    launch_linear(values, panels, bias, out, scales, column_scales, gate=gate)
 
 
 def linear_int4(
@@ -47,9 +65,10 @@ def linear_int4(
     column_scales: Tensor,
     bias: Tensor | None,
     out: Tensor,
+    gate: str | None = None,
 ) -> None:
     """As `ops.linear_int4.linear_int4`, with its bits."""
-    launch_linear(values, panels, bias, out, scales, column_scales)
+    launch_linear(values, panels, bias, out, scales, column_scales, gate=gate)
 
 
 def linear_heads(x: Tensor, panels: Tensor, out: Tensor) -> None:
@@ -66,9 +85,10 @@ def launch_linear(
     column_scales: Tensor | None = None,
     *,
     tile: Tile | None = None,
+    gate: str | None = None,
 ) -> None:
     """x [M, K] times a weight of any of the layouts of `gemm.product`, plus bias, into out [M, N]; or as many of these
-    as x and out have heads, [M, H, K] and [M, H, N], each with a weight of its own."""
+    as x and out have heads, [M, H, K] and [M, H, N], each with a weight of its own. `gate`: see `linear`."""
     num_rows, depth, num_columns = x.shape[0], x.shape[-1], out.shape[-1]
     if num_rows == 0:
         return
@@ -90,6 +110,7 @@ def launch_linear(
         x.stride(1) if has_heads else 0,
         weight.stride(0) if has_heads else 0,
         out.stride(1) if has_heads else 0,
+        GATE=gate,
         **gemm_options(x, weight, tile),
     )
 
@@ -110,6 +131,7 @@ def _linear_kernel(
     x_head_stride,
     weight_head_stride,
     out_head_stride,
+    GATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -123,12 +145,10 @@ def _linear_kernel(
     x_ptr += matrix * x_head_stride
     weight_ptr += matrix * weight_head_stride
     out_ptr += matrix * out_head_stride
-    total = product(
-        x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, row, row < num_rows, column, num_columns, depth, x_stride,
-        BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
+    total = gated_product(
+        x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, bias_ptr, out_ptr.dtype.element_ty, row, row < num_rows,
+        column, num_columns, depth, x_stride, GATE, BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
     )  # fmt: skip
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)[None, :]
     place = out_ptr + row.to(tl.int64)[:, None] * out_stride + column[None, :]
     inside = (row[:, None] < num_rows) & (column[None, :] < num_columns)
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -44,6 +44,18 @@ def as_bytes(x):
 
 
 @triton.jit
+def as_fp8(x):
+    """(x / scale rounded to float8_e4m3fn, scale), the largest |x| being 448; otherwise as `as_bytes`."""
+    magnitude = tl.max(tl.abs(x), axis=0)
+    is_finite = (magnitude < float("inf")) & (tl.max((x != x).to(tl.int32), axis=0) == 0)
+    has_size = is_finite & (magnitude >= 1e-36)
+    inverse = tl.div_rn(448.0, tl.where(has_size, magnitude, 1.0))
+    values = tl.where(has_size, x * inverse, 0.0).to(tl.float8e4nv)
+    scale = tl.where(has_size, tl.div_rn(magnitude, 448.0), 0.0)
+    return values, tl.where(is_finite, scale, float("nan"))
+
+
+@triton.jit
 def _quantize_kernel(x_ptr, values_ptr, scales_ptr, x_stride, width, padded_width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -51,8 +63,6 @@ def _quantize_kernel(x_ptr, values_ptr, scales_ptr, x_stride, width, padded_widt
     if values_ptr.dtype.element_ty == tl.int8:
         values, scale = as_bytes(x)
     else:
-        magnitude = tl.max(tl.abs(x), axis=0)
-        inverse = tl.where(magnitude > 0.0, tl.div_rn(448.0, tl.where(magnitude > 0.0, magnitude, 1.0)), 0.0)
-        values, scale = (x * inverse).to(values_ptr.dtype.element_ty), tl.div_rn(magnitude, 448.0)
+        values, scale = as_fp8(x)
     tl.store(values_ptr + row * padded_width + column, values, mask=column < padded_width)
     tl.store(scales_ptr + row, scale)

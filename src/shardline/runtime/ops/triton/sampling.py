@@ -22,7 +22,7 @@ def greedy_argmax(logits: Tensor, ids: Tensor, values: Tensor) -> None:
     num_rows, vocab_size = logits.shape
     if num_rows > 0:
         _greedy_kernel[(num_rows,)](
-            logits, ids, values, logits.stride(0), vocab_size, BLOCK=_block_of(vocab_size), num_warps=8
+            logits, ids, values, logits.stride(0), vocab_size, BLOCK=block_of(vocab_size), num_warps=8
         )
 
 
@@ -55,19 +55,20 @@ def sample(
             vocab_size,
             PURPOSE=purpose,
             GREEDY_BELOW=_GREEDY_BELOW,
-            BLOCK=_block_of(vocab_size),
+            BLOCK=block_of(vocab_size),
             num_warps=8,
             **EXACT,
         )
 
 
-def _block_of(vocab_size: int) -> int:
+def block_of(vocab_size: int) -> int:
+    """Tokens of a row that a program takes at once."""
     block: int = triton.next_power_of_2(vocab_size)
     return min(_BLOCK, block)
 
 
 @triton.jit
-def _argmax(row_ptr, vocab_size, BLOCK: tl.constexpr):
+def argmax_of_row(row_ptr, vocab_size, BLOCK: tl.constexpr):
     """(the largest logit, its lowest id); NaN counts as -inf."""
     lane = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -83,7 +84,7 @@ def _argmax(row_ptr, vocab_size, BLOCK: tl.constexpr):
 @triton.jit
 def _greedy_kernel(logits_ptr, ids_ptr, values_ptr, stride, vocab_size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    value, best = _argmax(logits_ptr + row * stride, vocab_size, BLOCK)
+    value, best = argmax_of_row(logits_ptr + row * stride, vocab_size, BLOCK)
     tl.store(ids_ptr + row, best.to(tl.int64))
     tl.store(values_ptr + row, value)
 
@@ -99,7 +100,7 @@ def _uniform(seed, choice, position, PURPOSE: tl.constexpr):
 
 
 @triton.jit
-def _rank_of(logit):
+def rank_of(logit):
     """An integer that rises with the logit; NaN is 0, alone."""
     bits = (logit + 0.0).to(tl.uint32, bitcast=True)  # -0 and 0 are equal
     rank = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
@@ -111,7 +112,7 @@ def _weights(row_ptr, begin, vocab_size, largest, inverse, min_p, floor, BLOCK: 
     """(ids, ranks, weights) of a block: exp((logit - largest) / temperature), zero for what min_p and `floor` drop."""
     ids = begin + tl.arange(0, BLOCK)
     logit = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("nan"))
-    rank = _rank_of(logit)
+    rank = rank_of(logit)
     weight = tl.exp((logit - largest) * inverse)
     kept = (rank != 0) & (rank >= floor) & (weight >= min_p)
     return ids, rank, tl.where(kept, weight, 0.0)
@@ -175,7 +176,7 @@ def _sample_kernel(
     index = tl.program_id(0).to(tl.int64)
     row = logits_ptr + index * stride
     temperature = tl.load(temperature_ptr + index)
-    largest, best = _argmax(row, vocab_size, BLOCK)
+    largest, best = argmax_of_row(row, vocab_size, BLOCK)
     # An infinite logit has all the mass; with nothing but -inf or NaN there is nothing to choose from.
     if (temperature < GREEDY_BELOW) | (tl.abs(largest) == float("inf")):
         tl.store(tokens_ptr + index, best.to(tl.int64))

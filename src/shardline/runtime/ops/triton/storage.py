@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from shardline.runtime.ops.triton.library import padded_rows
 
 
 def activation_empty(dtype: torch.dtype, *sizes: int) -> Tensor:
     """An uninitialised tensor on the current GPU; torch keeps the memory between steps, and in a captured graph."""
-    return torch.empty(sizes, dtype=dtype, device="cuda")
+    return empty_rows(torch.device("cuda"), dtype, *sizes)
+
+
+def empty_rows(device: torch.device, dtype: torch.dtype, *sizes: int) -> Tensor:
+    """The same on any device: the first of as many rows as the library's product may be called with."""
+    rows = padded_rows(sizes[0])
+    if len(sizes) == 1 or rows == sizes[0]:
+        return torch.empty(sizes, dtype=dtype, device=device)
+    return torch.empty(rows * math.prod(sizes[1:]), dtype=dtype, device=device)[: math.prod(sizes)].view(sizes)

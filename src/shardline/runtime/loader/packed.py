@@ -1,0 +1,59 @@
+"""Weights that a GPTQ or AWQ checkpoint has packed in 4 bits; any part of one, of any bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardline.models.packed_weights import PACKED, PackedFormat
+from shardline.models.partition import Span
+from shardline.runtime.ops.grouped_weight import GroupedWeight
+
+_IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight neighbours the lowest four bits of a word hold, which the next ones, and so on."""
+
+
+def read_packed(part: Callable[[str], Tensor], form: PackedFormat, rows: Span, columns: Span) -> GroupedWeight:
+    """A part of a weight; `part` gives qweight, qzeros or scales as the checkpoint holds it."""
+    if rows.size == 0:
+        nothing = torch.empty(0, columns.size, dtype=torch.uint8)
+        return GroupedWeight(
+            nothing, nothing[:, :1].float(), nothing[:, :1], torch.zeros(columns.size, dtype=torch.int64)
+        )
+    order = _IN_ORDER if form.method == "gptq" else _AWQ_ORDER
+    if form.method == "gptq":
+        words, before = _words(columns)
+        packed = part("qweight")[words.start : words.stop, rows.start : rows.stop].T
+        values = unpacked(packed, order)[:, before : before + columns.size]
+    else:
+        words, before = _words(rows)
+        packed = part("qweight")[columns.start : columns.stop, words.start : words.stop]
+        values = unpacked(packed, order)[:, before : before + rows.size].T
+    group_size = columns.stop if form.group_size is None else form.group_size
+    group_of = torch.arange(columns.start, columns.stop) // group_size
+    groups = slice(int(group_of[0]), int(group_of[-1]) + 1)
+    words, before = _words(rows)
+    zeros = unpacked(part("qzeros")[groups, words.start : words.stop], order)[:, before : before + rows.size]
+    scales = part("scales")[groups, rows.start : rows.stop]
+    return GroupedWeight(
+        values=values.contiguous(),
+        scales=scales.T.contiguous(),
+        zeros=(zeros.T + form.zero_offset).contiguous(),
+        group_of=group_of - groups.start,
+    )
+
+
+def unpacked(words: Tensor, order: Sequence[int]) -> Tensor:
+    """[..., W] int32 -> [..., 8 W] uint8: the i-th four bits of a word, lowest first, are its element order[i]."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    places = torch.tensor(order).argsort()
+    return ((words[..., None] >> shifts) & 15).to(torch.uint8)[..., places].flatten(-2)
+
+
+def _words(span: Span) -> tuple[Span, int]:
+    """The words that hold the numbers of `span`, and how many others come first there."""
+    first = span.start // PACKED
+    return Span(first, -(-span.stop // PACKED)), span.start - first * PACKED

@@ -1,0 +1,143 @@
+"""Weights that GPTQ and AWQ checkpoints have packed, against the same made dense by a packer of the tests' own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardline.config.engine import EngineConfig, ModelConfig
+from shardline.engine.report import startup_report
+from shardline.engine.resolve import resolve
+from shardline.models.lookup import decoder_spec
+from shardline.models.parameters import parameters
+from shardline.models.partition import Span
+from shardline.models.sharding import shard
+from shardline.runtime.loader.hub import resolve_model
+from shardline.runtime.loader.weights import WeightSource, open_weights
+from shardline.runtime.messages import RankReport
+from shardline.runtime.setup import prepare
+from tests.exactness.harness import make_requests, run, start_engine
+from tests.models.checkpoints import make_checkpoint
+
+from .packer import pack_checkpoint
+
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+CONFIGS = {
+    "gptq": GPTQ,
+    "gptq symmetric": {**GPTQ, "sym": True},
+    "gptq_v2": {**GPTQ, "checkpoint_format": "gptq_v2", "group_size": 64},
+    "gptq whole rows": {**GPTQ, "group_size": -1},
+    "awq": AWQ,
+    "awq whole rows": {**AWQ, "group_size": -1},
+}
+
+
+def weights_of(folder: Path, dtype: str = "float32") -> WeightSource:
+    files = resolve_model(str(folder), None)
+    return open_weights(files, decoder_spec(files.config), ModelConfig(model=str(folder), dtype=dtype))
+
+
+# Layouts and key names have nothing to do with one another.
+FAMILIES = [("llama", name) for name in CONFIGS]
+FAMILIES += [(family, name) for family in ("qwen2", "mixtral", "phi3") for name in ("gptq", "awq")]
+
+
+@pytest.mark.parametrize(("family", "name"), FAMILIES)
+def test_every_part_of_every_weight_is_the_dense_one(tmp_path, family, name):
+    model = make_checkpoint(family, tmp_path / "model", num_hidden_layers=1)
+    pack_checkpoint(model, tmp_path / "packed", tmp_path / "plain", CONFIGS[name])
+    spec = decoder_spec(json.loads((tmp_path / "packed" / "config.json").read_text()))
+    keys = load_file(tmp_path / "packed" / "model.safetensors").keys()
+    assert any("expert" in key and key.endswith("qweight") for key in keys) == (family == "mixtral")
+    for dtype in ("float32", "bfloat16"):
+        packed, plain = weights_of(tmp_path / "packed", dtype), weights_of(tmp_path / "plain", dtype)
+        for parameter, _ in parameters(spec):
+            for size in (1, 2, 3):
+                for rank in range(size):
+                    for numerics in ("exact", "fast"):
+                        spans = shard(parameter, spec, rank, size, numerics)
+                        assert torch.equal(packed.get(parameter, spans), plain.get(parameter, spans)), parameter
+
+
+@pytest.mark.parametrize("config", [GPTQ, AWQ], ids=["gptq", "awq"])
+def test_answers_are_those_of_the_dense_checkpoint_in_every_layout(tmp_path, config):
+    model = make_checkpoint("llama", tmp_path / "model", num_hidden_layers=2)
+    pack_checkpoint(model, tmp_path / "packed", tmp_path / "plain", config)
+    requests = make_requests(256, count=4)
+    answers = []
+    for folder, tensor, scheme in (("plain", 1, "none"), ("packed", 1, "none"), ("packed", 3, "none")):
+        engine, executor = start_engine(tmp_path / folder, tensor=tensor, dtype="bfloat16", quantization=scheme)
+        try:
+            answers.append(run(engine, requests, "together"))
+        finally:
+            executor.close()
+    assert answers[0] == answers[1] == answers[2]
+
+
+def packed_llama(tmp_path: Path, config: dict[str, Any] = GPTQ) -> Path:
+    model = make_checkpoint("llama", tmp_path / "model", num_hidden_layers=1)
+    pack_checkpoint(model, tmp_path / "packed", tmp_path / "plain", config)
+    return tmp_path / "packed"
+
+
+def change(folder: Path, key: str, tensor: torch.Tensor | None) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors.pop(key, None)
+    if tensor is not None:
+        tensors[key] = tensor
+    save_file(tensors, file, {"format": "pt"})
+
+
+KEY = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("part", "tensor", "says"),
+    [
+        ("qzeros", None, "q_proj.qzeros is missing"),
+        ("scales", torch.ones(2, 65), r"q_proj.scales has shape \[2, 65\], not \[2, 64\]"),
+        ("qweight", torch.zeros(8, 64, dtype=torch.int64), "q_proj.qweight has type I64; supported: I32"),
+        ("qweight", None, "q_proj.weight is missing"),
+    ],
+)
+def test_what_does_not_fit_is_named_before_anything_is_loaded(tmp_path, part, tensor, says):
+    folder = packed_llama(tmp_path)
+    change(folder, f"{KEY}.{part}", tensor)
+    with pytest.raises(ValueError, match=says):
+        resolve(EngineConfig.from_options(model=str(folder), device="cpu"))
+
+
+def test_groups_out_of_order_are_refused(tmp_path):
+    folder = packed_llama(tmp_path)
+    change(folder, f"{KEY}.g_idx", (torch.arange(64) // 32).flip(0).int())
+    with pytest.raises(ValueError, match=r"q_proj.g_idx puts columns into groups out of order \(desc_act\)"):
+        weights_of(folder).get("layers.0.attention.q.weight", (None, None))
+
+
+def test_a_bias_of_zeros_is_passed_over(tmp_path):
+    folder = packed_llama(tmp_path)
+    change(folder, f"{KEY}.bias", torch.zeros(64))
+    weights_of(folder).get("layers.0.attention.q.weight", (None, None))
+    change(folder, f"{KEY}.bias", torch.ones(64))
+    with pytest.raises(ValueError, match=r"q_proj.bias is not zero, but the configuration has no bias"):
+        weights_of(folder).get("layers.0.attention.q.weight", (None, None))
+
+
+def test_the_log_says_what_became_of_them(tmp_path):
+    resolved = resolve(EngineConfig.from_options(model=str(packed_llama(tmp_path, AWQ)), device="cpu"))
+    assert resolved.model.dtype == "bfloat16"
+    report = RankReport(0, "host", 1, "CPU", "portable", 1, 0, 0, 0.0, 2)
+    lines = startup_report(prepare(resolved), [report], {})
+    assert "(the checkpoint's is awq, 4 bits in groups of 32, dequantized to bfloat16 as it loads)" in lines[0]
+
+
+def test_no_rows_are_no_rows(tmp_path):
+    nothing = weights_of(packed_llama(tmp_path)).get("layers.0.attention.q.weight", (Span(0, 0), None))
+    assert nothing.shape == (0, 64)
