@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import shardline
 from shardline import env
 from shardline.config.engine import EngineConfig
 from shardline.engine.engine import Engine
@@ -80,7 +81,7 @@ def test_the_sum_is_told() -> None:
 @pytest.fixture
 def measuring_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(module: str, fds: Sequence[int], gpus: str | None = None) -> subprocess.Popen[bytes]:
-        path = [str(ROOT / "src"), str(ROOT)]
+        path = [str(Path(shardline.__file__).parents[1]), str(ROOT)]
         code = f"import sys; sys.path[:0] = {path}; from tests.engine.measuring_worker import main; main()"
         command = [sys.executable, "-c", code, *map(str, fds)]
         return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=env.for_children(gpus))
