@@ -34,9 +34,9 @@ def assert_the_bits_they_have_alone(sequences: list[Sequence], *, int8: bool, wi
     """All in one call, the common prompt's blocks stored once, against each in a call and a cache of its own."""
     _, kv_heads, dim = sequences[0].key.shape
     num_blocks = 1 + sum(-(-sequence.length // BLOCK_SIZE) for sequence in sequences)
-    dtype = torch.int8 if int8 else sequences[0].key.dtype
+    stored = torch.int8 if int8 else sequences[0].key.dtype
     shape = (num_blocks, kv_heads, BLOCK_SIZE, dim)
-    caches = [torch.zeros(shape, dtype=dtype) for _ in range(2)]
+    caches = [torch.zeros(shape, dtype=stored) for _ in range(2)]
     scales = {name: torch.ones(shape[:3]) for name in ("key_scales", "value_scales")} if int8 else {}
     tables = torch.zeros(len(sequences), num_blocks, dtype=torch.int32)
     first_free, common_blocks = 1, torch.zeros(0, dtype=torch.int32)
@@ -64,7 +64,7 @@ def assert_the_bits_they_have_alone(sequences: list[Sequence], *, int8: bool, wi
     )
     for sequence, length, actual in zip(sequences, lengths, together.split(lengths), strict=True):
         begin = sequence.length - length
-        (alone,) = attend([(sequence, begin, sequence.length)], int8=int8, window=window)
+        (alone,) = attend([(sequence, begin, sequence.length)], stored=stored if int8 else None, window=window)
         assert_same_bits(actual, alone)
 
 
