@@ -7,6 +7,7 @@ the first had its own, and run those calls without Python.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,20 @@ class _TorchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func.is_view or _storages(result) - _storages(args):
             self.computed = str(func)
         return result
+
+
+@functools.cache
+def resolve_operators() -> None:
+    """Look all of torch's operators up, for a process in which several threads record.
+
+    Under a mode torch finds an operator's Python object at its first use and keeps a pointer that does not own it: of
+    two threads that are first at once, one's object takes the other's place, which dies.
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, operator = name.partition("::")
+        if namespace == "aten":
+            packet, _, overload = operator.partition(".")
+            getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def _storages(values: Any) -> set[int]:

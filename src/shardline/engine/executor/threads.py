@@ -28,6 +28,9 @@ class ThreadExecutor(Executor):
         self._load: ExpertLoadBoard | None = None
 
     def start(self) -> list[RankReport]:
+        from shardline.runtime.replay import resolve_operators
+
+        resolve_operators()
         grid = self._setup.grid
         layout = self._setup.segment_layout
         segment = memoryview(mmap.mmap(-1, layout.num_bytes))
