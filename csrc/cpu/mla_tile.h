@@ -43,12 +43,6 @@ inline I32 load_words(const void* p) {
 }
 inline void store_words(int32_t* p, I32 v) { __builtin_memcpy(p, &v, sizeof v); }
 
-inline int32_t word_at(const void* p) {
-  int32_t word;
-  __builtin_memcpy(&word, p, sizeof word);
-  return word;
-}
-
 // Up to kMaxRows rows of one sequence: row r is token r / num_heads, head r % num_heads.
 struct TileIndex {
   int64_t sequence, first_row;
