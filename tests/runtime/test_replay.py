@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -100,6 +102,31 @@ def test_layers_that_compute_with_torch_are_not_replayed(compute: object) -> Non
     first = replay(decode_step(2), hidden).clone()
     assert torch.equal(replay(decode_step(2), hidden), first)
     assert layers.runs == 2
+
+
+def test_a_first_request_imports_no_compiler() -> None:
+    """torch.compile's import takes longer than anything else that a first request waits for."""
+    code = """
+import sys
+from shardline.config.engine import EngineConfig, ModelConfig
+from shardline.engine.engine import Engine
+from shardline.engine.executor.uni import UniExecutor
+from shardline.engine.resolve import resolve
+from shardline.runtime.setup import prepare
+from shardline.types import Request, SamplingParams
+
+setup = prepare(resolve(EngineConfig(model=ModelConfig(model="demo"))))
+executor = UniExecutor(setup)
+executor.start()
+engine = Engine(setup, executor)
+engine.add(Request(request_id="one", prompt_token_ids=[5, 6], sampling=SamplingParams(max_tokens=4, ignore_eos=True)))
+count = 0
+while engine.busy:
+    count += sum(len(output.token_ids) for output in engine.step())
+print(count, [name for name in ("torch._dynamo", "sympy") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "4 []\n"
 
 
 def test_a_failed_step_leaves_nothing_recorded() -> None:

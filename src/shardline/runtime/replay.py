@@ -36,6 +36,11 @@ class _TorchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.computed: str | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: to be skipped by torch.compile, torch would first import it, for a second and a half."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
