@@ -46,5 +46,6 @@ void bind_program(nanobind::module_& m);
 void bind_quantized(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
 void bind_shared(nanobind::module_& m);
+void bind_steps(nanobind::module_& m);
 
 }  // namespace shardline

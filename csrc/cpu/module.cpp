@@ -33,4 +33,5 @@ NB_MODULE(_cpu, m) {
   bind_quantized(m);
   bind_sampling(m);
   bind_shared(m);
+  bind_steps(m);
 }

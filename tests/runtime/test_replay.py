@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -43,18 +44,11 @@ def decode_step(count: int) -> StepInput:
     index = torch.arange(count)
     groups = (KVGroupInput(torch.zeros(count, 1, dtype=torch.int32), index),)
     starts = torch.arange(count + 1, dtype=torch.int32)
-    return StepInput(index, index, starts, index.int() + 1, groups, (count,), (count,), None)
+    return StepInput(index, index, starts, index.int() + 1, groups, (count,), (count,), None, stays=True)
 
 
 def replay_of(forward: object) -> DecodeReplay:
-    return DecodeReplay(
-        forward,  # type: ignore[arg-type]
-        max_seqs=8,
-        max_blocks=4,
-        num_kv_groups=1,
-        hidden_size=HIDDEN,
-        dtype=torch.float32,
-    )
+    return DecodeReplay(forward, max_seqs=8, hidden_size=HIDDEN, dtype=torch.float32)  # type: ignore[arg-type]
 
 
 def test_python_runs_once_per_number_of_sequences() -> None:
@@ -71,7 +65,8 @@ def test_what_does_not_decode_runs_anew() -> None:
     layers = Layers()
     replay = replay_of(layers)
     for _ in range(2):
-        replay(decode_step(9), torch.randn(9, HIDDEN))  # more than there is room for
+        elsewhere = dataclasses.replace(decode_step(9), stays=False)
+        replay(elsewhere, torch.randn(9, HIDDEN))  # more than there is room for
         step = decode_step(2)
         chunk = StepInput(
             *(step.token_ids, step.positions, torch.tensor([0, 2]), torch.tensor([2]), (), (2,), (1,)),

@@ -1,8 +1,8 @@
 """Decode steps, recorded once per number of sequences and replayed in one call into C++: the CPU's CUDA graph.
 
 The layers are ordinary Python that calls kernels; which ones, on what memory, follows from the step's shape alone. So
-the first decode step of a shape runs as any other while its kernel calls are kept; later ones put their inputs where
-the first had its own, and run those calls without Python.
+the first decode step of a shape runs as any other while its kernel calls are kept; later ones have their inputs where
+the first had its own (`step_inputs.py`), and run those calls without Python.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardline import _cpu
-from shardline.runtime.step import KVGroupInput, StepInput
+from shardline.runtime.step import StepInput
 
 _log = logging.getLogger(__name__)
 
@@ -69,78 +69,26 @@ def _storages(values: Any) -> set[int]:
     return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
 
 
-class _StepBuffers:
-    """Inputs of decode steps of up to `max_seqs` sequences, where every program finds them."""
-
-    def __init__(
-        self, max_seqs: int, max_blocks: int, num_kv_groups: int, hidden_size: int, dtype: torch.dtype
-    ) -> None:
-        self._token_ids = torch.zeros(max_seqs, dtype=torch.int64)
-        self._positions = torch.zeros(max_seqs, dtype=torch.int64)
-        self._query_starts = torch.arange(max_seqs + 1, dtype=torch.int32)
-        self._context_lens = torch.zeros(max_seqs, dtype=torch.int32)
-        self._tables = [torch.zeros(max_seqs, max_blocks, dtype=torch.int32) for _ in range(num_kv_groups)]
-        self._slots = [torch.zeros(max_seqs, dtype=torch.int64) for _ in range(num_kv_groups)]
-        self._hidden = torch.zeros(max_seqs, hidden_size, dtype=dtype)
-
-    def fill(self, step: StepInput, hidden: Tensor) -> tuple[StepInput, Tensor]:
-        """Copy a step in; return it as it lies here."""
-        count = len(step.positions)
-        self._positions[:count] = step.positions
-        self._context_lens[:count] = step.context_lens
-        for group, table, slots in zip(step.kv_groups, self._tables, self._slots, strict=True):
-            table[:count, : group.block_tables.shape[1]] = group.block_tables
-            slots[:count] = group.slots
-        self._hidden[:count] = hidden
-        groups = (
-            KVGroupInput(table[:count], slots[:count]) for table, slots in zip(self._tables, self._slots, strict=True)
-        )
-        placed = StepInput(
-            token_ids=self._token_ids[:count],
-            positions=self._positions[:count],
-            query_starts=self._query_starts[: count + 1],
-            context_lens=self._context_lens[:count],
-            kv_groups=tuple(groups),
-            replica_tokens=step.replica_tokens,
-            replica_samples=step.replica_samples,
-            sampled=None,
-            greedy=step.greedy,
-        )
-        return placed, self._hidden[:count]
-
-
 class DecodeReplay:
     """A stage's forward pass, replayed for decode steps of a number of sequences that was there before."""
 
-    def __init__(
-        self,
-        forward: Forward,
-        *,
-        max_seqs: int,
-        max_blocks: int,
-        num_kv_groups: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-    ) -> None:
-        """`max_blocks`: of the longest sequence."""
+    def __init__(self, forward: Forward, *, max_seqs: int, hidden_size: int, dtype: torch.dtype) -> None:
         self.forward = forward
-        self._max_seqs = max_seqs
-        self._buffers = _StepBuffers(max_seqs, max_blocks, num_kv_groups, hidden_size, dtype)
+        self._hidden = torch.zeros(max_seqs, hidden_size, dtype=dtype)
         self._programs: dict[object, _cpu.Program] = {}
         """By what the layers' calls follow from, see `_shape`."""
         self._possible = True
 
     def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
-        count = len(step.positions)
-        decodes = step.sampled is None and count == len(step.context_lens) <= self._max_seqs
-        if not decodes or not self._possible:
+        if not step.stays or not self._possible:
             return self.forward(step, hidden)
-        placed, placed_hidden = self._buffers.fill(step, hidden)
+        placed = self._hidden[: len(hidden)]
+        placed.copy_(hidden)
         program = self._programs.get(_shape(step))
         if program is None:
-            return self._record(placed, placed_hidden)
+            return self._record(step, placed)
         output = program.replay()
-        return self.forward(placed, placed_hidden) if output is None else output
+        return self.forward(step, placed) if output is None else output
 
     def _record(self, step: StepInput, hidden: Tensor) -> Tensor:
         if _cpu.activation_bytes() > 0 or len(self._programs) == _MAX_PROGRAMS:

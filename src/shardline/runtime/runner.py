@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Sequence as Rows
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from shardline.runtime.decoder import DecoderStage
@@ -24,7 +21,8 @@ from shardline.runtime.replay import Forward
 from shardline.runtime.sampling.last_tokens import LastTokens
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.sequences import Sequence, SequenceTable
-from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
+from shardline.runtime.step import StepInput
+from shardline.runtime.step_inputs import StepInputs
 from shardline.types import RankStep, SequenceResult, StepResult
 
 
@@ -67,9 +65,15 @@ class Runner:
         self._sampler = sampler
         self._hidden_size = hidden_size
         self._dtype = dtype
-        self._block_size = block_size
-        self._num_kv_groups = num_kv_groups
         self._sequences = SequenceTable(num_kv_groups, max_blocks)
+        self._inputs = StepInputs(
+            self._sequences,
+            num_kv_groups=num_kv_groups,
+            block_size=block_size,
+            max_blocks=max_blocks,
+            max_seqs=max_num_seqs,
+            stays=device.is_host,
+        )
         self._watch = watch
         # Elsewhere steps are captured with all logits, and whoever looks for NaN looks at all.
         self._finds_best = device.is_host and watch is None and stage.lm_head is not None and stage.lm_head.finds_best
@@ -140,13 +144,13 @@ class Runner:
 
     def _compute(self, rank_step: RankStep) -> _Launched:
         plan, sampler = rank_step.plan, self._sampler
-        step = self._step_input(rank_step)
-        sampled_ids = [entry.seq_id for entry in plan.steps if entry.sample]
-        sampling = sampler.plan(sampled_ids, self._sequences) if sampler is not None and sampled_ids else None
+        stepped = [self._sequences.advance(entry) for entry in plan.steps]
+        sequences = [sequence for sequence, entry in zip(stepped, plan.steps, strict=True) if entry.sample]
+        sampling = sampler.plan(sequences) if sampler is not None and sequences else None
+        greedy = self._finds_best and sampling is not None and sampling.is_greedy
+        step = self._inputs.make(rank_step, stepped, greedy)
         if self._uploader is not None:
             step = self._on_device(self._uploader, step, sampling)
-        elif self._finds_best and sampling is not None and sampling.is_greedy:
-            step = dataclasses.replace(step, greedy=True)
         if self._groups.from_previous is None:
             hidden = self._stage.embed(step)
         else:
@@ -161,7 +165,6 @@ class Runner:
         sampled = sampler.choose(output) if step.greedy else sampler.sample(output, sampling, given)
         if self._last_tokens is not None:
             self._last_tokens.put(given.rows, sampled.tokens)
-        sequences = [self._sequences[seq_id] for seq_id in sampled_ids]
         for sequence in sequences:
             sequence.append_pending()
         return _Launched(sampling, sampled, sequences, errors)
@@ -178,55 +181,3 @@ class Runner:
             token_ids=tokens.known(step.token_ids) if has_unknown else step.token_ids,
             sampling=None if step.sampling is None else step.sampling.known(tokens),
         )
-
-    def _step_input(self, rank_step: RankStep) -> StepInput:
-        plan = rank_step.plan
-        num_seqs = len(plan.steps)
-        rows = np.empty(num_seqs, dtype=np.int64)
-        starts = np.empty(num_seqs, dtype=np.int64)
-        lengths = np.empty(num_seqs, dtype=np.int64)
-        tokens = []
-        for index, entry in enumerate(plan.steps):
-            sequence = self._sequences.advance(entry)
-            rows[index], starts[index], lengths[index] = sequence.row, entry.start, entry.num_tokens
-            tokens.append(sequence.tokens[entry.start : entry.start + entry.num_tokens])
-        query_starts = np.zeros(num_seqs + 1, dtype=np.int32)
-        np.cumsum(lengths, out=query_starts[1:])
-        context_lens = (starts + lengths).astype(np.int32)
-        owners = np.repeat(np.arange(num_seqs), lengths)
-        positions = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts, lengths)
-        max_blocks = -(-int(context_lens.max()) // self._block_size)
-        kv_groups = []
-        for group in range(self._num_kv_groups):
-            tables = self._sequences.block_tables(group, rows, max_blocks)
-            blocks = tables[owners, positions // self._block_size].astype(np.int64)
-            slots = blocks * self._block_size + positions % self._block_size
-            kv_groups.append(KVGroupInput(torch.from_numpy(tables), torch.from_numpy(slots)))
-        sampled = np.array([entry.sample for entry in plan.steps], dtype=bool)
-        every_token = num_seqs == len(positions) and sampled.all()
-        return StepInput(
-            token_ids=torch.from_numpy(np.concatenate(tokens)),
-            positions=torch.from_numpy(positions),
-            query_starts=torch.from_numpy(query_starts),
-            context_lens=torch.from_numpy(context_lens),
-            kv_groups=tuple(kv_groups),
-            replica_tokens=rank_step.replica_tokens,
-            replica_samples=rank_step.replica_samples,
-            sampled=None if every_token else _sampled_tokens(sampled, query_starts, context_lens, kv_groups),
-        )
-
-
-def _sampled_tokens(
-    sampled: NDArray[np.bool_],
-    query_starts: NDArray[np.int32],
-    context_lens: NDArray[np.int32],
-    kv_groups: Rows[KVGroupInput],
-) -> SampledTokens:
-    """The last tokens of the sequences that are `sampled`."""
-    seqs = torch.from_numpy(sampled)
-    return SampledTokens(
-        rows=torch.from_numpy((query_starts[1:] - 1)[sampled].astype(np.int64)),
-        query_starts=torch.arange(int(sampled.sum()) + 1, dtype=torch.int32),
-        context_lens=torch.from_numpy(context_lens[sampled]),
-        block_tables=tuple(group.block_tables[seqs] for group in kv_groups),
-    )

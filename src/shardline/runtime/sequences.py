@@ -7,6 +7,8 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from shardline.runtime.sampling.last_tokens import stand_in
 from shardline.types import SamplingParams, SequenceStart, SequenceStep
@@ -16,6 +18,7 @@ from shardline.types import SamplingParams, SequenceStart, SequenceStep
 class Sequence:
     """One sequence: its tokens so far and the row of the block tables that is its own."""
 
+    seq_id: int
     row: int
     tokens: npt.NDArray[np.int64]
     num_tokens: int
@@ -33,11 +36,23 @@ class Sequence:
         """The distinct tokens of the prompt, ascending."""
         return np.unique(self.tokens[: self.num_prompt_tokens])
 
-    @property
+    @cached_property
     def has_penalties(self) -> bool:
         """Whether sampling looks back at the tokens so far."""
         params = self.sampling
         return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @cached_property
+    def wants_whole_rows(self) -> bool:
+        """Whether every token takes more of its row of logits than the largest."""
+        params = self.sampling
+        reported = params.logprobs is not None or params.logits_digest
+        return params.temperature > 0.0 or reported or self.has_penalties or bool(params.logit_bias)
+
+    @property
+    def ends_are_banned(self) -> bool:
+        """Whether the next token must not end the sequence."""
+        return self.num_tokens - self.num_prompt_tokens < self.sampling.min_tokens
 
     def append(self, token_id: int) -> None:
         """A token that was generated."""
@@ -73,6 +88,7 @@ class SequenceTable:
         self._sequences: dict[int, Sequence] = {}
         self._free_rows: list[int] = []
         self._tables = [np.zeros((0, max_blocks), dtype=np.int32) for _ in range(num_groups)]
+        self._tensors: list[Tensor] = []
         self._num_blocks: npt.NDArray[np.int64] = np.zeros((0, num_groups), dtype=np.int64)
 
     def __getitem__(self, seq_id: int) -> Sequence:
@@ -89,6 +105,7 @@ class SequenceTable:
         tokens = np.empty(num_tokens + 256, dtype=np.int64)
         tokens[:num_tokens] = start.token_ids
         sequence = Sequence(
+            seq_id=start.seq_id,
             row=self._take_row(),
             tokens=tokens,
             num_tokens=num_tokens,
@@ -122,9 +139,10 @@ class SequenceTable:
         assert step.start + step.num_tokens <= sequence.num_tokens, "the plan computes tokens that nobody has"
         return sequence
 
-    def block_tables(self, group: int, rows: npt.NDArray[np.int64], num_blocks: int) -> npt.NDArray[np.int32]:
-        """[len(rows), num_blocks] block ids."""
-        return self._tables[group][rows, :num_blocks]
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Of each KV group the block ids, [num_rows, max_blocks] int32, as they are at the time."""
+        return self._tensors
 
     def _take_row(self) -> int:
         if not self._free_rows:
@@ -133,6 +151,7 @@ class SequenceTable:
             for group, table in enumerate(self._tables):
                 self._tables[group] = np.zeros((grown, table.shape[1]), dtype=np.int32)
                 self._tables[group][:size] = table
+            self._tensors = [torch.from_numpy(table) for table in self._tables]
             counts = np.zeros((grown, self._num_blocks.shape[1]), dtype=np.int64)
             counts[:size] = self._num_blocks
             self._num_blocks = counts

@@ -199,7 +199,7 @@ class Worker:
             "hidden_size": setup.spec.hidden_size,
         }
         if device.is_host:
-            return DecodeReplay(stage.forward, dtype=self._dtype, **sizes)
+            return DecodeReplay(stage.forward, max_seqs=max_seqs, hidden_size=setup.spec.hidden_size, dtype=self._dtype)
         if not groups.tensor.is_capturable or (setup.expert_parallel and groups.experts.size > 1):
             return stage.forward  # whole experts: the host waits for what each rank is sent
         padded = PaddedStep(device.torch, dtype=self._dtype, **sizes)

@@ -56,7 +56,7 @@ def _uncounted(sequences: Rows[Sequence]) -> Tensor | None:
 
 def needs_adjustment(sequence: Sequence) -> bool:
     """Whether anything but the raw logits decides this sequence's next token."""
-    return sequence.has_penalties or bool(sequence.sampling.logit_bias) or _ends_are_banned(sequence)
+    return sequence.has_penalties or bool(sequence.sampling.logit_bias) or sequence.ends_are_banned
 
 
 class _Row(NamedTuple):
@@ -86,13 +86,9 @@ def _row(sequence: Sequence) -> _Row:
     return _Row(ids, counts, np.arange(len(ids)) < len(in_prompt_ids), bias)
 
 
-def _ends_are_banned(sequence: Sequence) -> bool:
-    return sequence.num_tokens - sequence.num_prompt_tokens < sequence.sampling.min_tokens
-
-
 def _biases(sequence: Sequence) -> dict[int, float]:
     bias = dict(sequence.sampling.logit_bias)
-    if _ends_are_banned(sequence):
+    if sequence.ends_are_banned:
         for token_id in (*sequence.eos_token_ids, *sequence.sampling.stop_token_ids):
             bias[token_id] = float("-inf")
     return bias

@@ -38,4 +38,4 @@ class LastTokens:
 
     def put(self, rows: Tensor, tokens: Tensor) -> None:
         """`tokens` [N] are the newest of the sequences in `rows` [N]."""
-        self._tokens.index_copy_(0, rows, tokens)
+        self._tokens.index_copy_(0, rows, tokens.long())

@@ -21,9 +21,9 @@ from shardline.runtime.ops.logprobs import Logprobs, logprobs
 from shardline.runtime.ops.penalties import penalize_
 from shardline.runtime.ops.sampling import sample
 from shardline.runtime.parallel.collectives import Collectives
-from shardline.runtime.sampling.adjustments import needs_adjustment, penalties_of
+from shardline.runtime.sampling.adjustments import penalties_of
 from shardline.runtime.sampling.inputs import Draws, SamplingInput
-from shardline.runtime.sequences import Sequence, SequenceTable
+from shardline.runtime.sequences import Sequence
 from shardline.types import SequenceResult, TokenLogprobs
 
 
@@ -49,7 +49,7 @@ class Sampled(NamedTuple):
     """What came of a step's rows; tensors where the logits were."""
 
     tokens: Tensor
-    """[R] int64"""
+    """[R] int64 or int32"""
     logprobs: Logprobs | None = None
     logits: Tensor | None = None
     """[R, vocab_size] as the model computed them, where a digest is wanted."""
@@ -84,25 +84,24 @@ class Sampler:
     def choose(self, best: Tensor) -> Sampled:
         """Of the best of each row on this rank, [R, 2] as of `ops.linear_argmax`, the largest over the ranks; ties go
         to the lowest id, as spans are in order."""
+        if self._group.size == 1:
+            return Sampled(best.view(torch.int32)[:, 1])
         gathered = self._group.all_gather_columns(best, [2] * self._group.size)
         ids = gathered[:, 1::2].contiguous().view(torch.int32)
-        if self._group.size == 1:
-            return Sampled(ids[:, 0].long())
         rank = gathered[:, 0::2].argmax(1, keepdim=True)
         return Sampled((ids.gather(1, rank) + self._first[rank])[:, 0])
 
     @staticmethod
-    def plan(seq_ids: Rows[int], table: SequenceTable) -> SamplingPlan:
+    def plan(sequences: Rows[Sequence]) -> SamplingPlan:
         """What these sequences ask for of their next token."""
-        sequences = [table[seq_id] for seq_id in seq_ids]
-        is_greedy = not any(_needs_whole_row(sequence) for sequence in sequences)
-        given = SamplingInput(
-            rows=torch.tensor([sequence.row for sequence in sequences], dtype=torch.int64),
-            draws=None if is_greedy else _draws(sequences),
-            penalties=None if is_greedy else penalties_of(sequences),
-        )
+        seq_ids = [sequence.seq_id for sequence in sequences]
+        rows = torch.tensor([sequence.row for sequence in sequences], dtype=torch.int64)
+        if not any(sequence.wants_whole_rows or sequence.ends_are_banned for sequence in sequences):
+            count = len(sequences)
+            return SamplingPlan(seq_ids, [None] * count, [False] * count, SamplingInput(rows, None, None))
+        given = SamplingInput(rows, _draws(sequences), penalties_of(sequences))
         params = [sequence.sampling for sequence in sequences]
-        return SamplingPlan(list(seq_ids), [p.logprobs for p in params], [p.logits_digest for p in params], given)
+        return SamplingPlan(seq_ids, [p.logprobs for p in params], [p.logits_digest for p in params], given)
 
     def sample(self, local_logits: Tensor, plan: SamplingPlan, given: SamplingInput) -> Sampled:
         """Tokens for rows [R, local vocab] of fp32 logits, which may be overwritten.
@@ -124,7 +123,7 @@ class Sampler:
     @staticmethod
     def results(plan: SamplingPlan, sampled: Sampled) -> list[SequenceResult]:
         """What the engine is told; `sampled` is in host memory."""
-        tokens = [int(token) for token in sampled.tokens.tolist()]
+        tokens: list[int] = sampled.tokens.tolist()
         return [
             SequenceResult(
                 seq_id,
@@ -136,11 +135,6 @@ class Sampler:
                 zip(plan.seq_ids, tokens, plan.top_logprobs, plan.digests, strict=True)
             )
         ]
-
-
-def _needs_whole_row(sequence: Sequence) -> bool:
-    params = sequence.sampling
-    return params.temperature > 0.0 or params.logprobs is not None or params.logits_digest or needs_adjustment(sequence)
 
 
 def _draws(sequences: Rows[Sequence]) -> Draws:

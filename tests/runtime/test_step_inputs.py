@@ -1,0 +1,121 @@
+"""A step's tensors against what its plan says, one position at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardline import _cpu
+from shardline.runtime.sequences import SequenceTable
+from shardline.runtime.step import StepInput
+from shardline.runtime.step_inputs import StepInputs
+from shardline.types import RankStep, SamplingParams, SequenceStart, SequenceStep, StepPlan
+
+BLOCK_SIZE, MAX_BLOCKS, NUM_GROUPS, MAX_SEQS = 4, 8, 2, 5
+
+Shares = list[tuple[int, int, bool]]
+"""Start, number of tokens and whether it is sampled, of each sequence."""
+
+
+def token_of(seq_id: int, position: int) -> int:
+    return 100 * seq_id + position
+
+
+def block_of(group: int, seq_id: int, index: int) -> int:
+    return 1000 * group + 20 * seq_id + index
+
+
+def make(shares: Shares, *, stays: bool = True, greedy: bool = False) -> StepInput:
+    """The step of sequences that take up rows in another order than they are stepped in."""
+    table = SequenceTable(NUM_GROUPS, MAX_BLOCKS)
+    inputs = StepInputs(
+        table, num_kv_groups=NUM_GROUPS, block_size=BLOCK_SIZE, max_blocks=MAX_BLOCKS, max_seqs=MAX_SEQS, stays=stays
+    )
+    steps = []
+    for seq_id, (start, length, sample) in reversed(list(enumerate(shares))):
+        tokens = [token_of(seq_id, position) for position in range(start + length)]
+        table.start(SequenceStart(seq_id, tokens, len(tokens), SamplingParams(), 0, ()))
+        num_blocks = -(-len(tokens) // BLOCK_SIZE)
+        blocks = [[block_of(group, seq_id, index) for index in range(num_blocks)] for group in range(NUM_GROUPS)]
+        steps.insert(0, SequenceStep(seq_id, start, length, blocks, -1, sample))
+    counts = (sum(step.num_tokens for step in steps),), (sum(step.sample for step in steps),)
+    sequences = [table.advance(step) for step in steps]
+    return inputs.make(RankStep(StepPlan(1, [], steps, []), *counts), sequences, greedy)
+
+
+shares_of_steps = st.lists(
+    st.tuples(st.integers(0, 20), st.integers(1, 12), st.booleans()), min_size=1, max_size=MAX_SEQS + 2
+)
+shares_of_decodes = st.lists(st.tuples(st.integers(0, 31), st.just(1), st.just(True)), min_size=1, max_size=MAX_SEQS)
+
+
+@given(shares_of_steps | shares_of_decodes, st.booleans())
+def test_every_token_is_where_the_plan_says(shares: Shares, stays: bool) -> None:
+    step = make(shares, stays=stays)
+    places = [(seq_id, start + i) for seq_id, (start, length, _) in enumerate(shares) for i in range(length)]
+    assert step.token_ids.tolist() == [token_of(*place) for place in places]
+    assert step.positions.tolist() == [position for _, position in places]
+    assert step.context_lens.tolist() == [start + length for start, length, _ in shares]
+    assert step.query_starts.tolist() == [sum(length for _, length, _ in shares[:s]) for s in range(len(shares) + 1)]
+    for group, tensors in enumerate(step.kv_groups):
+        for seq_id, (start, length, _) in enumerate(shares):
+            blocks = [block_of(group, seq_id, index) for index in range(-(-(start + length) // BLOCK_SIZE))]
+            assert tensors.block_tables[seq_id, : len(blocks)].tolist() == blocks
+        assert tensors.slots.tolist() == [
+            block_of(group, seq_id, position // BLOCK_SIZE) * BLOCK_SIZE + position % BLOCK_SIZE
+            for seq_id, position in places
+        ]
+
+
+@given(shares_of_steps)
+def test_the_last_tokens_of_some_sequences_are_sampled(shares: Shares) -> None:
+    step = make(shares)
+    chosen = [seq_id for seq_id, (_, _, sample) in enumerate(shares) if sample]
+    if all(share[1:] == (1, True) for share in shares):
+        assert step.sampled is None
+        return
+    assert step.sampled is not None
+    assert step.sampled.rows.tolist() == [step.query_starts[seq_id + 1] - 1 for seq_id in chosen]
+    assert step.sampled.query_starts.tolist() == list(range(len(chosen) + 1))
+    assert torch.equal(step.sampled.context_lens, step.context_lens[chosen])
+    for tables, group in zip(step.sampled.block_tables, step.kv_groups, strict=True):
+        assert torch.equal(tables, group.block_tables[chosen])
+
+
+def test_decode_steps_of_a_kind_share_their_memory() -> None:
+    table = SequenceTable(1, MAX_BLOCKS)
+    inputs = StepInputs(
+        table, num_kv_groups=1, block_size=BLOCK_SIZE, max_blocks=MAX_BLOCKS, max_seqs=MAX_SEQS, stays=True
+    )
+    table.start(SequenceStart(7, [3, 4, 5], 3, SamplingParams(), 0, ()))
+
+    def step_at(start: int, greedy: bool) -> StepInput:
+        entry = SequenceStep(7, start, 1, [[9] if start == 0 else []], -1, True)
+        return inputs.make(RankStep(StepPlan(1, [], [entry], []), (1,), (1,)), [table.advance(entry)], greedy)
+
+    first, second, other = step_at(0, True), step_at(1, True), step_at(2, False)
+    assert first is second
+    assert (first.stays, first.greedy, other.stays, other.greedy) == (True, True, True, False)
+    assert first.token_ids.data_ptr() == other.token_ids.data_ptr()
+    assert other.token_ids.tolist() == [5]
+
+
+def test_what_would_not_fit_is_refused() -> None:
+    table, slots = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    tables = torch.zeros(1, 3, dtype=torch.int32)
+    for rows, starts, lengths, message in (
+        ([2], [0], [1], "outside the table"),
+        ([-1], [0], [1], "outside the table"),
+        ([0], [12], [1], "more blocks"),
+        ([0], [-1], [1], "a start and a token"),
+        ([0], [0], [0], "a start and a token"),
+        ([0, 1], [0], [1], "as many"),
+        ([0], [0, 0], [1], "as many"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _cpu.lay_out_blocks(table, rows, starts, lengths, BLOCK_SIZE, tables, slots)
+    lens, starts = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="positions"):
+        _cpu.lay_out_tokens([0], [2], slots, starts, lens)
