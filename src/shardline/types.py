@@ -103,6 +103,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds, time.monotonic() of the front process."""
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
+    streamed: bool = True
+    """Whether somebody reads the tokens as they come; else the engine may send some of them together."""
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True):

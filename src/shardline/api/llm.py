@@ -129,7 +129,7 @@ class LLM:
             if self._closed:
                 raise EngineDead("this LLM was closed; make a new one")
             requests = [
-                self._builder.build(str(next(self._ids)), prompt, one)
+                self._builder.build(str(next(self._ids)), prompt, one, streamed=False)
                 for prompt, one in zip(batch, params, strict=True)
             ]
             with Progress(len(requests), enabled=use_tqdm) as progress:

@@ -72,9 +72,16 @@ class RequestBuilder:
     seeds: random.Random
 
     def build(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        streamed: bool = True,
     ) -> PreparedRequest:
-        """The request, ready to be run.
+        """The request, ready to be run; `streamed`: whether its user reads along.
 
         Raises:
             ContextLengthExceeded: the prompt is longer than the model takes.
@@ -112,6 +119,8 @@ class RequestBuilder:
                 priority=priority,
                 arrival_time=arrival,
                 cache_salt=cache_salt,
+                # A stop string ends a request from here, so that every token is looked at when it comes.
+                streamed=streamed or bool(params.stop_strings),
             )
             for choice in range(params.n)
         ]

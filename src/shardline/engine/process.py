@@ -29,6 +29,7 @@ from shardline.engine.ipc import (
     StartEngine,
     StopEngine,
 )
+from shardline.engine.outbox import Outbox
 from shardline.engine.report import startup_report
 from shardline.log import configure_logging
 from shardline.runtime.loader.fingerprint import weights_fingerprint
@@ -48,6 +49,7 @@ class EngineProcess:
         self._stopping = False
         self._ready = False
         self._executor: Executor | None = None
+        self._outbox = Outbox()
 
     def run(self) -> None:
         """Start, serve, end; every failure is told to the front in words."""
@@ -106,15 +108,16 @@ class EngineProcess:
             self._take_messages(engine)
             if self._stopping:
                 return
-            outputs = engine.step()
+            is_time = self._outbox.put(engine.step(), time.monotonic())
             # The last message before a rest has the gauges of that rest: blocks may come back without an output.
-            if outputs or not engine.busy:
-                self._channel.send(EngineOutputs(outputs, engine.stats()))
+            if is_time or not engine.busy:
+                self._channel.send(EngineOutputs(self._outbox.take(), engine.stats()))
 
     def _take_messages(self, engine: Engine) -> None:
         while not self._stopping and select.select([self._channel.fileno()], [], [], 0)[0]:
             message = self._channel.receive()
             if isinstance(message, AddRequests):
+                self._outbox.expect(message.requests)
                 for request in message.requests:
                     engine.add(request)
             elif isinstance(message, AbortRequests):

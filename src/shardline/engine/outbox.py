@@ -1,0 +1,65 @@
+"""What the engine loop has for the front: at once where somebody reads along, in company where nobody does.
+
+Every message wakes the front, which takes a core from the step that runs; a batch job gains nothing by one a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from shardline.types import Request, SequenceOutput
+
+HOLD_SECONDS = 0.05
+"""How long an output may wait for the next."""
+
+
+class Outbox:
+    """The outputs that were not sent yet, one per choice."""
+
+    def __init__(self) -> None:
+        self._patient: set[tuple[str, int]] = set()
+        """Choices whose tokens nobody reads as they come."""
+        self._begun: set[tuple[str, int]] = set()
+        """Those of them that have had their first output, which tells when they began."""
+        self._held: dict[tuple[str, int], SequenceOutput] = {}
+        self._held_since = 0.0
+
+    def expect(self, requests: Iterable[Request]) -> None:
+        """Requests whose outputs will come."""
+        self._patient.update((request.request_id, request.choice) for request in requests if not request.streamed)
+
+    def put(self, outputs: Sequence[SequenceOutput], now: float) -> bool:
+        """Add a step's outputs; `now` in seconds. Whether it is time to `take`."""
+        if outputs and not self._held:
+            self._held_since = now
+        urgent = False
+        for output in outputs:
+            key = (output.request_id, output.choice)
+            held = self._held.get(key)
+            self._held[key] = output if held is None else _joined(held, output)
+            if output.finish_reason is not None:
+                self._patient.discard(key)
+                self._begun.discard(key)
+            if key not in self._begun:
+                urgent = True
+                if key in self._patient:
+                    self._begun.add(key)
+        return urgent or (bool(self._held) and now - self._held_since >= HOLD_SECONDS)
+
+    def take(self) -> list[SequenceOutput]:
+        """All outputs since the last call."""
+        outputs = list(self._held.values())
+        self._held.clear()
+        return outputs
+
+
+def _joined(first: SequenceOutput, second: SequenceOutput) -> SequenceOutput:
+    """Two outputs of a choice as one."""
+    return msgspec.structs.replace(
+        second,
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs if second.logprobs is None else (first.logprobs or []) + second.logprobs,
+        digests=first.digests if second.digests is None else (first.digests or []) + second.digests,
+    )
