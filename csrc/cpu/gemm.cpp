@@ -104,16 +104,24 @@ void add_tile(const LinearArgs& args, const Tile& tile) {
   }
 }
 
+// Sums that are values already, for gemm_finish.h.
+class FloatSums {
+ public:
+  FloatSums(const LinearArgs&, const FinishedTile& tile) : sums_(static_cast<const float*>(tile.sums)) {}
+
+  inline auto at(int64_t c) const {
+    return [sums = sums_ + c](int64_t r) { return load(sums + r * kPanelColumns); };
+  }
+
+ private:
+  const float* const sums_;
+};
+
 template <class T>
 void linear_of(const LinearArgs& args) {
   const PanelLayout layout = {ceil_div(args.depth, kStep<T>), kStep<T> * kPanelColumns * int64_t{sizeof(T)}};
   const auto add = [&](const Tile& tile, auto rows, auto wide) { add_tile<T, rows.kValue, wide.kValue>(args, tile); };
-  const auto finish = [&](const FinishedTile& tile) {
-    finish_tile(args, tile, [sums = static_cast<const float*>(tile.sums)](int64_t r, int64_t c) {
-      return load(sums + r * kPanelColumns + c);
-    });
-  };
-  for_each_tile<kTileRows<T>, kWideMin, kWideMax>(args, layout, add, finish);
+  for_each_tile<kTileRows<T>, kWideMin, kWideMax>(args, layout, add, finish_of<FloatSums>(args));
 }
 
 }  // namespace

@@ -229,7 +229,7 @@ void pack_int4(const PackQuantizedArgs& args) {
 
 void linear_int4(const QuantizedLinearArgs& args) {
   PanelLayout layout = {ceil_div(args.depth, kGroupDepth), kInt4GroupBytes};
-  const auto finish = [&](const FinishedTile& tile) { finish_int8_tile(args, tile); };
+  const Finish<QuantizedLinearArgs> finish = finish_of<Int8Sums>(args);
   if (args.num_rows < kUnpackRows) {
     const auto add = [&](const Tile& tile, auto rows, auto wide) { add_tile<rows.kValue, wide.kValue>(args, tile); };
     return for_each_tile<kTileRows, kWideMin, kWideMax>(args, layout, add, finish);

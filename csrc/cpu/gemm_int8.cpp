@@ -53,8 +53,7 @@ void linear_int8(const QuantizedLinearArgs& args) {
   const auto add = [&](const Tile& tile, auto rows, auto wide) {
     add_int8_tile<rows.kValue, wide.kValue>(args, tile);
   };
-  const auto finish = [&](const FinishedTile& tile) { finish_int8_tile(args, tile); };
-  for_each_tile<kInt8TileRows, kInt8WideMin, kInt8WideMax>(args, layout, add, finish);
+  for_each_tile<kInt8TileRows, kInt8WideMin, kInt8WideMax>(args, layout, add, finish_of<Int8Sums>(args));
 }
 
 }  // namespace shardline::SHARDLINE_ISA

@@ -61,12 +61,23 @@ void add_int8_tile(const QuantizedLinearArgs& args, const Tile& tile) {
   }
 }
 
-inline void finish_int8_tile(const QuantizedLinearArgs& args, const FinishedTile& tile) {
-  const int32_t* sums = static_cast<const int32_t*>(tile.sums);
-  const float *row_scales = args.row_scales + tile.row, *scales = args.column_scales + tile.panel * kPanelColumns;
-  finish_tile(args, tile, [sums, row_scales, scales](int64_t r, int64_t c) {
-    return to_float(load(sums + r * kPanelColumns + c)) * (broadcast(row_scales[r]) * load(scales + c));
-  });
-}
+// Values of such sums, for gemm_finish.h.
+class Int8Sums {
+ public:
+  Int8Sums(const QuantizedLinearArgs& args, const FinishedTile& tile)
+      : sums_(static_cast<const int32_t*>(tile.sums)),
+        row_scales_(args.row_scales + tile.row),
+        scales_(args.column_scales + tile.panel * kPanelColumns) {}
+
+  inline auto at(int64_t c) const {
+    return [sums = sums_ + c, row_scales = row_scales_, scale = load(scales_ + c)](int64_t r) {
+      return to_float(load(sums + r * kPanelColumns)) * (broadcast(row_scales[r]) * scale);
+    };
+  }
+
+ private:
+  const int32_t* const sums_;
+  const float *const row_scales_, *const scales_;
+};
 
 }  // namespace shardline::SHARDLINE_ISA

@@ -73,9 +73,9 @@ void with_wide_rows(const Tile& tile, const Body& body) {
 
 // One panel for some rows. What is asked for ahead follows in memory: the next block of K, or the panel of the thread's
 // next task. A block leaves room for it in L2.
-template <int kTileRows, int kWideMin, int kWideMax, class Args, class Add, class Finish, class Unpack>
+template <int kTileRows, int kWideMin, int kWideMax, class Args, class Add, class Unpack>
 void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index, int64_t row_begin, int64_t rows,
-                const Add& add, const Finish& finish, const Unpack& unpack) {
+                const Add& add, Finish<Args> finish, const Unpack& unpack) {
   constexpr int64_t kBlockBytes = 128 << 10;
   const bool wide = rows >= kWideMin && rows <= kWideMax;
   const int64_t num_tiles = wide ? 1 : ceil_div(rows, kTileRows);
@@ -103,18 +103,18 @@ void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index
       const Tile tile = {row_begin + first, static_cast<int>(last - first), wide, steps, begin, end,
                          sums + first * kPanelColumns, panel + end * layout.step_bytes + t * share, stride};
       wide ? with_wide_rows<kWideMin, kWideMax>(tile, add) : with_rows<kTileRows>(tile, add);
-      if (b + 1 == num_blocks) finish({tile.row, last - first, panel_index, tile.sums});
+      if (b + 1 == num_blocks) finish(args, {tile.row, last - first, panel_index, tile.sums});
     }
   }
 }
 
 inline void keep_packed(const char*, int64_t, void*) {}
 
-// Calls add(tile, Constant<rows>, Constant<wide>) over all of the output and its K, and finish(FinishedTile) for each
-// tile when its sums are complete.
-template <int kTileRows, int kWideMin, int kWideMax, class Args, class Add, class Finish,
+// Calls add(tile, Constant<rows>, Constant<wide>) over all of the output and its K, and finish(args, FinishedTile)
+// for each tile when its sums are complete.
+template <int kTileRows, int kWideMin, int kWideMax, class Args, class Add,
           class Unpack = decltype(keep_packed)>
-void for_each_tile(const Args& args, const PanelLayout& layout, const Add& add, const Finish& finish,
+void for_each_tile(const Args& args, const PanelLayout& layout, const Add& add, Finish<Args> finish,
                    const Unpack& unpack = keep_packed) {
   constexpr int64_t kTaskRows = 240;  // at most: their slice of x stays in L2 while a panel passes
   constexpr int64_t kSmallWork = 1 << 16;
