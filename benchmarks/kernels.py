@@ -38,7 +38,7 @@ SCHEMES = {"bf16": None, "int8": "int8", "int4": "int4"}
 DTYPES = tuple(SCHEMES)
 COLD_BYTES = 96 << 20  # of copies: more than the caches hold
 MIN_SECONDS = 0.02  # of calls per measurement
-SETTLE_SECONDS = 0.01  # of calls before it: the other library's idle threads spin on our cores for a while
+SETTLE_SECONDS = 0.1  # of calls before it: the other library's idle threads spin on our cores for a while
 
 Call = Callable[[], object]
 
