@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ class TokenEmbedding:
     def __init__(self, context: LayerContext, rows: Callable[[Tensor], Tensor] | None) -> None:
         """`rows` looks rows of this rank's part of the table up, where a tied lm_head holds them already."""
         self._group = context.group
-        self._lookup = rows or context.load("embed.weight").__getitem__
+        self._lookup = rows or partial(torch.index_select, context.load("embed.weight"), 0)
         spans = context.spans("embed.weight")
         self._start, self._last = spans[context.group.rank].start, spans[context.group.rank].size - 1
         self._stops = torch.tensor([span.stop for span in spans], device=context.device)

@@ -95,7 +95,7 @@ class Sampler:
     def plan(sequences: Rows[Sequence]) -> SamplingPlan:
         """What these sequences ask for of their next token."""
         seq_ids = [sequence.seq_id for sequence in sequences]
-        rows = torch.tensor([sequence.row for sequence in sequences], dtype=torch.int64)
+        rows = torch.from_numpy(np.array([sequence.row for sequence in sequences], dtype=np.int64))
         if not any(sequence.wants_whole_rows or sequence.ends_are_banned for sequence in sequences):
             count = len(sequences)
             return SamplingPlan(seq_ids, [None] * count, [False] * count, SamplingInput(rows, None, None))
