@@ -47,15 +47,18 @@ Weight int8_weight(nb::handle panels, nb::handle scales, int64_t num_columns, in
   return int8_panels(panels, scales, round_up(num_columns, kPanelColumns) / kPanelColumns, depth);
 }
 
-Weight int4_weight(nb::handle panels_object, nb::handle scales_object, int64_t num_columns, int64_t depth) {
+Weight int4_panels(nb::handle panels_object, nb::handle scales_object, int64_t num_panels, int64_t depth) {
   const Tensor panels(panels_object, "panels"), scales(scales_object, "column_scales");
   check_depth(depth);
-  const int64_t num_panels = round_up(num_columns, kPanelColumns) / kPanelColumns;
   panels.is(DType::kUInt8)
       .has_shape({num_panels, round_up(depth, kGroupDepth) / kGroupDepth, kInt4GroupBytes})
       .is_contiguous();
-  scales.is(DType::kFloat32).has_shape({num_panels * kPanelColumns}).is_contiguous();
+  scales.is(DType::kFloat32).has_shape({panels.size(0) * kPanelColumns}).is_contiguous();
   return {panels.as<uint8_t>(), scales.as<float>()};
+}
+
+Weight int4_weight(nb::handle panels, nb::handle scales, int64_t num_columns, int64_t depth) {
+  return int4_panels(panels, scales, round_up(num_columns, kPanelColumns) / kPanelColumns, depth);
 }
 
 void quantize_rows(nb::handle x_object, nb::handle values_object, nb::handle scales_object, nb::handle sums_object) {
@@ -68,24 +71,26 @@ void quantize_rows(nb::handle x_object, nb::handle values_object, nb::handle sca
   perform([args] { kernels().quantize_rows(args); });
 }
 
-PackQuantizedArgs pack_args(const Tensor& weight, const Weight& to) {
-  return {weight.dtype(), weight.data(), weight.row_stride(), to.panels, to.scales, weight.size(0), weight.size(1), {}};
-}
+using CheckPanels = Weight(nb::handle, nb::handle, int64_t, int64_t);
 
-void pack_int8(nb::handle weight_object, nb::handle panels, nb::handle scales, int64_t first,
-               std::optional<int64_t> half) {
+PackQuantizedArgs pack_args(nb::handle weight_object, nb::handle panels, nb::handle scales, int64_t first,
+                            std::optional<int64_t> half, CheckPanels* checked) {
   const Tensor weight(weight_object, "weight");
   weight.is_floating().has_shape({-1, -1}).has_rows();
-  PackQuantizedArgs args = pack_args(weight, int8_panels(panels, scales, -1, weight.size(1)));
-  args.place = panel_columns(Tensor(panels, "panels"), args.num_columns, first, half);
+  const Weight to = checked(panels, scales, -1, weight.size(1));
+  const PanelColumns place = panel_columns(Tensor(panels, "panels"), weight.size(0), first, half);
+  return {weight.dtype(), weight.data(),  weight.row_stride(), to.panels,
+          to.scales,      weight.size(0), weight.size(1),      place};
+}
+
+void pack_int8(nb::handle weight, nb::handle panels, nb::handle scales, int64_t first, std::optional<int64_t> half) {
+  const PackQuantizedArgs args = pack_args(weight, panels, scales, first, half, int8_panels);
   nb::gil_scoped_release release;
   kernels().pack_int8(args);
 }
 
-void pack_int4(nb::handle weight_object, nb::handle panels, nb::handle scales) {
-  const Tensor weight(weight_object, "weight");
-  weight.is_floating().has_shape({-1, -1}).has_rows();
-  const PackQuantizedArgs args = pack_args(weight, int4_weight(panels, scales, weight.size(0), weight.size(1)));
+void pack_int4(nb::handle weight, nb::handle panels, nb::handle scales, int64_t first, std::optional<int64_t> half) {
+  const PackQuantizedArgs args = pack_args(weight, panels, scales, first, half, int4_panels);
   nb::gil_scoped_release release;
   kernels().pack_int4(args);
 }
@@ -177,7 +182,7 @@ void check_quantized_rows(const Tensor& values, const Tensor& scales, const Tens
 void bind_quantized(nb::module_& m) {
   m.def("quantize_rows", &quantize_rows, "x"_a, "values"_a, "scales"_a, "sums"_a);
   m.def("pack_int8", &pack_int8, "weight"_a, "panels"_a, "scales"_a, "first"_a = 0, "half"_a = nb::none());
-  m.def("pack_int4", &pack_int4, "weight"_a, "panels"_a, "scales"_a);
+  m.def("pack_int4", &pack_int4, "weight"_a, "panels"_a, "scales"_a, "first"_a = 0, "half"_a = nb::none());
   m.def("linear_int8", &linear_int8, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a, "column_scales"_a,
         "bias"_a.none(), "out"_a, "gate"_a = nb::none());
   m.def("linear_int8_best", &linear_int8_best, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a,

@@ -13,7 +13,7 @@ template <class T>
 constexpr int64_t kStep = sizeof(T) == 2 ? 2 : 1;  // bf16 advances by pairs of k
 
 // Rows whose tile is wide, see gemm_tiles.h.
-constexpr int kWideMin = 7, kWideMax = kLanes == 16 ? 8 : 0;
+constexpr int kWideMin = 7, kWideMax = kLanes == 16 ? 10 : 0;
 
 // How many vectors of columns a tile of `rows` holds in registers: 32 with AVX-512, else 16.
 constexpr int tile_vectors(int rows, bool wide) {
@@ -39,12 +39,12 @@ inline void accumulate(const float* x, int64_t x_stride, const float* w, int64_t
   for (int64_t k = begin; k < end; ++k) {
     if (kAsk) ahead.request();
     F32 column[kVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) column[v] = load(w + (k - begin) * kPanelColumns + v * kLanes);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const F32 row = broadcast(x[r * x_stride + k]);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) sum[r][v] = fma(row, column[v], sum[r][v]);
     }
   }
@@ -57,20 +57,20 @@ inline void accumulate(const bf16* x, int64_t x_stride, const bf16* w, int64_t b
   for (int64_t pair = begin; pair < whole_end; ++pair) {
     if (kAsk) ahead.request();
     I32 column[kVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) column[v] = load_pairs(w + ((pair - begin) * kPanelColumns + v * kLanes) * 2);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const I32 row = broadcast_pair(x + r * x_stride + pair * 2);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) sum[r][v] = dot_pairs(sum[r][v], row, column[v]);
     }
   }
   if (whole_end < end) {  // an odd K ends with half a pair; the panel holds a zero there
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const I32 row = broadcast_pair(x + r * x_stride + whole_end * 2, false);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) {
         sum[r][v] = dot_pairs(sum[r][v], row, load_pairs(w + ((whole_end - begin) * kPanelColumns + v * kLanes) * 2));
       }
@@ -87,18 +87,18 @@ void add_tile(const LinearArgs& args, const Tile& tile) {
   for (int64_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
     float* sums = static_cast<float*>(tile.sums) + column;
     F32 sum[kRows][kVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) {
         sum[r][v] = tile.begin == 0 ? F32{} : load(sums + r * kPanelColumns + v * kLanes);
       }
     }
     accumulate<asks_ahead(kRows, kWide)>(x, args.x_stride, steps + column * kStep<T>, tile.begin, tile.end, args.depth,
                                          ahead, sum);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) store(sums + r * kPanelColumns + v * kLanes, sum[r][v]);
     }
   }

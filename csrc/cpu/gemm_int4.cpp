@@ -212,18 +212,21 @@ template <class T>
 void pack_panel(const PackQuantizedArgs& args, int64_t panel_index) {
   uint8_t* panel = args.panels + panel_index * ceil_div(args.depth, kGroupDepth) * kInt4GroupBytes;
   float* scales = args.scales + panel_index * kPanelColumns;
-  for (int64_t c = 0; c < kPanelColumns; ++c) {
-    const int64_t column = panel_index * kPanelColumns + c;
+  // The panel's columns before the weight's are another's, those behind become zero.
+  const int64_t first_column = panel_index * args.place.width - args.place.first;
+  for (int64_t c = max64(0, -first_column); c < args.place.width; ++c) {
+    const int64_t column = first_column + c, place = args.place.begin + c;
     const T* weight = static_cast<const T*>(args.weight) + column * args.weight_stride;
-    scales[c] = pack_column(column < args.num_columns ? weight : nullptr, args.depth, panel, c);
+    scales[place] = pack_column(column < args.num_columns ? weight : nullptr, args.depth, panel, place);
   }
 }
 
 }  // namespace
 
 void pack_int4(const PackQuantizedArgs& args) {
-  parallel_for(ceil_div(args.num_columns, kPanelColumns), [&](int64_t panel) {
-    args.dtype == DType::kFloat32 ? pack_panel<float>(args, panel) : pack_panel<bf16>(args, panel);
+  const int64_t first = args.place.first_panel();
+  parallel_for(args.place.end_panel(args.num_columns) - first, [&](int64_t task) {
+    args.dtype == DType::kFloat32 ? pack_panel<float>(args, first + task) : pack_panel<bf16>(args, first + task);
   });
 }
 

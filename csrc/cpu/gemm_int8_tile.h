@@ -13,7 +13,7 @@ namespace shardline::SHARDLINE_ISA {
 constexpr int kInt8TileRows = kLanes == 16 ? 6 : 4;
 
 // Rows whose tile is wide, see gemm_tiles.h.
-constexpr int kInt8WideMin = 7, kInt8WideMax = kLanes == 16 ? 8 : 0;
+constexpr int kInt8WideMin = 7, kInt8WideMax = kLanes == 16 ? 10 : 0;
 
 // How many vectors of columns a tile of `rows` holds in registers: 32 with AVX-512, else 16.
 constexpr int int8_tile_vectors(int rows, bool wide) {
@@ -32,10 +32,10 @@ void add_int8_tile(const QuantizedLinearArgs& args, const Tile& tile) {
   for (int64_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
     int32_t* sums = static_cast<int32_t*>(tile.sums) + column;
     I32 sum[kRows][kVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const I32 start = broadcast_int(-128 * args.row_sums[(tile.row + r) * row_sums_stride]);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) {
         sum[r][v] = begin == 0 ? start : load(sums + r * kPanelColumns + v * kLanes);
       }
@@ -44,18 +44,18 @@ void add_int8_tile(const QuantizedLinearArgs& args, const Tile& tile) {
     for (int64_t q = begin; q < end; ++q) {
       if (asks_ahead(kRows, kWide)) ahead.request();
       I32 quads[kVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) quads[v] = load_quads(w + ((q - begin) * kPanelColumns + v * kLanes) * kQuad);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         const I32 row = broadcast_quad(x + r * x_stride + q * kQuad);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int v = 0; v < kVectors; ++v) sum[r][v] = dot_quads(sum[r][v], quads[v], row);
       }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) store(sums + r * kPanelColumns + v * kLanes, sum[r][v]);
     }
   }

@@ -73,7 +73,7 @@ struct PackQuantizedArgs {
   uint8_t* panels;
   float* scales;  // [N padded to whole panels]
   int64_t num_columns, depth;
-  PanelColumns place;  // int8 only
+  PanelColumns place;
 };
 
 struct QuantizedLinearArgs {

@@ -7,8 +7,7 @@ from torch import Tensor
 from shardline import _cpu
 from shardline.runtime.ops.activation import gated_activation
 from shardline.runtime.ops.dispatch import set_num_threads
-from shardline.runtime.ops.gated_linear import gated_linear, gated_linear_reference, stacked_gate_up
-from shardline.runtime.ops.linear import pack_weight
+from shardline.runtime.ops.gated_linear import gated_linear, gated_linear_reference, pack_gate_up
 from shardline.runtime.quantization.base import quantization
 
 from .helpers import assert_close, assert_same_bits, randn
@@ -29,7 +28,7 @@ def test_matches_reference(dtype, rng, name):
     m, k, width = 13, 300, 70
     x, bias = randn(m, k, dtype=dtype, rng=rng), randn(2 * width, dtype=dtype, rng=rng)
     gate, up = (0.1 * randn(width, k, rng=rng)).to(dtype), (0.1 * randn(width, k, rng=rng)).to(dtype)
-    actual = gated_linear(x, pack_weight(stacked_gate_up(gate, up)), width, bias, name)
+    actual = gated_linear(x, pack_gate_up(gate, up), width, bias, name)
     expected = gated_linear_reference(x, gate, up, bias, name)
     if dtype == torch.float32:
         assert_close(actual, expected, scale=(x.abs() @ gate.abs().T + 1) * (x.abs() @ up.abs().T + 1))

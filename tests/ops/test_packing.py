@@ -10,8 +10,9 @@ from torch import Tensor
 
 from shardline import _cpu
 from shardline.runtime.ops.dispatch import set_num_threads
-from shardline.runtime.ops.gated_linear import pack_gate_up, pack_gate_up_int8, stacked_gate_up
+from shardline.runtime.ops.gated_linear import pack_gate_up, pack_gate_up_int4, pack_gate_up_int8
 from shardline.runtime.ops.linear import pack_weight, panel_shape
+from shardline.runtime.ops.linear_int4 import int4_empty, pack_int4
 from shardline.runtime.ops.linear_int8 import int8_empty, int8_weight_reference, pack_int8
 from shardline.runtime.quantization.base import quantization
 
@@ -30,6 +31,12 @@ def panels_of(weight: Tensor, step: int, value: float = 0.0) -> Tensor:
 def split(weight: Tensor, parts: Sequence[int]) -> list[Tensor]:
     """Parts of a weight in memory of their own, with strided rows, not aligned to more than an element."""
     return [torch.nn.functional.pad(part, (1, 2))[:, 1:-2] for part in torch.split(weight, list(parts))]
+
+
+def halves_in_turn(gate: Tensor, up: Tensor) -> Tensor:
+    """32 rows of the gate, 32 of up, and so on, filled up with zeros."""
+    halves = [torch.nn.functional.pad(part, (0, 0, 0, -len(part) % 32)).unflatten(0, (-1, 32)) for part in (gate, up)]
+    return torch.stack(halves, dim=1).flatten(0, 2)
 
 
 @pytest.mark.parametrize("parts", PARTS)
@@ -57,18 +64,40 @@ def test_int8_panels_of_parts(dtype, rng, parts, depth):
     assert torch.equal(scales, torch.nn.functional.pad(row_scales, (0, len(scales) - len(row_scales))))
 
 
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("depth", [1, 16, 77, 256])
+@pytest.mark.usefixtures("isa")
+def test_int4_panels_of_parts(dtype, rng, parts, depth):
+    """What comes of one column alone (`test_linear_int4.py` says what), in its place."""
+    weight = randn(sum(parts), depth, dtype=dtype, rng=rng)
+    panels, scales = int4_empty(weight)
+    pack_int4(*split(weight, parts), panels=panels.fill_(7), scales=scales.fill_(7))
+    groups = panels.view(len(panels), -1, 1088)
+    for column in {0, len(weight) // 2, len(weight) - 1, len(scales) - 1}:
+        row = weight[column : column + 1] if column < len(weight) else torch.zeros(1, depth, dtype=dtype)
+        alone, panel, place = pack_int4(row), groups[column // 64], column % 64
+        assert torch.equal(
+            panel[:, :1024].view(-1, 4, 64, 4)[:, :, place], alone.panels[0, :, :1024].view(-1, 4, 64, 4)[:, :, 0]
+        )
+        assert torch.equal(panel[:, 1024 + place], alone.panels[0, :, 1024])
+        assert scales[column] == alone.scales[0]
+
+
 @pytest.mark.parametrize("width", [1, 31, 32, 33, 96, 111])
 @pytest.mark.parametrize("depth", [5, 64, 90])
 @pytest.mark.usefixtures("isa")
 def test_halves_of_panels(dtype, rng, width, depth):
     gate, up = (randn(width, depth, dtype=dtype, rng=rng) for _ in range(2))
-    stacked, parts = stacked_gate_up(gate, up), [split(weight, [width])[0] for weight in (gate, up)]
+    stacked, parts = halves_in_turn(gate, up), [split(weight, [width])[0] for weight in (gate, up)]
     packed, expected = pack_gate_up(*parts), pack_weight(stacked)
     assert torch.equal(packed.panels, expected.panels)
     assert packed.out_features == expected.out_features
     int8, expected_int8 = pack_gate_up_int8(*parts), pack_int8(stacked)
     assert torch.equal(int8.panels, expected_int8.panels)
     assert torch.equal(int8.scales, expected_int8.scales)
+    int4, expected_int4 = pack_gate_up_int4(*parts), pack_int4(stacked)
+    assert torch.equal(int4.panels, expected_int4.panels)
+    assert torch.equal(int4.scales, expected_int4.scales)
 
 
 @pytest.mark.parametrize("scheme", ["none", "int8", "int4"])

@@ -14,10 +14,10 @@ from shardline import _cpu
 from shardline.runtime.ops.activation import ActivationName, gated_activation_reference
 from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.ops.linear import PANEL_COLUMNS, PackedWeight, linear_reference, pack_weight, panel_shape
-from shardline.runtime.ops.linear_int4 import Int4Weight
+from shardline.runtime.ops.linear_int4 import Int4Weight, int4_empty, pack_int4
 from shardline.runtime.ops.linear_int8 import Int8Weight, int8_empty, pack_int8
 from shardline.runtime.ops.quantize_rows import QuantizedRows
-from shardline.runtime.ops.storage import mapped_empty, streamed_empty
+from shardline.runtime.ops.storage import streamed_empty
 
 _HALF = PANEL_COLUMNS // 2
 
@@ -44,27 +44,20 @@ def pack_gate_up_int8(gate: Tensor, up: Tensor) -> Int8Weight:
     return Int8Weight(panels, scales, gate.shape[1], columns)
 
 
+def pack_gate_up_int4(gate: Tensor, up: Tensor) -> Int4Weight:
+    """As `pack_gate_up`, for `gated_linear_int4`."""
+    if kernels(gate) is not _cpu:
+        return pack_int4(gate, up)
+    columns = _gated_columns(len(gate))
+    panels, scales = int4_empty(gate, out_features=columns)
+    for half, part in enumerate((gate, up)):
+        _cpu.pack_int4(part, panels, scales, half=half)
+    return Int4Weight(panels, scales, gate.shape[1], columns)
+
+
 def _gated_columns(width: int) -> int:
     """Columns of the panels of a gate and an up of `width` outputs."""
     return -(-width // _HALF) * PANEL_COLUMNS
-
-
-def stacked_gate_up(gate: Tensor, up: Tensor) -> Tensor:
-    """gate and up [I, K] as one weight to pack for `gated_linear`: [2 * I, K], on the CPU half a panel of each in turn,
-    with I filled up to whole halves.
-    """
-    if kernels(gate) is not _cpu:
-        return torch.cat([gate, up])
-    num_halves, depth = -(-len(gate) // _HALF), gate.shape[1]
-    halves = mapped_empty((num_halves, 2, _HALF, depth), gate.dtype)
-    for place, part in enumerate((gate, up)):
-        whole = len(part) // _HALF
-        halves[:whole, place] = part[: whole * _HALF].view(whole, _HALF, depth)
-        if whole < num_halves:
-            rest = len(part) - whole * _HALF
-            halves[whole, place, :rest] = part[whole * _HALF :]
-            halves[whole, place, rest:] = 0
-    return halves.flatten(0, 2)
 
 
 def gated_linear(x: Tensor, weight: PackedWeight, width: int, bias: Tensor | None, name: ActivationName) -> Tensor:

@@ -6,6 +6,7 @@ the first is a byte, so that sums are those of int8, exact. (Scales of two level
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,9 +44,9 @@ class Int4Weight:
         return self.panels.nbytes + self.scales.nbytes
 
 
-def int4_empty(weight: Tensor, *leading: int) -> tuple[Tensor, Tensor]:
-    """Room for the panels and scales of `leading` weights like this one, where it lies."""
-    out_features, num_groups = weight.shape[0], -(-weight.shape[1] // GROUP_SIZE)
+def int4_empty(weight: Tensor, *leading: int, out_features: int | None = None) -> tuple[Tensor, Tensor]:
+    """Room for the panels and scales of `leading` weights like this one, where it lies, or of as many outputs."""
+    out_features, num_groups = out_features or weight.shape[0], -(-weight.shape[1] // GROUP_SIZE)
     if kernels(weight) is not _cpu:
         panels = weight.new_empty(*leading, -(-num_groups // 2), 34 * out_features, dtype=torch.uint8)
         return panels, weight.new_empty(*leading, out_features, dtype=torch.float32)
@@ -54,25 +55,32 @@ def int4_empty(weight: Tensor, *leading: int) -> tuple[Tensor, Tensor]:
     return panels, torch.empty(*leading, num_panels * PANEL_COLUMNS, dtype=torch.float32)
 
 
-def pack_int4(weight: Tensor, panels: Tensor | None = None, scales: Tensor | None = None) -> Int4Weight:
-    """weight: [out_features, in_features], float32 or bfloat16; rows may be strided. `panels` and `scales`: where to
-    pack it."""
-    out_features, in_features = weight.shape
+def pack_int4(*parts: Tensor, panels: Tensor | None = None, scales: Tensor | None = None) -> Int4Weight:
+    """A weight in parts [*, in_features], one under another, float32 or bfloat16; rows may be strided. `panels` and
+    `scales`: where to pack it."""
+    out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
     if panels is None or scales is None:
-        panels, scales = int4_empty(weight)
-    if kernels(weight) is _cpu:
-        _cpu.pack_int4(weight, panels, scales)
+        panels, scales = int4_empty(parts[0], out_features=out_features)
+    if kernels(parts[0]) is _cpu:
+        _pack_parts(parts, panels, scales)
         return Int4Weight(panels, scales, in_features, out_features)
     # The scales are searched for on the host, so that they are the CPU's.
-    num_panels = -(-out_features // PANEL_COLUMNS)
+    device, num_panels = parts[0].device, -(-out_features // PANEL_COLUMNS)
     on_host = torch.empty(num_panels, -(-in_features // GROUP_SIZE), _GROUP_BYTES, dtype=torch.uint8)
     host_scales = torch.empty(num_panels * PANEL_COLUMNS)
-    _cpu.pack_int4(weight.cpu(), on_host, host_scales)
-    packed = Int4Weight(on_host.to(weight.device), host_scales.to(weight.device), in_features, out_features)
+    _pack_parts([part.cpu() for part in parts], on_host, host_scales)
+    packed = Int4Weight(on_host.to(device), host_scales.to(device), in_features, out_features)
     values, group_scales, column_scales = unpack_int4(packed)
     panels.copy_(pairs_of_groups(values, group_scales))
     scales.copy_(column_scales)
     return Int4Weight(panels, scales, in_features, out_features)
+
+
+def _pack_parts(parts: Sequence[Tensor], panels: Tensor, scales: Tensor) -> None:
+    first = 0
+    for part in parts:
+        _cpu.pack_int4(part, panels, scales, first)
+        first += len(part)
 
 
 def pairs_of_groups(values: Tensor, group_scales: Tensor) -> Tensor:

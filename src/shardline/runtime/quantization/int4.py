@@ -10,10 +10,9 @@ from torch import Tensor
 
 from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
-from shardline.runtime.ops.gated_linear import gated_linear_int4, stacked_gate_up
+from shardline.runtime.ops.gated_linear import gated_linear_int4, pack_gate_up_int4
 from shardline.runtime.ops.linear_int4 import Int4Weight, int4_empty, linear_int4, pack_int4
 from shardline.runtime.ops.quantize_rows import LinearInput, as_quantized
-from shardline.runtime.ops.storage import stacked_rows
 from shardline.runtime.quantization import int8
 
 
@@ -52,25 +51,25 @@ class Int4GatedLinear:
 
 def pack(*parts: Tensor) -> Int4Linear:
     """See `base.Quantization.pack`."""
-    return Int4Linear(pack_int4(stacked_rows(parts)))
+    return Int4Linear(pack_int4(*parts))
 
 
 def pack_gated(gate: Tensor, up: Tensor) -> Int4GatedLinear:
     """See `base.Quantization.pack_gated`."""
-    return Int4GatedLinear(pack_int4(stacked_gate_up(gate, up)), len(gate))
+    return Int4GatedLinear(pack_gate_up_int4(gate, up), len(gate))
 
 
 def allocate_experts(num_experts: int, *parts: Tensor) -> ExpertWeights:
     """See `base.Quantization.allocate_experts`."""
-    weight = stacked_rows(parts)
-    out_features, in_features = weight.shape
-    return ExpertWeights(*int4_empty(weight, num_experts), in_features, out_features)
+    out_features = sum(len(part) for part in parts)
+    panels, scales = int4_empty(parts[0], num_experts, out_features=out_features)
+    return ExpertWeights(panels, scales, parts[0].shape[1], out_features)
 
 
 def pack_expert(experts: ExpertWeights, index: int, *parts: Tensor) -> None:
     """See `base.Quantization.pack_expert`."""
     assert experts.scales is not None
-    pack_int4(stacked_rows(parts), experts.panels[index], experts.scales[index])
+    pack_int4(*parts, panels=experts.panels[index], scales=experts.scales[index])
 
 
 # Errors in the logits are not averaged out by later layers.
