@@ -3,16 +3,21 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "bind.h"
+#include "kernels.h"
 #include "mailbox.h"
 #include "program.h"
 #include "shared_group.h"
 #include "tensor.h"
+#include "thread_pool.h"
 
 namespace shardline {
 namespace {
@@ -71,6 +76,31 @@ int spin_iterations_for(std::optional<int> wanted, int size) {
   throw nb::python_error();
 }
 
+// Quantizes rows [first, first + count) of args, each made of a piece of every rank: joined, a row is in a cache only.
+void quantize_joined(const QuantizeRowsArgs& args, const std::vector<int64_t>& row_bytes, int64_t first, int64_t count,
+                     const std::vector<const char*>& pieces) {
+  constexpr int64_t kRowsAtOnce = 4;
+  const int64_t num_groups = (args.depth + kGroupDepth - 1) / kGroupDepth;
+  const size_t joined_bytes = static_cast<size_t>(args.depth) * element_size(args.dtype);
+  parallel_for((count + kRowsAtOnce - 1) / kRowsAtOnce, [&](int64_t task) {
+    const int64_t begin = task * kRowsAtOnce, end = std::min(count, begin + kRowsAtOnce);
+    char* joined = static_cast<char*>(thread_scratch(kRowsAtOnce * joined_bytes));
+    QuantizeRowsArgs some = args;
+    some.x = joined;
+    some.values += (first + begin) * num_groups * kGroupDepth;
+    some.scales += first + begin;
+    some.sums += (first + begin) * (1 + num_groups);
+    some.num_rows = end - begin;
+    for (int64_t row = begin; row < end; ++row) {
+      for (size_t r = 0; r < pieces.size(); ++r) {
+        std::memcpy(joined, pieces[r] + row * row_bytes[r], static_cast<size_t>(row_bytes[r]));
+        joined += row_bytes[r];
+      }
+    }
+    kernels().quantize_rows(some);
+  });
+}
+
 class PySharedGroup {
  public:
   PySharedGroup(nb::handle buffer, int rank, int size, std::optional<int> spin_iterations, nb::handle progress)
@@ -102,6 +132,26 @@ class PySharedGroup {
       offset += width;
     }
     gather(local, parts, out, timeout_s);
+  }
+
+  void all_gather_quantized(nb::handle local_object, const std::vector<int64_t>& widths, nb::handle values_object,
+                            nb::handle scales_object, nb::handle sums_object, std::optional<double> timeout_s) {
+    const Tensor local(local_object, "local"), values(values_object, "values"), scales(scales_object, "scales");
+    const Tensor sums(sums_object, "sums");
+    check_counts(widths);
+    local.is_floating().has_shape({-1, own(widths)}).is_contiguous();
+    const int64_t num_rows = local.size(0), depth = std::accumulate(widths.begin(), widths.end(), int64_t{0});
+    check_quantized_rows(values, scales, sums, num_rows, depth);
+    std::vector<int64_t> row_bytes;
+    for (int64_t width : widths) row_bytes.push_back(width * item_size(local));
+    const QuantizeRowsArgs to = {local.dtype(), nullptr, depth, values.as<int8_t>(), scales.as<float>(),
+                                 sums.as<int32_t>(), 0, depth};
+    exchange(timeout_s, [this, timeout_s, row_bytes, to, num_rows, from = local.data()] {
+      const auto take = [&](int64_t first, int64_t count, const std::vector<const char*>& pieces) {
+        quantize_joined(to, row_bytes, first, count, pieces);
+      };
+      return group_.gather_rows(from, num_rows, row_bytes, take, seconds(timeout_s), interrupted);
+    });
   }
 
   void all_gather_rows(nb::handle local_object, const std::vector<int64_t>& counts, nb::handle out_object,
@@ -321,6 +371,8 @@ void bind_shared(nb::module_& m) {
            "timeout_s"_a.none() = nb::none())
       .def("all_gather_rows", &PySharedGroup::all_gather_rows, "local"_a, "counts"_a, "out"_a,
            "timeout_s"_a.none() = nb::none())
+      .def("all_gather_quantized", &PySharedGroup::all_gather_quantized, "local"_a, "widths"_a, "values"_a, "scales"_a,
+           "sums"_a, "timeout_s"_a.none() = nb::none())
       .def("all_to_all_rows", &PySharedGroup::all_to_all_rows, "local"_a, "counts"_a, "out"_a,
            "timeout_s"_a.none() = nb::none())
       .def("all_reduce_sum", &PySharedGroup::all_reduce_sum, "x"_a, "timeout_s"_a.none() = nb::none())

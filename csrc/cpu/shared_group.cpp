@@ -158,6 +158,30 @@ WaitStatus SharedGroup::all_gather(const void* local, const std::vector<GatherPa
   return WaitStatus::kDone;
 }
 
+WaitStatus SharedGroup::gather_rows(const void* local, int64_t num_rows, const std::vector<int64_t>& row_bytes,
+                                    const TakeRows& take, double timeout_s, bool (*interrupted)()) {
+  const WaitLimits limits = this->limits(timeout_s, interrupted);
+  const int64_t longest = *std::max_element(row_bytes.begin(), row_bytes.end());
+  const int64_t room = longest == 0 ? num_rows : slab_bytes_ / longest;
+  if (room == 0 && num_rows > 0) {
+    throw std::invalid_argument("the group's memory has no room for a row of " + std::to_string(longest) + " bytes");
+  }
+  const int64_t own_bytes = row_bytes[static_cast<size_t>(rank_)];
+  for (int64_t first = 0; first < num_rows || first == 0; first += std::max<int64_t>(room, 1)) {
+    const int64_t count = std::min(room, num_rows - first);
+    const char* own = static_cast<const char*>(local) + first * own_bytes;
+    if (count * own_bytes > 0) std::memcpy(slab(rank_), own, static_cast<size_t>(count * own_bytes));
+    announce(num_rows * own_bytes);
+    std::vector<const char*> pieces;
+    for (int r = 0; r < size_; ++r) pieces.push_back(r == rank_ ? own : slab(r));
+    const WaitStatus status = arrive_and_wait(limits);
+    if (status != WaitStatus::kDone) return status;
+    for (int r = 0; r < size_; ++r) check_announced(r, num_rows * row_bytes[static_cast<size_t>(r)]);
+    take(first, count, pieces);
+  }
+  return WaitStatus::kDone;
+}
+
 WaitStatus SharedGroup::all_to_all_rows(const void* local, const int64_t* counts, int64_t row_bytes, void* out,
                                         double timeout_s, bool (*interrupted)()) {
   const WaitLimits limits = this->limits(timeout_s, interrupted);

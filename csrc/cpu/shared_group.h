@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,11 @@ class SharedGroup {
   // parts[r] describes rank r's data; `local` is this rank's, contiguous.
   WaitStatus all_gather(const void* local, const std::vector<GatherPart>& parts, void* out, double timeout_s,
                         bool (*interrupted)());
+  // Rows of row_bytes[r] bytes from every rank r, as many at a time as have room; `local` has this rank's. Calls
+  // take(first_row, num_rows, pieces), which finds those of rank r at pieces[r] until it returns.
+  using TakeRows = std::function<void(int64_t, int64_t, const std::vector<const char*>&)>;
+  WaitStatus gather_rows(const void* local, int64_t num_rows, const std::vector<int64_t>& row_bytes,
+                         const TakeRows& take, double timeout_s, bool (*interrupted)());
   // Rows of `row_bytes` from every rank to every other: counts[from * size + to], the same on all ranks. `local` has the
   // rows for each rank, one rank after another; `out` gets those from each rank.
   WaitStatus all_to_all_rows(const void* local, const int64_t* counts, int64_t row_bytes, void* out, double timeout_s,

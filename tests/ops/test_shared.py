@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardline.runtime.ops.quantize_rows import QuantizedRows, quantize_rows, quantize_rows_reference, quantized_empty
 from shardline.runtime.ops.shared import CollectiveAborted, Mailbox, SharedGroup
 
 from .helpers import assert_same_bits
@@ -56,6 +57,39 @@ def test_barrier_keeps_ranks_in_step(size):
 
     for lowest in run_ranks(size, body):
         assert lowest == list(range(1, 201))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 300])
+def test_gathered_rows_are_quantized_as_a_whole(size, num_rows, dtype):
+    """In several goes, where the group's memory holds fewer rows."""
+    widths = [70, 0, 33][:size]
+    x = torch.randn(num_rows, sum(widths), generator=torch.Generator().manual_seed(size)).to(dtype)
+    x[::7] *= 100.0
+    x[3:4, -1] = torch.inf
+    expected = quantize_rows_reference(x) if num_rows else quantize_rows(x)
+
+    def body(group: SharedGroup) -> QuantizedRows:
+        local = torch.split(x, widths, dim=1)[group.rank].contiguous()
+        rows = quantized_empty(local, sum(widths))
+        group.all_gather_quantized(local, widths, rows.values.fill_(9), rows.scales, rows.sums.fill_(9), PATIENCE_S)
+        return rows._replace(values=rows.values.clone(), scales=rows.scales.clone(), sums=rows.sums.clone())
+
+    for rows in run_ranks(size, body):
+        assert torch.equal(rows.values, expected.values)
+        assert torch.equal(rows.sums, expected.sums)
+        assert_same_bits(torch.nan_to_num(rows.scales, nan=-1.0), torch.nan_to_num(expected.scales, nan=-1.0))
+
+
+def test_a_row_that_the_memory_cannot_hold_is_refused():
+    def body(group: SharedGroup) -> None:
+        local = torch.ones(1, 5000)
+        rows = quantized_empty(local, 10000)
+        group.all_gather_quantized(local, [5000, 5000], rows.values, rows.scales, rows.sums, PATIENCE_S)
+
+    for error in run_ranks(2, body):
+        assert isinstance(error, ValueError)
+        assert "no room for a row of 20000 bytes" in str(error)
 
 
 def collectives(group: SharedGroup) -> list[Tensor]:

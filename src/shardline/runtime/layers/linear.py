@@ -77,4 +77,5 @@ class ClosingLinear:
     def local(self, x: Tensor) -> Tensor:
         """This rank's columns of the output; exact numerics only."""
         assert self._exact, "fast numerics split the input"
-        return self._linear(self._group.all_gather_columns(x, self._input_widths), self._bias)
+        gather = self._group.all_gather_quantized if self._linear.takes_quantized else self._group.all_gather_columns
+        return self._linear(gather(x, self._input_widths), self._bias)

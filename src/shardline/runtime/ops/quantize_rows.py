@@ -34,9 +34,9 @@ LinearInput = Tensor | QuantizedRows
 """Rows of activations, as a product with quantized weights takes them or before that."""
 
 
-def quantized_empty(x: Tensor) -> QuantizedRows:
-    """Room for the rows of x [M, K], where it lies."""
-    rows, in_features = x.shape
+def quantized_empty(x: Tensor, in_features: int | None = None) -> QuantizedRows:
+    """Room for the rows of x [M, K], where it lies, or for as many of `in_features`."""
+    rows, in_features = x.shape[0], in_features or x.shape[1]
     num_groups = -(-in_features // GROUP_SIZE)
     on = kernels(x)
     values = on.activation_empty(torch.int8, rows, num_groups * GROUP_SIZE)

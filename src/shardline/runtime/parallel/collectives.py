@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardline.runtime.ops.quantize_rows import QuantizedRows, quantize_rows
+
 
 class Collectives(ABC):
     """The exchanges of one group of ranks.
@@ -29,6 +31,10 @@ class Collectives(ABC):
     @abstractmethod
     def all_gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
         """[M, widths[rank]] on each rank -> [M, sum(widths)] on all, columns in rank order."""
+
+    def all_gather_quantized(self, local: Tensor, widths: Sequence[int]) -> QuantizedRows:
+        """`quantize_rows` of `all_gather_columns`, for who needs nothing else of it."""
+        return quantize_rows(self.all_gather_columns(local, widths))
 
     @abstractmethod
     def all_gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardline.runtime.ops.quantize_rows import QuantizedRows, quantized_empty
 from shardline.runtime.ops.shared import Mailbox, SharedGroup
 from shardline.runtime.ops.storage import activation_empty
 from shardline.runtime.parallel.collectives import Collectives, StageLink
@@ -26,6 +27,11 @@ class SharedCollectives(Collectives):
         out = activation_empty(local.shape[0], sum(widths), dtype=local.dtype)
         self._group.all_gather_columns(local, list(widths), out, self._timeout)
         return out
+
+    def all_gather_quantized(self, local: Tensor, widths: Sequence[int]) -> QuantizedRows:
+        rows = quantized_empty(local, sum(widths))
+        self._group.all_gather_quantized(local, list(widths), rows.values, rows.scales, rows.sums, self._timeout)
+        return rows
 
     def all_gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:
         out = activation_empty(sum(counts), local.shape[1], dtype=local.dtype)
