@@ -25,8 +25,8 @@ float* cache_scales(nanobind::handle object, const char* name, const Tensor& cac
 void check_quantized_rows(const Tensor& values, const Tensor& scales, const Tensor& sums, int64_t num_rows,
                           int64_t depth);
 
-// Where pack_weight, pack_int8 and pack_int4 put a weight's columns: from column `first` of the panels on, or, with `half`, into
-// the first or second half of every panel.
+// Where pack_weight, pack_int8 and pack_int4 put a weight's columns: from column `first` of the panels on, or, with
+// `half`, into the first or second half of every panel.
 inline PanelColumns panel_columns(const Tensor& panels, int64_t num_columns, int64_t first,
                                   std::optional<int64_t> half) {
   if (half.has_value() && (first != 0 || *half < 0 || *half > 1)) {

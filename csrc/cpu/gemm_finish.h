@@ -1,8 +1,8 @@
 // How a tile's sums become outputs, rounded once: value + bias; or gated, or the best of the panel, see kernels.h.
 //
 // `Values` is what a GEMM makes of its sums: Values(args, tile).at(c)(r) are the values of row r of the tile and kLanes
-// columns of the panel from c on. Which of the functions here finishes a GEMM's tiles is chosen once (`finish_of`): a tile
-// is done in less than a microsecond.
+// columns of the panel from c on. Which of the functions here finishes a GEMM's tiles is chosen once (`finish_of`): a
+// tile is done in less than a microsecond.
 #pragma once
 
 #include "activations.h"
