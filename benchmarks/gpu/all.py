@@ -30,7 +30,7 @@ _LIMITS = {
     "ceilings": 45,
     "checks": 120,
     "tokens": 90,
-    "kernels": 110,
+    "kernels": 135,
     "library": 150,
     "families": 420,
     "engine": 175,
@@ -38,7 +38,7 @@ _LIMITS = {
 }
 """Seconds of each part."""
 _FIRST_CALL = ("ceilings", "checks", "tokens", "kernels", "library")
-"""515 seconds in all; `--parts ceilings,families` (465) and `--parts ceilings,engine,layouts` (520) are the others."""
+"""540 seconds in all; `--parts ceilings,families` (465) and `--parts ceilings,engine,layouts` (520) are the others."""
 
 
 def measure_ceilings() -> dict[str, Any]:

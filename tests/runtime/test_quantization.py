@@ -55,13 +55,13 @@ def test_contract(name: str, dtype: torch.dtype) -> None:
         assert (out.double() - exact).norm() / exact.norm() < 0.12
         assert torch.equal(pack(weight[37:])(x[3:], bias[37:]), out[3:, 37:])
         assert packed.nbytes > 0
-        if packed.takes_quantized:
+        if packed.takes == "quantized":
             assert_same_bits(packed(quantize_rows(x), bias), out)
     gated = scheme.pack_gated(weight[:75], weight[75:])
-    if gated.takes_quantized:
+    if gated.takes == "quantized":
         assert_same_bits(gated(quantize_rows(x), bias, "silu"), gated(x, bias, "silu"))
     head = scheme.pack_lm_head(weight)
-    if head.takes_quantized:
+    if head.takes == "quantized":
         assert_same_bits(head.argmax(quantize_rows(x), bias), head.argmax(x, bias))
 
 

@@ -16,11 +16,14 @@ from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.moe import MoEFeedForward
 from shardline.runtime.layers.norm import InputNorm, NormLayer
 from shardline.runtime.ops.add import add
+from shardline.runtime.ops.few_rows import AddedRows
+from shardline.runtime.ops.linear_input import as_tensor
 from shardline.runtime.step import StepInput
 
 
 class DecoderLayer:
-    """One layer. The residual stream travels as (hidden, delta): `delta` is added by the next norm that reads it."""
+    """One layer. The residual stream travels as (hidden, delta): `delta` is added by the next norm that reads it, or
+    has been by the product that made it, and then is the stream."""
 
     def __init__(self, context: LayerContext, index: int, tables: RotaryTables) -> None:
         name, spec = f"layers.{index}", context.spec.layers[index]
@@ -28,7 +31,7 @@ class DecoderLayer:
         self._last = index + 1 == len(context.spec.layers)
         self.attention = _attention(context, f"{name}.attention", spec.attention, tables)
         self._attention_norm = InputNorm(
-            context, f"{name}.attention_norm", spec.attention_norm, quantized=self.attention.takes_quantized
+            context, f"{name}.attention_norm", spec.attention_norm, takes=self.attention.takes
         )
         self.feed_forward: DenseFeedForward | MoEFeedForward
         if isinstance(spec.feed_forward, MoE):
@@ -36,7 +39,7 @@ class DecoderLayer:
         else:
             self.feed_forward = DenseFeedForward(context, f"{name}.feed_forward", spec.feed_forward)
         self._feed_forward_norm = InputNorm(
-            context, f"{name}.feed_forward_norm", spec.feed_forward_norm, quantized=self.feed_forward.takes_quantized
+            context, f"{name}.feed_forward_norm", spec.feed_forward_norm, takes=self.feed_forward.takes
         )
 
         def optional(part: str, norm: object) -> NormLayer | None:
@@ -45,23 +48,26 @@ class DecoderLayer:
         self._post_attention = optional("post_attention_norm", spec.post_attention_norm)
         self._post_feed_forward = optional("post_feed_forward_norm", spec.post_feed_forward_norm)
 
-    def __call__(self, hidden: Tensor, delta: Tensor | None, step: StepInput) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, hidden: Tensor, delta: Tensor | AddedRows | None, step: StepInput
+    ) -> tuple[Tensor, Tensor | AddedRows]:
         """hidden, delta [T, H] -> the same after this layer; the model's last one returns the sampled rows only."""
         normed, hidden = self._attention_norm(hidden, delta)
         queries, slots = step.queries(self._kv_group, self._last), step.kv_groups[self._kv_group].slots
-        delta = self.attention(normed, step.positions, slots, queries)
         if queries.rows is not None:
             hidden = torch.index_select(hidden, 0, queries.rows)
+        residual = hidden if self._post_attention is None else None
+        delta = self.attention(normed, step.positions, slots, queries, residual)
         if self._post_attention is not None:
-            delta = self._post_attention(delta)
+            delta = self._post_attention(as_tensor(delta))
         normed, hidden = self._feed_forward_norm(hidden, delta)
         if isinstance(self.feed_forward, MoEFeedForward):
             count = step.replica_samples if self._last else step.replica_tokens
             delta = self.feed_forward(normed, count, slots if queries.rows is None else None)
         else:
-            delta = self.feed_forward(normed)
+            delta = self.feed_forward(normed, hidden if self._post_feed_forward is None else None)
         if self._post_feed_forward is not None:
-            delta = self._post_feed_forward(delta)
+            delta = self._post_feed_forward(as_tensor(delta))
         return hidden, delta
 
     def join(self, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...], nothing: Tensor) -> None:
@@ -94,8 +100,7 @@ class DecoderStage:
         self._first_layer, self._last_layer = layers.start, len(spec.layers) - 1
         self._final_norm: InputNorm | None = None
         if self.lm_head is not None:
-            quantized = self.lm_head.takes_quantized
-            self._final_norm = InputNorm(context, "final_norm", spec.final_norm, quantized=quantized)
+            self._final_norm = InputNorm(context, "final_norm", spec.final_norm, takes=self.lm_head.takes)
 
     def embed(self, step: StepInput) -> Tensor:
         """What the first stage begins with: hidden states [T, H]."""
@@ -106,7 +111,7 @@ class DecoderStage:
         """Hidden states [T, H] through the layers: the next stage's, or from the last this rank's fp32 logits of the
         sampled rows [R, local vocab], if the step is greedy only the best of each, see LMHead.best.
         """
-        delta: Tensor | None = None
+        delta: Tensor | AddedRows | None = None
         watch = self._watch
         if watch is not None:
             watch.begin(len(hidden))
@@ -115,10 +120,11 @@ class DecoderStage:
         for index, layer in enumerate(self.layers, self._first_layer):
             hidden, delta = layer(hidden, delta, step)
             if watch is not None:
-                watch.look(f"layer {index}", delta, rows if index == self._last_layer else None)
+                seen = delta.rows if isinstance(delta, AddedRows) else delta
+                watch.look(f"layer {index}", seen, rows if index == self._last_layer else None)
         assert delta is not None
         if self._final_norm is None or self.lm_head is None:
-            return add(hidden, delta)
+            return delta.rows if isinstance(delta, AddedRows) else add(hidden, delta)
         normed, _ = self._final_norm(hidden, delta)
         if step.greedy:
             return self.lm_head.best(normed)

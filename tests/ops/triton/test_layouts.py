@@ -176,18 +176,20 @@ def test_the_host_waits_for_nothing_but_whole_experts(tmp_path: Path, family: st
 
 
 LAUNCHES = {
-    "llama": "norm linear rope_and_write attention linear norm linear linear",
-    "qwen3_moe": "norm linear norm norm rope_and_write attention linear norm linear route sort grouped sort "
-    "grouped combine",
+    "llama": "qkv attention linear linear linear",
+    "llama-int8": "norm linear rope_and_write attention quantize linear norm linear quantize linear",
+    "qwen3_moe": "qkv attention linear norm linear route sort grouped sort grouped combine",
 }
-"""Of a layer in a decode step; a context of several splits adds one, where few sequences have programs for each."""
+"""Of a later layer in a decode step; a context of several splits adds one, where few sequences have programs for each.
+"""
 
 
 @pytest.mark.parametrize("family", LAUNCHES)
 def test_launches_of_a_layer(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(family, tmp_path, num_hidden_layers=2)
-    setup = setup_of(tmp_path)
-    worker = Worker(setup, alone(2, setup.num_experts))
+    name, _, quantization = family.partition("-")
+    make_checkpoint(name, tmp_path, num_hidden_layers=3, head_dim=32)
+    setup = setup_of(tmp_path, **({"quantization": quantization} if quantization else {}))
+    worker = Worker(setup, alone(3, setup.num_experts))
     worker.load()
     launched: list[str] = []
     run = GridExecutor.__call__
@@ -199,9 +201,10 @@ def test_launches_of_a_layer(tmp_path: Path, family: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(GridExecutor, "__call__", named)
     step = step_of([40], 17)
     with torch.inference_mode():
-        hidden = worker.stage.embed(step)
+        first, second, third = worker.stage.layers
+        stream = second(*first(worker.stage.embed(step), None, step), step)
         launched.clear()
-        worker.stage.layers[0](hidden, torch.zeros_like(hidden), step)
+        third(*stream, step)
     assert " ".join(launched) == LAUNCHES[family]
 
 

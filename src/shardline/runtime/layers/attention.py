@@ -11,8 +11,9 @@ from shardline.runtime.layers.kv_pages import CachePart, KVPages
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import NormLayer
 from shardline.runtime.ops.attention import paged_attention
+from shardline.runtime.ops.few_rows import AddedRows, HeadNorms, are_few_on_gpu, fits_a_tile, qkv_linear
 from shardline.runtime.ops.kv_cache import rope_and_write_kv, write_kv
-from shardline.runtime.ops.quantize_rows import LinearInput
+from shardline.runtime.ops.linear_input import InputForm, LinearInput
 from shardline.runtime.ops.rope import rotary_table
 from shardline.runtime.step import Queries
 
@@ -47,11 +48,18 @@ class AttentionLayer:
         self._k_norm = NormLayer(context, f"{name}.k_norm", spec.qk_norm) if spec.qk_norm else None
         self._table = tables.of(spec.rope) if spec.rope else None
         self._pages: KVPages | None = None
+        self._head_norms: HeadNorms | None = None
+        self._takes_one_launch = spec.rope is not None
+        """Of few rows on a GPU, up to the written cache."""
+        if spec.qk_norm and self._q_norm and self._k_norm:
+            weights = self._q_norm.weight, self._k_norm.weight
+            self._head_norms = HeadNorms(*weights, spec.qk_norm.eps, spec.qk_norm.weight_offset)
+            self._takes_one_launch = spec.qk_norm.kind == "rms" and fits_a_tile(spec.head_dim, spec.rope)
 
     @property
-    def takes_quantized(self) -> bool:
-        """Whether x may be `QuantizedRows`."""
-        return self._qkv.takes_quantized
+    def takes(self) -> InputForm:
+        """What x may be besides a tensor."""
+        return self._qkv.takes
 
     def cache_parts(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[CachePart, ...]:
         """The tensors that `bind_cache` takes, for keys and values of `dtype`."""
@@ -63,31 +71,13 @@ class AttentionLayer:
         """Give the layer the memory of its keys and values."""
         self._pages = KVPages(*pages)
 
-    def __call__(self, x: LinearInput, positions: Tensor, slots: Tensor, queries: Queries) -> Tensor:
+    def __call__(
+        self, x: LinearInput, positions: Tensor, slots: Tensor, queries: Queries, residual: Tensor | None = None
+    ) -> Tensor | AddedRows:
+        """`residual`: see ClosingLinear."""
         pages = self._pages
         assert pages is not None
-        head_dim = self._spec.head_dim
-        heads = self._qkv(x).view(len(positions), -1, head_dim)
-        q, k, v = torch.split(heads, self._num_heads, dim=1)
-        if self._q_norm is not None and self._k_norm is not None:
-            q, k = self._q_norm(q), self._k_norm(k)
-        scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
-        if self._table is None:
-            write_kv(k, v, pages.keys, pages.values, slots, **scales)
-        else:
-            assert self._spec.rope is not None
-            rope_and_write_kv(
-                q,
-                k,
-                v,
-                pages.keys,
-                pages.values,
-                slots,
-                positions,
-                self._table,
-                interleaved=self._spec.rope.interleaved,
-                **scales,
-            )
+        q = self._stored(x, positions, slots, pages)
         if queries.rows is not None:
             q = torch.index_select(q, 0, queries.rows)
         attended = paged_attention(
@@ -100,6 +90,48 @@ class AttentionLayer:
             self._spec.scale,
             window=self._spec.window,
             softcap=self._spec.softcap,
-            **scales,
+            key_scales=pages.key_scales,
+            value_scales=pages.value_scales,
         )
-        return self._output(attended.flatten(1))
+        return self._output(attended.flatten(1), residual)
+
+    def _stored(self, x: LinearInput, positions: Tensor, slots: Tensor, pages: KVPages) -> Tensor:
+        """The queries [T, local heads, head_dim], once the tokens' keys and values are in the cache."""
+        plain, rope = self._qkv.plain, self._spec.rope
+        if self._takes_one_launch and plain and pages.key_scales is None and are_few_on_gpu(x):
+            assert rope is not None
+            assert self._table is not None
+            return qkv_linear(
+                x,
+                *plain,
+                self._num_heads[0],
+                pages.keys,
+                pages.values,
+                slots,
+                positions,
+                self._table,
+                interleaved=rope.interleaved,
+                norms=self._head_norms,
+            )
+        heads = self._qkv(x).view(len(positions), -1, self._spec.head_dim)
+        q, k, v = torch.split(heads, self._num_heads, dim=1)
+        if self._q_norm is not None and self._k_norm is not None:
+            q, k = self._q_norm(q), self._k_norm(k)
+        scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
+        if self._table is None:
+            write_kv(k, v, pages.keys, pages.values, slots, **scales)
+        else:
+            assert rope is not None
+            rope_and_write_kv(
+                q,
+                k,
+                v,
+                pages.keys,
+                pages.values,
+                slots,
+                positions,
+                self._table,
+                interleaved=rope.interleaved,
+                **scales,
+            )
+        return q

@@ -8,7 +8,8 @@ from shardline.models.spec import Dense
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear, GatedColumnLinear
 from shardline.runtime.ops.activation import ActivationName, activation
-from shardline.runtime.ops.quantize_rows import LinearInput
+from shardline.runtime.ops.few_rows import AddedRows
+from shardline.runtime.ops.linear_input import InputForm, LinearInput
 
 
 class DenseFeedForward:
@@ -24,12 +25,17 @@ class DenseFeedForward:
         self._down = ClosingLinear(context, f"{name}.down", widths, spec.bias)
 
     @property
-    def takes_quantized(self) -> bool:
-        """Whether x may be `QuantizedRows`."""
-        return self._inner.takes_quantized
+    def takes(self) -> InputForm:
+        """What x may be besides a tensor."""
+        return self._inner.takes
 
-    def __call__(self, x: LinearInput) -> Tensor:
-        return self._down(self._inner(x))
+    def __call__(self, x: LinearInput, residual: Tensor | None = None) -> Tensor | AddedRows:
+        """`residual`: see ClosingLinear."""
+        return self._down(self._inner(x), residual)
+
+    def alone(self, x: LinearInput) -> Tensor:
+        """The block's output only."""
+        return self._down.alone(self._inner(x))
 
     def local(self, x: LinearInput) -> Tensor:
         """This rank's columns of the output, [T, local hidden]; exact numerics only."""
@@ -41,7 +47,7 @@ class _ActivatedLinear:
 
     def __init__(self, up: ColumnLinear, activation: ActivationName) -> None:
         self._up, self._activation = up, activation
-        self.takes_quantized = up.takes_quantized
+        self.takes = up.takes
 
     def __call__(self, x: LinearInput) -> Tensor:
         return activation(self._up(x), self._activation)

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.ops.activation import ActivationName
-from shardline.runtime.ops.quantize_rows import LinearInput
+from shardline.runtime.ops.few_rows import AddedRows, add_linear, are_few_on_gpu
+from shardline.runtime.ops.linear import PackedWeight
+from shardline.runtime.ops.linear_input import InputForm, LinearInput
+from shardline.runtime.quantization.none import PlainLinear
 
 
 class ColumnLinear:
@@ -30,9 +33,14 @@ class ColumnLinear:
         self._bias = torch.cat([context.load(f"{name}.bias") for name in names]) if bias else None
 
     @property
-    def takes_quantized(self) -> bool:
-        """Whether x may be `QuantizedRows`."""
-        return self._linear.takes_quantized
+    def takes(self) -> InputForm:
+        """What x may be besides a tensor."""
+        return self._linear.takes
+
+    @property
+    def plain(self) -> tuple[PackedWeight, Tensor | None] | None:
+        """Weight and bias, if the weight is in the activations' dtype."""
+        return (self._linear.weight, self._bias) if isinstance(self._linear, PlainLinear) else None
 
     def __call__(self, x: LinearInput, out_dtype: torch.dtype | None = None) -> Tensor:
         return self._linear(x, self._bias, out_dtype=out_dtype)
@@ -47,9 +55,9 @@ class GatedColumnLinear:
         self._bias = torch.cat([context.load(f"{name}.bias") for name in (gate, up)]) if bias else None
 
     @property
-    def takes_quantized(self) -> bool:
-        """Whether x may be `QuantizedRows`."""
-        return self._linear.takes_quantized
+    def takes(self) -> InputForm:
+        """What x may be besides a tensor."""
+        return self._linear.takes
 
     def __call__(self, x: LinearInput) -> Tensor:
         return self._linear(x, self._bias, self._activation)
@@ -66,7 +74,15 @@ class ClosingLinear:
         self._bias = context.load(f"{name}.bias") if bias else None
         self._output_widths = tuple(span.size for span in context.spans(f"{name}.weight")) if self._exact else ()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor | AddedRows:
+        """`residual`: rows [M, out] that are added next, and are so here, where one launch can do both."""
+        linear = self._linear
+        if residual is None or self._group.size > 1 or not isinstance(linear, PlainLinear) or not are_few_on_gpu(x):
+            return self.alone(x)
+        return add_linear(x, linear.weight, self._bias, residual)
+
+    def alone(self, x: Tensor) -> Tensor:
+        """The product only."""
         if self._exact:
             return self._group.all_gather_columns(self.local(x), self._output_widths)
         total = self._group.all_reduce_sum(self._linear(x, out_dtype=torch.float32))
@@ -77,5 +93,7 @@ class ClosingLinear:
     def local(self, x: Tensor) -> Tensor:
         """This rank's columns of the output; exact numerics only."""
         assert self._exact, "fast numerics split the input"
-        gather = self._group.all_gather_quantized if self._linear.takes_quantized else self._group.all_gather_columns
+        gather = (
+            self._group.all_gather_quantized if self._linear.takes == "quantized" else self._group.all_gather_columns
+        )
         return self._linear(gather(x, self._input_widths), self._bias)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.layers.context import LayerContext
-from shardline.runtime.ops.quantize_rows import LinearInput
+from shardline.runtime.ops.linear_input import InputForm, LinearInput
 from shardline.runtime.ops.softcap import softcap_
 from shardline.runtime.quantization.none import PlainLinear
 
@@ -31,9 +31,9 @@ class LMHead:
         return self._linear.weight.rows if isinstance(self._linear, PlainLinear) else None
 
     @property
-    def takes_quantized(self) -> bool:
-        """Whether the hidden states may be `QuantizedRows`."""
-        return self._linear.takes_quantized
+    def takes(self) -> InputForm:
+        """What the hidden states may be besides a tensor."""
+        return "quantized" if self._linear.takes == "quantized" else "tensor"
 
     def __call__(self, hidden: LinearInput) -> Tensor:
         logits = self._linear(hidden, self._bias, out_dtype=torch.float32)

@@ -17,10 +17,11 @@ from shardline.runtime.layers.context import LayerContext
 from shardline.runtime.layers.kv_pages import CachePart
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import InputNorm, NormLayer
+from shardline.runtime.ops.few_rows import AddedRows
 from shardline.runtime.ops.kv_cache import write_latent
 from shardline.runtime.ops.linear_heads import PackedHeads, linear_heads, pack_heads
+from shardline.runtime.ops.linear_input import InputForm, LinearInput
 from shardline.runtime.ops.mla_attention import mla_attention
-from shardline.runtime.ops.quantize_rows import LinearInput
 from shardline.runtime.ops.rope import apply_rope
 from shardline.runtime.step import Queries
 
@@ -48,7 +49,7 @@ class LatentAttentionLayer:
         self._q = ColumnLinear(context, [q], False)
         self._q_norm: InputNorm | None = None
         if spec.q_norm is not None:
-            self._q_norm = InputNorm(context, f"{name}.q_norm", spec.q_norm, quantized=self._q.takes_quantized)
+            self._q_norm = InputNorm(context, f"{name}.q_norm", spec.q_norm, takes=self._q.takes)
         self._kv_norm = NormLayer(context, f"{name}.kv_norm", spec.kv_norm)
         self._key_up, self._value_up = self._absorb(context, f"{name}.kv_up")
         num_heads = [span.size // spec.query_head_dim for span in context.spans(f"{q}.weight")]
@@ -57,9 +58,10 @@ class LatentAttentionLayer:
         self._cache: Tensor | None = None
 
     @property
-    def takes_quantized(self) -> bool:
-        """Whether x may be `QuantizedRows`."""
-        return self._down.takes_quantized and (self._q_norm is not None or self._q.takes_quantized)
+    def takes(self) -> InputForm:
+        """What x may be besides a tensor."""
+        is_read_twice = self._q_norm is None
+        return "tensor" if is_read_twice and self._q.takes != self._down.takes else self._down.takes
 
     def cache_parts(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[CachePart, ...]:
         """The tensors that `bind_cache` takes."""
@@ -69,7 +71,10 @@ class LatentAttentionLayer:
         """Give the layer its pages."""
         self._cache = cache
 
-    def __call__(self, x: LinearInput, positions: Tensor, slots: Tensor, queries: Queries) -> Tensor:
+    def __call__(
+        self, x: LinearInput, positions: Tensor, slots: Tensor, queries: Queries, residual: Tensor | None = None
+    ) -> Tensor | AddedRows:
+        """`residual`: see ClosingLinear."""
         assert self._cache is not None
         spec = self._spec
         down = self._group.all_gather_columns(self._down(x), self._down_widths)
@@ -91,7 +96,7 @@ class LatentAttentionLayer:
             queries.context_lens,
             spec.scale,
         )
-        return self._output(linear_heads(attended, self._value_up).flatten(1))
+        return self._output(linear_heads(attended, self._value_up).flatten(1), residual)
 
     def _absorb(self, context: LayerContext, name: str) -> tuple[PackedHeads, PackedHeads]:
         """kv_up in its two parts: [heads, kv_lora_rank, nope] for queries, [heads, value, kv_lora_rank] for outputs."""

@@ -22,7 +22,7 @@ from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.ops.expert_exchange import combine_slots, count_exchanged, expert_slots, pack_dispatch
 from shardline.runtime.ops.experts import ExpertWeights, expert_down, expert_up
 from shardline.runtime.ops.linear import linear, pack_weight
-from shardline.runtime.ops.quantize_rows import LinearInput
+from shardline.runtime.ops.linear_input import InputForm, LinearInput
 from shardline.runtime.ops.routing import route_experts
 
 
@@ -97,7 +97,7 @@ class Experts:
 class MoEFeedForward:
     """x [T, hidden] -> [T, hidden], whole on every rank before and after."""
 
-    takes_quantized = False
+    takes: InputForm = "tensor"
     """The router reads x as it is."""
 
     def __init__(self, context: LayerContext, index: int, spec: MoE) -> None:
@@ -146,7 +146,7 @@ class MoEFeedForward:
         own_counts = counts[first : first + self._group.size]
         start = sum(own_counts[: self._group.rank])
         own = slice(start, start + own_counts[self._group.rank])
-        shared = self._shared(x)[own] if self._shared is not None else None
+        shared = self._shared.alone(x)[own] if self._shared is not None else None
         routed = self._router(x[own])
         ids = group.all_gather_rows(routed.ids, counts)
         exchanged = count_exchanged(ids, token_bounds, self._expert_bounds)
@@ -171,7 +171,7 @@ class MoEFeedForward:
         )
         total = self._group.all_reduce_sum(local)
         if self._shared is not None:
-            shared = self._shared(x).float()
+            shared = self._shared.alone(x).float()
             total += shared if routed.shared_scale is None else shared * routed.shared_scale[:, None]
         return total.to(x.dtype)
 

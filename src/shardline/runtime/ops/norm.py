@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.ops.dispatch import kernels
-from shardline.runtime.ops.quantize_rows import LinearInput, QuantizedRows, quantized_empty
+from shardline.runtime.ops.quantize_rows import QuantizedRows, quantized_empty
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
@@ -33,7 +33,7 @@ def add_rms_norm(
     *,
     weight_offset: float = 0.0,
     quantized: bool = False,
-) -> tuple[LinearInput, Tensor]:
+) -> tuple[Tensor | QuantizedRows, Tensor]:
     """(rms_norm(s), s) for s = x + residual, or x without one; all [M, H].
 
     `quantized`: the norm as `quantize_rows` would give it, with the same bits, but never written itself.
@@ -59,14 +59,14 @@ def add_layer_norm(
     eps: float,
     *,
     quantized: bool = False,
-) -> tuple[LinearInput, Tensor]:
+) -> tuple[Tensor | QuantizedRows, Tensor]:
     """(layer_norm(s), s), as `add_rms_norm`."""
     out, summed = _normed_empty(x, quantized), _sum_empty(x, residual)
     kernels(x).layer_norm(x, weight, bias, _parts(out), eps, residual, summed)
     return out, x if summed is None else summed
 
 
-def _normed_empty(x: Tensor, quantized: bool) -> LinearInput:
+def _normed_empty(x: Tensor, quantized: bool) -> Tensor | QuantizedRows:
     return quantized_empty(x) if quantized else kernels(x).activation_empty(x.dtype, *x.shape)
 
 
@@ -74,7 +74,7 @@ def _sum_empty(x: Tensor, residual: Tensor | None) -> Tensor | None:
     return None if residual is None else kernels(x).activation_empty(x.dtype, *x.shape)
 
 
-def _parts(out: LinearInput) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+def _parts(out: Tensor | QuantizedRows) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     return out[:3] if isinstance(out, QuantizedRows) else out
 
 

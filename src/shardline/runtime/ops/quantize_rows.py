@@ -30,10 +30,6 @@ class QuantizedRows(NamedTuple):
     """Of x."""
 
 
-LinearInput = Tensor | QuantizedRows
-"""Rows of activations, as a product with quantized weights takes them or before that."""
-
-
 def quantized_empty(x: Tensor, in_features: int | None = None) -> QuantizedRows:
     """Room for the rows of x [M, K], where it lies, or for as many of `in_features`."""
     rows, in_features = x.shape[0], in_features or x.shape[1]
@@ -50,11 +46,6 @@ def quantize_rows(x: Tensor) -> QuantizedRows:
     rows = quantized_empty(x)
     kernels(x).quantize_rows(x, rows.values, rows.scales, rows.sums)
     return rows
-
-
-def as_quantized(x: LinearInput) -> QuantizedRows:
-    """x, quantized unless it is."""
-    return x if isinstance(x, QuantizedRows) else quantize_rows(x)
 
 
 def quantize_rows_reference(x: Tensor) -> QuantizedRows:

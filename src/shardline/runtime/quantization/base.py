@@ -17,7 +17,7 @@ from shardline.models.weight_formats import scheme_of
 from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.grouped_weight import GroupedWeight
-from shardline.runtime.ops.quantize_rows import LinearInput
+from shardline.runtime.ops.linear_input import InputForm, LinearInput
 
 
 class PackedLinear(Protocol):
@@ -28,8 +28,8 @@ class PackedLinear(Protocol):
         """Bytes held."""
 
     @property
-    def takes_quantized(self) -> bool:
-        """Whether x may be `QuantizedRows`, with the bits of what they were made from."""
+    def takes(self) -> InputForm:
+        """What x may be besides a tensor."""
 
     def __call__(self, x: LinearInput, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, in_features] times the transpose, plus bias: [M, out_features] of `out_dtype` (default: x's).
@@ -53,7 +53,7 @@ class PackedGatedLinear(Protocol):
         """Bytes held."""
 
     @property
-    def takes_quantized(self) -> bool:
+    def takes(self) -> InputForm:
         """See `PackedLinear`."""
 
     def __call__(self, x: LinearInput, bias: Tensor | None, activation: ActivationName) -> Tensor:
@@ -81,12 +81,6 @@ class Quantization(Protocol):
 
     def pack_lm_head(self, weight: Tensor) -> PackedLMHead:
         """The output embedding [vocab, hidden_size], which some schemes hold more precisely."""
-
-
-def unquantized(x: LinearInput) -> Tensor:
-    """x, for a weight that takes nothing else."""
-    assert isinstance(x, Tensor)
-    return x
 
 
 def quantization(name: str | None) -> Quantization:

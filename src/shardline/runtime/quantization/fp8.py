@@ -11,17 +11,16 @@ from torch import Tensor
 from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.linear_fp8 import Fp8Weight, linear_fp8, pack_fp8
-from shardline.runtime.ops.quantize_rows import LinearInput
+from shardline.runtime.ops.linear_input import InputForm, LinearInput, as_tensor
 from shardline.runtime.ops.storage import stacked_rows
 from shardline.runtime.quantization import int8
-from shardline.runtime.quantization.base import unquantized
 
 
 @dataclass(frozen=True)
 class Fp8Linear:
     """See `base.PackedLinear`."""
 
-    takes_quantized: ClassVar[bool] = False
+    takes: ClassVar[InputForm] = "tensor"
     weight: Fp8Weight
 
     @property
@@ -30,7 +29,7 @@ class Fp8Linear:
         return self.weight.nbytes
 
     def __call__(self, x: LinearInput, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
-        return linear_fp8(unquantized(x), self.weight, bias, out_dtype=out_dtype)
+        return linear_fp8(as_tensor(x), self.weight, bias, out_dtype=out_dtype)
 
 
 def pack(*parts: Tensor) -> Fp8Linear:
@@ -42,7 +41,7 @@ def pack(*parts: Tensor) -> Fp8Linear:
 class Fp8GatedLinear:
     """See `base.PackedGatedLinear`."""
 
-    takes_quantized: ClassVar[bool] = False
+    takes: ClassVar[InputForm] = "tensor"
     both: Fp8Linear
 
     @property
@@ -51,7 +50,7 @@ class Fp8GatedLinear:
         return self.both.nbytes
 
     def __call__(self, x: LinearInput, bias: Tensor | None, activation: ActivationName) -> Tensor:
-        return linear_fp8(unquantized(x), self.both.weight, bias, gate=activation)
+        return linear_fp8(as_tensor(x), self.both.weight, bias, gate=activation)
 
 
 def pack_gated(gate: Tensor, up: Tensor) -> Fp8GatedLinear:

@@ -11,8 +11,8 @@ from torch import Tensor
 from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.gated_linear import gated_linear_int4, pack_gate_up_int4
+from shardline.runtime.ops.linear_input import InputForm, LinearInput, as_quantized
 from shardline.runtime.ops.linear_int4 import Int4Weight, int4_empty, linear_int4, pack_int4
-from shardline.runtime.ops.quantize_rows import LinearInput, as_quantized
 from shardline.runtime.quantization import int8
 
 
@@ -20,7 +20,7 @@ from shardline.runtime.quantization import int8
 class Int4Linear:
     """See `base.PackedLinear`."""
 
-    takes_quantized: ClassVar[bool] = True
+    takes: ClassVar[InputForm] = "quantized"
     weight: Int4Weight
 
     @property
@@ -36,7 +36,7 @@ class Int4Linear:
 class Int4GatedLinear:
     """See `base.PackedGatedLinear`."""
 
-    takes_quantized: ClassVar[bool] = True
+    takes: ClassVar[InputForm] = "quantized"
     weight: Int4Weight
     width: int
 

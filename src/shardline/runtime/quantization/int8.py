@@ -12,15 +12,15 @@ from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.gated_linear import gated_linear_int8, pack_gate_up_int8
 from shardline.runtime.ops.linear_argmax import linear_int8_argmax
+from shardline.runtime.ops.linear_input import InputForm, LinearInput, as_quantized
 from shardline.runtime.ops.linear_int8 import Int8Weight, int8_empty, linear_int8, pack_int8
-from shardline.runtime.ops.quantize_rows import LinearInput, as_quantized
 
 
 @dataclass(frozen=True)
 class Int8Linear:
     """See `base.PackedLinear`."""
 
-    takes_quantized: ClassVar[bool] = True
+    takes: ClassVar[InputForm] = "quantized"
     weight: Int8Weight
 
     @property
@@ -40,7 +40,7 @@ class Int8Linear:
 class Int8GatedLinear:
     """See `base.PackedGatedLinear`."""
 
-    takes_quantized: ClassVar[bool] = True
+    takes: ClassVar[InputForm] = "quantized"
     weight: Int8Weight
     width: int
 

@@ -12,19 +12,19 @@ from shardline import _cpu
 from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.ops.experts import ExpertWeights
+from shardline.runtime.ops.few_rows import unnormed_linear
 from shardline.runtime.ops.gated_linear import gated_linear, pack_gate_up
 from shardline.runtime.ops.linear import PackedWeight, linear, pack_weight, panel_shape
 from shardline.runtime.ops.linear_argmax import linear_argmax
-from shardline.runtime.ops.quantize_rows import LinearInput
+from shardline.runtime.ops.linear_input import InputForm, LinearInput, UnnormedRows, as_tensor
 from shardline.runtime.ops.storage import streamed_empty
-from shardline.runtime.quantization.base import unquantized
 
 
 @dataclass(frozen=True)
 class PlainLinear:
     """See `base.PackedLinear`."""
 
-    takes_quantized: ClassVar[bool] = False
+    takes: ClassVar[InputForm] = "unnormed"
     weight: PackedWeight
 
     @property
@@ -33,18 +33,20 @@ class PlainLinear:
         return self.weight.panels.nbytes
 
     def __call__(self, x: LinearInput, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
-        return linear(unquantized(x), self.weight, bias, out_dtype=out_dtype)
+        if isinstance(x, UnnormedRows):
+            return unnormed_linear(x, self.weight, bias, out_dtype=out_dtype)
+        return linear(as_tensor(x), self.weight, bias, out_dtype=out_dtype)
 
     def argmax(self, x: LinearInput, bias: Tensor | None = None) -> Tensor:
         """See `base.PackedLMHead`."""
-        return linear_argmax(unquantized(x), self.weight, bias)
+        return linear_argmax(as_tensor(x), self.weight, bias)
 
 
 @dataclass(frozen=True)
 class PlainGatedLinear:
     """See `base.PackedGatedLinear`."""
 
-    takes_quantized: ClassVar[bool] = False
+    takes: ClassVar[InputForm] = "unnormed"
     weight: PackedWeight
     width: int
 
@@ -54,7 +56,9 @@ class PlainGatedLinear:
         return self.weight.panels.nbytes
 
     def __call__(self, x: LinearInput, bias: Tensor | None, activation: ActivationName) -> Tensor:
-        return gated_linear(unquantized(x), self.weight, self.width, bias, activation)
+        if isinstance(x, UnnormedRows):
+            return unnormed_linear(x, self.weight, bias, gate=activation)
+        return gated_linear(as_tensor(x), self.weight, self.width, bias, activation)
 
 
 def pack(*parts: Tensor) -> PlainLinear:

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from shardline.runtime.ops.activation import ActivationName, gated_activation
 from shardline.runtime.ops.grouped_weight import GroupedWeight, stacked_weights
+from shardline.runtime.ops.linear_input import InputForm, LinearInput, as_tensor
 from shardline.runtime.ops.linear_w4a16 import W4A16Weight, linear_w4a16, pack_w4a16
-from shardline.runtime.ops.quantize_rows import LinearInput
 from shardline.runtime.quantization import none
-from shardline.runtime.quantization.base import PackedGatedLinear, PackedLinear, unquantized
+from shardline.runtime.quantization.base import PackedGatedLinear, PackedLinear
 
 
 @dataclass(frozen=True)
 class W4A16Linear:
     """See `base.PackedLinear`."""
 
-    takes_quantized: ClassVar[bool] = False
+    takes: ClassVar[InputForm] = "tensor"
     weight: W4A16Weight
 
     @property
@@ -29,14 +29,14 @@ class W4A16Linear:
         return self.weight.nbytes
 
     def __call__(self, x: LinearInput, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
-        return linear_w4a16(unquantized(x), self.weight, bias, out_dtype=out_dtype)
+        return linear_w4a16(as_tensor(x), self.weight, bias, out_dtype=out_dtype)
 
 
 @dataclass(frozen=True)
 class W4A16GatedLinear:
     """See `base.PackedGatedLinear`."""
 
-    takes_quantized: ClassVar[bool] = False
+    takes: ClassVar[InputForm] = "tensor"
     both: W4A16Linear
 
     @property

@@ -12,11 +12,20 @@ from shardline.runtime.ops.triton.attention import mla_attention, paged_attentio
 from shardline.runtime.ops.triton.expert_exchange import combine_slots, expert_slots, pack_dispatch
 from shardline.runtime.ops.triton.experts import expert_down, expert_up
 from shardline.runtime.ops.triton.kv_cache import write_kv, write_latent
-from shardline.runtime.ops.triton.linear import linear, linear_fp8, linear_heads, linear_int4, linear_int8
+from shardline.runtime.ops.triton.linear import (
+    add_linear,
+    linear,
+    linear_fp8,
+    linear_heads,
+    linear_int4,
+    linear_int8,
+    runs_of_row,
+)
 from shardline.runtime.ops.triton.linear_w4a16 import linear_w4a16
 from shardline.runtime.ops.triton.logprobs import logprobs
 from shardline.runtime.ops.triton.norm import layer_norm, rms_norm
 from shardline.runtime.ops.triton.penalties import penalize
+from shardline.runtime.ops.triton.qkv_linear import qkv_linear
 from shardline.runtime.ops.triton.quantize import quantize_rows, quantize_rows_fp8
 from shardline.runtime.ops.triton.rope import apply_rope, rope_and_write_kv
 from shardline.runtime.ops.triton.routing import route_experts
@@ -28,6 +37,7 @@ __all__ = [
     "activation",
     "activation_empty",
     "add",
+    "add_linear",
     "apply_rope",
     "combine_slots",
     "expert_down",
@@ -46,11 +56,13 @@ __all__ = [
     "pack_dispatch",
     "paged_attention",
     "penalize",
+    "qkv_linear",
     "quantize_rows",
     "quantize_rows_fp8",
     "rms_norm",
     "rope_and_write_kv",
     "route_experts",
+    "runs_of_row",
     "sample",
     "softcap",
     "write_kv",

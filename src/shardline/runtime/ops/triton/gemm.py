@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardline.runtime.ops.triton.activation import activate
 from shardline.runtime.ops.triton.launch import EXACT
+from shardline.runtime.ops.triton.norm import weighted
 
 _BLOCK_K = {1: 128, 2: 128, 4: 32}
 """Columns of K that a program loads at once, by bytes of an element; the same whatever M."""
@@ -41,6 +42,11 @@ def tile_for(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tile:
     if num_rows <= 256:
         return Tile(64, 64, 4, 4 + more) if num_columns <= 8192 else Tile(128, 64, 8, 4 + more)
     return Tile(128, 128, 8, 3 + more)
+
+
+def tile_of_pairs(dtype: torch.dtype) -> Tile:
+    """For few rows, of `pair_of_products`: two tiles of the weight lie beside one of x, twice on a multiprocessor."""
+    return Tile(64, 32, 4, 2 if dtype == torch.float32 else 3)
 
 
 def gemm_options(x: Tensor, weight: Tensor, tile: Tile) -> dict[str, Any]:
@@ -85,27 +91,50 @@ def gated_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_WHOLE_K: tl.constexpr,
+    inverse=None,
+    norm_ptr=None,
+    OFFSET: tl.constexpr = 0.0,
 ):
     """`product` plus bias, in fp32; with the name of an activation, `GATE`, of a weight that has the gate's rows first
     and then as many of what is gated: both rounded to `stored`, then all as `activation` does it.
     """
     weight_columns = num_columns if GATE is None else 2 * num_columns
-    total = product(
-        x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, row, row_inside, column, weight_columns, depth, x_stride,
-        BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
-    )  # fmt: skip
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)[None, :]
-    if GATE is not None:
-        gate = activate(total.to(stored).to(tl.float32), GATE).to(stored).to(tl.float32)
-        column += num_columns
+    if GATE is not None and norm_ptr is not None:
+        gate, total = pair_of_products(
+            x_ptr, weight_ptr, row, row_inside, column, column + num_columns, weight_columns, depth, x_stride,
+            BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K, inverse, norm_ptr, OFFSET,
+        )  # fmt: skip
+        gate = with_bias(gate, bias_ptr, column, num_columns)
+        total = with_bias(total, bias_ptr, column + num_columns, weight_columns)
+        total = _gated(gate, total, GATE, stored)
+    else:
         total = product(
             x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, row, row_inside, column, weight_columns, depth,
-            x_stride, BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
+            x_stride, BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K, inverse, norm_ptr, OFFSET,
         )  # fmt: skip
-        if bias_ptr is not None:
-            total += tl.load(bias_ptr + column, mask=column < weight_columns, other=0.0).to(tl.float32)[None, :]
-        total = gate * total.to(stored).to(tl.float32)
+        total = with_bias(total, bias_ptr, column, num_columns)
+        if GATE is not None:  # one after the other: tiles of many rows have no room for both
+            gate = total
+            column += num_columns
+            total = product(
+                x_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, row, row_inside, column, weight_columns, depth,
+                x_stride, BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
+            )  # fmt: skip
+            total = _gated(gate, with_bias(total, bias_ptr, column, weight_columns), GATE, stored)
+    return total
+
+
+@triton.jit
+def _gated(gate, total, GATE: tl.constexpr, stored: tl.constexpr):
+    """act(gate) * total, both rounded before, and the activation too, in fp32."""
+    return activate(gate.to(stored).to(tl.float32), GATE).to(stored).to(tl.float32) * total.to(stored).to(tl.float32)
+
+
+@triton.jit
+def with_bias(total, bias_ptr, column, num_columns):
+    """A product plus the bias of its columns, if there is one, in fp32."""
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)[None, :]
     return total
 
 
@@ -125,11 +154,15 @@ def product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_WHOLE_K: tl.constexpr,
+    inverse=None,
+    norm_ptr=None,
+    OFFSET: tl.constexpr = 0.0,
 ):
     """fp32 [BLOCK_M, BLOCK_N]: rows `row` of x times columns `column` of a weight, by the type of its elements.
 
     fp32, bf16 [N, K]; fp8, int8 [N, K] with scales [N] and scales of rows; uint8 is int4, as `ops.linear_int4` packs it
-    for GPUs, with the same scales.
+    for GPUs, with the same scales. With the weight of an RMSNorm, fp32 and bf16 rows are multiplied by `inverse`
+    [BLOCK_M] and by it as `norm.weighted` says, and rounded, before they are summed.
     """
     if weight_ptr.dtype.element_ty == tl.uint8:
         total = _int4_chain(
@@ -139,7 +172,7 @@ def product(
     else:
         total = _chain(
             x_ptr, weight_ptr, row, row_inside, column, num_columns, depth, x_stride,
-            BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K,
+            BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K, inverse, norm_ptr, OFFSET,
         )  # fmt: skip
     if row_scales_ptr is not None:
         scale = tl.load(row_scales_ptr + row, mask=row_inside, other=0.0)
@@ -162,29 +195,86 @@ def _chain(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_WHOLE_K: tl.constexpr,
+    inverse,
+    norm_ptr,
+    OFFSET: tl.constexpr,
 ):
     """The sums over K: int32 of bytes, fp32 of anything else."""
-    element: tl.constexpr = weight_ptr.dtype.element_ty
     k = tl.arange(0, BLOCK_K)
     inside, column_inside = row_inside[:, None], column[None, :] < num_columns
     x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
     weight_tile = weight_ptr + column.to(tl.int64)[None, :] * depth + k[:, None]
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32 if element == tl.int8 else tl.float32)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32 if weight_ptr.dtype.element_ty == tl.int8 else tl.float32)
     for begin in range(0, depth, BLOCK_K):
-        if IS_WHOLE_K:
-            x = tl.load(x_tile + begin, mask=inside, other=0.0)
-            weight = tl.load(weight_tile + begin, mask=column_inside, other=0.0)
-        else:
-            left = depth - begin
-            x = tl.load(x_tile + begin, mask=inside & (k[None, :] < left), other=0.0)
-            weight = tl.load(weight_tile + begin, mask=column_inside & (k[:, None] < left), other=0.0)
-        if element == tl.float8e4nv:
-            # Hopper's fp8 products are added with few bits: what they make of 128 elements is added in fp32.
-            total = tl.dot(x, weight, total, max_num_imprecise_acc=BLOCK_K)
-        elif element == tl.int8:
-            total = tl.dot(x, weight, total, out_dtype=tl.int32)
-        else:
-            total = tl.dot(x, weight, total, input_precision="ieee")
+        x = _rows(x_tile + begin, inside, begin + k, depth, IS_WHOLE_K, inverse, norm_ptr, OFFSET)
+        weight = _columns(weight_tile + begin, column_inside, begin + k, depth, IS_WHOLE_K)
+        total = _link(x, weight, total, BLOCK_K)
+    return total
+
+
+@triton.jit
+def pair_of_products(
+    x_ptr,
+    weight_ptr,
+    row,
+    row_inside,
+    first_column,
+    second_column,
+    num_columns,
+    depth,
+    x_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_WHOLE_K: tl.constexpr,
+    inverse,
+    norm_ptr,
+    OFFSET: tl.constexpr,
+):
+    """The `product`s of columns `first_column` and `second_column` of a weight in fp32 or bf16, with one look at x."""
+    k = tl.arange(0, BLOCK_K)
+    inside = row_inside[:, None]
+    x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+    first_tile = weight_ptr + first_column.to(tl.int64)[None, :] * depth + k[:, None]
+    second_tile = weight_ptr + second_column.to(tl.int64)[None, :] * depth + k[:, None]
+    first_inside, second_inside = first_column[None, :] < num_columns, second_column[None, :] < num_columns
+    first = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    second = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for begin in range(0, depth, BLOCK_K):
+        x = _rows(x_tile + begin, inside, begin + k, depth, IS_WHOLE_K, inverse, norm_ptr, OFFSET)
+        weight = _columns(first_tile + begin, first_inside, begin + k, depth, IS_WHOLE_K)
+        first = _link(x, weight, first, BLOCK_K)
+        weight = _columns(second_tile + begin, second_inside, begin + k, depth, IS_WHOLE_K)
+        second = _link(x, weight, second, BLOCK_K)
+    return first, second
+
+
+@triton.jit
+def _rows(x_tile, inside, k, depth, IS_WHOLE_K: tl.constexpr, inverse, norm_ptr, OFFSET: tl.constexpr):
+    """Columns k [BLOCK_K] of the rows of x, or of their norm: [BLOCK_M, BLOCK_K]."""
+    x = tl.load(x_tile, mask=inside if IS_WHOLE_K else inside & (k[None, :] < depth), other=0.0)
+    if norm_ptr is not None:
+        norm = tl.load(norm_ptr + k, mask=k < depth, other=0.0).to(tl.float32)
+        x = weighted(x.to(tl.float32) * inverse[:, None], norm[None, :], x.dtype, OFFSET).to(x.dtype)
+    return x
+
+
+@triton.jit
+def _columns(weight_tile, inside, k, depth, IS_WHOLE_K: tl.constexpr):
+    """Elements k [BLOCK_K] of columns of the weight: [BLOCK_K, BLOCK_N]."""
+    return tl.load(weight_tile, mask=inside if IS_WHOLE_K else inside & (k[:, None] < depth), other=0.0)
+
+
+@triton.jit
+def _link(x, weight, total, BLOCK_K: tl.constexpr):
+    """total + x @ weight."""
+    if weight.dtype == tl.float8e4nv:
+        # Hopper's fp8 products are added with few bits: what they make of 128 elements is added in fp32.
+        total = tl.dot(x, weight, total, max_num_imprecise_acc=BLOCK_K)
+    elif weight.dtype == tl.int8:
+        total = tl.dot(x, weight, total, out_dtype=tl.int32)
+    else:
+        total = tl.dot(x, weight, total, input_precision="ieee")
     return total
 
 

@@ -1,4 +1,8 @@
-"""RMSNorm and LayerNorm on the GPU: one program a row, whole rows in registers."""
+"""RMSNorm and LayerNorm on the GPU: one program a row, whole rows in registers.
+
+The squares of an RMSNorm are added pair by pair of neighbours, then pairs of these sums, and so on: an order that no
+tile changes, so that a product whose epilogue has a run of a row can begin the sum, and another can end it.
+"""
 
 from __future__ import annotations
 
@@ -73,13 +77,35 @@ def _launch(
         width,
         values.shape[-1],
         eps,
-        weight_offset,
         IS_RMS=rms,
-        HAS_OFFSET=weight_offset != 0.0,
+        OFFSET=weight_offset,
         BLOCK=block,
         num_warps=warps_of_row(block),
         **EXACT,
     )
+
+
+@triton.jit
+def sums_of_pairs(x):
+    """[R, n] fp32, n a power of two -> [R]: neighbours are added, then neighbouring sums, until one is left."""
+    DEPTH: tl.constexpr = tl.constexpr(x.shape[1]).value.bit_length() - 1
+    for _ in tl.static_range(DEPTH):
+        x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
+    return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
+def inverse_rms(square_sum, width, eps):
+    """1 / sqrt(square_sum / width + eps) of every row, each operation rounded once."""
+    mean = tl.div_rn(square_sum, tl.zeros_like(square_sum) + width)
+    return tl.div_rn(tl.full(mean.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
+
+
+@triton.jit
+def weighted(normed, weight, stored: tl.constexpr, OFFSET: tl.constexpr):
+    """What an RMSNorm gives, in fp32: Llama rounds before it multiplies by the weight, Gemma multiplies by 1 + weight
+    in fp32."""
+    return normed * (weight + OFFSET) if OFFSET != 0.0 else normed.to(stored).to(tl.float32) * weight
 
 
 @triton.jit
@@ -98,9 +124,8 @@ def _norm_kernel(
     width,
     out_width,
     eps,
-    weight_offset,
     IS_RMS: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
+    OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -116,10 +141,8 @@ def _norm_kernel(
         x = rounded.to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     if IS_RMS:
-        mean_square = tl.div_rn(tl.sum(x * x, axis=0), width.to(tl.float32))
-        normed = x * tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))
-        # Llama rounds before it multiplies by the weight; Gemma multiplies by 1 + weight in fp32.
-        y = normed * (weight + weight_offset) if HAS_OFFSET else normed.to(stored).to(tl.float32) * weight
+        total = sums_of_pairs(tl.reshape(x * x, [1, BLOCK]))
+        y = weighted(x * inverse_rms(total, width, eps), weight, stored, OFFSET)
     else:
         mean = tl.div_rn(tl.sum(x, axis=0), width.to(tl.float32))
         centred = tl.where(inside, x - mean, 0.0)

@@ -1,0 +1,75 @@
+"""Have the products that a decode step fuses with norms, additions, rotation and KV writes the bits of separate ops?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardline.runtime.ops import few_rows, kv_cache, norm
+from shardline.runtime.ops.activation import gated_activation
+from shardline.runtime.ops.few_rows import AddedRows, HeadNorms
+from shardline.runtime.ops.linear import linear, linear_reference, pack_weight
+from shardline.runtime.ops.linear_input import UnnormedRows
+from shardline.runtime.ops.rope import rotary_table
+
+from .inputs import Inputs, relative_error
+
+
+class FewRowsChecks(Inputs):
+    """Every method is a check that returns its relative error."""
+
+    def added_and_normed(self) -> float:
+        """`add_linear`, then the norm of what it gives in a linear and in a gated one, against an op each."""
+        worst = 0.0
+        for rows, hidden, inner in (
+            [(3, 70, 40)] if self.small else [(1, 4096, 14336), (17, 896, 4864), (64, 2048, 8192)]
+        ):
+            added, summed = self._added(rows, inner, hidden)
+            unnormed = UnnormedRows(*added, self.randn(hidden), 1e-5, 0.0)
+            normed = norm.rms_norm(summed, unnormed.weight, 1e-5)
+            weight = self.randn(2 * inner, hidden)
+            packed = pack_weight(weight)
+            product = few_rows.unnormed_linear(unnormed, packed, None)
+            gated = few_rows.unnormed_linear(unnormed, packed, None, gate="silu")
+            expected = linear(normed, packed)
+            self._same(added.rows, summed, f"sums of {rows} rows")
+            self._same(product, expected, f"products of the norm of {rows} rows")
+            self._same(gated, gated_activation(expected, "silu"), f"gated products of the norm of {rows} rows")
+            worst = max(worst, relative_error(product, linear_reference(normed.cpu(), weight.cpu())))
+        return worst
+
+    def queries_keys_and_values(self) -> float:
+        """`qkv_linear` with and without norms of heads, against an op each."""
+        worst = 0.0
+        shapes = [(3, 70, 3, 2, 32)] if self.small else [(1, 4096, 32, 8, 128), (64, 896, 14, 2, 64)]
+        for rows, hidden, heads, kv_heads, dim in shapes:
+            added, summed = self._added(rows, 50, hidden)
+            unnormed = UnnormedRows(*added, self.randn(hidden), 1e-5, 0.0)
+            normed = norm.rms_norm(summed, unnormed.weight, 1e-5)
+            weight, bias = self.randn((heads + 2 * kv_heads) * dim, hidden), self.randn((heads + 2 * kv_heads) * dim)
+            packed = pack_weight(weight)
+            table = rotary_table(1e4 ** (-torch.arange(0, dim, 2) / dim), 4096).to(self.device)
+            positions = torch.randint(0, 4096, (rows,), generator=self.rng).to(self.device)
+            slots = torch.randperm(rows + 16, generator=self.rng)[:rows].to(self.device)
+            product = linear(normed, packed, bias)
+            worst = max(worst, relative_error(product, linear_reference(normed.cpu(), weight.cpu(), bias.cpu())))
+            for norms in (None, HeadNorms(self.randn(dim), self.randn(dim), 1e-5, 0.0)):
+                query, key, value = product.clone().view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
+                if norms is not None:
+                    query, key = norm.rms_norm(query, norms.query, 1e-5), norm.rms_norm(key, norms.key, 1e-5)
+                shape = (-(-(rows + 16) // 16), kv_heads, 16, dim)
+                expected = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)]
+                actual = [torch.zeros_like(cache) for cache in expected]
+                kv_cache.rope_and_write_kv(query, key, value, *expected, slots, positions, table, interleaved=False)
+                place = (heads, *actual, slots, positions, table)
+                queries = few_rows.qkv_linear(unnormed, packed, bias, *place, interleaved=False, norms=norms)
+                for name, ours, theirs in zip("qkv", (queries, *actual), (query, *expected), strict=True):
+                    self._same(ours, theirs, f"{name} of {rows} rows, norms: {norms is not None}")
+        return worst
+
+    def _added(self, rows: int, depth: int, width: int) -> tuple[AddedRows, Tensor]:
+        x, packed, residual = self.randn(rows, depth), pack_weight(self.randn(width, depth)), self.randn(rows, width)
+        return few_rows.add_linear(x, packed, None, residual), linear(x, packed) + residual
+
+    def _same(self, ours: Tensor, theirs: Tensor, what: str) -> None:
+        assert torch.equal(ours, theirs), f"{what}: one launch and several differ"
