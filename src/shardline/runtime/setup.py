@@ -22,7 +22,7 @@ from shardline.runtime.reserve import weight_reserve
 _CACHED_REQUESTS = 64
 """Requests of full length that the prefix cache may keep, however few may run at once."""
 
-NUMERICS_VERSION = 4
+NUMERICS_VERSION = 5
 """Changes whenever the same request may get other bits than before; part of the fingerprint."""
 
 

@@ -128,6 +128,13 @@ def few_rows(rows: int, hidden: int, inner: int, norm_heads: bool = False) -> No
     ops.add_linear(bf16(rows, inner), bf16(hidden, inner), None, residual, bf16(rows, hidden), sums)
 
 
+def gather_columns() -> None:
+    turns, peers, starts = int32(2), torch.zeros(4, dtype=torch.int64), int32(5)
+    ops.put_columns(bf16(64, 1024), bf16(2, 1 << 21), turns)
+    ops.collect_columns(peers, 1 << 21, None, 1024, bf16(64, 4096), turns)
+    ops.collect_columns(peers, 1 << 21, starts, 1100, bf16(64, 4096), turns)
+
+
 def sample(num_rows: int, vocab_size: int) -> None:
     floats, ints = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
     logits = torch.empty(num_rows, vocab_size)
@@ -242,6 +249,7 @@ CASES: dict[str, Callable[[], None]] = {
     "few_rows_m1": lambda: few_rows(1, 4096, 14336),
     "few_rows_m64": lambda: few_rows(64, 2048, 8192),
     "few_rows_normed_heads": lambda: few_rows(1, 4096, 12288, norm_heads=True),
+    "gather": gather_columns,
     "fp8_m1": lambda: linear_fp8(1, 6144, 4096),
     "fp8_m2048": lambda: linear_fp8(2048, 6144, 4096),
     "route": lambda: route(128, 8),

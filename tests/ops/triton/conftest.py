@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 from shardline import _cpu
 from shardline.runtime.ops import dispatch
@@ -91,6 +92,18 @@ def hardware_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def rng() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For ranks that are threads: the interpreter keeps the place of the running program in a global."""
+    lock, run = threading.Lock(), GridExecutor.__call__
+
+    def locked(self: GridExecutor, *args: object, **options: object) -> None:
+        with lock, np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            run(self, *args, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", locked)
 
 
 @pytest.fixture

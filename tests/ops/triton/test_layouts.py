@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -34,16 +32,7 @@ from .test_model import PROMPT, step_of
 STEPS = [(PROMPT[:10], 0), (PROMPT[10:], 10), ([40], 17), ([41], 18)]
 
 
-@pytest.fixture(autouse=True)
-def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch, gpu_kernels: None) -> None:
-    """The interpreter keeps the place of the running program in a global."""
-    lock, run = threading.Lock(), GridExecutor.__call__
-
-    def locked(self: GridExecutor, *args: object, **options: object) -> None:
-        with lock, np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            run(self, *args, **options)
-
-    monkeypatch.setattr(GridExecutor, "__call__", locked)
+pytestmark = pytest.mark.usefixtures("gpu_kernels", "one_kernel_at_a_time")
 
 
 def setup_of(model: Path, **layout: object) -> ReplicaSetup:

@@ -15,6 +15,7 @@ from shardline.config.topology import RankGrid
 from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.parallel.collectives import Collectives, StageLink
 from shardline.runtime.parallel.progress import ProgressLine
+from shardline.runtime.parallel.symmetric import SymmetricGather
 
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """The second name is the older one, of torch 2.11 and before."""
@@ -51,8 +52,16 @@ class DistributedCollectives(Collectives):
     gloo moves host memory: what lies on a GPU goes there and back, which is a test mode.
     """
 
-    def __init__(self, group: dist.ProcessGroup, backend: str, progress: ProgressLine) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        backend: str,
+        progress: ProgressLine,
+        symmetric: SymmetricGather | None = None,
+    ) -> None:
+        """`symmetric`: for the small gathers of GPUs that have it."""
         self._group = group
+        self._symmetric = symmetric
         self._is_on_host = backend == "gloo"
         self.is_capturable = backend == "nccl"
         self.rank = dist.get_rank(group)
@@ -60,6 +69,9 @@ class DistributedCollectives(Collectives):
         self._progress = progress
 
     def all_gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
+        if self._symmetric is not None and self._symmetric.takes(local, max(widths)):
+            with self._progress.waiting():
+                return self._symmetric.columns(local, widths)
         num_rows = local.shape[0]
         parts = self._gather_flat(local, [num_rows * width for width in widths])
         out = kernels(local).activation_empty(local.dtype, num_rows, sum(widths))
@@ -68,6 +80,9 @@ class DistributedCollectives(Collectives):
 
     def all_gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:
         width = local.shape[1]
+        if self._symmetric is not None and min(counts) == max(counts) and self._symmetric.takes(local, width):
+            with self._progress.waiting():
+                return self._symmetric.rows(local)
         parts = self._gather_flat(local, [count * width for count in counts])
         return torch.cat([part.view(count, width) for part, count in zip(parts, counts, strict=True)])
 

@@ -79,6 +79,7 @@ def join_distributed(
         join_world,
         rank_group,
     )
+    from shardline.runtime.parallel.symmetric import symmetric_gather
 
     grid = layout.grid
     place = grid.place(rank)
@@ -87,7 +88,9 @@ def join_distributed(
     places = [grid.place(other) for other in range(grid.world_size)]
 
     def group_of(peers_of: list[tuple[int, ...]]) -> Collectives:
-        return DistributedCollectives(rank_group(backend, peers_of, rank, timeout), backend, progress)
+        group = rank_group(backend, peers_of, rank, timeout)
+        symmetric = symmetric_gather(group, device, timeout) if backend == "nccl" else None
+        return DistributedCollectives(group, backend, progress, symmetric)
 
     tensor = group_of([other.tp_peers for other in places]) if grid.tensor > 1 else SingleRank()
     experts = group_of([other.ep_peers for other in places]) if grid.data > 1 else tensor

@@ -11,6 +11,7 @@ from shardline.runtime.ops.triton.add import add
 from shardline.runtime.ops.triton.attention import mla_attention, paged_attention
 from shardline.runtime.ops.triton.expert_exchange import combine_slots, expert_slots, pack_dispatch
 from shardline.runtime.ops.triton.experts import expert_down, expert_up
+from shardline.runtime.ops.triton.gather import collect_columns, put_columns
 from shardline.runtime.ops.triton.kv_cache import write_kv, write_latent
 from shardline.runtime.ops.triton.linear import (
     add_linear,
@@ -39,6 +40,7 @@ __all__ = [
     "add",
     "add_linear",
     "apply_rope",
+    "collect_columns",
     "combine_slots",
     "expert_down",
     "expert_slots",
@@ -56,6 +58,7 @@ __all__ = [
     "pack_dispatch",
     "paged_attention",
     "penalize",
+    "put_columns",
     "qkv_linear",
     "quantize_rows",
     "quantize_rows_fp8",

@@ -1,0 +1,125 @@
+"""Gathers over memory that ranks read from each other: the model of it here is host memory and threads."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardline.runtime.ops import triton as ops
+from shardline.runtime.parallel.groups import RankGroups
+from shardline.runtime.parallel.shared_memory import SharedCollectives
+from shardline.runtime.parallel.symmetric import SymmetricGather
+from shardline.runtime.worker import Worker
+
+from ...models.checkpoints import make_checkpoint
+from ..helpers import assert_same_bits
+from .test_layouts import STEPS, on_ranks, setup_of
+from .test_model import step_of
+
+pytestmark = pytest.mark.usefixtures("gpu_kernels", "one_kernel_at_a_time")
+
+
+class Handle:
+    """torch's, for ranks that are threads."""
+
+    def __init__(self, rank: int, buffers: list[Tensor], barrier: threading.Barrier) -> None:
+        self.rank, self._barrier = rank, barrier
+        self.buffer_ptrs = [buffer.data_ptr() for buffer in buffers]
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        self._barrier.wait(timeout_ms / 1000)
+
+
+def gathers_of(size: int, half_bytes: int) -> list[SymmetricGather]:
+    buffers = [torch.full((2, half_bytes), 255, dtype=torch.uint8) for _ in range(size)]
+    barrier = threading.Barrier(size)
+    return [SymmetricGather(buffers[rank], Handle(rank, buffers, barrier), 60.0) for rank in range(size)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_columns_and_rows_of_all_ranks_in_their_order(rng, dtype):
+    widths, calls = [(3, 1100, 7), (1, 1, 1), (40, 40, 40), (0, 5, 2)], 2
+    parts = [[torch.randint(-99, 99, (rows, sum(each)), generator=rng).to(dtype) for rows in (1, 6)] for each in widths]
+
+    def work(gather_of_rank: SymmetricGather, rank: int) -> list[Tensor]:
+        found = []
+        for each, wholes in zip(widths, parts, strict=True):
+            for whole in wholes * calls:
+                mine = whole.split(list(each), dim=1)[rank]  # strided
+                assert gather_of_rank.takes(mine, max(each))
+                found.append(gather_of_rank.columns(mine, each))
+                found.append(gather_of_rank.rows(whole + rank))
+        return found
+
+    gathers = gathers_of(3, 6 * 1110 * 4)
+    assert not gathers[0].takes(torch.empty(7, 1, dtype=torch.float32), 1110)
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(work, gathers, range(3)))
+    for answer in answers:
+        expected = iter(answer)
+        for wholes in parts:
+            for whole in wholes * calls:
+                assert torch.equal(next(expected), whole)
+                assert torch.equal(next(expected), torch.cat([whole + rank for rank in range(3)]))
+
+
+def exchanges(rank: int, buffers: list[Tensor], arrived: list[int], rounds: int) -> Iterator[None]:
+    """A rank's part in so many gathers; pauses wherever a rank may be slow."""
+    turns, peers = torch.zeros(2, dtype=torch.int32), torch.tensor([buffer.data_ptr() for buffer in buffers])
+    for turn in range(rounds):
+        ops.put_columns(torch.full((1, 2), 100.0 * turn + rank), buffers[rank], turns)
+        yield
+        arrived[rank] += 1
+        while min(arrived) <= turn:
+            yield
+        out = torch.empty(1, 2 * len(buffers))
+        ops.collect_columns(peers, 2, None, 2, out, turns)
+        assert out.tolist() == [[100.0 * turn + peer for peer in range(len(buffers)) for _ in range(2)]]
+        yield
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 4))
+def test_nobody_overwrites_what_a_slow_rank_still_reads(seed: int, size: int) -> None:
+    """In any order in which ranks get on: one barrier a gather is enough for two halves."""
+    order = random.Random(seed)
+    buffers, arrived = [torch.zeros(2, 2) for _ in range(size)], [0] * size
+    running = [exchanges(rank, buffers, arrived, 4) for rank in range(size)]
+    while running:
+        chosen = order.choice(running)
+        if next(chosen, running) is running:
+            running.remove(chosen)
+    assert arrived == [4] * size
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_ranks_that_gather_so_have_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str):
+    make_checkpoint(family, tmp_path, num_hidden_layers=2)
+
+    def logits(worker: Worker, groups: RankGroups) -> list[Tensor]:
+        stage, spans = worker.stage, worker.stage.lm_head.spans
+        local = [stage.forward(step, stage.embed(step)) for step in (step_of(*given) for given in STEPS)]
+        return [groups.tensor.all_gather_columns(part, [span.size for span in spans]) for part in local]
+
+    [expected] = on_ranks(setup_of(tmp_path), logits)
+    gathers, calls = gathers_of(3, 1 << 16), []
+
+    def columns(group: SharedCollectives, local: Tensor, widths: list[int]) -> Tensor:
+        calls.append(group.rank)
+        return gathers[group.rank].columns(local, widths)
+
+    monkeypatch.setattr(SharedCollectives, "all_gather_columns", columns)
+    monkeypatch.setattr(SharedCollectives, "all_gather_rows", lambda g, local, counts: gathers[g.rank].rows(local))
+    for answers in on_ranks(setup_of(tmp_path, tensor_parallel_size=3), logits):
+        for ours, theirs in zip(answers, expected, strict=True):
+            assert_same_bits(ours, theirs)
+    assert len(calls) > 3 * len(STEPS) * 2 * 4
