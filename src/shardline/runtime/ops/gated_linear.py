@@ -7,6 +7,8 @@ and the same 32 of up, and all is in fp32 until one rounding. On a GPU the bits 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -28,8 +30,7 @@ def pack_gate_up(gate: Tensor, up: Tensor) -> PackedWeight:
         return pack_weight(gate, up)
     columns = _gated_columns(len(gate))
     panels = streamed_empty(panel_shape(columns, gate.shape[1], gate.dtype), gate.dtype)
-    for half, part in enumerate((gate, up)):
-        _cpu.pack_weight(part, panels, half=half)
+    _pack_halves(_cpu.pack_weight, gate, up, panels)
     return PackedWeight(panels, gate.shape[1], columns)
 
 
@@ -39,8 +40,7 @@ def pack_gate_up_int8(gate: Tensor, up: Tensor) -> Int8Weight:
         return pack_int8(gate, up)
     columns = _gated_columns(len(gate))
     panels, scales = int8_empty(gate, out_features=columns)
-    for half, part in enumerate((gate, up)):
-        _cpu.pack_int8(part, panels, scales, half=half)
+    _pack_halves(_cpu.pack_int8, gate, up, panels, scales)
     return Int8Weight(panels, scales, gate.shape[1], columns)
 
 
@@ -50,9 +50,14 @@ def pack_gate_up_int4(gate: Tensor, up: Tensor) -> Int4Weight:
         return pack_int4(gate, up)
     columns = _gated_columns(len(gate))
     panels, scales = int4_empty(gate, out_features=columns)
-    for half, part in enumerate((gate, up)):
-        _cpu.pack_int4(part, panels, scales, half=half)
+    _pack_halves(_cpu.pack_int4, gate, up, panels, scales)
     return Int4Weight(panels, scales, gate.shape[1], columns)
+
+
+def _pack_halves(pack: Callable[..., None], gate: Tensor, up: Tensor, *into: Tensor) -> None:
+    """Into the first half of every panel the gate's columns, into the second those of up."""
+    for half, part in enumerate((gate, up)):
+        pack(part, *into, half=half)
 
 
 def _gated_columns(width: int) -> int:
