@@ -132,8 +132,10 @@ def test_a_gpu_keeps_keys_and_values_in_fp8(name: str, monkeypatch: pytest.Monke
     assert setup.kv_dtype == "float8_e4m3fn"
     assert setup.num_blocks == (8 << 20) // (8 * 8 * (32 + 4) * 2 * 16)  # a byte each, and a scale
     latents = str(make_checkpoint("deepseek_v2", tmp_path))
-    with pytest.raises(ValueError, match=f"kv_cache_dtype {name} is not supported for latent attention"):
-        resolve(EngineConfig.from_options(**options, model=latents))
+    setup = prepare(resolve(EngineConfig.from_options(**{**options, "kv_cache_memory": "1MiB"}, model=latents)))
+    assert setup.num_blocks == (1 << 20) // (4 * (24 + 2 * 8 + 4) * 16)  # what is rotated stays in bf16
+    with pytest.raises(ValueError, match="of latent attention needs a GPU"):
+        resolve(EngineConfig.from_options(model=latents, kv_cache_dtype="int8", device="cpu"))
 
 
 def test_a_gpu_keeps_the_bits_that_a_checkpoint_has_packed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -208,7 +208,11 @@ def test_kv_bytes(spec: DecoderSpec, tp_size: int, num_stages: int, block_size: 
         deepest = max(sum(per_layer.get(index, 0) for index in group.layers) for group in kv_groups(spec))
         assert kv_block_bytes(spec, place, stages, "float32", block_size) == block_size * deepest
         if any(isinstance(spec.layers[index].attention, MLA) for index in per_layer):
-            continue  # latents are never bytes
+            latents = sum(
+                a.kv_lora_rank + 2 * a.rope_head_dim + 4 for a in (spec.layers[i].attention for i in per_layer)
+            )
+            assert kv_bytes_per_token(spec, place, stages, "float8_e4m3fn", latents_shared=False) == latents
+            continue
         # A byte instead of four per element, and four more for the scale of each head's key and value.
         scales = sum(
             2 * 4 * size // (4 * 2 * spec.layers[index].attention.head_dim) for index, size in per_layer.items()

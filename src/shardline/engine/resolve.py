@@ -185,10 +185,8 @@ def _resolve_quantization(config: EngineConfig, parallel: ParallelConfig, packed
 def _check_kv_dtype(asked: str, spec: DecoderSpec, device: str) -> None:
     if asked == "auto":
         return
-    if any(isinstance(layer.attention, MLA) for layer in spec.layers):
-        raise ValueError(
-            f"kv_cache_dtype {asked} is not supported for latent attention, whose cache is small; use auto"
-        )
+    if device == "cpu" and any(isinstance(layer.attention, MLA) for layer in spec.layers):
+        raise ValueError(f"kv_cache_dtype {asked} of latent attention needs a GPU, and this is the CPU; use auto")
     if asked != "int8" and device == "cpu":
         raise ValueError(f"kv_cache_dtype {asked} needs a GPU, and this is the CPU; use int8")
 

@@ -202,7 +202,8 @@ def _multiplications_per_pair(attention: Attention) -> int:
 def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, latents_shared: bool) -> int:
     """Keys and values of one token in one layer on one rank, scales included."""
     if isinstance(attention, MLA):
-        assert DTYPE_BYTES[dtype] > 1, "refused by resolve"
+        if DTYPE_BYTES[dtype] == 1:  # on GPUs, which share nothing; what is rotated stays in bf16
+            return attention.kv_lora_rank + 2 * attention.rope_head_dim + 4
         parts = split_dim(attention.latent_dim, len(place.tp_peers) if latents_shared else 1)
         return parts[place.tp_rank if latents_shared else 0].size * DTYPE_BYTES[dtype]
     shares = split_heads(attention.num_heads, attention.num_kv_heads, len(place.tp_peers))

@@ -97,6 +97,15 @@ def mla(heads: int, num_tokens: int, num_seqs: int, **options: Any) -> None:
     ops.mla_attention(bf16(num_tokens, heads, 512), query[..., 128:], cache, tables, starts, lens, out, 0.1, **options)
 
 
+def mla_fp8(num_tokens: int, num_seqs: int) -> None:
+    """The same with latents in fp8, which are written too."""
+    query, out, down = bf16(num_tokens, 16, 192), bf16(num_tokens, 16, 512), bf16(num_tokens, 576)
+    cache = (fp8(4, 16, 512), bf16(4, 16, 64), torch.empty(4, 16))
+    ops.write_quantized_latent(down[:, :512], down[:, 512:], *cache, torch.zeros(num_tokens, dtype=torch.int64))
+    index = (int32(num_seqs, 128), int32(num_seqs + 1), int32(num_seqs))
+    ops.quantized_mla_attention(bf16(num_tokens, 16, 512), query[..., 128:], *cache, *index, out, 0.1)
+
+
 def write_latent() -> None:
     down = bf16(4, 576)
     ops.write_latent(down[:, :512], down[:, 512:], bf16(4, 16, 576), torch.zeros(4, dtype=torch.int64))
@@ -270,6 +279,8 @@ CASES: dict[str, Callable[[], None]] = {
     "attention_mla_decode": lambda: mla(128, 64, 64, spread_splits=False),
     "attention_mla_spread": lambda: mla(16, 1, 1),
     "attention_mla_prefill": lambda: mla(16, 2048, 4),
+    "attention_mla_fp8_decode": lambda: mla_fp8(64, 64),
+    "attention_mla_fp8_prefill": lambda: mla_fp8(2048, 4),
     "linear_odd_depth": lambda: linear(64, 896, 2056),
     "attention_decode": lambda: attention(32, 8, 128, 64, 64, spread_splits=False),
     "attention_decode_spread": lambda: attention(32, 8, 128, 1, 1),

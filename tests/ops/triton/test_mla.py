@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.ops import triton as ops
-from shardline.runtime.ops.kv_cache import write_latent_reference
+from shardline.runtime.ops.kv_cache import QuantizedLatents, write_latent_reference
 from shardline.runtime.ops.linear_heads import linear_heads_reference
 from shardline.runtime.ops.mla_attention import mla_attention_reference
 
@@ -75,6 +75,45 @@ def test_bfloat16(rng):
         # Weights meet the values in bf16, as in other flash kernels.
         assert (s.double() - e.double()).norm() < 5e-3 * e.double().norm()
         assert_same_bits(p, s)
+
+
+STORED = pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+
+
+def quantized_latents(blocks: int, latent: int, rope: int, stored: torch.dtype) -> QuantizedLatents:
+    """A cache in which nothing is written."""
+    values = torch.full((blocks, 16, latent), 77, dtype=torch.uint8).view(stored)
+    scales = torch.full((blocks, 16), torch.nan)
+    return QuantizedLatents(values, torch.full((blocks, 16, rope), torch.nan, dtype=torch.bfloat16), scales)
+
+
+@STORED
+def test_write_quantized_latent(rng, stored):
+    down, slots = randn(9, 5 + 20 + 6, rng=rng), torch.randperm(8 * 16, generator=rng)[:9]
+    slots[4] = -1
+    ours, theirs = (quantized_latents(8, 20, 6, stored) for _ in range(2))
+    ops.write_quantized_latent(down[:, 5:25], down[:, 25:], *ours, slots)
+    write_latent_reference(down[:, 5:25], down[:, 25:], theirs, slots)
+    for actual, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+
+
+@STORED
+@pytest.mark.parametrize(("heads", "latent", "rope"), [(4, 48, 16), (2, 300, 8), (1, 7, 4)])
+def test_quantized_latents_are_those_that_they_stand_for(rng, stored, heads, latent, rope):
+    sequence = random_sequence(rng, 560, torch.float32, heads=heads, latent=latent, rope=rope)
+    cache, positions = quantized_latents(36, latent, rope, stored), torch.arange(560)
+    table = 1 + torch.randperm(35, generator=rng).int()[None]
+    slots = table[0, positions // 16].long() * 16 + positions % 16
+    write_latent_reference(sequence.latent, sequence.rope, cache, slots)
+    for begin, end in [(0, 4), (500, 520), (559, 560)]:
+        index = (table, torch.tensor([0, end - begin]).int(), torch.tensor([end]).int())
+        queries = sequence.query_latent[begin:end], sequence.query_rope[begin:end]
+        outs = [torch.full_like(queries[0], torch.nan) for _ in range(2)]
+        for out, spread_splits in zip(outs, (False, True), strict=True):
+            ops.quantized_mla_attention(*queries, *cache, *index, out, 0.2, spread_splits=spread_splits)
+        assert_same_bits(*outs)
+        assert_close(outs[0], mla_attention_reference(*queries, cache, *index, 0.2), scale=2.0)
 
 
 def test_write_latent(rng):

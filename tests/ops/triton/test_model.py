@@ -14,11 +14,12 @@ from shardline.engine.resolve import resolve
 from shardline.models.sizes import weight_bytes
 from shardline.runtime.cuda_graphs import PaddedStep
 from shardline.runtime.device import DeviceCounters, Uploader
-from shardline.runtime.layers import attention
+from shardline.runtime.layers import attention, mla
 from shardline.runtime.ops import kv_cache
 from shardline.runtime.ops.attention import paged_attention_reference
-from shardline.runtime.ops.kv_cache import write_kv_reference
+from shardline.runtime.ops.kv_cache import write_kv_reference, write_latent_reference
 from shardline.runtime.ops.linear_fp8 import linear_fp8, linear_fp8_reference
+from shardline.runtime.ops.mla_attention import mla_attention_reference
 from shardline.runtime.parallel.groups import alone
 from shardline.runtime.quantization import fp8
 from shardline.runtime.quantization.w4a16 import W4A16Linear
@@ -139,14 +140,18 @@ def test_packed_weights_have_the_bits_of_dense_ones(tmp_path, gpu_kernels, famil
     assert worker.load().weight_bytes == expected
 
 
-def test_keys_and_values_in_fp8_are_the_oracles(tmp_path, monkeypatch, gpu_kernels):
-    make_checkpoint("mistral", tmp_path, num_hidden_layers=2)
+@pytest.mark.parametrize("family", ["mistral", "deepseek_v3"])
+def test_keys_and_values_in_fp8_are_the_oracles(tmp_path, monkeypatch, gpu_kernels, family):
+    make_checkpoint(family, tmp_path, num_hidden_layers=2)
     options: dict[str, object] = {"kv_cache_dtype": "fp8"}
     worker = load(tmp_path, options)
-    assert worker.stage.layers[0].attention._pages.keys.dtype == torch.float8_e4m3fn
+    cached = worker.stage.layers[0].attention
+    assert (cached._cache if family == "deepseek_v3" else cached._pages)[0].dtype == torch.float8_e4m3fn
     actual, plain = logits(worker, 4), logits(load(tmp_path, {}), 4)
     monkeypatch.setattr(attention, "paged_attention", paged_attention_reference)
     monkeypatch.setattr(kv_cache, "write_kv", write_kv_reference)
+    monkeypatch.setattr(mla, "mla_attention", mla_attention_reference)
+    monkeypatch.setattr(mla, "write_latent", write_latent_reference)
     expected = logits(load(tmp_path, options), 1)
     error = torch.cat([(a - e).norm(dim=1) / e.norm(dim=1) for a, e in zip(actual, expected, strict=True)])
     # An element about halfway between two of fp8's few values may go either way.

@@ -18,7 +18,7 @@ from shardline.runtime.layers.kv_pages import CachePart
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import InputNorm, NormLayer
 from shardline.runtime.ops.few_rows import AddedRows
-from shardline.runtime.ops.kv_cache import write_latent
+from shardline.runtime.ops.kv_cache import LatentCache, QuantizedLatents, write_latent
 from shardline.runtime.ops.linear_heads import PackedHeads, linear_heads, pack_heads
 from shardline.runtime.ops.linear_input import InputForm, LinearInput
 from shardline.runtime.ops.mla_attention import mla_attention
@@ -55,7 +55,7 @@ class LatentAttentionLayer:
         num_heads = [span.size // spec.query_head_dim for span in context.spans(f"{q}.weight")]
         self._output = ClosingLinear(context, f"{name}.o", [n * spec.value_head_dim for n in num_heads], spec.bias)
         self._table = tables.of(spec.rope)
-        self._cache: Tensor | None = None
+        self._cache: LatentCache | None = None
 
     @property
     def takes(self) -> InputForm:
@@ -65,11 +65,17 @@ class LatentAttentionLayer:
 
     def cache_parts(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[CachePart, ...]:
         """The tensors that `bind_cache` takes."""
-        return (CachePart((num_blocks, block_size, self._spec.latent_dim), dtype),)
+        if dtype.itemsize > 1:
+            return (CachePart((num_blocks, block_size, self._spec.latent_dim), dtype),)
+        return (
+            CachePart((num_blocks, block_size, self._spec.kv_lora_rank), dtype),
+            CachePart((num_blocks, block_size, self._spec.rope_head_dim), torch.bfloat16),
+            CachePart((num_blocks, block_size), torch.float32),
+        )
 
-    def bind_cache(self, cache: Tensor) -> None:
+    def bind_cache(self, *pages: Tensor) -> None:
         """Give the layer its pages."""
-        self._cache = cache
+        self._cache = pages[0] if len(pages) == 1 else QuantizedLatents(*pages)
 
     def __call__(
         self, x: LinearInput, positions: Tensor, slots: Tensor, queries: Queries, residual: Tensor | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -80,15 +82,46 @@ def write_kv_reference(
             cache[place] = row.to(cache.dtype)
 
 
-def write_latent(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Stores latent [T, R] and rope_key [T, P] at slots [T] (int64) of a cache [num_blocks, block_size, R + P].
+class QuantizedLatents(NamedTuple):
+    """A cache of latents in one byte an element, on a GPU; the rotated part of the keys stays in bf16."""
+
+    values: Tensor
+    """[num_blocks, block_size, R], int8 or float8_e4m3fn."""
+    rope_keys: Tensor
+    """[num_blocks, block_size, P] bfloat16."""
+    scales: Tensor
+    """[num_blocks, block_size] float32, of the values."""
+
+    def dequantized(self) -> Tensor:
+        """The cache that it stands for, float32 [num_blocks, block_size, R + P]."""
+        return torch.cat([self.values.float() * self.scales[..., None], self.rope_keys.float()], dim=-1)
+
+
+LatentCache = Tensor | QuantizedLatents
+
+
+def write_latent(latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:
+    """Stores latent [T, R] and rope_key [T, P] at slots [T] (int64) of a cache [num_blocks, block_size, R + P], or of
+    `QuantizedLatents`, each token's latent as `write_kv` does it with a head.
 
     Slots are as in `write_kv`; the strides of tokens are free.
     """
-    kernels(latent).write_latent(latent, rope_key, cache, slots)
+    if isinstance(cache, Tensor):
+        kernels(latent).write_latent(latent, rope_key, cache, slots)
+    else:
+        from shardline.runtime.ops import triton as on_gpu
+
+        on_gpu.write_quantized_latent(latent, rope_key, *cache, slots)
 
 
-def write_latent_reference(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor) -> None:
+def write_latent_reference(latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:
+    if isinstance(cache, QuantizedLatents):
+        # A latent is a key of one head, and what is rotated a key without scales.
+        heads, scales = cache.values[:, None], cache.scales[:, None]
+        named = {"key_scales": scales, "value_scales": scales}
+        write_kv_reference(latent[:, None], latent[:, None], heads, heads, slots, **named)
+        write_kv_reference(*(rope_key[:, None],) * 2, *(cache.rope_keys[:, None],) * 2, slots)
+        return
     rows = cache.view(-1, cache.shape[2])
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.ops.dispatch import kernels
+from shardline.runtime.ops.kv_cache import LatentCache, QuantizedLatents
 
 
 def mla_attention(
     query_latent: Tensor,
     query_rope: Tensor,
-    cache: Tensor,
+    cache: LatentCache,
     block_tables: Tensor,
     query_starts: Tensor,
     context_lens: Tensor,
@@ -24,24 +25,32 @@ def mla_attention(
     query_rope's heads, are free.
 
     Keys are cut into splits of 512 anchored at absolute position, merged in index order in fp32; one rounding ends it.
-    In bf16, a split's weights exp(score - max) are rounded to bf16, and so they are added up.
+    In bf16, a split's weights exp(score - max) are rounded to bf16, and so they are added up. Of `QuantizedLatents`,
+    scores and weights are multiplied by the scales, the values as they are.
     """
     on = kernels(query_latent)
     out = on.activation_empty(query_latent.dtype, *query_latent.shape)
-    on.mla_attention(query_latent, query_rope, cache, block_tables, query_starts, context_lens, out, scale)
+    index = (block_tables, query_starts, context_lens)
+    if isinstance(cache, Tensor):
+        on.mla_attention(query_latent, query_rope, cache, *index, out, scale)
+    else:
+        from shardline.runtime.ops import triton as on_gpu
+
+        on_gpu.quantized_mla_attention(query_latent, query_rope, *cache, *index, out, scale)
     return out
 
 
 def mla_attention_reference(
     query_latent: Tensor,
     query_rope: Tensor,
-    cache: Tensor,
+    cache: LatentCache,
     block_tables: Tensor,
     query_starts: Tensor,
     context_lens: Tensor,
     scale: float,
 ) -> Tensor:
     """`mla_attention` in fp64, with the whole score matrix and no rounding but the last."""
+    cache = cache.dequantized() if isinstance(cache, QuantizedLatents) else cache
     block_size, latent_dim = cache.shape[1], query_latent.shape[2]
     out = torch.empty(query_latent.shape, dtype=query_latent.dtype)
     starts = query_starts.tolist()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from shardline.runtime.ops.triton.activation import activation
 from shardline.runtime.ops.triton.add import add
-from shardline.runtime.ops.triton.attention import mla_attention, paged_attention
+from shardline.runtime.ops.triton.attention import mla_attention, paged_attention, quantized_mla_attention
 from shardline.runtime.ops.triton.expert_exchange import combine_slots, expert_slots, pack_dispatch
 from shardline.runtime.ops.triton.experts import expert_down, expert_up
 from shardline.runtime.ops.triton.gather import collect_columns, put_columns
-from shardline.runtime.ops.triton.kv_cache import write_kv, write_latent
+from shardline.runtime.ops.triton.kv_cache import write_kv, write_latent, write_quantized_latent
 from shardline.runtime.ops.triton.linear import (
     add_linear,
     linear,
@@ -62,6 +62,7 @@ __all__ = [
     "qkv_linear",
     "quantize_rows",
     "quantize_rows_fp8",
+    "quantized_mla_attention",
     "rms_norm",
     "rope_and_write_kv",
     "route_experts",
@@ -70,4 +71,5 @@ __all__ = [
     "softcap",
     "write_kv",
     "write_latent",
+    "write_quantized_latent",
 ]

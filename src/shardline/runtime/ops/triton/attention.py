@@ -20,6 +20,10 @@ _PART_COLUMNS = 256
 and of those before it fits its registers."""
 
 
+_Caches = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Keys, values, the scales of both; of MLA the rotated parts of queries and keys."""
+
+
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -47,7 +51,7 @@ def paged_attention(
     block_rows, num_warps = _rows_and_warps(one_token, value_dim, query.dtype)
     _launch(
         query,
-        (key_cache, value_cache, key_scales, value_scales, None),
+        (key_cache, value_cache, key_scales, value_scales, None, None),
         (block_tables, query_starts, context_lens),
         out,
         scale,
@@ -60,6 +64,7 @@ def paged_attention(
         BLOCK_KEYS=64 if query.element_size() == 2 else 32,
         KEY_STRIDE=key_cache.shape[3],
         VALUE_STRIDE=value_dim,
+        KEY_ROPE_STRIDE=0,
         num_warps=num_warps,
         num_stages=3 if value_dim <= 128 else 2,
     )
@@ -78,24 +83,59 @@ def mla_attention(
     spread_splits: bool | None = None,
 ) -> None:
     """As `ops.mla_attention.mla_attention`, into out [T, H, R]; the rest as in `paged_attention`."""
-    is_bf16 = query_latent.element_size() == 2
+    rank, width = query_latent.shape[2], cache.shape[2]
+    caches = (cache, cache, None, None, query_rope, cache[..., rank:])
+    index = (block_tables, query_starts, context_lens)
+    _launch_mla(query_latent, caches, index, out, scale, spread_splits, KEY_STRIDE=width, KEY_ROPE_STRIDE=width)
+
+
+def quantized_mla_attention(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    values: Tensor,
+    rope_keys: Tensor,
+    scales: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    scale: float,
+    *,
+    spread_splits: bool | None = None,
+) -> None:
+    """The same over the parts of QuantizedLatents."""
+    caches = (values, values, scales, scales, query_rope, rope_keys)
+    strides = {"KEY_STRIDE": values.shape[2], "KEY_ROPE_STRIDE": rope_keys.shape[2]}
+    _launch_mla(query_latent, caches, (block_tables, query_starts, context_lens), out, scale, spread_splits, **strides)
+
+
+def _launch_mla(
+    query: Tensor,
+    caches: _Caches,
+    index: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    scale: float,
+    spread_splits: bool | None,
+    **strides: int,
+) -> None:
+    is_bf16 = query.element_size() == 2
     _launch(
-        query_latent,
-        (cache, cache, None, None, query_rope),
-        (block_tables, query_starts, context_lens),
+        query,
+        caches,
+        index,
         out,
         scale,
         None,
         None,
         spread_splits,
         num_kv_heads=1,
-        block_size=cache.shape[1],
+        block_size=caches[0].shape[1],
         BLOCK_ROWS=64 if is_bf16 else 16,
         BLOCK_KEYS=32,
-        KEY_STRIDE=cache.shape[2],
-        VALUE_STRIDE=cache.shape[2],
+        VALUE_STRIDE=strides["KEY_STRIDE"],
         num_warps=8 if is_bf16 else 4,
         num_stages=2,
+        **strides,
     )
 
 
@@ -110,7 +150,7 @@ def _rows_and_warps(one_token: bool, value_dim: int, dtype: torch.dtype) -> tupl
 
 def _launch(
     query: Tensor,
-    caches: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
+    caches: _Caches,
     index: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
     scale: float,
@@ -122,7 +162,6 @@ def _launch(
     block_size: int,
     **options: Any,
 ) -> None:
-    """`caches`: keys, values, the scales of both, and what of the queries meets the columns behind a key."""
     num_tokens, num_heads, key_dim = query.shape
     block_tables, query_starts, context_lens = index
     value_dim, num_seqs, rope = out.shape[2], context_lens.shape[0], caches[4]

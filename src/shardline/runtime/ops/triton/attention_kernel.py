@@ -54,6 +54,7 @@ def attention_kernel(
     key_scales_ptr,
     value_scales_ptr,
     query_rope_ptr,
+    key_rope_ptr,
     block_tables_ptr,
     query_starts_ptr,
     context_lens_ptr,
@@ -76,6 +77,7 @@ def attention_kernel(
     KEY_STRIDE: tl.constexpr,
     VALUE_STRIDE: tl.constexpr,
     ROPE_DIM: tl.constexpr,
+    KEY_ROPE_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
@@ -151,12 +153,13 @@ def attention_kernel(
             key_inside_head = key_inside[None, :] & (column[:, None] < KEY_DIM)
             key = tl.load(key_row[None, :] + column[:, None], mask=key_inside_head, other=0.0)
             score = tl.dot(query, key.to(query.dtype), input_precision="ieee")
-            if ROPE_DIM > 0:
-                key_inside_rope = key_inside[None, :] & rope_inside[:, None]
-                key_rope = tl.load(key_row[None, :] + KEY_DIM + rope_column[:, None], mask=key_inside_rope, other=0.0)
-                score = tl.dot(query_rope, key_rope, score, input_precision="ieee")
             if key_scales_ptr is not None:
                 score = score * tl.load(key_scales_ptr + slot, mask=key_inside, other=0.0)[None, :]
+            if ROPE_DIM > 0:
+                key_rope_row = key_rope_ptr + slot * KEY_ROPE_STRIDE
+                key_inside_rope = key_inside[None, :] & rope_inside[:, None]
+                key_rope = tl.load(key_rope_row[None, :] + rope_column[:, None], mask=key_inside_rope, other=0.0)
+                score = tl.dot(query_rope, key_rope.to(query.dtype), score, input_precision="ieee")
             if HAS_SOFTCAP:
                 capped = tanh(tl.div_rn(score * scale, tl.full(score.shape, softcap, tl.float32)))
                 score = capped * (softcap * LOG2_E)

@@ -64,6 +64,31 @@ def write_latent(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor)
         )
 
 
+def write_quantized_latent(
+    latent: Tensor, rope_key: Tensor, values: Tensor, rope_keys: Tensor, scales: Tensor, slots: Tensor
+) -> None:
+    """As `ops.kv_cache.write_latent` into the parts of QuantizedLatents."""
+    num_tokens, rank = latent.shape
+    rope_dim = rope_key.shape[1]
+    if num_tokens > 0:
+        _write_quantized_latent_kernel[(num_tokens,)](
+            latent,
+            rope_key,
+            values,
+            rope_keys,
+            scales,
+            slots,
+            latent.stride(0),
+            rope_key.stride(0),
+            RANK=rank,
+            ROPE_DIM=rope_dim,
+            LATENT=triton.next_power_of_2(rank),
+            ROPE=triton.next_power_of_2(rope_dim),
+            num_warps=2,
+            **EXACT,
+        )
+
+
 @triton.jit
 def _store_head(head_ptr, cache_ptr, scales_ptr, row, DIM: tl.constexpr, COLUMNS: tl.constexpr):
     """A head of a token to its row of a cache, as it is, or as int8 or fp8 with a scale."""
@@ -128,3 +153,29 @@ def _write_latent_kernel(
     column = tl.arange(0, ROPE)
     rope_key = tl.load(rope_key_ptr + token * rope_stride + column, mask=column < ROPE_DIM)
     tl.store(row + RANK + column, rope_key, mask=column < ROPE_DIM)
+
+
+@triton.jit
+def _write_quantized_latent_kernel(
+    latent_ptr,
+    rope_key_ptr,
+    values_ptr,
+    rope_keys_ptr,
+    scales_ptr,
+    slots_ptr,
+    latent_stride,
+    rope_stride,
+    RANK: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
+    _store_head(latent_ptr + token * latent_stride, values_ptr, scales_ptr, slot, RANK, LATENT)
+    column = tl.arange(0, ROPE)
+    rope_key = tl.load(rope_key_ptr + token * rope_stride + column, mask=column < ROPE_DIM, other=0.0)
+    place = rope_keys_ptr + slot * ROPE_DIM + column
+    tl.store(place, rope_key.to(rope_keys_ptr.dtype.element_ty), mask=column < ROPE_DIM)
