@@ -164,8 +164,11 @@ class Checks(Inputs):
             kernels.write_quantized_latent(down[:, :latent], down[:, latent:], *pages, slots.to(self.device))
             host = kv_cache.QuantizedLatents(*(part.cpu() for part in pages))
             expected = mla_attention.mla_attention_reference(queries.cpu(), query_rope.cpu(), host, *index, scale)
-            kernels.quantized_mla_attention(queries, query_rope, *pages, *on_device, out, scale)
-            worst = max(worst, relative_error(out, expected))
+            for spread in (False, True):
+                kernels.quantized_mla_attention(
+                    queries, query_rope, *pages, *on_device, out, scale, spread_splits=spread
+                )
+                worst = max(worst, relative_error(out, expected))
         return worst
 
     def _lengths(self) -> list[tuple[int, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -53,16 +55,20 @@ class FewRowsChecks(Inputs):
             slots = torch.randperm(rows + 16, generator=self.rng)[:rows].to(self.device)
             product = linear(normed, packed, bias)
             worst = max(worst, relative_error(product, linear_reference(normed.cpu(), weight.cpu(), bias.cpu())))
-            for norms in (None, HeadNorms(self.randn(dim), self.randn(dim), 1e-5, 0.0)):
+            head_norms = HeadNorms(self.randn(dim), self.randn(dim), 1e-5, 1.0)
+            ways = itertools.product((unnormed, normed), (None, head_norms), (False, True))
+            for x, norms, interleaved in ways:
                 query, key, value = product.clone().view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
                 if norms is not None:
-                    query, key = norm.rms_norm(query, norms.query, 1e-5), norm.rms_norm(key, norms.key, 1e-5)
+                    query = norm.rms_norm(query, norms.query, 1e-5, weight_offset=1.0)
+                    key = norm.rms_norm(key, norms.key, 1e-5, weight_offset=1.0)
                 shape = (-(-(rows + 16) // 16), kv_heads, 16, dim)
                 expected = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)]
                 actual = [torch.zeros_like(cache) for cache in expected]
-                kv_cache.rope_and_write_kv(query, key, value, *expected, slots, positions, table, interleaved=False)
-                place = (heads, *actual, slots, positions, table)
-                queries = few_rows.qkv_linear(unnormed, packed, bias, *place, interleaved=False, norms=norms)
+                index = (slots, positions, table)
+                kv_cache.rope_and_write_kv(query, key, value, *expected, *index, interleaved=interleaved)
+                place = (heads, *actual, *index)
+                queries = few_rows.qkv_linear(x, packed, bias, *place, interleaved=interleaved, norms=norms)
                 for name, ours, theirs in zip("qkv", (queries, *actual), (query, *expected), strict=True):
                     self._same(ours, theirs, f"{name} of {rows} rows, norms: {norms is not None}")
         return worst

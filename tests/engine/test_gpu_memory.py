@@ -175,6 +175,10 @@ def test_experts_are_split_over_gpus_or_whole(monkeypatch: pytest.MonkeyPatch, t
     for is_whole in (False, True):
         resolved = resolve(EngineConfig.from_options(**options, enable_expert_parallel=is_whole))
         assert prepare(resolved).collectives == "nccl"
+        assert prepare(resolved).tries_symmetric_memory
+    by_name = prepare(resolve(EngineConfig.from_options(**options, collectives="nccl")))
+    assert by_name.collectives == "nccl"
+    assert not by_name.tries_symmetric_memory
 
 
 def test_ranks_share_a_gpu_over_gloo(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -64,7 +64,8 @@ class ParallelConfig:
     device: str = option("auto", "where ranks compute; auto: cuda if there is a GPU", choices=("auto", "cpu", "cuda"))
     collectives: str = option(
         "auto",
-        "how ranks exchange tensors; auto: shm on one host, nccl between GPUs",
+        "how ranks exchange tensors; auto: shm on one host, nccl between GPUs, but small gathers over symmetric "
+        "memory where NVLink connects them",
         choices=("auto", "shm", "gloo", "nccl"),
     )
     numerics: str = option(
@@ -94,7 +95,7 @@ class CacheConfig:
     kv_cache_dtype: str = option(
         "auto",
         "type of keys and values in the cache; auto: the activations'; int8, and on GPUs fp8 (e4m3): one byte, and a "
-        "scale per token and head",
+        "scale per token and head; latents: a scale per token, what is rotated stays in bf16",
         choices=("auto", "int8", "fp8", "fp8_e4m3"),
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")

@@ -39,7 +39,7 @@ class GraphRecorder(Protocol):
 class CudaRecorder:
     """CUDA graphs with one private pool of memory.
 
-    Exchanges over NCCL are captured like any kernel once their communicator has been used. Its watchdog queries events
+    Exchanges are captured like any kernel, over NCCL once the communicator has been used. NCCL's watchdog queries events
     from a thread of its own, which only a capture of the thread's own calls allows.
     """
 

@@ -124,6 +124,11 @@ class ReplicaSetup:
             return "nccl" if parallel.device == "cuda" else "shm"
         return parallel.collectives
 
+    @property
+    def tries_symmetric_memory(self) -> bool:
+        """Whether small gathers between GPUs may go over symmetric memory: unless NCCL was asked for by name."""
+        return self.config.parallel.collectives == "auto" and self.config.parallel.device == "cuda"
+
     def weight_bytes(self, rank: int) -> int:
         """Bytes of the weights that a rank holds, without padding."""
         place = self.grid.place(rank)

@@ -95,7 +95,14 @@ def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Worker
     if start.store_path:
         device = open_device(setup.config.parallel.device, start.rank).torch
         groups = join_distributed(
-            setup.collectives, device, Path(start.store_path), segment, setup.segment_layout, start.rank, timeout
+            setup.collectives,
+            device,
+            Path(start.store_path),
+            segment,
+            setup.segment_layout,
+            start.rank,
+            timeout,
+            tries_symmetric_memory=setup.tries_symmetric_memory,
         )
     else:
         groups = join_shared(segment, setup.segment_layout, start.rank, timeout)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-TENSOR_CORE_CASES = ("linear", "attention", "experts", "w4a16")
-PRODUCTS = ("_linear_kernel", "_linear_w4a16_kernel", "_grouped_kernel", "attention_kernel")
+TENSOR_CORE_CASES = ("linear", "attention", "experts", "w4a16", "few_rows")
+PRODUCTS = ("_linear_kernel", "_linear_w4a16_kernel", "_qkv_kernel", "_grouped_kernel", "attention_kernel")
 
 
 def products_of(kernels: list[dict[str, Any]]) -> list[dict[str, int]]:
@@ -37,6 +37,13 @@ def test_every_kernel_compiles_and_fits_a_multiprocessor(compiled):
         assert kernels, case
         for kernel in kernels:
             assert kernel["shared_bytes"] <= 227 * 1024, (case, kernel)
+
+
+def test_products_of_few_rows_spill_nothing(compiled):
+    """They keep a norm's factors and two sums in registers."""
+    for case in (case for case in compiled if case.startswith("few_rows")):
+        for opcodes in products_of(compiled[case]):
+            assert not {"LDL", "STL"} & opcodes.keys(), case
 
 
 def test_bf16_products_are_wgmma_whatever_the_tile(compiled):

@@ -119,6 +119,7 @@ def test_which_heads_are_normed_in_a_tile():
     assert few_rows.fits_a_tile(64, rope(32, interleaved=True))
     assert not few_rows.fits_a_tile(64, rope(32)), "its squares would be added in another order"
     assert not few_rows.fits_a_tile(96, rope(96))
+    assert not few_rows.fits_a_tile(256, rope(256)), "no multiprocessor has so much memory"
     assert not few_rows.fits_a_tile(128, None)
 
 

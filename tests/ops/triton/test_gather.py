@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardline.runtime.ops import triton as ops
-from shardline.runtime.parallel.groups import RankGroups
+from shardline.runtime.parallel import distributed
+from shardline.runtime.parallel import symmetric as symmetric_module
+from shardline.runtime.parallel.groups import RankGroups, alone
 from shardline.runtime.parallel.shared_memory import SharedCollectives
 from shardline.runtime.parallel.symmetric import SymmetricGather
 from shardline.runtime.worker import Worker
@@ -31,8 +33,8 @@ pytestmark = pytest.mark.usefixtures("gpu_kernels", "one_kernel_at_a_time")
 class Handle:
     """torch's, for ranks that are threads."""
 
-    def __init__(self, rank: int, buffers: list[Tensor], barrier: threading.Barrier) -> None:
-        self.rank, self._barrier = rank, barrier
+    def __init__(self, buffers: list[Tensor], barrier: threading.Barrier) -> None:
+        self._barrier = barrier
         self.buffer_ptrs = [buffer.data_ptr() for buffer in buffers]
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
@@ -42,7 +44,7 @@ class Handle:
 def gathers_of(size: int, half_bytes: int) -> list[SymmetricGather]:
     buffers = [torch.full((2, half_bytes), 255, dtype=torch.uint8) for _ in range(size)]
     barrier = threading.Barrier(size)
-    return [SymmetricGather(buffers[rank], Handle(rank, buffers, barrier), 60.0) for rank in range(size)]
+    return [SymmetricGather(buffers[rank], Handle(buffers, barrier), 60.0) for rank in range(size)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
@@ -85,6 +87,37 @@ def exchanges(rank: int, buffers: list[Tensor], arrived: list[int], rounds: int)
         ops.collect_columns(peers, 2, None, 2, out, turns)
         assert out.tolist() == [[100.0 * turn + peer for peer in range(len(buffers)) for _ in range(2)]]
         yield
+
+
+class Group:
+    """A process group of one, as far as DistributedCollectives asks."""
+
+    def __init__(self) -> None:
+        self.gathered = 0
+
+    def __call__(self, out: Tensor, part: Tensor, **group: object) -> None:
+        self.gathered += 1
+        out.copy_(part)
+
+
+def test_small_and_equal_parts_go_over_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl, [symmetric] = Group(), gathers_of(1, 400)
+    monkeypatch.setattr(distributed, "all_gather", nccl)
+    monkeypatch.setattr(distributed.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(distributed.dist, "get_world_size", lambda group: 1)
+    collectives = distributed.DistributedCollectives(nccl, "nccl", alone().progress, symmetric)  # type: ignore[arg-type]
+    small, large = torch.arange(100.0).view(4, 25), torch.arange(104.0).view(4, 26)
+    for part, over_nccl in ((small, 0), (large, 2)):
+        assert torch.equal(collectives.all_gather_columns(part, [part.shape[1]]), part)
+        assert torch.equal(collectives.all_gather_rows(part, [4]), part)
+        assert nccl.gathered == over_nccl
+    monkeypatch.setattr(symmetric._handle, "barrier", lambda *_: (_ for _ in ()).throw(RuntimeError("timed out")))
+    with pytest.raises(TimeoutError):
+        collectives.all_gather_columns(small, [25])
+
+
+def test_gpus_that_nothing_is_known_of_have_no_symmetric_memory() -> None:
+    assert not symmetric_module._are_linked([0, 1])
 
 
 @settings(max_examples=30, deadline=None)

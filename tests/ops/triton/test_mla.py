@@ -99,9 +99,10 @@ def test_write_quantized_latent(rng, stored):
 
 
 @STORED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("heads", "latent", "rope"), [(4, 48, 16), (2, 300, 8), (1, 7, 4)])
-def test_quantized_latents_are_those_that_they_stand_for(rng, stored, heads, latent, rope):
-    sequence = random_sequence(rng, 560, torch.float32, heads=heads, latent=latent, rope=rope)
+def test_quantized_latents_are_those_that_they_stand_for(rng, stored, dtype, heads, latent, rope):
+    sequence = random_sequence(rng, 560, dtype, heads=heads, latent=latent, rope=rope)
     cache, positions = quantized_latents(36, latent, rope, stored), torch.arange(560)
     table = 1 + torch.randperm(35, generator=rng).int()[None]
     slots = table[0, positions // 16].long() * 16 + positions % 16
@@ -113,7 +114,11 @@ def test_quantized_latents_are_those_that_they_stand_for(rng, stored, heads, lat
         for out, spread_splits in zip(outs, (False, True), strict=True):
             ops.quantized_mla_attention(*queries, *cache, *index, out, 0.2, spread_splits=spread_splits)
         assert_same_bits(*outs)
-        assert_close(outs[0], mla_attention_reference(*queries, cache, *index, 0.2), scale=2.0)
+        expected = mla_attention_reference(*queries, cache, *index, 0.2)
+        if dtype == torch.float32:
+            assert_close(outs[0], expected, scale=2.0)
+        else:  # weights meet the values in bf16
+            assert (outs[0].double() - expected.double()).norm() < 5e-3 * expected.double().norm()
 
 
 def test_write_latent(rng):

@@ -79,8 +79,8 @@ class HeadNorms(NamedTuple):
 
 def fits_a_tile(head_dim: int, rope: Rope | None) -> bool:
     """Whether `qkv_linear` can norm such heads: a tile then has one, and their squares in the order of a norm."""
-    if rope is None or head_dim < 32 or head_dim.bit_count() > 1:
-        return False
+    if rope is None or not 32 <= head_dim <= 128 or head_dim.bit_count() > 1:
+        return False  # wider ones would need more memory than a multiprocessor has
     return rope.interleaved or 2 * len(rope.inv_freq) == head_dim
 
 

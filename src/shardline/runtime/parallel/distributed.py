@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,10 +15,7 @@ from shardline.config.topology import RankGrid
 from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.parallel.collectives import Collectives, StageLink
 from shardline.runtime.parallel.progress import ProgressLine
-from shardline.runtime.parallel.symmetric import SymmetricGather
-
-_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""The second name is the older one, of torch 2.11 and before."""
+from shardline.runtime.parallel.symmetric import SymmetricGather, all_gather
 
 
 def join_world(backend: str, store_path: Path, rank: int, grid: RankGrid, timeout: float) -> None:
@@ -70,7 +67,7 @@ class DistributedCollectives(Collectives):
 
     def all_gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
         if self._symmetric is not None and self._symmetric.takes(local, max(widths)):
-            with self._progress.waiting():
+            with self._progress.waiting(), _named_errors():
                 return self._symmetric.columns(local, widths)
         num_rows = local.shape[0]
         parts = self._gather_flat(local, [num_rows * width for width in widths])
@@ -81,7 +78,7 @@ class DistributedCollectives(Collectives):
     def all_gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:
         width = local.shape[1]
         if self._symmetric is not None and min(counts) == max(counts) and self._symmetric.takes(local, width):
-            with self._progress.waiting():
+            with self._progress.waiting(), _named_errors():
                 return self._symmetric.rows(local)
         parts = self._gather_flat(local, [count * width for count in counts])
         return torch.cat([part.view(count, width) for part, count in zip(parts, counts, strict=True)])
@@ -113,7 +110,7 @@ class DistributedCollectives(Collectives):
         flat = self._to_send(flat)
         gathered = flat.new_empty(len(sizes), max(sizes))
         with self._progress.waiting(), _named_errors():
-            _all_gather(gathered.view(-1), flat, group=self._group)
+            all_gather(gathered.view(-1), flat, group=self._group)
         return [part[:size] for part, size in zip(gathered.to(local.device), sizes, strict=True)]
 
     def _to_send(self, tensor: Tensor) -> Tensor:

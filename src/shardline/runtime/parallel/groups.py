@@ -70,6 +70,8 @@ def join_distributed(
     layout: SegmentLayout,
     rank: int,
     timeout: float,
+    *,
+    tries_symmetric_memory: bool = False,
 ) -> RankGroups:
     """Groups over torch.distributed ("nccl" between GPUs, "gloo" through host memory); the segment only carries the
     progress board, the expert load and a shared KV pool."""
@@ -89,7 +91,7 @@ def join_distributed(
 
     def group_of(peers_of: list[tuple[int, ...]]) -> Collectives:
         group = rank_group(backend, peers_of, rank, timeout)
-        symmetric = symmetric_gather(group, device, timeout) if backend == "nccl" else None
+        symmetric = symmetric_gather(group, device, timeout) if tries_symmetric_memory else None
         return DistributedCollectives(group, backend, progress, symmetric)
 
     tensor = group_of([other.tp_peers for other in places]) if grid.tensor > 1 else SingleRank()

@@ -7,8 +7,8 @@ messages, and GPUs that cannot reach each other, are NCCL's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,13 @@ _log = logging.getLogger(__name__)
 _HALF_BYTES = 4 << 20
 """Largest part of a rank: beyond, NCCL's bandwidth decides."""
 
+all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""torch's, into one tensor; the second name is the older one, of torch 2.11 and before."""
+
 
 class SymmetricMemory(Protocol):
     """What is used of torch's handle of that name."""
 
-    @property
-    def rank(self) -> int: ...
     @property
     def buffer_ptrs(self) -> Sequence[int]:
         """Where the buffers of all ranks are mapped here."""
@@ -82,26 +83,50 @@ class SymmetricGather:
 
 
 def symmetric_gather(group: dist.ProcessGroup, device: torch.device, timeout: float) -> SymmetricGather | None:
-    """Of a group over NCCL, where all GPUs reach each other and a trial gives what NCCL does; None elsewhere. All ranks
-    of the group call it, and all get one or none."""
+    """Of a group over NCCL whose GPUs NVLink connects, once a trial has given what NCCL does; None elsewhere. All ranks
+    of the group call it, and all get one or none.
+
+    Raises:
+        RuntimeError: a GPU gave up in the trial, and can no longer be used.
+    """
     import torch.distributed._symmetric_memory as symmetric_memory
 
     count = torch.cuda.device_count()
-    if not all(torch.cuda.can_device_access_peer(i, j) for i in range(count) for j in range(count) if i != j):
+    if not _are_linked([rank % count for rank in dist.get_process_group_ranks(group)]):
         return None
     gather: SymmetricGather | None = None
     try:
         buffer = symmetric_memory.empty(2, _HALF_BYTES, dtype=torch.uint8, device=device)
         gather = SymmetricGather(buffer, symmetric_memory.rendezvous(buffer, group), timeout)
     except RuntimeError as error:
-        _log.warning("GPUs reach each other, but there is no symmetric memory: %s", error)
+        _log.warning("NVLink connects the GPUs, but there is no symmetric memory: %s", error)
     if not _all_agree(gather is not None, group, device):
         return None
     assert gather is not None
-    if not _all_agree(_passes_trial(gather, group), group, device):
+    try:
+        equal = _passes_trial(gather, group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"gathers over symmetric memory fail here: start with --collectives nccl ({error})"
+        ) from error
+    if not _all_agree(equal, group, device):
         _log.warning("gathers over symmetric memory differ from NCCL's: NCCL is used")
         return None
     return gather
+
+
+def _are_linked(devices: Sequence[int]) -> bool:
+    """Whether NVLink, directly or by switches, connects each two of these GPUs. PCIe often lacks the atomic operations
+    between GPUs with which torch's barrier waits."""
+    from torch._C import _distributed_c10d
+    from torch._C._autograd import DeviceType
+
+    detect: Callable[..., Any] = vars(_distributed_c10d)["_detect_dma_connectivity"]  # torch's stubs leave it out
+    try:
+        links = detect(DeviceType.CUDA, "nvlink").matrix
+    except RuntimeError:
+        return False
+    return all(links[i][j] > 0 for i in devices for j in devices if i != j)
 
 
 def _passes_trial(gather: SymmetricGather, group: dist.ProcessGroup) -> bool:
@@ -110,7 +135,7 @@ def _passes_trial(gather: SymmetricGather, group: dist.ProcessGroup) -> bool:
     for turn in range(3):
         local = torch.randint(-9999, 9999, (7 + turn, 96), dtype=torch.int32, device=gather.device)
         expected = local.new_empty(group.size(), *local.shape)
-        dist.all_gather_into_tensor(expected.view(-1), local.view(-1), group=group)
+        all_gather(expected.view(-1), local.view(-1), group=group)
         equal &= torch.equal(gather.rows(local), expected.flatten(0, 1))
     return equal
 

@@ -66,6 +66,7 @@ def _collect_kernel(peers_ptr, starts_ptr, out_ptr, turns_ptr, capacity, rows, w
         part = tl.load(starts_ptr + rank + 1) - start
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = (column < part) & (row < rows)
-    peer = tl.load(peers_ptr + rank).to(tl.pointer_type(out_ptr.dtype.element_ty), bitcast=True)
+    # Buffers begin at whole pages, which a loaded pointer does not tell.
+    peer = tl.multiple_of(tl.load(peers_ptr + rank).to(tl.pointer_type(out_ptr.dtype.element_ty), bitcast=True), 16)
     values = tl.load(peer + ((put - 1) & 1).to(tl.int64) * capacity + row * part + column, mask=inside)
     tl.store(out_ptr + row * width + start + column, values, mask=inside)

@@ -45,7 +45,8 @@ def tile_for(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tile:
 
 
 def tile_of_pairs(dtype: torch.dtype) -> Tile:
-    """For few rows, of `pair_of_products`: two tiles of the weight lie beside one of x, twice on a multiprocessor."""
+    """For few rows, of `pair_of_products`: two tiles of the weight lie beside one of x; so narrow, twice on a
+    multiprocessor."""
     return Tile(64, 32, 4, 2 if dtype == torch.float32 else 3)
 
 
