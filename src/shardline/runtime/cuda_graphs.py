@@ -39,8 +39,8 @@ class GraphRecorder(Protocol):
 class CudaRecorder:
     """CUDA graphs with one private pool of memory.
 
-    Exchanges are captured like any kernel, over NCCL once the communicator has been used. NCCL's watchdog queries events
-    from a thread of its own, which only a capture of the thread's own calls allows.
+    Exchanges are captured like any kernel, over NCCL once the communicator has been used. NCCL's watchdog queries
+    events from a thread of its own, which only a capture of the thread's own calls allows.
     """
 
     def __init__(self) -> None:
