@@ -188,7 +188,7 @@ def test_launches_of_a_layer(tmp_path: Path, family: str, monkeypatch: pytest.Mo
         run(self, *args, **options)
 
     monkeypatch.setattr(GridExecutor, "__call__", named)
-    step = step_of([40], 17)
+    step = step_of([40], 0)
     with torch.inference_mode():
         first, second, third = worker.stage.layers
         stream = second(*first(worker.stage.embed(step), None, step), step)

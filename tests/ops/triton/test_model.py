@@ -140,13 +140,13 @@ def test_packed_weights_have_the_bits_of_dense_ones(tmp_path, gpu_kernels, famil
     assert worker.load().weight_bytes == expected
 
 
-@pytest.mark.parametrize("family", ["mistral", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["mistral", "deepseek_v2"])
 def test_keys_and_values_in_fp8_are_the_oracles(tmp_path, monkeypatch, gpu_kernels, family):
     make_checkpoint(family, tmp_path, num_hidden_layers=2)
     options: dict[str, object] = {"kv_cache_dtype": "fp8"}
     worker = load(tmp_path, options)
     cached = worker.stage.layers[0].attention
-    assert (cached._cache if family == "deepseek_v3" else cached._pages)[0].dtype == torch.float8_e4m3fn
+    assert (cached._cache if family == "deepseek_v2" else cached._pages)[0].dtype == torch.float8_e4m3fn
     actual, plain = logits(worker, 4), logits(load(tmp_path, {}), 4)
     monkeypatch.setattr(attention, "paged_attention", paged_attention_reference)
     monkeypatch.setattr(kv_cache, "write_kv", write_kv_reference)
