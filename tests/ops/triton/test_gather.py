@@ -120,7 +120,7 @@ def test_gpus_that_nothing_is_known_of_have_no_symmetric_memory() -> None:
     assert not symmetric_module._are_linked([0, 1])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 4))
 def test_nobody_overwrites_what_a_slow_rank_still_reads(seed: int, size: int) -> None:
     """In any order in which ranks get on: one barrier a gather is enough for two halves."""
@@ -135,7 +135,7 @@ def test_nobody_overwrites_what_a_slow_rank_still_reads(seed: int, size: int) ->
 
 
 def test_ranks_that_gather_so_have_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint("deepseek_v3", tmp_path, num_hidden_layers=2)
+    make_checkpoint("deepseek_v3", tmp_path, num_hidden_layers=1)
     steps = [(PROMPT[:6], 0), ([40], 6)]
 
     def logits(worker: Worker, groups: RankGroups) -> list[Tensor]:
@@ -155,4 +155,4 @@ def test_ranks_that_gather_so_have_the_bits_of_one(tmp_path: Path, monkeypatch: 
     for answers in on_ranks(setup_of(tmp_path, tensor_parallel_size=3), logits):
         for ours, theirs in zip(answers, expected, strict=True):
             assert_same_bits(ours, theirs)
-    assert len(calls) > 3 * len(steps) * 2 * 4
+    assert len(calls) >= 3 * len(steps) * 5, "a layer has five"
