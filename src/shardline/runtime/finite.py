@@ -25,12 +25,12 @@ class FiniteWatch:
         self._places: list[str] = []
         self._first = torch.empty(0, dtype=torch.int64)
 
-    def begin(self, num_tokens: int) -> None:
+    def begin_step(self, num_tokens: int) -> None:
         """A new step of `num_tokens`."""
         self._places = []
         self._first = torch.full((num_tokens,), -1)
 
-    def look(self, place: str, x: Tensor, rows: Tensor | None = None) -> None:
+    def look_at(self, place: str, x: Tensor, rows: Tensor | None = None) -> None:
         """`x` [R, N] was computed at `place`, for the tokens `rows` [R] of the step (None: for all)."""
         self._places.append(place)
         wrong = ~torch.isfinite(x).all(1).cpu()
@@ -38,7 +38,7 @@ class FiniteWatch:
         found = tokens[wrong & (self._first[tokens] < 0)]
         self._first[found] = len(self._places) - 1
 
-    def report(self, plan: StepPlan) -> dict[int, str]:
+    def report_step(self, plan: StepPlan) -> dict[int, str]:
         """For each sequence of the step that is not finite, where that began; logged too."""
         if not bool((self._first >= 0).any()):
             return {}

@@ -1,13 +1,8 @@
-"""How much of a GPU a rank needs beside its KV cache: measured, by running the largest step that it may be given."""
+"""The largest step that a rank may be given: running it measures what a device needs beside the KV cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from shardline.models.partition import split_dim
-from shardline.runtime.cuda_graphs import GraphReplay
-from shardline.runtime.device import DeviceMemory
-from shardline.runtime.messages import MemoryUse
 from shardline.runtime.setup import ReplicaSetup
 from shardline.types import RankStep, SamplingParams, SequenceStart, SequenceStep, StepPlan
 
@@ -32,42 +27,3 @@ def largest_step(setup: ReplicaSetup) -> RankStep:
         steps.append(SequenceStep(seq_id, 0, span.size, blocks, -1, True))
     replicas = setup.grid.data
     return RankStep(StepPlan(PROFILE_STEP_ID, starts, steps, []), (num_tokens,) * replicas, (num_seqs,) * replicas)
-
-
-def measure(memory: DeviceMemory, run_step: Callable[[], object], replay: GraphReplay | None) -> MemoryUse:
-    """What a rank that holds its weights needs for `run_step`, and for the graphs of `replay`."""
-    memory.release()
-    held = memory.reserved()
-    memory.reset_peak()
-    run_step()
-    step = memory.peak() - held
-    memory.release()
-    graphs = 0 if replay is None else graph_bytes(memory, replay)
-    memory.release()
-    free, total = memory.free_and_total()
-    return MemoryUse(
-        total=total, others=total - free - memory.reserved(), weights=memory.reserved(), step=step, graphs=graphs
-    )
-
-
-def graph_bytes(memory: DeviceMemory, replay: GraphReplay) -> int:
-    """At most what capturing all sizes will take: the scratch of the size that needs most, which all share, every
-    size's output, which stays, and what the driver keeps of a graph, for each as for the largest.
-
-    Runs every size once, which compiles the kernels that capturing needs, and captures one.
-    """
-    scratch = outputs = 0
-    for size in replay.sizes:
-        memory.release()
-        held = memory.reserved()
-        memory.reset_peak()
-        outputs += replay.run_padded(size).nbytes
-        scratch = max(scratch, memory.peak() - held)
-    memory.release()
-    reserved, (free, _) = memory.reserved(), memory.free_and_total()
-    trial = replay.record(replay.sizes[-1])
-    grown = memory.reserved() - reserved
-    driver = max(0, free - memory.free_and_total()[0] - grown)
-    del trial
-    replay.discard()
-    return max(scratch, grown) + outputs + driver * len(replay.sizes)

@@ -6,33 +6,31 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from shardline.runtime.download import Download
+from shardline.runtime.backends.base import Download
 from shardline.types import StepResult
 
 
 class PendingStep:
     """A step that was launched and may still run on a device."""
 
-    def __init__(self, download: Download | None, finish: Callable[[list[Tensor]], StepResult | None]) -> None:
-        """`download`: what `finish` makes the result of; None: the step is over."""
+    def __init__(self, download: Download, finish: Callable[[list[Tensor]], StepResult | None]) -> None:
+        """`finish` makes the result from what was downloaded."""
         self._download = download
         self._finish: Callable[[list[Tensor]], StepResult | None] | None = finish
         self._result: StepResult | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether no device has to be waited for."""
-        return self._download is None
+        """Whether the step was over when it was launched, so that nobody need wait for it."""
+        return self._download.is_immediate
 
     def wait(self) -> None:
         """Until the device has finished the step; from any thread."""
-        if self._download is not None:
-            self._download.wait()
+        self._download.wait()
 
     def result(self) -> StepResult | None:
         """What Runner.run returns, once it is there; in the runner's thread, oldest steps first."""
         if self._finish is not None:
-            tensors = [] if self._download is None else self._download.wait()
-            self._result = self._finish(tensors)
-            self._finish = self._download = None
+            finish, self._finish = self._finish, None
+            self._result = finish(self._download.wait())
         return self._result

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardline.runtime.parallel.groups import alone
+from shardline.runtime.backends import open_backend
+from shardline.runtime.parallel.groups import join_nobody
 from shardline.runtime.setup import ReplicaSetup
 from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from shardline.runtime.worker import Worker
@@ -45,7 +46,10 @@ class Scorer:
         self._block_size = setup.config.cache.block_size
         self._num_groups = len(setup.groups)
         num_blocks = 1 + self._num_groups * -(-longest // self._block_size)
-        worker = Worker(dataclasses.replace(setup, num_blocks=num_blocks), alone())
+        parallel = setup.config.parallel
+        assert parallel.cpu_threads is not None
+        backend = open_backend(parallel.device, 0, parallel.cpu_threads)
+        worker = Worker(dataclasses.replace(setup, num_blocks=num_blocks), backend, join_nobody())
         worker.load()
         self._stage = worker.stage
 

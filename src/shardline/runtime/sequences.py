@@ -10,13 +10,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardline.runtime.sampling.last_tokens import stand_in
 from shardline.types import SamplingParams, SequenceStart, SequenceStep
+
+NO_TOKEN = torch.iinfo(torch.int64).max
+"""In the place of a token id: there is none, and none will come."""
+
+
+def stand_in(row: int) -> int:
+    """What stands for the newest token of the sequence in `row` of a SequenceTable until the host knows it."""
+    return -1 - row
 
 
 @dataclass
-class Sequence:
-    """One sequence: its tokens so far and the row of the block tables that is its own."""
+class WorkerSequence:
+    """One sequence: its tokens so far and its own row of the block tables."""
 
     seq_id: int
     row: int
@@ -29,7 +36,7 @@ class Sequence:
     output_counts: dict[int, int] = field(default_factory=dict)
     """How often each token was generated; kept only where penalties read it."""
     num_pending: int = 0
-    """Of its tokens, the last ones, which a step in flight samples: something stands for them, see LastTokens."""
+    """How many of its last tokens are still to be sampled by steps in flight; stand-ins hold their places."""
 
     @cached_property
     def prompt_ids(self) -> npt.NDArray[np.int64]:
@@ -54,7 +61,7 @@ class Sequence:
         """Whether the next token must not end the sequence."""
         return self.num_tokens - self.num_prompt_tokens < self.sampling.min_tokens
 
-    def append(self, token_id: int) -> None:
+    def append_token(self, token_id: int) -> None:
         """A token that was generated."""
         self._place(token_id)
         self._count(token_id)
@@ -64,7 +71,7 @@ class Sequence:
         self._place(stand_in(self.row))
         self.num_pending += 1
 
-    def settle(self, token_id: int) -> None:
+    def settle_token(self, token_id: int) -> None:
         """What the oldest pending token came to be."""
         self.tokens[self.num_tokens - self.num_pending] = token_id
         self.num_pending -= 1
@@ -85,13 +92,13 @@ class SequenceTable:
     """All sequences of a worker, with one block table per KV group as rows of a common array."""
 
     def __init__(self, num_groups: int, max_blocks: int) -> None:
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, WorkerSequence] = {}
         self._free_rows: list[int] = []
         self._tables = [np.zeros((0, max_blocks), dtype=np.int32) for _ in range(num_groups)]
         self._tensors: list[Tensor] = []
         self._num_blocks: npt.NDArray[np.int64] = np.zeros((0, num_groups), dtype=np.int64)
 
-    def __getitem__(self, seq_id: int) -> Sequence:
+    def __getitem__(self, seq_id: int) -> WorkerSequence:
         return self._sequences[seq_id]
 
     @property
@@ -99,12 +106,12 @@ class SequenceTable:
         """One more than the largest row of any sequence."""
         return len(self._num_blocks)
 
-    def start(self, start: SequenceStart) -> None:
+    def start_sequence(self, start: SequenceStart) -> None:
         """Take up a sequence."""
         num_tokens = len(start.token_ids)
         tokens = np.empty(num_tokens + 256, dtype=np.int64)
         tokens[:num_tokens] = start.token_ids
-        sequence = Sequence(
+        sequence = WorkerSequence(
             seq_id=start.seq_id,
             row=self._take_row(),
             tokens=tokens,
@@ -119,14 +126,14 @@ class SequenceTable:
                 sequence.output_counts[token_id] = sequence.output_counts.get(token_id, 0) + 1
         self._sequences[start.seq_id] = sequence
 
-    def end(self, seq_id: int) -> None:
+    def end_sequence(self, seq_id: int) -> None:
         """Forget a sequence."""
         sequence = self._sequences.pop(seq_id, None)
         if sequence is not None:
             self._num_blocks[sequence.row] = 0
             self._free_rows.append(sequence.row)
 
-    def advance(self, step: SequenceStep) -> Sequence:
+    def advance_sequence(self, step: SequenceStep) -> WorkerSequence:
         """Apply what a plan brings for one sequence: new blocks, and the token it starts from where that is given."""
         sequence = self._sequences[step.seq_id]
         for group, blocks in enumerate(step.new_blocks):
@@ -135,7 +142,7 @@ class SequenceTable:
                 self._tables[group][sequence.row, first : first + len(blocks)] = blocks
                 self._num_blocks[sequence.row, group] = first + len(blocks)
         if step.start == sequence.num_tokens and step.token_id >= 0:
-            sequence.append(step.token_id)
+            sequence.append_token(step.token_id)
         assert step.start + step.num_tokens <= sequence.num_tokens, "the plan computes tokens that nobody has"
         return sequence
 

@@ -15,9 +15,9 @@ from shardline.models.sharding import Numerics
 from shardline.models.sizes import KVDType, kv_block_bytes, largest_weight_bytes, stage_spans, weight_bytes
 from shardline.models.spec import MLA, DecoderSpec, DType, MoE
 from shardline.models.weight_formats import scheme_of
+from shardline.runtime.backends.host.reserve import weight_reserve
 from shardline.runtime.loader.hub import ModelFiles, resolve_model
 from shardline.runtime.parallel.segment import SegmentLayout
-from shardline.runtime.reserve import weight_reserve
 
 _CACHED_REQUESTS = 64
 """Requests of full length that the prefix cache may keep, however few may run at once."""
@@ -77,6 +77,12 @@ class ReplicaSetup:
         """Name of the scheme in which linear weights are held; None: in `dtype`."""
         name = self.config.model.quantization
         return None if name == "none" else name
+
+    @property
+    def weight_format(self) -> tuple[str, int]:
+        """Name of the format of linear weights, and the columns that share a scale (0: the format's own)."""
+        scheme, _, size = (self.quantization or "plain").partition("_")
+        return scheme, int(size) if size.isdigit() else 0
 
     @property
     def keeps_packed(self) -> bool:
@@ -155,7 +161,7 @@ def reserve_weights(setup: ReplicaSetup, rank: int) -> None:
     largest = largest_weight_bytes(
         setup.spec, setup.grid.place(rank), setup.stages, setup.dtype, setup.numerics, setup.expert_parallel
     )
-    weight_reserve.fill(total, max(0, total - largest))
+    weight_reserve.fill_memory(total, max(0, total - largest))
 
 
 def prepare(config: EngineConfig) -> ReplicaSetup:

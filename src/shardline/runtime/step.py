@@ -67,8 +67,8 @@ class StepInput:
     """Whether nothing is wanted of a row of logits but its largest."""
     sampling: SamplingInput | None = None
     """What the sampler reads on a device; None on the host, where it has a plan, and where nothing is sampled."""
-    stays: bool = False
-    """Whether every decode step of as many sequences is written to the same memory."""
+    is_replayable: bool = False
+    """Whether this is a decode step, and every one of as many sequences is written to the same memory."""
 
     def queries(self, group: int, last_layer: bool) -> Queries:
         """Who attends in a layer of a KV group. In a model's last layer nobody reads what else would come out."""

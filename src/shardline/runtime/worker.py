@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import time
@@ -11,26 +10,20 @@ from collections.abc import Callable
 import torch
 from tqdm import tqdm
 
-from shardline import _cpu, env
-from shardline.models.partition import split_dim
-from shardline.runtime.cuda_graphs import CudaRecorder, GraphReplay, PaddedStep
+from shardline.runtime.backends.base import Backend, Counters, Replay, StepSizes
 from shardline.runtime.decoder import DecoderStage
-from shardline.runtime.device import Device, DeviceCounters, open_device
 from shardline.runtime.finite import FiniteWatch
-from shardline.runtime.layers.context import LayerContext
-from shardline.runtime.layers.kv_pages import CachePart
+from shardline.runtime.kv_pool import KVPool
+from shardline.runtime.layers.context import LayerLoader, StageContext
 from shardline.runtime.loader.weights import open_weights
-from shardline.runtime.memory_profile import largest_step, measure
+from shardline.runtime.memory_profile import largest_step
 from shardline.runtime.messages import MemoryUse, RankReport
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.pending import PendingStep
-from shardline.runtime.quantization.base import quantization
-from shardline.runtime.replay import DecodeReplay, Forward
-from shardline.runtime.reserve import weight_reserve
 from shardline.runtime.runner import Runner
-from shardline.runtime.sampling.sampler import Sampler
 from shardline.runtime.setup import ReplicaSetup
 from shardline.types import RankStep, StepResult
+from shardline.weights.base import weight_format
 
 _PROGRESS_BYTES = 256 << 20
 """Smaller models load faster than a progress bar can be read."""
@@ -40,55 +33,57 @@ Agree = Callable[[MemoryUse], int]
 
 
 class Worker:
-    """One rank of a replica, on the CPU or a GPU."""
+    """One rank of a replica."""
 
-    def __init__(self, setup: ReplicaSetup, groups: RankGroups) -> None:
+    def __init__(self, setup: ReplicaSetup, backend: Backend, groups: RankGroups) -> None:
         self._setup = setup
+        self._backend = backend
         self._groups = groups
-        self._dtype: torch.dtype = getattr(torch, setup.dtype)
         self._runner: Runner | None = None
         self._stage: DecoderStage | None = None
-        self._expert_load: DeviceCounters | None = None
+        self._expert_load: Counters | None = None
         self._watch = FiniteWatch(groups.place.rank) if setup.config.model.check_finite else None
+        self._sizes = StepSizes(
+            max_seqs=setup.config.scheduler.max_num_seqs,
+            max_blocks=setup.max_blocks,
+            num_kv_groups=len(setup.groups),
+            block_size=setup.config.cache.block_size,
+            hidden_size=setup.spec.hidden_size,
+            dtype=getattr(torch, setup.dtype),
+        )
 
     def load(self, agree: Agree | None = None) -> RankReport:
         """Load this rank's weights, allocate its KV cache, and say what it holds.
 
-        `agree` says how large the KV pool is, given what this rank has measured; only called where the setup says that
-        ranks measure.
+        `agree` says how large the KV pool is, given what this rank has measured; it is only called where the setup says
+        that ranks measure.
 
         Raises:
             ValueError: the checkpoint is at fault.
         """
         started = time.perf_counter()
-        setup, place = self._setup, self._groups.place
-        threads = setup.config.parallel.cpu_threads
-        assert threads is not None
-        # Our kernels have a pool of their own; a second one would fight it for the cores.
-        torch.set_num_threads(1)
-        _cpu.set_num_threads(threads)
-        if (isa := env.force_isa()) is not None:
-            _cpu.set_isa(isa)
-        device = open_device(setup.config.parallel.device, place.rank)
-        stage, weight_bytes = self._load_stage(device)
+        setup, place, backend = self._setup, self._groups.place, self._backend
+        stage, weight_bytes = self._load_stage()
         self._stage = stage
-        forward = self._replayed(stage, device)
+        replay = self._make_replay(stage)
         num_blocks, memory = setup.num_blocks, None
         if num_blocks == 0:
             assert agree is not None
-            memory = self._measure(stage, forward, device)
+            memory = self._measure(stage, replay)
             num_blocks = agree(memory)
-        kv_bytes = self._allocate_cache(stage, device, num_blocks)
-        if isinstance(forward, GraphReplay):
-            with torch.inference_mode():
-                forward.capture()
-        self._runner = self._make_runner(stage, forward, device)
+        kv_bytes = self._allocate_cache(stage, num_blocks)
+        with torch.inference_mode():
+            replay.capture_steps()
+        forward = replay if self._watch is None else stage.forward
+        self._runner = Runner(backend, stage, self._groups, forward, self._sizes, self._watch)
+        threads = setup.config.parallel.cpu_threads
+        assert threads is not None
         return RankReport(
             rank=place.rank,
             host=socket.gethostname(),
             pid=os.getpid(),
-            device=device.name,
-            isa=device.kernel_path,
+            device=backend.name,
+            isa=backend.kernel_path,
             threads=threads,
             weight_bytes=weight_bytes,
             kv_bytes=kv_bytes,
@@ -103,24 +98,23 @@ class Worker:
         assert self._stage is not None
         return self._stage
 
-    def run(self, step: RankStep) -> StepResult | None:
-        """Run one step; see Runner.run."""
-        return self.launch(step).result()
+    def run_step(self, step: RankStep) -> StepResult | None:
+        """Run one step; see Runner.run_step."""
+        return self.launch_step(step).result()
 
-    def launch(self, step: RankStep) -> PendingStep:
-        """Begin one step; see Runner.launch."""
+    def launch_step(self, step: RankStep) -> PendingStep:
+        """Begin one step; see Runner.launch_step."""
         assert self._runner is not None
-        pending = self._runner.launch(step)
+        pending = self._runner.launch_step(step)
         if self._expert_load is not None:
-            self._expert_load.publish()
+            self._expert_load.publish_counts()
         return pending
 
-    def _load_stage(self, device: Device) -> tuple[DecoderStage, int]:
-        setup, place = self._setup, self._groups.place
-        layers = setup.stages[place.pp_rank]
+    def _load_stage(self) -> tuple[DecoderStage, int]:
+        setup, place, backend = self._setup, self._groups.place, self._backend
         expected = setup.weight_bytes(place.rank)
         if (load := self._groups.expert_load).size:
-            self._expert_load = DeviceCounters(torch.from_numpy(load), device.torch)
+            self._expert_load = backend.share_counters(torch.from_numpy(load))
         quiet = place.rank != 0 or expected < _PROGRESS_BYTES
         loaded = 0
         with tqdm(total=expected, unit="B", unit_scale=True, desc="loading weights", disable=quiet) as bar:
@@ -130,128 +124,56 @@ class Worker:
                 loaded += num_bytes
                 bar.update(num_bytes)
 
-            context = LayerContext(
+            context = StageContext(
                 spec=setup.spec,
+                kv_groups=setup.groups,
+                backend=backend,
                 group=self._groups.tensor,
-                experts=self._groups.experts,
+                expert_group=self._groups.experts,
                 numerics=setup.numerics,
-                dtype=self._dtype,
-                device=device.torch,
+                dtype=self._sizes.dtype,
                 max_model_len=setup.max_model_len,
-                quantization=quantization(setup.quantization),
-                keeps_packed=setup.keeps_packed,
-                weights=open_weights(setup.files, setup.spec, setup.config.model, device.torch),
                 watch=self._watch,
-                on_loaded=count,
                 expert_parallel=setup.expert_parallel,
-                expert_load=self._expert_load.on_device if self._expert_load is not None else None,
+                expert_load=self._expert_load.counts if self._expert_load is not None else None,
             )
-            stage = DecoderStage(context, layers)
-        weight_reserve.release()
-        if not device.is_host:
-            self._choose_products(device, context.product_shapes)
+            loader = LayerLoader(
+                stage=context,
+                source=open_weights(
+                    setup.files,
+                    setup.spec,
+                    setup.config.model,
+                    backend.device if backend.draws_dummy_weights else None,
+                ),
+                format=weight_format(*setup.weight_format),
+                on_loaded=count,
+            )
+            stage = DecoderStage(loader, setup.stages[place.pp_rank])
+        backend.finish_loading(loader.loaded_products(setup.config.scheduler.max_num_batched_tokens))
         return stage, loaded
 
-    def _choose_products(self, device: Device, shapes: set[tuple[int, int]]) -> None:
-        """Take the library's matrix products where they change no bit, or with fast numerics everywhere."""
-        from shardline.runtime.ops.triton.library import use_library
-        from shardline.runtime.ops.triton.library_trial import try_library
+    def _make_replay(self, stage: DecoderStage) -> Replay:
+        """The stage's forward pass with decode steps replayed, in the back end's way."""
+        # Whole experts: the host waits for what each rank is sent.
+        waits = self._setup.expert_parallel and self._groups.experts.size > 1
+        can_capture = self._groups.tensor.is_capturable and not waits and self._watch is None
+        return self._backend.make_replay(stage.forward, self._sizes, can_capture=can_capture)
 
-        setup = self._setup
-        if setup.numerics != "exact":
-            use_library({}, always=True)
-        elif setup.quantization is None:
-            assert device.memory is not None
-            free, _ = device.memory.free_and_total()
-            most_rows = setup.config.scheduler.max_num_batched_tokens
-            use_library(try_library(shapes, most_rows, self._dtype, device.torch, free))
-            device.memory.release()
-
-    def _make_runner(self, stage: DecoderStage, forward: Forward, device: Device) -> Runner:
-        setup, sampler = self._setup, None
-        if stage.lm_head is not None:
-            sampler = Sampler(stage.lm_head.spans, self._groups.tensor, device.torch)
-        return Runner(
-            stage,
-            self._groups,
-            sampler,
-            forward,
-            hidden_size=setup.spec.hidden_size,
-            dtype=self._dtype,
-            block_size=setup.config.cache.block_size,
-            max_blocks=setup.max_blocks,
-            max_num_seqs=setup.config.scheduler.max_num_seqs,
-            num_kv_groups=len(setup.groups),
-            watch=self._watch,
-            device=device,
-        )
-
-    def _replayed(self, stage: DecoderStage, device: Device) -> Forward:
-        """The stage's forward pass with decode steps replayed, in the device's way."""
-        setup, groups = self._setup, self._groups
-        if self._watch is not None:
-            return stage.forward
-        max_seqs = setup.config.scheduler.max_num_seqs
-        sizes = {
-            "max_seqs": max_seqs,
-            "max_blocks": setup.max_blocks,
-            "num_kv_groups": len(setup.groups),
-            "hidden_size": setup.spec.hidden_size,
-        }
-        if device.is_host:
-            return DecodeReplay(stage.forward, max_seqs=max_seqs, hidden_size=setup.spec.hidden_size, dtype=self._dtype)
-        if not groups.tensor.is_capturable or (setup.expert_parallel and groups.experts.size > 1):
-            return stage.forward  # whole experts: the host waits for what each rank is sent
-        padded = PaddedStep(device.torch, dtype=self._dtype, **sizes)
-        return GraphReplay(stage.forward, padded, max_seqs, CudaRecorder())
-
-    def _measure(self, stage: DecoderStage, forward: Forward, device: Device) -> MemoryUse:
+    def _measure(self, stage: DecoderStage, replay: Replay) -> MemoryUse:
         """What a step needs, found by running the largest on a cache of one block."""
-        assert device.memory is not None, "only what has memory of its own is measured"
-        self._allocate_cache(stage, device, 1)
-        runner = self._make_runner(stage, stage.forward, device)
+        self._allocate_cache(stage, 1)
+        runner = Runner(self._backend, stage, self._groups, stage.forward, self._sizes, self._watch)
         step = largest_step(self._setup)
         with torch.inference_mode():
-            replay = forward if isinstance(forward, GraphReplay) else None
-            use = measure(device.memory, lambda: runner.run(step), replay)
+            use = self._backend.measure_step(lambda: runner.run_step(step), replay)
         if self._expert_load is not None:
-            self._expert_load.on_device.zero_()
+            self._expert_load.counts.zero_()
         return use
 
-    def _allocate_cache(self, stage: DecoderStage, device: Device, num_blocks: int) -> int:
-        """Give every layer its pages: slot d of the pool serves the d-th layer that this stage has of each group.
-
-        Returns this rank's bytes; of a pool that it shares, an even part.
-        """
+    def _allocate_cache(self, stage: DecoderStage, num_blocks: int) -> int:
+        """Give the layers a KV pool; returns this rank's bytes."""
         setup = self._setup
-        layers = setup.stages[self._groups.place.pp_rank]
+        span = setup.stages[self._groups.place.pp_rank]
         dtype: torch.dtype = getattr(torch, setup.kv_dtype)
-        pools: list[tuple[torch.Tensor, ...]] = []
-        pool_parts: list[tuple[CachePart, ...]] = []
-        total = 0
-        for group in setup.groups:
-            mine = [index for index in group.layers if layers.start <= index < layers.stop]
-            for depth, index in enumerate(mine):
-                attention = stage.layers[index - layers.start].attention
-                parts = attention.cache_parts(num_blocks, setup.config.cache.block_size, dtype)
-                if depth == len(pools):
-                    pages = []
-                    for part in parts:
-                        pages.append(self._pages(part, total, device))
-                        total += part.num_bytes
-                    pools.append(tuple(pages))
-                    pool_parts.append(parts)
-                assert pool_parts[depth] == parts, "one shape per pool"
-                attention.bind_cache(*pools[depth])
-        if self._groups.kv_pool is None:
-            return total
-        assert total == len(self._groups.kv_pool), "the segment was cut for this pool"
-        return split_dim(total, self._groups.tensor.size)[self._groups.tensor.rank].size
-
-    def _pages(self, part: CachePart, offset: int, device: Device) -> torch.Tensor:
-        """An uninitialised tensor, at `offset` in a shared pool; pages that nobody touches take no memory."""
-        shared = self._groups.kv_pool
-        if shared is None:
-            return torch.empty(part.shape, dtype=part.dtype, device=device.torch)
-        count = math.prod(part.shape)
-        return torch.frombuffer(shared, dtype=part.dtype, count=count, offset=offset).view(part.shape)
+        pool = KVPool(num_blocks, self._sizes.block_size, dtype, self._backend.device)
+        return pool.bind_layers(stage.layers, span, setup.groups, self._groups)

@@ -66,7 +66,7 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
         threading.Thread(target=_await_steps, args=(launched, events), daemon=True).start()
         while True:
             event = events.get()
-            pending = worker.launch(event) if isinstance(event, RankStep) else event
+            pending = worker.launch_step(event) if isinstance(event, RankStep) else event
             if isinstance(event, RankStep) and not pending.is_over:
                 launched.put(pending)
             elif (result := pending.result()) is not None and is_driver:
@@ -86,17 +86,19 @@ def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Worker
 
     setup = prepare(start.config)
     reserve_weights(setup, start.rank)
-    from shardline.runtime.device import open_device
+    from shardline.runtime.backends import open_backend
     from shardline.runtime.parallel.groups import join_distributed, join_shared
     from shardline.runtime.worker import Worker
 
     # The engine's deadline comes first, since it can say which rank is late; this is the back-stop.
     timeout = 2 * setup.config.parallel.step_timeout + 5.0
+    parallel = setup.config.parallel
+    assert parallel.cpu_threads is not None
+    backend = open_backend(parallel.device, start.rank, parallel.cpu_threads)
     if start.store_path:
-        device = open_device(setup.config.parallel.device, start.rank).torch
         groups = join_distributed(
+            backend,
             setup.collectives,
-            device,
             Path(start.store_path),
             segment,
             setup.segment_layout,
@@ -105,8 +107,8 @@ def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Worker
             tries_symmetric_memory=setup.tries_symmetric_memory,
         )
     else:
-        groups = join_shared(segment, setup.segment_layout, start.rank, timeout)
-    worker = Worker(setup, groups)
+        groups = join_shared(backend.kernels, segment, setup.segment_layout, start.rank, timeout)
+    worker = Worker(setup, backend, groups)
     return worker, worker.load(agree), start.rank in setup.grid.drivers
 
 

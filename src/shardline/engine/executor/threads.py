@@ -28,7 +28,7 @@ class ThreadExecutor(Executor):
         self._load: ExpertLoadBoard | None = None
 
     def start(self) -> list[RankReport]:
-        from shardline.runtime.replay import resolve_operators
+        from shardline.runtime.backends.host.replay import resolve_operators
 
         resolve_operators()
         grid = self._setup.grid
@@ -51,16 +51,20 @@ class ThreadExecutor(Executor):
         return sorted(reports, key=lambda report: report.rank)
 
     def _run_rank(self, rank: int, segment: memoryview, steps: queue.SimpleQueue[RankStep | None]) -> None:
+        from shardline.runtime.backends import open_backend
         from shardline.runtime.parallel.groups import join_shared
         from shardline.runtime.worker import Worker
 
         try:
-            timeout = self._setup.config.parallel.step_timeout
-            groups = join_shared(segment, self._setup.segment_layout, rank, timeout)
-            worker = Worker(self._setup, groups)
+            parallel = self._setup.config.parallel
+            timeout, threads = parallel.step_timeout, parallel.cpu_threads
+            assert threads is not None
+            backend = open_backend(parallel.device, rank, threads)
+            groups = join_shared(backend.kernels, segment, self._setup.segment_layout, rank, timeout)
+            worker = Worker(self._setup, backend, groups)
             self._replies.put(worker.load())
             while (step := steps.get()) is not None:
-                result = worker.run(step)
+                result = worker.run_step(step)
                 if result is not None and rank in self._setup.grid.drivers:
                     self._replies.put((rank, result))
         except Exception as error:  # carried to the engine's thread

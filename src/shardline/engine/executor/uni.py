@@ -24,8 +24,8 @@ class UniExecutor(Executor):
 
     def __init__(self, setup: ReplicaSetup) -> None:
         self._setup = setup
-        self._launches = setup.config.parallel.device == "cuda"
-        self.max_in_flight = setup.max_in_flight if self._launches else 1
+        self._overlaps_steps = False
+        self.max_in_flight = 1
         self._worker: Worker | None = None
         self._steps: deque[RankStep] = deque()
         """Not launched yet."""
@@ -34,23 +34,29 @@ class UniExecutor(Executor):
 
     def start(self) -> list[RankReport]:
         reserve_weights(self._setup, 0)
-        from shardline.runtime.parallel.groups import alone
+        from shardline.runtime.backends import open_backend
+        from shardline.runtime.parallel.groups import join_nobody
         from shardline.runtime.worker import Worker
 
         layout = self._setup.segment_layout
-        groups = alone(layout.num_layers, layout.num_experts)
+        parallel = self._setup.config.parallel
+        assert parallel.cpu_threads is not None
+        backend = open_backend(parallel.device, 0, parallel.cpu_threads)
+        if backend.overlaps_steps:
+            self._overlaps_steps, self.max_in_flight = True, self._setup.max_in_flight
+        groups = join_nobody(layout.num_layers, layout.num_experts)
         self._expert_load = groups.expert_load
-        self._worker = Worker(self._setup, groups)
+        self._worker = Worker(self._setup, backend, groups)
         return [self._worker.load(lambda memory: agreed_blocks(self._setup, [memory]))]
 
     def submit(self, plans: Sequence[StepPlan]) -> None:
         (step,) = rank_steps(plans)
         self._steps.append(step)
-        if self._launches:
+        if self._overlaps_steps:
             self._launch()
 
     def collect(self) -> list[StepResult]:
-        if not self._launches:
+        if not self._overlaps_steps:
             self._launch()
         with _named_failure():
             result = self._pending.popleft().result()
@@ -60,7 +66,7 @@ class UniExecutor(Executor):
     def _launch(self) -> None:
         assert self._worker is not None
         with _named_failure():
-            self._pending.append(self._worker.launch(self._steps.popleft()))
+            self._pending.append(self._worker.launch_step(self._steps.popleft()))
 
     def expert_load(self) -> Counts:
         assert self._expert_load is not None

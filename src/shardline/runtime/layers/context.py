@@ -1,4 +1,4 @@
-"""What every layer of a stage needs to take its weights and to run."""
+"""What the layers of a stage are built from: what they run on, and what loads their weights."""
 
 from __future__ import annotations
 
@@ -9,111 +9,158 @@ import torch
 from torch import Tensor
 
 from shardline.models.parameters import is_kept_in_float32
-from shardline.models.partition import ExpertShare, Span
+from shardline.models.partition import ExpertShare, KVGroup, Span
 from shardline.models.sharding import Numerics, Spans, shard
 from shardline.models.spec import DecoderSpec
+from shardline.runtime.backends.base import Backend, Kernels, LoadedProducts
 from shardline.runtime.finite import FiniteWatch
 from shardline.runtime.loader.weights import WeightSource
-from shardline.runtime.ops.grouped_weight import GroupedWeight
-from shardline.runtime.ops.storage import streamed_empty
 from shardline.runtime.parallel.collectives import Collectives
-from shardline.runtime.quantization.base import PackedGatedLinear, PackedLinear, PackedLMHead, Quantization
+from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, WeightFormat
+from shardline.weights.formats.plain import PlainGatedLinear, PlainLinear
+from shardline.weights.formats.w4a16 import GroupedWeight
 
 
 @dataclass(frozen=True)
-class LayerContext:
-    """The model, the group that shares its layers, and where weights come from."""
+class StageContext:
+    """The model, the machine that runs its layers, and the ranks that share them."""
 
     spec: DecoderSpec
+    kv_groups: tuple[KVGroup, ...]
+    backend: Backend
     group: Collectives
-    experts: Collectives
+    expert_group: Collectives
     """The ranks over which whole experts are spread; see RankGroups."""
     numerics: Numerics
     """exact: no floating-point sum crosses a rank."""
     dtype: torch.dtype
-    device: torch.device
-    """Where weights are kept and layers computed."""
+    """Of activations."""
     max_model_len: int
-    quantization: Quantization
-    """How linear weights are held."""
-    weights: WeightSource
     watch: FiniteWatch | None
     """With `--check-finite`."""
-    on_loaded: Callable[[int], None]
-    """Told the bytes of each tensor that is kept."""
     expert_parallel: bool = False
-    """Experts are whole, each on one rank of `experts`."""
+    """Experts are whole, each on one rank of `expert_group`."""
     expert_load: Tensor | None = None
     """[num_layers, num_experts] int64: grows by the tokens that this rank counts for each expert."""
-    keeps_packed: bool = False
-    """Linear weights that the checkpoint has packed stay so."""
-    product_shapes: set[tuple[int, int]] = field(default_factory=set)
-    """[out, in] of the dense weights that were packed for layers, on this rank."""
+
+    @property
+    def kernels(self) -> Kernels:
+        """The back end's."""
+        return self.backend.kernels
+
+    @property
+    def device(self) -> torch.device:
+        """Where layers compute."""
+        return self.backend.device
+
+    @property
+    def splits_outputs(self) -> bool:
+        """Whether every linear splits its outputs; else the closing ones split their inputs and add partial sums."""
+        return self.numerics == "exact" or self.group.size == 1
 
     def spans(self, name: str) -> tuple[Span, ...]:
         """The range of the sharded dim of parameter `name` on each rank of the group."""
         spans = []
         for rank in range(self.group.size):
-            sharded = [span for span in self._shard(name, rank) if span is not None]
+            sharded = [span for span in self.shard(name, rank) if span is not None]
             assert len(sharded) == 1, f"{name} is not sharded along one dim"
             spans.append(sharded[0])
         return tuple(spans)
 
+    def shard(self, name: str, rank: int) -> Spans:
+        """The part of parameter `name` that a rank of the group holds."""
+        share = ExpertShare(self.expert_group.rank, self.expert_group.size) if self.expert_parallel else None
+        return shard(name, self.spec, rank, self.group.size, self.numerics, share)
+
+
+@dataclass(frozen=True)
+class LayerLoader:
+    """Reads this rank's part of each weight and packs it in the stage's format."""
+
+    stage: StageContext
+    source: WeightSource
+    format: WeightFormat
+    """Of linear weights."""
+    on_loaded: Callable[[int], None]
+    """Told the bytes of each tensor that is kept."""
+    plain_shapes: set[tuple[int, int]] = field(default_factory=set)
+    """[out_features, in_features] of the plain weights that were packed for layers."""
+
     def load(self, name: str) -> Tensor:
         """This rank's slice of parameter `name`, contiguous, in the activations' dtype."""
-        tensor = self.read(name)
+        tensor = self.stage.backend.keep_weight(self.read(name))
         self.on_loaded(tensor.nbytes)
-        if tensor.device.type == "cpu":
-            return streamed_empty(tensor.shape, tensor.dtype).copy_(tensor)
-        return tensor.contiguous()
-
-    def read(self, name: str) -> Tensor:
-        """As `load`, for what is packed next and not kept: perhaps a part of the mapped file, with strided rows."""
-        dtype = torch.float32 if is_kept_in_float32(name) else self.dtype
-        tensor = self.weights.get(name, self._shard(name, self.group.rank)).to(self.device, dtype)
-        self._look_at(name, tensor)
         return tensor
 
-    def read_linear(self, name: str) -> Tensor | GroupedWeight:
-        """As `read`, for a weight that `pack` takes: as the checkpoint has packed it, where it stays so."""
-        if self.keeps_packed:
-            packed = self.weights.get_packed(name, self._shard(name, self.group.rank))
+    def load_bias(self, *names: str) -> Tensor:
+        """The slices of several biases, one after another."""
+        return torch.cat([self.load(f"{name}.bias") for name in names])
+
+    def read(self, name: str) -> Tensor:
+        """As `load`, for a weight that is packed next and not kept: perhaps part of the mapped file, with strided
+        rows."""
+        dtype = torch.float32 if is_kept_in_float32(name) else self.stage.dtype
+        tensor = self.source.get(name, self._own_part(name)).to(self.stage.device, dtype)
+        self._check_finite(name, tensor)
+        return tensor
+
+    def pack_linear(self, *names: str) -> PackedLinear:
+        """The weights of linears of the same rows, one under another."""
+        parts = [self._read_linear(f"{name}.weight") for name in names]
+        if not all(isinstance(part, GroupedWeight) for part in parts):  # a checkpoint may leave one as it is
+            parts = [part.dequantize(self.stage.dtype) if isinstance(part, GroupedWeight) else part for part in parts]
+        packed = self.format.pack_linear(self.stage.kernels, *parts)  # type: ignore[arg-type]
+        if isinstance(packed, PlainLinear):
+            self.plain_shapes.add((packed.out_features, packed.in_features))
+        self.on_loaded(packed.nbytes)
+        return packed
+
+    def pack_gated(self, gate: str, up: str) -> PackedGatedLinear:
+        """Both weights of a gated block's first half."""
+        parts = self._read_linear(f"{gate}.weight"), self._read_linear(f"{up}.weight")
+        packed = self.format.pack_gated(self.stage.kernels, *parts)  # type: ignore[arg-type]
+        if isinstance(packed, PlainGatedLinear):
+            self.plain_shapes.add((2 * packed.out_features, packed.in_features))
+        self.on_loaded(packed.nbytes)
+        return packed
+
+    def pack_lm_head(self, name: str) -> PackedLinear:
+        """The output embedding [vocab, hidden_size]."""
+        packed = self.format.pack_lm_head(self.stage.kernels, self.read(name))
+        self.on_loaded(packed.nbytes)
+        return packed
+
+    def pack_experts(self, held: range, name: Callable[[int, str], str], parts: tuple[str, ...]) -> PackedExperts:
+        """The linears `parts` of every expert in `held`, whose weights `name` names."""
+        experts: PackedExperts | None = None
+        for index, expert in enumerate(held):
+            weights = [self.read(name(expert, part)) for part in parts]
+            if experts is None:
+                experts = self.format.allocate_experts(self.stage.kernels, len(held), *weights)
+            self.format.pack_expert(self.stage.kernels, experts, index, *weights)
+            self.on_loaded(experts.nbytes // len(held))
+        assert experts is not None, "every rank has at least one expert"
+        return experts
+
+    def loaded_products(self, most_rows: int) -> LoadedProducts:
+        """What the back end should know of the weights that were packed; steps have at most `most_rows` rows."""
+        return LoadedProducts(
+            frozenset(self.plain_shapes), most_rows, self.stage.dtype, exact=self.stage.numerics == "exact"
+        )
+
+    def _read_linear(self, name: str) -> Tensor | GroupedWeight:
+        if self.format.reads_packed:
+            packed = self.source.get_packed(name, self._own_part(name))
             if packed is not None:
-                self._look_at(name, packed.scales)
-                return packed.to(self.device)
+                self._check_finite(name, packed.scales)
+                return packed.to(self.stage.device)
         return self.read(name)
 
-    def _look_at(self, name: str, tensor: Tensor) -> None:
-        if self.watch is not None and not bool(torch.isfinite(tensor).all()):
+    def _own_part(self, name: str) -> Spans:
+        return self.stage.shard(name, self.stage.group.rank)
+
+    def _check_finite(self, name: str, tensor: Tensor) -> None:
+        if self.stage.watch is not None and not bool(torch.isfinite(tensor).all()):
             raise ValueError(
                 f"{name} holds NaN or Inf in {tensor.dtype}: the checkpoint is damaged, or needs a wider --dtype"
             )
-
-    def _shard(self, name: str, rank: int) -> Spans:
-        share = ExpertShare(self.experts.rank, self.experts.size) if self.expert_parallel else None
-        return shard(name, self.spec, rank, self.group.size, self.numerics, share)
-
-    def pack(self, *parts: Tensor | GroupedWeight) -> PackedLinear:
-        """A weight of a layer, in parts [*, in] one under another, as the quantization holds it."""
-        if all(isinstance(part, GroupedWeight) for part in parts):
-            packed = self.quantization.pack(*parts)
-        else:  # a checkpoint may leave one as it is
-            dense = [part if isinstance(part, Tensor) else part.dequantized(self.dtype) for part in parts]
-            self.product_shapes.add((sum(len(part) for part in dense), dense[0].shape[1]))
-            packed = self.quantization.pack(*dense)
-        self.on_loaded(packed.nbytes)
-        return packed
-
-    def pack_gated(self, gate: Tensor | GroupedWeight, up: Tensor | GroupedWeight) -> PackedGatedLinear:
-        """Both weights [out, in] of a gated block's first half as the quantization holds them."""
-        packed = self.quantization.pack_gated(gate, up)
-        if isinstance(gate, Tensor):
-            self.product_shapes.add((len(gate) + len(up), gate.shape[1]))
-        self.on_loaded(packed.nbytes)
-        return packed
-
-    def pack_lm_head(self, weight: Tensor) -> PackedLMHead:
-        """The output embedding [vocab, hidden_size] as the quantization holds it."""
-        packed = self.quantization.pack_lm_head(weight)
-        self.on_loaded(packed.nbytes)
-        return packed

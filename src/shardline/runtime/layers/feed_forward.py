@@ -5,49 +5,53 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardline.models.spec import Dense
-from shardline.runtime.layers.context import LayerContext
+from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear, GatedColumnLinear
 from shardline.runtime.ops.activation import ActivationName, activation
-from shardline.runtime.ops.few_rows import AddedRows
-from shardline.runtime.ops.linear_input import InputForm, LinearInput
+from shardline.weights.rows import InputForm, LinearInput
 
 
 class DenseFeedForward:
     """x [T, hidden] -> [T, hidden]."""
 
-    def __init__(self, context: LayerContext, name: str, spec: Dense) -> None:
-        self._inner: GatedColumnLinear | _ActivatedLinear
+    def __init__(self, loader: LayerLoader, name: str, spec: Dense) -> None:
+        self.inner: GatedColumnLinear | ActivatedLinear
         if spec.gated:
-            self._inner = GatedColumnLinear(context, f"{name}.gate", f"{name}.up", spec.bias, spec.activation)
+            self.inner = GatedColumnLinear(loader, f"{name}.gate", f"{name}.up", spec.bias, spec.activation)
         else:
-            self._inner = _ActivatedLinear(ColumnLinear(context, [f"{name}.up"], spec.bias), spec.activation)
-        widths = [span.size for span in context.spans(f"{name}.up.weight")]
-        self._down = ClosingLinear(context, f"{name}.down", widths, spec.bias)
+            self.inner = ActivatedLinear(loader, f"{name}.up", spec.bias, spec.activation)
+        widths = [span.size for span in loader.stage.spans(f"{name}.up.weight")]
+        self.down = ClosingLinear(loader, f"{name}.down", widths, spec.bias)
 
     @property
-    def takes(self) -> InputForm:
-        """What x may be besides a tensor."""
-        return self._inner.takes
-
-    def __call__(self, x: LinearInput, residual: Tensor | None = None) -> Tensor | AddedRows:
-        """`residual`: see ClosingLinear."""
-        return self._down(self._inner(x), residual)
-
-    def alone(self, x: LinearInput) -> Tensor:
-        """The block's output only."""
-        return self._down.alone(self._inner(x))
-
-    def local(self, x: LinearInput) -> Tensor:
-        """This rank's columns of the output, [T, local hidden]; exact numerics only."""
-        return self._down.local(self._inner(x))
-
-
-class _ActivatedLinear:
-    """act(up(x)) for the columns that this rank owns: x [M, in] -> [M, local out]."""
-
-    def __init__(self, up: ColumnLinear, activation: ActivationName) -> None:
-        self._up, self._activation = up, activation
-        self.takes = up.takes
+    def input_form(self) -> InputForm:
+        """What x should be."""
+        return self.inner.input_form
 
     def __call__(self, x: LinearInput) -> Tensor:
-        return activation(self._up(x), self._activation)
+        return self.down(self.inner(x))
+
+    def compute_columns(self, x: LinearInput) -> Tensor:
+        """This rank's columns of the output, [T, local hidden]; exact numerics only."""
+        return self.down.compute_columns(self.inner(x))
+
+
+class ActivatedLinear:
+    """act(up(x)) for the columns that this rank owns: x [M, in] -> [M, local out]."""
+
+    def __init__(self, loader: LayerLoader, name: str, bias: bool, activation: ActivationName) -> None:
+        self._kernels = loader.stage.kernels
+        self._activation = activation
+        self.up = ColumnLinear(loader, [name], bias)
+
+    @property
+    def input_form(self) -> InputForm:
+        """What x should be."""
+        return self.up.input_form
+
+    def __call__(self, x: LinearInput) -> Tensor:
+        return self.activate(self.up(x))
+
+    def activate(self, x: Tensor) -> Tensor:
+        """act(x)."""
+        return activation(self._kernels, x, self._activation)

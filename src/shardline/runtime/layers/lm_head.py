@@ -7,46 +7,45 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardline.runtime.layers.context import LayerContext
-from shardline.runtime.ops.linear_input import InputForm, LinearInput
-from shardline.runtime.ops.softcap import softcap_
-from shardline.runtime.quantization.none import PlainLinear
+from shardline.runtime.layers.context import LayerLoader
+from shardline.runtime.ops.sampling.softcap import softcap_
+from shardline.weights.formats.plain import PlainLinear
+from shardline.weights.rows import InputForm, LinearInput
 
 
 class LMHead:
     """hidden [R, hidden_size] -> this rank's columns of the fp32 logits [R, vocab_size]."""
 
-    def __init__(self, context: LayerContext) -> None:
-        spec = context.spec
-        name = "embed.weight" if spec.tied_embeddings else "lm_head.weight"
-        self.spans = context.spans(name)
+    def __init__(self, loader: LayerLoader) -> None:
+        stage = loader.stage
+        name = "embed.weight" if stage.spec.tied_embeddings else "lm_head.weight"
+        self.spans = stage.spans(name)
         """Vocabulary range of each rank."""
-        self._linear = context.pack_lm_head(context.read(name))
-        self._bias = context.load("lm_head.bias") if spec.lm_head_bias else None
-        self._softcap = spec.logits_softcap
+        self._kernels = stage.kernels
+        self._packed = loader.pack_lm_head(name)
+        self._bias = loader.load("lm_head.bias") if stage.spec.lm_head_bias else None
+        self._softcap = stage.spec.logits_softcap
+        self.fuses_argmax = stage.backend.fuses_argmax and stage.watch is None and self._softcap is None
+        """Whether `find_best` serves greedy steps. A softcap rounds logits to equal ones, so it needs all of them; so
+        does whoever looks for NaN."""
 
     @property
-    def rows(self) -> Callable[[Tensor], Tensor] | None:
-        """Looks rows up in the weight by their index in this rank's range; None where quantization has changed them."""
-        return self._linear.weight.rows if isinstance(self._linear, PlainLinear) else None
+    def look_up_rows(self) -> Callable[[Tensor], Tensor] | None:
+        """Gives rows of the weight by their index in this rank's range; None where the format has changed them."""
+        return self._packed.unpack_rows if isinstance(self._packed, PlainLinear) else None
 
     @property
-    def takes(self) -> InputForm:
-        """What the hidden states may be besides a tensor."""
-        return "quantized" if self._linear.takes == "quantized" else "tensor"
+    def input_form(self) -> InputForm:
+        """What the hidden states should be."""
+        return self._packed.input_form
 
     def __call__(self, hidden: LinearInput) -> Tensor:
-        logits = self._linear(hidden, self._bias, out_dtype=torch.float32)
+        logits = self._packed(hidden, self._bias, out_dtype=torch.float32)
         if self._softcap is not None:
-            softcap_(logits, self._softcap)
+            softcap_(self._kernels, logits, self._softcap)
         return logits
 
-    @property
-    def finds_best(self) -> bool:
-        """Whether `best` is there. A softcap rounds logits to equal ones, so that it takes all of them."""
-        return self._softcap is None
-
-    def best(self, hidden: LinearInput) -> Tensor:
+    def find_best(self, hidden: LinearInput) -> Tensor:
         """The largest of this rank's logits of each row, and the bits of its index in this rank's range: [R, 2]."""
-        assert self.finds_best
-        return self._linear.argmax(hidden, self._bias)
+        assert self._softcap is None
+        return self._packed.argmax(hidden, self._bias)

@@ -13,17 +13,16 @@ from torch import Tensor
 
 from shardline.models.spec import MLA
 from shardline.runtime.layers.attention import RotaryTables
-from shardline.runtime.layers.context import LayerContext
+from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.kv_pages import CachePart
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import InputNorm, NormLayer
-from shardline.runtime.ops.few_rows import AddedRows
-from shardline.runtime.ops.kv_cache import LatentCache, QuantizedLatents, write_latent
-from shardline.runtime.ops.linear_heads import PackedHeads, linear_heads, pack_heads
-from shardline.runtime.ops.linear_input import InputForm, LinearInput
-from shardline.runtime.ops.mla_attention import mla_attention
-from shardline.runtime.ops.rope import apply_rope
+from shardline.runtime.ops.attention.kv_cache import LatentCache, QuantizedLatents, write_latent
+from shardline.runtime.ops.attention.latent import mla_attention
+from shardline.runtime.ops.attention.linear_heads import PackedHeads, linear_heads, pack_heads
+from shardline.runtime.ops.attention.rope import apply_rope
 from shardline.runtime.step import Queries
+from shardline.weights.rows import InputForm, LinearInput
 
 
 class LatentAttentionLayer:
@@ -32,36 +31,38 @@ class LatentAttentionLayer:
     The projections down to the latents are split over the ranks and gathered: ranks of one host share its memory's
     bandwidth, and a decode step would read them once per rank otherwise.
 
-    Ranks also share one cache. No barrier guards it: each norms, rotates and writes the gathered latents itself, so
-    that it reads what it has written, or the same bytes from another. And nobody writes a slot that another still
-    reads: the next step begins after the gather in `o`, which a rank enters when it has attended.
+    Ranks may also share one cache. No barrier guards it: each rank norms, rotates and writes the gathered latents
+    itself, so it reads what it has written, or the same bytes from another rank. And nobody writes a slot that another
+    rank still reads: the next step begins after the gather in `o`, which a rank enters when it has attended.
     """
 
-    def __init__(self, context: LayerContext, name: str, spec: MLA, tables: RotaryTables) -> None:
+    def __init__(self, loader: LayerLoader, name: str, spec: MLA, tables: RotaryTables) -> None:
+        stage = loader.stage
         self._spec = spec
-        self._group = context.group
+        self._kernels = stage.kernels
+        self._group = stage.group
         self._q_rank = spec.q_lora_rank or 0
         down = [f"{name}.kv_down"] if spec.q_norm is None else [f"{name}.q_down", f"{name}.kv_down"]
-        self._down = ColumnLinear(context, down, spec.bias)
-        spans = [context.spans(f"{part}.weight") for part in down]
+        self.down = ColumnLinear(loader, down, spec.bias)
+        spans = [stage.spans(f"{part}.weight") for part in down]
         self._down_widths = [sum(span.size for span in of_rank) for of_rank in zip(*spans, strict=True)]
         q = f"{name}.q" if spec.q_norm is None else f"{name}.q_up"
-        self._q = ColumnLinear(context, [q], False)
-        self._q_norm: InputNorm | None = None
+        self.q = ColumnLinear(loader, [q], False)
+        self.q_norm: InputNorm | None = None
         if spec.q_norm is not None:
-            self._q_norm = InputNorm(context, f"{name}.q_norm", spec.q_norm, takes=self._q.takes)
-        self._kv_norm = NormLayer(context, f"{name}.kv_norm", spec.kv_norm)
-        self._key_up, self._value_up = self._absorb(context, f"{name}.kv_up")
-        num_heads = [span.size // spec.query_head_dim for span in context.spans(f"{q}.weight")]
-        self._output = ClosingLinear(context, f"{name}.o", [n * spec.value_head_dim for n in num_heads], spec.bias)
+            self.q_norm = InputNorm(loader, f"{name}.q_norm", spec.q_norm, input_form=self.q.input_form)
+        self._kv_norm = NormLayer(loader, f"{name}.kv_norm", spec.kv_norm)
+        self._key_up, self._value_up = self._absorb(loader, f"{name}.kv_up")
+        num_heads = [span.size // spec.query_head_dim for span in stage.spans(f"{q}.weight")]
+        self.output = ClosingLinear(loader, f"{name}.o", [n * spec.value_head_dim for n in num_heads], spec.bias)
         self._table = tables.of(spec.rope)
         self._cache: LatentCache | None = None
 
     @property
-    def takes(self) -> InputForm:
-        """What x may be besides a tensor."""
-        is_read_twice = self._q_norm is None
-        return "tensor" if is_read_twice and self._q.takes != self._down.takes else self._down.takes
+    def input_form(self) -> InputForm:
+        """What x should be."""
+        is_read_twice = self.q_norm is None
+        return "tensor" if is_read_twice and self.q.input_form != self.down.input_form else self.down.input_form
 
     def cache_parts(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[CachePart, ...]:
         """The tensors that `bind_cache` takes."""
@@ -77,24 +78,43 @@ class LatentAttentionLayer:
         """Give the layer its pages."""
         self._cache = pages[0] if len(pages) == 1 else QuantizedLatents(*pages)
 
-    def __call__(
-        self, x: LinearInput, positions: Tensor, slots: Tensor, queries: Queries, residual: Tensor | None = None
-    ) -> Tensor | AddedRows:
-        """`residual`: see ClosingLinear."""
+    def __call__(self, x: LinearInput, positions: Tensor, slots: Tensor, queries: Queries) -> Tensor:
+        down = self.gather_down(self.down(x))
+        q = self.store(self.project_queries(x, down), down, positions, slots)
+        return self.output(self.attend(q, queries))
+
+    def gather_down(self, local: Tensor) -> Tensor:
+        """The latents of queries, of keys and values, and the rotated part of the keys, on every rank."""
+        return self._group.all_gather_columns(local, self._down_widths)
+
+    def project_queries(self, x: LinearInput | None, down: Tensor) -> Tensor:
+        """The local queries, from x or, where they have a latent of their own, from `down` alone."""
+        if self.q_norm is None:
+            assert x is not None
+            return self.q(x)
+        return self.q(self.q_norm(down[:, : self._q_rank])[0])
+
+    def store(self, q: Tensor, down: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        """Norm, rotate and cache what was projected; the queries [T, local heads, query_head_dim]."""
         assert self._cache is not None
         spec = self._spec
-        down = self._group.all_gather_columns(self._down(x), self._down_widths)
-        q_latent = x if self._q_norm is None else self._q_norm(down[:, : self._q_rank])[0]
-        q = self._q(q_latent).view(len(positions), -1, spec.query_head_dim)
+        q = q.view(len(positions), -1, spec.query_head_dim)
         latent = self._kv_norm(down[:, self._q_rank : self._q_rank + spec.kv_lora_rank])
         k_rope = down[:, self._q_rank + spec.kv_lora_rank :]
         q_rope = q[..., spec.nope_head_dim :]
-        apply_rope(q_rope, k_rope[:, None], positions, self._table, interleaved=spec.rope.interleaved)
-        write_latent(latent, k_rope, self._cache, slots)
+        apply_rope(self._kernels, q_rope, k_rope[:, None], positions, self._table, interleaved=spec.rope.interleaved)
+        write_latent(self._kernels, latent, k_rope, self._cache, slots)
+        return q
+
+    def attend(self, q: Tensor, queries: Queries) -> Tensor:
+        """What the step's queries collect of the cache, [Q, local heads * value_head_dim], for q [T, ...]."""
+        assert self._cache is not None
+        spec, kernels = self._spec, self._kernels
         if queries.rows is not None:
             q = torch.index_select(q, 0, queries.rows)
         attended = mla_attention(
-            linear_heads(q[..., : spec.nope_head_dim], self._key_up),
+            kernels,
+            linear_heads(kernels, q[..., : spec.nope_head_dim], self._key_up),
             q[..., spec.nope_head_dim :],
             self._cache,
             queries.block_tables,
@@ -102,13 +122,13 @@ class LatentAttentionLayer:
             queries.context_lens,
             spec.scale,
         )
-        return self._output(linear_heads(attended, self._value_up).flatten(1), residual)
+        return linear_heads(kernels, attended, self._value_up).flatten(1)
 
-    def _absorb(self, context: LayerContext, name: str) -> tuple[PackedHeads, PackedHeads]:
+    def _absorb(self, loader: LayerLoader, name: str) -> tuple[PackedHeads, PackedHeads]:
         """kv_up in its two parts: [heads, kv_lora_rank, nope] for queries, [heads, value, kv_lora_rank] for outputs."""
         spec = self._spec
-        weight = context.read(f"{name}.weight").view(-1, spec.nope_head_dim + spec.value_head_dim, spec.kv_lora_rank)
-        key_up = pack_heads(weight[:, : spec.nope_head_dim].transpose(1, 2))
-        value_up = pack_heads(weight[:, spec.nope_head_dim :])
-        context.on_loaded(key_up.panels.nbytes + value_up.panels.nbytes)
+        weight = loader.read(f"{name}.weight").view(-1, spec.nope_head_dim + spec.value_head_dim, spec.kv_lora_rank)
+        key_up = pack_heads(self._kernels, weight[:, : spec.nope_head_dim].transpose(1, 2))
+        value_up = pack_heads(self._kernels, weight[:, spec.nope_head_dim :])
+        loader.on_loaded(key_up.panels.nbytes + value_up.panels.nbytes)
         return key_up, value_up

@@ -19,11 +19,10 @@ from shardline.models.spec import DecoderSpec, TensorSource
 from shardline.runtime.loader.checkpoint import Checkpoint, TensorEntry
 from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
 from shardline.runtime.loader.hub import ModelFiles
+from shardline.runtime.loader.mapped_memory import mapped_empty
 from shardline.runtime.loader.packed import read_packed
-from shardline.runtime.ops.grouped_weight import GroupedWeight
-from shardline.runtime.ops.storage import mapped_empty
+from shardline.weights.formats.w4a16 import GroupedWeight
 
-_HOST = torch.device("cpu")
 _DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
@@ -86,7 +85,7 @@ class CheckpointWeights:
         key = self._checkpoint.find(source)
         dtype = torch.float32 if is_kept_in_float32(name) else self._dtype
         if key is None:
-            return self._read_packed(name, source, spans).dequantized(dtype)
+            return self._read_packed(name, source, spans).dequantize(dtype)
         return part_of(self._mapped(key), source, spans, dtype)
 
     def get_packed(self, name: str, spans: Spans) -> GroupedWeight | None:
@@ -161,17 +160,18 @@ def part_of(tensor: torch.Tensor, source: TensorSource, spans: Spans, dtype: tor
 
 
 def open_weights(
-    files: ModelFiles, spec: DecoderSpec, model: ModelConfig, device: torch.device = _HOST
+    files: ModelFiles, spec: DecoderSpec, model: ModelConfig, drawn_on: torch.device | None = None
 ) -> WeightSource:
-    """The weights that `model` asks for by its load_format, dtype ("auto": the checkpoint's) and seed, for layers on
-    `device`.
+    """The weights that `model` asks for by its load_format, dtype ("auto": the checkpoint's) and seed.
+
+    `drawn_on`: the device that draws random weights itself; None: the host draws them.
 
     Raises:
         ValueError: the checkpoint is corrupt or does not fit `spec`.
     """
     dtype = _DTYPES[spec.dtype if model.dtype == "auto" else model.dtype]
     if model.load_format == "dummy":
-        if device != _HOST:
-            return DeviceDummyWeights(spec, dtype, model.seed, device)
+        if drawn_on is not None:
+            return DeviceDummyWeights(spec, dtype, model.seed, drawn_on)
         return DummyWeights(spec, dtype, model.seed)
     return CheckpointWeights(Checkpoint.open(files.folder), spec, dtype, packed_format(HFConfig(files.config)))

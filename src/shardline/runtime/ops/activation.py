@@ -8,28 +8,26 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops.dispatch import kernels
+from shardline.runtime.backends.base import Kernels
 
 ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu"]
 """gelu is the exact one (erf); gelu_tanh is also known as gelu_new and gelu_pytorch_tanh."""
 
 
-def activation(x: Tensor, name: ActivationName) -> Tensor:
+def activation(kernels: Kernels, x: Tensor, name: ActivationName) -> Tensor:
     """act(x), x [M, I]; in fp32, rounded once."""
-    on = kernels(x)
-    out = on.activation_empty(x.dtype, *x.shape)
-    on.activation(x, out, name, False)
+    out = kernels.activation_empty(x.dtype, *x.shape)
+    kernels.activation(x, out, name, False)
     return out
 
 
-def gated_activation(gate_up: Tensor, name: ActivationName) -> Tensor:
+def gated_activation(kernels: Kernels, gate_up: Tensor, name: ActivationName) -> Tensor:
     """act(gate) * up: [M, I], for gate_up [M, 2 * I], the gate first.
 
     Rounded after the activation and after the product, as eager models do.
     """
-    on = kernels(gate_up)
-    out = on.activation_empty(gate_up.dtype, gate_up.shape[0], gate_up.shape[1] // 2)
-    on.activation(gate_up, out, name, True)
+    out = kernels.activation_empty(gate_up.dtype, gate_up.shape[0], gate_up.shape[1] // 2)
+    kernels.activation(gate_up, out, name, True)
     return out
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardline.runtime.ops.dispatch import kernels
+from shardline.runtime.backends.base import Kernels
 
 
-def add(x: Tensor, y: Tensor) -> Tensor:
+def add(kernels: Kernels, x: Tensor, y: Tensor) -> Tensor:
     """x + y, both [M, H], in fp32, rounded once."""
-    on = kernels(x)
-    out = on.activation_empty(x.dtype, *x.shape)
-    on.add(x, y, out)
+    out = kernels.activation_empty(x.dtype, *x.shape)
+    kernels.add(x, y, out)
     return out

@@ -9,23 +9,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops.dispatch import kernels
-from shardline.runtime.ops.quantize_rows import QuantizedRows, quantized_empty
+from shardline.runtime.backends.base import Kernels
+from shardline.weights.rows import QuantizedRows
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
+def rms_norm(kernels: Kernels, x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
     """x [M, H] / rms(x) * (weight_offset + weight [H]).
 
     With no offset (Llama) the quotient is rounded to x's dtype before it meets the weight; with one (Gemma: 1.0) the
     whole product is formed in fp32 and rounded once.
     """
-    on = kernels(x)
-    out = on.activation_empty(x.dtype, *x.shape)
-    on.rms_norm(x, weight, out, eps, weight_offset, None, None)
+    out = kernels.activation_empty(x.dtype, *x.shape)
+    kernels.rms_norm(x, weight, out, eps, weight_offset, None, None)
     return out
 
 
 def add_rms_norm(
+    kernels: Kernels,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
@@ -38,20 +38,20 @@ def add_rms_norm(
 
     `quantized`: the norm as `quantize_rows` would give it, with the same bits, but never written itself.
     """
-    out, summed = _normed_empty(x, quantized), _sum_empty(x, residual)
-    kernels(x).rms_norm(x, weight, _parts(out), eps, weight_offset, residual, summed)
+    out, summed = _normed_empty(kernels, x, quantized), _sum_empty(kernels, x, residual)
+    kernels.rms_norm(x, weight, _parts(out), eps, weight_offset, residual, summed)
     return out, x if summed is None else summed
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def layer_norm(kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """(x [M, H] - mean) / std * weight [H] + bias [H], in fp32, rounded once."""
-    on = kernels(x)
-    out = on.activation_empty(x.dtype, *x.shape)
-    on.layer_norm(x, weight, bias, out, eps, None, None)
+    out = kernels.activation_empty(x.dtype, *x.shape)
+    kernels.layer_norm(x, weight, bias, out, eps, None, None)
     return out
 
 
 def add_layer_norm(
+    kernels: Kernels,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
@@ -61,17 +61,17 @@ def add_layer_norm(
     quantized: bool = False,
 ) -> tuple[Tensor | QuantizedRows, Tensor]:
     """(layer_norm(s), s), as `add_rms_norm`."""
-    out, summed = _normed_empty(x, quantized), _sum_empty(x, residual)
-    kernels(x).layer_norm(x, weight, bias, _parts(out), eps, residual, summed)
+    out, summed = _normed_empty(kernels, x, quantized), _sum_empty(kernels, x, residual)
+    kernels.layer_norm(x, weight, bias, _parts(out), eps, residual, summed)
     return out, x if summed is None else summed
 
 
-def _normed_empty(x: Tensor, quantized: bool) -> Tensor | QuantizedRows:
-    return quantized_empty(x) if quantized else kernels(x).activation_empty(x.dtype, *x.shape)
+def _normed_empty(kernels: Kernels, x: Tensor, quantized: bool) -> Tensor | QuantizedRows:
+    return kernels.quantized_empty(*x.shape, x.dtype) if quantized else kernels.activation_empty(x.dtype, *x.shape)
 
 
-def _sum_empty(x: Tensor, residual: Tensor | None) -> Tensor | None:
-    return None if residual is None else kernels(x).activation_empty(x.dtype, *x.shape)
+def _sum_empty(kernels: Kernels, x: Tensor, residual: Tensor | None) -> Tensor | None:
+    return None if residual is None else kernels.activation_empty(x.dtype, *x.shape)
 
 
 def _parts(out: Tensor | QuantizedRows) -> Tensor | tuple[Tensor, Tensor, Tensor]:

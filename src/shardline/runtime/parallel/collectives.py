@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops.quantize_rows import QuantizedRows, quantize_rows
+from shardline.runtime.backends.base import Kernels
+from shardline.weights.rows import QuantizedRows, quantize_rows
 
 
 class Collectives(ABC):
@@ -32,9 +34,9 @@ class Collectives(ABC):
     def all_gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
         """[M, widths[rank]] on each rank -> [M, sum(widths)] on all, columns in rank order."""
 
-    def all_gather_quantized(self, local: Tensor, widths: Sequence[int]) -> QuantizedRows:
-        """`quantize_rows` of `all_gather_columns`, for who needs nothing else of it."""
-        return quantize_rows(self.all_gather_columns(local, widths))
+    def all_gather_quantized(self, kernels: Kernels, local: Tensor, widths: Sequence[int]) -> QuantizedRows:
+        """`quantize_rows` of `all_gather_columns`, for a reader that needs nothing else of it."""
+        return quantize_rows(kernels, self.all_gather_columns(local, widths))
 
     @abstractmethod
     def all_gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:
@@ -52,6 +54,19 @@ class Collectives(ABC):
     @abstractmethod
     def all_reduce_sum(self, local: Tensor) -> Tensor:
         """The sum over ranks of float32 tensors of one shape, added in rank order."""
+
+
+class SmallGather(Protocol):
+    """Gathers of few bytes within a group, faster than the group's own."""
+
+    def has_room(self, local: Tensor, widest: int) -> bool:
+        """Whether there is room for a part of local's rows and so many columns."""
+
+    def gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
+        """As `Collectives.all_gather_columns`."""
+
+    def gather_rows(self, local: Tensor) -> Tensor:
+        """As `Collectives.all_gather_rows` of as many rows on every rank."""
 
 
 class StageLink(ABC):

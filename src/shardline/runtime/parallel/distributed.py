@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,10 +12,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from shardline.config.topology import RankGrid
-from shardline.runtime.ops.dispatch import kernels
-from shardline.runtime.parallel.collectives import Collectives, StageLink
+from shardline.runtime.backends.base import Kernels
+from shardline.runtime.parallel.collectives import Collectives, SmallGather, StageLink
 from shardline.runtime.parallel.progress import ProgressLine
-from shardline.runtime.parallel.symmetric import SymmetricGather, all_gather
+
+all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""torch's, into one tensor; the second name is the older one, of torch 2.11 and before."""
 
 
 def join_world(backend: str, store_path: Path, rank: int, grid: RankGrid, timeout: float) -> None:
@@ -51,14 +53,16 @@ class DistributedCollectives(Collectives):
 
     def __init__(
         self,
+        kernels: Kernels,
         group: dist.ProcessGroup,
         backend: str,
         progress: ProgressLine,
-        symmetric: SymmetricGather | None = None,
+        small_gather: SmallGather | None = None,
     ) -> None:
-        """`symmetric`: for the small gathers of GPUs that have it."""
+        """`small_gather`: a faster way for gathers of few bytes, where there is one."""
+        self._kernels = kernels
         self._group = group
-        self._symmetric = symmetric
+        self._small_gather = small_gather
         self._is_on_host = backend == "gloo"
         self.is_capturable = backend == "nccl"
         self.rank = dist.get_rank(group)
@@ -66,20 +70,20 @@ class DistributedCollectives(Collectives):
         self._progress = progress
 
     def all_gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
-        if self._symmetric is not None and self._symmetric.takes(local, max(widths)):
+        if self._small_gather is not None and self._small_gather.has_room(local, max(widths)):
             with self._progress.waiting(), _named_errors():
-                return self._symmetric.columns(local, widths)
+                return self._small_gather.gather_columns(local, widths)
         num_rows = local.shape[0]
         parts = self._gather_flat(local, [num_rows * width for width in widths])
-        out = kernels(local).activation_empty(local.dtype, num_rows, sum(widths))
+        out = self._kernels.activation_empty(local.dtype, num_rows, sum(widths))
         torch.cat([part.view(num_rows, width) for part, width in zip(parts, widths, strict=True)], dim=1, out=out)
         return out
 
     def all_gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:
         width = local.shape[1]
-        if self._symmetric is not None and min(counts) == max(counts) and self._symmetric.takes(local, width):
+        if self._small_gather is not None and min(counts) == max(counts) and self._small_gather.has_room(local, width):
             with self._progress.waiting(), _named_errors():
-                return self._symmetric.rows(local)
+                return self._small_gather.gather_rows(local)
         parts = self._gather_flat(local, [count * width for count in counts])
         return torch.cat([part.view(count, width) for part, count in zip(parts, counts, strict=True)])
 

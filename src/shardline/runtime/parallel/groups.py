@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from shardline.config.topology import RankGrid, RankPlace
+from shardline.runtime.backends.base import Backend, Kernels
 from shardline.runtime.parallel.collectives import Collectives, SingleRank, StageLink
 from shardline.runtime.parallel.expert_load import Counts
 from shardline.runtime.parallel.progress import ProgressBoard, ProgressLine
@@ -32,7 +32,7 @@ class RankGroups:
     """Memory for the KV pool that all ranks of the TP group map; None: each has a pool of its own."""
 
 
-def join_shared(segment: memoryview, layout: SegmentLayout, rank: int, timeout: float) -> RankGroups:
+def join_shared(kernels: Kernels, segment: memoryview, layout: SegmentLayout, rank: int, timeout: float) -> RankGroups:
     """Groups over a segment that all ranks of the replica map (see SegmentLayout)."""
     from shardline.runtime.parallel.shared_memory import SharedCollectives, SharedLink
 
@@ -41,11 +41,11 @@ def join_shared(segment: memoryview, layout: SegmentLayout, rank: int, timeout: 
     progress = ProgressBoard(layout.progress(segment), grid).line(rank)
     tensor: Collectives = SingleRank()
     if grid.tensor > 1:
-        tensor = SharedCollectives(layout.group(segment, rank), place.tp_rank, grid.tensor, timeout, progress)
+        tensor = SharedCollectives(kernels, layout.group(segment, rank), place.tp_rank, grid.tensor, timeout, progress)
     experts = tensor
     if grid.data > 1:
         area, peers = layout.expert_group(segment, rank), place.ep_peers
-        experts = SharedCollectives(area, peers.index(rank), len(peers), timeout, progress)
+        experts = SharedCollectives(kernels, area, peers.index(rank), len(peers), timeout, progress)
 
     def link(sender: int) -> StageLink:
         return SharedLink(layout.link(segment, sender), timeout, progress)
@@ -63,8 +63,8 @@ def join_shared(segment: memoryview, layout: SegmentLayout, rank: int, timeout: 
 
 
 def join_distributed(
-    backend: str,
-    device: torch.device,
+    backend: Backend,
+    transport: str,
     store_path: Path,
     segment: memoryview,
     layout: SegmentLayout,
@@ -73,26 +73,25 @@ def join_distributed(
     *,
     tries_symmetric_memory: bool = False,
 ) -> RankGroups:
-    """Groups over torch.distributed ("nccl" between GPUs, "gloo" through host memory); the segment only carries the
-    progress board, the expert load and a shared KV pool."""
+    """Groups over torch.distributed (`transport` "nccl": between GPUs, "gloo": through host memory); the segment only
+    carries the progress board, the expert load and a shared KV pool."""
     from shardline.runtime.parallel.distributed import (
         DistributedCollectives,
         DistributedLink,
         join_world,
         rank_group,
     )
-    from shardline.runtime.parallel.symmetric import symmetric_gather
 
     grid = layout.grid
     place = grid.place(rank)
     progress = ProgressBoard(layout.progress(segment), grid).line(rank)
-    join_world(backend, store_path, rank, grid, timeout)
+    join_world(transport, store_path, rank, grid, timeout)
     places = [grid.place(other) for other in range(grid.world_size)]
 
     def group_of(peers_of: list[tuple[int, ...]]) -> Collectives:
-        group = rank_group(backend, peers_of, rank, timeout)
-        symmetric = symmetric_gather(group, device, timeout) if tries_symmetric_memory else None
-        return DistributedCollectives(group, backend, progress, symmetric)
+        group = rank_group(transport, peers_of, rank, timeout)
+        small_gather = backend.make_small_gather(group, timeout) if tries_symmetric_memory else None
+        return DistributedCollectives(backend.kernels, group, transport, progress, small_gather)
 
     tensor = group_of([other.tp_peers for other in places]) if grid.tensor > 1 else SingleRank()
     experts = group_of([other.ep_peers for other in places]) if grid.data > 1 else tensor
@@ -101,15 +100,15 @@ def join_distributed(
         place=place,
         tensor=tensor,
         experts=experts,
-        from_previous=None if previous is None else DistributedLink(previous, backend, device, progress),
-        to_next=None if following is None else DistributedLink(following, backend, device, progress),
+        from_previous=None if previous is None else DistributedLink(previous, transport, backend.device, progress),
+        to_next=None if following is None else DistributedLink(following, transport, backend.device, progress),
         progress=progress,
         expert_load=layout.expert_load(segment).of_rank(rank),
         kv_pool=layout.kv_pool(segment, place),
     )
 
 
-def alone(num_layers: int = 0, num_experts: int = 0) -> RankGroups:
+def join_nobody(num_layers: int = 0, num_experts: int = 0) -> RankGroups:
     """The groups of a replica of one rank, which counts the tokens of so many experts."""
     grid = RankGrid(tensor=1, pipeline=1)
     board = ProgressBoard(memoryview(bytearray(ProgressBoard.num_bytes(1))), grid)

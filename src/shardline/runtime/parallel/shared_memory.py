@@ -7,39 +7,48 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops.quantize_rows import QuantizedRows, quantized_empty
-from shardline.runtime.ops.shared import Mailbox, SharedGroup
-from shardline.runtime.ops.storage import activation_empty
+from shardline.runtime.backends.base import Kernels
 from shardline.runtime.parallel.collectives import Collectives, StageLink
 from shardline.runtime.parallel.progress import ProgressLine
+from shardline.runtime.parallel.shared_group import Mailbox, SharedGroup
+from shardline.weights.rows import QuantizedRows
 
 
 class SharedCollectives(Collectives):
     """A gather is: write the own slice into the segment, one barrier, read the whole."""
 
-    def __init__(self, buffer: memoryview, rank: int, size: int, timeout: float, progress: ProgressLine) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        buffer: memoryview,
+        rank: int,
+        size: int,
+        timeout: float,
+        progress: ProgressLine,
+    ) -> None:
+        self._kernels = kernels
         self.rank = rank
         self.size = size
         self._group = SharedGroup(buffer, rank, size, progress=progress.exchanges)
         self._timeout = timeout
 
     def all_gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
-        out = activation_empty(local.shape[0], sum(widths), dtype=local.dtype)
+        out = self._kernels.activation_empty(local.dtype, local.shape[0], sum(widths))
         self._group.all_gather_columns(local, list(widths), out, self._timeout)
         return out
 
-    def all_gather_quantized(self, local: Tensor, widths: Sequence[int]) -> QuantizedRows:
-        rows = quantized_empty(local, sum(widths))
+    def all_gather_quantized(self, kernels: Kernels, local: Tensor, widths: Sequence[int]) -> QuantizedRows:
+        rows = kernels.quantized_empty(local.shape[0], sum(widths), local.dtype)
         self._group.all_gather_quantized(local, list(widths), rows.values, rows.scales, rows.sums, self._timeout)
         return rows
 
     def all_gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:
-        out = activation_empty(sum(counts), local.shape[1], dtype=local.dtype)
+        out = self._kernels.activation_empty(local.dtype, sum(counts), local.shape[1])
         self._group.all_gather_rows(local, list(counts), out, self._timeout)
         return out
 
     def all_to_all_rows(self, local: Tensor, counts: Tensor, capacity: int) -> Tensor:
-        out = activation_empty(capacity, local.shape[1], dtype=local.dtype)
+        out = self._kernels.activation_empty(local.dtype, capacity, local.shape[1])
         self._group.all_to_all_rows(local, counts, out, self._timeout)
         return out
 

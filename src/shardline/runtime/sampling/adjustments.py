@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,14 +10,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops.penalties import Penalties
-from shardline.runtime.sampling.last_tokens import NO_TOKEN, stand_in
-from shardline.runtime.sequences import Sequence
+from shardline.runtime.ops.sampling.penalties import Penalties
+from shardline.runtime.sequences import NO_TOKEN, WorkerSequence, stand_in
 
 _NO_IDS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
-def penalties_of(sequences: Rows[Sequence]) -> Penalties | None:
+def penalties_of(sequences: Sequence[WorkerSequence]) -> Penalties | None:
     """What the requests ask for to be done to a row of logits each; None: nothing.
 
     Repetition penalty over prompt and output, presence and frequency penalties over the output, logit biases, and
@@ -41,7 +40,7 @@ def penalties_of(sequences: Rows[Sequence]) -> Penalties | None:
     )
 
 
-def _uncounted(sequences: Rows[Sequence]) -> Tensor | None:
+def _uncounted(sequences: Sequence[WorkerSequence]) -> Tensor | None:
     """The tokens that steps in flight sample, which are in no counts yet."""
     if not any(sequence.has_penalties and sequence.num_pending for sequence in sequences):
         return None
@@ -54,7 +53,7 @@ def _uncounted(sequences: Rows[Sequence]) -> Tensor | None:
     return torch.tensor(tokens, dtype=torch.int64)
 
 
-def needs_adjustment(sequence: Sequence) -> bool:
+def needs_adjustment(sequence: WorkerSequence) -> bool:
     """Whether anything but the raw logits decides this sequence's next token."""
     return sequence.has_penalties or bool(sequence.sampling.logit_bias) or sequence.ends_are_banned
 
@@ -68,7 +67,7 @@ class _Row(NamedTuple):
     bias: npt.NDArray[np.float32]
 
 
-def _row(sequence: Sequence) -> _Row:
+def _row(sequence: WorkerSequence) -> _Row:
     """Costs a copy of the prompt's distinct tokens, and Python only for the few that were generated or have a bias."""
     in_prompt_ids = sequence.prompt_ids if sequence.sampling.repetition_penalty != 1.0 else _NO_IDS
     biases = _biases(sequence)
@@ -86,7 +85,7 @@ def _row(sequence: Sequence) -> _Row:
     return _Row(ids, counts, np.arange(len(ids)) < len(in_prompt_ids), bias)
 
 
-def _biases(sequence: Sequence) -> dict[int, float]:
+def _biases(sequence: WorkerSequence) -> dict[int, float]:
     bias = dict(sequence.sampling.logit_bias)
     if sequence.ends_are_banned:
         for token_id in (*sequence.eos_token_ids, *sequence.sampling.stop_token_ids):

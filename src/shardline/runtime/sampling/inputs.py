@@ -1,20 +1,19 @@
-"""What choosing the tokens of a step takes beside their logits, as tensors that travel to the device with the step."""
+"""What sampling needs beside the logits, as tensors that travel to the device with the step."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
-from shardline.runtime.ops.penalties import Penalties
-from shardline.runtime.sampling.last_tokens import LastTokens
+from shardline.runtime.ops.sampling.penalties import Penalties
 
 
 class Draws(NamedTuple):
-    """The arguments of `ops.sampling.sample`, one of each per row."""
+    """The arguments of `ops.sampling.sample.sample`, one of each per row."""
 
     temperature: Tensor
     top_k: Tensor
@@ -27,20 +26,20 @@ class Draws(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingInput:
-    """Of the R sampled rows of a step."""
+    """What the R sampled rows of a step ask for."""
 
     rows: Tensor
-    """[R] int64: each sequence's place in LastTokens."""
+    """[R] int64: each sequence's row in the SequenceTable."""
     draws: Draws | None
-    """None: nothing is wanted of a row but its largest logit."""
+    """None: all rows are greedy and report nothing else."""
     penalties: Penalties | None
 
-    def tensors(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         """All of them, for one copy."""
         optional = [part for part in self.penalties or () if part is not None]
         return [self.rows, *(self.draws or ()), *optional]
 
-    def moved(self, tensors: Iterator[Tensor]) -> SamplingInput:
+    def from_copies(self, tensors: Iterator[Tensor]) -> SamplingInput:
         """The same made of copies, in the order of `tensors`."""
         rows, draws, penalties = next(tensors), self.draws, self.penalties
         if draws is not None:
@@ -50,9 +49,9 @@ class SamplingInput:
             penalties = Penalties(*(next(tensors) for part in penalties if part is not None))
         return SamplingInput(rows, draws, penalties)
 
-    def known(self, last_tokens: LastTokens) -> SamplingInput:
-        """With the tokens for which something stands, see LastTokens."""
+    def replace_stand_ins(self, replace: Callable[[Tensor], Tensor]) -> SamplingInput:
+        """With known tokens in the place of stand-ins; `replace` maps ids [N] int64."""
         if self.penalties is None or self.penalties.uncounted is None:
             return self
-        uncounted = last_tokens.known(self.penalties.uncounted)
+        uncounted = replace(self.penalties.uncounted)
         return dataclasses.replace(self, penalties=self.penalties._replace(uncounted=uncounted))

@@ -1,13 +1,13 @@
 """From logits to tokens. Every rank of the last stage samples every row, from equal bits to equal tokens.
 
-Three steps, so that a device is never waited for: `plan` writes down on the host what the rows ask for, `sample`
-chooses where the logits are, `results` reads what came of it, once it is in host memory.
+Three steps, so that nobody waits for a device: `plan_sampling` writes down on the host what the rows ask for,
+`sample_tokens` chooses where the logits are, `make_results` reads the outcome once it is in host memory.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from shardline.models.partition import Span
-from shardline.runtime.ops.linear_argmax import best_of
-from shardline.runtime.ops.logprobs import Logprobs, logprobs
-from shardline.runtime.ops.penalties import penalize_
-from shardline.runtime.ops.sampling import sample
+from shardline.runtime.backends.base import Kernels
+from shardline.runtime.ops.sampling.logprobs import Logprobs, logprobs
+from shardline.runtime.ops.sampling.penalties import penalize_
+from shardline.runtime.ops.sampling.sample import find_best, sample
 from shardline.runtime.parallel.collectives import Collectives
 from shardline.runtime.sampling.adjustments import penalties_of
 from shardline.runtime.sampling.inputs import Draws, SamplingInput
-from shardline.runtime.sequences import Sequence
+from shardline.runtime.sequences import WorkerSequence
 from shardline.types import SequenceResult, TokenLogprobs
 
 
@@ -36,13 +36,13 @@ class SamplingPlan:
     """How many of the strongest tokens to report beside the chosen one; None: no log-probabilities."""
     digests: list[bool]
     """Whose logits a digest is wanted of."""
-    given: SamplingInput
-    """What `sample` reads, in host memory."""
+    inputs: SamplingInput
+    """What `sample_tokens` reads, in host memory."""
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is wanted of a row but its largest logit, so that `choose` answers all."""
-        return self.given.draws is None
+        """Whether nothing is wanted of a row but its largest logit, so that `choose_best` answers all."""
+        return self.inputs.draws is None
 
 
 class Sampled(NamedTuple):
@@ -54,11 +54,11 @@ class Sampled(NamedTuple):
     logits: Tensor | None = None
     """[R, vocab_size] as the model computed them, where a digest is wanted."""
 
-    def tensors(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         """All of them, for a copy."""
         return [self.tokens, *(self.logprobs or ()), *([] if self.logits is None else [self.logits])]
 
-    def moved(self, tensors: Rows[Tensor]) -> Sampled:
+    def from_copies(self, tensors: Sequence[Tensor]) -> Sampled:
         """The same made of copies, in the order of `tensors`."""
         parts = iter(tensors)
         return Sampled(
@@ -75,14 +75,15 @@ class Sampler:
     position): never on the other rows.
     """
 
-    def __init__(self, spans: Rows[Span], group: Collectives, device: torch.device) -> None:
+    def __init__(self, kernels: Kernels, spans: Sequence[Span], group: Collectives, device: torch.device) -> None:
         """`spans`: the vocabulary range of each rank of `group`; `device`: where logits are."""
+        self._kernels = kernels
         self._spans = tuple(spans)
         self._group = group
         self._first = torch.tensor([span.start for span in spans], device=device)
 
-    def choose(self, best: Tensor) -> Sampled:
-        """Of the best of each row on this rank, [R, 2] as of `ops.linear_argmax`, the largest over the ranks; ties go
+    def choose_best(self, best: Tensor) -> Sampled:
+        """Of the best of each row on this rank, [R, 2] as of `PackedLinear.argmax`, the largest over the ranks; ties go
         to the lowest id, as spans are in order."""
         if self._group.size == 1:
             return Sampled(best.view(torch.int32)[:, 1])
@@ -92,36 +93,36 @@ class Sampler:
         return Sampled((ids.gather(1, rank) + self._first[rank])[:, 0])
 
     @staticmethod
-    def plan(sequences: Rows[Sequence]) -> SamplingPlan:
+    def plan_sampling(sequences: Sequence[WorkerSequence]) -> SamplingPlan:
         """What these sequences ask for of their next token."""
         seq_ids = [sequence.seq_id for sequence in sequences]
         rows = torch.from_numpy(np.array([sequence.row for sequence in sequences], dtype=np.int64))
         if not any(sequence.wants_whole_rows or sequence.ends_are_banned for sequence in sequences):
             count = len(sequences)
             return SamplingPlan(seq_ids, [None] * count, [False] * count, SamplingInput(rows, None, None))
-        given = SamplingInput(rows, _draws(sequences), penalties_of(sequences))
+        inputs = SamplingInput(rows, _draws(sequences), penalties_of(sequences))
         params = [sequence.sampling for sequence in sequences]
-        return SamplingPlan(seq_ids, [p.logprobs for p in params], [p.logits_digest for p in params], given)
+        return SamplingPlan(seq_ids, [p.logprobs for p in params], [p.logits_digest for p in params], inputs)
 
-    def sample(self, local_logits: Tensor, plan: SamplingPlan, given: SamplingInput) -> Sampled:
+    def sample_tokens(self, local_logits: Tensor, plan: SamplingPlan, inputs: SamplingInput) -> Sampled:
         """Tokens for rows [R, local vocab] of fp32 logits, which may be overwritten.
 
-        `given`: that of the plan, where the logits are.
+        `inputs`: that of the plan, where the logits are.
         """
-        if given.draws is None:
-            return self.choose(best_of(local_logits))
+        if inputs.draws is None:
+            return self.choose_best(find_best(self._kernels, local_logits))
         logits = self._group.all_gather_columns(local_logits, [span.size for span in self._spans])
         widest = max((count for count in plan.top_logprobs if count is not None), default=None)
         raw = logits
-        if given.penalties is not None:
+        if inputs.penalties is not None:
             raw = logits.clone() if widest is not None or any(plan.digests) else logits
-            penalize_(logits, given.penalties)
-        tokens = sample(logits, **given.draws._asdict())
-        reported = None if widest is None else logprobs(raw, tokens, widest)
+            penalize_(self._kernels, logits, inputs.penalties)
+        tokens = sample(self._kernels, logits, **inputs.draws._asdict())
+        reported = None if widest is None else logprobs(self._kernels, raw, tokens, widest)
         return Sampled(tokens, reported, raw if any(plan.digests) else None)
 
     @staticmethod
-    def results(plan: SamplingPlan, sampled: Sampled) -> list[SequenceResult]:
+    def make_results(plan: SamplingPlan, sampled: Sampled) -> list[SequenceResult]:
         """What the engine is told; `sampled` is in host memory."""
         tokens: list[int] = sampled.tokens.tolist()
         return [
@@ -137,7 +138,7 @@ class Sampler:
         ]
 
 
-def _draws(sequences: Rows[Sequence]) -> Draws:
+def _draws(sequences: Sequence[WorkerSequence]) -> Draws:
     params = [sequence.sampling for sequence in sequences]
     seeds = np.array([(p.seed or 0) & (2**64 - 1) for p in params], dtype=np.uint64).view(np.int64)
     return Draws(

@@ -1,0 +1,53 @@
+"""With which products of a model may the library's stand for ours? Found out at the start, on random data."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from shardline.runtime.backends.cuda.kernels.linear import launch_linear
+from shardline.runtime.backends.cuda.library import Product, equal_sizes, matmul, tried_rows
+
+_SECONDS = 0.8
+"""For all shapes together."""
+
+_log = logging.getLogger(__name__)
+
+
+def ours(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """The product that has the same bits for every number of rows."""
+    launch_linear(x, weight, None, out)
+
+
+def try_library(
+    shapes: Collection[tuple[int, int]],
+    most_rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    free_bytes: int,
+    *,
+    exact: Product = ours,
+    library: Product = matmul,
+) -> dict[tuple[int, int], frozenset[int]]:
+    """For every shape of a weight [N, K] the numbers of rows, up to `most_rows` and beyond to the next that is tried,
+    with which `library` has the bits of `exact`; largest first, as far as time and a quarter of the memory go.
+    """
+    started = time.monotonic()
+    rng = torch.Generator(device).manual_seed(0)
+    found, told = {}, []
+    for columns, depth in sorted(shapes):
+        fitting = free_bytes // 4 // dtype.itemsize // (2 * columns + depth)
+        sizes = [size for size in tried_rows(most_rows) if size <= fitting]
+        equal: frozenset[int] = frozenset()
+        if sizes:
+            x = torch.randn(sizes[-1], depth, generator=rng, device=device).to(dtype)
+            weight = torch.randn(columns, depth, generator=rng, device=device).to(dtype)
+            equal = equal_sizes(exact, library, x, weight, sizes[::-1], _SECONDS / len(shapes))
+        found[columns, depth] = equal
+        told.append(f"{columns}x{depth} with {len(equal)} of {len(sizes)} numbers of rows")
+    _log.info("the library's products have our bits: %s (%.2f s)", "; ".join(told), time.monotonic() - started)
+    return found

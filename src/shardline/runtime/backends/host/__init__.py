@@ -1,0 +1,1 @@
+"""The CPU's back end: C++ kernels over panels of weights, decode steps replayed as programs."""

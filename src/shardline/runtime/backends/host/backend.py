@@ -1,0 +1,82 @@
+"""The CPU as a rank's machine."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardline import _cpu, env
+from shardline.runtime.backends.base import Forward, LoadedProducts, Replay, StepSizes
+from shardline.runtime.backends.host.kernels import HostKernels
+from shardline.runtime.backends.host.memory import streamed_empty
+from shardline.runtime.backends.host.replay import DecodeReplay
+from shardline.runtime.backends.host.reserve import weight_reserve
+from shardline.runtime.backends.host.step_inputs import HostStepInputs
+from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.messages import MemoryUse
+from shardline.runtime.sequences import SequenceTable
+
+
+class HostCounters:
+    """See `base.Counters`: the kernels count in the memory that the host looks at."""
+
+    def __init__(self, host: Tensor) -> None:
+        self.counts = host
+
+    def publish_counts(self) -> None: ...
+
+
+class HostBackend:
+    """See `base.Backend`."""
+
+    name = "CPU"
+    device = torch.device("cpu")
+    fuses_argmax = True
+    overlaps_steps = False
+    draws_dummy_weights = False
+
+    def __init__(self) -> None:
+        self.kernels = HostKernels()
+        self.kernel_path = f"{platform.machine()}-{_cpu.isa()}"
+
+    def keep_weight(self, tensor: Tensor) -> Tensor:
+        return streamed_empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def finish_loading(self, products: LoadedProducts) -> None:
+        weight_reserve.release_rest()
+
+    def share_counters(self, host: Tensor) -> HostCounters:
+        return HostCounters(host)
+
+    def make_step_inputs(self, table: SequenceTable, sizes: StepSizes) -> HostStepInputs:
+        return HostStepInputs(table, sizes)
+
+    def make_replay(self, forward: Forward, sizes: StepSizes, *, can_capture: bool) -> DecodeReplay:
+        """A program includes the exchanges, whatever they are."""
+        return DecodeReplay(forward, sizes)
+
+    def fuse_layers(self, stage: DecoderStage) -> None:
+        return None
+
+    def measure_step(self, run_step: Callable[[], object], replay: Replay) -> MemoryUse:
+        raise AssertionError("the KV cache of a host is a matter of configuration")
+
+    def make_small_gather(self, group: object, timeout: float) -> None:
+        return None
+
+
+def use_threads(threads: int) -> None:
+    """Threads for our own kernels, in the calling thread; torch gets none, which would fight for the cores."""
+    torch.set_num_threads(1)
+    _cpu.set_num_threads(threads)
+    if (isa := env.force_isa()) is not None:
+        _cpu.set_isa(isa)
+
+
+def open_backend(rank: int, threads: int) -> HostBackend:
+    """See `backends.open_backend`."""
+    use_threads(threads)
+    return HostBackend()

@@ -1,0 +1,109 @@
+"""The CPU's kernels: those of `shardline._cpu`, and the little that lies around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardline import _cpu
+from shardline.runtime.backends.base import LatentCache
+from shardline.runtime.backends.host.panels import PanelKernels
+from shardline.weights.rows import GROUP_SIZE, QuantizedRows
+
+
+class HostKernels(PanelKernels):
+    """See `base.Kernels`."""
+
+    activation_empty = staticmethod(_cpu.activation_empty)
+    quantize_rows = staticmethod(_cpu.quantize_rows)
+    rms_norm = staticmethod(_cpu.rms_norm)
+    layer_norm = staticmethod(_cpu.layer_norm)
+    add = staticmethod(_cpu.add)
+    apply_rope = staticmethod(_cpu.apply_rope)
+    activation = staticmethod(_cpu.activation)
+    write_kv = staticmethod(_cpu.write_kv)
+    rope_and_write_kv = staticmethod(_cpu.rope_and_write_kv)
+    paged_attention = staticmethod(_cpu.paged_attention)
+    linear_heads = staticmethod(_cpu.linear_heads)
+    expert_up = staticmethod(_cpu.expert_up)
+    expert_down = staticmethod(_cpu.expert_down)
+    pack_dispatch = staticmethod(_cpu.pack_dispatch)
+    expert_slots = staticmethod(_cpu.expert_slots)
+    combine_slots = staticmethod(_cpu.combine_slots)
+    softcap = staticmethod(_cpu.softcap)
+    greedy_argmax = staticmethod(_cpu.greedy_argmax)
+    logprobs = staticmethod(_cpu.logprobs)
+    sample = staticmethod(_cpu.sample)
+
+    @staticmethod
+    def quantized_empty(num_rows: int, in_features: int, dtype: torch.dtype) -> QuantizedRows:
+        num_groups = -(-in_features // GROUP_SIZE)
+        return QuantizedRows(
+            _cpu.activation_empty(torch.int8, num_rows, num_groups * GROUP_SIZE),
+            _cpu.activation_empty(torch.float32, num_rows),
+            _cpu.activation_empty(torch.int32, num_rows, 1 + num_groups),
+            in_features,
+            dtype,
+        )
+
+    @staticmethod
+    def count_exchanged(ids: Tensor, token_bounds: list[int], expert_bounds: Tensor) -> tuple[Tensor, Tensor]:
+        size = expert_bounds.shape[0] - 1
+        tokens, slots = (_cpu.activation_empty(torch.int64, size, size) for _ in range(2))
+        _cpu.count_exchanged(ids, token_bounds, expert_bounds, tokens, slots)
+        return tokens, slots
+
+    @staticmethod
+    def write_latent(latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:
+        assert isinstance(cache, Tensor), "latents in bytes are refused here"
+        _cpu.write_latent(latent, rope_key, cache, slots)
+
+    @staticmethod
+    def mla_attention(
+        query_latent: Tensor,
+        query_rope: Tensor,
+        cache: LatentCache,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        out: Tensor,
+        scale: float,
+    ) -> None:
+        assert isinstance(cache, Tensor), "latents in bytes are refused here"
+        _cpu.mla_attention(query_latent, query_rope, cache, block_tables, query_starts, context_lens, out, scale)
+
+    @staticmethod
+    def route_experts(*arguments: Any) -> None:
+        """Without the last argument: a step of the host has no padding."""
+        _cpu.route_experts(*arguments[:-1])
+
+    @staticmethod
+    def penalize(*arguments: Any) -> None:
+        assert arguments[-1] is None, "the host has seen every token"
+        _cpu.penalize(*arguments[:-1])
+
+    @staticmethod
+    def fp8_empty(out_features: int, in_features: int, *, num_matrices: int | None = None) -> tuple[Tensor, Tensor]:
+        raise _missing("fp8")
+
+    @staticmethod
+    def pack_fp8(*_: Any) -> None:
+        raise _missing("fp8")
+
+    @staticmethod
+    def linear_fp8(*_: Any) -> None:
+        raise _missing("fp8")
+
+    @staticmethod
+    def pack_w4a16(_: Any) -> Any:
+        raise _missing("w4a16")
+
+    @staticmethod
+    def linear_w4a16(*_: Any) -> None:
+        raise _missing("w4a16")
+
+
+def _missing(name: str) -> AssertionError:
+    return AssertionError(f"the CPU has no kernels for {name}: a deployment refuses it")

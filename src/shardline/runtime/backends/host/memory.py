@@ -1,0 +1,26 @@
+"""The host's memory for weights, which every step streams through."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardline.runtime.backends.host.reserve import weight_reserve
+from shardline.runtime.loader.mapped_memory import mapped_empty
+
+
+def streamed_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor for weights, on huge pages where the system has them; from the reserve, if any is left.
+
+    Hardware prefetch stops at the end of a page: with pages of 4 KiB a core here reads a weight at two thirds of the
+    speed that it reaches with pages of 2 MiB.
+    """
+    count = math.prod(shape)
+    taken = weight_reserve.take_memory(count * dtype.itemsize) if count else None
+    if taken is None:
+        return mapped_empty(shape, dtype)
+    memory, offset = taken
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))

@@ -1,0 +1,122 @@
+"""Weights in panels of 64 output columns, as the C++ products read them, zero-padded.
+
+A column's bits do not depend on where it lies, so any slice of a weight may be packed alone. A gated pair shares its
+panels: 32 columns of the gate, then the same 32 of up, so that one product has both at hand.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardline import _cpu
+from shardline.runtime.backends.host.memory import streamed_empty
+from shardline.weights.rows import GROUP_SIZE, QuantizedRows
+
+PANEL_COLUMNS = 64
+_QUAD = 4
+_VALUE_BYTES = GROUP_SIZE * PANEL_COLUMNS // 2
+_GROUP_BYTES = _VALUE_BYTES + PANEL_COLUMNS
+
+
+def _num_panels(out_features: int, gated: bool) -> int:
+    return -(-out_features // (PANEL_COLUMNS // 2 if gated else PANEL_COLUMNS))
+
+
+def panel_shape(
+    out_features: int, in_features: int, dtype: torch.dtype, *, gated: bool = False
+) -> tuple[int, int, int]:
+    """Shape of a plain weight's panels: [num_panels, in_features (made even for bfloat16), 64]."""
+    depth = in_features + in_features % 2 if dtype == torch.bfloat16 else in_features
+    return _num_panels(out_features, gated), depth, PANEL_COLUMNS
+
+
+class PanelKernels:
+    """`WeightKernels` of the CPU, but for the formats that only GPUs have."""
+
+    pack_weight = staticmethod(_cpu.pack_weight)
+    linear = staticmethod(_cpu.linear)
+    pack_int8 = staticmethod(_cpu.pack_int8)
+    linear_int8 = staticmethod(_cpu.linear_int8)
+    pack_int4 = staticmethod(_cpu.pack_int4)
+    linear_int4 = staticmethod(_cpu.linear_int4)
+
+    @staticmethod
+    def weight_empty(
+        dtype: torch.dtype,
+        out_features: int,
+        in_features: int,
+        *,
+        gated: bool = False,
+        num_matrices: int | None = None,
+    ) -> Tensor:
+        leading = () if num_matrices is None else (num_matrices,)
+        return streamed_empty((*leading, *panel_shape(out_features, in_features, dtype, gated=gated)), dtype)
+
+    @staticmethod
+    def unpack_rows(panels: Tensor, indices: Tensor, in_features: int) -> Tensor:
+        out = torch.empty(len(indices), in_features, dtype=panels.dtype)
+        _cpu.packed_rows(panels, indices.contiguous(), out)
+        return out
+
+    @staticmethod
+    def linear_argmax(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+        best = _cpu.activation_empty(torch.float32, x.shape[0], 2, len(panels))
+        _cpu.linear_best(x, panels, bias, out_features, best)
+        return _choose_best(best)
+
+    @staticmethod
+    def int8_empty(
+        out_features: int, in_features: int, *, gated: bool = False, num_matrices: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Panels [.., num_panels, in_features / 4, 64, 4] uint8: 128 + value, padded with values of zero; and scales
+        [.., num_panels * 64]."""
+        leading = () if num_matrices is None else (num_matrices,)
+        num_panels = _num_panels(out_features, gated)
+        panels = streamed_empty((*leading, num_panels, -(-in_features // _QUAD), PANEL_COLUMNS, _QUAD), torch.uint8)
+        return panels, torch.empty(*leading, num_panels * PANEL_COLUMNS, dtype=torch.float32)
+
+    @staticmethod
+    def linear_int8_argmax(
+        x: QuantizedRows, panels: Tensor, scales: Tensor, bias: Tensor | None, out_features: int
+    ) -> Tensor:
+        best = _cpu.activation_empty(torch.float32, x.values.shape[0], 2, len(panels))
+        _cpu.linear_int8_best(*x[:4], panels, scales, bias, out_features, best)
+        return _choose_best(best)
+
+    @staticmethod
+    def int4_empty(
+        out_features: int, in_features: int, *, gated: bool = False, num_matrices: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Panels [.., num_panels, number of groups, 1088] uint8: 32 x 64 values of 4 bits, then the 64 columns' int8
+        scales; and scales [.., num_panels * 64]."""
+        leading = () if num_matrices is None else (num_matrices,)
+        num_panels = _num_panels(out_features, gated)
+        panels = streamed_empty((*leading, num_panels, -(-in_features // GROUP_SIZE), _GROUP_BYTES), torch.uint8)
+        return panels, torch.empty(*leading, num_panels * PANEL_COLUMNS, dtype=torch.float32)
+
+    @staticmethod
+    def unpack_int4(panels: Tensor, scales: Tensor, out_features: int) -> tuple[Tensor, Tensor, Tensor]:
+        num_panels, num_groups, _ = panels.shape
+        pairs = panels[:, :, :_VALUE_BYTES].reshape(num_panels, num_groups, 4, PANEL_COLUMNS, 4)
+        values = torch.stack([pairs & 15, pairs >> 4], dim=3).to(torch.int8) - 8  # [.., pair, half, column, byte]
+        values = values.permute(0, 4, 1, 2, 3, 5).reshape(num_panels * PANEL_COLUMNS, num_groups * GROUP_SIZE)
+        group_scales = panels[:, :, _VALUE_BYTES:].view(torch.int8)
+        group_scales = group_scales.transpose(1, 2).reshape(num_panels * PANEL_COLUMNS, num_groups)
+        return values[:out_features], group_scales[:out_features], scales[:out_features]
+
+    @staticmethod
+    def pack_heads(weights: Tensor) -> Tensor:
+        """[num_heads, num_panels, in_features (made even for bfloat16), 64]."""
+        num_heads, out_features, in_features = weights.shape
+        panels = streamed_empty((num_heads, *panel_shape(out_features, in_features, weights.dtype)), weights.dtype)
+        for head in range(num_heads):
+            _cpu.pack_weight(weights[head].contiguous(), panels[head])
+        return panels
+
+
+def _choose_best(best: Tensor) -> Tensor:
+    """The best of all panels' best, [M, 2]."""
+    pairs = _cpu.activation_empty(torch.float32, best.shape[0], 2)
+    _cpu.choose_best(best, pairs)
+    return pairs

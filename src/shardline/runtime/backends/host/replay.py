@@ -1,0 +1,114 @@
+"""Decode steps, recorded once per number of sequences and replayed in one call into C++: the CPU's CUDA graph.
+
+The layers are ordinary Python that calls kernels. Which kernels they call, and on what memory, follows from the step's
+shape alone. So the first decode step of a shape runs as usual, and its kernel calls are recorded. Later steps of that
+shape have their inputs in the same memory (`step_inputs.py`) and run these calls without Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardline import _cpu
+from shardline.runtime.backends.base import Forward, StepSizes
+from shardline.runtime.step import StepInput
+
+_log = logging.getLogger(__name__)
+
+_MAX_PROGRAMS = 1024
+"""A program takes some ten kilobytes; replicas in lockstep have many combinations of counts."""
+
+
+class _TorchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices operations of torch's own, which no program can replay. Views compute nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.computed: str | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: to be skipped by torch.compile, torch would first import it, for a second and a half."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # `reshape` and `to` may be views, or copies.
+        if not func.is_view or _storages(result) - _storages(args):
+            self.computed = str(func)
+        return result
+
+
+@functools.cache
+def resolve_operators() -> None:
+    """Look all of torch's operators up, for a process in which several threads record.
+
+    Under a mode torch finds an operator's Python object at its first use and keeps a pointer that does not own it: of
+    two threads that are first at once, one's object takes the other's place, which dies.
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, operator = name.partition("::")
+        if namespace == "aten":
+            packet, _, overload = operator.partition(".")
+            getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _storages(values: Any) -> set[int]:
+    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
+
+
+class DecodeReplay:
+    """See `base.Replay`: decode steps are recorded at the first of their shape and replayed from then on."""
+
+    def __init__(self, forward: Forward, sizes: StepSizes) -> None:
+        self.forward = forward
+        self._hidden = torch.zeros(sizes.max_seqs, sizes.hidden_size, dtype=sizes.dtype)
+        self._programs: dict[object, _cpu.Program] = {}
+        """By what the layers' calls follow from, see `_shape`."""
+        self._possible = True
+
+    def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
+        if not step.is_replayable or not self._possible:
+            return self.forward(step, hidden)
+        placed = self._hidden[: len(hidden)]
+        placed.copy_(hidden)
+        program = self._programs.get(_shape(step))
+        if program is None:
+            return self._record(step, placed)
+        output = program.replay()
+        return self.forward(step, placed) if output is None else output
+
+    def capture_steps(self) -> None:
+        """Nothing: a step is recorded as it runs for the first time."""
+
+    def _record(self, step: StepInput, hidden: Tensor) -> Tensor:
+        if _cpu.activation_bytes() > 0 or len(self._programs) == _MAX_PROGRAMS:
+            return self.forward(step, hidden)
+        program = _cpu.Program()
+        program.begin()
+        try:
+            with _TorchWatch() as watch:
+                output = self.forward(step, hidden)
+        finally:
+            program.end()
+        if watch.computed is None:
+            program.set_output(output)
+            self._programs[_shape(step)] = program
+        else:
+            self._possible = False
+            _log.debug("decode steps are not replayed: a layer computes with %s", watch.computed)
+        return output
+
+
+def _shape(step: StepInput) -> object:
+    """What the kernel calls of a decode step follow from; replicas in lockstep exchange as much as they compute."""
+    return step.replica_tokens, step.replica_samples, step.greedy

@@ -1,0 +1,156 @@
+"""From a plan to a step's tensors in host memory; decode steps lie in memory that does not move."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardline import _cpu
+from shardline.runtime.backends.base import StepSizes
+from shardline.runtime.sampling.inputs import SamplingInput
+from shardline.runtime.sampling.sampler import SamplingPlan
+from shardline.runtime.sequences import SequenceTable, WorkerSequence
+from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
+from shardline.types import RankStep, SequenceStep
+
+_MAX_SHAPES = 1024
+"""Of decode steps that are remembered; replicas in lockstep have many combinations of counts."""
+
+
+class _StepMemory(NamedTuple):
+    """The tensors of StepInput that every step has."""
+
+    token_ids: Tensor
+    positions: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    kv_groups: tuple[KVGroupInput, ...]
+
+
+class StepLayout:
+    """Lays the steps of one rank out in host memory."""
+
+    def __init__(self, table: SequenceTable, sizes: StepSizes, *, reuses_memory: bool) -> None:
+        """`reuses_memory`: whether every decode step of as many sequences is written to the same memory, where
+        recorded programs find it."""
+        self._table = table
+        self._num_kv_groups = sizes.num_kv_groups
+        self._block_size = sizes.block_size
+        self._max_seqs = sizes.max_seqs if reuses_memory else 0
+        self._decode_memory = self._allocate(self._max_seqs, self._max_seqs, sizes.max_blocks)
+        self._decode_step = lru_cache(_MAX_SHAPES)(self._make_decode_step)
+
+    def make_step(self, rank_step: RankStep, sequences: Sequence[WorkerSequence], greedy: bool) -> StepInput:
+        """The step of a plan, of `sequences`, one for each of its entries."""
+        steps = rank_step.plan.steps
+        starts, lengths = [entry.start for entry in steps], [entry.num_tokens for entry in steps]
+        decodes = all(entry.num_tokens == 1 and entry.sample for entry in steps)
+        replicas = rank_step.replica_tokens, rank_step.replica_samples
+        if decodes and len(steps) <= self._max_seqs:
+            step = self._decode_step(len(steps), *replicas, greedy)
+        else:
+            ends = map(int.__add__, starts, lengths)
+            memory = self._allocate(sum(lengths), len(steps), -(-max(ends) // self._block_size))
+            step = StepInput(*memory, *replicas, sampled=None, greedy=greedy)
+        _cpu.lay_out_tokens(starts, lengths, step.positions, step.query_starts, step.context_lens)
+        rows = [sequence.row for sequence in sequences]
+        for table, group in zip(self._table.tensors, step.kv_groups, strict=True):
+            _cpu.lay_out_blocks(table, rows, starts, lengths, self._block_size, group.block_tables, group.slots)
+        if decodes:
+            step.token_ids.numpy()[:] = [
+                sequence.tokens[start] for sequence, start in zip(sequences, starts, strict=True)
+            ]
+            return step
+        tokens = [
+            sequence.tokens[start : start + length]
+            for sequence, start, length in zip(sequences, starts, lengths, strict=True)
+        ]
+        np.concatenate(tokens, out=step.token_ids.numpy())
+        return dataclasses.replace(step, sampled=_sampled_tokens(step, steps))
+
+    def _allocate(self, num_tokens: int, num_seqs: int, num_blocks: int) -> _StepMemory:
+        groups = [
+            KVGroupInput(
+                torch.zeros(num_seqs, num_blocks, dtype=torch.int32), torch.empty(num_tokens, dtype=torch.int64)
+            )
+            for _ in range(self._num_kv_groups)
+        ]
+        return _StepMemory(
+            token_ids=torch.empty(num_tokens, dtype=torch.int64),
+            positions=torch.empty(num_tokens, dtype=torch.int64),
+            query_starts=torch.empty(num_seqs + 1, dtype=torch.int32),
+            context_lens=torch.empty(num_seqs, dtype=torch.int32),
+            kv_groups=tuple(groups),
+        )
+
+    def _make_decode_step(
+        self, count: int, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...], greedy: bool
+    ) -> StepInput:
+        """A decode step of `count` sequences, in the memory that all decode steps share."""
+        memory = self._decode_memory
+        return StepInput(
+            token_ids=memory.token_ids[:count],
+            positions=memory.positions[:count],
+            query_starts=memory.query_starts[: count + 1],
+            context_lens=memory.context_lens[:count],
+            kv_groups=tuple(
+                KVGroupInput(group.block_tables[:count], group.slots[:count]) for group in memory.kv_groups
+            ),
+            replica_tokens=replica_tokens,
+            replica_samples=replica_samples,
+            sampled=None,
+            greedy=greedy,
+            is_replayable=True,
+        )
+
+
+def _sampled_tokens(step: StepInput, steps: Sequence[SequenceStep]) -> SampledTokens:
+    """The last tokens of the sequences that are sampled."""
+    seqs = torch.tensor([entry.sample for entry in steps])
+    return SampledTokens(
+        rows=(step.query_starts[1:] - 1)[seqs].long(),
+        query_starts=torch.arange(int(seqs.sum()) + 1, dtype=torch.int32),
+        context_lens=step.context_lens[seqs],
+        block_tables=tuple(group.block_tables[seqs] for group in step.kv_groups),
+    )
+
+
+class _InHostMemory:
+    """A download that is over before it begins."""
+
+    is_immediate = True
+    is_done = True
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+
+    def wait(self) -> list[Tensor]:
+        return self._tensors
+
+
+class HostStepInputs:
+    """See `base.StepInputs`: a step is over when its last kernel returns, and the host knows every token."""
+
+    def __init__(self, table: SequenceTable, sizes: StepSizes) -> None:
+        self._layout = StepLayout(table, sizes, reuses_memory=True)
+
+    def make_step(
+        self,
+        rank_step: RankStep,
+        sequences: Sequence[WorkerSequence],
+        sampling: SamplingPlan | None,
+        greedy: bool,
+    ) -> StepInput:
+        return self._layout.make_step(rank_step, sequences, greedy)
+
+    def keep_tokens(self, sampling: SamplingInput, tokens: Tensor) -> None:
+        """The sequence table has them."""
+
+    def download(self, tensors: list[Tensor]) -> _InHostMemory:
+        return _InHostMemory(tensors)

@@ -1,0 +1,53 @@
+"""The pages of a rank's KV cache: who owns them, and which layer uses which."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from shardline.models.partition import KVGroup, Span, split_dim
+from shardline.runtime.decoder import DecoderLayer
+from shardline.runtime.layers.kv_pages import CachePart
+from shardline.runtime.parallel.groups import RankGroups
+
+
+class KVPool:
+    """A rank's pages. Slot d of the pool serves the d-th layer that the rank's stage has of each group."""
+
+    def __init__(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`dtype`: of keys and values."""
+        self.num_blocks = num_blocks
+        self._block_size = block_size
+        self._dtype = dtype
+        self._device = device
+        self._slots: list[tuple[tuple[CachePart, ...], tuple[torch.Tensor, ...]]] = []
+        self._num_bytes = 0
+
+    def bind_layers(
+        self, layers: list[DecoderLayer], span: Span, kv_groups: tuple[KVGroup, ...], ranks: RankGroups
+    ) -> int:
+        """Give every layer of a stage its pages; returns this rank's bytes, an even part of a pool that ranks share."""
+        for group in kv_groups:
+            mine = [index for index in group.layers if span.start <= index < span.stop]
+            for depth, index in enumerate(mine):
+                attention = layers[index - span.start].attention
+                parts = attention.cache_parts(self.num_blocks, self._block_size, self._dtype)
+                if depth == len(self._slots):
+                    self._slots.append((parts, tuple(self._allocate(part, ranks.kv_pool) for part in parts)))
+                slot_parts, pages = self._slots[depth]
+                assert slot_parts == parts, "one shape per slot"
+                attention.bind_cache(*pages)
+        if ranks.kv_pool is None:
+            return self._num_bytes
+        assert self._num_bytes == len(ranks.kv_pool), "the segment was cut for this pool"
+        return split_dim(self._num_bytes, ranks.tensor.size)[ranks.tensor.rank].size
+
+    def _allocate(self, part: CachePart, shared: memoryview | None) -> torch.Tensor:
+        """An uninitialised tensor; pages that nobody touches take no memory."""
+        offset = self._num_bytes
+        self._num_bytes += part.num_bytes
+        if shared is None:
+            return torch.empty(part.shape, dtype=part.dtype, device=self._device)
+        count = math.prod(part.shape)
+        return torch.frombuffer(shared, dtype=part.dtype, count=count, offset=offset).view(part.shape)

@@ -1,0 +1,125 @@
+"""Writing new keys and values into the paged cache, rotated on the way or as they are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardline.runtime.backends.base import Kernels
+from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
+
+
+def write_kv(
+    kernels: Kernels,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    *,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
+    """Stores key and value [T, Hk, D] at slots [T] (int64) of the caches [num_blocks, Hk, block_size, D].
+
+    slot = block_id * block_size + offset; a negative slot is skipped. The token stride of key and value is free.
+    With scales, fp32 [num_blocks, Hk, block_size], the caches are int8: a token's head becomes round(x / scale), its
+    scale the largest |x| / 127, so that bytes depend on that row only. On a GPU they may be float8_e4m3fn, with 448 in
+    the place of 127.
+    """
+    kernels.write_kv(key, value, key_cache, value_cache, slots, key_scales, value_scales)
+
+
+def rope_and_write_kv(
+    kernels: Kernels,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    *,
+    interleaved: bool,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
+    """`rope.apply_rope` of query and key [T, heads, D] in place, then `write_kv`, with the same bits, in one kernel.
+
+    The strides of tokens are free.
+    """
+    kernels.rope_and_write_kv(
+        query, key, value, key_cache, value_cache, positions, slots, table, interleaved, key_scales, value_scales
+    )
+
+
+def write_kv_reference(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    *,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
+    block_size = key_cache.shape[2]
+    for token, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        place = slot // block_size, slice(None), slot % block_size
+        for new, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
+            row = new[token]
+            if scales is not None:
+                if cache.dtype == torch.float8_e4m3fn:
+                    row, scales[place] = quantize_rows_fp8_reference(row, cache.dtype)
+                else:
+                    largest = row.float().abs().amax(-1, keepdim=True)
+                    scales[place] = largest[:, 0] / 127
+                    inverse = torch.full_like(largest, 127) / largest
+                    row = torch.where(largest > 0, row.float() * inverse, 0.0).round()
+            cache[place] = row.to(cache.dtype)
+
+
+class QuantizedLatents(NamedTuple):
+    """A cache of latents in one byte an element, on a GPU; the rotated part of the keys stays in bf16."""
+
+    values: Tensor
+    """[num_blocks, block_size, R], int8 or float8_e4m3fn."""
+    rope_keys: Tensor
+    """[num_blocks, block_size, P] bfloat16."""
+    scales: Tensor
+    """[num_blocks, block_size] float32, of the values."""
+
+    def dequantized(self) -> Tensor:
+        """The cache that it stands for, float32 [num_blocks, block_size, R + P]."""
+        return torch.cat([self.values.float() * self.scales[..., None], self.rope_keys.float()], dim=-1)
+
+
+LatentCache = Tensor | QuantizedLatents
+
+
+def write_latent(kernels: Kernels, latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:
+    """Stores latent [T, R] and rope_key [T, P] at slots [T] (int64) of a cache [num_blocks, block_size, R + P], or of
+    `QuantizedLatents`, each token's latent as `write_kv` does it with a head.
+
+    Slots are as in `write_kv`; the strides of tokens are free.
+    """
+    kernels.write_latent(latent, rope_key, cache, slots)
+
+
+def write_latent_reference(latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:
+    if isinstance(cache, QuantizedLatents):
+        # A latent is a key of one head, and what is rotated a key without scales.
+        heads, scales = cache.values[:, None], cache.scales[:, None]
+        named = {"key_scales": scales, "value_scales": scales}
+        write_kv_reference(latent[:, None], latent[:, None], heads, heads, slots, **named)
+        write_kv_reference(*(rope_key[:, None],) * 2, *(cache.rope_keys[:, None],) * 2, slots)
+        return
+    rows = cache.view(-1, cache.shape[2])
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            rows[slot] = torch.cat([latent[token], rope_key[token]])

@@ -1,0 +1,47 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardline.runtime.backends.base import Kernels
+
+
+def rotary_table(inv_freq: Tensor, max_positions: int, attention_scaling: float = 1.0) -> Tensor:
+    """[max_positions, rot] fp32, cosines then sines, from inv_freq [rot / 2] fp32.
+
+    The angle is an fp32 product, as in the models' own code; its cosine and sine are taken in fp64, so that the table
+    has the same bits on every CPU.
+    """
+    positions = torch.arange(max_positions, dtype=torch.float32)
+    angles = torch.outer(positions, inv_freq.float()).double()
+    return (torch.cat((angles.cos(), angles.sin()), dim=1) * attention_scaling).float()
+
+
+def apply_rope(
+    kernels: Kernels, query: Tensor, key: Tensor, positions: Tensor, table: Tensor, *, interleaved: bool = False
+) -> None:
+    """Rotates query [T, Hq, D] and key [T, Hk, D] in place by positions [T] (int32 or int64).
+
+    The first `table.shape[1]` elements of each head are rotated, as halves (i, i + rot / 2) or, if interleaved, as
+    neighbours (2i, 2i + 1); in fp32, rounded once. The strides of tokens and heads are free: slices will do.
+    """
+    kernels.apply_rope(query, positions, table, interleaved)
+    kernels.apply_rope(key, positions, table, interleaved)
+
+
+def apply_rope_reference(x: Tensor, positions: Tensor, table: Tensor, *, interleaved: bool = False) -> Tensor:
+    """x [T, H, D], rotated, as a new tensor."""
+    rot = table.shape[1]
+    cos, sin = table[positions.long()].double()[:, None].chunk(2, dim=-1)
+    rotated = x.double()
+    if interleaved:
+        first, second = rotated[..., 0:rot:2].clone(), rotated[..., 1:rot:2].clone()
+        rotated[..., 0:rot:2] = first * cos - second * sin
+        rotated[..., 1:rot:2] = second * cos + first * sin
+    else:
+        first, second = rotated[..., : rot // 2].clone(), rotated[..., rot // 2 : rot].clone()
+        rotated[..., : rot // 2] = first * cos - second * sin
+        rotated[..., rot // 2 : rot] = second * cos + first * sin
+    return rotated.to(x.dtype)

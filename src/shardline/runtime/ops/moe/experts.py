@@ -1,0 +1,104 @@
+"""The linears of many experts at once, over tokens sorted by expert.
+
+`ids` [T, k] int32 are the experts that each token chose (see `ops.routing`), a choice is a slot. A rank has the experts
+[first_expert, first_expert + E) and computes their slots: rows sorted by expert, then token. A row's bits depend on its
+token only, not on which others chose the same expert.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardline.runtime.backends.base import Kernels
+from shardline.runtime.ops.activation import ActivationName, activation_reference, gated_activation_reference
+from shardline.weights.base import PackedExperts
+
+
+def expert_up(
+    kernels: Kernels,
+    x: Tensor,
+    ids: Tensor,
+    weights: PackedExperts,
+    name: ActivationName,
+    *,
+    gated: bool,
+    first_expert: int = 0,
+    compact: bool = False,
+) -> Tensor:
+    """act(gate) * up (gated; `weights` has the gates' rows first), or act(up), of every slot of these experts.
+
+    x: [T, K]; with `compact` only the tokens that chose one of these experts, in order. Returns [T * k, I], the slots'
+    rows sorted by expert, and what lies behind them is undefined; on a GPU they have the order of slots (with `compact`
+    those tokens' first), and those of other experts are undefined. Rounded as `gated_activation` is, after one rounding
+    of the product.
+    """
+    width = weights.out_features // 2 if gated else weights.out_features
+    out = kernels.activation_empty(x.dtype, ids.numel(), width)
+    kernels.expert_up(x, ids, first_expert, compact, weights.panels, weights.scales, name, gated, out)
+    return out
+
+
+def expert_down(
+    kernels: Kernels,
+    x: Tensor,
+    ids: Tensor,
+    slot_weights: Tensor,
+    weights: PackedExperts,
+    *,
+    first_expert: int = 0,
+    shared: Tensor | None = None,
+    shared_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """For each token the sum over its slots, in their order, of slot_weights [T, k] times the slot's product: [T, N].
+
+    x: rows as `expert_up` gives them. A slot's product is rounded to `out_dtype` (default: x's); the sum runs in fp32,
+    ends with + shared_scale [T] * shared [T, N], and is rounded once.
+    """
+    out = kernels.activation_empty(out_dtype or x.dtype, ids.shape[0], weights.out_features)
+    kernels.expert_down(x, ids, slot_weights, first_expert, weights.panels, weights.scales, shared, shared_scale, out)
+    return out
+
+
+def expert_up_reference(
+    x: Tensor, ids: Tensor, weights: Tensor, name: ActivationName, *, gated: bool, first_expert: int = 0
+) -> Tensor:
+    """`expert_up` for unpacked weights [E, out, K], without what lies behind the rows."""
+    rows = []
+    for expert, weight in enumerate(weights):
+        tokens = (ids == first_expert + expert).any(1).nonzero()[:, 0]
+        product = (x[tokens].double() @ weight.double().T).to(x.dtype)
+        rows.append(gated_activation_reference(product, name) if gated else activation_reference(product, name))
+    return torch.cat(rows)
+
+
+def slot_products_reference(x: Tensor, ids: Tensor, weights: Tensor, first_expert: int = 0) -> Tensor:
+    """[T, k, N]: the product of every slot in x's dtype, zero for other experts; unpacked weights [E, N, K]."""
+    out = torch.zeros(*ids.shape, weights.shape[1], dtype=x.dtype)
+    begin = 0
+    for expert, weight in enumerate(weights):
+        chosen = ids == first_expert + expert
+        end = begin + int(chosen.sum())
+        out[chosen] = (x[begin:end].double() @ weight.double().T).to(x.dtype)
+        begin = end
+    return out
+
+
+def expert_down_reference(
+    x: Tensor,
+    ids: Tensor,
+    slot_weights: Tensor,
+    weights: Tensor,
+    *,
+    first_expert: int = 0,
+    shared: Tensor | None = None,
+    shared_scale: Tensor | None = None,
+) -> Tensor:
+    """`expert_down` for unpacked weights [E, N, K]."""
+    products = slot_products_reference(x, ids, weights, first_expert).double()
+    total = (products * slot_weights[..., None]).sum(1)
+    if shared is not None:
+        scale = torch.ones(len(shared)) if shared_scale is None else shared_scale
+        total = total + scale[:, None] * shared.double()
+    return total.to(x.dtype)

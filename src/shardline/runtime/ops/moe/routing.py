@@ -1,0 +1,64 @@
+"""Which experts a token chooses, and with what weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardline.models.spec import Routing
+from shardline.runtime.backends.base import Kernels
+
+
+def route_experts(
+    kernels: Kernels,
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    *,
+    shared_scale: Tensor | None = None,
+    counts: Tensor | None = None,
+    slots: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(ids int32, weights float32), each [T, experts_per_token], best first, of float32 `logits` [T, num_experts].
+
+    Scores are softmax or sigmoid of the logits; the largest of score + bias are chosen, lowest id on ties, from the
+    best groups only; the weights are the chosen scores, divided by their sum if `routing` says so, times its scale.
+    With `shared_scale` [T] the logits have one more column, whose sigmoid goes there. `counts` [num_experts] int64
+    grows by the tokens of each expert. A row's bits depend on that row only. On a GPU, a token whose slot in the KV
+    cache is negative (`slots` [T] int64) is padding of a captured batch: its ids are -1, and it counts nowhere.
+    """
+    ids = kernels.activation_empty(torch.int32, logits.shape[0], routing.experts_per_token)
+    weights = kernels.activation_empty(torch.float32, *ids.shape)
+    kernels.route_experts(
+        logits,
+        bias,
+        ids,
+        weights,
+        shared_scale,
+        counts,
+        routing.scoring == "sigmoid",
+        routing.normalized,
+        routing.scale,
+        routing.num_experts,
+        routing.num_groups,
+        routing.top_groups,
+        routing.group_score == "top2_sum",
+        slots,
+    )
+    return ids, weights
+
+
+def route_experts_reference(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`route_experts` in plain torch; a stable sort puts the lowest id first."""
+    scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
+    groups = (scores if bias is None else scores + bias).view(len(logits), routing.num_groups, -1)
+    ranked = groups.sort(-1, descending=True)[0]
+    group_scores = ranked[..., 0] if routing.group_score == "max" else ranked[..., :2].sum(-1)
+    best_groups = group_scores.sort(dim=-1, descending=True, stable=True)[1][:, : routing.top_groups]
+    kept = torch.zeros_like(group_scores).scatter(1, best_groups, 1.0)
+    eligible = groups.masked_fill(kept[..., None] == 0, -torch.inf).flatten(1)
+    ids = eligible.sort(dim=-1, descending=True, stable=True)[1][:, : routing.experts_per_token]
+    weights = scores.gather(1, ids)
+    if routing.normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids.to(torch.int32), weights * routing.scale

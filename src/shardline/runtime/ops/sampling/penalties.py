@@ -1,0 +1,79 @@
+"""Penalties, logit bias and banned tokens, for a whole batch in one call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardline.runtime.backends.base import Kernels
+
+
+class Penalties(NamedTuple):
+    """What to change in logits [M, V]. Entries of row r are offsets[r] : offsets[r + 1]; an id occurs once per row."""
+
+    offsets: Tensor  # int32 [M + 1]
+    ids: Tensor  # int32 [num_entries]
+    output_counts: Tensor  # int32 [num_entries]: how often the output so far has the token
+    in_prompt: Tensor  # bool [num_entries]
+    bias: Tensor  # float32 [num_entries]: added to the logit; -inf bans the token
+    repetition: Tensor  # float32 [M]; off: 1.0
+    presence: Tensor  # float32 [M]; off: 0.0
+    frequency: Tensor  # float32 [M]; off: 0.0
+    uncounted: Tensor | None = None
+    """int64 [M]: one more token of each row's output, which the entries do not count, because the host has not seen it
+    yet; `sequences.NO_TOKEN` where there is none. None: the host has seen every token."""
+
+
+def penalize_(kernels: Kernels, logits: Tensor, penalties: Penalties) -> Tensor:
+    """In place: the bias first; then logits of tokens seen in prompt or output are divided by `repetition` (multiplied,
+    if negative); then `frequency` per occurrence in the output, and `presence` for any, is subtracted."""
+    p = penalties
+    kernels.penalize(
+        logits,
+        p.repetition,
+        p.presence,
+        p.frequency,
+        p.offsets,
+        p.ids,
+        p.output_counts,
+        p.in_prompt,
+        p.bias,
+        p.uncounted,
+    )
+    return logits
+
+
+def penalize_reference(logits: Tensor, penalties: Penalties) -> Tensor:
+    p = penalties
+    out = logits.clone()
+    for row in range(logits.shape[0]):
+        entries = range(int(p.offsets[row]), int(p.offsets[row + 1]))
+        changes = {int(p.ids[i]): (int(p.output_counts[i]), bool(p.in_prompt[i]), float(p.bias[i])) for i in entries}
+        last = -1 if p.uncounted is None else int(p.uncounted[row])
+        if 0 <= last < logits.shape[1]:
+            count, in_prompt, bias = changes.get(last, (0, False, 0.0))
+            changes[last] = (count + 1, in_prompt, bias)
+        for token, (count, in_prompt, bias) in changes.items():
+            logit = out[row, token] + bias
+            if count > 0 or in_prompt:
+                logit = logit / p.repetition[row] if logit > 0 else logit * p.repetition[row]
+            if count > 0:
+                logit = logit - p.frequency[row] * count - p.presence[row]
+            out[row, token] = logit
+    return out
+
+
+def no_penalties(num_rows: int) -> Penalties:
+    """Nothing to change; a base for `_replace`."""
+    return Penalties(
+        offsets=torch.zeros(num_rows + 1, dtype=torch.int32),
+        ids=torch.empty(0, dtype=torch.int32),
+        output_counts=torch.empty(0, dtype=torch.int32),
+        in_prompt=torch.empty(0, dtype=torch.bool),
+        bias=torch.empty(0),
+        repetition=torch.ones(num_rows),
+        presence=torch.zeros(num_rows),
+        frequency=torch.zeros(num_rows),
+    )

@@ -1,0 +1,128 @@
+"""W8A8 in fp8 (e4m3): a scale per output and per row of activations; the lm_head is int8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat, check_features
+from shardline.weights.formats import int8
+from shardline.weights.rows import as_tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from shardline.runtime.backends.base import Kernels
+    from shardline.weights.rows import LinearInput
+
+LARGEST = 448.0
+"""Of float8_e4m3fn."""
+
+
+@dataclass(frozen=True)
+class Fp8Linear(PackedLinear):
+    """See `base.PackedLinear`.
+
+    Each row of x gets a scale of its own. Products are summed by the tensor cores over 128 neighbours of K at a time,
+    and these sums in fp32 in the order of K; then multiplied by both scales; the bias is added in fp32; one rounding.
+    """
+
+    kernels: Kernels
+    values: Tensor
+    """[rows, in_features] float8_e4m3fn"""
+    scales: Tensor
+    """[rows] float32"""
+    in_features: int
+    out_features: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    def __call__(self, x: LinearInput, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        return self.multiply(as_tensor(x), bias, out_dtype or x.dtype)
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, gate: str | None = None) -> Tensor:
+        """The product, gated where `gate` names an activation."""
+        check_features(x.shape[1], self.in_features)
+        out = self.kernels.activation_empty(out_dtype, x.shape[0], self.out_features)
+        self.kernels.linear_fp8(x, self.values, self.scales, bias, out, gate)
+        return out
+
+
+@dataclass(frozen=True)
+class Fp8GatedLinear(PackedGatedLinear):
+    """See `base.PackedGatedLinear`."""
+
+    both: Fp8Linear
+
+    @property
+    def nbytes(self) -> int:
+        return self.both.nbytes
+
+    def __call__(self, x: LinearInput, bias: Tensor | None, activation: str) -> Tensor:
+        return self.both.multiply(as_tensor(x), bias, x.dtype, activation)
+
+
+class Format(WeightFormat):
+    """See `base.WeightFormat`."""
+
+    def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:
+        return rows * (columns + 4)
+
+    def pack_linear(self, kernels: Kernels, *parts: Tensor) -> Fp8Linear:
+        return _packed(kernels, parts, sum(len(part) for part in parts))
+
+    def pack_gated(self, kernels: Kernels, gate: Tensor, up: Tensor) -> Fp8GatedLinear:
+        return Fp8GatedLinear(_packed(kernels, (gate, up), len(gate)))
+
+    def pack_lm_head(self, kernels: Kernels, weight: Tensor) -> int8.Int8LMHead:
+        # Later layers would not average out the errors of logits.
+        return int8.Format().pack_lm_head(kernels, weight)
+
+    def allocate_experts(self, kernels: Kernels, num_experts: int, *parts: Tensor) -> PackedExperts:
+        out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
+        values, scales = kernels.fp8_empty(out_features, in_features, num_matrices=num_experts)
+        return PackedExperts(values, scales, in_features, out_features)
+
+    def pack_expert(self, kernels: Kernels, experts: PackedExperts, index: int, *parts: Tensor) -> None:
+        assert experts.scales is not None
+        _pack_parts(kernels, experts.panels[index], experts.scales[index], parts)
+
+    def multiply_reference(
+        self, kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        """Sums in fp64."""
+        fp8 = kernels.fp8_empty(1, 1)[0].dtype
+        values, scales = quantize_rows_fp8_reference(x, fp8)
+        weight_values, weight_scales = quantize_rows_fp8_reference(weight, fp8)
+        product = (values.double() @ weight_values.double().T) * (scales.double()[:, None] * weight_scales.double())
+        return (product if bias is None else product + bias.double()).to(out_dtype)
+
+
+def quantize_rows_fp8_reference(x: Tensor, fp8: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows x [M, K] as values [M, K] float8_e4m3fn and scales [M] float32: the largest of a row becomes 448.
+
+    A row that is not finite has the scale NaN; a row without a normal number has the scale zero.
+    """
+    magnitude = x.float().abs().amax(1, keepdim=True)
+    has_size = magnitude.isfinite() & (magnitude >= 1e-36)
+    inverse = magnitude.new_full(magnitude.shape, LARGEST) / magnitude.masked_fill(~has_size, 1.0)
+    values = (x.float() * inverse).masked_fill(~has_size, 0.0).to(fp8)
+    scales = (magnitude / LARGEST).masked_fill(~has_size, 0.0).masked_fill(~magnitude.isfinite(), float("nan"))
+    return values, scales[:, 0]
+
+
+def _packed(kernels: Kernels, parts: tuple[Tensor, ...], out_features: int) -> Fp8Linear:
+    rows, in_features = sum(len(part) for part in parts), parts[0].shape[1]
+    values, scales = kernels.fp8_empty(rows, in_features)
+    _pack_parts(kernels, values, scales, parts)
+    return Fp8Linear(kernels, values, scales, in_features, out_features)
+
+
+def _pack_parts(kernels: Kernels, values: Tensor, scales: Tensor, parts: tuple[Tensor, ...]) -> None:
+    first = 0
+    for part in parts:
+        kernels.pack_fp8(part, values, scales, first)
+        first += len(part)

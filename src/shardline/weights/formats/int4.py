@@ -1,0 +1,60 @@
+"""W4A8: weights in 4 bits with scales of two levels, activations in int8; the lm_head is int8.
+
+32 neighbours along K share a whole number from -15 to 15 as their scale; a column has one more scale. A value of 4 bits
+times the first is a byte, so that sums are those of int8, exact. (Scales of two levels: QServe, arXiv 2405.04532.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardline.weights.base import Role
+from shardline.weights.formats import int8
+from shardline.weights.rows import GROUP_SIZE, quantize_rows_reference
+from shardline.weights.scaled import ScaledFormat, ScaledKernels
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from shardline.runtime.backends.base import Kernels
+
+
+class Format(ScaledFormat):
+    """See `base.WeightFormat`."""
+
+    def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:
+        if role == "lm_head":
+            return int8.Format().num_bytes(rows, columns, dtype_bytes, role)
+        return rows * (columns // 2 + -(-columns // GROUP_SIZE) + 4)
+
+    def choose_kernels(self, kernels: Kernels) -> ScaledKernels:
+        return ScaledKernels(kernels.int4_empty, kernels.pack_int4, kernels.linear_int4)
+
+    def pack_lm_head(self, kernels: Kernels, weight: Tensor) -> int8.Int8LMHead:
+        # Later layers would not average out the errors of logits.
+        return int8.Format().pack_lm_head(kernels, weight)
+
+    def multiply_reference(
+        self, kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        """The same bits, for the scales that packing found."""
+        packed = self.pack_linear(kernels, weight).weight
+        return int4_reference(
+            x, *kernels.unpack_int4(packed.panels, packed.scales, packed.out_features), bias, out_dtype
+        )
+
+
+def int4_reference(
+    x: Tensor,
+    values: Tensor,
+    group_scales: Tensor,
+    column_scales: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """x [M, K] times a weight as `Kernels.unpack_int4` gives it."""
+    rows = quantize_rows_reference(x)
+    levels = values.long() * group_scales.long().repeat_interleave(GROUP_SIZE, dim=1)
+    out = (rows.values.long() @ levels.T).float() * (rows.scales[:, None] * column_scales)
+    return (out if bias is None else out + bias.float()).to(out_dtype)

@@ -1,0 +1,71 @@
+"""The forms in which a product takes its rows of activations: as they are, or quantized to bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from shardline.runtime.backends.base import Kernels
+
+GROUP_SIZE = 32
+"""Neighbours along K that share a scale in int4; quantized rows are padded to whole groups."""
+
+
+class QuantizedRows(NamedTuple):
+    """Rows x [M, K] as `scales * values`; each row has a scale of its own."""
+
+    values: Tensor
+    """[M, K padded with zeros to whole groups] int8, within [-127, 127]."""
+    scales: Tensor
+    """[M] float32; NaN for a row that is not finite."""
+    sums: Tensor
+    """[M, 1 + number of groups] int32: the sum of the row's values, then of each group's. Empty, [M, 0], where the
+    products take signed weights and need no sums."""
+    in_features: int
+    """K"""
+    dtype: torch.dtype
+    """Of x."""
+
+
+LinearInput: TypeAlias = "Tensor | QuantizedRows"
+"""Rows of activations, as a product takes them."""
+
+InputForm = Literal["tensor", "quantized"]
+"""What a product reads best: rows as they are, or `QuantizedRows`."""
+
+
+def quantize_rows(kernels: Kernels, x: LinearInput) -> QuantizedRows:
+    """x [M, K], float32 or bfloat16, quantized unless it already is; rows may be strided.
+
+    A row's bytes depend on that row only.
+    """
+    if isinstance(x, QuantizedRows):
+        return x
+    rows = kernels.quantized_empty(x.shape[0], x.shape[1], x.dtype)
+    kernels.quantize_rows(x, rows.values, rows.scales, rows.sums)
+    return rows
+
+
+def quantize_rows_reference(x: Tensor) -> QuantizedRows:
+    """The oracle of `quantize_rows` in plain torch: the same bits."""
+    magnitude = x.float().abs().amax(1, keepdim=True)
+    is_zero, is_finite = magnitude < 1e-36, magnitude.isfinite()
+    # torch computes 127 / x as 127 * (1 / x), which rounds twice; hence new_full.
+    inverse = (magnitude.new_full(magnitude.shape, 127) / magnitude).masked_fill(is_zero | ~is_finite, 0.0)
+    groups = -(-x.shape[1] // GROUP_SIZE)
+    values = x.new_zeros(len(x), groups * GROUP_SIZE).char()
+    values[:, : x.shape[1]] = (x.float() * inverse).nan_to_num().round().char()
+    group_sums = values.view(len(x), groups, GROUP_SIZE).int().sum(2).int()
+    sums = group_sums.new_empty(len(x), 1 + groups)
+    sums[:, 0], sums[:, 1:] = group_sums.sum(1), group_sums
+    scales = (magnitude / 127).masked_fill(is_zero, 0.0).masked_fill(~is_finite, float("nan"))
+    return QuantizedRows(values, scales[:, 0], sums, x.shape[1], x.dtype)
+
+
+def as_tensor(x: LinearInput) -> Tensor:
+    """x, for a product that reads nothing but tensors."""
+    assert not isinstance(x, QuantizedRows)
+    return x

@@ -1,0 +1,133 @@
+"""What formats share whose weights are few bits with scales, and whose products read quantized rows: int8 and int4."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, WeightFormat, check_features
+from shardline.weights.rows import InputForm, quantize_rows
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from shardline.runtime.backends.base import Kernels
+    from shardline.weights.rows import LinearInput
+
+
+class ScaledKernels(NamedTuple):
+    """A back end's kernels for one such format; see `Kernels` for their arguments."""
+
+    empty: Callable[..., tuple[Tensor, Tensor]]
+    pack: Callable[..., None]
+    linear: Callable[..., None]
+
+
+@dataclass(frozen=True)
+class ScaledWeight:
+    """Panels and column scales, and the product that reads them."""
+
+    kernels: Kernels
+    linear: Callable[..., None]
+    panels: Tensor
+    scales: Tensor
+    in_features: int
+    out_features: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, padding included."""
+        return self.panels.nbytes + self.scales.nbytes
+
+    def multiply(self, x: LinearInput, bias: Tensor | None, out_dtype: torch.dtype, gate: str | None = None) -> Tensor:
+        """x [M, in_features] times the transpose, plus bias: [M, out_features]; gated where `gate` names an activation.
+
+        Products are summed exactly, in int32; in fp32 the sum is multiplied by the product of the scales of row and
+        column, then the bias is added; one rounding ends it. The bits are the same on every ISA, and on a GPU.
+        """
+        rows = quantize_rows(self.kernels, x)
+        check_features(rows.in_features, self.in_features)
+        out = self.kernels.activation_empty(out_dtype, rows.values.shape[0], self.out_features)
+        self.linear(*rows[:4], self.panels, self.scales, bias, out, gate)
+        return out
+
+
+@dataclass(frozen=True)
+class ScaledLinear(PackedLinear):
+    """See `base.PackedLinear`."""
+
+    input_form: ClassVar[InputForm] = "quantized"
+    weight: ScaledWeight
+
+    @property
+    def kernels(self) -> Kernels:  # type: ignore[override]
+        return self.weight.kernels
+
+    @property
+    def out_features(self) -> int:  # type: ignore[override]
+        return self.weight.out_features
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def __call__(self, x: LinearInput, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        return self.weight.multiply(x, bias, out_dtype or x.dtype)
+
+
+@dataclass(frozen=True)
+class ScaledGatedLinear(PackedGatedLinear):
+    """See `base.PackedGatedLinear`."""
+
+    input_form: ClassVar[InputForm] = "quantized"
+    weight: ScaledWeight
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def __call__(self, x: LinearInput, bias: Tensor | None, activation: str) -> Tensor:
+        return self.weight.multiply(x, bias, x.dtype, activation)
+
+
+class ScaledFormat(WeightFormat):
+    """A format that says which kernels are its own."""
+
+    @abstractmethod
+    def choose_kernels(self, kernels: Kernels) -> ScaledKernels:
+        """This format's among the back end's."""
+
+    def pack_linear(self, kernels: Kernels, *parts: Tensor) -> ScaledLinear:
+        mine = self.choose_kernels(kernels)
+        out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
+        panels, scales = mine.empty(out_features, in_features)
+        self._pack_parts(mine, panels, scales, parts)
+        return ScaledLinear(ScaledWeight(kernels, mine.linear, panels, scales, in_features, out_features))
+
+    def pack_gated(self, kernels: Kernels, gate: Tensor, up: Tensor) -> ScaledGatedLinear:
+        mine = self.choose_kernels(kernels)
+        out_features, in_features = gate.shape
+        panels, scales = mine.empty(out_features, in_features, gated=True)
+        for half, part in enumerate((gate, up)):
+            mine.pack(part, panels, scales, 0, half)
+        return ScaledGatedLinear(ScaledWeight(kernels, mine.linear, panels, scales, in_features, out_features))
+
+    def allocate_experts(self, kernels: Kernels, num_experts: int, *parts: Tensor) -> PackedExperts:
+        out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
+        panels, scales = self.choose_kernels(kernels).empty(out_features, in_features, num_matrices=num_experts)
+        return PackedExperts(panels, scales, in_features, out_features)
+
+    def pack_expert(self, kernels: Kernels, experts: PackedExperts, index: int, *parts: Tensor) -> None:
+        assert experts.scales is not None
+        self._pack_parts(self.choose_kernels(kernels), experts.panels[index], experts.scales[index], parts)
+
+    @staticmethod
+    def _pack_parts(mine: ScaledKernels, panels: Tensor, scales: Tensor, parts: tuple[Tensor, ...]) -> None:
+        """Each part goes straight to its columns, so that nobody need stack them first."""
+        first = 0
+        for part in parts:
+            mine.pack(part, panels, scales, first)
+            first += len(part)
