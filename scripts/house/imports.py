@@ -1,0 +1,122 @@
+"""Who imports whom at run time, and which modules are in cycles."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parent.parent.parent / "src"
+PACKAGE = "shardline"
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name at one line; `target` is a module, `name` what is taken from it (None: the module itself)."""
+
+    line: int
+    target: str
+    name: str | None
+    is_lazy: bool
+    """Inside a function."""
+
+
+def module_files(source: Path = SOURCE) -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    files = {}
+    for path in sorted((source / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(source).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
+
+
+def runtime_imports(tree: ast.Module, module: str, is_package: bool) -> list[Import]:
+    """The imports that run, at the top or in a function; those under `if TYPE_CHECKING` do not."""
+    found: list[Import] = []
+
+    def visit(nodes: list[ast.stmt], is_lazy: bool) -> None:
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                found.extend(Import(node.lineno, alias.name, None, is_lazy) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                target = _absolute(node, module, is_package)
+                found.extend(Import(node.lineno, target, alias.name, is_lazy) for alias in node.names)
+            elif isinstance(node, ast.If) and _is_type_checking(node.test):
+                visit(node.orelse, is_lazy)
+            else:
+                inner = is_lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+                for block in _blocks(node):
+                    visit(block, inner)
+
+    visit(tree.body, False)
+    return found
+
+
+def _blocks(node: ast.stmt) -> Iterator[list[ast.stmt]]:
+    for name in ("body", "orelse", "finalbody"):
+        yield getattr(node, name, [])
+    for handler in (*getattr(node, "handlers", []), *getattr(node, "cases", [])):
+        yield handler.body
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def _absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
+    if not node.level:
+        return node.module or ""
+    base = module.split(".")
+    base = base[: len(base) - node.level + is_package]
+    return ".".join([*base, *([node.module] if node.module else [])])
+
+
+def import_graph(source: Path = SOURCE) -> dict[str, set[str]]:
+    """Module -> modules of the package that it imports by name, at any time.
+
+    A package's `__init__` runs before its modules, but that is no edge here: a package that lists its modules would be
+    in a cycle with each of them.
+    """
+    files = module_files(source)
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        edges = set()
+        for one in runtime_imports(ast.parse(path.read_text()), module, path.stem == "__init__"):
+            whole = f"{one.target}.{one.name}"
+            target = whole if one.name and whole in files else one.target
+            if target in files and target != module:
+                edges.add(target)
+        graph[module] = edges
+    return graph
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of two modules or more (Tarjan's algorithm), each sorted."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def connect(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for target in sorted(graph[module]):
+            if target not in index:
+                connect(target)
+                low[module] = min(low[module], low[target])
+            elif target in stack:
+                low[module] = min(low[module], index[target])
+        if low[module] == index[module]:
+            start = stack.index(module)
+            component = sorted(stack[start:])
+            del stack[start:]
+            if len(component) > 1:
+                found.append(component)
+
+    for module in sorted(graph):
+        if module not in index:
+            connect(module)
+    return found

@@ -1,0 +1,102 @@
+"""Which files know a weight format or a model by name: those that a change to it, or one more of its kind, may touch.
+
+A file mentions a weight format if it has the name as a part of an identifier (`linear_int8`, `Int8Linear`) or as a
+string (`"int8"`, `"w4a16_128"`). It does not count where int8 and fp8 are something else: a dtype of an array library
+(`torch.int8`), or the type of the KV cache (the statement or its function has "kv" in its name or text). Prose, such as
+docstrings, help and messages, does not count either. Kernels do not count (Triton's, and a back end's room), but the
+protocol that lists them does.
+
+A file mentions a model if it has the `model_type` as a string or imports the model's file. Files of other models may
+build on it and do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from scripts.house.imports import PACKAGE, SOURCE, module_files, runtime_imports
+from scripts.house.machine import PROTOCOLS
+
+FORMATS = ("int8", "int4", "fp8", "w4a16")
+_KERNELS = (f"{PACKAGE}.runtime.ops.triton", f"{PACKAGE}.runtime.backends")
+_MODEL_ROOMS = (f"{PACKAGE}.models.families", f"{PACKAGE}.models")
+_ARRAYS = ("torch", "np", "numpy", "tl")
+
+
+def format_mentions(source: Path = SOURCE) -> dict[str, list[str]]:
+    """Format -> files that mention it, its own file (of its name) left out; files relative to src/."""
+    found: dict[str, list[str]] = {name: [] for name in FORMATS}
+    for module, path in module_files(source).items():
+        if (module.startswith(_KERNELS) and module not in PROTOCOLS) or "kv" in path.stem:
+            continue
+        mentioned = set(_formats_in(ast.parse(path.read_text()), ""))
+        for name in mentioned - {path.stem}:
+            found[name].append(str(path.relative_to(source)))
+    return found
+
+
+def _formats_in(node: ast.AST, function: str) -> Iterator[str]:
+    """The formats that the code below a node mentions; `function` is the name of the one around it."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        yield from _in_identifier(node.name)
+        function = node.name
+    elif isinstance(node, ast.stmt) and not hasattr(node, "body") and "kv" in ast.unparse(node).lower():
+        return
+    if "kv" in function.lower():
+        return
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+        yield from (name for name in FORMATS if node.value == name or node.value.startswith(f"{name}_"))
+    for field in ("id", "attr", "arg", "name", "asname", "module"):
+        value = getattr(node, field, None)
+        if isinstance(value, str) and not _is_array_dtype(node):
+            yield from _in_identifier(value)
+    for child in ast.iter_child_nodes(node):
+        yield from _formats_in(child, function)
+
+
+def _is_array_dtype(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in _ARRAYS
+
+
+def _in_identifier(name: str) -> list[str]:
+    return [one for one in FORMATS if re.search(rf"(?<!u){one}(?!\d)", name.lower())]
+
+
+def model_files(source: Path = SOURCE) -> dict[str, Path]:
+    """`model_type` -> its file: those in models/families/, or those of models/ that have both functions of a family."""
+    files = module_files(source)
+    room = next(room for room in _MODEL_ROOMS if room in files)
+    inside = {name: path for name, path in files.items() if name.rpartition(".")[0] == room}
+    if room == _MODEL_ROOMS[1]:
+        inside = {name: path for name, path in inside.items() if _is_family(path)}
+    return {path.stem: path for name, path in inside.items() if not path.stem.startswith("_")}
+
+
+def _is_family(path: Path) -> bool:
+    tree = ast.parse(path.read_text())
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    return names >= {"decoder_spec", "tensor_source"}
+
+
+def model_mentions(source: Path = SOURCE) -> dict[str, list[str]]:
+    """Model -> files of no model that name it; files relative to src/."""
+    models = model_files(source)
+    found: dict[str, list[str]] = {name: [] for name in models}
+    for module, path in module_files(source).items():
+        if path in models.values():
+            continue
+        tree = ast.parse(path.read_text())
+        strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        imported = {
+            part
+            for one in runtime_imports(tree, module, path.stem == "__init__")
+            for part in (f"{one.target}.{one.name}", one.target)
+        }
+        for name, file in models.items():
+            own = ".".join(file.relative_to(source).with_suffix("").parts)
+            if name in strings or own in imported:
+                found[name].append(str(path.relative_to(source)))
+    return found

@@ -1,0 +1,100 @@
+"""Prints how well the source tree keeps apart what should be apart. It runs on any state of the tree.
+
+    python scripts/measure_house.py            # all figures; --places and --files list what was counted
+    python scripts/measure_house.py --json     # the same for programs
+    python scripts/measure_house.py --no-chat  # leave out what needs a running server
+
+The figures, each defined in the docstring of its module in scripts/house/:
+
+- cycles: modules in import cycles at run time, imports in functions included, those under TYPE_CHECKING left out;
+- machine: places outside the back ends' rooms that ask what they run on (machine.py), and lines there that use a
+  machine's own library;
+- chat: files, and lines of whole files, of which a function runs during one streamed chat on a server of the demo model
+  with two ranks (front, engine, two workers), and its spine: those of which four functions or more run (request.py);
+- formats, models: files that know a weight format by name, its own file included and kernels left out, and files that
+  know a model by name, its own file included (mentions.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.house.imports import cycles, import_graph
+from scripts.house.machine import Place, library_uses, machine_places
+from scripts.house.mentions import format_mentions, model_mentions
+from scripts.house.request import num_lines, spine_files, touched_files, trace_chat
+
+
+def measure(with_chat: bool = True) -> dict[str, Any]:
+    """All figures, with the lists behind them."""
+    found = cycles(import_graph())
+    formats = {name: 1 + len(files) for name, files in format_mentions().items()}
+    models = {name: 1 + len(files) for name, files in model_mentions().items()}
+    figures: dict[str, Any] = {
+        "cycles": {"modules": sum(map(len, found)), "list": found},
+        "machine": _places(machine_places()),
+        "libraries": _places(library_uses()),
+        "formats": {**_spread(formats), "list": format_mentions()},
+        "models": {**_spread(models), "list": model_mentions()},
+    }
+    if with_chat:
+        traces = trace_chat("demo", "--tensor-parallel-size", "2", "--device", "cpu")
+        for name, files in (("chat", touched_files(traces)), ("spine", spine_files(traces))):
+            figures[name] = {"files": len(files), "lines": sum(map(num_lines, files)), "list": files}
+    return figures
+
+
+def _places(places: list[Place]) -> dict[str, Any]:
+    files = {place.file for place in places}
+    return {"places": len(places), "files": len(files), "list": [str(place) for place in places]}
+
+
+def _spread(counts: dict[str, int]) -> dict[str, Any]:
+    values = list(counts.values())
+    return {"counts": counts, "median": statistics.median(values), "mean": round(statistics.mean(values), 2)}
+
+
+def _lines(figures: dict[str, Any], with_places: bool, with_files: bool) -> list[str]:
+    machine, libraries = figures["machine"], figures["libraries"]
+    formats, models = figures["formats"], figures["models"]
+    counts = ", ".join(f"{name} {count}" for name, count in formats["counts"].items())
+    lines = [f"modules in import cycles: {figures['cycles']['modules']}"]
+    lines += [f"  {', '.join(component)}" for component in figures["cycles"]["list"] if with_files]
+    lines += [f"places where the machine shows: {machine['places']} in {machine['files']} files"]
+    lines += [f"  {place}" for place in machine["list"] if with_places]
+    lines += [f"lines that use a machine's own library: {libraries['places']} in {libraries['files']} files"]
+    lines += [f"  {place}" for place in libraries["list"] if with_places]
+    for name, what in (("chat", "files of a streamed chat"), ("spine", "files of its spine")):
+        if name in figures:
+            lines += [f"{what}: {figures[name]['files']}, {figures[name]['lines']} lines"]
+            lines += [f"  {file} {num_lines(file)}" for file in figures[name]["list"] if with_files]
+    lines += [f"files that know a weight format: median {formats['median']:g}, mean {formats['mean']:g} ({counts})"]
+    lines += [f"  {name}: {', '.join(files)}" for name, files in formats["list"].items() if with_files]
+    lines += [f"files that know a model: median {models['median']:g}, mean {models['mean']:g}"]
+    lines += [f"  {name}: {', '.join(files)}" for name, files in models["list"].items() if with_files and files]
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON, with all lists")
+    parser.add_argument("--places", action="store_true", help="list the places where the machine shows")
+    parser.add_argument("--files", action="store_true", help="list the modules and files that were counted")
+    parser.add_argument("--no-chat", action="store_true", help="start no server")
+    arguments = parser.parse_args()
+    figures = measure(not arguments.no_chat)
+    if arguments.json:
+        print(json.dumps(figures, indent=1))
+    else:
+        print("\n".join(_lines(figures, arguments.places, arguments.files)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""What the source tree keeps apart stays apart. The bounds only fall: lower them when the figures do."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from scripts.house.imports import cycles, import_graph
+from scripts.house.machine import library_uses, machine_places
+from scripts.house.mentions import format_mentions, model_mentions
+from scripts.house.request import spine_files, touched_files
+
+MODULES_IN_CYCLES = 11
+
+MACHINE_PLACES = {
+    "shardline/engine/client.py": 1,
+    "shardline/engine/executor/uni.py": 1,
+    "shardline/engine/resolve.py": 11,
+    "shardline/runtime/device.py": 4,
+    "shardline/runtime/download.py": 1,
+    "shardline/runtime/layers/attention.py": 1,
+    "shardline/runtime/layers/context.py": 1,
+    "shardline/runtime/layers/linear.py": 1,
+    "shardline/runtime/ops/few_rows.py": 4,
+    "shardline/runtime/ops/gated_linear.py": 3,
+    "shardline/runtime/ops/kv_cache.py": 1,
+    "shardline/runtime/ops/linear.py": 1,
+    "shardline/runtime/ops/linear_argmax.py": 2,
+    "shardline/runtime/ops/linear_fp8.py": 1,
+    "shardline/runtime/ops/linear_heads.py": 1,
+    "shardline/runtime/ops/linear_int4.py": 2,
+    "shardline/runtime/ops/linear_int8.py": 2,
+    "shardline/runtime/ops/linear_w4a16.py": 1,
+    "shardline/runtime/ops/mla_attention.py": 1,
+    "shardline/runtime/ops/penalties.py": 2,
+    "shardline/runtime/ops/quantize_rows.py": 1,
+    "shardline/runtime/ops/routing.py": 2,
+    "shardline/runtime/ops/storage.py": 1,
+    "shardline/runtime/parallel/distributed.py": 3,
+    "shardline/runtime/parallel/symmetric.py": 1,
+    "shardline/runtime/quantization/none.py": 1,
+    "shardline/runtime/runner.py": 5,
+    "shardline/runtime/setup.py": 4,
+    "shardline/runtime/worker.py": 4,
+}
+"""File -> lines that ask what they run on."""
+
+LIBRARY_LINES = 46
+"""Lines outside the back ends that use a machine's own library."""
+
+FORMAT_FILES = {"int8": 8, "int4": 5, "fp8": 4, "w4a16": 6}
+"""Files besides its own that know a weight format."""
+
+
+def test_modules_in_cycles():
+    found = cycles(import_graph())
+    assert sum(map(len, found)) <= MODULES_IN_CYCLES, found
+
+
+def test_places_where_the_machine_shows_are_the_listed_ones():
+    places = machine_places()
+    assert Counter(place.file for place in places) == MACHINE_PLACES, "\n".join(map(str, places))
+
+
+def test_lines_that_use_a_machines_library():
+    found = library_uses()
+    assert len(found) <= LIBRARY_LINES, "\n".join(map(str, found))
+
+
+def test_files_that_know_a_weight_format():
+    found = format_mentions()
+    for name, files in found.items():
+        assert len(files) <= FORMAT_FILES[name], files
+
+
+def test_a_model_is_known_to_its_own_file():
+    found = model_mentions()
+    assert len(found) >= 14
+    assert not any(found.values()), found
+
+
+def write_tree(root: Path, files: dict[str, str]) -> Path:
+    """A source folder with these modules of a package `shardline`."""
+    for name in {"": "", **files}:
+        path = root / "shardline" / (name or "__init__.py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(files.get(name, "")))
+        for parent in path.relative_to(root).parents[:-1]:
+            (root / parent / "__init__.py").touch()
+    return root
+
+
+def test_cycles_count_lazy_imports_but_not_those_of_type_checkers(tmp_path):
+    source = write_tree(
+        tmp_path,
+        {
+            "a.py": "from shardline import b",
+            "b.py": "def load():\n    from .c import thing\n",
+            "c.py": "import shardline.a",
+            "d.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shardline.e import x\n",
+            "e.py": "from shardline.d import y",
+        },
+    )
+    assert cycles(import_graph(source)) == [["shardline.a", "shardline.b", "shardline.c"]]
+
+
+@pytest.mark.parametrize(
+    ("code", "rule"),
+    [
+        ("x.device.type == 'cpu'", "compare"),
+        ("kind not in ('cuda', 'hip')", "compare"),
+        ("str(x.device).startswith('cuda')", "compare"),
+        ("{'cpu': 1, 'cuda': 2}[kind]", "compare"),
+        ("from shardline import _cpu\nkernels(x) is not _cpu", "compare"),
+        ("match kind:\n    case 'cuda': pass", "compare"),
+        ("device.is_host", "ask"),
+        ("x.is_cuda", "ask"),
+        ("def f(on_gpu: bool): ...", "ask"),
+        ("are_few_on_gpu(x)", "ask"),
+        ("def f():\n    import triton", "kernels"),
+        ("from shardline.runtime.backends.cuda.graphs import Graph", "kernels"),
+        ("from shardline.runtime.backends import cuda", "kernels"),
+    ],
+)
+def test_every_way_to_ask_for_the_machine_is_found(tmp_path, code, rule):
+    files = {"runtime/layer.py": code, "runtime/backends/cuda/graphs.py": code, "deployment/probe.py": code}
+    (place,) = machine_places(write_tree(tmp_path, files))
+    assert (place.file, place.rules) == ("shardline/runtime/layer.py", (rule,))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from shardline.runtime.backends.base import Backend",
+        "from shardline.runtime.backends import open_backend",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import triton",
+        "config.cpu_threads == 4",
+        "config.gpu_memory_utilization",
+        "server.host == name",
+        "'the cpu'",
+    ],
+)
+def test_what_asks_nothing_is_no_place(tmp_path, code):
+    files = {"runtime/layer.py": code, "runtime/backends/base.py": ""}
+    assert machine_places(write_tree(tmp_path, files)) == []
+
+
+@pytest.mark.parametrize(
+    "code", ["from shardline import _cpu", "torch.cuda.synchronize()", "import sys\nsys.platform", "platform.machine()"]
+)
+def test_uses_of_a_machines_library_are_found(tmp_path, code):
+    (place,) = library_uses(write_tree(tmp_path, {"runtime/layer.py": code}))
+    assert place.file == "shardline/runtime/layer.py"
+
+
+def test_formats_are_found_in_names_and_strings_but_not_as_other_things(tmp_path):
+    source = write_tree(
+        tmp_path,
+        {
+            "a.py": "from shardline.b import linear_int8",
+            "b.py": "class Int4Linear: ...\nif scheme == 'w4a16_128': ...",
+            "c.py": "'use int8 or fp8'\nx = torch.int8\ny = torch.uint8\nuint8 = 1\nkv_dtype = 'fp8'",
+            "runtime/weights/int8.py": "name = 'int8'",
+            "runtime/backends/host/pack.py": "def pack_int8(): ...",
+        },
+    )
+    found = format_mentions(source)
+    assert found == {"int8": ["shardline/a.py"], "int4": ["shardline/b.py"], "fp8": [], "w4a16": ["shardline/b.py"]}
+
+
+def test_the_spine_has_the_files_of_which_many_functions_run():
+    front = {"a.py:f": 9, "a.py:g": 1, "b.py:f": 40}
+    engine = {"a.py:h": 1, "a.py:f": 1, "a.py:i": 2, "c.py:f": 1}
+    assert touched_files([front, engine]) == ["a.py", "b.py", "c.py"]
+    assert spine_files([front, engine]) == ["a.py"]
