@@ -27,7 +27,6 @@ class PackedLinear(ABC):
 
     input_form: ClassVar[InputForm] = "tensor"
     """What x should be; a tensor always works."""
-    kernels: Kernels
     out_features: int
 
     @property

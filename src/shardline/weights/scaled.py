@@ -63,10 +63,6 @@ class ScaledLinear(PackedLinear):
     weight: ScaledWeight
 
     @property
-    def kernels(self) -> Kernels:  # type: ignore[override]
-        return self.weight.kernels
-
-    @property
     def out_features(self) -> int:  # type: ignore[override]
         return self.weight.out_features
 

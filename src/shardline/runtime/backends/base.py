@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from shardline.runtime.sequences import SequenceTable, WorkerSequence
     from shardline.runtime.step import StepInput
     from shardline.types import RankStep
-    from shardline.weights.formats.w4a16 import GroupedWeight, W4A16Weight
 
 LatentCache = Tensor | tuple[Tensor, Tensor, Tensor]
 """A cache of latents: one tensor, or the parts of `ops.attention.kv_cache.QuantizedLatents`."""
@@ -243,13 +242,15 @@ class SamplingKernels(Protocol):
 
 
 class WeightKernels(Protocol):
-    """Linear weights: how they are laid out, packed and multiplied. Only weights.formats calls these.
+    """Weights in the activations' dtype: how they are laid out, packed and multiplied.
+
+    Other formats name what they need in their own files (weights.formats), with the same meaning.
 
     An `_empty` gives room for a weight, for `num_matrices` like it, [num_matrices, ...], or for two that are
     multiplied `gated`, [out_features, in_features] each. A `pack` puts rows of a weight, float32 or bfloat16 and
     perhaps strided, into their place: from output `first` on, or, of a gated pair, into the gate's (half 0) or up's
     (half 1).
-    `gate` of a product names an activation, and the weight is such a pair. A back end offers the formats that it can.
+    `gate` of a product names an activation, and the weight is such a pair.
     """
 
     def weight_empty(
@@ -271,81 +272,6 @@ class WeightKernels(Protocol):
     def linear_argmax(self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, /) -> Tensor:
         """See PackedLinear.argmax."""
 
-    def int8_empty(
-        self, out_features: int, in_features: int, *, gated: bool = False, num_matrices: int | None = None
-    ) -> tuple[Tensor, Tensor]: ...
-    def pack_int8(
-        self, weight: Tensor, panels: Tensor, scales: Tensor, first: int = ..., half: int | None = ..., /
-    ) -> None: ...
-    def linear_int8(
-        self,
-        values: Tensor,
-        scales: Tensor,
-        sums: Tensor,
-        depth: int,
-        panels: Tensor,
-        column_scales: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        gate: str | None = ...,
-        /,
-    ) -> None: ...
-    def linear_int8_argmax(
-        self, x: QuantizedRows, panels: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, /
-    ) -> Tensor:
-        """See PackedLinear.argmax."""
-
-    def int4_empty(
-        self, out_features: int, in_features: int, *, gated: bool = False, num_matrices: int | None = None
-    ) -> tuple[Tensor, Tensor]: ...
-    def pack_int4(
-        self, weight: Tensor, panels: Tensor, scales: Tensor, first: int = ..., half: int | None = ..., /
-    ) -> None: ...
-    def unpack_int4(self, panels: Tensor, scales: Tensor, out_features: int, /) -> tuple[Tensor, Tensor, Tensor]:
-        """Values [N, K padded to whole groups] int8, scales of groups [N, number of groups] int8 and of columns [N]
-        float32: the inverse of `pack_int4`, for its oracle."""
-
-    def linear_int4(
-        self,
-        values: Tensor,
-        scales: Tensor,
-        sums: Tensor,
-        depth: int,
-        panels: Tensor,
-        column_scales: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        gate: str | None = ...,
-        /,
-    ) -> None: ...
-    def fp8_empty(
-        self, out_features: int, in_features: int, *, num_matrices: int | None = None
-    ) -> tuple[Tensor, Tensor]: ...
-    def pack_fp8(self, weight: Tensor, values: Tensor, scales: Tensor, first: int = ..., /) -> None: ...
-    def linear_fp8(
-        self,
-        x: Tensor,
-        values: Tensor,
-        scales: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        gate: str | None = ...,
-        /,
-    ) -> None: ...
-    def pack_w4a16(self, parts: Sequence[GroupedWeight], /) -> W4A16Weight:
-        """The rows of all parts, one under another; their columns are grouped alike."""
-
-    def linear_w4a16(
-        self,
-        x: Tensor,
-        values: Tensor,
-        scales: Tensor,
-        zeros: Tensor,
-        group_size: int,
-        bias: Tensor | None,
-        out: Tensor,
-        /,
-    ) -> None: ...
     def pack_heads(self, weights: Tensor, /) -> Tensor:
         """Weights [num_heads, out_features, in_features] as `linear_heads` reads them."""
 
@@ -455,13 +381,16 @@ class Backend(Protocol):
     kernel_path: str
     """What a request's bits depend on: the instruction set, or the GPU's generation and the compiler's version."""
     device: torch.device
-    kernels: Kernels
     fuses_argmax: bool
     """Whether a greedy step is sampled by the lm_head itself, so that its logits are never written."""
     overlaps_steps: bool
     """Whether a step can be launched while the previous one still runs."""
     draws_dummy_weights: bool
     """Whether random weights are drawn on the device; else on the host."""
+
+    @property
+    def kernels(self) -> Kernels:
+        """Those of this machine."""
 
     def keep_weight(self, tensor: Tensor) -> Tensor:
         """A contiguous copy of a weight that every step reads whole, in memory that suits this."""

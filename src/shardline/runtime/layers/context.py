@@ -18,7 +18,7 @@ from shardline.runtime.loader.weights import WeightSource
 from shardline.runtime.parallel.collectives import Collectives
 from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, WeightFormat
 from shardline.weights.formats.plain import PlainGatedLinear, PlainLinear
-from shardline.weights.formats.w4a16 import GroupedWeight
+from shardline.weights.grouped import GroupedWeight
 
 
 @dataclass(frozen=True)

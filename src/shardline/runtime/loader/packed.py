@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardline.models.packed_weights import PACKED, PackedFormat
 from shardline.models.partition import Span
-from shardline.weights.formats.w4a16 import GroupedWeight
+from shardline.weights.grouped import GroupedWeight
 
 _IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -21,7 +21,7 @@ from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
 from shardline.runtime.loader.hub import ModelFiles
 from shardline.runtime.loader.mapped_memory import mapped_empty
 from shardline.runtime.loader.packed import read_packed
-from shardline.weights.formats.w4a16 import GroupedWeight
+from shardline.weights.grouped import GroupedWeight
 
 _DTYPES = {
     "float32": torch.float32,

@@ -67,7 +67,11 @@ def add_layer_norm(
 
 
 def _normed_empty(kernels: Kernels, x: Tensor, quantized: bool) -> Tensor | QuantizedRows:
-    return kernels.quantized_empty(*x.shape, x.dtype) if quantized else kernels.activation_empty(x.dtype, *x.shape)
+    return (
+        kernels.quantized_empty(x.shape[0], x.shape[1], x.dtype)
+        if quantized
+        else kernels.activation_empty(x.dtype, *x.shape)
+    )
 
 
 def _sum_empty(kernels: Kernels, x: Tensor, residual: Tensor | None) -> Tensor | None:

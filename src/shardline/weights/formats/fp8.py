@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat, check_features
 from shardline.weights.formats import int8
@@ -20,6 +20,26 @@ LARGEST = 448.0
 """Of float8_e4m3fn."""
 
 
+class Fp8Kernels(Protocol):
+    """What a back end offers for this format; see `WeightKernels`."""
+
+    def activation_empty(self, dtype: torch.dtype, /, *sizes: int) -> Tensor: ...
+    def fp8_empty(
+        self, out_features: int, in_features: int, *, num_matrices: int | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+    def pack_fp8(self, weight: Tensor, values: Tensor, scales: Tensor, first: int = ..., /) -> None: ...
+    def linear_fp8(
+        self,
+        x: Tensor,
+        values: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        gate: str | None = ...,
+        /,
+    ) -> None: ...
+
+
 @dataclass(frozen=True)
 class Fp8Linear(PackedLinear):
     """See `base.PackedLinear`.
@@ -28,7 +48,7 @@ class Fp8Linear(PackedLinear):
     and these sums in fp32 in the order of K; then multiplied by both scales; the bias is added in fp32; one rounding.
     """
 
-    kernels: Kernels
+    kernels: Fp8Kernels
     values: Tensor
     """[rows, in_features] float8_e4m3fn"""
     scales: Tensor
@@ -83,18 +103,18 @@ class Format(WeightFormat):
 
     def allocate_experts(self, kernels: Kernels, num_experts: int, *parts: Tensor) -> PackedExperts:
         out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
-        values, scales = kernels.fp8_empty(out_features, in_features, num_matrices=num_experts)
+        values, scales = _own(kernels).fp8_empty(out_features, in_features, num_matrices=num_experts)
         return PackedExperts(values, scales, in_features, out_features)
 
     def pack_expert(self, kernels: Kernels, experts: PackedExperts, index: int, *parts: Tensor) -> None:
         assert experts.scales is not None
-        _pack_parts(kernels, experts.panels[index], experts.scales[index], parts)
+        _pack_parts(_own(kernels), experts.panels[index], experts.scales[index], parts)
 
     def multiply_reference(
         self, kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
         """Sums in fp64."""
-        fp8 = kernels.fp8_empty(1, 1)[0].dtype
+        fp8 = _own(kernels).fp8_empty(1, 1)[0].dtype
         values, scales = quantize_rows_fp8_reference(x, fp8)
         weight_values, weight_scales = quantize_rows_fp8_reference(weight, fp8)
         product = (values.double() @ weight_values.double().T) * (scales.double()[:, None] * weight_scales.double())
@@ -114,14 +134,19 @@ def quantize_rows_fp8_reference(x: Tensor, fp8: torch.dtype) -> tuple[Tensor, Te
     return values, scales[:, 0]
 
 
+def _own(kernels: Kernels) -> Fp8Kernels:
+    return cast("Fp8Kernels", kernels)
+
+
 def _packed(kernels: Kernels, parts: tuple[Tensor, ...], out_features: int) -> Fp8Linear:
     rows, in_features = sum(len(part) for part in parts), parts[0].shape[1]
-    values, scales = kernels.fp8_empty(rows, in_features)
-    _pack_parts(kernels, values, scales, parts)
-    return Fp8Linear(kernels, values, scales, in_features, out_features)
+    mine = _own(kernels)
+    values, scales = mine.fp8_empty(rows, in_features)
+    _pack_parts(mine, values, scales, parts)
+    return Fp8Linear(mine, values, scales, in_features, out_features)
 
 
-def _pack_parts(kernels: Kernels, values: Tensor, scales: Tensor, parts: tuple[Tensor, ...]) -> None:
+def _pack_parts(kernels: Fp8Kernels, values: Tensor, scales: Tensor, parts: tuple[Tensor, ...]) -> None:
     first = 0
     for part in parts:
         kernels.pack_fp8(part, values, scales, first)

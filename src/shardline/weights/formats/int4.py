@@ -6,7 +6,7 @@ times the first is a byte, so that sums are those of int8, exact. (Scales of two
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 from shardline.weights.base import Role
 from shardline.weights.formats import int8
@@ -20,6 +20,34 @@ if TYPE_CHECKING:
     from shardline.runtime.backends.base import Kernels
 
 
+class Int4Kernels(Protocol):
+    """What a back end offers for this format; see `WeightKernels`."""
+
+    def int4_empty(
+        self, out_features: int, in_features: int, *, gated: bool = False, num_matrices: int | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+    def pack_int4(
+        self, weight: Tensor, panels: Tensor, scales: Tensor, first: int = ..., half: int | None = ..., /
+    ) -> None: ...
+    def unpack_int4(self, panels: Tensor, scales: Tensor, out_features: int, /) -> tuple[Tensor, Tensor, Tensor]:
+        """Values [N, K padded to whole groups] int8, scales of groups [N, number of groups] int8 and of columns [N]
+        float32: the inverse of `pack_int4`, for its oracle."""
+
+    def linear_int4(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        sums: Tensor,
+        depth: int,
+        panels: Tensor,
+        column_scales: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        gate: str | None = ...,
+        /,
+    ) -> None: ...
+
+
 class Format(ScaledFormat):
     """See `base.WeightFormat`."""
 
@@ -29,7 +57,8 @@ class Format(ScaledFormat):
         return rows * (columns // 2 + -(-columns // GROUP_SIZE) + 4)
 
     def choose_kernels(self, kernels: Kernels) -> ScaledKernels:
-        return ScaledKernels(kernels.int4_empty, kernels.pack_int4, kernels.linear_int4)
+        mine = cast("Int4Kernels", kernels)
+        return ScaledKernels(mine.int4_empty, mine.pack_int4, mine.linear_int4)
 
     def pack_lm_head(self, kernels: Kernels, weight: Tensor) -> int8.Int8LMHead:
         # Later layers would not average out the errors of logits.
@@ -39,10 +68,9 @@ class Format(ScaledFormat):
         self, kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
         """The same bits, for the scales that packing found."""
-        packed = self.pack_linear(kernels, weight).weight
-        return int4_reference(
-            x, *kernels.unpack_int4(packed.panels, packed.scales, packed.out_features), bias, out_dtype
-        )
+        packed, mine = self.pack_linear(kernels, weight).weight, cast("Int4Kernels", kernels)
+        unpacked = mine.unpack_int4(packed.panels, packed.scales, packed.out_features)
+        return int4_reference(x, *unpacked, bias, out_dtype)
 
 
 def int4_reference(

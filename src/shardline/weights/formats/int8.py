@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 from shardline.weights.base import Role
-from shardline.weights.rows import quantize_rows, quantize_rows_reference
+from shardline.weights.rows import QuantizedRows, quantize_rows, quantize_rows_reference
 from shardline.weights.scaled import ScaledFormat, ScaledKernels, ScaledLinear
 
 if TYPE_CHECKING:
@@ -17,6 +17,34 @@ if TYPE_CHECKING:
     from shardline.weights.rows import LinearInput
 
 
+class Int8Kernels(Protocol):
+    """What a back end offers for this format; see `WeightKernels`."""
+
+    def int8_empty(
+        self, out_features: int, in_features: int, *, gated: bool = False, num_matrices: int | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+    def pack_int8(
+        self, weight: Tensor, panels: Tensor, scales: Tensor, first: int = ..., half: int | None = ..., /
+    ) -> None: ...
+    def linear_int8(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        sums: Tensor,
+        depth: int,
+        panels: Tensor,
+        column_scales: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        gate: str | None = ...,
+        /,
+    ) -> None: ...
+    def linear_int8_argmax(
+        self, x: QuantizedRows, panels: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, /
+    ) -> Tensor:
+        """See `PackedLinear.argmax`."""
+
+
 @dataclass(frozen=True)
 class Int8LMHead(ScaledLinear):
     """See `base.PackedLinear`."""
@@ -24,7 +52,8 @@ class Int8LMHead(ScaledLinear):
     def argmax(self, x: LinearInput, bias: Tensor | None = None) -> Tensor:
         weight = self.weight
         rows = quantize_rows(weight.kernels, x)
-        return weight.kernels.linear_int8_argmax(rows, weight.panels, weight.scales, bias, weight.out_features)
+        mine = cast("Int8Kernels", weight.kernels)
+        return mine.linear_int8_argmax(rows, weight.panels, weight.scales, bias, weight.out_features)
 
 
 class Format(ScaledFormat):
@@ -34,7 +63,8 @@ class Format(ScaledFormat):
         return rows * (columns + 4)
 
     def choose_kernels(self, kernels: Kernels) -> ScaledKernels:
-        return ScaledKernels(kernels.int8_empty, kernels.pack_int8, kernels.linear_int8)
+        mine = cast("Int8Kernels", kernels)
+        return ScaledKernels(mine.int8_empty, mine.pack_int8, mine.linear_int8)
 
     def pack_lm_head(self, kernels: Kernels, weight: Tensor) -> Int8LMHead:
         return Int8LMHead(self.pack_linear(kernels, weight).weight)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat, check_features
 from shardline.weights.formats import plain
+from shardline.weights.grouped import GroupedWeight
 from shardline.weights.rows import as_tensor
 
 if TYPE_CHECKING:
@@ -16,32 +17,6 @@ if TYPE_CHECKING:
 
     from shardline.runtime.backends.base import Kernels
     from shardline.weights.rows import LinearInput
-
-
-@dataclass(frozen=True)
-class GroupedWeight:
-    """K columns of N rows of a weight as a checkpoint packs it: (values - zeros) * scales, by groups of columns."""
-
-    values: Tensor
-    """[N, K] uint8, 0 to 15"""
-    scales: Tensor
-    """[N, G], float16, bfloat16 or float32, of the groups that these columns lie in"""
-    zeros: Tensor
-    """[N, G] uint8, 0 to 16"""
-    group_of: Tensor
-    """[K] int64: which of the G groups a column lies in"""
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def to(self, device: torch.device) -> GroupedWeight:
-        """The same on `device`."""
-        return GroupedWeight(*(part.to(device) for part in (self.values, self.scales, self.zeros, self.group_of)))
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[N, K], each element rounded once: the product is exact in float32 for scales of 16 bits."""
-        steps = self.values.short() - self.zeros.short()[:, self.group_of]
-        return (steps.float() * self.scales.float()[:, self.group_of]).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -65,6 +40,27 @@ class W4A16Weight:
         return self.values.nbytes + self.scales.nbytes + self.zeros.nbytes
 
 
+class W4A16Kernels(Protocol):
+    """What a back end offers for this format."""
+
+    def activation_empty(self, dtype: torch.dtype, /, *sizes: int) -> Tensor: ...
+    def activation(self, x: Tensor, out: Tensor, name: str, gated: bool, /) -> None: ...
+    def pack_w4a16(self, parts: Sequence[GroupedWeight], /) -> W4A16Weight:
+        """The rows of all parts, one under another; their columns are grouped alike."""
+
+    def linear_w4a16(
+        self,
+        x: Tensor,
+        values: Tensor,
+        scales: Tensor,
+        zeros: Tensor,
+        group_size: int,
+        bias: Tensor | None,
+        out: Tensor,
+        /,
+    ) -> None: ...
+
+
 @dataclass(frozen=True)
 class W4A16Linear(PackedLinear):
     """See `base.PackedLinear`.
@@ -73,7 +69,7 @@ class W4A16Linear(PackedLinear):
     bits are those of a plain linear of the dequantized weight.
     """
 
-    kernels: Kernels
+    kernels: W4A16Kernels
     weight: W4A16Weight
     out_features: int
 
@@ -161,5 +157,6 @@ def _dense(parts: Sequence[Tensor | GroupedWeight]) -> list[Tensor]:
 
 
 def _packed(kernels: Kernels, parts: Sequence[GroupedWeight]) -> W4A16Linear:
-    weight = kernels.pack_w4a16(parts)
-    return W4A16Linear(kernels, weight, weight.scales.shape[1])
+    mine = cast("W4A16Kernels", kernels)
+    weight = mine.pack_w4a16(parts)
+    return W4A16Linear(mine, weight, weight.scales.shape[1])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardline.runtime.backends.base import Forward, LoadedProducts, Replay, StepSizes
+from shardline.runtime.backends.base import Backend, Forward, LoadedProducts, Replay, StepSizes
 from shardline.runtime.backends.cuda.fused_layers import CudaFusedLayers
 from shardline.runtime.backends.cuda.gpu_kernels import CudaKernels
 from shardline.runtime.backends.cuda.graphs import CudaRecorder, GraphReplay, PaddedStep
@@ -87,7 +87,7 @@ class CudaBackend:
         return symmetric_gather(group, self.device, timeout)
 
 
-def open_backend(rank: int, threads: int) -> CudaBackend:
+def open_backend(rank: int, threads: int) -> Backend:
     """The GPU whose turn it is on this host; it becomes the current one.
 
     Raises:

@@ -16,7 +16,8 @@ from shardline.runtime.backends.cuda.kernels.sampling import greedy_argmax
 from shardline.runtime.backends.host.panels import PanelKernels
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
 from shardline.weights.formats.int8 import int8_weight_reference
-from shardline.weights.formats.w4a16 import GroupedWeight, W4A16Weight
+from shardline.weights.formats.w4a16 import W4A16Weight
+from shardline.weights.grouped import GroupedWeight
 from shardline.weights.rows import GROUP_SIZE, QuantizedRows
 
 PAIR_COLUMNS = 64

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu, env
-from shardline.runtime.backends.base import Forward, LoadedProducts, Replay, StepSizes
+from shardline.runtime.backends.base import Backend, Forward, LoadedProducts, Replay, StepSizes
 from shardline.runtime.backends.host.kernels import HostKernels
 from shardline.runtime.backends.host.memory import streamed_empty
 from shardline.runtime.backends.host.replay import DecodeReplay
@@ -76,7 +76,7 @@ def use_threads(threads: int) -> None:
         _cpu.set_isa(isa)
 
 
-def open_backend(rank: int, threads: int) -> HostBackend:
+def open_backend(rank: int, threads: int) -> Backend:
     """See `backends.open_backend`."""
     use_threads(threads)
     return HostBackend()

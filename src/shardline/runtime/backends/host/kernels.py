@@ -83,27 +83,3 @@ class HostKernels(PanelKernels):
     def penalize(*arguments: Any) -> None:
         assert arguments[-1] is None, "the host has seen every token"
         _cpu.penalize(*arguments[:-1])
-
-    @staticmethod
-    def fp8_empty(out_features: int, in_features: int, *, num_matrices: int | None = None) -> tuple[Tensor, Tensor]:
-        raise _missing("fp8")
-
-    @staticmethod
-    def pack_fp8(*_: Any) -> None:
-        raise _missing("fp8")
-
-    @staticmethod
-    def linear_fp8(*_: Any) -> None:
-        raise _missing("fp8")
-
-    @staticmethod
-    def pack_w4a16(_: Any) -> Any:
-        raise _missing("w4a16")
-
-    @staticmethod
-    def linear_w4a16(*_: Any) -> None:
-        raise _missing("w4a16")
-
-
-def _missing(name: str) -> AssertionError:
-    return AssertionError(f"the CPU has no kernels for {name}: a deployment refuses it")

@@ -32,7 +32,7 @@ def panel_shape(
 
 
 class PanelKernels:
-    """`WeightKernels` of the CPU, but for the formats that only GPUs have."""
+    """Weights of the CPU: see `base.WeightKernels`, and the kernels of weights.formats.int8 and int4."""
 
     pack_weight = staticmethod(_cpu.pack_weight)
     linear = staticmethod(_cpu.linear)
