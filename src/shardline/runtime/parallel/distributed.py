@@ -46,25 +46,24 @@ def rank_group(backend: str, peers_of: Sequence[tuple[int, ...]], rank: int, tim
 
 
 class DistributedCollectives(Collectives):
-    """Gathers pad every rank's part to the widest one, since gloo and NCCL want equal shapes.
-
-    gloo moves host memory: what lies on a GPU goes there and back, which is a test mode.
-    """
+    """Gathers pad every rank's part to the widest one, since gloo and NCCL want equal shapes."""
 
     def __init__(
         self,
         kernels: Kernels,
         group: dist.ProcessGroup,
-        backend: str,
+        transit: torch.device,
         progress: ProgressLine,
         small_gather: SmallGather | None = None,
+        *,
+        is_capturable: bool = False,
     ) -> None:
-        """`small_gather`: a faster way for gathers of few bytes, where there is one."""
+        """`transit`: the device whose memory the transport moves; `small_gather`: a faster way for few bytes."""
         self._kernels = kernels
         self._group = group
         self._small_gather = small_gather
-        self._is_on_host = backend == "gloo"
-        self.is_capturable = backend == "nccl"
+        self._transit = transit
+        self.is_capturable = is_capturable
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._progress = progress
@@ -90,8 +89,8 @@ class DistributedCollectives(Collectives):
     def all_to_all_rows(self, local: Tensor, counts: Tensor, capacity: int) -> Tensor:
         sent, received = counts[self.rank].tolist(), counts[:, self.rank].tolist()
         out = torch.empty(capacity, local.shape[1], dtype=local.dtype, device=local.device)
-        arriving, leaving = out[: sum(received)], self._to_send(local[: sum(sent)])
-        come = torch.empty_like(arriving, device=leaving.device) if self._is_on_host else arriving
+        arriving, leaving = out[: sum(received)], local[: sum(sent)].to(self._transit)
+        come = torch.empty_like(arriving, device=self._transit) if arriving.device != self._transit else arriving
         with self._progress.waiting(), _named_errors():
             # As bytes: gloo does not know every type.
             dist.all_to_all_single(come.view(torch.uint8), leaving.view(torch.uint8), received, sent, group=self._group)
@@ -111,24 +110,21 @@ class DistributedCollectives(Collectives):
         flat = local.reshape(-1)
         if min(sizes) < max(sizes):
             flat = torch.nn.functional.pad(flat, (0, max(sizes) - len(flat)))
-        flat = self._to_send(flat)
+        flat = flat.to(self._transit)
         gathered = flat.new_empty(len(sizes), max(sizes))
         with self._progress.waiting(), _named_errors():
             all_gather(gathered.view(-1), flat, group=self._group)
         return [part[:size] for part, size in zip(gathered.to(local.device), sizes, strict=True)]
 
-    def _to_send(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu() if self._is_on_host else tensor
-
 
 class DistributedLink(StageLink):
     """Point-to-point sends between global ranks."""
 
-    def __init__(self, peer: int, backend: str, device: torch.device, progress: ProgressLine) -> None:
-        """`device`: where tensors are received."""
+    def __init__(self, peer: int, device: torch.device, transit: torch.device, progress: ProgressLine) -> None:
+        """`device`: where tensors are received; `transit`: where the transport finds and leaves them."""
         self._peer = peer
         self._device = device
-        self._transit = torch.device("cpu") if backend == "gloo" else device
+        self._transit = transit
         self._progress = progress
 
     def send(self, tensor: Tensor) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from shardline.config.topology import RankGrid, RankPlace
 from shardline.runtime.backends.base import Backend, Kernels
@@ -85,13 +86,16 @@ def join_distributed(
     grid = layout.grid
     place = grid.place(rank)
     progress = ProgressBoard(layout.progress(segment), grid).line(rank)
+    # gloo moves host memory: what lies on a GPU goes there and back, which is a test mode.
+    transit = torch.device("cpu") if transport == "gloo" else backend.device
     join_world(transport, store_path, rank, grid, timeout)
     places = [grid.place(other) for other in range(grid.world_size)]
 
     def group_of(peers_of: list[tuple[int, ...]]) -> Collectives:
         group = rank_group(transport, peers_of, rank, timeout)
         small_gather = backend.make_small_gather(group, timeout) if tries_symmetric_memory else None
-        return DistributedCollectives(backend.kernels, group, transport, progress, small_gather)
+        kernels, is_capturable = backend.kernels, transport == "nccl"
+        return DistributedCollectives(kernels, group, transit, progress, small_gather, is_capturable=is_capturable)
 
     tensor = group_of([other.tp_peers for other in places]) if grid.tensor > 1 else SingleRank()
     experts = group_of([other.ep_peers for other in places]) if grid.data > 1 else tensor
@@ -100,8 +104,8 @@ def join_distributed(
         place=place,
         tensor=tensor,
         experts=experts,
-        from_previous=None if previous is None else DistributedLink(previous, transport, backend.device, progress),
-        to_next=None if following is None else DistributedLink(following, transport, backend.device, progress),
+        from_previous=None if previous is None else DistributedLink(previous, backend.device, transit, progress),
+        to_next=None if following is None else DistributedLink(following, backend.device, transit, progress),
         progress=progress,
         expert_load=layout.expert_load(segment).of_rank(rank),
         kv_pool=layout.kv_pool(segment, place),
