@@ -176,8 +176,8 @@ def test_abort_gives_everything_back(turns: int) -> None:
     for _ in range(turns):
         engine.turn()
     names = [f"r{n}" for n in range(4)]
-    engine.scheduler.abort(names)
-    engine.scheduler.abort([*names, "unknown"])
+    engine.scheduler.abort_requests(names)
+    engine.scheduler.abort_requests([*names, "unknown"])
     engine.run()
     engine.check_done(set(names))
     assert [engine.finish_reason(name) for name in names] == ["abort"] * 4

@@ -106,11 +106,10 @@ import sys
 from shardline.config.engine import EngineConfig, ModelConfig
 from shardline.engine.engine import Engine
 from shardline.engine.executor.uni import UniExecutor
-from shardline.engine.resolve import resolve
-from shardline.runtime.setup import prepare
+from shardline.deployment.here import resolve_here
 from shardline.types import Request, SamplingParams
 
-setup = prepare(resolve(EngineConfig(model=ModelConfig(model="demo"))))
+setup = resolve_here(EngineConfig(model=ModelConfig(model="demo")))
 executor = UniExecutor(setup)
 executor.start()
 engine = Engine(setup, executor)

@@ -12,10 +12,6 @@ from shardline.config.units import parse_bytes
 _LONGEST_STEP = 86400.0
 
 
-_PACKED_SCHEMES = tuple(f"w4a16_{size}" for size in (32, 64, 128, "rows"))
-"""What w4a16 is called once the checkpoint has said how many columns have a scale."""
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """Which model, and how its weights are read."""
@@ -170,8 +166,7 @@ def _validate(config: EngineConfig) -> None:
                 raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
     for name in ("dtype", "load_format", "quantization"):
         f = ModelConfig.__dataclass_fields__[name]
-        resolved = _PACKED_SCHEMES if name == "quantization" else ()
-        if getattr(config.model, name) not in (f.default, *f.metadata["choices"], *resolved):
+        if getattr(config.model, name) not in (f.default, *f.metadata["choices"]):
             raise ValueError(
                 f"{name} must be one of {', '.join(f.metadata['choices'])}, got {getattr(config.model, name)!r}"
             )

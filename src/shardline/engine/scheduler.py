@@ -7,14 +7,13 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shardline.config.engine import CacheConfig, SchedulerConfig
+from shardline.deployment.deployment import CachePlan, StepLimits
 from shardline.engine.kv_cache import KVCache
 from shardline.engine.preemption import PreemptionLog, cheapest_victim
 from shardline.engine.registry import RequestRegistry
 from shardline.engine.sequence import Sequence, State
 from shardline.engine.waiting_queue import WaitingQueue
 from shardline.models.kv_capacity import blocks_per_request
-from shardline.models.partition import KVGroup
 from shardline.types import (
     EngineStats,
     Request,
@@ -79,9 +78,8 @@ class Scheduler:
 
     def __init__(
         self,
-        config: SchedulerConfig,
-        cache: CacheConfig,
-        groups: tuple[KVGroup, ...],
+        limits: StepLimits,
+        cache: CachePlan,
         num_blocks: int,
         max_model_len: int,
         *,
@@ -90,17 +88,19 @@ class Scheduler:
         namespace: str = "",
     ) -> None:
         """`num_blocks` counts the null block. `namespace` sets apart whose KV may be shared (weights, adapter)."""
-        self._budget = config.max_num_batched_tokens
+        self._budget = limits.max_num_batched_tokens
         # One token for everyone that runs: a decode never waits for another.
-        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self._groups = groups
+        self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._groups = cache.groups
         self._block_size = cache.block_size
         self._max_in_flight = max_in_flight
         self._last_token_known = last_token_known
         self._kv = KVCache(
-            groups, num_blocks, cache.block_size, prefix_caching=cache.enable_prefix_caching, namespace=namespace
+            cache.groups, num_blocks, cache.block_size, prefix_caching=cache.prefix_caching, namespace=namespace
         )
-        self._registry = RequestRegistry(self._kv, groups, block_size=cache.block_size, max_model_len=max_model_len)
+        self._registry = RequestRegistry(
+            self._kv, cache.groups, block_size=cache.block_size, max_model_len=max_model_len
+        )
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
         """In order."""
@@ -112,13 +112,13 @@ class Scheduler:
         self._num_steps = 0
         self._preemptions = PreemptionLog()
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Queue a request. One that can never run is answered with an error by the next `take_outputs`."""
         sequence = self._registry.add(request)
         if sequence is not None:
             self._waiting.push(sequence)
 
-    def abort(self, request_ids: Iterable[str]) -> None:
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End all choices of these requests, with outputs by the next `take_outputs`; unknown ids are ignored."""
         for sequence in self._registry.find(request_ids):
             self._leave(sequence, State.FINISHED)

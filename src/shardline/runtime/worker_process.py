@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardline.channel import Channel
-from shardline.log import configure_logging
-from shardline.runtime.messages import (
+from shardline.deployment.deployment import KVAllocation
+from shardline.deployment.messages import (
     AllocateCache,
     MemoryUse,
     RankFailed,
@@ -31,6 +31,9 @@ from shardline.runtime.messages import (
     StepDone,
     WorkerRequest,
 )
+from shardline.deployment.segment import segment_layout
+from shardline.log import configure_logging
+from shardline.runtime.reserve import weight_reserve
 from shardline.types import RankStep
 
 if TYPE_CHECKING:
@@ -46,13 +49,14 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
     start = channel.receive()
     assert isinstance(start, StartWorker)
     events: queue.SimpleQueue[RankStep | PendingStep] = queue.SimpleQueue()
-    pool_sizes: queue.SimpleQueue[int] = queue.SimpleQueue()
+    allocations: queue.SimpleQueue[KVAllocation] = queue.SimpleQueue()
     # The reader is up before torch is imported: an engine that ends meanwhile ends its workers too.
-    threading.Thread(target=_read_messages, args=(channel, events, pool_sizes), daemon=True).start()
+    threading.Thread(target=_read_messages, args=(channel, events, allocations), daemon=True).start()
 
-    def agree(memory: MemoryUse) -> int:
-        channel.send(RankMeasured(memory))
-        return pool_sizes.get()
+    def agree(memory: MemoryUse | None) -> KVAllocation:
+        if memory is not None:
+            channel.send(RankMeasured(memory))
+        return allocations.get()
 
     loaded = False
     try:
@@ -82,32 +86,33 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
 
 
 def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Worker, RankReport, bool]:
-    from shardline.runtime.setup import prepare, reserve_weights
-
-    setup = prepare(start.config)
-    reserve_weights(setup, start.rank)
+    deployment, layout = start.deployment, segment_layout(start.deployment)
+    if deployment.device == "cpu":
+        # Before torch is imported, which takes long enough to touch most of the memory.
+        weights = deployment.weights[start.rank]
+        weight_reserve.fill(weights.num_bytes, weights.touched_bytes)
     from shardline.runtime.device import open_device
     from shardline.runtime.parallel.groups import join_distributed, join_shared
     from shardline.runtime.worker import Worker
 
     # The engine's deadline comes first, since it can say which rank is late; this is the back-stop.
-    timeout = 2 * setup.config.parallel.step_timeout + 5.0
+    timeout = 2 * deployment.step_timeout + 5.0
     if start.store_path:
-        device = open_device(setup.config.parallel.device, start.rank).torch
+        device = open_device(deployment.device, start.rank).torch
         groups = join_distributed(
-            setup.collectives,
+            deployment.collectives,
             device,
             Path(start.store_path),
             segment,
-            setup.segment_layout,
+            layout,
             start.rank,
             timeout,
-            tries_symmetric_memory=setup.tries_symmetric_memory,
+            tries_symmetric_memory=deployment.tries_symmetric_memory,
         )
     else:
-        groups = join_shared(segment, setup.segment_layout, start.rank, timeout)
-    worker = Worker(setup, groups)
-    return worker, worker.load(agree), start.rank in setup.grid.drivers
+        groups = join_shared(segment, layout, start.rank, timeout)
+    worker = Worker(deployment, groups, start.engine)
+    return worker, worker.load(agree), start.rank in deployment.grid.drivers
 
 
 def _await_steps(launched: queue.SimpleQueue[PendingStep], events: queue.SimpleQueue[RankStep | PendingStep]) -> None:
@@ -122,14 +127,14 @@ def _await_steps(launched: queue.SimpleQueue[PendingStep], events: queue.SimpleQ
 def _read_messages(
     channel: Channel[WorkerRequest],
     steps: queue.SimpleQueue[RankStep | PendingStep],
-    pool_sizes: queue.SimpleQueue[int],
+    allocations: queue.SimpleQueue[KVAllocation],
 ) -> None:
     """Runs beside the steps, so that the engine's end is noticed even in the middle of an exchange."""
     try:
         while True:
             message = channel.receive()
             if isinstance(message, AllocateCache):
-                pool_sizes.put(message.num_blocks)
+                allocations.put(message.allocation)
             else:
                 assert isinstance(message, RunStep)
                 steps.put(message.step)
