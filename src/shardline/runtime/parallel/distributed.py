@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import FileStore
 from shardline.config.topology import RankGrid
 from shardline.runtime.ops.dispatch import kernels
 from shardline.runtime.parallel.collectives import Collectives, StageLink
-from shardline.runtime.parallel.progress import ProgressLine
 from shardline.runtime.parallel.symmetric import SymmetricGather, all_gather
+from shardline.segment.progress import ProgressLine
 
 
 def join_world(backend: str, store_path: Path, rank: int, grid: RankGrid, timeout: float) -> None:

@@ -11,7 +11,7 @@ from shardline.runtime.ops.quantize_rows import QuantizedRows, quantized_empty
 from shardline.runtime.ops.shared import Mailbox, SharedGroup
 from shardline.runtime.ops.storage import activation_empty
 from shardline.runtime.parallel.collectives import Collectives, StageLink
-from shardline.runtime.parallel.progress import ProgressLine
+from shardline.segment.progress import ProgressLine
 
 
 class SharedCollectives(Collectives):

@@ -13,7 +13,6 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from shardline.models.weight_formats import scheme_of
 from shardline.runtime.ops.activation import ActivationName
 from shardline.runtime.ops.experts import ExpertWeights
 from shardline.runtime.ops.grouped_weight import GroupedWeight
@@ -84,6 +83,6 @@ class Quantization(Protocol):
 
 
 def quantization(name: str | None) -> Quantization:
-    """The scheme of a resolved `--quantization`; None: weights as they are."""
-    module = scheme_of(name) if name else "none"
+    """The scheme of a weight format's name; "plain" or None: weights as they are."""
+    module = "none" if name in (None, "plain") else name
     return cast(Quantization, importlib.import_module(f"shardline.runtime.quantization.{module}"))
