@@ -104,7 +104,7 @@ class Engine:
         plans = [scheduler.schedule() for scheduler in self._schedulers]
         if not any(plans):
             return []
-        return [plan or scheduler.idle() for plan, scheduler in zip(plans, self._schedulers, strict=True)]
+        return [plan or scheduler.schedule_idle() for plan, scheduler in zip(plans, self._schedulers, strict=True)]
 
     def stats(self) -> EngineStats:
         """Counters since the start, gauges of now."""

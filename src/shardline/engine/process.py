@@ -97,22 +97,22 @@ class EngineProcess:
     def _serve(self, engine: Engine, executor: Executor) -> None:
         while not self._stopping:
             if not engine.busy:
-                ready, _, _ = select.select([self._channel.fileno(), *executor.watched()], [], [])
+                ready, _, _ = select.select([self._channel.fileno(), *executor.watched_fds()], [], [])
                 if ready != [self._channel.fileno()]:
-                    executor.check()
+                    executor.check_ranks()
             self._take_messages(engine)
             if self._stopping:
                 return
-            is_time = self._outbox.put(engine.step(), time.monotonic())
+            is_time = self._outbox.put_outputs(engine.step(), time.monotonic())
             # The last message before a rest has the gauges of that rest: blocks may come back without an output.
             if is_time or not engine.busy:
-                self._channel.send(EngineOutputs(self._outbox.take(), engine.stats()))
+                self._channel.send(EngineOutputs(self._outbox.take_outputs(), engine.stats()))
 
     def _take_messages(self, engine: Engine) -> None:
         while not self._stopping and select.select([self._channel.fileno()], [], [], 0)[0]:
             message = self._channel.receive()
             if isinstance(message, AddRequests):
-                self._outbox.expect(message.requests)
+                self._outbox.expect_requests(message.requests)
                 for request in message.requests:
                     engine.add_request(request)
             elif isinstance(message, AbortRequests):

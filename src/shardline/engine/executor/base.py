@@ -51,17 +51,17 @@ class Executor(ABC):
             ExecutorFailure: a rank died or failed, or the step missed its deadline.
         """
 
-    def watched(self) -> list[int]:
+    def watched_fds(self) -> list[int]:
         """File descriptors that become readable when a rank dies while nothing is in flight."""
         return []
 
-    def check(self) -> None:
+    def check_ranks(self) -> None:
         """Look after the ranks while nothing is in flight.
 
         Raises:
             ExecutorFailure: a rank is gone.
         """
-        assert not self.watched(), "who names file descriptors to watch looks after them"
+        assert not self.watched_fds(), "an executor that names file descriptors overrides this"
 
     @abstractmethod
     def expert_load(self) -> Counts:

@@ -140,10 +140,10 @@ class MultiprocessExecutor(Executor):
         self._submitted.pop(0)
         return [results.popleft() for results in self._results]
 
-    def watched(self) -> list[int]:
+    def watched_fds(self) -> list[int]:
         return [channel.fileno() for channel in self._channels]
 
-    def check(self) -> None:
+    def check_ranks(self) -> None:
         for rank in self._readable(range(len(self._channels)), 0.0):
             self._receive(rank)
 
