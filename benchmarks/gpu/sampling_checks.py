@@ -138,7 +138,7 @@ def _answers(model: str, device: str, in_flight: int, together: bool) -> dict[st
     try:
         while engine.busy or waiting:
             while waiting and (together or not engine.busy):
-                engine.add(waiting.pop(0))
+                engine.add_request(waiting.pop(0))
             for output in engine.step():
                 got = (output.token_ids, output.logprobs, output.digests)
                 answers.setdefault(output.request_id, []).append(got)

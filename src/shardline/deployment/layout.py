@@ -30,6 +30,11 @@ class Layout:
         return self.grid.world_size * self.num_engines
 
     @property
+    def num_hosts(self) -> int:
+        """Hosts on which ranks run."""
+        return len({place.host for of_engine in self.placements for place in of_engine})
+
+    @property
     def shares_gpus(self) -> bool:
         """Whether several ranks may run on one GPU, which is for tests."""
         return self.device == "cuda" and self.collectives == "gloo"

@@ -6,26 +6,19 @@ import json
 from typing import cast
 
 from shardline.config.engine import EngineConfig
-from shardline.deployment.deployment import (
-    CachePlan,
-    Deployment,
-    FixedPool,
-    MeasuredPool,
-    ModelSource,
-    RankWeights,
-    StepLimits,
-)
+from shardline.deployment.cache import plan_cache
+from shardline.deployment.deployment import Deployment, ModelSource, RankWeights, StepLimits
 from shardline.deployment.formats import check_numerics, choose_dtype, choose_kv_dtype, choose_weight_format
-from shardline.deployment.kv_budget import check_host_memory, fitting_blocks, is_measured, rank_room, useful_blocks
+from shardline.deployment.kv_budget import rank_room
 from shardline.deployment.layout import Layout, choose_layout
-from shardline.deployment.length import check_length, choose_length
+from shardline.deployment.length import check_length
 from shardline.deployment.machine import Device, Machine
 from shardline.deployment.reasons import explain_choices
 from shardline.models.description import ModelDescription
 from shardline.models.lookup import decoder_spec
-from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel, kv_groups
+from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel
 from shardline.models.sharding import Numerics
-from shardline.models.sizes import kv_block_bytes, largest_weight_bytes, stage_spans, weight_bytes
+from shardline.models.sizes import largest_weight_bytes, stage_spans, weight_bytes
 from shardline.models.spec import DecoderSpec, DType, MoE
 from shardline.models.weight_formats import WeightFormat
 
@@ -51,36 +44,12 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
     if model.checkpoint is not None:
         model.checkpoint.check(spec, model.packed)
-
     weights = _rank_weights(config, layout, spec, stages, dtype, held)
     room = rank_room(config, layout, machine, spec, dtype, weights)
-    latents_shared = layout.device == "cpu"
-    block_size, groups = config.cache.block_size, kv_groups(spec)
-    block_bytes = tuple(
-        kv_block_bytes(spec, layout.grid.place(rank), stages, kv_dtype, block_size, latents_shared=latents_shared)
-        for rank in range(layout.grid.world_size)
-    )
-
-    def num_blocks(length: int) -> int:
-        if config.cache.num_gpu_blocks_override is not None:
-            return config.cache.num_gpu_blocks_override + 1
-        return fitting_blocks([room] * len(block_bytes), block_bytes, useful_blocks(config, groups, length))
-
-    wanted = asked_length if isinstance(asked_length, int) else spec.max_position_embeddings
-    length = choose_length(config, groups, wanted, num_blocks(wanted))
-    final_spec = decoder_spec(model.files.config, length)
-    if final_spec.layers != spec.layers:
-        raise ValueError(
-            "this model's rope scaling follows max_model_len, so that the memory at hand would decide the answers; "
-            f"set it yourself, for example --max-model-len {length}"
-        )
-    pool_blocks = num_blocks(length)
-    check_host_memory(layout, machine, weights, block_bytes, pool_blocks)
-    # What was estimated served to refuse early; the ranks measure once they have loaded.
-    measured = is_measured(config, layout)
+    cache, length = plan_cache(config, layout, machine, spec, stages, weights, kv_dtype, room)
     deployment = Deployment(
         model=_source(config, model),
-        spec=final_spec,
+        spec=_spec_for_length(model, spec, length),
         dtype=dtype,
         weight_format=held,
         numerics=cast(Numerics, parallel.numerics),
@@ -100,21 +69,26 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         max_in_flight=max(2, layout.grid.pipeline),
         max_model_len=length,
         limits=StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens),
-        cache=CachePlan(
-            dtype=kv_dtype,
-            groups=groups,
-            block_size=block_size,
-            max_blocks=-(-length // block_size) + 1,
-            prefix_caching=config.cache.enable_prefix_caching,
-            latents_shared=latents_shared,
-            block_bytes=block_bytes,
-            useful_blocks=useful_blocks(config, groups, length),
-            pool=MeasuredPool(config.cache.gpu_memory_utilization) if measured else FixedPool(pool_blocks),
-        ),
+        cache=cache,
         reasons=(),
         warnings=layout.warnings,
     )
     return explain_choices(deployment, config, room)
+
+
+def _spec_for_length(model: ModelDescription, spec: DecoderSpec, length: int) -> DecoderSpec:
+    """The model for requests of up to `length` tokens; `spec`: that for the length that was asked for.
+
+    Raises:
+        ValueError: they differ, so that the memory at hand would have chosen the answers.
+    """
+    final = decoder_spec(model.files.config, length)
+    if final.layers != spec.layers:
+        raise ValueError(
+            "this model's rope scaling follows max_model_len, so that the memory at hand would decide the answers; "
+            f"set it yourself, for example --max-model-len {length}"
+        )
+    return final
 
 
 def _devices(layout: Layout, machine: Machine) -> tuple[Device, ...]:
