@@ -10,7 +10,7 @@ import statistics
 import time
 from collections import deque
 
-from shardline.config.engine import CacheConfig, SchedulerConfig
+from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
 from shardline.engine.scheduler import Scheduler
 from shardline.models.partition import KVGroup
 from shardline.types import Request, SamplingParams, SequenceResult, StepPlan, StepResult
@@ -29,9 +29,8 @@ def decode_microseconds(
     """Microseconds of each step that only decodes, with every sequence `context` tokens long."""
     num_blocks = 2 + len(groups) * num_seqs * ((context + steps) // BLOCK_SIZE + 2)
     scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=8192),
-        CacheConfig(block_size=BLOCK_SIZE),
-        groups,
+        StepLimits(max_num_seqs=num_seqs, max_num_batched_tokens=8192),
+        CachePlan("bfloat16", groups, BLOCK_SIZE, 1, True, False, (1,), 1, FixedPool(num_blocks)),
         num_blocks,
         context + steps + 16,
         max_in_flight=max_in_flight,
@@ -40,7 +39,7 @@ def decode_microseconds(
     sampling = SamplingParams(max_tokens=steps, ignore_eos=True)
     for number in range(num_seqs):
         prompt = [(number * 7919 + position) % 32000 for position in range(context)]
-        scheduler.add(Request(request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling))
+        scheduler.add_request(Request(request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling))
     in_flight: deque[StepPlan] = deque()
     times: list[float] = []
     while scheduler.has_unfinished:

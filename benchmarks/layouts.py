@@ -25,10 +25,9 @@ import transformers
 
 from shardline import LLM, SamplingParams
 from shardline.config.engine import EngineConfig
+from shardline.deployment.here import resolve_here
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
-from shardline.engine.resolve import resolve
-from shardline.runtime.setup import prepare
 from shardline.types import Request
 
 Run = Callable[[list[list[int]], int], None]
@@ -114,7 +113,7 @@ def offline(model: str, **options: Any) -> Iterator[Run]:
 def pipeline(model: str, *, micro_batches: int, in_flight: int) -> Iterator[Run]:
     """Two stages of one thread each; requests are shared out over `micro_batches`, of which so many are in flight."""
     options = {"pipeline_parallel_size": 2, "cpu_threads": 1, "max_model_len": 512, "enable_prefix_caching": False}
-    setup = prepare(resolve(EngineConfig.from_options(model=model, **options)))
+    setup = resolve_here(EngineConfig.from_options(model=model, **options))
     executor = make_executor(setup)
     executor.start()
     executor.max_in_flight = micro_batches
@@ -124,7 +123,7 @@ def pipeline(model: str, *, micro_batches: int, in_flight: int) -> Iterator[Run]
     def run(prompts: list[list[int]], output_len: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
         for index, prompt in enumerate(prompts):
-            engine.add(Request(request_id=str(index), prompt_token_ids=prompt, sampling=params))
+            engine.add_request(Request(request_id=str(index), prompt_token_ids=prompt, sampling=params))
         while engine.busy:
             engine.step()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import shardline
 from shardline import LLM, SamplingParams
-from shardline.engine.gpu_memory import gpu_memory
+from shardline.deployment.probe import probe_gpus
 
 from .checks import attempt
 from .sampling_checks import launches_do_not_wait
@@ -117,7 +117,8 @@ def throughput_bar(llm: LLM, ceilings: dict[str, float], bar: float = 0.55) -> d
 
 def memory_used() -> dict[str, Any]:
     """The share of the GPU that is in use, after the largest steps: what was measured at the start must hold."""
-    total, free = gpu_memory()[0]
+    gpus, _ = probe_gpus()
+    total, free = gpus[0].memory_total, gpus[0].memory_free
     share = 1.0 - free / total
     return {"share": share, "asked": 0.9, "ok": 0.85 <= share <= 0.91}
 

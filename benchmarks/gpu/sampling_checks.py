@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from shardline.config.engine import EngineConfig
+from shardline.deployment.here import resolve_here
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
-from shardline.engine.resolve import resolve
 from shardline.runtime.ops import logprobs, penalties, sampling
 from shardline.runtime.ops import triton as kernels
 from shardline.runtime.runner import Runner
-from shardline.runtime.setup import prepare
 from shardline.types import Request, SamplingParams
 
 from .inputs import Inputs, relative_error
@@ -129,7 +128,7 @@ def _requests() -> list[Request]:
 def _answers(model: str, device: str, in_flight: int, together: bool) -> dict[str, list[Any]]:
     """Tokens, log-probabilities and digests of all requests, with so many steps in flight."""
     config = EngineConfig.from_options(model=model, device=device, dtype="bfloat16", max_num_seqs=16)
-    setup = prepare(resolve(config))
+    setup = resolve_here(config)
     executor = make_executor(setup)
     executor.max_in_flight = in_flight
     executor.start()
@@ -139,7 +138,7 @@ def _answers(model: str, device: str, in_flight: int, together: bool) -> dict[st
     try:
         while engine.busy or waiting:
             while waiting and (together or not engine.busy):
-                engine.add(waiting.pop(0))
+                engine.add_request(waiting.pop(0))
             for output in engine.step():
                 got = (output.token_ids, output.logprobs, output.digests)
                 answers.setdefault(output.request_id, []).append(got)

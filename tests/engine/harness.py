@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardline.config.engine import CacheConfig, SchedulerConfig
+from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
 from shardline.engine.scheduler import Scheduler
 from shardline.models.partition import KVGroup
 from shardline.types import Request, SequenceOutput, StepPlan, StepResult
@@ -31,15 +31,19 @@ class Shape:
     tokens_per_result: int = 1
 
 
+def cache_plan(groups: tuple[KVGroup, ...], block_size: int, *, prefix_caching: bool = True) -> CachePlan:
+    """What a scheduler needs to know of a KV cache; its sizes in bytes are no matter."""
+    return CachePlan("float32", groups, block_size, 1, prefix_caching, False, (1,), 1, FixedPool(1))
+
+
 class Engine:
     """The engine loop, one verb at a time."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.max_num_batched_tokens),
-            CacheConfig(block_size=shape.block_size, enable_prefix_caching=shape.prefix_caching),
-            shape.groups,
+            StepLimits(max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.max_num_batched_tokens),
+            cache_plan(shape.groups, shape.block_size, prefix_caching=shape.prefix_caching),
             shape.num_blocks,
             shape.max_model_len,
             max_in_flight=shape.max_in_flight,
@@ -66,7 +70,7 @@ class Engine:
     def add(self, *requests: Request) -> None:
         for request in requests:
             self.requests[request.request_id] = request
-            self.scheduler.add(request)
+            self.scheduler.add_request(request)
 
     def submit(self) -> StepPlan | None:
         plan = self.scheduler.schedule()

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from shardline.config.engine import EngineConfig
+from shardline.deployment.here import resolve_here
 from shardline.engine.executor import make_executor
 from shardline.engine.report import startup_report
-from shardline.engine.resolve import resolve
 from shardline.models.sizes import kv_bytes_per_token, weight_bytes
-from shardline.runtime.setup import prepare
 from tests.models.checkpoints import make_checkpoint
 
 
@@ -37,7 +36,7 @@ def test_ranks_hold_what_the_formulas_say(family: str, tensor: int, pipeline: in
         kv_cache_memory="8MiB",
         cpu_threads=1,
     )
-    setup = prepare(resolve(config))
+    setup = resolve_here(config)
     executor = make_executor(setup)
     try:
         reports = executor.start()
@@ -47,12 +46,12 @@ def test_ranks_hold_what_the_formulas_say(family: str, tensor: int, pipeline: in
     for report in reports:
         place = setup.grid.place(report.rank)
         per_token.append(kv_bytes_per_token(setup.spec, place, setup.stages, setup.dtype))
-        tokens = setup.num_blocks * setup.config.cache.block_size
+        tokens = executor.allocation.num_blocks * setup.cache.block_size
         assert report.kv_bytes == pytest.approx(per_token[-1] * tokens, rel=0.02)
         weights = weight_bytes(setup.spec, place, setup.stages, setup.dtype)
         assert report.weight_bytes == pytest.approx(weights, rel=0.02)
     if family.startswith("deepseek"):
         # Stored once, however many ranks there are.
         assert sum(per_token) == 4 * len(setup.spec.layers) * (320 + 64)
-    text = "\n".join(startup_report(setup, reports, {"load": 0.1}))
+    text = "\n".join(startup_report(setup, executor.allocation, reports, {"load": 0.1}))
     assert f"KV bytes per token: {sum(per_token):,} (rank 0: {per_token[0]:,}" in text

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from shardline.engine.preemption import PreemptionLog, cheapest_victim
-from shardline.engine.sequence import Sequence
+from shardline.engine.sequence import LiveSequence
 from shardline.models.partition import KVGroup
 from shardline.types import SequenceResult, StepPlan, StepResult
 from tests.engine.fake_worker import make_request, next_token, reference
@@ -176,8 +176,8 @@ def test_abort_gives_everything_back(turns: int) -> None:
     for _ in range(turns):
         engine.turn()
     names = [f"r{n}" for n in range(4)]
-    engine.scheduler.abort(names)
-    engine.scheduler.abort([*names, "unknown"])
+    engine.scheduler.abort_requests(names)
+    engine.scheduler.abort_requests([*names, "unknown"])
     engine.run()
     engine.check_done(set(names))
     assert [engine.finish_reason(name) for name in names] == ["abort"] * 4
@@ -265,7 +265,7 @@ def test_a_window_holds_few_blocks() -> None:
 
     def watch() -> None:
         nonlocal most
-        sequences: list[Sequence] = engine.scheduler._running
+        sequences: list[LiveSequence] = engine.scheduler._running
         held = [len(sequence.kv.tables[1]) - sequence.kv.num_slid[1] for sequence in sequences]
         most = max([most, *held])
 
@@ -339,7 +339,7 @@ def test_cheapest_victim() -> None:
     engine = Engine(Shape())
     for number, priority in enumerate((0, 0, 0, 0, 1, 1)):
         engine.add(make_request(f"r{number}", [1, number], priority=priority))
-    running = engine.scheduler._registry.find(f"r{number}" for number in range(6))
+    running = engine.scheduler._registry.find_sequences(f"r{number}" for number in range(6))
     costs = dict(zip(running, (1, 20, 30, 20, 7, 9), strict=True))
 
     def victim(count: int, needy: int) -> int | None:

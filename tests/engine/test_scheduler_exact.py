@@ -82,7 +82,7 @@ def drive(
         if number and rng.random() < abort_rate:
             name = f"r{rng.randrange(number)}"
             aborted.add(name)
-            engine.scheduler.abort([name, "unknown"])
+            engine.scheduler.abort_requests([name, "unknown"])
         if rng.random() < 0.5:
             engine.submit()
         elif engine.in_flight and rng.random() < 0.5:

@@ -9,13 +9,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 from shardline.config.engine import EngineConfig
+from shardline.deployment.here import resolve_here
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor
-from shardline.engine.resolve import resolve
 from shardline.models.kv_capacity import blocks_per_request
 from shardline.runtime.replay import DecodeReplay
-from shardline.runtime.setup import prepare
 from shardline.types import EngineStats, Request, SamplingParams
 from tests.exactness.cases import WHOLE_EXPERTS, Case
 
@@ -80,7 +79,7 @@ def start_engine(
         block_size=BLOCK_SIZE,
         **options,
     )
-    setup = prepare(resolve(config))
+    setup = resolve_here(config)
     executor = make_executor(setup)
     executor.start()
     return Engine(setup, executor), executor
@@ -97,13 +96,13 @@ def run(engine: Engine, requests: Sequence[Request], batch: str) -> dict[str, An
             return
         if batch == "together":
             for request in waiting:
-                engine.add(request)
+                engine.add_request(request)
             waiting.clear()
         elif batch == "alone":
             if not engine.busy:
-                engine.add(waiting.pop(0))
+                engine.add_request(waiting.pop(0))
         elif not engine.busy or rng.random() < 0.5:
-            engine.add(waiting.pop(rng.randrange(len(waiting))))
+            engine.add_request(waiting.pop(rng.randrange(len(waiting))))
 
     take()
     while engine.busy or waiting:
@@ -165,5 +164,5 @@ def run_case(model: Path, case: Case, requests: Sequence[Request]) -> tuple[dict
 
 def _tight_pool(model: Path, longest: int, max_step_tokens: int) -> int:
     """Blocks for one request of `longest` tokens."""
-    groups = prepare(resolve(EngineConfig.from_options(model=str(model)))).groups
+    groups = resolve_here(EngineConfig.from_options(model=str(model))).cache.groups
     return blocks_per_request(groups, longest, BLOCK_SIZE, max_step_tokens)

@@ -16,9 +16,9 @@ import pytest
 
 import shardline
 from shardline.config.engine import EngineConfig
+from shardline.deployment.here import resolve_here
 from shardline.engine.client import EngineClient
 from shardline.engine.ipc import EngineFailed, EngineOutputs
-from shardline.engine.resolve import resolve
 from shardline.types import Request, SamplingParams
 from tests.models.checkpoints import make_checkpoint
 
@@ -30,7 +30,7 @@ class Replica:
         self.messages: queue.Queue[EngineOutputs | EngineFailed] = queue.Queue()
         options = {"model": model, "step_timeout": step_timeout, **(options or {"tensor_parallel_size": 2})}
         config = EngineConfig.from_options(**options)
-        self.client = EngineClient(resolve(config), 0, self.messages.put)
+        self.client = EngineClient(resolve_here(config), 0, self.messages.put)
         report = "\n".join(self.client.wait_ready(60).report)
         self.worker_pids = [int(pid) for pid in re.findall(r"pid (\d+)", report)]
         self.engine_pid = self.client._process.pid
@@ -158,8 +158,8 @@ def test_everything_ends_with_the_front() -> None:
 import sys, time
 from shardline.config.engine import EngineConfig
 from shardline.engine.client import EngineClient
-from shardline.engine.resolve import resolve
-client = EngineClient(resolve(EngineConfig.from_options(model="demo", tensor_parallel_size=2)), 0, print)
+from shardline.deployment.here import resolve_here
+client = EngineClient(resolve_here(EngineConfig.from_options(model="demo", tensor_parallel_size=2)), 0, print)
 print(*client.wait_ready(60).report, client._process.pid, flush=True)
 time.sleep(60)
 """
@@ -178,8 +178,8 @@ def test_a_hung_load_ends_with_the_front() -> None:
 import sys, time
 from shardline.config.engine import EngineConfig
 from shardline.engine.client import EngineClient
-from shardline.engine.resolve import resolve
-client = EngineClient(resolve(EngineConfig.from_options(model="demo", tensor_parallel_size=2)), 0, print)
+from shardline.deployment.here import resolve_here
+client = EngineClient(resolve_here(EngineConfig.from_options(model="demo", tensor_parallel_size=2)), 0, print)
 print(client._process.pid, flush=True)
 time.sleep(60)
 """
@@ -201,8 +201,8 @@ def test_code_in_the_current_directory_is_not_imported(tmp_path: Path) -> None:
     script = """
 from shardline.config.engine import EngineConfig
 from shardline.engine.client import EngineClient
-from shardline.engine.resolve import resolve
-client = EngineClient(resolve(EngineConfig.from_options(model="demo", tensor_parallel_size=2)), 0, print)
+from shardline.deployment.here import resolve_here
+client = EngineClient(resolve_here(EngineConfig.from_options(model="demo", tensor_parallel_size=2)), 0, print)
 client.wait_ready(60)
 client.close()
 """

@@ -10,17 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardline.config.engine import EngineConfig, ModelConfig
+from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import KVAllocation
+from shardline.deployment.here import resolve_here
+from shardline.deployment.messages import RankReport
 from shardline.engine.report import startup_report
-from shardline.engine.resolve import resolve
 from shardline.models.lookup import decoder_spec
 from shardline.models.parameters import parameters
 from shardline.models.partition import Span
 from shardline.models.sharding import shard
-from shardline.runtime.loader.hub import resolve_model
 from shardline.runtime.loader.weights import WeightSource, open_weights
-from shardline.runtime.messages import RankReport
-from shardline.runtime.setup import prepare
 from tests.exactness.harness import make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 
@@ -39,8 +38,7 @@ CONFIGS = {
 
 
 def weights_of(folder: Path, dtype: str = "float32") -> WeightSource:
-    files = resolve_model(str(folder), None)
-    return open_weights(files, decoder_spec(files.config), ModelConfig(model=str(folder), dtype=dtype))
+    return open_weights(resolve_here(EngineConfig.from_options(model=str(folder), dtype=dtype, device="cpu")))
 
 
 # Layouts and key names have nothing to do with one another.
@@ -111,7 +109,7 @@ def test_what_does_not_fit_is_named_before_anything_is_loaded(tmp_path, part, te
     folder = packed_llama(tmp_path)
     change(folder, f"{KEY}.{part}", tensor)
     with pytest.raises(ValueError, match=says):
-        resolve(EngineConfig.from_options(model=str(folder), device="cpu"))
+        resolve_here(EngineConfig.from_options(model=str(folder), device="cpu"))
 
 
 def test_groups_out_of_order_are_refused(tmp_path):
@@ -131,10 +129,10 @@ def test_a_bias_of_zeros_is_passed_over(tmp_path):
 
 
 def test_the_log_says_what_became_of_them(tmp_path):
-    resolved = resolve(EngineConfig.from_options(model=str(packed_llama(tmp_path, AWQ)), device="cpu"))
-    assert resolved.model.dtype == "bfloat16"
-    report = RankReport(0, "host", 1, "CPU", "portable", 1, 0, 0, 0.0, 2)
-    lines = startup_report(prepare(resolved), [report], {})
+    resolved = resolve_here(EngineConfig.from_options(model=str(packed_llama(tmp_path, AWQ)), device="cpu"))
+    assert resolved.dtype == "bfloat16"
+    report = RankReport(0, "host", 1, "CPU", "portable", 1, 0, 0, 0.0)
+    lines = startup_report(resolved, KVAllocation(2), [report], {})
     assert "(the checkpoint's is awq, 4 bits in groups of 32, dequantized to bfloat16 as it loads)" in lines[0]
 
 

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardline.config.engine import ModelConfig
+from shardline.config.engine import EngineConfig
+from shardline.deployment.here import resolve_here
+from shardline.models.checkpoint import Checkpoint
+from shardline.models.hub import resolve_model
 from shardline.models.lookup import decoder_spec
 from shardline.models.parameters import parameters
 from shardline.models.partition import Span, check_tensor_parallel
 from shardline.models.sharding import Numerics, shard, shard_shape
 from shardline.models.spec import DecoderSpec
-from shardline.runtime.loader.checkpoint import Checkpoint
 from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
-from shardline.runtime.loader.hub import resolve_model
 from shardline.runtime.loader.weights import CheckpointWeights, WeightSource, open_weights
 from tests.models.checkpoints import FAMILIES, make_checkpoint, make_config, whole_tensors
 
@@ -88,7 +89,11 @@ def test_types_are_converted(stored: str, wanted: str, tmp_path: Path) -> None:
     assert spec.dtype == stored
     exact = CheckpointWeights(Checkpoint.open(folder), spec, torch.float64).get("final_norm.weight", (None,))
     dtype = getattr(torch, stored if wanted == "auto" else wanted)
-    actual = open_weights(files, spec, ModelConfig(dtype=wanted)).get("final_norm.weight", (None,))
+    if wanted in ("float32", "bfloat16"):
+        weights = open_weights(resolve_here(EngineConfig.from_options(model=str(folder), dtype=wanted, device="cpu")))
+    else:
+        weights = CheckpointWeights(Checkpoint.open(folder), spec, dtype)
+    actual = weights.get("final_norm.weight", (None,))
     assert actual.dtype == dtype
     assert torch.equal(actual, exact.to(getattr(torch, stored)).to(dtype))
 

@@ -121,9 +121,10 @@ def test_null_and_missing_differ_where_it_matters() -> None:
 def test_models_and_the_front_half_of_the_loader_import_no_torch() -> None:
     code = """
 import sys
-from shardline.models import kv_capacity, lookup, sizes
-from shardline.runtime.loader import checkpoint, fingerprint, hub
-lookup.known_families()
+from shardline.deployment import fingerprint
+from shardline.models import checkpoint, description, hub, kv_capacity, lookup, sizes
+for name in lookup.known_families():
+    lookup.family(name)
 heavy = {"torch", "transformers", "huggingface_hub", "safetensors"} & set(sys.modules)
 assert not heavy, heavy
 """

@@ -26,7 +26,7 @@ from shardline.models.sizes import (
     weight_bytes,
 )
 from shardline.models.spec import GQA, MLA, DecoderSpec
-from shardline.models.weight_formats import weight_format
+from shardline.models.weight_formats import PLAIN, WeightFormat, format_bytes, held_format
 from tests.models.checkpoints import make_config, make_model
 from tests.models.reference import forward
 from tests.models.specs import decoder_specs
@@ -274,19 +274,20 @@ def test_parameter_count_is_that_of_transformers() -> None:
         assert num_parameters(decoder_spec(model.config.to_dict())) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize(("name", "groups"), [("w4a16_32", 3), ("w4a16_128", 1), ("w4a16_rows", 1), ("w4a16_64", 2)])
-def test_weights_that_a_checkpoint_has_packed(name: str, groups: int) -> None:
-    layers = weight_format(name)
-    assert layers is not None
-    assert layers.num_bytes(8, 96) == 8 * (96 // 2 + groups * 3)
-    assert weight_format(name, lm_head=True) is None
-    assert weight_format(name, expert=True) is None
+@pytest.mark.parametrize(("size", "groups"), [(32, 3), (128, 1), (0, 1), (64, 2)])
+def test_weights_that_a_checkpoint_has_packed(size: int, groups: int) -> None:
+    packed = WeightFormat("w4a16", size)
+    assert held_format(packed) == packed
+    assert format_bytes(packed, 8, 96) == 8 * (96 // 2 + groups * 3)
+    assert held_format(packed, lm_head=True).is_plain
+    assert held_format(packed, expert=True).is_plain
 
 
 def test_only_layers_are_packed() -> None:
     spec = decoder_spec({"model_type": "mixtral", **_SMALL_MIXTRAL})
     place, stages = RankGrid(1, 1).place(0), stage_spans(spec, 1)
-    plain, packed = (weight_bytes(spec, place, stages, "bfloat16", quantization=q) for q in (None, "w4a16_32"))
+    held = (PLAIN, WeightFormat("w4a16", 32))
+    plain, packed = (weight_bytes(spec, place, stages, "bfloat16", weight_format=one) for one in held)
     projections = [(64, 64), (32, 64), (32, 64), (64, 64)]
     saved = 2 * sum(rows * (2 * columns - (columns // 2 + columns // 32 * 3)) for rows, columns in projections)
     assert plain - packed == saved

@@ -10,11 +10,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from shardline.config.engine import EngineConfig
-from shardline.engine.resolve import resolve
+from shardline.deployment.here import resolve_here
 from shardline.runtime.parallel.groups import alone
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
-from shardline.runtime.setup import prepare
 from shardline.runtime.worker import Worker
 from shardline.types import RankStep, SamplingParams, SequenceStart, SequenceStep, StepPlan
 from tests.models.checkpoints import FAMILIES, VARIANTS, has_experts, make_checkpoint, make_variant
@@ -39,7 +38,7 @@ def generate(
     """Greedy tokens and the logits [num_tokens, vocab] they came from; the prompt in chunks, then one by one."""
     # Some rope scalings follow max_model_len here and the current length in transformers: make them one.
     options = {"dtype": dtype, "block_size": BLOCK_SIZE, "max_model_len": len(prompt) + num_tokens}
-    setup = prepare(resolve(EngineConfig.from_options(model=str(model), **options)))
+    setup = resolve_here(EngineConfig.from_options(model=str(model), **options))
     worker = Worker(setup, alone())
     worker.load()
     assert worker._runner is not None
@@ -48,7 +47,9 @@ def generate(
     # A digest takes all logits.
     start = SequenceStart(1, prompt, len(prompt), SamplingParams(temperature=0.0, logits_digest=True), 0, ())
     num_blocks = -(-(len(prompt) + num_tokens) // BLOCK_SIZE)
-    tables = [list(range(1 + group * num_blocks, 1 + (group + 1) * num_blocks)) for group in range(len(setup.groups))]
+    tables = [
+        list(range(1 + group * num_blocks, 1 + (group + 1) * num_blocks)) for group in range(len(setup.cache.groups))
+    ]
     tokens: list[int] = []
     position = 0
     while len(tokens) < num_tokens:

@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardline.config.engine import EngineConfig
+from shardline.deployment.here import resolve_here
 from shardline.engine.executor import make_executor
-from shardline.engine.resolve import resolve
 from shardline.models.sizes import weight_bytes
-from shardline.runtime.setup import prepare
 from tests.exactness.harness import golden, make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 
@@ -47,16 +46,14 @@ def test_reported_bytes_are_those_of_the_formula(
         "cpu_threads": 1,
         "distributed_executor_backend": "threads",
     }
-    setup = prepare(
-        resolve(
-            EngineConfig.from_options(
-                model=str(tmp_path),
-                quantization=quantization,
-                tensor_parallel_size=tensor,
-                pipeline_parallel_size=pipeline,
-                enable_expert_parallel=whole,
-                **options,
-            )
+    setup = resolve_here(
+        EngineConfig.from_options(
+            model=str(tmp_path),
+            quantization=quantization,
+            tensor_parallel_size=tensor,
+            pipeline_parallel_size=pipeline,
+            enable_expert_parallel=whole,
+            **options,
         )
     )
     executor = make_executor(setup)
@@ -64,7 +61,7 @@ def test_reported_bytes_are_those_of_the_formula(
         for report in executor.start():
             place = setup.grid.place(report.rank)
             expected = weight_bytes(
-                setup.spec, place, setup.stages, "bfloat16", "exact", setup.quantization, expert_parallel=whole
+                setup.spec, place, setup.stages, "bfloat16", "exact", setup.weight_format, expert_parallel=whole
             )
             assert report.weight_bytes == pytest.approx(expected, rel=0.02)
     finally:

@@ -47,7 +47,7 @@ def test_an_overflow_ends_the_request_with_its_place(
 ) -> None:
     model = damaged(tmp_path, "model.layers.2.mlp.down_proj.weight", 3e38)
     engine, executor = start_engine(model, check_finite=True, dtype="float32", **layout)  # type: ignore[arg-type]
-    engine.add(Request(request_id="r", prompt_token_ids=[5, 6, 7], sampling=GREEDY))
+    engine.add_request(Request(request_id="r", prompt_token_ids=[5, 6, 7], sampling=GREEDY))
     outputs = []
     while engine.busy:
         outputs += engine.step()
@@ -60,7 +60,7 @@ def test_an_overflow_ends_the_request_with_its_place(
 def test_a_sound_model_is_left_alone(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     engine, executor = start_engine(tmp_path, check_finite=True)
-    engine.add(Request(request_id="r", prompt_token_ids=[5, 6, 7], sampling=GREEDY))
+    engine.add_request(Request(request_id="r", prompt_token_ids=[5, 6, 7], sampling=GREEDY))
     tokens = []
     while engine.busy:
         for output in engine.step():

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from shardline.config.engine import EngineConfig
-from shardline.engine.resolve import resolve
+from shardline.deployment.here import resolve_here
 from shardline.runtime.cuda_graphs import GraphReplay, PaddedStep, Recording, batch_sizes
 from shardline.runtime.memory_profile import graph_bytes, largest_step, measure
-from shardline.runtime.setup import prepare
 from shardline.runtime.step import StepInput
 from tests.models.checkpoints import make_checkpoint
 
@@ -127,12 +126,12 @@ def test_a_step_is_charged_with_its_peak() -> None:
 def test_the_largest_step_is_the_largest_plan(tokens: int, seqs: int, length: int, tmp_path: Path) -> None:
     options = {"max_num_batched_tokens": tokens, "max_num_seqs": seqs, "max_model_len": length}
     model = make_checkpoint("gemma3_text", tmp_path)
-    setup = prepare(resolve(EngineConfig.from_options(model=str(model), device="cpu", **options)))
+    setup = resolve_here(EngineConfig.from_options(model=str(model), device="cpu", **options))
     step = largest_step(setup)
     assert step.plan.num_tokens == min(tokens, seqs * length) == step.replica_tokens[0]
     assert step.plan.num_samples == min(seqs, tokens) == len(step.plan.starts)
     assert all(start.sampling.frequency_penalty and start.sampling.logprobs for start in step.plan.starts)
     assert max(entry.num_tokens for entry in step.plan.steps) <= length
     for entry in step.plan.steps:
-        assert len(entry.new_blocks) == len(setup.groups)
+        assert len(entry.new_blocks) == len(setup.cache.groups)
         assert all(len(blocks) * 16 >= entry.num_tokens and not any(blocks) for blocks in entry.new_blocks)

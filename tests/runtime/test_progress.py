@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardline.config.topology import RankGrid
-from shardline.runtime.parallel.progress import ProgressBoard
+from shardline.segment.progress import ProgressBoard
 
 
 def board(tensor: int, pipeline: int = 1) -> ProgressBoard:

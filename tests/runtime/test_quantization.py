@@ -12,13 +12,13 @@ import torch
 import shardline.runtime.quantization
 from shardline import LLM, SamplingParams, _cpu
 from shardline.config.engine import EngineConfig, ModelConfig
-from shardline.engine.resolve import resolve
+from shardline.deployment.deployment import Deployment
+from shardline.deployment.here import resolve_here
 from shardline.models.sizes import weight_bytes
-from shardline.models.weight_formats import WEIGHT_FORMATS
+from shardline.models.weight_formats import FORMATS, PLAIN, weight_format
 from shardline.runtime.ops.quantize_rows import quantize_rows
 from shardline.runtime.parallel.groups import alone
 from shardline.runtime.quantization.base import quantization
-from shardline.runtime.setup import ReplicaSetup, prepare
 from shardline.runtime.worker import Worker
 from tests.exactness.harness import make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
@@ -31,12 +31,12 @@ SCHEMES = sorted(ALL - {"fp8", "w4a16"})
 
 def test_schemes_are_options_and_have_a_format() -> None:
     assert set(ModelConfig.__dataclass_fields__["quantization"].metadata["choices"]) == ALL
-    assert {"none", *WEIGHT_FORMATS} == ALL
+    assert {"none", *FORMATS} == ALL
 
 
 def test_fp8_is_refused_on_the_cpu() -> None:
     with pytest.raises(ValueError, match="fp8 needs a GPU"):
-        resolve(EngineConfig.from_options(quantization="fp8", device="cpu"))
+        resolve_here(EngineConfig.from_options(quantization="fp8", device="cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -83,11 +83,11 @@ def test_only_what_no_norm_precedes_is_quantized_alone(
     engine, executor = start_engine(tmp_path, quantization=name)
     run(engine, make_requests(256, count=1), "alone")
     executor.close()
-    num_layers = len(prepare(resolve(EngineConfig.from_options(model=str(tmp_path)))).spec.layers)
+    num_layers = len(resolve_here(EngineConfig.from_options(model=str(tmp_path))).spec.layers)
     assert len(widths) == 2 * 2 * num_layers  # the prompt's step, and the one decode step that is not replayed
 
 
-def dummy_setup(folder: Path, scheme: str, **overrides: object) -> ReplicaSetup:
+def dummy_setup(folder: Path, scheme: str, **overrides: object) -> Deployment:
     config = {
         "model_type": "qwen2",
         "vocab_size": 32000,
@@ -101,7 +101,7 @@ def dummy_setup(folder: Path, scheme: str, **overrides: object) -> ReplicaSetup:
     }
     (folder / "config.json").write_text(json.dumps(config))
     options = {"load_format": "dummy", "dtype": "bfloat16", "num_gpu_blocks_override": 64, "cpu_threads": 1}
-    return prepare(resolve(EngineConfig.from_options(model=str(folder), quantization=scheme, **options)))
+    return resolve_here(EngineConfig.from_options(model=str(folder), quantization=scheme, **options))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -109,9 +109,9 @@ def dummy_setup(folder: Path, scheme: str, **overrides: object) -> ReplicaSetup:
 def test_reported_bytes_are_those_of_the_formula(name: str, tied: bool, tmp_path: Path) -> None:
     setup = dummy_setup(tmp_path, name, tie_word_embeddings=tied)
     report = Worker(setup, alone()).load()
-    scheme = None if name == "none" else name
-    assert setup.quantization == scheme
-    expected = weight_bytes(setup.spec, alone().place, setup.stages, "bfloat16", quantization=scheme)
+    held = PLAIN if name == "none" else weight_format(name)
+    assert setup.weight_format == held
+    expected = weight_bytes(setup.spec, alone().place, setup.stages, "bfloat16", weight_format=held)
     assert report.weight_bytes == pytest.approx(expected, rel=0.02)
 
 

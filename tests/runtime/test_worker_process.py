@@ -12,8 +12,8 @@ import pytest
 
 from shardline.channel import Channel
 from shardline.config.engine import EngineConfig
-from shardline.runtime import worker_process
-from shardline.runtime.messages import (
+from shardline.deployment.here import resolve_here
+from shardline.deployment.messages import (
     RankFailed,
     RankReady,
     RankReport,
@@ -23,6 +23,7 @@ from shardline.runtime.messages import (
     WorkerReply,
     WorkerRequest,
 )
+from shardline.runtime import worker_process
 from shardline.runtime.pending import PendingStep
 from shardline.types import RankStep, StepPlan, StepResult
 
@@ -74,13 +75,13 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
     def start(device: SlowDevice) -> Channel[WorkerReply]:
         ours, theirs = socket.socketpair()
         sockets.extend((ours, theirs))
-        report = RankReport(0, "host", 1, "GPU", "none", 1, 0, 0, 0.0, 2)
+        report = RankReport(0, "host", 1, "GPU", "none", 1, 0, 0, 0.0)
         load: Callable[..., Any] = lambda start, segment, agree: (device, report, True)  # noqa: E731
         monkeypatch.setattr(worker_process, "_load", load)
         channel = Channel[WorkerRequest](theirs, WorkerRequest)  # type: ignore[arg-type]
         threading.Thread(target=worker_process.serve_rank, args=(channel, memoryview(b"")), daemon=True).start()
         engine = Channel[WorkerReply](ours, WorkerReply)  # type: ignore[arg-type]
-        engine.send(StartWorker(EngineConfig(), 0, ""))
+        engine.send(StartWorker(resolve_here(EngineConfig()), 0, 0, ""))
         assert isinstance(engine.receive(), RankReady)
         return engine
 

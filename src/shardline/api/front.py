@@ -40,8 +40,8 @@ def load_model_text(config: EngineConfig) -> ModelText:
     Raises:
         ValueError: there is no such model, or its files are broken.
     """
+    from shardline.models.hub import resolve_model, resolve_tokenizer
     from shardline.models.lookup import decoder_spec
-    from shardline.runtime.loader.hub import resolve_model, resolve_tokenizer
 
     model = config.model
     files = resolve_model(model.model, model.revision, weights=False)

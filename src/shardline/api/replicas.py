@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -64,16 +65,13 @@ class Replicas:
     ) -> None:
         """Start all replicas, without waiting for them.
 
-        `connect` None: real engines, of a configuration that is resolved first.
+        `connect` None: real engines, of a deployment that is resolved first.
 
         Raises:
             ValueError: the configuration cannot be; nothing was started.
         """
         if connect is None:
-            from shardline.engine.client import EngineClient
-            from shardline.engine.resolve import resolve
-
-            connect, config = EngineClient, resolve(config)
+            connect, config = _deploy(config)
         self.config = config
         self._replicas: list[_Replica] = []
         self._open: list[_Replica] = []
@@ -225,6 +223,24 @@ class Replicas:
         if index is not None:
             replica = self._replicas[index]
             replica.tokens -= _cost(replica.in_flight.pop(request_id))
+
+
+def _deploy(config: EngineConfig) -> tuple[Connect, EngineConfig]:
+    """What starts the engines of a deployment, and the configuration with its model named by the folder that was found.
+
+    Raises:
+        ValueError: the configuration cannot be.
+    """
+    from shardline.deployment.here import resolve_here
+    from shardline.engine.client import EngineClient
+
+    deployment = resolve_here(config)
+
+    def connect(config: EngineConfig, index: int, on_event: Callable[[EngineEvent], None]) -> Client:
+        return EngineClient(deployment, index, on_event)
+
+    found = dataclasses.replace(config.model, model=deployment.model.folder)
+    return connect, dataclasses.replace(config, model=found)
 
 
 def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:

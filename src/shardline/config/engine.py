@@ -8,12 +8,9 @@ from typing import Any
 
 from shardline.config.fields import option
 from shardline.config.units import parse_bytes
+from shardline.weights.base import PLAIN, format_names
 
 _LONGEST_STEP = 86400.0
-
-
-_PACKED_SCHEMES = tuple(f"w4a16_{size}" for size in (32, 64, 128, "rows"))
-"""What w4a16 is called once the checkpoint has said how many columns have a scale."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class ModelConfig:
         None,
         "hold linear weights in fewer bits and compute in int8 (on GPUs also fp8: in fp8, and w4a16: a GPTQ or AWQ "
         "checkpoint's own 4 bits, the default for one there); none: in the activations' dtype",
-        choices=("none", "int8", "int4", "fp8", "w4a16"),
+        choices=("none", *(name for name in format_names() if name != PLAIN.name)),
     )
     check_finite: bool = option(False, "look for NaN and Inf in weights and after every layer, and say where; slower")
     seed: int = option(0, "seed of dummy weights and of requests that set none")
@@ -170,8 +167,7 @@ def _validate(config: EngineConfig) -> None:
                 raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
     for name in ("dtype", "load_format", "quantization"):
         f = ModelConfig.__dataclass_fields__[name]
-        resolved = _PACKED_SCHEMES if name == "quantization" else ()
-        if getattr(config.model, name) not in (f.default, *f.metadata["choices"], *resolved):
+        if getattr(config.model, name) not in (f.default, *f.metadata["choices"]):
             raise ValueError(
                 f"{name} must be one of {', '.join(f.metadata['choices'])}, got {getattr(config.model, name)!r}"
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 
 @dataclass(frozen=True)
 class RankPlace:
@@ -28,17 +30,19 @@ class RankPlace:
         return f"rank {self.rank} ({replica}pp {self.pp_rank}, tp {self.tp_rank})"
 
 
-@dataclass(frozen=True)
-class RankGrid:
+class RankGrid(msgspec.Struct, frozen=True):
     """The ranks of one engine as a grid [dp, pp, cp, tp]; tp varies fastest, so that its peers sit side by side.
 
-    An engine has several replicas (dp) only where they run in lockstep; others have an engine each.
+    An engine has several replicas (dp) only where they run in lockstep; others have an engine each. The expert axis
+    has no ranks of its own: it runs along tp and dp.
     """
 
     tensor: int
     pipeline: int
     context: int = 1
     data: int = 1
+    expert: int = 1
+    """Ranks of a stage over which whole experts are spread; 1: every rank has a part of each expert."""
 
     @property
     def replica_size(self) -> int:

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from shardline.channel import Channel, encode
-from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import Deployment
 from shardline.engine.children import describe_end, start_child
-from shardline.engine.gpu_memory import gpus_of_replica
 from shardline.engine.ipc import (
     AbortRequests,
     AddRequests,
@@ -26,7 +25,6 @@ from shardline.engine.ipc import (
     StartEngine,
     StopEngine,
 )
-from shardline.runtime.setup import replica_grid
 from shardline.types import Request
 
 _log = logging.getLogger(__name__)
@@ -35,23 +33,21 @@ _log = logging.getLogger(__name__)
 class EngineClient:
     """Starts an engine process and talks to it.
 
-    `config` is resolved (engine.resolve.resolve). `on_message` is called from a reader thread of this client, once per
+    `on_message` is called from a reader thread of this client, once per
     EngineOutputs, and once with EngineFailed when the engine has failed, or its process has ended unasked, after it
     was ready.
     """
 
     def __init__(
-        self, config: EngineConfig, replica: int, on_message: Callable[[EngineOutputs | EngineFailed], None]
+        self, deployment: Deployment, replica: int, on_message: Callable[[EngineOutputs | EngineFailed], None]
     ) -> None:
         ours, theirs = socket.socketpair()
-        parallel = config.parallel
-        owns_gpus = parallel.device == "cuda" and parallel.collectives != "gloo"
-        gpus = gpus_of_replica(replica, replica_grid(parallel).world_size) if owns_gpus else None
         with theirs:
-            self._process = start_child("shardline.engine.process", [theirs.fileno()], gpus)
+            process = start_child("shardline.engine.process", [theirs.fileno()], deployment.gpus_of(replica))
+        self._process = process
         self._replica = replica
         self._channel: Channel[EngineMessage] = Channel(ours, EngineMessage)  # type: ignore[arg-type]
-        self._channel.send(StartEngine(config, replica))
+        self._channel.send(StartEngine(deployment, replica))
         self._on_message = on_message
         self._first: queue.SimpleQueue[EngineReady | EngineFailed] = queue.SimpleQueue()
         self._answer: EngineReady | EngineFailed | None = None

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shardline.deployment.deployment import Deployment
 from shardline.engine.executor.base import Executor
 from shardline.engine.expert_load import expert_load
 from shardline.engine.scheduler import Scheduler
-from shardline.runtime.setup import ReplicaSetup
 from shardline.types import EngineStats, ExpertLoad, Request, SequenceOutput, StepPlan
 
 _LOAD_SECONDS = 1.0
@@ -38,20 +38,20 @@ class Engine:
     an empty step with the others.
     """
 
-    def __init__(self, setup: ReplicaSetup, executor: Executor) -> None:
-        self._setup = setup
+    def __init__(self, deployment: Deployment, executor: Executor) -> None:
+        """`executor` has started."""
+        self._deployment = deployment
         self._executor = executor
         self._schedulers = [
             Scheduler(
-                setup.config.scheduler,
-                setup.config.cache,
-                setup.groups,
-                setup.num_blocks,
-                setup.max_model_len,
+                deployment.limits,
+                deployment.cache,
+                executor.allocation.num_blocks,
+                deployment.max_model_len,
                 max_in_flight=executor.max_in_flight,
-                last_token_known=setup.grid.pipeline > 1,
+                last_token_known=deployment.grid.pipeline > 1,
             )
-            for _ in range(setup.grid.data)
+            for _ in range(deployment.grid.data)
         ]
         self._in_flight: deque[list[StepPlan]] = deque()
         self._engine_seconds = 0.0
@@ -63,14 +63,14 @@ class Engine:
         """Whether `step` would do anything."""
         return bool(self._in_flight) or any(scheduler.has_unfinished for scheduler in self._schedulers)
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Queue a request, on the replica that has the fewest."""
-        min(self._schedulers, key=lambda scheduler: scheduler.num_unfinished).add(request)
+        min(self._schedulers, key=lambda scheduler: scheduler.num_unfinished).add_request(request)
 
-    def abort(self, request_ids: Sequence[str]) -> None:
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Forget requests; unknown ids are ignored."""
         for scheduler in self._schedulers:
-            scheduler.abort(request_ids)
+            scheduler.abort_requests(request_ids)
 
     def step(self) -> list[SequenceOutput]:
         """Keep the executor's pipeline full, wait for its oldest step and say what that produced.
@@ -83,7 +83,7 @@ class Engine:
             plans = self._schedule()
             if not plans:
                 break
-            self._executor.submit(plans)
+            self._executor.submit_step(plans)
             self._in_flight.append(plans)
         waited = 0.0
         outputs: list[SequenceOutput] = []
@@ -92,7 +92,7 @@ class Engine:
                 outputs += scheduler.take_outputs()
         else:
             before = time.perf_counter()
-            results = self._executor.collect()
+            results = self._executor.collect_results()
             waited = time.perf_counter() - before
             for scheduler, plan, result in zip(self._schedulers, self._in_flight.popleft(), results, strict=True):
                 outputs += scheduler.update(plan, result)
@@ -104,15 +104,15 @@ class Engine:
         plans = [scheduler.schedule() for scheduler in self._schedulers]
         if not any(plans):
             return []
-        return [plan or scheduler.idle() for plan, scheduler in zip(plans, self._schedulers, strict=True)]
+        return [plan or scheduler.schedule_idle() for plan, scheduler in zip(plans, self._schedulers, strict=True)]
 
     def stats(self) -> EngineStats:
         """Counters since the start, gauges of now."""
         now = time.monotonic()
-        if self._setup.num_experts and (not self.busy or now - self._expert_load_time > _LOAD_SECONDS):
-            setup = self._setup
+        deployment = self._deployment
+        if deployment.num_experts and (not self.busy or now - self._expert_load_time > _LOAD_SECONDS):
             counts = self._executor.expert_load()
-            self._expert_load = expert_load(counts, setup.grid, setup.stages, setup.expert_parallel)
+            self._expert_load = expert_load(counts, deployment.grid, deployment.stages, deployment.expert_parallel)
             self._expert_load_time = now
         return msgspec.structs.replace(
             _combined([scheduler.stats() for scheduler in self._schedulers]),

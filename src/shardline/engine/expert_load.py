@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from shardline.config.topology import RankGrid
 from shardline.models.partition import Span, split_dim
-from shardline.runtime.parallel.expert_load import Counts
+from shardline.segment.expert_load import Counts
 from shardline.types import ExpertLoad
 
 

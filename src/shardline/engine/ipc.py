@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import Deployment
 from shardline.types import EngineStats, Request, SequenceOutput
 
 
 class StartEngine(msgspec.Struct, frozen=True, tag=True):
     """Front to engine, first message."""
 
-    config: EngineConfig
+    deployment: Deployment
     replica: int
+    """Which of the deployment's engines this is."""
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag=True):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence as ReadOnlyList
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardline.engine.block_pool import NULL_BLOCK, BlockPool
 from shardline.engine.prefix_cache import BlockHasher, longest_hit, num_window_blocks
-from shardline.engine.sequence import KVState, Sequence
+from shardline.engine.sequence import KVState, LiveSequence
 from shardline.models.partition import KVGroup
 
 
@@ -37,7 +37,7 @@ class KVCache:
 
     def __init__(
         self,
-        groups: ReadOnlyList[KVGroup],
+        groups: Sequence[KVGroup],
         num_blocks: int,
         block_size: int,
         *,
@@ -56,7 +56,7 @@ class KVCache:
         """The state of a sequence that holds nothing."""
         return KVState([[] for _ in self._groups], [0] * len(self._groups))
 
-    def lookup(self, sequence: Sequence) -> PrefixHit:
+    def lookup(self, sequence: LiveSequence) -> PrefixHit:
         """The longest cached prefix of the sequence's tokens that leaves at least one token to compute."""
         if self._hasher is None:
             return PrefixHit(self._nothing, 0, 0, 0)
@@ -81,7 +81,7 @@ class KVCache:
         num_free = sum(self.pool.references(block) == 0 for block in held)
         return PrefixHit(tables, length * self._block_size, len(held), num_free)
 
-    def start(self, sequence: Sequence, hit: PrefixHit) -> None:
+    def start(self, sequence: LiveSequence, hit: PrefixHit) -> None:
         """Give a sequence that holds nothing the blocks of a hit."""
         kv = sequence.kv
         for group, table in enumerate(hit.tables):
@@ -92,11 +92,11 @@ class KVCache:
         kv.num_published = hit.num_tokens // self._block_size
         kv.num_sent = 0
 
-    def reach(self, sequence: Sequence) -> int:
+    def reach(self, sequence: LiveSequence) -> int:
         """The largest `num_tokens` that `grow` can be called with now."""
         return (len(sequence.kv.tables[0]) + self.pool.num_free // len(self._groups)) * self._block_size
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> list[list[int]]:
+    def grow(self, sequence: LiveSequence, num_tokens: int) -> list[list[int]]:
         """Give the sequence blocks for its first `num_tokens` tokens: the entries of each group's table that no plan
         has carried yet, to be sent with the next one and not to be changed."""
         kv = sequence.kv
@@ -110,7 +110,7 @@ class KVCache:
         kv.num_sent = length
         return unsent
 
-    def publish(self, sequence: Sequence) -> None:
+    def publish(self, sequence: LiveSequence) -> None:
         """Make the full blocks findable whose tokens are scheduled and known."""
         kv = sequence.kv
         full = min(sequence.num_scheduled, len(sequence.tokens)) // self._block_size
@@ -123,7 +123,7 @@ class KVCache:
                     self.pool.publish(table[block], kv.hashes[block] + suffix)
         kv.num_published = full
 
-    def slide(self, sequence: Sequence) -> None:
+    def slide(self, sequence: LiveSequence) -> None:
         """Take back the blocks that no plan in flight and no later one will see through their group's window."""
         kv = sequence.kv
         for group, window in self._windows:
@@ -133,7 +133,7 @@ class KVCache:
                 kv.tables[group][block] = NULL_BLOCK
             kv.num_slid[group] = max(first, kv.num_slid[group])
 
-    def free(self, sequence: Sequence) -> None:
+    def free(self, sequence: LiveSequence) -> None:
         """Take back every block, the tail to be re-used before the head. No plan in flight may use them."""
         kv = sequence.kv
         for blocks in zip(*(reversed(table) for table in kv.tables), strict=True):
@@ -144,7 +144,7 @@ class KVCache:
             table.clear()
             kv.num_slid[group] = 0
 
-    def recompute_cost(self, sequence: Sequence) -> int:
+    def recompute_cost(self, sequence: LiveSequence) -> int:
         """Tokens that must be computed again if the sequence loses its blocks: all but what others hold as well.
 
         O(log(blocks)): what is shared is always a prefix.

@@ -1,6 +1,7 @@
-"""What the engine loop has for the front: at once where somebody reads along, in company where nobody does.
+"""Outputs on their way to the front: sent at once if somebody reads along, a few steps together if nobody does.
 
-Every message wakes the front, which takes a core from the step that runs; a batch job gains nothing by one a token.
+Every message wakes the front, which takes a core from the step that runs. A batch job gains nothing from a message
+for each token.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class Outbox:
         self._held: dict[tuple[str, int], SequenceOutput] = {}
         self._held_since = 0.0
 
-    def expect(self, requests: Iterable[Request]) -> None:
-        """Requests whose outputs will come."""
+    def expect_requests(self, requests: Iterable[Request]) -> None:
+        """Note requests whose outputs will come."""
         self._patient.update((request.request_id, request.choice) for request in requests if not request.streamed)
 
-    def put(self, outputs: Sequence[SequenceOutput], now: float) -> bool:
-        """Add a step's outputs; `now` in seconds. Whether it is time to `take`."""
+    def put_outputs(self, outputs: Sequence[SequenceOutput], now: float) -> bool:
+        """Add a step's outputs; `now` in seconds. Whether it is time to `take_outputs`."""
         if outputs and not self._held:
             self._held_since = now
         urgent = False
@@ -48,7 +49,7 @@ class Outbox:
                     self._begun.add(key)
         return urgent or (bool(self._held) and now - self._held_since >= HOLD_SECONDS)
 
-    def take(self) -> list[SequenceOutput]:
+    def take_outputs(self) -> list[SequenceOutput]:
         """All outputs since the last call."""
         outputs = list(self._held.values())
         self._held.clear()

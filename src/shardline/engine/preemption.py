@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as ReadOnlyList
+from collections.abc import Callable, Sequence
 
-from shardline.engine.sequence import Sequence
+from shardline.engine.sequence import LiveSequence
 
 logger = logging.getLogger(__name__)
 
@@ -15,8 +14,8 @@ _SECONDS_BETWEEN_WARNINGS = 10.0
 
 
 def cheapest_victim(
-    running: ReadOnlyList[Sequence], needy: Sequence, cost: Callable[[Sequence], int]
-) -> Sequence | None:
+    running: Sequence[LiveSequence], needy: LiveSequence, cost: Callable[[LiveSequence], int]
+) -> LiveSequence | None:
     """The running sequence that should give its blocks to `needy`, itself perhaps; None where nobody may be asked.
 
     Cheapest is: of the least important priority class, then the fewest tokens to compute again (`cost`), then the
@@ -39,7 +38,7 @@ class PreemptionLog:
         self._unsaid = 0
         self._unsaid_tokens = 0
 
-    def record(self, sequence: Sequence, cost: int) -> None:
+    def record(self, sequence: LiveSequence, cost: int) -> None:
         """Note that `sequence` was preempted and that up to `cost` tokens must be computed again."""
         self.count += 1
         self._unsaid += 1

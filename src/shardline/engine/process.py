@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import hashlib
 import logging
 import os
 import select
@@ -16,6 +14,7 @@ import time
 import traceback
 
 from shardline.channel import Channel
+from shardline.deployment.fingerprint import fingerprint
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor, ExecutorFailure
@@ -32,8 +31,6 @@ from shardline.engine.ipc import (
 from shardline.engine.outbox import Outbox
 from shardline.engine.report import startup_report
 from shardline.log import configure_logging
-from shardline.runtime.loader.fingerprint import weights_fingerprint
-from shardline.runtime.setup import NUMERICS_VERSION, ReplicaSetup, prepare
 
 _GRACE = 5.0
 """Seconds that the orderly way out has once the front is gone."""
@@ -58,23 +55,21 @@ class EngineProcess:
             assert isinstance(start, StartEngine)
             gc.disable()  # what is imported and loaded stays: a tenth of the time would go into looking at it
             began = time.perf_counter()
-            setup = prepare(start.config)
-            self._executor = executor = make_executor(setup)
+            deployment = start.deployment
+            self._executor = executor = make_executor(deployment, start.replica)
             ranks = executor.start()
             isas = {report.isa for report in ranks}
             if len(isas) > 1:
                 raise ValueError(f"ranks run unlike kernel paths ({', '.join(sorted(isas))}); set SHARDLINE_ISA")
-            setup = dataclasses.replace(setup, num_blocks=ranks[0].num_blocks)
-            engine = Engine(setup, executor)
-            fingerprint = _fingerprint(setup, isas.pop())
+            engine = Engine(deployment, executor)
             seconds = {"weights": max(rank.load_seconds for rank in ranks), "engine": time.perf_counter() - began}
             self._channel.send(
                 EngineReady(
-                    max_model_len=setup.max_model_len,
-                    num_kv_blocks=setup.num_blocks - 1,
-                    block_size=setup.config.cache.block_size,
-                    fingerprint=fingerprint,
-                    report=startup_report(setup, ranks, seconds),
+                    max_model_len=deployment.max_model_len,
+                    num_kv_blocks=executor.allocation.num_blocks - 1,
+                    block_size=deployment.cache.block_size,
+                    fingerprint=fingerprint(deployment, isas.pop()),
+                    report=startup_report(deployment, executor.allocation, ranks, seconds),
                 )
             )
             self._ready = True
@@ -102,26 +97,26 @@ class EngineProcess:
     def _serve(self, engine: Engine, executor: Executor) -> None:
         while not self._stopping:
             if not engine.busy:
-                ready, _, _ = select.select([self._channel.fileno(), *executor.watched()], [], [])
+                ready, _, _ = select.select([self._channel.fileno(), *executor.watched_fds()], [], [])
                 if ready != [self._channel.fileno()]:
-                    executor.check()
+                    executor.check_ranks()
             self._take_messages(engine)
             if self._stopping:
                 return
-            is_time = self._outbox.put(engine.step(), time.monotonic())
+            is_time = self._outbox.put_outputs(engine.step(), time.monotonic())
             # The last message before a rest has the gauges of that rest: blocks may come back without an output.
             if is_time or not engine.busy:
-                self._channel.send(EngineOutputs(self._outbox.take(), engine.stats()))
+                self._channel.send(EngineOutputs(self._outbox.take_outputs(), engine.stats()))
 
     def _take_messages(self, engine: Engine) -> None:
         while not self._stopping and select.select([self._channel.fileno()], [], [], 0)[0]:
             message = self._channel.receive()
             if isinstance(message, AddRequests):
-                self._outbox.expect(message.requests)
+                self._outbox.expect_requests(message.requests)
                 for request in message.requests:
-                    engine.add(request)
+                    engine.add_request(request)
             elif isinstance(message, AbortRequests):
-                engine.abort(message.request_ids)
+                engine.abort_requests(message.request_ids)
                 # The gauges must show the blocks that came back even if no step follows.
                 self._channel.send(EngineOutputs([], engine.stats()))
             elif isinstance(message, StopEngine):
@@ -137,22 +132,6 @@ class EngineProcess:
             self._channel.send(EngineFailed(message, user_error=user_error))
         except OSError:
             _log.error("%s", message)
-
-
-def _fingerprint(setup: ReplicaSetup, isa: str) -> str:
-    """Equal fingerprints, equal tokens: weights, what was made of the configuration, numerics and kernel path."""
-    config = setup.config
-    dummy_seed = config.model.seed if config.model.load_format == "dummy" else None
-    digest = hashlib.blake2b(digest_size=6)
-    digest.update(weights_fingerprint(setup.files, dummy_seed).encode())
-    # The spec has the rope tables, which may follow max_model_len.
-    digest.update(repr(setup.spec).encode())
-    exact = config.parallel.numerics == "exact"
-    layout = f"tp{setup.grid.tensor}" + ("-ep" if setup.expert_parallel else "")
-    numerics = f"n{NUMERICS_VERSION}" if exact else f"fast-{layout}"
-    scheme = "" if setup.quantization is None else f"-{setup.quantization}"
-    cache = "" if setup.kv_dtype == setup.dtype else f"-kv-{setup.kv_dtype}"
-    return f"sl-{digest.hexdigest()}-{config.model.dtype}{scheme}{cache}-{numerics}-{isa}"
 
 
 def main() -> None:

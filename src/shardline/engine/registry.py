@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardline.engine.kv_cache import KVCache
-from shardline.engine.sequence import Sequence, State
+from shardline.engine.sequence import LiveSequence
 from shardline.models.kv_capacity import blocks_per_request
 from shardline.models.partition import KVGroup
 from shardline.types import Request, SequenceOutput, SequenceResult
@@ -32,7 +32,7 @@ class RequestRegistry:
         self._groups = groups
         self._block_size = block_size
         self._max_model_len = max_model_len
-        self._by_id: dict[str, list[Sequence]] = {}
+        self._by_id: dict[str, list[LiveSequence]] = {}
         self._num_live = 0
         self._num_added = 0
         self._outputs: list[SequenceOutput] = []
@@ -47,7 +47,7 @@ class RequestRegistry:
         """Whether `take_outputs` would return any."""
         return bool(self._outputs)
 
-    def add(self, request: Request) -> Sequence | None:
+    def add_request(self, request: Request) -> LiveSequence | None:
         """A new sequence; None where the request can never run, which `take_outputs` then tells."""
         prompt = request.prompt_token_ids
         most = request.sampling.max_tokens
@@ -62,7 +62,7 @@ class RequestRegistry:
         assert all(other.request.choice != request.choice for other in siblings), "a request was added twice"
         order = (request.priority, request.arrival_time, self._num_added)
         self._num_added += 1
-        sequence = Sequence(request, limit, order, list(prompt), self._kv.new_state())
+        sequence = LiveSequence(request, limit, order, list(prompt), self._kv.new_state())
         siblings.append(sequence)
         self._num_live += 1
         return sequence
@@ -85,31 +85,22 @@ class RequestRegistry:
             )
         return ""
 
-    def find(self, request_ids: Iterable[str]) -> list[Sequence]:
+    def find_sequences(self, request_ids: Iterable[str]) -> list[LiveSequence]:
         """The live sequences of these requests."""
         return [sequence for request_id in request_ids for sequence in self._by_id.get(request_id, ())]
 
-    def start(self, sequence: Sequence, num_cached_tokens: int, seq_id: int) -> None:
-        """A sequence begins to run, for the first time or again after a preemption."""
-        sequence.state = State.RUNNING
-        sequence.seq_id = seq_id
-        sequence.num_start_tokens = len(sequence.tokens)
-        sequence.num_computed = sequence.num_scheduled = num_cached_tokens
+    def count_start(self, sequence: LiveSequence, num_cached_tokens: int) -> None:
+        """Count what a sequence found in the prefix cache when it first began to run."""
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_cached_tokens
             self.totals.prefix_queries += len(sequence.tokens)
             self.totals.prefix_hits += num_cached_tokens
 
-    def requeue(self, sequence: Sequence) -> None:
-        """A preempted sequence, its blocks gone, waits again."""
-        sequence.state = State.WAITING
-        sequence.num_computed = sequence.num_scheduled = sequence.blocks_wanted = sequence.next_lookup = 0
-
-    def take_result(self, sequence: Sequence, result: SequenceResult) -> SequenceOutput:
+    def take_result(self, sequence: LiveSequence, result: SequenceResult) -> SequenceOutput:
         """Give a live sequence what a step sampled for it."""
         if sequence.num_output_tokens == 0:
             self.totals.prompt_tokens += len(sequence.tokens)
-        count, reason = sequence.append(result.token_ids)
+        count, reason = sequence.append_tokens(result.token_ids)
         self.totals.generation_tokens += count
         if reason is not None:
             self._forget(sequence)
@@ -124,13 +115,13 @@ class RequestRegistry:
             sequence.num_cached_tokens or 0,
         )
 
-    def fail(self, sequence: Sequence, error: str) -> SequenceOutput:
+    def fail_sequence(self, sequence: LiveSequence, error: str) -> SequenceOutput:
         """End a live sequence whose computation went wrong."""
         self._forget(sequence)
         request = sequence.request
         return SequenceOutput(request.request_id, request.choice, [], finish_reason="error", error=error)
 
-    def abort(self, sequence: Sequence) -> None:
+    def abort_sequence(self, sequence: LiveSequence) -> None:
         """End a live sequence without a result; `take_outputs` tells."""
         self._forget(sequence)
         request = sequence.request
@@ -144,7 +135,7 @@ class RequestRegistry:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _forget(self, sequence: LiveSequence) -> None:
         siblings = self._by_id[sequence.request.request_id]
         siblings.remove(sequence)
         if not siblings:

@@ -7,14 +7,13 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shardline.config.engine import CacheConfig, SchedulerConfig
+from shardline.deployment.deployment import CachePlan, StepLimits
 from shardline.engine.kv_cache import KVCache
 from shardline.engine.preemption import PreemptionLog, cheapest_victim
 from shardline.engine.registry import RequestRegistry
-from shardline.engine.sequence import Sequence, State
+from shardline.engine.sequence import LiveSequence, State
 from shardline.engine.waiting_queue import WaitingQueue
 from shardline.models.kv_capacity import blocks_per_request
-from shardline.models.partition import KVGroup
 from shardline.types import (
     EngineStats,
     Request,
@@ -41,7 +40,7 @@ class _Draft:
     budget: int
     starts: list[SequenceStart] = field(default_factory=list)
     steps: list[SequenceStep] = field(default_factory=list)
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[LiveSequence] = field(default_factory=list)
     """Those of `steps`."""
     preempted: bool = False
 
@@ -79,9 +78,8 @@ class Scheduler:
 
     def __init__(
         self,
-        config: SchedulerConfig,
-        cache: CacheConfig,
-        groups: tuple[KVGroup, ...],
+        limits: StepLimits,
+        cache: CachePlan,
         num_blocks: int,
         max_model_len: int,
         *,
@@ -90,39 +88,41 @@ class Scheduler:
         namespace: str = "",
     ) -> None:
         """`num_blocks` counts the null block. `namespace` sets apart whose KV may be shared (weights, adapter)."""
-        self._budget = config.max_num_batched_tokens
+        self._budget = limits.max_num_batched_tokens
         # One token for everyone that runs: a decode never waits for another.
-        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self._groups = groups
+        self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._groups = cache.groups
         self._block_size = cache.block_size
         self._max_in_flight = max_in_flight
         self._last_token_known = last_token_known
         self._kv = KVCache(
-            groups, num_blocks, cache.block_size, prefix_caching=cache.enable_prefix_caching, namespace=namespace
+            cache.groups, num_blocks, cache.block_size, prefix_caching=cache.prefix_caching, namespace=namespace
         )
-        self._registry = RequestRegistry(self._kv, groups, block_size=cache.block_size, max_model_len=max_model_len)
+        self._registry = RequestRegistry(
+            self._kv, cache.groups, block_size=cache.block_size, max_model_len=max_model_len
+        )
         self._waiting = WaitingQueue()
-        self._running: list[Sequence] = []
+        self._running: list[LiveSequence] = []
         """In order."""
-        self._draining: set[Sequence] = set()
+        self._draining: set[LiveSequence] = set()
         """No longer running, but with plans in flight, and so with blocks."""
-        self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, list[LiveSequence]]] = deque()
         self._ends: list[int] = []
         self._num_starts = 0
         self._num_steps = 0
         self._preemptions = PreemptionLog()
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Queue a request. One that can never run is answered with an error by the next `take_outputs`."""
-        sequence = self._registry.add(request)
+        sequence = self._registry.add_request(request)
         if sequence is not None:
             self._waiting.push(sequence)
 
-    def abort(self, request_ids: Iterable[str]) -> None:
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End all choices of these requests, with outputs by the next `take_outputs`; unknown ids are ignored."""
-        for sequence in self._registry.find(request_ids):
+        for sequence in self._registry.find_sequences(request_ids):
             self._leave(sequence, State.FINISHED)
-            self._registry.abort(sequence)
+            self._registry.abort_sequence(sequence)
 
     def take_outputs(self) -> list[SequenceOutput]:
         """The outputs that belong to no step: errors and aborts since the last call, or since the last `update`."""
@@ -173,7 +173,7 @@ class Scheduler:
         self._in_flight.append((plan, draft.sequences))
         return plan
 
-    def idle(self) -> StepPlan:
+    def schedule_idle(self) -> StepPlan:
         """An empty plan, for a step that other replicas take and this one has to join; `update` gets its result too."""
         assert len(self._in_flight) < self._max_in_flight, "no plan can be in flight beside so many"
         plan = StepPlan(self._num_steps, [], [], self._ends)
@@ -202,11 +202,11 @@ class Scheduler:
                 self._release(sequence)
         return outputs
 
-    def _take_result(self, sequence: Sequence, result: SequenceResult) -> SequenceOutput:
+    def _take_result(self, sequence: LiveSequence, result: SequenceResult) -> SequenceOutput:
         assert result.token_ids, "a step that samples must have a token"
         if result.error:
             self._leave(sequence, State.FINISHED)
-            return self._registry.fail(sequence, result.error)
+            return self._registry.fail_sequence(sequence, result.error)
         several = len(result.token_ids) > 1
         assert not (several and sequence.num_in_flight), "several tokens came while a later step was in flight"
         output = self._registry.take_result(sequence, result)
@@ -215,10 +215,10 @@ class Scheduler:
             self._leave(sequence, State.FINISHED)
         return output
 
-    def _schedule_decodes(self, draft: _Draft) -> list[Sequence]:
+    def _schedule_decodes(self, draft: _Draft) -> list[LiveSequence]:
         """Step every sequence that has one token to compute, or a pipeline's share of them; returns the others."""
-        decodes: list[Sequence] = []
-        prefills: list[Sequence] = []
+        decodes: list[LiveSequence] = []
+        prefills: list[LiveSequence] = []
         for sequence in self._running:
             (decodes if sequence.num_uncomputed == 1 else prefills).append(sequence)
         share = len(decodes)
@@ -235,7 +235,7 @@ class Scheduler:
                 self._place(draft, sequence, 1)
         return prefills
 
-    def _schedule_prefills(self, draft: _Draft, prefills: list[Sequence]) -> None:
+    def _schedule_prefills(self, draft: _Draft, prefills: list[LiveSequence]) -> None:
         """Fill the plan with chunks of prompts, those that run first, then those that wait."""
         if self._last_token_known and (prefills or self._waiting):
             unscheduled = sum(sequence.num_uncomputed for sequence in prefills) + self._waiting.num_tokens
@@ -252,7 +252,7 @@ class Scheduler:
             if sequence_or_none is None or not self._start(draft, sequence_or_none):
                 return
 
-    def _place(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> None:
+    def _place(self, draft: _Draft, sequence: LiveSequence, num_tokens: int) -> None:
         """Step a running sequence by up to `num_tokens`, fewer where blocks are short, none where there are none."""
         if sequence.state is not State.RUNNING:
             return
@@ -275,7 +275,7 @@ class Scheduler:
         sequence.last_step = draft.step_id
         self._kv.publish(sequence)
 
-    def _start(self, draft: _Draft, sequence: Sequence) -> bool:
+    def _start(self, draft: _Draft, sequence: LiveSequence) -> bool:
         """Start a waiting sequence, if there is room for all of its tokens and for every running one to grow.
 
         The looks for room keep a newcomer from being preempted, or preempting, at once. One alone needs none. There is
@@ -292,11 +292,11 @@ class Scheduler:
         sequence.blocks_wanted = start_blocks - hit.num_blocks + hit.num_free + spare
         if not alone and sequence.blocks_wanted > room:
             return False
-        self._waiting.remove(sequence)
+        self._change_state(sequence, State.RUNNING)
         self._kv.start(sequence, hit)
-        self._registry.start(sequence, hit.num_tokens, self._num_starts)
+        sequence.begin_run(self._num_starts, hit.num_tokens)
+        self._registry.count_start(sequence, hit.num_tokens)
         self._num_starts += 1
-        insort(self._running, sequence, key=lambda other: other.order)
         request = sequence.request
         draft.starts.append(
             SequenceStart(
@@ -312,7 +312,7 @@ class Scheduler:
         assert draft.sequences[-1] is sequence, "a sequence was started without room for it"
         return True
 
-    def _make_room(self, draft: _Draft, needy: Sequence) -> bool:
+    def _make_room(self, draft: _Draft, needy: LiveSequence) -> bool:
         """Preempt until each group can have one more block; False where that takes results still in flight."""
         while self._kv.pool.num_free < len(self._groups):
             if self._draining:
@@ -327,21 +327,31 @@ class Scheduler:
                 return False
         return True
 
-    def _leave(self, sequence: Sequence, state: State) -> None:
+    def _leave(self, sequence: LiveSequence, state: State) -> None:
         """End or preempt a sequence; its blocks go back now or when its plans in flight are collected."""
+        ran = sequence.state is State.RUNNING
+        self._change_state(sequence, state)
+        if ran and sequence.num_in_flight == 0:
+            self._release(sequence)
+
+    def _release(self, sequence: LiveSequence) -> None:
+        """Take back the blocks of a sequence that left and has no plan in flight."""
+        self._draining.remove(sequence)
+        self._kv.free(sequence)
+        self._ends.append(sequence.seq_id)
+        if sequence.state is State.PREEMPTED:
+            sequence.forget_computed()
+            self._change_state(sequence, State.WAITING)
+
+    def _change_state(self, sequence: LiveSequence, state: State) -> None:
+        """The only writer of a sequence's state, which says in which of the queues it is."""
         before, sequence.state = sequence.state, state
         if before is State.WAITING:
             self._waiting.remove(sequence)
         elif before is State.RUNNING:
             self._running.remove(sequence)
             self._draining.add(sequence)
-            if sequence.num_in_flight == 0:
-                self._release(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        self._draining.remove(sequence)
-        self._kv.free(sequence)
-        self._ends.append(sequence.seq_id)
-        if sequence.state is State.PREEMPTED:
-            self._registry.requeue(sequence)
+        if state is State.RUNNING:
+            insort(self._running, sequence, key=lambda other: other.order)
+        elif state is State.WAITING:
             self._waiting.push(sequence)

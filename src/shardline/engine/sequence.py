@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence as ReadOnlyList
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardline.types import FinishReason, Request
@@ -39,8 +39,8 @@ class KVState:
 
 
 @dataclass(eq=False)
-class Sequence:
-    """One request in the engine.
+class LiveSequence:
+    """One request in the engine, from its arrival to its last output. Only the Scheduler changes its state.
 
     Invariants: num_computed <= num_scheduled <= num_tokens; len(tokens) < limit until it is finished; what lies
     between num_computed and num_scheduled is in plans in flight.
@@ -97,7 +97,17 @@ class Sequence:
         """Generated tokens that are known."""
         return len(self.tokens) - len(self.request.prompt_token_ids)
 
-    def append(self, token_ids: ReadOnlyList[int]) -> tuple[int, FinishReason | None]:
+    def begin_run(self, seq_id: int, num_cached_tokens: int) -> None:
+        """Note that the workers are given all tokens known now; the first `num_cached_tokens` need no computation."""
+        self.seq_id = seq_id
+        self.num_start_tokens = len(self.tokens)
+        self.num_computed = self.num_scheduled = num_cached_tokens
+
+    def forget_computed(self) -> None:
+        """Note that its blocks are gone, and with them all that was computed."""
+        self.num_computed = self.num_scheduled = self.blocks_wanted = self.next_lookup = 0
+
+    def append_tokens(self, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
         """Take generated tokens up to the one that finishes the sequence: how many were taken, and what finished it.
 
         A stop token stops from `min_tokens` generated tokens on, itself counted.

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import heapq
 
-from shardline.engine.sequence import Sequence
+from shardline.engine.sequence import LiveSequence
 
 
 class WaitingQueue:
-    """A priority queue by `Sequence.order` from which any sequence can be removed.
+    """A priority queue by `LiveSequence.order` from which any sequence can be removed.
 
     A preempted sequence comes back with its old order, that is before all that arrived later in its class.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, float, int], Sequence]] = []
-        self._members: set[Sequence] = set()
+        self._heap: list[tuple[tuple[int, float, int], LiveSequence]] = []
+        self._members: set[LiveSequence] = set()
         self.num_tokens = 0
         """Tokens to compute before the waiting sequences generate any, cached ones included."""
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: LiveSequence) -> None:
         """Add a sequence that is not in the queue."""
         assert sequence not in self._members
         heapq.heappush(self._heap, (sequence.order, sequence))
         self._members.add(sequence)
         self.num_tokens += len(sequence.tokens)
 
-    def peek(self) -> Sequence | None:
+    def peek(self) -> LiveSequence | None:
         """The best sequence; None where nobody waits."""
         while self._heap:
             sequence = self._heap[0][1]
@@ -38,7 +38,7 @@ class WaitingQueue:
             heapq.heappop(self._heap)
         return None
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: LiveSequence) -> None:
         """Take a sequence out, wherever it stands."""
         self._members.remove(sequence)
         self.num_tokens -= len(sequence.tokens)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from shardline.models.hf_config import Dims, HFConfig, read_dims
 from shardline.models.llama_layout import MOE_LAYER_KEYS

@@ -1,14 +1,15 @@
-"""From a config.json's `model_type` to the file that knows it: `models/<model_type>.py`, found by its name."""
+"""From a config.json's `model_type` to the file that knows it: `families/<model_type>.py`, found by its name."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import pkgutil
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
-import shardline.models
+import shardline.models.families
 from shardline.models.hf_config import HFConfig
 from shardline.models.packed_weights import packed_format
 from shardline.models.spec import DecoderSpec, TensorSource
@@ -37,23 +38,18 @@ def family(model_type: str) -> Family:
     Raises:
         ValueError: there is none; names those that there are.
     """
-    if model_type in _module_names():
-        module = importlib.import_module(f"shardline.models.{model_type}")
-        if hasattr(module, "tensor_source"):
-            return cast(Family, module)
     known = known_families()
+    if model_type in known:
+        return cast(Family, importlib.import_module(f"shardline.models.families.{model_type}"))
     close = difflib.get_close_matches(model_type, known, n=3)
     hint = f" (did you mean {' or '.join(close)}?)" if close else ""
     raise ValueError(f"model_type {model_type!r} is not supported{hint}; supported: {', '.join(known)}")
 
 
-def known_families() -> list[str]:
+@functools.cache
+def known_families() -> tuple[str, ...]:
     """Every supported model type."""
-    return [
-        name
-        for name in _module_names()
-        if hasattr(importlib.import_module(f"shardline.models.{name}"), "tensor_source")
-    ]
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(shardline.models.families.__path__)))
 
 
 def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> DecoderSpec:
@@ -65,9 +61,5 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) ->
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"config.json has no model_type; supported: {', '.join(known_families())}")
-    packed_format(HFConfig(config))  # or refuses it
+    packed_format(HFConfig(config))  # refuses packings that are not supported
     return family(model_type).decoder_spec(config, max_model_len)
-
-
-def _module_names() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(shardline.models.__path__))

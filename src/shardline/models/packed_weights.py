@@ -8,12 +8,13 @@ Both keep a weight [out, in] as q, a scale and a zero point for each `group_size
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from shardline.models.hf_config import HFConfig
 from shardline.models.parameters import Shape
-from shardline.models.weight_formats import WHOLE_ROWS
+from shardline.weights.base import FormatChoice
 
 PACKED = 8
 """Numbers in a word."""
@@ -21,20 +22,25 @@ PACKED = 8
 _GROUP_SIZES = (32, 64, 128)
 
 
-@dataclass(frozen=True)
-class PackedFormat:
+class PackedFormat(msgspec.Struct, frozen=True):
     """How the linear weights of a checkpoint are packed."""
 
-    method: Literal["gptq", "awq"]
-    """gptq packs q along the input dim, awq along the output dim; both pack zero points along the output dim."""
-    group_size: int | None
-    """Neighbours along the input dim that share a scale; None: all."""
+    method: Literal["none", "gptq", "awq"]
+    """none: they are not. gptq packs q along the input dim, awq along the output dim; both pack zero points along the
+    output dim."""
+    group_size: int = 0
+    """Neighbours along the input dim that share a scale; 0: the whole row."""
     zero_offset: int = 0
     """What is to be added to a stored zero point."""
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether linear weights are packed at all."""
+        return self.method != "none"
+
     def num_groups(self, in_features: int) -> int:
         """Scales of an output."""
-        return 1 if self.group_size is None else -(-in_features // self.group_size)
+        return -(-in_features // self.group_size) if self.group_size else 1
 
     def shapes(self, out_features: int, in_features: int) -> Mapping[str, Shape]:
         """The tensors that stand for a weight [out_features, in_features], by their names' last part."""
@@ -47,23 +53,26 @@ class PackedFormat:
         }
 
     @property
-    def quantization(self) -> str:
-        """The name under which these weights are held as they are, see `weight_formats`."""
-        return f"w4a16_{self.group_size or WHOLE_ROWS}"
+    def weight_format(self) -> FormatChoice:
+        """The format in which these weights are held if they stay packed."""
+        return FormatChoice("w4a16", self.group_size)
 
     def __str__(self) -> str:
-        groups = "one group a row" if self.group_size is None else f"groups of {self.group_size}"
+        groups = f"groups of {self.group_size}" if self.group_size else "one group a row"
         return f"{self.method}, 4 bits in {groups}"
 
 
-def packed_format(config: HFConfig) -> PackedFormat | None:
-    """What a config.json says of its linear weights; None: they are not quantized.
+NOT_PACKED = PackedFormat("none")
+
+
+def packed_format(config: HFConfig) -> PackedFormat:
+    """What a config.json says of its linear weights.
 
     Raises:
         ValueError: they are, in a way that is not supported; the message says what would work.
     """
     if not config.has("quantization_config"):
-        return None
+        return NOT_PACKED
     section = config.section("quantization_config")
     method = section.text("quant_method", "unknown method")
 
@@ -79,7 +88,7 @@ def packed_format(config: HFConfig) -> PackedFormat | None:
     group_size = section.integer("group_size", minimum=-1)
     if group_size not in (*_GROUP_SIZES, -1):
         raise refusal("group_size", f"must be 32, 64, 128 or -1, got {group_size}")
-    groups = None if group_size == -1 else group_size
+    groups = max(group_size, 0)
     if method == "awq":
         if (version := section.text("version", "gemm").lower()) != "gemm":
             raise refusal("version", f"must be gemm, got {version}")

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from shardline.models.spec import MLA, Attention, DecoderSpec, Layer, MoE
 
 
@@ -19,8 +21,7 @@ class ExpertShare(NamedTuple):
     size: int
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """The half-open range [start, stop) of a dim that one rank owns."""
 
     start: int
@@ -210,8 +211,7 @@ def parse_stages(text: str, num_layers: int, num_stages: int) -> tuple[Span, ...
     return tuple(spans)
 
 
-@dataclass(frozen=True)
-class KVGroup:
+class KVGroup(msgspec.Struct, frozen=True):
     """Layers that share one block table: same shape, same window."""
 
     layers: tuple[int, ...]

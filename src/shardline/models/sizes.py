@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
 
 from shardline.config.topology import RankPlace
+from shardline.models.kv_shapes import kv_parts
 from shardline.models.parameters import (
     Shape,
     expert_of,
@@ -27,14 +27,8 @@ from shardline.models.partition import (
     split_heads,
 )
 from shardline.models.sharding import Numerics, shard, shard_shape
-from shardline.models.spec import MLA, Attention, DecoderSpec, Dense, DType, Layer, MoE
-from shardline.models.weight_formats import weight_format
-
-KVDType = DType | Literal["int8", "float8_e4m3fn"]
-"""What the KV cache holds: the types of one byte have a float32 scale beside every token's head."""
-
-DTYPE_BYTES: Mapping[KVDType, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
-"""Bytes per element."""
+from shardline.models.spec import DTYPE_BYTES, MLA, Attention, DecoderSpec, Dense, DType, KVDType, Layer, MoE
+from shardline.weights.base import PLAIN, FormatChoice, Role, WeightFormat
 
 
 def num_parameters(spec: DecoderSpec) -> int:
@@ -65,28 +59,32 @@ def weight_bytes(
     stages: Sequence[Span],
     dtype: DType,
     numerics: Numerics = "exact",
-    quantization: str | None = None,
+    weight_format: FormatChoice = PLAIN,
     expert_parallel: bool = False,
 ) -> int:
     """Bytes of the weights that the rank at `place` holds, without padding.
 
-    Linear weights are in the format of `quantization`, the rest in `dtype`. A quantized lm_head tied to the
-    embedding is a copy of its own; one that is not serves both.
+    Linear weights are in `weight_format`, the rest in `dtype`. A quantized lm_head tied to the embedding is a copy of
+    its own; one that is not quantized serves both.
     """
     tp_size = len(place.tp_peers)
     experts = ExpertShare(place.ep_peers.index(place.rank), len(place.ep_peers)) if expert_parallel else None
+    held = weight_format.open_format()
     total = 0
-    for name, shape in _held(spec, stages[place.pp_rank], quantization):
+    for name, shape in _held(spec, stages[place.pp_rank], held):
         local = shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics, experts))
-        held = None
-        if quantization is not None and is_linear(name):
-            is_expert = expert_of(parse_name(name).part) is not None
-            held = weight_format(quantization, lm_head=name == "lm_head.weight", expert=is_expert)
-        if held is not None:
-            total += held.num_bytes(*local)
+        if is_linear(name):
+            total += held.num_bytes(local[0], local[1], DTYPE_BYTES[dtype], _role(name))
         else:
             total += math.prod(local) * DTYPE_BYTES["float32" if is_kept_in_float32(name) else dtype]
     return total
+
+
+def _role(name: str) -> Role:
+    """What a linear weight is for."""
+    if name == "lm_head.weight":
+        return "lm_head"
+    return "layer" if expert_of(parse_name(name).part) is None else "expert"
 
 
 def largest_weight_bytes(
@@ -100,7 +98,7 @@ def largest_weight_bytes(
     """Bytes, in `dtype`, of the largest parameter of which the rank at `place` holds a part: of that part."""
     tp_size = len(place.tp_peers)
     experts = ExpertShare(place.ep_peers.index(place.rank), len(place.ep_peers)) if expert_parallel else None
-    held = _held(spec, stages[place.pp_rank], None)
+    held = _held(spec, stages[place.pp_rank], PLAIN.open_format())
     shapes = (shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics, experts)) for name, shape in held)
     return max(map(math.prod, shapes)) * DTYPE_BYTES[dtype]
 
@@ -183,12 +181,12 @@ def attended_pairs(num_tokens: int, context_len: int, window: int | None) -> int
     return growing * context_len + growing * (growing + 1) // 2 + (num_tokens - growing) * window
 
 
-def _held(spec: DecoderSpec, stage: Span, quantization: str | None) -> Iterator[tuple[str, Shape]]:
+def _held(spec: DecoderSpec, stage: Span, held: WeightFormat) -> Iterator[tuple[str, Shape]]:
     """The parameters of a stage as they are held: a tied lm_head under its own name."""
     first, last = stage.start == 0, stage.stop == len(spec.layers)
     for name, shape in stage_parameters(spec, stage):
         yield ("lm_head.weight" if name == "embed.weight" and not first else name), shape
-    if first and last and spec.tied_embeddings and quantization and weight_format(quantization, lm_head=True):
+    if first and last and spec.tied_embeddings and not held.is_dense("lm_head"):
         yield "lm_head.weight", (spec.vocab_size, spec.hidden_size)
 
 
@@ -202,13 +200,14 @@ def _multiplications_per_pair(attention: Attention) -> int:
 def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, latents_shared: bool) -> int:
     """Keys and values of one token in one layer on one rank, scales included."""
     if isinstance(attention, MLA):
-        if DTYPE_BYTES[dtype] == 1:  # on GPUs, which share nothing; what is rotated stays in bf16
-            return attention.kv_lora_rank + 2 * attention.rope_head_dim + 4
-        parts = split_dim(attention.latent_dim, len(place.tp_peers) if latents_shared else 1)
-        return parts[place.tp_rank if latents_shared else 0].size * DTYPE_BYTES[dtype]
-    shares = split_heads(attention.num_heads, attention.num_kv_heads, len(place.tp_peers))
-    head_bytes = attention.head_dim * DTYPE_BYTES[dtype] + (4 if DTYPE_BYTES[dtype] == 1 else 0)
-    return 2 * shares[place.tp_rank].kv_heads.size * head_bytes
+        if latents_shared and DTYPE_BYTES[dtype] > 1:
+            latent = split_dim(attention.latent_dim, len(place.tp_peers))[place.tp_rank]
+            return latent.size * DTYPE_BYTES[dtype]
+        num_kv_heads = 1
+    else:
+        shares = split_heads(attention.num_heads, attention.num_kv_heads, len(place.tp_peers))
+        num_kv_heads = shares[place.tp_rank].kv_heads.size
+    return sum(part.num_bytes for part in kv_parts(attention, num_kv_heads, 1, 1, dtype))
 
 
 def _num_met(layer: Layer, hidden_size: int, num_tokens: int, dims: int | None = None) -> float:

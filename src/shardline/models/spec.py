@@ -1,19 +1,27 @@
 """A model as data: typed parts composed layer by layer. Nothing here knows of ranks, torch or file formats.
 
-The runtime builds modules from a DecoderSpec, the scheduler its KV groups, `models.sizes` the bytes and FLOPs.
+The runtime builds modules from a DecoderSpec, the scheduler its KV groups, `models.sizes` the bytes and FLOPs. A spec
+travels to engines and workers as msgpack, so its parts are msgspec structs; they are sent without the names of their
+fields, since there is a part for every layer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Literal
+
+import msgspec
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 DType = Literal["float32", "bfloat16", "float16"]
+KVDType = DType | Literal["int8", "float8_e4m3fn"]
+"""What the KV cache holds. Types of one byte have a float32 scale for each token and head (latents: each token)."""
+
+DTYPE_BYTES: Mapping[KVDType, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+"""Bytes per element."""
 
 
-@dataclass(frozen=True)
-class Norm:
+class Norm(msgspec.Struct, frozen=True, array_like=True):
     """RMSNorm or LayerNorm over the last dim."""
 
     kind: Literal["rms", "layer"]
@@ -23,8 +31,7 @@ class Norm:
     bias: bool = False
 
 
-@dataclass(frozen=True)
-class Rope:
+class Rope(msgspec.Struct, frozen=True, array_like=True):
     """Rotary position embedding, scaling already folded in (a function of configuration only, never of length)."""
 
     inv_freq: tuple[float, ...]
@@ -35,8 +42,7 @@ class Rope:
     """True: pairs (0,1), (2,3), ...; False: pairs (i, i + rotary_dim/2)."""
 
 
-@dataclass(frozen=True)
-class GQA:
+class GQA(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Grouped-query attention; multi-head and multi-query are its ends."""
 
     num_heads: int
@@ -54,8 +60,7 @@ class GQA:
     """Over head_dim of q and k, before rope."""
 
 
-@dataclass(frozen=True)
-class MLA:
+class MLA(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one latent per token is key and value of all
     heads. It always runs absorbed: the up-projections of keys and values are applied to queries and outputs instead, so
     that what is cached per token is [kv_lora_rank + rope_head_dim] and prefill and decode have one set of bits.
@@ -99,8 +104,7 @@ class MLA:
 Attention = GQA | MLA
 
 
-@dataclass(frozen=True)
-class Dense:
+class Dense(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Feed-forward block: down(act(gate(x)) * up(x)), or down(act(up(x))) where it is not gated."""
 
     intermediate_size: int
@@ -109,8 +113,7 @@ class Dense:
     bias: bool = False
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(msgspec.Struct, frozen=True, array_like=True):
     """How a token chooses its experts: scores in fp32, the best `experts_per_token` of them, lowest id on ties."""
 
     num_experts: int
@@ -130,8 +133,7 @@ class Routing:
     """A learned bias per expert is added to the scores for choosing, not to the weights (DeepSeek-V3)."""
 
 
-@dataclass(frozen=True)
-class MoE:
+class MoE(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Mixture of experts: sum over a token's chosen experts of weight * expert(x), plus what every token passes."""
 
     routing: Routing
@@ -142,8 +144,7 @@ class MoE:
     """The shared block's output is multiplied by sigmoid(x . gate) (Qwen2-MoE)."""
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(msgspec.Struct, frozen=True, array_like=True):
     """One decoder layer: x += post(attention(pre(x))), then x += post(feed_forward(pre(x)))."""
 
     attention: Attention
@@ -154,8 +155,7 @@ class Layer:
     post_feed_forward_norm: Norm | None = None
 
 
-@dataclass(frozen=True)
-class DecoderSpec:
+class DecoderSpec(msgspec.Struct, frozen=True, array_like=True):
     """A decoder-only language model."""
 
     model_type: str
@@ -176,8 +176,7 @@ class DecoderSpec:
     logits_softcap: float | None = None
 
 
-@dataclass(frozen=True)
-class TensorSource:
+class TensorSource(msgspec.Struct, frozen=True, array_like=True):
     """Where a canonical parameter lies in a checkpoint.
 
     The parameter is checkpoint tensor `key`, transposed where the file stores [in, out], then its rows

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardline.deployment.deployment import Deployment, KVAllocation
 from shardline.runtime.backends import open_backend
 from shardline.runtime.parallel.groups import join_nobody
-from shardline.runtime.setup import ReplicaSetup
 from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from shardline.runtime.worker import Worker
 
@@ -41,16 +41,14 @@ class Quality:
 class Scorer:
     """A model on one rank, whole texts in one step each."""
 
-    def __init__(self, setup: ReplicaSetup, longest: int) -> None:
+    def __init__(self, deployment: Deployment, longest: int) -> None:
         """`longest`: tokens of the longest document."""
-        self._block_size = setup.config.cache.block_size
-        self._num_groups = len(setup.groups)
+        self._block_size = deployment.cache.block_size
+        self._num_groups = len(deployment.cache.groups)
         num_blocks = 1 + self._num_groups * -(-longest // self._block_size)
-        parallel = setup.config.parallel
-        assert parallel.cpu_threads is not None
-        backend = open_backend(parallel.device, 0, parallel.cpu_threads)
-        worker = Worker(dataclasses.replace(setup, num_blocks=num_blocks), backend, join_nobody())
-        worker.load()
+        backend = open_backend(deployment.device, 0, deployment.placements[0][0].threads)
+        worker = Worker(deployment, backend, join_nobody())
+        worker.load(lambda memory: KVAllocation(num_blocks))
         self._stage = worker.stage
 
     @torch.inference_mode()
@@ -83,14 +81,14 @@ class Scorer:
         return torch.log_softmax(self._stage.forward(step, self._stage.embed(step)), dim=-1)
 
 
-def compare(setup: ReplicaSetup, reference: ReplicaSetup, documents: Sequence[Document]) -> Quality:
-    """The model of `setup` against that of `reference`.
+def compare(deployment: Deployment, reference: Deployment, documents: Sequence[Document]) -> Quality:
+    """The model of `deployment` against that of `reference`.
 
     Raises:
         ValueError: the checkpoint is at fault.
     """
     longest = max(len(document.token_ids) for document in documents)
-    model, oracle = Scorer(setup, longest), Scorer(reference, longest)
+    model, oracle = Scorer(deployment, longest), Scorer(reference, longest)
     num_tokens, agreeing, largest = 0, 0, 0.0
     total = reference_total = difference_total = 0.0
     for document in documents:

@@ -10,6 +10,9 @@ from collections.abc import Callable
 import torch
 from tqdm import tqdm
 
+from shardline.deployment.deployment import Deployment, KVAllocation, MeasuredPool
+from shardline.deployment.kv_budget import fixed_allocation
+from shardline.deployment.messages import MemoryUse, RankReport
 from shardline.runtime.backends.base import Backend, Counters, Replay, StepSizes
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.finite import FiniteWatch
@@ -17,78 +20,70 @@ from shardline.runtime.kv_pool import KVPool
 from shardline.runtime.layers.context import LayerLoader, StageContext
 from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.memory_profile import largest_step
-from shardline.runtime.messages import MemoryUse, RankReport
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.pending import PendingStep
 from shardline.runtime.runner import Runner
-from shardline.runtime.setup import ReplicaSetup
 from shardline.types import RankStep, StepResult
-from shardline.weights.base import weight_format
 
 _PROGRESS_BYTES = 256 << 20
 """Smaller models load faster than a progress bar can be read."""
 
-Agree = Callable[[MemoryUse], int]
-"""What a rank has measured -> blocks of the KV pool, the same on all ranks."""
+Agree = Callable[[MemoryUse | None], KVAllocation]
+"""What a rank has measured (None: nothing) -> the size of the KV pool, the same on all ranks."""
 
 
 class Worker:
     """One rank of a replica."""
 
-    def __init__(self, setup: ReplicaSetup, backend: Backend, groups: RankGroups) -> None:
-        self._setup = setup
+    def __init__(self, deployment: Deployment, backend: Backend, groups: RankGroups) -> None:
+        self._deployment = deployment
         self._backend = backend
         self._groups = groups
         self._runner: Runner | None = None
         self._stage: DecoderStage | None = None
         self._expert_load: Counters | None = None
-        self._watch = FiniteWatch(groups.place.rank) if setup.config.model.check_finite else None
+        self._watch = FiniteWatch(groups.place.rank) if deployment.check_finite else None
         self._sizes = StepSizes(
-            max_seqs=setup.config.scheduler.max_num_seqs,
-            max_blocks=setup.max_blocks,
-            num_kv_groups=len(setup.groups),
-            block_size=setup.config.cache.block_size,
-            hidden_size=setup.spec.hidden_size,
-            dtype=getattr(torch, setup.dtype),
+            max_seqs=deployment.limits.max_num_seqs,
+            max_blocks=deployment.cache.max_blocks,
+            num_kv_groups=len(deployment.cache.groups),
+            block_size=deployment.cache.block_size,
+            hidden_size=deployment.spec.hidden_size,
+            dtype=getattr(torch, deployment.dtype),
         )
 
     def load(self, agree: Agree | None = None) -> RankReport:
         """Load this rank's weights, allocate its KV cache, and say what it holds.
 
-        `agree` says how large the KV pool is, given what this rank has measured; it is only called where the setup says
-        that ranks measure.
+        `agree` says how large the KV pool is, given what this rank has measured, if ranks measure; without it the pool
+        is as the deployment has decided.
 
         Raises:
             ValueError: the checkpoint is at fault.
         """
         started = time.perf_counter()
-        setup, place, backend = self._setup, self._groups.place, self._backend
+        deployment, place, backend = self._deployment, self._groups.place, self._backend
         stage, weight_bytes = self._load_stage()
         self._stage = stage
         replay = self._make_replay(stage)
-        num_blocks, memory = setup.num_blocks, None
-        if num_blocks == 0:
-            assert agree is not None
-            memory = self._measure(stage, replay)
-            num_blocks = agree(memory)
-        kv_bytes = self._allocate_cache(stage, num_blocks)
+        memory = self._measure(stage, replay) if isinstance(deployment.cache.pool, MeasuredPool) else None
+        allocation = fixed_allocation(deployment) if agree is None else agree(memory)
+        assert allocation is not None
+        kv_bytes = self._allocate_cache(stage, allocation.num_blocks)
         with torch.inference_mode():
             replay.capture_steps()
         forward = replay if self._watch is None else stage.forward
         self._runner = Runner(backend, stage, self._groups, forward, self._sizes, self._watch)
-        threads = setup.config.parallel.cpu_threads
-        assert threads is not None
         return RankReport(
             rank=place.rank,
             host=socket.gethostname(),
             pid=os.getpid(),
             device=backend.name,
             isa=backend.kernel_path,
-            threads=threads,
+            threads=backend.num_threads,
             weight_bytes=weight_bytes,
             kv_bytes=kv_bytes,
             load_seconds=time.perf_counter() - started,
-            num_blocks=num_blocks,
             memory=memory,
         )
 
@@ -111,8 +106,8 @@ class Worker:
         return pending
 
     def _load_stage(self) -> tuple[DecoderStage, int]:
-        setup, place, backend = self._setup, self._groups.place, self._backend
-        expected = setup.weight_bytes(place.rank)
+        deployment, place, backend = self._deployment, self._groups.place, self._backend
+        expected = deployment.weights[place.rank].num_bytes
         if (load := self._groups.expert_load).size:
             self._expert_load = backend.share_counters(torch.from_numpy(load))
         quiet = place.rank != 0 or expected < _PROGRESS_BYTES
@@ -125,37 +120,32 @@ class Worker:
                 bar.update(num_bytes)
 
             context = StageContext(
-                spec=setup.spec,
-                kv_groups=setup.groups,
+                spec=deployment.spec,
+                kv_groups=deployment.cache.groups,
                 backend=backend,
                 group=self._groups.tensor,
                 expert_group=self._groups.experts,
-                numerics=setup.numerics,
+                numerics=deployment.numerics,
                 dtype=self._sizes.dtype,
-                max_model_len=setup.max_model_len,
+                max_model_len=deployment.max_model_len,
                 watch=self._watch,
-                expert_parallel=setup.expert_parallel,
+                expert_parallel=deployment.expert_parallel,
                 expert_load=self._expert_load.counts if self._expert_load is not None else None,
             )
             loader = LayerLoader(
                 stage=context,
-                source=open_weights(
-                    setup.files,
-                    setup.spec,
-                    setup.config.model,
-                    backend.device if backend.draws_dummy_weights else None,
-                ),
-                format=weight_format(*setup.weight_format),
+                source=open_weights(deployment, backend.device if backend.draws_dummy_weights else None),
+                format=deployment.weight_format.open_format(),
                 on_loaded=count,
             )
-            stage = DecoderStage(loader, setup.stages[place.pp_rank])
-        backend.finish_loading(loader.loaded_products(setup.config.scheduler.max_num_batched_tokens))
+            stage = DecoderStage(loader, deployment.stages[place.pp_rank])
+        backend.finish_loading(loader.loaded_products(deployment.limits.max_num_batched_tokens))
         return stage, loaded
 
     def _make_replay(self, stage: DecoderStage) -> Replay:
         """The stage's forward pass with decode steps replayed, in the back end's way."""
         # Whole experts: the host waits for what each rank is sent.
-        waits = self._setup.expert_parallel and self._groups.experts.size > 1
+        waits = self._deployment.expert_parallel and self._groups.experts.size > 1
         can_capture = self._groups.tensor.is_capturable and not waits and self._watch is None
         return self._backend.make_replay(stage.forward, self._sizes, can_capture=can_capture)
 
@@ -163,7 +153,7 @@ class Worker:
         """What a step needs, found by running the largest on a cache of one block."""
         self._allocate_cache(stage, 1)
         runner = Runner(self._backend, stage, self._groups, stage.forward, self._sizes, self._watch)
-        step = largest_step(self._setup)
+        step = largest_step(self._deployment)
         with torch.inference_mode():
             use = self._backend.measure_step(lambda: runner.run_step(step), replay)
         if self._expert_load is not None:
@@ -172,8 +162,8 @@ class Worker:
 
     def _allocate_cache(self, stage: DecoderStage, num_blocks: int) -> int:
         """Give the layers a KV pool; returns this rank's bytes."""
-        setup = self._setup
-        span = setup.stages[self._groups.place.pp_rank]
-        dtype: torch.dtype = getattr(torch, setup.kv_dtype)
-        pool = KVPool(num_blocks, self._sizes.block_size, dtype, self._backend.device)
-        return pool.bind_layers(stage.layers, span, setup.groups, self._groups)
+        deployment, cache = self._deployment, self._deployment.cache
+        span = deployment.stages[self._groups.place.pp_rank]
+        dtype: torch.dtype = getattr(torch, cache.dtype)
+        pool = KVPool(num_blocks, cache.block_size, dtype, self._backend.device)
+        return pool.bind_layers(stage.layers, span, cache.groups, self._groups)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardline.channel import Channel
-from shardline.log import configure_logging
-from shardline.runtime.messages import (
+from shardline.deployment.deployment import KVAllocation
+from shardline.deployment.messages import (
     AllocateCache,
     MemoryUse,
     RankFailed,
@@ -31,6 +31,9 @@ from shardline.runtime.messages import (
     StepDone,
     WorkerRequest,
 )
+from shardline.deployment.segment import segment_layout
+from shardline.log import configure_logging
+from shardline.runtime.backends import open_backend, reserve_memory
 from shardline.types import RankStep
 
 if TYPE_CHECKING:
@@ -46,13 +49,14 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
     start = channel.receive()
     assert isinstance(start, StartWorker)
     events: queue.SimpleQueue[RankStep | PendingStep] = queue.SimpleQueue()
-    pool_sizes: queue.SimpleQueue[int] = queue.SimpleQueue()
+    allocations: queue.SimpleQueue[KVAllocation] = queue.SimpleQueue()
     # The reader is up before torch is imported: an engine that ends meanwhile ends its workers too.
-    threading.Thread(target=_read_messages, args=(channel, events, pool_sizes), daemon=True).start()
+    threading.Thread(target=_read_messages, args=(channel, events, allocations), daemon=True).start()
 
-    def agree(memory: MemoryUse) -> int:
-        channel.send(RankMeasured(memory))
-        return pool_sizes.get()
+    def agree(memory: MemoryUse | None) -> KVAllocation:
+        if memory is not None:
+            channel.send(RankMeasured(memory))
+        return allocations.get()
 
     loaded = False
     try:
@@ -82,34 +86,31 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
 
 
 def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Worker, RankReport, bool]:
-    from shardline.runtime.setup import prepare, reserve_weights
-
-    setup = prepare(start.config)
-    reserve_weights(setup, start.rank)
-    from shardline.runtime.backends import open_backend
+    deployment, layout = start.deployment, segment_layout(start.deployment)
+    weights = deployment.weights[start.rank]
+    # Importing torch takes long enough to touch most of the memory meanwhile.
+    reserve_memory(weights.num_bytes, weights.touched_bytes)
     from shardline.runtime.parallel.groups import join_distributed, join_shared
     from shardline.runtime.worker import Worker
 
     # The engine's deadline comes first, since it can say which rank is late; this is the back-stop.
-    timeout = 2 * setup.config.parallel.step_timeout + 5.0
-    parallel = setup.config.parallel
-    assert parallel.cpu_threads is not None
-    backend = open_backend(parallel.device, start.rank, parallel.cpu_threads)
+    timeout = 2 * deployment.step_timeout + 5.0
+    backend = open_backend(deployment.device, start.rank, deployment.placements[start.engine][start.rank].threads)
     if start.store_path:
         groups = join_distributed(
             backend,
-            setup.collectives,
+            deployment.collectives,
             Path(start.store_path),
             segment,
-            setup.segment_layout,
+            layout,
             start.rank,
             timeout,
-            tries_symmetric_memory=setup.tries_symmetric_memory,
+            tries_symmetric_memory=deployment.tries_symmetric_memory,
         )
     else:
-        groups = join_shared(backend.kernels, segment, setup.segment_layout, start.rank, timeout)
-    worker = Worker(setup, backend, groups)
-    return worker, worker.load(agree), start.rank in setup.grid.drivers
+        groups = join_shared(backend.kernels, segment, layout, start.rank, timeout)
+    worker = Worker(deployment, backend, groups)
+    return worker, worker.load(agree), start.rank in deployment.grid.drivers
 
 
 def _await_steps(launched: queue.SimpleQueue[PendingStep], events: queue.SimpleQueue[RankStep | PendingStep]) -> None:
@@ -124,14 +125,14 @@ def _await_steps(launched: queue.SimpleQueue[PendingStep], events: queue.SimpleQ
 def _read_messages(
     channel: Channel[WorkerRequest],
     steps: queue.SimpleQueue[RankStep | PendingStep],
-    pool_sizes: queue.SimpleQueue[int],
+    allocations: queue.SimpleQueue[KVAllocation],
 ) -> None:
     """Runs beside the steps, so that the engine's end is noticed even in the middle of an exchange."""
     try:
         while True:
             message = channel.receive()
             if isinstance(message, AllocateCache):
-                pool_sizes.put(message.num_blocks)
+                allocations.put(message.allocation)
             else:
                 assert isinstance(message, RunStep)
                 steps.put(message.step)

@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
+import msgspec
+
 from shardline.weights import formats
 from shardline.weights.rows import InputForm
 
@@ -20,6 +22,23 @@ if TYPE_CHECKING:
 
 Role = Literal["layer", "expert", "lm_head"]
 """What a weight is for: a format may hold some of them in another way."""
+
+
+class FormatChoice(msgspec.Struct, frozen=True):
+    """The format of a model's linear weights, as a deployment names it."""
+
+    name: str = "plain"
+    group_size: int = 0
+    """Columns that share a scale, where the checkpoint decides it; 0: the whole row, or the format's own."""
+
+    def open_format(self) -> WeightFormat:
+        """What the format's file offers."""
+        module = importlib.import_module(f"{formats.__name__}.{self.name}")
+        return cast(WeightFormat, module.Format(self.group_size))
+
+
+PLAIN = FormatChoice()
+"""Weights in the activations' dtype."""
 
 
 class PackedLinear(ABC):
@@ -98,10 +117,23 @@ class WeightFormat(ABC):
     """
 
     group_size: int = 0
-    """Columns that share a scale, where the checkpoint decides it; 0: the whole row, or the format's own."""
+    """As in FormatChoice."""
 
     reads_packed: ClassVar[bool] = False
-    """Whether layers keep the weights that a checkpoint has packed, instead of dense ones."""
+    """Whether layers keep the weights that a checkpoint has packed, in groups of columns, instead of dense ones."""
+    gpu_capability: ClassVar[int | None] = None
+    """The first GPU architecture that has the format, as in sm_89; 0: any GPU; None: the CPU has it too."""
+    alternatives: ClassVar[str] = "int8"
+    """Formats to name to a user whose device lacks this one."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """The format's part of a `system_fingerprint`."""
+
+    def is_dense(self, role: Role) -> bool:
+        """Whether weights of this role are held in the activations' dtype."""
+        return False
 
     @abstractmethod
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:
@@ -135,10 +167,9 @@ class WeightFormat(ABC):
         rounding. `kernels` may only be used to pack, where packing searches for scales."""
 
 
-def weight_format(name: str, group_size: int = 0) -> WeightFormat:
-    """The format of this name."""
-    module = importlib.import_module(f"{formats.__name__}.{name}")
-    return cast(WeightFormat, module.Format(group_size))
+def weight_format(name: str) -> WeightFormat:
+    """The format of this name, with the group size that it has by itself."""
+    return FormatChoice(name).open_format()
 
 
 def format_names() -> list[str]:

@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from shardline.config.engine import EngineConfig
-from shardline.engine.resolve import resolve
+from shardline.deployment.deployment import Deployment
+from shardline.deployment.here import resolve_here
+from shardline.deployment.segment import segment_layout
 from shardline.runtime.cuda_graphs import GraphReplay, PaddedStep, Recording, batch_sizes
 from shardline.runtime.ops import expert_exchange
 from shardline.runtime.parallel.groups import RankGroups, alone, join_shared
-from shardline.runtime.setup import ReplicaSetup, prepare
 from shardline.runtime.worker import Worker
 
 from ...models.checkpoints import make_checkpoint
@@ -35,14 +36,14 @@ STEPS = [(PROMPT[:10], 0), (PROMPT[10:], 10), ([40], 17), ([41], 18)]
 pytestmark = pytest.mark.usefixtures("gpu_kernels", "one_kernel_at_a_time")
 
 
-def setup_of(model: Path, **layout: object) -> ReplicaSetup:
+def setup_of(model: Path, **layout: object) -> Deployment:
     chosen = {"dtype": "float32", "device": "cpu", "cpu_threads": 1, "num_gpu_blocks_override": 8, "max_model_len": 64}
-    return prepare(resolve(EngineConfig.from_options(model=str(model), **chosen, **layout)))
+    return resolve_here(EngineConfig.from_options(model=str(model), **chosen, **layout))
 
 
-def on_ranks(setup: ReplicaSetup, work: Callable[[Worker, RankGroups], list[Tensor]]) -> list[list[Tensor]]:
+def on_ranks(setup: Deployment, work: Callable[[Worker, RankGroups], list[Tensor]]) -> list[list[Tensor]]:
     """What `work` gives on each rank."""
-    layout = setup.segment_layout
+    layout = segment_layout(setup)
     segment = memoryview(mmap.mmap(-1, layout.num_bytes))
 
     def run(rank: int) -> list[Tensor]:
@@ -113,7 +114,7 @@ def test_recorded_decode_steps_of_a_group(tmp_path: Path) -> None:
 
     def replayed(worker: Worker, groups: RankGroups) -> list[Tensor]:
         stage, recorder = worker.stage, Recorder()
-        sizes = {"max_seqs": 4, "max_blocks": setup.max_blocks, "num_kv_groups": 1, "hidden_size": 64}
+        sizes = {"max_seqs": 4, "max_blocks": setup.cache.max_blocks, "num_kv_groups": 1, "hidden_size": 64}
         padded = PaddedStep(torch.device("cpu"), dtype=torch.float32, **sizes)
         replay = GraphReplay(stage.forward, padded, 4, recorder)
         replay.capture()

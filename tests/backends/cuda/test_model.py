@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from shardline.config.engine import EngineConfig
-from shardline.engine.resolve import resolve
+from shardline.deployment.here import resolve_here
 from shardline.models.sizes import weight_bytes
+from shardline.models.weight_formats import WeightFormat
 from shardline.runtime.cuda_graphs import PaddedStep
 from shardline.runtime.device import DeviceCounters, Uploader
 from shardline.runtime.layers import attention, mla
@@ -23,7 +25,6 @@ from shardline.runtime.ops.mla_attention import mla_attention_reference
 from shardline.runtime.parallel.groups import alone
 from shardline.runtime.quantization import fp8
 from shardline.runtime.quantization.w4a16 import W4A16Linear
-from shardline.runtime.setup import prepare
 from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from shardline.runtime.worker import Worker
 
@@ -54,10 +55,13 @@ def load(folder: Path, options: dict[str, object]) -> Worker:
     chosen = {"dtype": "float32", "device": "cpu", "cpu_threads": 1, "num_gpu_blocks_override": 8, "max_model_len": 64}
     # What resolve refuses on the CPU.
     accepted = {name: value for name, value in options.items() if value not in ("fp8", "w4a16_32")}
-    config = resolve(EngineConfig.from_options(model=str(folder), **chosen, **accepted))
-    model = dataclasses.replace(config.model, quantization=options.get("quantization"))
-    cache = dataclasses.replace(config.cache, kv_cache_dtype=options.get("kv_cache_dtype", "auto"))
-    setup = prepare(dataclasses.replace(config, model=model, cache=cache))
+    setup = resolve_here(EngineConfig.from_options(model=str(folder), **chosen, **accepted))
+    if options.get("quantization") == "w4a16_32":
+        setup = replace(setup, weight_format=WeightFormat("w4a16", 32))
+    elif options.get("quantization") == "fp8":
+        setup = replace(setup, weight_format=WeightFormat("fp8"))
+    if options.get("kv_cache_dtype") == "fp8":
+        setup = replace(setup, cache=replace(setup.cache, dtype="float8_e4m3fn"))
     groups = alone(len(setup.spec.layers) if setup.num_experts else 0, setup.num_experts)
     worker = Worker(setup, groups)
     worker.load()

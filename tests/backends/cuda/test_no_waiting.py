@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 from shardline.config.engine import EngineConfig
+from shardline.deployment.here import resolve_here
 from shardline.engine.executor.uni import UniExecutor
-from shardline.engine.resolve import resolve
 from shardline.runtime import worker as worker_module
 from shardline.runtime.cuda_graphs import GraphReplay, Recording
 from shardline.runtime.device import Device
@@ -26,7 +26,6 @@ from shardline.runtime.ops import dispatch
 from shardline.runtime.ops import triton as ops
 from shardline.runtime.parallel.groups import alone
 from shardline.runtime.pending import PendingStep
-from shardline.runtime.setup import prepare
 from shardline.runtime.worker import Worker
 from shardline.types import RankStep, SamplingParams, SequenceStart, SequenceStep, StepPlan
 
@@ -117,7 +116,7 @@ SAMPLING: list[dict[str, Any]] = [
 
 def load_worker(model: Path, **options: Any) -> Worker:
     chosen = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "num_gpu_blocks_override": 32, "max_num_seqs": 8}
-    setup = prepare(resolve(EngineConfig.from_options(model=str(model), **{**chosen, **options})))
+    setup = resolve_here(EngineConfig.from_options(model=str(model), **{**chosen, **options}))
     layers = len(setup.spec.layers) if setup.num_experts else 0
     worker = Worker(setup, alone(layers, setup.num_experts))
     worker.load()

@@ -106,15 +106,15 @@ import sys
 from shardline.config.engine import EngineConfig, ModelConfig
 from shardline.engine.engine import Engine
 from shardline.engine.executor.uni import UniExecutor
-from shardline.engine.resolve import resolve
-from shardline.runtime.setup import prepare
+from shardline.deployment.here import resolve_here
 from shardline.types import Request, SamplingParams
 
-setup = prepare(resolve(EngineConfig(model=ModelConfig(model="demo"))))
-executor = UniExecutor(setup)
+setup = resolve_here(EngineConfig(model=ModelConfig(model="demo")))
+executor = UniExecutor(setup, 0)
 executor.start()
 engine = Engine(setup, executor)
-engine.add(Request(request_id="one", prompt_token_ids=[5, 6], sampling=SamplingParams(max_tokens=4, ignore_eos=True)))
+params = SamplingParams(max_tokens=4, ignore_eos=True)
+engine.add_request(Request(request_id="one", prompt_token_ids=[5, 6], sampling=params))
 count = 0
 while engine.busy:
     count += sum(len(output.token_ids) for output in engine.step())

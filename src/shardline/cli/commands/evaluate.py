@@ -37,9 +37,8 @@ def run(args: argparse.Namespace) -> int:
         ValueError: the configuration or the text is at fault.
     """
     from shardline.api.front import load_model_text
-    from shardline.engine.resolve import resolve
+    from shardline.deployment.here import resolve_here
     from shardline.runtime.scoring import compare
-    from shardline.runtime.setup import prepare
 
     config = engine_config(args)
     parallel = config.parallel
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         model=dataclasses.replace(config.model, quantization="none"),
         cache=dataclasses.replace(config.cache, kv_cache_dtype="auto"),
     )
-    quality = compare(prepare(resolve(config)), prepare(resolve(plain)), documents)
+    quality = compare(resolve_here(config), resolve_here(plain), documents)
     scheme = config.model.quantization or "none"
     if config.cache.kv_cache_dtype != "auto":
         scheme += f" with KV in {config.cache.kv_cache_dtype}"
@@ -80,7 +79,7 @@ def _documents(config: EngineConfig, text: ModelText, path: Path | None) -> list
 
 
 def _conversations(text: ModelText) -> list[Document]:
-    from shardline.runtime.loader.hub import DEMO_FOLDER
+    from shardline.models.hub import DEMO_FOLDER
     from shardline.runtime.scoring import Document
 
     assert text.tokenizer is not None

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from shardline.deployment.deployment import Deployment
 from shardline.engine.executor.base import Executor
-from shardline.runtime.setup import ReplicaSetup
 
 
-def make_executor(setup: ReplicaSetup) -> Executor:
-    """The executor that the resolved configuration asks for."""
-    backend = setup.config.parallel.distributed_executor_backend
-    if backend == "uni":
+def make_executor(deployment: Deployment, engine: int = 0) -> Executor:
+    """The executor of one of the deployment's engines."""
+    if deployment.executor == "uni":
         from shardline.engine.executor.uni import UniExecutor
 
-        return UniExecutor(setup)
-    if backend == "threads":
+        return UniExecutor(deployment, engine)
+    if deployment.executor == "threads":
         from shardline.engine.executor.threads import ThreadExecutor
 
-        return ThreadExecutor(setup)
+        return ThreadExecutor(deployment, engine)
     from shardline.engine.executor.multiprocess import MultiprocessExecutor
 
-    return MultiprocessExecutor(setup)
+    return MultiprocessExecutor(deployment, engine)

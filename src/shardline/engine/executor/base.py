@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from shardline.runtime.messages import RankReport
-from shardline.runtime.parallel.expert_load import Counts
+from shardline.deployment.deployment import KVAllocation
+from shardline.deployment.messages import RankReport
+from shardline.segment.expert_load import Counts
 from shardline.types import RankStep, StepPlan, StepResult
 
 
@@ -17,11 +18,13 @@ class ExecutorFailure(RuntimeError):
 class Executor(ABC):
     """Runs steps on all ranks of an engine: each is one StepPlan per replica, and all of one step id.
 
-    `submit` hands a step over and returns; `collect` waits for the oldest step's results. Results come in the order
-    of submission. At most `max_in_flight` steps may be submitted and not collected.
+    `submit_step` hands a step over and returns; `collect_results` waits for the oldest step's results. Results come in
+    the order of submission. At most `max_in_flight` steps may be submitted and not collected.
     """
 
     max_in_flight: int
+    allocation: KVAllocation
+    """The size of the KV pool, known once `start` has returned."""
 
     @abstractmethod
     def start(self) -> list[RankReport]:
@@ -33,7 +36,7 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def submit(self, plans: Sequence[StepPlan]) -> None:
+    def submit_step(self, plans: Sequence[StepPlan]) -> None:
         """Hand a step, the plan of each replica, to the ranks.
 
         Raises:
@@ -41,24 +44,24 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def collect(self) -> list[StepResult]:
+    def collect_results(self) -> list[StepResult]:
         """The result of each replica for the oldest step in flight.
 
         Raises:
             ExecutorFailure: a rank died or failed, or the step missed its deadline.
         """
 
-    def watched(self) -> list[int]:
+    def watched_fds(self) -> list[int]:
         """File descriptors that become readable when a rank dies while nothing is in flight."""
         return []
 
-    def check(self) -> None:
+    def check_ranks(self) -> None:
         """Look after the ranks while nothing is in flight.
 
         Raises:
             ExecutorFailure: a rank is gone.
         """
-        assert not self.watched(), "who names file descriptors to watch looks after them"
+        assert not self.watched_fds(), "an executor that names file descriptors overrides this"
 
     @abstractmethod
     def expert_load(self) -> Counts:

@@ -20,10 +20,9 @@ from pathlib import Path
 import msgspec
 
 from shardline.channel import Channel, encode
-from shardline.engine.children import describe_end, start_child
-from shardline.engine.executor.base import Executor, ExecutorFailure, rank_steps
-from shardline.engine.kv_budget import agreed_blocks
-from shardline.runtime.messages import (
+from shardline.deployment.deployment import Deployment, KVAllocation
+from shardline.deployment.kv_budget import agree_allocation, fixed_allocation
+from shardline.deployment.messages import (
     AllocateCache,
     MemoryUse,
     RankFailed,
@@ -35,9 +34,11 @@ from shardline.runtime.messages import (
     StepDone,
     WorkerReply,
 )
-from shardline.runtime.parallel.expert_load import Counts
-from shardline.runtime.parallel.progress import ProgressBoard
-from shardline.runtime.setup import ReplicaSetup
+from shardline.deployment.segment import segment_layout
+from shardline.engine.children import describe_end, start_child
+from shardline.engine.executor.base import Executor, ExecutorFailure, rank_steps
+from shardline.segment.expert_load import Counts
+from shardline.segment.progress import ProgressBoard
 from shardline.types import StepPlan, StepResult
 
 _FRAME_TIMEOUT = 10.0
@@ -52,25 +53,28 @@ _log = logging.getLogger(__name__)
 class MultiprocessExecutor(Executor):
     """Starts the ranks, watches their pipes, names the one that dies or is late."""
 
-    def __init__(self, setup: ReplicaSetup) -> None:
-        self._setup = setup
-        self.max_in_flight = setup.max_in_flight
+    def __init__(self, deployment: Deployment, engine: int) -> None:
+        self._deployment = deployment
+        self._engine = engine
+        self.max_in_flight = deployment.max_in_flight
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel[WorkerReply]] = []
         self._submitted: list[int] = []
-        self._results: list[deque[StepResult]] = [deque() for _ in setup.grid.drivers]
+        self._results: list[deque[StepResult]] = [deque() for _ in deployment.grid.drivers]
         # An anonymous file is gone with its last user, however that ends: nothing to clean up in /dev/shm.
         self._segment_fd = os.memfd_create("shardline")
-        layout = setup.segment_layout
+        layout = segment_layout(deployment)
         os.ftruncate(self._segment_fd, layout.num_bytes)
         self._segment = mmap.mmap(self._segment_fd, layout.num_bytes)
-        self._progress = ProgressBoard(layout.progress(memoryview(self._segment)), setup.grid)
+        self._progress = ProgressBoard(layout.progress(memoryview(self._segment)), deployment.grid)
         self._load = layout.expert_load(memoryview(self._segment))
-        self._store_folder = tempfile.mkdtemp(prefix="shardline-") if setup.collectives != "shm" else None
+        self._store_folder = tempfile.mkdtemp(prefix="shardline-") if deployment.collectives != "shm" else None
 
     def start(self) -> list[RankReport]:
-        for rank in range(self._setup.grid.world_size):
+        for rank in range(self._deployment.grid.world_size):
             self._spawn(rank)
+        if (fixed := fixed_allocation(self._deployment)) is not None:
+            self._allocate(fixed)
         reports: dict[int, RankReport] = {}
         measured: dict[int, MemoryUse] = {}
         while len(reports) < len(self._channels):
@@ -85,14 +89,18 @@ class MultiprocessExecutor(Executor):
                 elif isinstance(reply, RankMeasured):
                     measured[rank] = reply.memory
                     if len(measured) == len(self._channels):
-                        self._agree([measured[rank] for rank in sorted(measured)])
+                        self._allocate(agree_allocation(self._deployment, [measured[r] for r in sorted(measured)]))
         self._remove_store()
         return [reports[rank] for rank in sorted(reports)]
 
-    def _agree(self, measured: list[MemoryUse]) -> None:
-        num_blocks = agreed_blocks(self._setup, measured)
-        for channel in self._channels:
-            channel.send(AllocateCache(num_blocks))
+    def _allocate(self, allocation: KVAllocation) -> None:
+        self.allocation = allocation
+        for rank, channel in enumerate(self._channels):
+            try:
+                channel.send(AllocateCache(allocation))
+            except OSError:
+                self._receive(rank)  # what it said last, if anything
+                raise ExecutorFailure(self._death(rank)) from None
 
     def _spawn(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
@@ -104,14 +112,14 @@ class MultiprocessExecutor(Executor):
         channel: Channel[WorkerReply] = Channel(ours, WorkerReply)  # type: ignore[arg-type]
         self._channels.append(channel)
         store = str(Path(self._store_folder) / "store") if self._store_folder else ""
-        channel.send(StartWorker(self._setup.config, rank, store))
+        channel.send(StartWorker(self._deployment, self._engine, rank, store))
 
-    def submit(self, plans: Sequence[StepPlan]) -> None:
+    def submit_step(self, plans: Sequence[StepPlan]) -> None:
         messages = [encode(RunStep(step)) for step in rank_steps(plans)]
         self._submitted.append(plans[0].step_id)
         for rank, channel in enumerate(self._channels):
             try:
-                channel.send_encoded(messages[rank // self._setup.grid.replica_size])
+                channel.send_encoded(messages[rank // self._deployment.grid.replica_size])
             except BlockingIOError:
                 raise ExecutorFailure(f"{self._name(rank)} does not read its plans{self._at_step()}") from None
             except OSError:
@@ -119,23 +127,23 @@ class MultiprocessExecutor(Executor):
                 self._receive(rank)
                 raise ExecutorFailure(self._death(rank)) from None
 
-    def collect(self) -> list[StepResult]:
-        deadline = time.monotonic() + self._setup.config.parallel.step_timeout
+    def collect_results(self) -> list[StepResult]:
+        deadline = time.monotonic() + self._deployment.step_timeout
         while not all(self._results):
             ready = self._readable(range(len(self._channels)), max(0.0, deadline - time.monotonic()))
             for rank in ready:
                 reply = self._receive(rank)
                 if isinstance(reply, StepDone):
-                    self._results[rank // self._setup.grid.replica_size].append(reply.result)
+                    self._results[rank // self._deployment.grid.replica_size].append(reply.result)
             if not ready:
                 raise ExecutorFailure(self._missed_deadline())
         self._submitted.pop(0)
         return [results.popleft() for results in self._results]
 
-    def watched(self) -> list[int]:
+    def watched_fds(self) -> list[int]:
         return [channel.fileno() for channel in self._channels]
 
-    def check(self) -> None:
+    def check_ranks(self) -> None:
         for rank in self._readable(range(len(self._channels)), 0.0):
             self._receive(rank)
 
@@ -195,7 +203,7 @@ class MultiprocessExecutor(Executor):
             time.sleep(0.01)
 
     def _name(self, rank: int) -> str:
-        return f"{self._setup.grid.place(rank)} on {socket.gethostname()}, pid {self._processes[rank].pid},"
+        return f"{self._deployment.grid.place(rank)} on {socket.gethostname()}, pid {self._processes[rank].pid},"
 
     def _at_step(self) -> str:
         return f" at step {self._submitted[0]}" if self._submitted else ""
@@ -207,7 +215,4 @@ class MultiprocessExecutor(Executor):
         step = self._submitted[0]
         late = self._progress.late_ranks(step)
         names = "; ".join(self._name(rank).rstrip(",") for rank in late) or "no rank"
-        return (
-            f"step {step} missed its deadline of {self._setup.config.parallel.step_timeout:g} s; "
-            f"did not arrive: {names}"
-        )
+        return f"step {step} missed its deadline of {self._deployment.step_timeout:g} s; did not arrive: {names}"

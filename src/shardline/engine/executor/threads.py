@@ -8,22 +8,26 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
+from shardline.deployment.deployment import Deployment
+from shardline.deployment.kv_budget import fixed_allocation
+from shardline.deployment.messages import RankReport
+from shardline.deployment.segment import segment_layout
 from shardline.engine.executor.base import Executor, ExecutorFailure, rank_steps
-from shardline.runtime.messages import RankReport
-from shardline.runtime.parallel.expert_load import Counts, ExpertLoadBoard
-from shardline.runtime.setup import ReplicaSetup
+from shardline.segment.expert_load import Counts, ExpertLoadBoard
 from shardline.types import RankStep, StepPlan, StepResult
 
 
 class ThreadExecutor(Executor):
     """Same groups, same segment layout and same worker as with processes; only the memory is private."""
 
-    def __init__(self, setup: ReplicaSetup) -> None:
-        self._setup = setup
-        self.max_in_flight = setup.max_in_flight
+    def __init__(self, deployment: Deployment, engine: int) -> None:
+        self._deployment = deployment
+        self._engine = engine
+        self._layout = segment_layout(deployment)
+        self.max_in_flight = deployment.max_in_flight
         self._replies: queue.SimpleQueue[RankReport | tuple[int, StepResult] | Exception] = queue.SimpleQueue()
         self._steps: list[queue.SimpleQueue[RankStep | None]] = []
-        self._results: list[deque[StepResult]] = [deque() for _ in setup.grid.drivers]
+        self._results: list[deque[StepResult]] = [deque() for _ in deployment.grid.drivers]
         self._threads: list[threading.Thread] = []
         self._load: ExpertLoadBoard | None = None
 
@@ -31,10 +35,12 @@ class ThreadExecutor(Executor):
         from shardline.runtime.backends.host.replay import resolve_operators
 
         resolve_operators()
-        grid = self._setup.grid
-        layout = self._setup.segment_layout
-        segment = memoryview(mmap.mmap(-1, layout.num_bytes))
-        self._load = layout.expert_load(segment)
+        allocation = fixed_allocation(self._deployment)
+        assert allocation is not None, "threads compute on the CPU, where nothing is measured"
+        self.allocation = allocation
+        grid = self._deployment.grid
+        segment = memoryview(mmap.mmap(-1, self._layout.num_bytes))
+        self._load = self._layout.expert_load(segment)
         for rank in range(grid.world_size):
             steps: queue.SimpleQueue[RankStep | None] = queue.SimpleQueue()
             thread = threading.Thread(
@@ -56,36 +62,35 @@ class ThreadExecutor(Executor):
         from shardline.runtime.worker import Worker
 
         try:
-            parallel = self._setup.config.parallel
-            timeout, threads = parallel.step_timeout, parallel.cpu_threads
-            assert threads is not None
-            backend = open_backend(parallel.device, rank, threads)
-            groups = join_shared(backend.kernels, segment, self._setup.segment_layout, rank, timeout)
-            worker = Worker(self._setup, backend, groups)
-            self._replies.put(worker.load())
+            deployment = self._deployment
+            threads = deployment.placements[self._engine][rank].threads
+            backend = open_backend(deployment.device, rank, threads)
+            groups = join_shared(backend.kernels, segment, self._layout, rank, deployment.step_timeout)
+            worker = Worker(deployment, backend, groups)
+            self._replies.put(worker.load(lambda memory: self.allocation))
             while (step := steps.get()) is not None:
                 result = worker.run_step(step)
-                if result is not None and rank in self._setup.grid.drivers:
+                if result is not None and rank in self._deployment.grid.drivers:
                     self._replies.put((rank, result))
         except Exception as error:  # carried to the engine's thread
             self._replies.put(error)
 
-    def submit(self, plans: Sequence[StepPlan]) -> None:
+    def submit_step(self, plans: Sequence[StepPlan]) -> None:
         steps = rank_steps(plans)
         for rank, queued in enumerate(self._steps):
-            queued.put(steps[rank // self._setup.grid.replica_size])
+            queued.put(steps[rank // self._deployment.grid.replica_size])
 
-    def collect(self) -> list[StepResult]:
+    def collect_results(self) -> list[StepResult]:
         while not all(self._results):
             reply = self._reply()
             assert isinstance(reply, tuple)
             rank, result = reply
-            self._results[rank // self._setup.grid.replica_size].append(result)
+            self._results[rank // self._deployment.grid.replica_size].append(result)
         return [results.popleft() for results in self._results]
 
     def _reply(self) -> RankReport | tuple[int, StepResult]:
         try:
-            reply = self._replies.get(timeout=self._setup.config.parallel.step_timeout)
+            reply = self._replies.get(timeout=self._deployment.step_timeout)
         except queue.Empty:
             raise ExecutorFailure("a step missed its deadline") from None
         if isinstance(reply, ValueError):

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from shardline.deployment.deployment import Deployment, KVAllocation
+from shardline.deployment.kv_budget import agree_allocation, fixed_allocation
+from shardline.deployment.messages import MemoryUse, RankReport
+from shardline.deployment.segment import segment_layout
 from shardline.engine.executor.base import Executor, ExecutorFailure, rank_steps
-from shardline.engine.kv_budget import agreed_blocks
-from shardline.runtime.messages import RankReport
-from shardline.runtime.parallel.expert_load import Counts
-from shardline.runtime.setup import ReplicaSetup, reserve_weights
+from shardline.runtime.backends import open_backend, reserve_memory
+from shardline.segment.expert_load import Counts
 from shardline.types import RankStep, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -22,8 +24,9 @@ if TYPE_CHECKING:
 class UniExecutor(Executor):
     """Runs a step when its result is asked for; on a GPU launches it at once, while the one before runs."""
 
-    def __init__(self, setup: ReplicaSetup) -> None:
-        self._setup = setup
+    def __init__(self, deployment: Deployment, engine: int) -> None:
+        self._deployment = deployment
+        self._engine = engine
         self._overlaps_steps = False
         self.max_in_flight = 1
         self._worker: Worker | None = None
@@ -33,29 +36,32 @@ class UniExecutor(Executor):
         self._expert_load: Counts | None = None
 
     def start(self) -> list[RankReport]:
-        reserve_weights(self._setup, 0)
-        from shardline.runtime.backends import open_backend
+        (weights,) = self._deployment.weights
+        reserve_memory(weights.num_bytes, weights.touched_bytes)
         from shardline.runtime.parallel.groups import join_nobody
         from shardline.runtime.worker import Worker
 
-        layout = self._setup.segment_layout
-        parallel = self._setup.config.parallel
-        assert parallel.cpu_threads is not None
-        backend = open_backend(parallel.device, 0, parallel.cpu_threads)
+        deployment, layout = self._deployment, segment_layout(self._deployment)
+        backend = open_backend(deployment.device, 0, deployment.placements[self._engine][0].threads)
         if backend.overlaps_steps:
-            self._overlaps_steps, self.max_in_flight = True, self._setup.max_in_flight
+            self._overlaps_steps, self.max_in_flight = True, deployment.max_in_flight
         groups = join_nobody(layout.num_layers, layout.num_experts)
         self._expert_load = groups.expert_load
-        self._worker = Worker(self._setup, backend, groups)
-        return [self._worker.load(lambda memory: agreed_blocks(self._setup, [memory]))]
+        self._worker = Worker(deployment, backend, groups)
+        return [self._worker.load(self._agree)]
 
-    def submit(self, plans: Sequence[StepPlan]) -> None:
+    def _agree(self, memory: MemoryUse | None) -> KVAllocation:
+        measured = [] if memory is None else [memory]
+        self.allocation = fixed_allocation(self._deployment) or agree_allocation(self._deployment, measured)
+        return self.allocation
+
+    def submit_step(self, plans: Sequence[StepPlan]) -> None:
         (step,) = rank_steps(plans)
         self._steps.append(step)
         if self._overlaps_steps:
             self._launch()
 
-    def collect(self) -> list[StepResult]:
+    def collect_results(self) -> list[StepResult]:
         if not self._overlaps_steps:
             self._launch()
         with _named_failure():

@@ -22,3 +22,11 @@ def open_backend(kind: str, rank: int, threads: int) -> Backend:
     """
     module = importlib.import_module(f"{__name__}.{FOLDERS[kind]}.backend")
     return cast("Backend", module.open_backend(rank, threads))
+
+
+def reserve_memory(num_bytes: int, touched_bytes: int) -> None:
+    """Begin to take host memory for weights, before torch is imported; nothing where `touched_bytes` is 0."""
+    if touched_bytes:
+        from shardline.runtime.backends.host.reserve import weight_reserve
+
+        weight_reserve.fill_memory(num_bytes, touched_bytes)

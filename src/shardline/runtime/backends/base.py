@@ -15,8 +15,8 @@ from torch import Tensor
 from shardline.weights.rows import QuantizedRows
 
 if TYPE_CHECKING:
+    from shardline.deployment.messages import MemoryUse
     from shardline.runtime.decoder import DecoderStage
-    from shardline.runtime.messages import MemoryUse
     from shardline.runtime.parallel.collectives import SmallGather
     from shardline.runtime.sampling.inputs import SamplingInput
     from shardline.runtime.sampling.sampler import SamplingPlan
@@ -380,6 +380,8 @@ class Backend(Protocol):
     """Of the device, for people."""
     kernel_path: str
     """What a request's bits depend on: the instruction set, or the GPU's generation and the compiler's version."""
+    num_threads: int
+    """Of the host."""
     device: torch.device
     fuses_argmax: bool
     """Whether a greedy step is sampled by the lm_head itself, so that its logits are never written."""

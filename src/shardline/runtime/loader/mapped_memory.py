@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-HUGE_PAGE = 2 << 20
-
-
-def map_memory(num_bytes: int) -> mmap.mmap:
-    """Zeroed memory of at least `num_bytes`, of its own, on huge pages where the system has them."""
-    memory = mmap.mmap(-1, -(-num_bytes // HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Kernels without huge pages refuse the advice; nothing depends on it but speed.
-    with contextlib.suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
+from shardline.runtime.huge_pages import HUGE_PAGE, map_memory
 
 
 def mapped_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -29,8 +16,6 @@ def mapped_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     The allocator may keep freed memory that lies between living tensors, so this suits large tensors that live for a
     moment while a model loads.
     """
-    import torch
-
     count = math.prod(shape)
     if count * dtype.itemsize < HUGE_PAGE:
         return torch.empty(tuple(shape), dtype=dtype)

@@ -32,7 +32,7 @@ def read_packed(part: Callable[[str], Tensor], form: PackedFormat, rows: Span, c
         words, before = _words(rows)
         packed = part("qweight")[columns.start : columns.stop, words.start : words.stop]
         values = unpacked(packed, order)[:, before : before + rows.size].T
-    group_size = columns.stop if form.group_size is None else form.group_size
+    group_size = form.group_size or columns.stop
     group_of = torch.arange(columns.start, columns.stop) // group_size
     groups = slice(int(group_of[0]), int(group_of[-1]) + 1)
     words, before = _words(rows)

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import math
 import mmap
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from shardline.config.engine import ModelConfig
-from shardline.models.hf_config import HFConfig
+from shardline.deployment.deployment import Deployment
+from shardline.models.checkpoint import Checkpoint, TensorEntry
 from shardline.models.lookup import family
-from shardline.models.packed_weights import PACKED, PackedFormat, packed_format
+from shardline.models.packed_weights import NOT_PACKED, PACKED, PackedFormat
 from shardline.models.parameters import is_kept_in_float32, parameters
 from shardline.models.partition import Span
 from shardline.models.sharding import Spans
 from shardline.models.spec import DecoderSpec, TensorSource
-from shardline.runtime.loader.checkpoint import Checkpoint, TensorEntry
 from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
-from shardline.runtime.loader.hub import ModelFiles
 from shardline.runtime.loader.mapped_memory import mapped_empty
 from shardline.runtime.loader.packed import read_packed
 from shardline.weights.grouped import GroupedWeight
 
-_DTYPES = {
-    "float32": torch.float32,
-    "float": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-}
 _STORED_DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -60,7 +52,7 @@ class CheckpointWeights:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype, packed: PackedFormat | None = None
+        self, checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype, packed: PackedFormat = NOT_PACKED
     ) -> None:
         """`dtype`: type of the tensors given out; `packed`: how the checkpoint has packed its linear weights.
 
@@ -101,7 +93,7 @@ class CheckpointWeights:
     def _read_packed(self, name: str, source: TensorSource, spans: Spans) -> GroupedWeight:
         base = self._checkpoint.find_packed(source)
         assert base is not None, f"{source.key} passed the check, but is not there"
-        assert self._packed is not None, f"{source.key} passed the check, but is packed"
+        assert self._packed.is_packed, f"{source.key} passed the check, but is packed"
         # [groups, out] and, of either method, what tells the input's size.
         num_rows = self._checkpoint.shape(f"{base}scales")[1]
         packed_shape = self._checkpoint.shape(f"{base}qweight")
@@ -118,7 +110,6 @@ class CheckpointWeights:
 
     def _check_order(self, base: str, num_columns: int) -> None:
         """Refuse groups of columns that do not lie together, whatever config.json says of desc_act."""
-        assert self._packed is not None
         if self._checkpoint.has(f"{base}g_idx"):
             size = self._packed.group_size or num_columns
             if not torch.equal(self._mapped(f"{base}g_idx").long(), torch.arange(num_columns) // size):
@@ -159,19 +150,18 @@ def part_of(tensor: torch.Tensor, source: TensorSource, spans: Spans, dtype: tor
     return mapped_empty(part.shape, dtype).copy_(part)
 
 
-def open_weights(
-    files: ModelFiles, spec: DecoderSpec, model: ModelConfig, drawn_on: torch.device | None = None
-) -> WeightSource:
-    """The weights that `model` asks for by its load_format, dtype ("auto": the checkpoint's) and seed.
+def open_weights(deployment: Deployment, drawn_on: torch.device | None = None) -> WeightSource:
+    """The weights of a deployment, in its dtype.
 
     `drawn_on`: the device that draws random weights itself; None: the host draws them.
 
     Raises:
-        ValueError: the checkpoint is corrupt or does not fit `spec`.
+        ValueError: the checkpoint is corrupt or does not fit the model.
     """
-    dtype = _DTYPES[spec.dtype if model.dtype == "auto" else model.dtype]
+    model, spec = deployment.model, deployment.spec
+    dtype: torch.dtype = getattr(torch, deployment.dtype)
     if model.load_format == "dummy":
         if drawn_on is not None:
             return DeviceDummyWeights(spec, dtype, model.seed, drawn_on)
         return DummyWeights(spec, dtype, model.seed)
-    return CheckpointWeights(Checkpoint.open(files.folder), spec, dtype, packed_format(HFConfig(files.config)))
+    return CheckpointWeights(Checkpoint.open(Path(model.folder)), spec, dtype, model.packed)

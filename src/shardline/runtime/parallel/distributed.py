@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import FileStore
 from shardline.config.topology import RankGrid
 from shardline.runtime.backends.base import Kernels
 from shardline.runtime.parallel.collectives import Collectives, SmallGather, StageLink
-from shardline.runtime.parallel.progress import ProgressLine
+from shardline.segment.progress import ProgressLine
 
 all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """torch's, into one tensor; the second name is the older one, of torch 2.11 and before."""

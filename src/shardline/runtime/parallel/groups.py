@@ -11,9 +11,9 @@ import torch
 from shardline.config.topology import RankGrid, RankPlace
 from shardline.runtime.backends.base import Backend, Kernels
 from shardline.runtime.parallel.collectives import Collectives, SingleRank, StageLink
-from shardline.runtime.parallel.expert_load import Counts
-from shardline.runtime.parallel.progress import ProgressBoard, ProgressLine
-from shardline.runtime.parallel.segment import SegmentLayout
+from shardline.segment.expert_load import Counts
+from shardline.segment.layout import SegmentLayout
+from shardline.segment.progress import ProgressBoard, ProgressLine
 
 
 @dataclass(frozen=True)

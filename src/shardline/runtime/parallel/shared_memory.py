@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shardline.runtime.backends.base import Kernels
 from shardline.runtime.parallel.collectives import Collectives, StageLink
-from shardline.runtime.parallel.progress import ProgressLine
 from shardline.runtime.parallel.shared_group import Mailbox, SharedGroup
+from shardline.segment.progress import ProgressLine
 from shardline.weights.rows import QuantizedRows
 
 

@@ -88,6 +88,9 @@ class Fp8GatedLinear(PackedGatedLinear):
 class Format(WeightFormat):
     """See `base.WeightFormat`."""
 
+    gpu_capability = 89
+    label = "fp8"
+
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:
         return rows * (columns + 4)
 

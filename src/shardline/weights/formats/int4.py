@@ -51,6 +51,8 @@ class Int4Kernels(Protocol):
 class Format(ScaledFormat):
     """See `base.WeightFormat`."""
 
+    label = "int4"
+
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:
         if role == "lm_head":
             return int8.Format().num_bytes(rows, columns, dtype_bytes, role)

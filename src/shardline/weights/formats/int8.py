@@ -59,6 +59,8 @@ class Int8LMHead(ScaledLinear):
 class Format(ScaledFormat):
     """See `base.WeightFormat`."""
 
+    label = "int8"
+
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:
         return rows * (columns + 4)
 

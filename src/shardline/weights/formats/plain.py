@@ -74,6 +74,11 @@ class PlainGatedLinear(PackedGatedLinear):
 class Format(WeightFormat):
     """See `base.WeightFormat`."""
 
+    label = ""
+
+    def is_dense(self, role: Role) -> bool:
+        return True
+
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:
         return rows * columns * dtype_bytes
 

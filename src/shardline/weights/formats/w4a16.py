@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat, check_features
 from shardline.weights.formats import plain
@@ -105,7 +105,16 @@ class W4A16GatedLinear(PackedGatedLinear):
 class Format(WeightFormat):
     """See `base.WeightFormat`. `pack_linear` and `pack_gated` also take what a checkpoint has packed."""
 
-    reads_packed: ClassVar[bool] = True
+    reads_packed = True
+    gpu_capability = 0
+    alternatives = "none, int8 or int4"
+
+    @property
+    def label(self) -> str:
+        return f"w4a16_{self.group_size or 'rows'}"
+
+    def is_dense(self, role: Role) -> bool:
+        return role != "layer"
 
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:
         if role != "layer":

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardline.deployment.messages import MemoryUse
 from shardline.runtime.backends.base import Backend, Forward, LoadedProducts, Replay, StepSizes
 from shardline.runtime.backends.cuda.fused_layers import CudaFusedLayers
 from shardline.runtime.backends.cuda.gpu_kernels import CudaKernels
@@ -20,7 +21,6 @@ from shardline.runtime.backends.cuda.symmetric import SymmetricGather, symmetric
 from shardline.runtime.backends.cuda.transfers import DeviceCounters
 from shardline.runtime.backends.host.backend import use_threads
 from shardline.runtime.decoder import DecoderStage
-from shardline.runtime.messages import MemoryUse
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.step import StepInput
 
@@ -45,7 +45,8 @@ class CudaBackend:
     overlaps_steps = True
     draws_dummy_weights = True
 
-    def __init__(self, device: torch.device, name: str, kernel_path: str) -> None:
+    def __init__(self, device: torch.device, name: str, kernel_path: str, num_threads: int) -> None:
+        self.num_threads = num_threads
         self.device = device
         self.name = name
         self.kernel_path = kernel_path
@@ -104,4 +105,4 @@ def open_backend(rank: int, threads: int) -> Backend:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     major, minor = torch.cuda.get_device_capability(index)
     path = f"sm_{major}{minor}-triton{triton.__version__}"
-    return CudaBackend(torch.device("cuda", index), torch.cuda.get_device_name(index), path)
+    return CudaBackend(torch.device("cuda", index), torch.cuda.get_device_name(index), path, threads)

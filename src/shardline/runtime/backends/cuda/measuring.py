@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
+from shardline.deployment.messages import MemoryUse
 from shardline.runtime.backends.cuda.graphs import GraphReplay
-from shardline.runtime.messages import MemoryUse
 
 
 class DeviceMemory(Protocol):

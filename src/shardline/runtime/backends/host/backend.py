@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu, env
+from shardline.deployment.messages import MemoryUse
 from shardline.runtime.backends.base import Backend, Forward, LoadedProducts, Replay, StepSizes
 from shardline.runtime.backends.host.kernels import HostKernels
 from shardline.runtime.backends.host.memory import streamed_empty
@@ -16,7 +17,6 @@ from shardline.runtime.backends.host.replay import DecodeReplay
 from shardline.runtime.backends.host.reserve import weight_reserve
 from shardline.runtime.backends.host.step_inputs import HostStepInputs
 from shardline.runtime.decoder import DecoderStage
-from shardline.runtime.messages import MemoryUse
 from shardline.runtime.sequences import SequenceTable
 
 
@@ -38,7 +38,8 @@ class HostBackend:
     overlaps_steps = False
     draws_dummy_weights = False
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
         self.kernels = HostKernels()
         self.kernel_path = f"{platform.machine()}-{_cpu.isa()}"
 
@@ -79,4 +80,4 @@ def use_threads(threads: int) -> None:
 def open_backend(rank: int, threads: int) -> Backend:
     """See `backends.open_backend`."""
     use_threads(threads)
-    return HostBackend()
+    return HostBackend(threads)

@@ -10,7 +10,7 @@ import mmap
 import threading
 
 from shardline import _cpu
-from shardline.runtime.loader.mapped_memory import map_memory
+from shardline.runtime.huge_pages import map_memory
 
 _ALIGNMENT = 64
 

@@ -1,0 +1,63 @@
+"""The paged KV cache of a deployment: its groups, its blocks, and the longest request that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import CachePlan, FixedPool, MeasuredPool, RankWeights
+from shardline.deployment.kv_budget import check_host_memory, fitting_blocks, is_measured, useful_blocks
+from shardline.deployment.layout import Layout
+from shardline.deployment.length import choose_length
+from shardline.deployment.machine import Machine
+from shardline.models.partition import Span, kv_groups
+from shardline.models.sizes import kv_block_bytes
+from shardline.models.spec import DecoderSpec, KVDType
+
+
+def plan_cache(
+    config: EngineConfig,
+    layout: Layout,
+    machine: Machine,
+    spec: DecoderSpec,
+    stages: Sequence[Span],
+    weights: Sequence[RankWeights],
+    dtype: KVDType,
+    room: int,
+) -> tuple[CachePlan, int]:
+    """The KV cache if each rank has `room` bytes for it, and max_model_len in tokens.
+
+    Raises:
+        ValueError: one request of the length that was asked for does not fit, or the host's memory does not hold a pool
+            of the size that was asked for.
+    """
+    asked, block_size, groups = config.cache, config.cache.block_size, kv_groups(spec)
+    is_shared = layout.device == "cpu" and layout.num_hosts == 1
+    block_bytes = tuple(
+        kv_block_bytes(spec, layout.grid.place(rank), stages, dtype, block_size, latents_shared=is_shared)
+        for rank in range(layout.grid.world_size)
+    )
+
+    def num_blocks(length: int) -> int:
+        if asked.num_gpu_blocks_override is not None:
+            return asked.num_gpu_blocks_override + 1
+        return fitting_blocks([room] * len(block_bytes), block_bytes, useful_blocks(config, groups, length))
+
+    asked_length = config.model.max_model_len
+    wanted = asked_length if isinstance(asked_length, int) else spec.max_position_embeddings
+    length = choose_length(config, groups, wanted, num_blocks(wanted))
+    estimated = num_blocks(length)
+    check_host_memory(layout, machine, weights, block_bytes, estimated)
+    plan = CachePlan(
+        dtype=dtype,
+        groups=groups,
+        block_size=block_size,
+        max_blocks=-(-length // block_size) + 1,
+        prefix_caching=asked.enable_prefix_caching,
+        latents_shared=is_shared,
+        block_bytes=block_bytes,
+        useful_blocks=useful_blocks(config, groups, length),
+        # Where ranks measure, the estimate has served to refuse early.
+        pool=MeasuredPool(asked.gpu_memory_utilization) if is_measured(config, layout) else FixedPool(estimated),
+    )
+    return plan, length

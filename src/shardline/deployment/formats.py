@@ -1,0 +1,97 @@
+"""In which types weights, activations, keys and values are held, and which of them a device can compute with."""
+
+from __future__ import annotations
+
+from shardline.config.engine import EngineConfig
+from shardline.deployment.machine import Device, DeviceKind
+from shardline.models.packed_weights import PackedFormat
+from shardline.models.spec import MLA, DecoderSpec, DType, KVDType
+from shardline.weights.base import PLAIN, FormatChoice
+
+_DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
+
+_FP8_CAPABILITY = 89
+"""The first architecture of GPUs that computes in fp8: sm_89."""
+
+
+def choose_dtype(asked: str, checkpoint: str, packed: PackedFormat) -> DType:
+    """The type of weights and activations; `checkpoint`: the type that config.json names.
+
+    Raises:
+        ValueError: no kernels compute in the type that was asked for.
+    """
+    if asked == "auto":
+        # Of 4 bits and a scale, bfloat16 keeps what matters. Other float16 weights keep their precision in float32.
+        return "bfloat16" if packed.is_packed else _DTYPES.get(checkpoint, "float32")
+    if asked not in _DTYPES:
+        raise ValueError(f"dtype {asked} is not supported; use bfloat16 or float32")
+    return _DTYPES[asked]
+
+
+def choose_weight_format(config: EngineConfig, packed: PackedFormat, devices: tuple[Device, ...]) -> FormatChoice:
+    """The format of linear weights. On GPUs, weights that the checkpoint has packed stay so unless another format, or
+    "none", was asked for. `devices`: those on which ranks run.
+
+    Raises:
+        ValueError: the devices or the checkpoint cannot have the format that was asked for.
+    """
+    asked, on_gpu = config.model.quantization, devices[0].kind == "cuda"
+    is_there = packed.is_packed and config.model.load_format != "dummy"
+    if asked is None:
+        return packed.weight_format if is_there and on_gpu else PLAIN
+    if asked == "none":
+        return PLAIN
+    chosen = FormatChoice(asked)
+    held = chosen.open_format()
+    _check_devices(f"quantization {asked}", held.gpu_capability, held.alternatives, devices)
+    if not held.reads_packed:
+        return chosen
+    if not is_there:
+        raise ValueError(f"quantization {asked} is for GPTQ and AWQ checkpoints, and this is none; use int4")
+    return packed.weight_format
+
+
+def check_numerics(config: EngineConfig, held: FormatChoice) -> None:
+    """Refuse partial sums of weights that cannot be cut along their rows.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    parallel = config.parallel
+    if held.open_format().reads_packed and parallel.numerics == "fast" and parallel.tensor_parallel_size > 1:
+        raise ValueError(
+            "numerics fast cuts rows of weights, and those of this checkpoint are packed in groups; use --numerics "
+            "exact, or --quantization none"
+        )
+
+
+def choose_kv_dtype(asked: str, dtype: DType, spec: DecoderSpec, devices: tuple[Device, ...]) -> KVDType:
+    """The type of keys and values in the cache.
+
+    Raises:
+        ValueError: the devices cannot compute with the type that was asked for.
+    """
+    if asked == "auto":
+        return dtype
+    kind: DeviceKind = devices[0].kind
+    if kind == "cpu" and any(isinstance(layer.attention, MLA) for layer in spec.layers):
+        raise ValueError(f"kv_cache_dtype {asked} of latent attention needs a GPU, and this is the CPU; use auto")
+    if asked == "int8":
+        return "int8"
+    _check_devices(f"kv_cache_dtype {asked}", _FP8_CAPABILITY, "int8", devices)
+    return "float8_e4m3fn"
+
+
+def _check_devices(wanted: str, capability: int | None, alternatives: str, devices: tuple[Device, ...]) -> None:
+    """Refuse devices below a GPU architecture; None: every device will do. `alternatives`: what to use instead."""
+    if capability is None:
+        return
+    for device in devices:
+        if device.kind == "cpu":
+            raise ValueError(f"{wanted} needs a GPU, and this is the CPU; use {alternatives}")
+        number = device.capability.removeprefix("sm_")
+        if number.isdecimal() and int(number) < capability:
+            raise ValueError(
+                f"{wanted} needs a GPU of architecture sm_{capability} or later, and {device.name} is "
+                f"{device.capability}; use {alternatives}"
+            )

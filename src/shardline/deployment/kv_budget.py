@@ -1,0 +1,174 @@
+"""How large the KV cache is: by formula before anything is loaded, then, on GPUs, by what every rank has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardline.config.engine import EngineConfig
+from shardline.config.units import format_bytes, parse_bytes
+from shardline.deployment.deployment import Deployment, FixedPool, KVAllocation, MeasuredPool, RankWeights
+from shardline.deployment.layout import Layout
+from shardline.deployment.machine import Device, Machine
+from shardline.deployment.messages import MemoryUse
+from shardline.models.kv_capacity import blocks_per_request, longest_request
+from shardline.models.partition import KVGroup
+from shardline.models.sizes import step_bytes
+from shardline.models.spec import DecoderSpec, DType
+
+_CACHED_REQUESTS = 64
+"""Requests of full length that the prefix cache may keep, however few may run at once."""
+
+_AUTO_LENGTH_SHARE = 0.8
+"""Of the room that is estimated for a GPU's KV cache, what an automatic max_model_len counts on."""
+
+
+def is_measured(config: EngineConfig, layout: Layout) -> bool:
+    """Whether ranks measure what is left for the KV cache: on GPUs, if nobody has set its size. Ranks that share a GPU
+    could not tell their own memory from the others'."""
+    is_set = config.cache.kv_cache_memory is not None or config.cache.num_gpu_blocks_override is not None
+    return layout.device == "cuda" and not layout.shares_gpus and not is_set
+
+
+def rank_room(
+    config: EngineConfig,
+    layout: Layout,
+    machine: Machine,
+    spec: DecoderSpec,
+    dtype: DType,
+    weights: Sequence[RankWeights],
+) -> int:
+    """Bytes for the KV cache of each rank, before ranks measure.
+
+    Raises:
+        ValueError: the memory does not even hold the weights.
+    """
+    if config.cache.kv_cache_memory is not None:
+        return parse_bytes(config.cache.kv_cache_memory)
+    if layout.device == "cpu":
+        return _host_room(config, layout, machine, weights)
+    host = machine.hosts[0]
+    gpus = [host.devices[index] for index in host.of_kind("cuda")]
+    scheduler = config.scheduler
+    activations = step_bytes(spec, dtype, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    largest = max(rank.num_bytes for rank in weights)
+    room = gpu_room(gpus, layout.num_ranks, config.cache.gpu_memory_utilization, largest, activations)
+    if is_measured(config, layout) and config.model.max_model_len == "auto":
+        return int(room * _AUTO_LENGTH_SHARE)
+    return room
+
+
+def _host_room(config: EngineConfig, layout: Layout, machine: Machine, weights: Sequence[RankWeights]) -> int:
+    of_engine = sum(rank.num_bytes for rank in weights)
+    total, available = of_engine * layout.num_engines, machine.hosts[0].free_memory
+    if total > available:
+        raise ValueError(
+            f"the weights need {format_bytes(total)} ({layout.num_engines} x {format_bytes(of_engine)}) and this host "
+            f"has {format_bytes(available)} available; use a smaller model, fewer replicas, --dtype bfloat16 or "
+            "--quantization int8"
+        )
+    # Half of what is left: the page cache that holds the checkpoint, and the other programs, need room too.
+    free = (available - total) * config.cache.gpu_memory_utilization / 2
+    return int(free / layout.num_ranks)
+
+
+def gpu_room(gpus: Sequence[Device], num_ranks: int, share: float, weights: int, activations: int) -> int:
+    """What the smallest of `gpus` has left beside `weights` and a step's `activations`, if `share` of it may be used,
+    by formula: enough to refuse early what cannot be. Ranks that share a GPU share its memory.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    sharing = -(-num_ranks // len(gpus))
+    left = min(gpu.memory_free - int(gpu.memory_total * (1.0 - share)) for gpu in gpus) // sharing
+    left -= weights + activations
+    if left <= 0:
+        raise ValueError(
+            f"a GPU has to hold {format_bytes(weights)} of weights and {format_bytes(activations)} of activations "
+            "beside the KV cache and cannot; use more GPUs, a smaller --max-num-batched-tokens or a smaller model"
+        )
+    return left
+
+
+def useful_blocks(config: EngineConfig, groups: Sequence[KVGroup], max_model_len: int) -> int:
+    """Blocks that max_num_seqs requests of full length, with prefix caching at least _CACHED_REQUESTS, can use, and the
+    null block."""
+    cache, scheduler = config.cache, config.scheduler
+    most_requests = max(scheduler.max_num_seqs, _CACHED_REQUESTS if cache.enable_prefix_caching else 0)
+    per_request = blocks_per_request(groups, max_model_len, cache.block_size, scheduler.max_num_batched_tokens)
+    return most_requests * per_request + 1
+
+
+def fitting_blocks(rooms: Sequence[int], block_bytes: Sequence[int], most: int) -> int:
+    """Blocks, at most `most`, that fit the rank with room for the fewest; one room and one size of a block per rank."""
+    return min(most, *(room // size for room, size in zip(rooms, block_bytes, strict=True)))
+
+
+def check_host_memory(
+    layout: Layout, machine: Machine, weights: Sequence[RankWeights], block_bytes: Sequence[int], num_blocks: int
+) -> None:
+    """Refuse a KV cache that was asked for and cannot be: its pages are taken as they are used, hours later. (On a GPU
+    they are taken at the start, which then fails.)
+
+    Raises:
+        ValueError: the host does not have so much memory.
+    """
+    if layout.device != "cpu":
+        return
+    of_engine = sum(rank.num_bytes for rank in weights) + num_blocks * sum(block_bytes)
+    needed, available = layout.num_engines * of_engine, machine.hosts[0].free_memory
+    if needed > available:
+        raise ValueError(
+            f"weights and KV cache need {format_bytes(needed)} and this host has {format_bytes(available)} available; "
+            "lower --kv-cache-memory"
+        )
+
+
+def fixed_allocation(deployment: Deployment) -> KVAllocation | None:
+    """The size of the KV pool where it was decided before; None: the ranks measure."""
+    pool = deployment.cache.pool
+    return KVAllocation(pool.num_blocks) if isinstance(pool, FixedPool) else None
+
+
+def agree_allocation(deployment: Deployment, measured: Sequence[MemoryUse]) -> KVAllocation:
+    """The size of the KV pool that fits the rank with room for the fewest blocks, from what each has measured.
+
+    Raises:
+        ValueError: one request of max_model_len tokens does not fit; the message says which would.
+    """
+    cache, limits, length = deployment.cache, deployment.limits, deployment.max_model_len
+    assert isinstance(cache.pool, MeasuredPool)
+    share = cache.pool.share
+    rooms = [max(0, memory.room(share)) for memory in measured]
+    num_blocks = fitting_blocks(rooms, cache.block_bytes, cache.useful_blocks)
+    fits = longest_request(
+        cache.groups, max(0, num_blocks - 1), cache.block_size, limits.max_num_batched_tokens, length
+    )
+    if fits >= length:
+        return KVAllocation(num_blocks)
+    rank = min(range(len(measured)), key=lambda rank: measured[rank].room(share))
+    smaller = f"lower --max-model-len to {fits}, or " if fits >= 2 else ""
+    raise ValueError(
+        f"one request of {length} tokens does not fit the KV cache of rank {rank}: {explain(measured[rank], share)}; "
+        f"{smaller}lower --max-num-batched-tokens ({limits.max_num_batched_tokens}) or --max-num-seqs "
+        f"({limits.max_num_seqs}), raise --gpu-memory-utilization, or use more GPUs"
+    )
+
+
+def explain(memory: MemoryUse, share: float) -> str:
+    """The sum, in words."""
+    parts = (
+        (memory.others, "driver and others"),
+        (memory.weights, "weights"),
+        (memory.step, "the largest step"),
+        (memory.graphs, "graphs"),
+    )
+    taken = "".join(f" - {format_bytes(size)} ({what})" for size, what in parts)
+    return f"{share:g} x {format_bytes(memory.total)}{taken} = {format_bytes(memory.room(share))} for the KV cache"
+
+
+def max_concurrency(deployment: Deployment, allocation: KVAllocation) -> float:
+    """Requests of max_model_len tokens that fit the KV pool at once."""
+    cache = deployment.cache
+    step_tokens = deployment.limits.max_num_batched_tokens
+    per_request = blocks_per_request(cache.groups, deployment.max_model_len, cache.block_size, step_tokens)
+    return (allocation.num_blocks - 1) / per_request

@@ -1,0 +1,47 @@
+"""The longest request that a deployment takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardline.config.engine import EngineConfig
+from shardline.models.kv_capacity import longest_request
+from shardline.models.partition import KVGroup
+from shardline.models.spec import DecoderSpec
+
+
+def check_length(asked: int | str | None, spec: DecoderSpec) -> None:
+    """Refuse a max_model_len beyond the positions that the model has.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    if isinstance(asked, int) and asked > spec.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len {asked} is more than the {spec.max_position_embeddings} positions this model has; "
+            f"use {spec.max_position_embeddings} or less"
+        )
+
+
+def choose_length(config: EngineConfig, groups: Sequence[KVGroup], wanted: int, num_blocks: int) -> int:
+    """max_model_len in tokens: `wanted` if a pool of `num_blocks` holds such a request, and with max_model_len "auto"
+    the longest that it holds.
+
+    Raises:
+        ValueError: one request of the wanted length does not fit.
+    """
+    cache, step_tokens = config.cache, config.scheduler.max_num_batched_tokens
+    fits = longest_request(groups, num_blocks - 1, cache.block_size, step_tokens, wanted)
+    if fits >= wanted:
+        return wanted
+    if fits < 2:
+        raise ValueError(
+            f"the KV cache has room for {max(0, num_blocks - 1)} blocks of {cache.block_size} tokens, too few for any "
+            "request; raise --kv-cache-memory"
+        )
+    if config.model.max_model_len == "auto":
+        return fits
+    raise ValueError(
+        f"one request of {wanted} tokens does not fit the KV cache, which holds {fits}; use --max-model-len {fits} or "
+        "less (or auto), or raise --kv-cache-memory"
+    )

@@ -1,0 +1,144 @@
+"""What hardware this host, or the container this process runs in, has: the only code that looks. No torch is needed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+from shardline import _cpu, env
+from shardline.deployment.machine import Device, Host, Machine
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_NUMA_NODES = Path("/sys/devices/system/node")
+_GPU_FIELDS = "name,memory.total,memory.free,compute_cap,pci.bus_id"
+_GPU_QUERY = ("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits")
+_GPU_TIMEOUT = 20.0
+
+
+def probe_machine(*, gpus: bool = True) -> Machine:
+    """This host as a machine. Without `gpus` none are looked for, which saves the time that their driver takes."""
+    cores, free = allowed_cpus(), available_host_memory()
+    cpu = Device("cpu", "CPU", _host_memory("MemTotal"), free, capability=env.force_isa() or _cpu.isa(), cores=cores)
+    found, unusable = probe_gpus() if gpus else ([], "")
+    return Machine(
+        (
+            Host(
+                name=socket.gethostname(),
+                free_memory=free,
+                cores=cores,
+                devices=(cpu, *found),
+                num_numa_nodes=max(1, len(list(_NUMA_NODES.glob("node[0-9]*")))),
+                unusable_gpus=unusable,
+            ),
+        )
+    )
+
+
+def probe_gpus() -> tuple[list[Device], str]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, as the driver's own tool lists them; and, where there are
+    some that cannot be used, why, and what to do about it."""
+    visible = env.cuda_visible_devices()
+    if visible == "":
+        return [], ""
+    query = _GPU_QUERY if visible is None else (*_GPU_QUERY, f"--id={visible}")
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=_GPU_TIMEOUT, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return [], ""
+    rows = [line for line in done.stdout.splitlines() if line.strip()]
+    names = [str(index) for index in range(len(rows))] if visible is None else visible.split(",")
+    devices = [_gpu(row, name) for row, name in zip(rows, names, strict=False)]
+    version = importlib.metadata.version("torch")
+    if devices and version.endswith("+cpu"):
+        found = f"{len(devices)} GPU{'s' * (len(devices) > 1)} ({devices[0].name})"
+        return [], f"this host has {found}, but torch {version} was built without CUDA; install torch with CUDA"
+    return devices, ""
+
+
+def available_host_memory() -> int:
+    """Bytes that can still be had: of the host, and within every control group around this process."""
+    available = _host_memory("MemAvailable")
+    for group in _own_groups("memory"):
+        limit = _number(group / "memory.max") or _number(group / "memory.limit_in_bytes")
+        used = _number(group / "memory.current") or _number(group / "memory.usage_in_bytes")
+        if limit is not None and used is not None:
+            # Page cache counts as used, but is given back when it is needed.
+            available = min(available, max(0, limit - used + _reclaimable(group)))
+    return available
+
+
+def allowed_cpus() -> int:
+    """Cores that this process may use: its affinity, and the CPU quota of its control groups."""
+    cores = len(os.sched_getaffinity(0))
+    for group in _own_groups("cpu"):
+        try:
+            quota, period = (group / "cpu.max").read_text().split()
+        except (OSError, ValueError):
+            continue
+        if quota != "max":
+            cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(1, cores)
+
+
+def _gpu(row: str, identifier: str) -> Device:
+    """A GPU from one line of the driver's tool, whose fields are those of _GPU_FIELDS."""
+    name, total, free, capability, bus = (field.strip() for field in row.split(","))
+    node = _number(_PCI_DEVICES / bus[-12:].lower() / "numa_node")
+    return Device(
+        "cuda",
+        name,
+        int(total) << 20,
+        int(free) << 20,
+        capability=f"sm_{capability.replace('.', '')}",
+        numa_node=-1 if node is None else node,
+        identifier=identifier,
+    )
+
+
+def _host_memory(field: str) -> int:
+    """Bytes of a field of /proc/meminfo."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _own_groups(controller: str) -> list[Path]:
+    """The folders of this process's control group and those around it; version 2, and version 1 of `controller`."""
+    folders: list[Path] = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _CGROUPS / controller if controllers else _CGROUPS
+        folder = root / name.lstrip("/")
+        while folder.is_relative_to(root):
+            folders.append(folder)
+            if folder == root:
+                break
+            folder = folder.parent
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _reclaimable(group: Path) -> int:
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))

@@ -1,0 +1,46 @@
+"""Why a deployment is as it is, in words: what was left open, what was chosen for it."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from shardline.config.engine import EngineConfig
+from shardline.config.units import format_bytes
+from shardline.deployment.deployment import Deployment, MeasuredPool
+
+
+def explain_choices(deployment: Deployment, asked: EngineConfig, room: int) -> Deployment:
+    """The deployment with its reasons; `room`: the bytes of KV cache that each rank may have."""
+    return replace(deployment, reasons=tuple(_reasons(deployment, asked, room)))
+
+
+def _reasons(deployment: Deployment, asked: EngineConfig, room: int) -> list[str]:
+    spec, grid, packed = deployment.spec, deployment.grid, deployment.model.packed
+    host = deployment.machine.hosts[0]
+    reasons = []
+    if asked.parallel.device == "auto" and deployment.device == "cuda":
+        gpus = [host.devices[index] for index in host.of_kind("cuda")]
+        reasons.append(f"device cuda (this host has {len(gpus)} x {gpus[0].name})")
+    if asked.model.dtype == "auto":
+        reasons.append(f"dtype {deployment.dtype} (the checkpoint's is {packed if packed.is_packed else spec.dtype})")
+    if not isinstance(asked.model.max_model_len, int):
+        whole = deployment.max_model_len == spec.max_position_embeddings
+        why = "all that the model has" if whole else "what the KV cache holds"
+        reasons.append(f"max_model_len {deployment.max_model_len} ({why})")
+    if asked.parallel.distributed_executor_backend == "auto":
+        ranks = grid.replica_size
+        reasons.append(f"executor {deployment.executor} ({ranks} rank{'s' * (ranks > 1)} a replica)")
+    if asked.parallel.cpu_threads is None:
+        total = grid.world_size * len(deployment.placements)
+        threads = deployment.placements[0][0].threads
+        reasons.append(f"{threads} threads a rank ({host.cores} cores, ranks in all: {total})")
+    if asked.parallel.pipeline_stages is None and len(deployment.stages) > 1:
+        layers = ",".join(str(stage.size) for stage in deployment.stages)
+        reasons.append(f"pipeline_stages {layers} (balanced by the weights that 32 tokens read)")
+    cache = asked.cache
+    if isinstance(deployment.cache.pool, MeasuredPool):
+        reasons.append(f"KV cache measured on every GPU ({cache.gpu_memory_utilization:g} of its memory)")
+    elif cache.kv_cache_memory is None and cache.num_gpu_blocks_override is None:
+        share = f"{cache.gpu_memory_utilization:g} of half the free memory, shared by all ranks"
+        reasons.append(f"up to {format_bytes(room)} of KV cache a rank ({share})")
+    return reasons

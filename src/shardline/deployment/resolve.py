@@ -1,0 +1,135 @@
+"""From what was asked to what runs where: every choice made, every refusal given, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from typing import cast
+
+from shardline.config.engine import EngineConfig
+from shardline.deployment.cache import plan_cache
+from shardline.deployment.deployment import Deployment, ModelSource, RankWeights, StepLimits
+from shardline.deployment.formats import check_numerics, choose_dtype, choose_kv_dtype, choose_weight_format
+from shardline.deployment.kv_budget import rank_room
+from shardline.deployment.layout import Layout, choose_layout
+from shardline.deployment.length import check_length
+from shardline.deployment.machine import Device, Machine
+from shardline.deployment.reasons import explain_choices
+from shardline.models.description import ModelDescription
+from shardline.models.lookup import decoder_spec
+from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel
+from shardline.models.sharding import Numerics
+from shardline.models.sizes import largest_weight_bytes, stage_spans, weight_bytes
+from shardline.models.spec import DecoderSpec, DType, MoE
+from shardline.weights.base import FormatChoice
+
+
+def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> Deployment:
+    """What runs where if `config` is asked for `model` on `machine`. Pure: opens, probes, loads and logs nothing.
+
+    Raises:
+        ValueError: the model, the shape or the memory cannot be; the message says what would work.
+    """
+    parallel, asked_length = config.parallel, config.model.max_model_len
+    layout = choose_layout(parallel, machine)
+    devices = _devices(layout, machine)
+    dtype = choose_dtype(config.model.dtype, decoder_spec(model.files.config, None).dtype, model.packed)
+    spec = decoder_spec(model.files.config, asked_length if isinstance(asked_length, int) else None)
+    check_length(asked_length, spec)
+    held = choose_weight_format(config, model.packed, devices)
+    kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, dtype, spec, devices)
+    check_tensor_parallel(spec, parallel.tensor_parallel_size)
+    if parallel.enable_expert_parallel:
+        check_expert_parallel(spec, parallel.tensor_parallel_size, parallel.data_parallel_size)
+    check_numerics(config, held)
+    stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
+    if model.checkpoint is not None:
+        model.checkpoint.check(spec, model.packed)
+    weights = _rank_weights(config, layout, spec, stages, dtype, held)
+    room = rank_room(config, layout, machine, spec, dtype, weights)
+    cache, length = plan_cache(config, layout, machine, spec, stages, weights, kv_dtype, room)
+    deployment = Deployment(
+        model=_source(config, model),
+        spec=_spec_for_length(model, spec, length),
+        dtype=dtype,
+        weight_format=held,
+        numerics=cast(Numerics, parallel.numerics),
+        check_finite=config.model.check_finite,
+        machine=machine,
+        device=layout.device,
+        grid=layout.grid,
+        placements=layout.placements,
+        stages=stages,
+        expert_parallel=parallel.enable_expert_parallel,
+        num_experts=_num_experts(spec),
+        weights=weights,
+        executor=layout.executor,
+        collectives=layout.collectives,
+        tries_symmetric_memory=layout.device == "cuda" and parallel.collectives == "auto",
+        step_timeout=parallel.step_timeout,
+        max_in_flight=max(2, layout.grid.pipeline),
+        max_model_len=length,
+        limits=StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens),
+        cache=cache,
+        reasons=(),
+        warnings=layout.warnings,
+    )
+    return explain_choices(deployment, config, room)
+
+
+def _spec_for_length(model: ModelDescription, spec: DecoderSpec, length: int) -> DecoderSpec:
+    """The model for requests of up to `length` tokens; `spec`: that for the length that was asked for.
+
+    Raises:
+        ValueError: they differ, so that the memory at hand would have chosen the answers.
+    """
+    final = decoder_spec(model.files.config, length)
+    if final.layers != spec.layers:
+        raise ValueError(
+            "this model's rope scaling follows max_model_len, so that the memory at hand would decide the answers; "
+            f"set it yourself, for example --max-model-len {length}"
+        )
+    return final
+
+
+def _devices(layout: Layout, machine: Machine) -> tuple[Device, ...]:
+    """The devices on which ranks run, each once."""
+    places = {(place.host, place.device) for engine in layout.placements for place in engine}
+    return tuple(machine.hosts[host].devices[device] for host, device in sorted(places))
+
+
+def _rank_weights(
+    config: EngineConfig,
+    layout: Layout,
+    spec: DecoderSpec,
+    stages: tuple[Span, ...],
+    dtype: DType,
+    held: FormatChoice,
+) -> tuple[RankWeights, ...]:
+    numerics = cast(Numerics, config.parallel.numerics)
+    whole_experts = config.parallel.enable_expert_parallel
+    weights = []
+    for place in map(layout.grid.place, range(layout.grid.world_size)):
+        total = weight_bytes(spec, place, stages, dtype, numerics, held, whole_experts)
+        touched = 0
+        if layout.device == "cpu":
+            touched = max(0, total - largest_weight_bytes(spec, place, stages, dtype, numerics, whole_experts))
+        weights.append(RankWeights(total, touched))
+    return tuple(weights)
+
+
+def _num_experts(spec: DecoderSpec) -> int:
+    blocks = [layer.feed_forward for layer in spec.layers]
+    return max((block.routing.num_experts for block in blocks if isinstance(block, MoE)), default=0)
+
+
+def _source(config: EngineConfig, model: ModelDescription) -> ModelSource:
+    files = model.files
+    return ModelSource(
+        name=files.name,
+        folder=str(files.folder),
+        weight_files=tuple(map(str, files.weight_files)),
+        load_format="dummy" if config.model.load_format == "dummy" else "safetensors",
+        seed=config.model.seed,
+        packed=model.packed,
+        config_text=json.dumps(files.config, sort_keys=True),
+    )

@@ -1,0 +1,29 @@
+"""The layout of the memory that all ranks of an engine map."""
+
+from __future__ import annotations
+
+from shardline.deployment.deployment import Deployment, FixedPool
+from shardline.models.spec import MLA
+from shardline.segment.layout import SegmentLayout
+
+
+def segment_layout(deployment: Deployment) -> SegmentLayout:
+    """The layout of an engine's shared segment."""
+    num_layers = len(deployment.spec.layers) if deployment.num_experts else 0
+    return SegmentLayout(deployment.grid, num_layers, deployment.num_experts, _shared_kv_bytes(deployment))
+
+
+def _shared_kv_bytes(deployment: Deployment) -> tuple[int, ...]:
+    """Bytes of each stage's KV pool if its ranks share one: all need all of the latents, and they are on one host."""
+    grid, cache = deployment.grid, deployment.cache
+    if (
+        grid.tensor == 1
+        or not cache.latents_shared
+        or not all(isinstance(layer.attention, MLA) for layer in deployment.spec.layers)
+    ):
+        return ()
+    assert isinstance(cache.pool, FixedPool), "host memory is not measured"
+    per_stage = [0] * grid.pipeline
+    for rank in range(grid.replica_size):
+        per_stage[grid.place(rank).pp_rank] += cache.pool.num_blocks * cache.block_bytes[rank]
+    return tuple(per_stage)

@@ -1,0 +1,37 @@
+"""What is known of a model before anything is decided: its files, its config.json, the headers of its checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardline.config.engine import ModelConfig
+from shardline.models.checkpoint import Checkpoint
+from shardline.models.hf_config import HFConfig
+from shardline.models.hub import ModelFiles, resolve_model
+from shardline.models.packed_weights import PackedFormat, packed_format
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model as it lies on this host."""
+
+    files: ModelFiles
+    packed: PackedFormat
+    """How its linear weights are packed, as config.json says (also where random weights stand for them)."""
+    checkpoint: Checkpoint | None
+    """The tensors of the checkpoint by their headers; None: weights are random, and no checkpoint was read."""
+
+
+def read_model(config: ModelConfig) -> ModelDescription:
+    """Read the files that describe a model, from the hub if they are not on this host yet.
+
+    Raises:
+        ValueError: the model cannot be found or reached, its config.json is wrong, or its checkpoint is damaged.
+    """
+    is_dummy = config.load_format == "dummy"
+    files = resolve_model(config.model, config.revision, weights=not is_dummy)
+    return ModelDescription(
+        files=files,
+        packed=packed_format(HFConfig(files.config)),
+        checkpoint=None if is_dummy else Checkpoint.open(files.folder),
+    )

@@ -1,0 +1,52 @@
+"""Qwen 3 (dense): Llama with norms on q and k, and a head size of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from shardline.models.families.qwen2 import qwen_windows
+from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.llama_layout import attention, llama_source, pre_norm_layer, windowed_layers
+from shardline.models.rope import read_rope
+from shardline.models.spec import DecoderSpec, Dense, Norm, TensorSource
+
+
+def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+    """See `lookup.Family`."""
+    hf = HFConfig(config)
+    dims = read_dims(
+        hf,
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=22016,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        max_position_embeddings=32768,
+    )
+    rope = read_rope(hf, dims.head_dim, dims.max_position_embeddings)
+    norm = Norm("rms", hf.number("rms_norm_eps", 1e-6))
+    bias = hf.flag("attention_bias", False)
+    full = replace(attention(dims, rope.build(max_model_len)), qk_norm=norm, qkv_bias=bias, output_bias=bias)
+    dense = Dense(dims.intermediate_size, hf.activation("hidden_act", "silu"))
+    return DecoderSpec(
+        model_type="qwen3",
+        vocab_size=dims.vocab_size,
+        hidden_size=dims.hidden_size,
+        layers=windowed_layers(
+            qwen_windows(hf, dims), lambda window: pre_norm_layer(replace(full, window=window), dense, norm)
+        ),
+        final_norm=norm,
+        max_position_embeddings=rope.max_length,
+        dtype=hf.dtype(),
+        tied_embeddings=hf.flag("tie_word_embeddings", False),
+    )
+
+
+def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
+    """See `lookup.Family`."""
+    return llama_source(name)

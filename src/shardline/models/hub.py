@@ -1,0 +1,217 @@
+"""From what the user calls a model to the folder of its files: 'demo', a folder, or a hub id. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardline.models.checkpoint import weight_files
+from shardline.models.lookup import family
+
+DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
+"""The model that ships with the package, under the name "demo"."""
+
+_HUB_TIMEOUT = 5.0
+"""Seconds to wait for the hub's first answer."""
+_TOKENIZER_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+)
+_CONFIG_PATTERNS = ("config.json", "generation_config.json", *_TOKENIZER_PATTERNS)
+_WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+# Subfolders and "consolidated" files hold the same weights again, under other names.
+_IGNORED_PATTERNS = ("*/*", "consolidated*", "*.bin", "*.pth", "*.gguf")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model's files on this host."""
+
+    name: str
+    """What the user asked for."""
+    folder: Path
+    config: dict[str, Any]
+    """config.json, parsed."""
+    generation_config: dict[str, Any]
+    """generation_config.json, parsed; empty where there is none."""
+    weight_files: tuple[Path, ...]
+    """The safetensors files; empty where none were asked for."""
+
+    @property
+    def model_type(self) -> str:
+        """The configuration's `model_type`."""
+        return str(self.config["model_type"])
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sequence: generation_config.json's, else config.json's."""
+        ids = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
+        if ids is None:
+            return ()
+        return tuple(ids) if isinstance(ids, list) else (int(ids),)
+
+
+def resolve_model(model: str, revision: str | None = None, weights: bool = True) -> ModelFiles:
+    """The files of `model`: 'demo', a folder in Hugging Face format, or a hub id, downloaded where need be.
+
+    Without `weights` none are looked for. HF_TOKEN, HF_HOME and HF_HUB_OFFLINE work as everywhere.
+
+    Raises:
+        ValueError: there is no such model, it cannot be reached, its config.json is broken, its model_type is not
+            supported, or it has no safetensors weights; says what would work.
+    """
+    local = _local_folder(model)
+    folder = local if local is not None else _download(model, revision, _CONFIG_PATTERNS)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model {model!r}: {folder} has no config.json, so it is no model in Hugging Face format")
+    config = _read_json(folder / "config.json")
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(f"model {model!r}: {folder / 'config.json'} has no model_type")
+    # Before the weights are downloaded.
+    family(model_type)
+    generation_config = folder / "generation_config.json"
+    files: Sequence[Path] = ()
+    if weights:
+        if local is None:
+            # A snapshot's folder is named by its commit: the branch may have moved since.
+            folder = _download(model, folder.name, (*_CONFIG_PATTERNS, *_WEIGHT_PATTERNS))
+        files = weight_files(folder)
+    return ModelFiles(
+        name=model,
+        folder=folder,
+        config=config,
+        generation_config=_read_json(generation_config) if generation_config.is_file() else {},
+        weight_files=tuple(files),
+    )
+
+
+def resolve_tokenizer(tokenizer: str, revision: str | None = None) -> Path:
+    """The folder of a tokenizer that is not its model's: a local folder or a hub id.
+
+    Raises:
+        ValueError: there is no such folder or repository, or it cannot be reached.
+    """
+    return _local_folder(tokenizer) or _download(tokenizer, revision, _TOKENIZER_PATTERNS)
+
+
+def _local_folder(model: str) -> Path | None:
+    """The folder that `model` names, or None if it can only be a hub id.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if model == "demo":
+        return DEMO_FOLDER
+    path = Path(model).expanduser()
+    if path.is_dir() and model.strip():
+        # Absolute, so that a folder called demo is never taken for the embedded model.
+        return path.absolute()
+    if path.is_file():
+        raise ValueError(
+            f"model {model!r} is a file; give the folder that has its config.json and *.safetensors, or a hub id"
+        )
+    if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or not model.strip():
+        raise ValueError(
+            f"model {model!r}: there is no such folder; give a folder with config.json and *.safetensors, a hub id "
+            "like Qwen/Qwen3-0.6B, or 'demo' for the embedded demo model"
+        )
+    return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ValueError: the file is no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is corrupt: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is corrupt: it must hold an object, not {type(value).__name__}")
+    return value
+
+
+def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Those files of a hub repository that match `patterns`, from the cache where they are there.
+
+    Raises:
+        ValueError: see `_explain`.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    def snapshot(local_files_only: bool) -> Path:
+        folder = huggingface_hub.snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(_IGNORED_PATTERNS),
+            etag_timeout=_HUB_TIMEOUT,
+            local_files_only=local_files_only,
+        )
+        return Path(folder)
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        raise ValueError(
+            f"model {model!r} is neither an existing folder nor a hub id like Qwen/Qwen3-0.6B; "
+            "'demo' names the embedded demo model"
+        ) from None
+    # The transport's own errors differ between versions of huggingface_hub; each is explained, none swallowed.
+    try:
+        # snapshot_download asks the same, but in some versions without a time-out.
+        huggingface_hub.HfApi().model_info(model, revision=revision, timeout=_HUB_TIMEOUT)
+        return snapshot(local_files_only=False)
+    except RevisionNotFoundError as error:
+        raise ValueError(_explain(model, revision, error)) from None
+    except Exception as error:
+        try:
+            return snapshot(local_files_only=True)
+        except Exception:
+            raise ValueError(_explain(model, revision, error)) from error
+
+
+def _explain(model: str, revision: str | None, error: Exception) -> str:
+    """What went wrong on the hub, and what would work."""
+    from huggingface_hub import errors
+
+    what = f"model {model!r}: there is no such folder, and"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"model {model!r} has no revision {revision!r} on the hub; give a branch, tag or commit that it has"
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"model {model!r} is gated: accept its terms at https://huggingface.co/{model}, then set HF_TOKEN to a "
+            "token of that account"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"{what} the hub has none of that name that this account may see; check the spelling, or set HF_TOKEN if "
+            "it is private"
+        )
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return (
+            f"{what} it is not in the hub cache while HF_HUB_OFFLINE is set; unset it, or give a folder with the model"
+        )
+    if isinstance(error, errors.HfHubHTTPError):
+        return f"{what} the hub answered: {_first_line(error)}"
+    return (
+        f"{what} the hub cannot be reached ({type(error).__name__}: {_first_line(error)}), nor is the model in its "
+        "cache; check the network, or give a folder with the model"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]

@@ -1,0 +1,44 @@
+"""The tensors in which a layer caches keys and values: the only formula for their shapes."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from shardline.models.spec import DTYPE_BYTES, MLA, Attention, KVDType
+
+
+class KVPart(NamedTuple):
+    """One tensor of a layer's KV cache."""
+
+    shape: tuple[int, ...]
+    dtype: KVDType
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def kv_parts(
+    attention: Attention, num_kv_heads: int, num_blocks: int, block_size: int, dtype: KVDType
+) -> tuple[KVPart, ...]:
+    """The cache tensors of a layer on a rank that has `num_kv_heads` of its KV heads (latent attention: no matter).
+
+    Keys and values are [num_blocks, num_kv_heads, block_size, head_dim] each; types of one byte have scales
+    [num_blocks, num_kv_heads, block_size] for both. Latents are one [num_blocks, block_size, latent_dim]; in one byte
+    the part that is rotated is apart, in bfloat16, and there is a scale for each token.
+    """
+    has_scales = DTYPE_BYTES[dtype] == 1
+    if isinstance(attention, MLA):
+        tokens = (num_blocks, block_size)
+        if not has_scales:
+            return (KVPart((*tokens, attention.latent_dim), dtype),)
+        return (
+            KVPart((*tokens, attention.kv_lora_rank), dtype),
+            KVPart((*tokens, attention.rope_head_dim), "bfloat16"),
+            KVPart(tokens, "float32"),
+        )
+    shape = (num_blocks, num_kv_heads, block_size, attention.head_dim)
+    scales = (KVPart(shape[:3], "float32"),) * 2 if has_scales else ()
+    return (KVPart(shape, dtype), KVPart(shape, dtype), *scales)

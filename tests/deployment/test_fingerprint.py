@@ -1,0 +1,54 @@
+"""A fingerprint changes with the weights and with nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shardline.deployment import fingerprint
+from shardline.deployment.fingerprint import weights_fingerprint
+from shardline.models.hub import resolve_model
+from tests.models.checkpoints import make_checkpoint
+
+
+def _of(folder: Path, *, weights: bool = True, dummy_seed: int | None = None) -> str:
+    files = resolve_model(str(folder), weights=weights)
+    return weights_fingerprint(json.dumps(files.config, sort_keys=True), files.weight_files, dummy_seed)
+
+
+def test_same_weights_elsewhere_are_the_same(tmp_path: Path) -> None:
+    one = make_checkpoint("llama", tmp_path / "one")
+    shutil.copytree(one, tmp_path / "two")
+    assert len(_of(one)) == 16
+    assert _of(one) == _of(tmp_path / "two")
+
+
+def test_other_weights_or_another_configuration_are_not(tmp_path: Path) -> None:
+    folders = [
+        make_checkpoint("llama", tmp_path / "plain"),
+        make_checkpoint("llama", tmp_path / "seed", seed=1),
+        make_checkpoint("llama", tmp_path / "eps", rms_norm_eps=1e-4),
+        make_checkpoint("llama", tmp_path / "dtype", dtype="bfloat16"),
+        make_checkpoint("llama", tmp_path / "shards", max_shard_size="100KB"),
+    ]
+    assert len({_of(folder) for folder in folders}) == len(folders)
+
+
+def test_large_files_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_SAMPLE_BYTES", 1 << 14)
+    one = make_checkpoint("llama", tmp_path / "one")
+    two = make_checkpoint("llama", tmp_path / "two", seed=1)
+    size = (one / "model.safetensors").stat().st_size
+    samples = fingerprint._samples(size)
+    assert sum(count for _, count in samples) < size / 2
+    assert all(offset + count <= size for offset, count in samples)
+    assert _of(one) != _of(two)
+    assert _of(one) == _of(one)
+
+
+def test_dummy_weights_are_named_by_their_seed(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    assert _of(folder, weights=False, dummy_seed=1) != _of(folder, weights=False, dummy_seed=2)

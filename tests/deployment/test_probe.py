@@ -1,0 +1,90 @@
+"""What a host is found to have."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from shardline import _cpu
+from shardline.deployment import probe
+from shardline.deployment.machine import Device
+from shardline.deployment.probe import probe_gpus, probe_machine
+
+H200 = "NVIDIA H200, 143771, 143000, 9.0, 00000000:01:00.0"
+A100 = "NVIDIA A100-SXM4-80GB, 81559, 512, 8.0, 00000000:C1:00.0"
+
+
+@pytest.fixture
+def fake_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{H200}'\necho '{A100}'\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.11.0+cu130")
+    numa_node = tmp_path / "pci" / "0000:c1:00.0" / "numa_node"
+    numa_node.parent.mkdir(parents=True)
+    numa_node.write_text("1\n")
+    monkeypatch.setattr(probe, "_PCI_DEVICES", tmp_path / "pci")
+    return tool
+
+
+def test_every_gpu_is_found(fake_tool: Path) -> None:
+    large, small = 143771 << 20, 81559 << 20
+    assert probe_gpus() == (
+        [
+            Device("cuda", "NVIDIA H200", large, 143000 << 20, capability="sm_90", identifier="0"),
+            Device("cuda", "NVIDIA A100-SXM4-80GB", small, 512 << 20, "sm_80", numa_node=1, identifier="1"),
+        ],
+        "",
+    )
+
+
+def test_only_visible_gpus_count(fake_tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_tool.write_text(f"#!/bin/sh\nfor word; do case $word in --id=GPU-7) echo '{A100}';; esac; done\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7")
+    [found], _ = probe_gpus()
+    assert (found.memory_total, found.memory_free, found.identifier) == (81559 << 20, 512 << 20, "GPU-7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert probe_gpus() == ([], "")
+
+
+def test_no_gpu_where_the_tool_fails(fake_tool: Path) -> None:
+    fake_tool.write_text("#!/bin/sh\nexit 9\n")
+    assert probe_gpus() == ([], "")
+
+
+def test_gpus_that_torch_cannot_use_are_told(fake_tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cpu")
+    assert probe_gpus() == (
+        [],
+        "this host has 2 GPUs (NVIDIA H200), but torch 2.13.0+cpu was built without CUDA; install torch with CUDA",
+    )
+    assert probe_machine().hosts[0].unusable_gpus
+    assert not probe_machine(gpus=False).hosts[0].unusable_gpus
+
+
+def test_page_cache_is_memory_that_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 700\n")
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    monkeypatch.setattr(probe, "_own_groups", lambda controller: [tmp_path])
+    assert probe.available_host_memory() == 800
+    assert probe.allowed_cpus() == min(2, len(os.sched_getaffinity(0)))
+    [host] = probe_machine(gpus=False).hosts
+    assert (host.free_memory, host.cores) == (800, probe.allowed_cpus())
+
+
+def test_the_cpu_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHARDLINE_ISA", raising=False)
+    [host] = probe_machine(gpus=False).hosts
+    [cpu] = host.devices
+    assert (cpu.kind, cpu.capability, cpu.cores) == ("cpu", _cpu.isa(), host.cores)
+    assert 0 < cpu.memory_free <= cpu.memory_total
+    monkeypatch.setenv("SHARDLINE_ISA", "portable")
+    assert probe_machine(gpus=False).hosts[0].devices[0].capability == "portable"

@@ -1,0 +1,221 @@
+"""Every choice is made, every refusal given, before anything is loaded."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from safetensors.torch import load_file, save_file
+
+from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import Deployment, FixedPool
+from shardline.deployment.here import resolve_here
+from shardline.deployment.resolve import resolve
+from shardline.models.description import read_model
+from shardline.models.lookup import decoder_spec
+from shardline.models.partition import KVGroup
+from shardline.models.spec import DecoderSpec
+from tests.deployment.machines import GIB, machine, resolve_on
+from tests.models.checkpoints import FAMILIES, make_checkpoint, make_variant
+
+
+def setup(**options: object) -> Deployment:
+    return resolve_on(machine(), **options)
+
+
+def pool(deployment: Deployment) -> int:
+    assert isinstance(deployment.cache.pool, FixedPool)
+    return deployment.cache.pool.num_blocks
+
+
+def test_resolving_is_repeatable_and_final() -> None:
+    options = {"tensor_parallel_size": 3}
+    resolved = setup(**options)
+    assert setup(**options) == resolved
+    assert resolved.executor == "mp"
+    assert Path(resolved.model.folder).is_dir()
+    assert resolved.dtype == "bfloat16"
+
+
+def leaves(value: object) -> Iterator[object]:
+    """Every value of a deployment but the model's own, which may have no window or no bias."""
+    if isinstance(value, DecoderSpec | KVGroup):
+        return
+    if isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            yield from leaves(getattr(value, name))
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+@pytest.mark.parametrize("gpus", [(), ((80 * GIB, 79 * GIB),) * 2])
+def test_nothing_is_left_open(gpus: tuple[tuple[int, int], ...]) -> None:
+    for value in leaves(resolve_on(machine(*gpus), tensor_parallel_size=2)):
+        assert value is not None
+        assert value != "auto"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_deployment_travels_as_it_is(family: str, tmp_path: Path) -> None:
+    model = str(make_checkpoint(family, tmp_path / "model"))
+    for gpus in ((), ((80 * GIB, 79 * GIB),) * 4):
+        sent = resolve_on(machine(*gpus), model=model, tensor_parallel_size=2, pipeline_parallel_size=2)
+        received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Deployment)
+        assert received == sent
+        assert repr(received.spec) == repr(sent.spec)
+
+
+def test_a_deployment_of_a_large_model_fits_a_sockets_buffer() -> None:
+    """Ranks are started one after another: none may be waited for until it reads."""
+    config = {"model_type": "llama", "num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8,
+              "hidden_size": 16384, "intermediate_size": 53248, "vocab_size": 128256}  # fmt: skip
+    assert len(msgspec.msgpack.encode(decoder_spec(config))) < 120_000
+
+
+def test_resolving_opens_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig.from_options(model=str(make_checkpoint("mixtral", tmp_path)), tensor_parallel_size=2)
+    model = read_model(config.model)
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError(f"resolve touched {arguments}")
+
+    with monkeypatch.context() as patch:
+        for name in ("open", "read_text", "read_bytes", "stat", "is_file", "is_dir", "iterdir", "glob"):
+            patch.setattr(Path, name, refuse)
+        patch.setattr(builtins, "open", refuse)
+        patch.setattr(os, "stat", refuse)
+        patch.setattr(os, "sched_getaffinity", refuse)
+        patch.setattr(subprocess, "run", refuse)
+        patch.setattr(socket, "gethostname", refuse)
+        for where in (machine(), machine((80 * GIB, 79 * GIB), (80 * GIB, 79 * GIB))):
+            assert resolve(config, model, where).model.folder == str(tmp_path)
+
+
+def test_the_pool_is_what_the_memory_holds() -> None:
+    roomy = setup(kv_cache_memory="8MiB", max_model_len=64)
+    # 8 layers x 8 KV heads x 32 dims x (keys and values) x 2 bytes, 16 tokens a block.
+    assert pool(roomy) == (8 << 20) // (8 * 8 * 32 * 2 * 2 * 16)
+    bytewise = setup(kv_cache_memory="8MiB", max_model_len=64, kv_cache_dtype="int8")
+    assert pool(bytewise) == (8 << 20) // (8 * 8 * (32 + 4) * 2 * 16)  # a byte each, and a scale
+    split = setup(kv_cache_memory="8MiB", max_model_len=64, tensor_parallel_size=2)
+    assert pool(split) == min(2 * pool(roomy), 128 * 4 + 1)
+
+
+def test_a_length_that_does_not_fit_is_refused_with_one_that_does() -> None:
+    with pytest.raises(ValueError, match="--max-model-len 1008"):
+        setup(kv_cache_memory="8MiB")
+    assert setup(kv_cache_memory="8MiB", max_model_len="auto").max_model_len == 1008
+    with pytest.raises(ValueError, match="too few for any request"):
+        setup(kv_cache_memory="100KiB")
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 x 11"):
+        resolve_on(machine(free_memory=20_000_000), data_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tensor_parallel_size": 9}, "use 8"),
+        ({"pipeline_parallel_size": 9}, "use 8 or fewer"),
+        ({"pipeline_parallel_size": 2, "pipeline_stages": "8"}, "2 positive counts"),
+        ({"pipeline_parallel_size": 2, "pipeline_stages": "a,b"}, "10,12,10"),
+        ({"max_model_len": 5000}, "2048"),
+        ({"dtype": "half"}, "bfloat16 or float32"),
+        ({"device": "cpu", "kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 needs a GPU, and this is the CPU; use int8"),
+        ({"device": "cpu", "kv_cache_dtype": "fp8_e4m3"}, "use int8"),
+        ({"enable_expert_parallel": True}, "mixture-of-experts"),
+        ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "use 'mp'"),
+    ],
+)
+def test_refusals(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        setup(**options)
+
+
+def test_experts_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    model = str(make_checkpoint("mixtral", tmp_path / "model", num_local_experts=3))
+    whole = {"model": model, "enable_expert_parallel": True}
+    assert setup(tensor_parallel_size=3, **whole).expert_parallel
+    with pytest.raises(ValueError, match=r"4 ranks .* cannot share 3; use 3 ranks a stage or fewer"):
+        setup(tensor_parallel_size=4, **whole)
+    assert setup(model=model, tensor_parallel_size=4).grid.tensor == 4
+
+
+def test_a_missing_expert_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    model = make_checkpoint("qwen3_moe", tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    del weights["model.layers.2.mlp.experts.7.down_proj.weight"]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.2\.mlp\.experts\.7\.down_proj\.weight is missing"):
+        setup(model=str(model))
+
+
+def test_memory_that_is_asked_for_must_be_there() -> None:
+    with pytest.raises(ValueError, match="lower --kv-cache-memory"):
+        setup(num_gpu_blocks_override=10**9)
+
+
+def test_a_rope_that_follows_the_length_wants_a_length(tmp_path: Path) -> None:
+    """Else the layout, by the memory it leaves, would choose the tokens."""
+    model = str(make_variant("phi3-longrope-long", tmp_path / "model"))
+    options = {"model": model, "kv_cache_memory": "8KiB", "block_size": 4}
+    with pytest.raises(ValueError, match="set it yourself"):
+        setup(max_model_len="auto", **options)
+
+
+def test_a_folder_called_demo_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint("llama", tmp_path / "demo")
+    monkeypatch.chdir(tmp_path)
+    assert setup(model="./demo").model.folder == str(tmp_path / "demo")
+
+
+def test_a_window_bounds_what_a_long_request_holds(tmp_path: Path) -> None:
+    model = str(make_checkpoint("mistral", tmp_path / "model", max_position_embeddings=4096))
+    wide = setup(model=model, num_gpu_blocks_override=20, max_num_batched_tokens=32)
+    assert wide.max_model_len == 4096
+
+
+def test_stages_by_hand() -> None:
+    spans = setup(pipeline_parallel_size=3, pipeline_stages="1,5,2").stages
+    assert [(span.start, span.stop) for span in spans] == [(0, 1), (1, 6), (6, 8)]
+
+
+def test_what_was_chosen_is_told_with_its_reason() -> None:
+    line = "; ".join(setup(pipeline_parallel_size=2).reasons)
+    for words in (
+        "dtype bfloat16 (the checkpoint's is bfloat16)",
+        "max_model_len 2048 (all that the model has)",
+        "executor mp (2 ranks a replica)",
+        "8 threads a rank (16 cores, ranks in all: 2)",
+        "pipeline_stages 4,4 (balanced",
+        "of KV cache a rank",
+    ):
+        assert words in line
+    asked = {"dtype": "bfloat16", "max_model_len": 2048, "distributed_executor_backend": "mp", "cpu_threads": 8}
+    assert setup(pipeline_parallel_size=2, pipeline_stages="4,4", kv_cache_memory="1GiB", **asked).reasons == ()
+
+
+def test_the_log_has_reasons_and_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    resolve_here(EngineConfig.from_options(device="cpu", cpu_threads=1, tensor_parallel_size=8))
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("chosen: dtype bfloat16") for line in lines)
+
+
+def test_cores_that_are_too_few_are_told() -> None:
+    [warning] = resolve_on(machine(cores=2), tensor_parallel_size=4).warnings
+    assert warning == "4 ranks of 1 threads share 2 cores: expect them to wait for each other"
+    with pytest.raises(ValueError, match="cpu_threads 3 is more than the 2 cores"):
+        resolve_on(machine(cores=2), cpu_threads=3)

@@ -1,0 +1,138 @@
+"""A download from a hub of our own: the few calls of the hub's protocol that huggingface_hub makes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.models.checkpoints import make_checkpoint
+
+_COMMIT = "0123456789abcdef0123456789abcdef01234567"
+_RESOLVE = """
+import sys
+from shardline.models.hub import resolve_model
+try:
+    files = resolve_model(sys.argv[1], weights="no-weights" not in sys.argv)
+    print(files.folder, sorted(path.name for path in files.folder.iterdir()))
+except ValueError as error:
+    print("ValueError", error)
+"""
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves one repository, "team/model", out of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder = folder
+        self.downloaded: list[str] = []
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        files = [path for path in self.server.folder.rglob("*") if path.is_file()]
+        if path.startswith("/api/models/team/model/tree/"):
+            tree = [
+                {
+                    "type": "file",
+                    "path": str(file.relative_to(self.server.folder)),
+                    "size": file.stat().st_size,
+                    "oid": "0",
+                }
+                for file in files
+            ]
+            self._answer(json.dumps(tree).encode())
+        elif path.startswith("/api/models/team/model"):
+            self._answer(json.dumps({"id": "team/model", "sha": _COMMIT, "tags": []}).encode())
+        elif path.startswith("/team/model/resolve/"):
+            name = path.split("/", 5)[5]
+            self._answer((self.server.folder / name).read_bytes())
+            if self.command == "GET":
+                self.server.downloaded.append(name)
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    do_HEAD = do_GET
+
+    def _answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
+        self.send_header("X-Repo-Commit", _COMMIT)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    folder = make_checkpoint("llama", tmp_path / "repository", max_shard_size="200KB")
+    for extra in ("consolidated.safetensors", "pytorch_model.bin", "original/model.safetensors", "README.md"):
+        (folder / extra).parent.mkdir(exist_ok=True)
+        (folder / extra).write_text("not for us")
+    (folder / "tokenizer.json").write_text("{}")
+    with Hub(folder) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def _resolve(hub: Hub, home: Path, *arguments: str, **environment: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", _RESOLVE, *arguments],
+        env={
+            **os.environ,
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+            "HF_HOME": str(home),
+            "NO_PROXY": "127.0.0.1",
+            **environment,
+        },
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+
+
+def test_only_what_is_needed_is_downloaded_once(hub: Hub, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    _resolve(hub, home, "team/model", "no-weights")
+    configs = {"config.json", "generation_config.json", "tokenizer.json"}
+    assert set(hub.downloaded) == configs
+    _resolve(hub, home, "team/model")
+    weights = {path.name for path in hub.folder.glob("model*")}
+    assert len(weights) > 2
+    assert sorted(hub.downloaded) == sorted(configs | weights)
+
+    _resolve(hub, home, "team/model")
+    assert len(hub.downloaded) == len(configs | weights)
+    offline = _resolve(hub, home, "team/model", HF_HUB_OFFLINE="1")
+    assert _COMMIT in offline
+    assert all(name in offline for name in configs | weights)
+
+
+def test_what_the_hub_does_not_have(hub: Hub, tmp_path: Path) -> None:
+    answer = _resolve(hub, tmp_path / "home", "team/other")
+    assert answer.startswith(
+        "ValueError model 'team/other': there is no such folder, and the hub has none of that name"
+    )
