@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -31,6 +33,24 @@ def test_startup_log(server: Server) -> None:
     ):
         assert line in server.output
     assert len(set(server.rank_pids)) == 8
+
+
+def test_processes_carry_titles(server: Server) -> None:
+    processes = subprocess.run(["ps", "-o", "args=", "-p", str(server.process.pid)], capture_output=True, text=True)
+    assert processes.stdout.strip() == "shardline: front"
+    engines = {Path(f"/proc/{pid}/stat").read_text().split(") ")[-1].split()[1] for pid in server.rank_pids}
+    assert {title_of(int(pid)) for pid in engines} == {"shardline: engine 0", "shardline: engine 1"}
+    assert {title_of(pid) for pid in server.rank_pids} == {
+        "shardline: rank 0 (dp 0 pp 0 tp 0)",
+        "shardline: rank 1 (dp 0 pp 0 tp 1)",
+        "shardline: rank 2 (dp 0 pp 1 tp 0)",
+        "shardline: rank 3 (dp 0 pp 1 tp 1)",
+    }
+
+
+def title_of(pid: int) -> str:
+    """What `ps` shows of a process."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode()
 
 
 def test_streamed_and_whole_answers_are_one(server: Server) -> None:

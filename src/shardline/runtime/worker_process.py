@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from shardline.channel import Channel
 from shardline.log import configure_logging
+from shardline.process_title import set_process_title
 from shardline.runtime.messages import (
     AllocateCache,
     MemoryUse,
@@ -85,6 +86,8 @@ def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Worker
     from shardline.runtime.setup import prepare, reserve_weights
 
     setup = prepare(start.config)
+    place = setup.grid.place(start.rank)
+    set_process_title(f"rank {place.rank} (dp {place.dp_rank} pp {place.pp_rank} tp {place.tp_rank})")
     reserve_weights(setup, start.rank)
     from shardline.runtime.device import open_device
     from shardline.runtime.parallel.groups import join_distributed, join_shared
