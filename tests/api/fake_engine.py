@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from shardline.api.front import ModelText
+from shardline.api.model_text import ModelText
 from shardline.api.replicas import EngineEvent
 from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady

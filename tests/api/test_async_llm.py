@@ -110,7 +110,7 @@ async def test_many_requests_over_replicas_get_their_own_tokens() -> None:
 def test_stop_strings_abort_in_the_engine(tokens_per_step: int) -> None:
     text = load_text(EngineConfig())
     assert text.tokenizer is not None
-    ids = text.tokenizer.encode("one two. three four five")
+    ids = text.tokenizer.encode_text("one two. three four five")
 
     @on_loop
     async def check() -> None:

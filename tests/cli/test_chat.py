@@ -79,7 +79,7 @@ def local(cluster: FakeCluster, config: EngineConfig) -> LocalBackend:
 def test_a_local_model_streams_and_aborts() -> None:
     tokenizer = load_text(EngineConfig()).tokenizer
     assert tokenizer is not None
-    cluster = FakeCluster(next_token=scripted(tokenizer.encode("one two three four")))
+    cluster = FakeCluster(next_token=scripted(tokenizer.encode_text("one two three four")))
     backend = local(cluster, EngineConfig())
     messages = [{"role": "user", "content": "hi"}]
     assert "".join(backend.reply(messages)) == "one two three four"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from shardline.api.async_llm import AsyncLLM
-from shardline.api.front import ModelText
+from shardline.api.model_text import ModelText
 from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
 from shardline.text.chat_template import ChatTemplate
@@ -90,7 +90,7 @@ class FakeEngine:
 
     def _reply(self, request: Request) -> list[int]:
         text = f"{request.choice}{REPLY}" if request.choice else REPLY
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = self.tokenizer.encode_text(text, add_special_tokens=False)
         return [*ids, request.eos_token_ids[0]] if not request.sampling.ignore_eos else ids * 1000
 
     def _loop(self) -> None:

@@ -43,11 +43,11 @@ def test_ids_and_text_as_in_transformers(tmp_path: Path, kind: str, in_processor
     assert tokenizer.bos_token_id == oracle.bos_token_id
     for text in TEXTS:
         for special in (True, False):
-            ids = tokenizer.encode(text, add_special_tokens=special)
+            ids = tokenizer.encode_text(text, add_special_tokens=special)
             assert ids == oracle.encode(text, add_special_tokens=special), (text, special)
             for skip in (True, False):
                 assert tokenizer.decode(ids, skip) == oracle.decode(ids, skip_special_tokens=skip)
-        assert tokenizer.encode_batch([text]) == [tokenizer.encode(text)]
+        assert tokenizer.encode_texts([text]) == [tokenizer.encode_text(text)]
 
 
 def test_eos_may_be_several(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_saved_truncation_and_padding_are_off(tmp_path: Path) -> None:
     backend.enable_truncation(4)
     backend.enable_padding(length=300)
     tokenizer = load(builders.save_folder(tmp_path, backend.to_str()))
-    ids = tokenizer.encode("the quick brown fox " * 20)
+    ids = tokenizer.encode_text("the quick brown fox " * 20)
     assert 20 < len(ids) < 300
     assert tokenizer.decode(ids) == "the quick brown fox " * 20
 
