@@ -98,6 +98,18 @@ def test_a_local_model_streams_and_aborts() -> None:
     assert cluster.clients[0].closed
 
 
+def test_an_engine_that_dies_during_an_answer_says_why() -> None:
+    cluster = FakeCluster()
+    backend = local(cluster, EngineConfig())
+    cluster.clients[0].paused.set()
+    death = threading.Timer(0.1, cluster.clients[0].die, ["rank 1 was killed"])
+    death.start()
+    with pytest.raises(RuntimeError, match="rank 1 was killed"):
+        list(backend.reply([{"role": "user", "content": "hi"}]))
+    death.join()
+    backend.close()
+
+
 class Server(BaseHTTPRequestHandler):
     """Just enough of the OpenAI API."""
 

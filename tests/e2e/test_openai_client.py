@@ -30,6 +30,7 @@ def test_startup_log(server: Server) -> None:
         "pp 1 (layers 4-7), tp 1",
         "CPU KV cache size: ",
         "Maximum concurrency for 2,048 tokens per request: ",
+        "listening on 127.0.0.1 only: other machines cannot connect; pass --host 0.0.0.0 to serve them",
     ):
         assert line in server.output
     assert len(set(server.rank_pids)) == 8

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
 import tokenizers
 from tokenizers import processors
 
-from shardline.text.tokenizer import Tokenizer, read_eos_token_ids
+from shardline.text.tokenizer import MAX_INLINE_CHARS, Tokenizer, read_eos_token_ids
 from tests.text import builders
 
 TEXTS = ["What does it do?", " leading", "", "Grüße 🙂\n\n你好", "<|user|>hi<|end|>"]
@@ -48,6 +50,21 @@ def test_ids_and_text_as_in_transformers(tmp_path: Path, kind: str, in_processor
             for skip in (True, False):
                 assert tokenizer.decode(ids, skip) == oracle.decode(ids, skip_special_tokens=skip)
         assert tokenizer.encode_texts([text]) == [tokenizer.encode_text(text)]
+
+
+@pytest.mark.parametrize(("num_chars", "on_loop"), [(MAX_INLINE_CHARS, True), (MAX_INLINE_CHARS + 1, False)])
+def test_long_texts_are_encoded_on_a_thread(num_chars: int, on_loop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = builders.tokenizer(builders.byte_level_json())
+    encode_text, threads = tokenizer.encode_text, []
+
+    def noting_encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        threads.append(threading.current_thread())
+        return encode_text(text, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode_text", noting_encode)
+    text = "x" * num_chars
+    assert asyncio.run(tokenizer.encode_text_async(text, False)) == encode_text(text, False)
+    assert [thread is threading.main_thread() for thread in threads] == [on_loop]
 
 
 def test_eos_may_be_several(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardline.channel import Channel, encode
+from shardline.channel import Channel, encode_message
 from shardline.engine.children import describe_end, start_child
 from shardline.engine.executor.base import Executor, ExecutorFailure, rank_steps
 from shardline.engine.kv_budget import agreed_blocks
@@ -107,7 +107,7 @@ class MultiprocessExecutor(Executor):
         channel.send(StartWorker(self._setup.config, rank, store))
 
     def submit(self, plans: Sequence[StepPlan]) -> None:
-        messages = [encode(RunStep(step)) for step in rank_steps(plans)]
+        messages = [encode_message(RunStep(step)) for step in rank_steps(plans)]
         self._submitted.append(plans[0].step_id)
         for rank, channel in enumerate(self._channels):
             try:
