@@ -108,7 +108,7 @@ def test_the_queue_is_bounded() -> None:
     for index in range(5):
         replicas.add_requests(request(str(index)))
     assert replicas.num_waiting() == 3
-    with pytest.raises(QueueFull, match="3 requests wait already"):
+    with pytest.raises(QueueFull, match="3 requests are already waiting"):
         replicas.add_requests(request("more"))
     replicas.add_requests(request("offline"), bounded=False)
     replicas.handle_event(0, finished("0-0"))

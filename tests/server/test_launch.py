@@ -21,7 +21,7 @@ import pytest
 
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
-from shardline.server.launch import bind, loopback_notice, run_server
+from shardline.server.launch import bind_listener, loopback_notice, run_server
 from tests.server.fake_engine import REPLY
 
 STREAM = {"prompt": "Hi", "max_tokens": 500, "stream": True}
@@ -170,12 +170,12 @@ def test_a_port_in_use_is_one_clear_error_before_anything_loads() -> None:
 @pytest.mark.parametrize("host", ["256.1.1.1", "203.0.113.1"])
 def test_a_wrong_host_is_one_clear_error(host: str) -> None:
     with pytest.raises(ValueError, match=re.escape(host)):
-        bind(host, 0)
+        bind_listener(host, 0)
 
 
 @pytest.mark.parametrize(("host", "is_local"), [("127.0.0.1", True), ("127.0.0.2", True), ("0.0.0.0", False)])
 def test_a_server_on_loopback_says_how_to_serve_others(host: str, is_local: bool) -> None:
-    with bind(host, 0) as listener:
+    with bind_listener(host, 0) as listener:
         notice = loopback_notice(listener)
     if is_local:
         assert notice is not None

@@ -60,7 +60,7 @@ class RequestStream:
         if not self.output.finished:
             self._abort()
 
-    def notify(self) -> None:
+    def notify_reader(self) -> None:
         """Wake the reader, because `output` has changed. AsyncLLM calls this."""
         self._updated.set()
 
@@ -159,7 +159,7 @@ class AsyncLLM:
         try:
             ready, text = await asyncio.gather(engines, reading)
         except BaseException as error:
-            await self._end(str(error) or "the start was cancelled")
+            await self._end_engine(str(error) or "the start was cancelled")
             await asyncio.gather(engines, reading, return_exceptions=True)
             raise
         self.tokenizer, self.chat_template = text.tokenizer, text.chat_template
@@ -254,7 +254,7 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """End the engine processes; open streams end with the finish reason "abort"."""
-        await self._end("the engine was closed")
+        await self._end_engine("the engine was closed")
 
     def _require_open(self) -> RequestBuilder:
         if self.dead_reason:
@@ -270,19 +270,19 @@ class AsyncLLM:
         if aborted is not None:
             state, children = aborted
             self._replicas.abort_requests(children)
-            self._notify(state)
+            self._notify_reader(state)
 
     def _on_event(self, index: int, event: EngineEvent) -> None:
         done = self._processor.process_outputs(self._replicas.handle_event(index, event))
         self._replicas.abort_requests(done.aborts)
         self._note_death(self._replicas.dead_reason)
         for state in done.updated:
-            self._notify(state)
+            self._notify_reader(state)
 
-    def _notify(self, state: RequestState) -> None:
+    def _notify_reader(self, state: RequestState) -> None:
         request_id = state.request.request_id
         stream = self._streams.pop(request_id) if state.output.finished else self._streams[request_id]
-        stream.notify()
+        stream.notify_reader()
 
     def _note_death(self, reason: str) -> None:
         """Keep the first reason for which the engine is dead; an empty one means that it lives."""
@@ -290,7 +290,7 @@ class AsyncLLM:
             self.dead_reason = reason
             self._dead.set()
 
-    async def _end(self, reason: str) -> None:
+    async def _end_engine(self, reason: str) -> None:
         self._note_death(reason)
         for request_id in self._processor.request_ids():
             self._abort(request_id)

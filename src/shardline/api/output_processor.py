@@ -33,17 +33,17 @@ class ChoiceState:
             self._append_token(step, index)
             ends = index == last and step.finish_reason == "stop"
             if not (ends and self._hides_stop_token(step)) and self._append_text(token_id):
-                self._finish("stop", self._matcher.found)
+                self._set_finished("stop", self._matcher.found)
                 return step.finish_reason is None
         if step.finish_reason is not None:
-            self._end(step)
+            self._end_with_step(step)
         return False
 
     def abort(self) -> None:
         """End the choice with the text that it has."""
         if not self.output.finished:
             self._flush_text()
-            self._finish("abort", None)
+            self._set_finished("abort", None)
 
     def _append_token(self, step: SequenceOutput, index: int) -> None:
         output = self.output
@@ -67,24 +67,24 @@ class ChoiceState:
     def _hides_stop_token(self, step: SequenceOutput) -> bool:
         return step.stop_token_id is not None and not self._params.include_stop_str_in_output
 
-    def _end(self, step: SequenceOutput) -> None:
+    def _end_with_step(self, step: SequenceOutput) -> None:
         assert step.finish_reason is not None
         self._flush_text()
         if self._matcher.found is not None:
-            self._finish("stop", self._matcher.found)
+            self._set_finished("stop", self._matcher.found)
         elif step.finish_reason == "error":
             self.output.error = step.error
-            self._finish("error", None)
+            self._set_finished("error", None)
         else:
             eos = step.stop_token_id in self._eos_token_ids
-            self._finish(step.finish_reason, None if eos else step.stop_token_id)
+            self._set_finished(step.finish_reason, None if eos else step.stop_token_id)
 
     def _flush_text(self) -> None:
         """Add the text that was held back: incomplete characters become U+FFFD."""
         if self._detokenizer is not None:
             self.output.text += self._matcher.add_text(self._detokenizer.flush_text()) + self._matcher.flush_text()
 
-    def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+    def _set_finished(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.output.finish_reason = reason
         self.output.stop_reason = stop_reason
 
@@ -164,7 +164,7 @@ class OutputProcessor:
                 seen.add(request_id)
                 done.updated.append(state)
             if state.output.finished:
-                self._forget(state)
+                self._forget_request(state)
         return done
 
     def abort_request(self, request_id: str) -> tuple[RequestState, list[str]] | None:
@@ -179,14 +179,14 @@ class OutputProcessor:
         children = state.unfinished_children()
         for choice in state.choices:
             choice.abort()
-        self._forget(state)
+        self._forget_request(state)
         return state, children
 
     def request_ids(self) -> list[str]:
         """The requests in flight."""
         return list(self._requests)
 
-    def _forget(self, state: RequestState) -> None:
+    def _forget_request(self, state: RequestState) -> None:
         self._requests.pop(state.request.request_id, None)
         for child in state.request.children:
             self._by_child.pop(child.request_id, None)

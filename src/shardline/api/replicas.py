@@ -128,7 +128,7 @@ class Replicas:
             raise EngineDead(self.dead_reason)
         limit = self.config.scheduler.max_num_waiting
         if bounded and self.num_waiting() >= limit:
-            raise QueueFull(f"{limit} requests wait already; try again later (--max-num-waiting)")
+            raise QueueFull(f"{limit} requests are already waiting; try again later (--max-num-waiting)")
         index = min(alive, key=lambda i: (len(self._replicas[i].in_flight), self._replicas[i].tokens, i))
         replica = self._replicas[index]
         for child in children:
@@ -142,7 +142,7 @@ class Replicas:
             return
         except BaseException:  # the requests cannot be sent
             for child in children:
-                self._forget(child.request_id)
+                self._forget_request(child.request_id)
             raise
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
@@ -152,7 +152,7 @@ class Replicas:
             index = self._home.get(request_id)
             if index is not None:
                 by_replica.setdefault(index, []).append(request_id)
-                self._forget(request_id)
+                self._forget_request(request_id)
         for index, ids in by_replica.items():
             try:
                 self._replicas[index].client.abort(ids)
@@ -169,14 +169,14 @@ class Replicas:
             replica.stats = event.stats
             for output in event.outputs:
                 if output.finish_reason is not None:
-                    self._forget(output.request_id)
+                    self._forget_request(output.request_id)
             return event.outputs
         replica.dead = event.message or "the engine's process has ended"
         gauges = {"num_running": 0, "num_waiting": 0, "kv_blocks_used": 0}
         replica.stats = msgspec.structs.replace(replica.stats, **gauges)
         lost = list(replica.in_flight.values())
         for child in lost:
-            self._forget(child.request_id)
+            self._forget_request(child.request_id)
         left = sum(self.alive())
         logger.error("replica %d is lost, %d of its choices too; %d left: %s", index, len(lost), left, replica.dead)
         return [
@@ -221,7 +221,7 @@ class Replicas:
                 return client.wait_ready(_POLL_SECONDS)
         raise RuntimeError("the engine was closed while it started")
 
-    def _forget(self, request_id: str) -> None:
+    def _forget_request(self, request_id: str) -> None:
         index = self._home.pop(request_id, None)
         if index is not None:
             replica = self._replicas[index]

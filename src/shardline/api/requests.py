@@ -192,7 +192,7 @@ def _engine_params(params: SamplingParams) -> SamplingParams:
     try:
         return _WIRE_DECODER.decode(_WIRE_ENCODER.encode(msgspec.structs.replace(params, stop=())))
     except (msgspec.MsgspecError, OverflowError, TypeError) as error:
-        raise ValueError(f"the sampling parameters cannot be: {error}") from error
+        raise ValueError(f"the sampling parameters are invalid: {error}") from error
 
 
 def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:

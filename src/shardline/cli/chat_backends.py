@@ -66,11 +66,11 @@ class LocalBackend:
         _, ids = render_and_encode(template, tokenizer, messages)
         stream = self._loop.run_until_complete(self._llm.submit({"prompt_token_ids": ids}, self._params))
         try:
-            yield from self._pieces(stream)
+            yield from self._read_pieces(stream)
         finally:
             self._loop.run_until_complete(stream.aclose())
 
-    def _pieces(self, stream: RequestStream) -> Iterator[str]:
+    def _read_pieces(self, stream: RequestStream) -> Iterator[str]:
         shown = 0
         while True:
             try:
@@ -110,7 +110,7 @@ class RemoteBackend:
     def reply(self, messages: list[dict[str, str]]) -> Iterator[str]:
         """See ChatBackend."""
         body = {"model": self.model, "messages": messages, "stream": True, **self._options}
-        with self._open("/chat/completions", body) as response:
+        with self._open_url("/chat/completions", body) as response:
             try:
                 for line in response:
                     if not line.startswith(b"data:"):
@@ -118,7 +118,7 @@ class RemoteBackend:
                     data = line[len(b"data:") :].strip()
                     if data == b"[DONE]":
                         return
-                    yield _piece(json.loads(data))
+                    yield _event_text(json.loads(data))
             except (OSError, HTTPException) as error:
                 raise RuntimeError(f"the server closed the connection: {error}") from error
 
@@ -126,13 +126,13 @@ class RemoteBackend:
         """Does nothing: no connection stays open between answers."""
 
     def _first_model(self) -> str:
-        with self._open("/models") as response:
+        with self._open_url("/models") as response:
             models = json.load(response).get("data") or []
         if not models:
             raise ValueError(f"{self._base} serves no model")
         return str(models[0]["id"])
 
-    def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _open_url(self, path: str, body: dict[str, Any] | None = None) -> Any:
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -147,7 +147,7 @@ class RemoteBackend:
             raise RuntimeError(f"{self._base} cannot be reached: {error}") from error
 
 
-def _piece(event: dict[str, Any]) -> str:
+def _event_text(event: dict[str, Any]) -> str:
     if "error" in event:
         raise RuntimeError(_error_text(json.dumps(event).encode()))
     choices = event.get("choices") or [{}]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -57,3 +60,32 @@ def internal_error() -> ApiError:
     return ApiError(
         500, "The server had an error while processing your request.", type=SERVER_ERROR, code="internal_error"
     )
+
+
+class ErrorBody(BaseModel):
+    """An error, for /openapi.json."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """The answer to a request that failed."""
+
+    error: ErrorBody
+
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": text}
+    for status, text in (
+        (400, "The request is invalid."),
+        (401, "The key is missing or wrong."),
+        (404, "The model is not served here."),
+        (413, "The body is too large."),
+        (429, "Too many requests are waiting."),
+        (503, "The server is starting or shutting down, or its engine has stopped."),
+    )
+}
+"""The errors of an endpoint, for /openapi.json."""

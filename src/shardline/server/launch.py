@@ -57,16 +57,16 @@ def run_server(
     configure_logging()
     check_tls(server_config)
     started = time.monotonic()
-    with contextlib.closing(bind(server_config.host, server_config.port)) as listener:
+    with contextlib.closing(bind_listener(server_config.host, server_config.port)) as listener:
         if start_llm is None:
             from shardline.api.async_llm import AsyncLLM
 
             start_llm = AsyncLLM
         llm = start_llm(engine_config)
-        return _run_loop(_serve(llm, server_config, listener, started))
+        return _run_event_loop(_serve(llm, server_config, listener, started))
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind_listener(host: str, port: int) -> socket.socket:
     """A socket that listens on the address.
 
     Raises:
@@ -133,7 +133,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, s
     stop = _StopSignals()
     try:
         app = create_app(llm, config)
-        server = _http_server(app, config)
+        server = _make_http_server(app, config)
         with stop.handled():
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:
@@ -239,7 +239,7 @@ class _StopSignals:
         (self.second if self.first.is_set() else self.first).set()
 
 
-def _http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
+def _make_http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -268,7 +268,7 @@ def _http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
     )
 
 
-def _run_loop(main: Coroutine[Any, Any, int]) -> int:
+def _run_event_loop(main: Coroutine[Any, Any, int]) -> int:
     try:
         import uvloop
     except ImportError:

@@ -62,46 +62,46 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("bench", help="measure speed", description="Measure speed on this machine.")
     kinds = parser.add_subparsers(title="benchmarks", dest="benchmark", metavar="BENCHMARK", required=True)
     throughput = kinds.add_parser("throughput", help="many prompts at once", description="Run many prompts at once.")
-    _add_workload(throughput, input_len=128, output_len=128)
-    throughput.add_argument("--num-prompts", type=_positive, default=64, help="number of prompts (default: 64)")
+    _add_workload_flags(throughput, input_len=128, output_len=128)
+    throughput.add_argument("--num-prompts", type=_positive_int, default=64, help="number of prompts (default: 64)")
     add_engine_flags(throughput)
     throughput.set_defaults(run=run_throughput)
     latency = kinds.add_parser("latency", help="one batch at a time", description="Run one batch at a time.")
-    _add_workload(latency, input_len=32, output_len=128)
-    latency.add_argument("--batch-size", type=_positive, default=1, help="prompts in a batch (default: 1)")
-    latency.add_argument("--num-iters", type=_positive, default=10, help="batches measured (default: 10)")
-    latency.add_argument("--num-iters-warmup", type=_positive, default=2, help="batches before these (default: 2)")
+    _add_workload_flags(latency, input_len=32, output_len=128)
+    latency.add_argument("--batch-size", type=_positive_int, default=1, help="prompts in a batch (default: 1)")
+    latency.add_argument("--num-iters", type=_positive_int, default=10, help="batches measured (default: 10)")
+    latency.add_argument("--num-iters-warmup", type=_positive_int, default=2, help="batches before these (default: 2)")
     add_engine_flags(latency)
     latency.set_defaults(run=run_latency)
 
 
 def run_throughput(args: argparse.Namespace) -> int:
     """Run all prompts at once: measures tokens per second, and the times of each request."""
-    with _open(args) as llm:
-        llm.generate_timed(*_workload(args, llm, min(2, args.num_prompts)))
-        measure = _Measure(llm)
-        prompts, params = _workload(args, llm, args.num_prompts)
+    with _open_llm(args) as llm:
+        llm.generate_timed(*_make_workload(args, llm, min(2, args.num_prompts)))
+        measurement = _Measurement(llm)
+        prompts, params = _make_workload(args, llm, args.num_prompts)
         outputs, times = llm.generate_timed(prompts, params, use_tqdm=True)
-        measure.add_batch(outputs, times)
-        report = measure.report("throughput", [one.finished - one.submitted for one in times])
-    return _publish(report, args.json)
+        measurement.add_batch(outputs, times)
+        report = measurement.report("throughput", [one.finished - one.submitted for one in times])
+    return _publish_report(report, args.json)
 
 
 def run_latency(args: argparse.Namespace) -> int:
     """Run batch after batch: measures the time of each batch."""
-    with _open(args) as llm:
+    with _open_llm(args) as llm:
         for _ in range(args.num_iters_warmup):
-            llm.generate_timed(*_workload(args, llm, args.batch_size))
-        measure = _Measure(llm)
+            llm.generate_timed(*_make_workload(args, llm, args.batch_size))
+        measurement = _Measurement(llm)
         batches = []
         for _ in range(args.num_iters):
-            outputs, times = llm.generate_timed(*_workload(args, llm, args.batch_size))
-            batches.append(measure.add_batch(outputs, times))
-        report = measure.report("latency", batches)
-    return _publish(report, args.json)
+            outputs, times = llm.generate_timed(*_make_workload(args, llm, args.batch_size))
+            batches.append(measurement.add_batch(outputs, times))
+        report = measurement.report("latency", batches)
+    return _publish_report(report, args.json)
 
 
-class _Measure:
+class _Measurement:
     """Measures batches, and the engine's counters since the construction of this object."""
 
     def __init__(self, llm: LLM) -> None:
@@ -179,7 +179,7 @@ def _in_ms(values: dict[int, float]) -> str:
     return "  ".join(f"p{percent} {1e3 * value:9.2f} ms" for percent, value in values.items())
 
 
-def _add_workload(parser: argparse.ArgumentParser, *, input_len: int, output_len: int) -> None:
+def _add_workload_flags(parser: argparse.ArgumentParser, *, input_len: int, output_len: int) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument(
         "--workload",
@@ -187,15 +187,17 @@ def _add_workload(parser: argparse.ArgumentParser, *, input_len: int, output_len
         help="a named greedy workload instead of the other options of this group: "
         + "; ".join(f"{name} {w.num_prompts} x {w.input_len} in, {w.output_len} out" for name, w in WORKLOADS.items()),
     )
-    group.add_argument("--input-len", type=_positive, default=input_len, help=f"prompt tokens (default: {input_len})")
     group.add_argument(
-        "--output-len", type=_positive, default=output_len, help=f"output tokens (default: {output_len})"
+        "--input-len", type=_positive_int, default=input_len, help=f"prompt tokens (default: {input_len})"
+    )
+    group.add_argument(
+        "--output-len", type=_positive_int, default=output_len, help=f"output tokens (default: {output_len})"
     )
     group.add_argument("--temperature", type=float, default=1.0, help="0: greedy (default: 1)")
     group.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
 
 
-def _open(args: argparse.Namespace) -> LLM:
+def _open_llm(args: argparse.Namespace) -> LLM:
     from shardline.api.llm import LLM
     from shardline.log import configure_logging
 
@@ -220,7 +222,7 @@ def _open(args: argparse.Namespace) -> LLM:
     return llm
 
 
-def _workload(args: argparse.Namespace, llm: LLM, count: int) -> tuple[list[list[int]], Any]:
+def _make_workload(args: argparse.Namespace, llm: LLM, count: int) -> tuple[list[list[int]], Any]:
     """`count` prompts of random tokens, and parameters with which every output has exactly --output-len tokens."""
     from shardline.types import SamplingParams
 
@@ -228,14 +230,14 @@ def _workload(args: argparse.Namespace, llm: LLM, count: int) -> tuple[list[list
     return prompts, SamplingParams(temperature=args.temperature, max_tokens=args.output_len, ignore_eos=True)
 
 
-def _publish(report: Report, path: Path | None) -> int:
+def _publish_report(report: Report, path: Path | None) -> int:
     print("\n".join(report.lines()))
     if path is not None:
         path.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def _positive(word: str) -> int:
+def _positive_int(word: str) -> int:
     value = int(word)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")

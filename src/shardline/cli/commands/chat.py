@@ -90,13 +90,13 @@ def talk(backend: ChatBackend, console: Console, system: Messages, read: Callabl
         elif command:
             messages.append({"role": "user", "content": line})
             try:
-                messages.append({"role": "assistant", "content": _answer(backend.reply(messages), console)})
+                messages.append({"role": "assistant", "content": _print_answer(backend.reply(messages), console)})
             except ValueError as error:  # for example, the conversation has become too long
                 messages.pop()
                 console.print(str(error), style="red", markup=False)
 
 
-def _answer(pieces: Iterator[str], console: Console) -> str:
+def _print_answer(pieces: Iterator[str], console: Console) -> str:
     """Print the pieces of an answer as they come; ctrl-C stops the answer."""
     start = time.monotonic()
     text = ""

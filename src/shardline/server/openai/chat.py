@@ -12,19 +12,11 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from shardline.server.errors import bad_request
+from shardline.server.errors import ERROR_RESPONSES, bad_request
 from shardline.server.in_flight import EventStream, make_event
 from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.openai.logprobs import ChatLogprobs, TokenPieces, chat_logprobs
-from shardline.server.openai.protocol import (
-    ERRORS,
-    RequestModel,
-    SamplingFields,
-    StrictRoute,
-    Usage,
-    refuse_if,
-    usage_of,
-)
+from shardline.server.openai.protocol import RequestModel, SamplingFields, StrictRoute, Usage, refuse_if, usage_of
 from shardline.server.service import Service, new_id
 from shardline.types import RequestOutput
 
@@ -255,17 +247,9 @@ class ChatWriter:
         for choice in output.outputs:
             delta = SentChoice().take_delta(choice, tokens_matter=True)
             assert delta is not None
-            choices.append(
-                ChatChoice(
-                    index=choice.index,
-                    message=AssistantMessage(content=delta.text),
-                    logprobs=self._write_logprobs(delta),
-                    finish_reason=delta.finish_reason,
-                    stop_reason=delta.stop_reason,
-                    token_ids=delta.token_ids if self._with_ids else msgspec.UNSET,
-                    logits_digests=msgspec.UNSET if delta.digests is None else delta.digests,
-                )
-            )
+            message = AssistantMessage(content=delta.text)
+            ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            choices.append(self._make_choice(choice.index, delta, message=message, **ending))
         prompt_ids = output.prompt_token_ids if self._with_ids else msgspec.UNSET
         return self._encode_response("chat.completion", choices, usage_of([output]), prompt_ids)
 
@@ -292,15 +276,7 @@ class ChatWriter:
         """A chunk with the new content, if there is any, and a chunk with the finish reason, if it ended."""
         parts = []
         if delta.text or (self._tokens_matter and delta.token_ids):
-            parts.append(
-                ChatChoice(
-                    index=index,
-                    delta=ChatDelta(content=delta.text),
-                    logprobs=self._write_logprobs(delta),
-                    token_ids=delta.token_ids if self._with_ids else msgspec.UNSET,
-                    logits_digests=msgspec.UNSET if delta.digests is None else delta.digests,
-                )
-            )
+            parts.append(self._make_choice(index, delta, delta=ChatDelta(content=delta.text)))
         if delta.finish_reason is not None:
             parts.append(
                 ChatChoice(
@@ -309,8 +285,15 @@ class ChatWriter:
             )
         return parts
 
-    def _write_logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        return None if delta.logprobs is None else chat_logprobs(self._pieces, delta.token_ids, delta.logprobs)
+    def _make_choice(self, index: int, new: Delta, **fields: Any) -> ChatChoice:
+        """A choice with the new tokens and these other fields."""
+        return ChatChoice(
+            index=index,
+            logprobs=None if new.logprobs is None else chat_logprobs(self._pieces, new.token_ids, new.logprobs),
+            token_ids=new.token_ids if self._with_ids else msgspec.UNSET,
+            logits_digests=msgspec.UNSET if new.digests is None else new.digests,
+            **fields,
+        )
 
     def _write_chunk(
         self, generation: Generation, choice: ChatChoice, prompt_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
@@ -345,7 +328,7 @@ def chat_routes(service: Service) -> APIRouter:
     """The endpoint."""
     router = APIRouter(route_class=StrictRoute)
 
-    @router.post("/v1/chat/completions", responses=ERRORS)
+    @router.post("/v1/chat/completions", responses=ERROR_RESPONSES)
     async def create_chat_completion(body: ChatRequest) -> Response:
         """Answer a conversation. With `stream`, the answer is sent as server-sent events."""
         service.require_model(body.model)

@@ -12,19 +12,11 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from shardline.server.errors import bad_request
+from shardline.server.errors import ERROR_RESPONSES, bad_request
 from shardline.server.in_flight import EventStream, make_event
 from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter, TokenPieces
-from shardline.server.openai.protocol import (
-    ERRORS,
-    SamplingFields,
-    StrictRoute,
-    TokenIds,
-    Usage,
-    refuse_if,
-    usage_of,
-)
+from shardline.server.openai.protocol import SamplingFields, StrictRoute, TokenIds, Usage, refuse_if, usage_of
 from shardline.server.service import Service, new_id
 from shardline.types import CompletionOutput, RequestOutput
 
@@ -230,7 +222,7 @@ def completion_routes(service: Service) -> APIRouter:
     """The endpoint."""
     router = APIRouter(route_class=StrictRoute)
 
-    @router.post("/v1/completions", responses=ERRORS)
+    @router.post("/v1/completions", responses=ERROR_RESPONSES)
     async def create_completion(body: CompletionRequest) -> Response:
         """Continue a text. With `stream`, the answer is sent as server-sent events."""
         service.require_model(body.model)

@@ -174,31 +174,3 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
     completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
     return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
-
-
-class ErrorBody(BaseModel):
-    """An error, for /openapi.json."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(BaseModel):
-    """The answer to a request that failed."""
-
-    error: ErrorBody
-
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse, "description": text}
-    for status, text in (
-        (400, "The request is invalid."),
-        (401, "The key is missing or wrong."),
-        (404, "The model is not served here."),
-        (413, "The body is too large."),
-        (429, "Too many requests are waiting."),
-        (503, "The server is starting or shutting down, or its engine has stopped."),
-    )
-}

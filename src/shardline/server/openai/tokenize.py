@@ -6,9 +6,9 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from shardline.server.errors import bad_request
+from shardline.server.errors import ERROR_RESPONSES, bad_request
 from shardline.server.openai.chat import ConversationFields, Messages
-from shardline.server.openai.protocol import ERRORS, RequestModel, StrictRoute, TokenIds
+from shardline.server.openai.protocol import RequestModel, StrictRoute, TokenIds
 from shardline.server.service import Service
 
 
@@ -43,7 +43,7 @@ def tokenize_routes(service: Service) -> APIRouter:
     """The endpoints."""
     router = APIRouter(route_class=StrictRoute)
 
-    @router.post("/tokenize", responses=ERRORS)
+    @router.post("/tokenize", responses=ERROR_RESPONSES)
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text or a conversation."""
         service.require_model(body.model)
@@ -60,7 +60,7 @@ def tokenize_routes(service: Service) -> APIRouter:
         answer = TokenizeResponse(len(ids), service.llm.max_model_len, ids, strings)
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
-    @router.post("/detokenize", responses=ERRORS)
+    @router.post("/detokenize", responses=ERROR_RESPONSES)
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         service.require_model(body.model)
