@@ -1,4 +1,4 @@
-"""The one wire: whatever arrives in whatever pieces, it is a whole message of the declared type or an error."""
+"""The channel: whatever bytes arrive, the result is a whole message of the declared type or an error."""
 
 from __future__ import annotations
 

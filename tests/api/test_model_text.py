@@ -1,4 +1,4 @@
-"""What a front reads of a model's folder, on the embedded model."""
+"""What the front reads from a model's folder, tested with the embedded model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engine outputs become text, and stop where they should, however many tokens a step brings."""
+"""Engine outputs become text and stop at stop strings, however many tokens a step brings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ assert TOKENIZER is not None
 def run(
     params: SamplingParams, ids: list[int], sizes: list[int] | None = None, **last: Any
 ) -> tuple[CompletionOutput, list[str]]:
-    """The choice after `ids` came in steps of the given sizes, and the aborts; `last`: how the engine ended it."""
+    """The choice after steps of these sizes brought `ids`, and the aborts; `last`: how the engine ended the choice."""
     builder = RequestBuilder(TOKENIZER, 408, 1000, (EOS,), random.Random(0))
     processor = OutputProcessor(TOKENIZER)
     state = processor.add_request(builder.build_request("r", "the dog", params))

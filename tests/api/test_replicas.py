@@ -1,4 +1,4 @@
-"""Routing over replicas, their deaths, and the bound on what waits."""
+"""Routing over replicas, their deaths, and the limit on waiting requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.api.fake_engine import FakeCluster, FakeEngineClient
 
 
 def make(**options: int) -> tuple[Replicas, FakeCluster]:
-    """Replicas whose engines never step: the test says what they report."""
+    """Replicas whose engines never step; the test sends their reports."""
     cluster = FakeCluster()
     replicas = Replicas(EngineConfig.from_options(**options), lambda index, event: None, cluster)
     return replicas, cluster

@@ -1,4 +1,4 @@
-"""What is refused, and what the engine gets of what is not."""
+"""Which requests are refused, and what the engine gets for the others."""
 
 from __future__ import annotations
 

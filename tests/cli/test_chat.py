@@ -1,4 +1,4 @@
-"""The terminal chat: an engine here, a server there, and what the user types."""
+"""The terminal chat: with an engine, with a server, and the user's commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.api.fake_engine import FakeCluster, load_text, scripted
 
 
 class Echo:
-    """Answers with what it was told; stops itself with ctrl-C where told so."""
+    """Repeats what the user said; some messages make it fail or simulate ctrl-C."""
 
     model = "echo"
 
@@ -111,7 +111,7 @@ def test_an_engine_that_dies_during_an_answer_says_why() -> None:
 
 
 class Server(BaseHTTPRequestHandler):
-    """Just enough of the OpenAI API."""
+    """The part of the OpenAI API that the chat needs."""
 
     bodies: list[Any] = []  # noqa: RUF012  one server at a time
 

@@ -1,4 +1,4 @@
-"""Flags are the configuration's fields, in vLLM's spellings; mistakes are one line and exit code 2."""
+"""Flags are the configuration's fields with vLLM's names; a mistake gives one line and exit code 2."""
 
 from __future__ import annotations
 

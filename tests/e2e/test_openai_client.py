@@ -1,4 +1,4 @@
-"""The official client against TP 2 x PP 2 x DP 2 in real processes: answers, disconnects, deaths."""
+"""The official client with TP 2 x PP 2 x DP 2 in real processes: answers, disconnects, deaths."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_bad_requests_are_told_and_hurt_nobody(server: Server, body: dict[str, o
 
 
 def test_a_replica_that_loses_a_rank_fails_alone(server: Server) -> None:
-    """Last of the module: it takes one replica down."""
+    """Runs last in this module, because it kills one replica."""
     client = server.client()
     streams = [client.completions.create(model="demo", stream=True, **LONG) for _ in range(2)]
     for stream in streams:

@@ -1,6 +1,6 @@
-"""An engine that says what it is told, so that the server can be tested without a model.
+"""A fake engine with fixed answers, so that the server can be tested without a model.
 
-It stands where the engine process would: the real AsyncLLM, tokenizer and chat template are between it and the server.
+It replaces the engine process. AsyncLLM, the tokenizer and the chat template are the real ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Event = EngineOutputs | EngineFailed
 
 
 class FakeEngine:
-    """Replica 0. Every request is answered with REPLY, its choice's number before it where that is not 0, and EOS.
+    """Replica 0. It answers every request with REPLY and EOS. Choices other than 0 begin with their number.
 
     `paused` holds the tokens back; `aborted` collects the ids of aborted engine requests.
     """
@@ -75,12 +75,12 @@ class FakeEngine:
         self._wake.set()
 
     def die(self, message: str) -> None:
-        """End as a killed engine process does."""
+        """Fail like a killed engine process."""
         self._closed = True
         self._on_message(EngineFailed(message))
 
     def num_running(self) -> int:
-        """Requests that hold blocks."""
+        """Number of requests that hold KV blocks."""
         with self._lock:
             return len(self._running)
 

@@ -1,4 +1,4 @@
-"""A server process from its start to its end."""
+"""A server process, from its start to its end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STREAM = {"prompt": "Hi", "max_tokens": 500, "stream": True}
 
 
 class Process:
-    """A server process and what it has said."""
+    """A server process and its output."""
 
     def __init__(self, **options: Any) -> None:
         self.popen = subprocess.Popen(
@@ -39,7 +39,7 @@ class Process:
         )
 
     def url(self) -> str:
-        """Wait for the line that says that it is ready."""
+        """Wait until the server is ready; returns its URL."""
         assert self.popen.stderr is not None
         for line in self.popen.stderr:
             found = re.search(r"startup complete in .* serving demo at (\S+)$", line)
@@ -48,7 +48,7 @@ class Process:
         raise AssertionError(self.popen.communicate())
 
     def end(self, timeout: float = 10.0) -> tuple[int, str, str]:
-        """Wait for its end: exit code, what else it said, and its errors."""
+        """Wait for the process to end; returns its exit code, the rest of its stdout, and its stderr."""
         out, err = self.popen.communicate(timeout=timeout)
         return self.popen.returncode, out, err
 

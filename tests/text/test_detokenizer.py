@@ -21,7 +21,7 @@ def stream(tokenizer: Tokenizer, prompt: list[int], pieces: list[list[int]], ski
 
 
 def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    # Beyond the vocabulary too: embeddings are padded.
+    # Some ids are beyond the vocabulary, since embeddings are padded.
     return st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=40)
 
 

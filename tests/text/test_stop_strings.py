@@ -1,4 +1,4 @@
-"""Stop strings in a stream against a search in the whole text."""
+"""Stop strings in a stream, compared with a search in the whole text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizer files as folders hold them, compared with transformers where it has an opinion."""
+"""Tokenizers loaded from a folder, compared with transformers."""
 
 from __future__ import annotations
 
