@@ -1,4 +1,4 @@
-"""The one wire: whatever arrives in whatever pieces, it is a whole message of the declared type or an error."""
+"""The channel: whatever bytes arrive, the result is a whole message of the declared type or an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.channel import MAX_FRAME_BYTES, Channel, encode
+from shardline.channel import MAX_FRAME_BYTES, Channel, encode_message
 from shardline.types import StepPlan, StepResult
 
 
@@ -77,4 +77,4 @@ def test_plans_and_results_survive_the_wire() -> None:
 @pytest.mark.parametrize("message", [Word("\ud800"), {"a": 2**70}, object()], ids=["surrogate", "big", "object"])
 def test_what_cannot_be_sent_is_the_callers_error(message: object) -> None:
     with pytest.raises(ValueError, match="cannot be sent"):
-        encode(message)
+        encode_message(message)

@@ -24,7 +24,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that `import shardline` and `--help` are instant."""
+    """Import a public name at its first use, so that `import shardline` and `--help` are fast."""
     if name not in _HOMES:
         raise AttributeError(f"module 'shardline' has no attribute {name!r}")
     import importlib

@@ -1,7 +1,7 @@
-"""Typed messages over a socketpair: the one wire between front, engine and workers on a host.
+"""Typed messages over a socketpair: front, engine and workers on a host talk over nothing else.
 
-A frame is a 4-byte little-endian length and a msgpack body of a declared type. A peer that ends is seen at once as
-end of file, so nobody needs a heartbeat to notice a death.
+A frame is a 4-byte little-endian length and a msgpack body of a declared type. The death of a process shows at once as
+end of file, so no heartbeat is necessary.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _ENCODER = msgspec.msgpack.Encoder()
 Incoming = TypeVar("Incoming")
 
 
-def encode(message: object) -> bytes:
+def encode_message(message: object) -> bytes:
     """The body of a frame.
 
     Raises:
-        ValueError: the message cannot be encoded, or is larger than a frame may be.
+        ValueError: the message cannot be encoded, or it is larger than MAX_FRAME_BYTES.
     """
     try:
         body = _ENCODER.encode(message)
@@ -36,9 +36,9 @@ def encode(message: object) -> bytes:
 
 
 class Channel(Generic[Incoming]):
-    """One end of a socketpair that sends any struct and receives `Incoming` ones.
+    """One end of a socketpair. It sends any struct and receives structs of the type `Incoming`.
 
-    Sending is safe from several threads; receiving is for one.
+    Several threads may send; only one may receive.
     """
 
     def __init__(self, sock: socket.socket, incoming: type[Incoming]) -> None:
@@ -51,13 +51,13 @@ class Channel(Generic[Incoming]):
         """Send one message.
 
         Raises:
-            ValueError: the message is larger than a frame may be.
+            ValueError: the message cannot be encoded, or it is larger than MAX_FRAME_BYTES.
             OSError: the peer is gone.
         """
-        self.send_encoded(encode(message))
+        self.send_encoded(encode_message(message))
 
     def send_encoded(self, body: bytes) -> None:
-        """Send what `encode` made, for example a message that goes to several peers.
+        """Send a body that `encode_message` made, for example to several peers.
 
         Raises:
             OSError: the peer is gone.
@@ -70,8 +70,8 @@ class Channel(Generic[Incoming]):
 
         Raises:
             EOFError: the peer has ended.
-            TimeoutError: nothing came within `timeout` seconds.
-            msgspec.ValidationError: the peer sent something else than it should.
+            TimeoutError: no message came within `timeout` seconds.
+            msgspec.ValidationError: the peer sent a message of another type.
         """
         self._socket.settimeout(timeout)
         try:
@@ -95,7 +95,7 @@ class Channel(Generic[Incoming]):
         return data
 
     def fileno(self) -> int:
-        """The socket's file descriptor, for select and for inheritance."""
+        """The socket's file descriptor, for `select` and for child processes."""
         return self._socket.fileno()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The only reader of os.environ."""
+"""Environment variables. No other module reads os.environ."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def cuda_visible_devices() -> str | None:
-    """CUDA_VISIBLE_DEVICES as set by the user."""
+    """CUDA_VISIBLE_DEVICES as the user set it."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
@@ -16,17 +16,19 @@ def log_level() -> str:
 
 
 def api_key() -> str | None:
-    """SHARDLINE_API_KEY: the key that clients must send, where --api-key is not given."""
+    """SHARDLINE_API_KEY: the key that clients must send, if --api-key is not given."""
     return os.environ.get("SHARDLINE_API_KEY")
 
 
 def force_isa() -> str | None:
-    """SHARDLINE_ISA: use this CPU kernel path (as `shardline --version` names them) instead of the best one."""
+    """SHARDLINE_ISA: use this CPU kernel path instead of the best one."""
     return os.environ.get("SHARDLINE_ISA")
 
 
 def for_children(gpus: str | None = None) -> dict[str, str]:
-    """The environment of engines and workers: gloo listens on the loopback interface unless told otherwise. `gpus`:
-    those that they see, as CUDA_VISIBLE_DEVICES; None: the same."""
+    """The environment of engines and workers. Unless the user set an interface, gloo listens on the loopback interface.
+
+    `gpus`: the GPUs that they see, as in CUDA_VISIBLE_DEVICES; None: the same as this process.
+    """
     seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
     return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **seen}

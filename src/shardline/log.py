@@ -1,4 +1,4 @@
-"""One logging set-up for every process."""
+"""The logging configuration of every process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from shardline import env
 
 
 def configure_logging() -> None:
-    """Log to stderr, one line each: Shardline at SHARDLINE_LOG_LEVEL, libraries from warnings up.
+    """Log to stderr: Shardline's messages from SHARDLINE_LOG_LEVEL on, those of libraries from WARNING on.
 
-    Where the program has set up logging itself, its handlers stay as they are.
+    If the program has configured logging before, its handlers stay.
 
     Raises:
-        ValueError: SHARDLINE_LOG_LEVEL is no level.
+        ValueError: SHARDLINE_LOG_LEVEL is not a log level.
     """
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%d %H:%M:%S"

@@ -1,7 +1,7 @@
-"""The messages that travel through Shardline, in the order a request meets them.
+"""The messages that travel through Shardline, in the order in which a request becomes them.
 
-`Request -> StepPlan -> StepResult -> SequenceOutput -> RequestOutput`. Everything that crosses a process
-boundary is a frozen msgspec struct, so that msgpack with a declared type is the only wire format.
+`Request -> StepPlan -> StepResult -> SequenceOutput -> RequestOutput`. Every message between processes is a frozen
+msgspec struct, so that msgpack with a declared type is the only wire format.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    """None: one is drawn at admission and kept for the whole request."""
+    """None: a seed is drawn at admission and kept for the whole request."""
     stop: Sequence[str] | str = ()
     stop_token_ids: Sequence[int] = ()
     max_tokens: int | None = 16
-    """None: up to the model's length."""
+    """None: up to the model's maximum length."""
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Number of most likely tokens reported beside the chosen one; None: no log probabilities."""
+    """Number of most likely tokens reported in addition to the chosen one; None: no log probabilities."""
     logit_bias: dict[int, float] = {}
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logits_digest: bool = False
-    """Report a digest of the fp32 logits of every step: equal digests prove equal bits."""
+    """Report a digest of the fp32 logits of every step: equal digests mean equal bits."""
 
     def __post_init__(self) -> None:
         def require(holds: bool, message: str) -> None:
@@ -81,38 +81,38 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings as a tuple, whichever way they were given."""
+        """The stop strings as a tuple, also if `stop` is one string."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One choice of one user request, as the engine sees it: token ids only.
 
-    A user request with n > 1 becomes n of these, equal but for `choice`.
+    A user request with n > 1 becomes n of these, which differ only in `request_id` and `choice`.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    """`seed` and `max_tokens` are set by the time the engine sees them."""
+    """`seed` and `max_tokens` are never None here."""
     choice: int = 0
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0
-    """Lower runs first."""
+    """Requests with a lower number run first."""
     arrival_time: float = 0.0
     """Seconds, time.monotonic() of the front process."""
     cache_salt: str = ""
-    """Requests share cached prefixes only with requests of the same salt."""
+    """Only requests with the same salt share cached prefixes."""
     streamed: bool = True
-    """Whether somebody reads the tokens as they come; else the engine may send some of them together."""
+    """Whether the user reads the tokens as they come. If not, the engine may send several tokens in one message."""
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker must know of a sequence before its first step (again after a preemption)."""
+    """What a worker needs to know about a sequence before its first step, and again after a preemption."""
 
     seq_id: int
     token_ids: list[int]
-    """Prompt, then the tokens generated before a preemption."""
+    """The prompt, followed by the tokens generated before a preemption."""
     num_prompt_tokens: int
     sampling: SamplingParams
     choice: int
@@ -120,31 +120,31 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
-    """One sequence's share of a step: compute positions [start, start + num_tokens)."""
+    """One sequence's part of a step: compute positions [start, start + num_tokens)."""
 
     seq_id: int
     start: int
     num_tokens: int
     new_blocks: list[list[int]]
-    """Per KV group, the block ids appended to the sequence's block table."""
+    """For each KV group, the block ids to append to the sequence's block table."""
     token_id: int
-    """Token at `start` where an earlier step generated it and this rank may not know it; -1: the worker has it."""
+    """Token at `start`, if an earlier step generated it and this rank may not know it; -1: the worker knows it."""
     sample: bool
-    """Whether the last position's logits choose a token."""
+    """Whether a token is sampled from the logits of the last position."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What every rank does in one step; carries only what changed since the last plan."""
+    """What every rank does in one step. It contains only what changed since the last plan."""
 
     step_id: int
     starts: list[SequenceStart]
     steps: list[SequenceStep]
     ends: list[int]
-    """Sequences that workers may forget; applied before `starts`."""
+    """Ids of sequences that workers may forget; they do so before `starts`."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens computed by this step."""
+        """Number of tokens that this step computes."""
         return sum(step.num_tokens for step in self.steps)
 
     @property
@@ -154,13 +154,13 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankStep(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank is told of a step: its replica's plan, and how much the replicas compute that step with it."""
+    """The message that starts a step on a rank: its replica's plan, and the load of all replicas in lockstep."""
 
     plan: StepPlan
     replica_tokens: tuple[int, ...]
-    """Per replica in lockstep, itself included: tokens computed by its plan of this step."""
+    """For each replica in lockstep, this one included: the number of tokens that its plan computes."""
     replica_samples: tuple[int, ...]
-    """How many of them are sampled."""
+    """For each replica in lockstep, this one included: the number of tokens that its plan samples."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -168,7 +168,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     logprob: float
     rank: int
-    """1: the chosen token was the most likely one."""
+    """Rank of the chosen token by probability; 1: it was the most likely one."""
     top_ids: list[int]
     top_logprobs: list[float]
 
@@ -180,9 +180,9 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     digests: list[str] | None = None
-    """One digest of the fp32 logits row per token, where asked for."""
+    """A digest of the fp32 logits row of each token; None: the request did not ask for it."""
     error: str = ""
-    """Why the tokens are worthless and the sequence is to end."""
+    """Why the tokens are invalid and the sequence must end; empty: they are valid."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -195,7 +195,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What the engine tells the front about one Request after a step."""
+    """What a step produced for one Request: the engine's message to the front."""
 
     request_id: str
     choice: int
@@ -204,26 +204,26 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     digests: list[str] | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    """The EOS or stop token that ended it (it is the last of `token_ids`)."""
+    """The EOS or stop token that ended the sequence; it is the last of `token_ids`."""
     num_cached_tokens: int = 0
     error: str = ""
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, array_like=True):
-    """How tokens were spread over experts since the engine's start; a token counts once for each expert it chose."""
+    """How many tokens each expert got since the engine's start; a token counts once for each expert it chose."""
 
     expert_tokens: list[int]
-    """Of each expert, summed over layers."""
+    """For each expert, its tokens, summed over layers."""
     rank_tokens: list[int]
-    """Of the experts that each rank of the replica has, summed over its layers."""
+    """For each rank of the replica, the tokens of its experts, summed over its layers."""
     expert_imbalance: float
-    """Tokens of a layer's busiest expert over the mean of its experts, averaged over layers; 1 is even."""
+    """Tokens of a layer's busiest expert divided by the mean of its experts, averaged over layers; 1 is even."""
     rank_imbalance: float
-    """The same over the ranks that share a layer."""
+    """The same for the ranks that share a layer."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """Counters of one engine since its start, and gauges of now."""
+    """Counters of one engine since its start, and its current gauges."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -237,13 +237,13 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int = 0
-    """Of these, tokens found."""
+    """How many of them were found."""
     step_seconds: float = 0.0
     """Sum of the workers' step times."""
     engine_seconds: float = 0.0
-    """Sum of the engine loop's own time, all but waiting for workers."""
+    """Sum of the engine loop's own time, without waiting for workers."""
     experts: ExpertLoad | None = None
-    """About a second old while the engine is busy; None: the model has no experts."""
+    """While the engine is busy, these are about a second old. None: the model has no experts."""
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
@@ -256,18 +256,18 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     digests: list[str] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token id or stop string that ended it; None: EOS, length, or no stop at all."""
+    """The stop token id or stop string that ended the choice; None: it ended otherwise, or has not ended."""
     error: str = ""
-    """What happened, where the finish reason is "error"."""
+    """What happened, if the finish reason is "error"."""
 
     @property
     def finished(self) -> bool:
-        """Whether no more tokens will come."""
+        """Whether the choice has ended."""
         return self.finish_reason is not None
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """All choices of one user request, as far as they have got."""
+    """All choices of one user request, with their output so far."""
 
     request_id: str
     prompt: str | None
@@ -277,5 +277,5 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 
     @property
     def finished(self) -> bool:
-        """Whether every choice is finished."""
+        """Whether every choice has ended."""
         return all(output.finished for output in self.outputs)

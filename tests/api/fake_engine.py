@@ -1,4 +1,4 @@
-"""An engine without a model: the next token is a function of prompt, position and choice."""
+"""A fake engine without a model: the next token is a function of prompt, position and choice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from shardline.api.front import ModelText
+from shardline.api.model_text import ModelText
 from shardline.api.replicas import EngineEvent
 from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
@@ -37,7 +37,7 @@ def load_text(config: EngineConfig) -> ModelText:
 
 
 class FakeEngineClient:
-    """One token per running request and step, `tokens_per_step` where told; steps wait while `paused` is set."""
+    """Each step gives every running request `tokens_per_step` tokens; no step runs while `paused` is set."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class FakeEngineClient:
             self._thread.join(timeout)
 
     def die(self, message: str) -> None:
-        """End as an engine does whose worker was killed."""
+        """Fail like an engine whose worker was killed."""
         with self._changed:
             self._dead = message
             self._changed.notify()
@@ -145,7 +145,7 @@ class FakeEngineClient:
 
 
 class FakeCluster:
-    """Connects fake clients and keeps them for the test to look at; `options` as of FakeEngineClient."""
+    """Connects fake clients and keeps them for the test; `options` are those of FakeEngineClient."""
 
     def __init__(self, **options: object) -> None:
         self.clients: list[FakeEngineClient] = []

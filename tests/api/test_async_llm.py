@@ -110,7 +110,7 @@ async def test_many_requests_over_replicas_get_their_own_tokens() -> None:
 def test_stop_strings_abort_in_the_engine(tokens_per_step: int) -> None:
     text = load_text(EngineConfig())
     assert text.tokenizer is not None
-    ids = text.tokenizer.encode("one two. three four five")
+    ids = text.tokenizer.encode_text("one two. three four five")
 
     @on_loop
     async def check() -> None:
@@ -197,11 +197,14 @@ async def test_one_replica_dies_and_the_other_goes_on() -> None:
         assert outputs[0].error == "rank 0 was killed"
         assert llm.state() == "ready"
         assert llm.replicas_alive() == [False, True]
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(llm.wait_dead(), 0.01)
         assert (await last(llm, "dog")).outputs[0].finish_reason == "length"
 
         await asyncio.to_thread(cluster.clients[1].die, "rank 1 was killed")
         while llm.state() != "dead":
             await asyncio.sleep(0.01)
+        await asyncio.wait_for(llm.wait_dead(), 1)
         assert llm.dead_reason == "rank 0 was killed; rank 1 was killed"
         with pytest.raises(EngineDead, match="rank 1 was killed"):
             await llm.submit("dog", SamplingParams())

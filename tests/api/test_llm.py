@@ -83,7 +83,7 @@ def test_times_are_in_order() -> None:
 def test_stop_strings() -> None:
     tokenizer = load_text(EngineConfig()).tokenizer
     assert tokenizer is not None
-    with make(FakeCluster(next_token=scripted(tokenizer.encode("one two three")))) as llm:
+    with make(FakeCluster(next_token=scripted(tokenizer.encode_text("one two three")))) as llm:
         assert llm.generate("x", SamplingParams(stop=" t"))[0].outputs[0].text == "one"
         assert llm.generate("x", SamplingParams())[0].outputs[0].finish_reason == "stop"
 

@@ -1,4 +1,4 @@
-"""Engine outputs become text, and stop where they should, however many tokens a step brings."""
+"""Engine outputs become text and stop at stop strings, however many tokens a step brings."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ assert TOKENIZER is not None
 def run(
     params: SamplingParams, ids: list[int], sizes: list[int] | None = None, **last: Any
 ) -> tuple[CompletionOutput, list[str]]:
-    """The choice after `ids` came in steps of the given sizes, and the aborts; `last`: how the engine ended it."""
+    """The choice after steps of these sizes brought `ids`, and the aborts; `last`: how the engine ended the choice."""
     builder = RequestBuilder(TOKENIZER, 408, 1000, (EOS,), random.Random(0))
     processor = OutputProcessor(TOKENIZER)
-    state = processor.add(builder.build("r", "the dog", params))
+    state = processor.add_request(builder.build_request("r", "the dog", params))
     aborts: list[str] = []
     start = 0
     for size in [*(sizes or []), len(ids)]:
@@ -36,7 +36,7 @@ def run(
         logprobs = [TokenLogprobs(-1.0, 1, [], []) for _ in piece]
         digests = [str(token) for token in piece]
         output = SequenceOutput("r-0", 0, piece, logprobs=logprobs, digests=digests, **ending)
-        aborts += processor.process([output]).aborts
+        aborts += processor.process_outputs([output]).aborts
         if start >= len(ids):
             break
     assert len(processor) == (0 if state.output.finished else 1)
@@ -45,7 +45,7 @@ def run(
 
 def encode(text: str) -> list[int]:
     assert TOKENIZER is not None
-    return TOKENIZER.encode(text)
+    return TOKENIZER.encode_text(text)
 
 
 @settings(max_examples=200, deadline=None)
@@ -122,8 +122,8 @@ def test_an_engines_error_is_told() -> None:
 def test_choices_finish_apart_and_abort_ends_the_rest() -> None:
     builder = RequestBuilder(TOKENIZER, 408, 1000, (EOS,), random.Random(0))
     processor = OutputProcessor(TOKENIZER)
-    state = processor.add(builder.build("r", "the dog", SamplingParams(n=2)))
-    done = processor.process(
+    state = processor.add_request(builder.build_request("r", "the dog", SamplingParams(n=2)))
+    done = processor.process_outputs(
         [
             SequenceOutput("r-0", 0, encode("dog"), finish_reason="length", num_cached_tokens=3),
             SequenceOutput("r-1", 1, encode("do")),
@@ -132,10 +132,10 @@ def test_choices_finish_apart_and_abort_ends_the_rest() -> None:
     )
     assert done.updated == [state]
     assert not state.output.finished
-    aborted = processor.abort("r")
+    aborted = processor.abort_request("r")
     assert aborted == (state, ["r-1"])
     assert [choice.finish_reason for choice in state.output.outputs] == ["length", "abort"]
     assert [choice.text for choice in state.output.outputs] == ["dog", "do"]
     assert state.output.num_cached_tokens == 3
-    assert processor.abort("r") is None
-    assert processor.process([SequenceOutput("r-1", 1, [5])]).updated == []
+    assert processor.abort_request("r") is None
+    assert processor.process_outputs([SequenceOutput("r-1", 1, [5])]).updated == []

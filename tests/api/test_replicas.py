@@ -1,4 +1,4 @@
-"""Routing over replicas, their deaths, and the bound on what waits."""
+"""Routing over replicas, their deaths, and the limit on waiting requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.api.fake_engine import FakeCluster, FakeEngineClient
 
 
 def make(**options: int) -> tuple[Replicas, FakeCluster]:
-    """Replicas whose engines never step: the test says what they report."""
+    """Replicas whose engines never step; the test sends their reports."""
     cluster = FakeCluster()
     replicas = Replicas(EngineConfig.from_options(**options), lambda index, event: None, cluster)
     return replicas, cluster
@@ -25,7 +25,7 @@ def make(**options: int) -> tuple[Replicas, FakeCluster]:
 
 def request(name: str, size: int = 3, n: int = 1) -> list[Request]:
     builder = RequestBuilder(None, 400, 100, (), random.Random(0))
-    return builder.build(name, [5] * size, SamplingParams(n=n)).children
+    return builder.build_request(name, [5] * size, SamplingParams(n=n)).children
 
 
 def finished(name: str) -> EngineOutputs:
@@ -35,21 +35,21 @@ def finished(name: str) -> EngineOutputs:
 def test_the_replica_with_the_least_to_do_gets_the_next_request() -> None:
     replicas, cluster = make(data_parallel_size=3)
     for name, size in (("a", 30), ("b", 3), ("c", 3), ("d", 3)):
-        replicas.add(request(name, size))
+        replicas.add_requests(request(name, size))
     assert [[r.request_id for r in client.added] for client in cluster.clients] == [["a-0"], ["b-0", "d-0"], ["c-0"]]
-    replicas.handle(0, finished("a-0"))
-    replicas.add(request("e", n=3))
+    replicas.handle_event(0, finished("a-0"))
+    replicas.add_requests(request("e", n=3))
     assert [r.request_id for r in cluster.clients[0].added] == ["a-0", "e-0", "e-1", "e-2"]
     assert replicas.num_in_flight() == 6
 
 
 def test_aborts_go_where_the_request_runs() -> None:
     replicas, cluster = make(data_parallel_size=2)
-    replicas.add(request("a"))
-    replicas.add(request("b"))
-    replicas.abort(["b-0", "unknown"])
+    replicas.add_requests(request("a"))
+    replicas.add_requests(request("b"))
+    replicas.abort_requests(["b-0", "unknown"])
     assert [client.aborted for client in cluster.clients] == [[], ["b-0"]]
-    replicas.abort(["b-0"])
+    replicas.abort_requests(["b-0"])
     assert cluster.clients[1].aborted == ["b-0"]
     assert replicas.num_in_flight() == 1
 
@@ -57,8 +57,8 @@ def test_aborts_go_where_the_request_runs() -> None:
 def test_a_death_fails_its_requests_and_no_others() -> None:
     replicas, cluster = make(data_parallel_size=2)
     for name in "abc":
-        replicas.add(request(name))
-    outputs = replicas.handle(0, EngineFailed("rank 1 was killed"))
+        replicas.add_requests(request(name))
+    outputs = replicas.handle_event(0, EngineFailed("rank 1 was killed"))
     assert [(o.request_id, o.finish_reason, o.error) for o in outputs] == [
         ("a-0", "error", "rank 1 was killed"),
         ("c-0", "error", "rank 1 was killed"),
@@ -66,18 +66,18 @@ def test_a_death_fails_its_requests_and_no_others() -> None:
     assert replicas.alive() == [False, True]
     assert replicas.dead_reason == ""
     for name in "de":
-        replicas.add(request(name))
+        replicas.add_requests(request(name))
     assert len(cluster.clients[1].added) == 3
-    replicas.handle(1, EngineFailed(""))
+    replicas.handle_event(1, EngineFailed(""))
     assert replicas.dead_reason == "rank 1 was killed; the engine's process has ended"
     with pytest.raises(EngineDead, match="rank 1 was killed"):
-        replicas.add(request("f"))
+        replicas.add_requests(request("f"))
 
 
 def test_a_death_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     replicas, _ = make()
-    replicas.add(request("a"))
-    replicas.handle(0, EngineFailed("rank 3 was killed"))
+    replicas.add_requests(request("a"))
+    replicas.handle_event(0, EngineFailed("rank 3 was killed"))
     [record] = caplog.records
     assert record.levelname == "ERROR"
     assert record.getMessage() == "replica 0 is lost, 1 of its choices too; 0 left: rank 3 was killed"
@@ -86,9 +86,9 @@ def test_a_death_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> 
 def test_a_request_for_a_replica_that_has_just_died_fails_with_the_rest() -> None:
     replicas, cluster = make()
     cluster.clients[0]._dead = "gone"
-    replicas.add(request("a"))
-    replicas.abort([])
-    assert [output.request_id for output in replicas.handle(0, EngineFailed("gone"))] == ["a-0"]
+    replicas.add_requests(request("a"))
+    replicas.abort_requests([])
+    assert [output.request_id for output in replicas.handle_event(0, EngineFailed("gone"))] == ["a-0"]
 
 
 def test_a_request_that_cannot_be_sent_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,46 +99,46 @@ def test_a_request_that_cannot_be_sent_leaves_nothing_behind(monkeypatch: pytest
 
     monkeypatch.setattr(cluster.clients[0], "add", refuse)
     with pytest.raises(ValueError, match="too large"):
-        replicas.add(request("a"))
+        replicas.add_requests(request("a"))
     assert replicas.num_in_flight() == 0
 
 
 def test_the_queue_is_bounded() -> None:
     replicas, _ = make(max_num_seqs=2, max_num_waiting=3)
     for index in range(5):
-        replicas.add(request(str(index)))
+        replicas.add_requests(request(str(index)))
     assert replicas.num_waiting() == 3
-    with pytest.raises(QueueFull, match="3 requests wait already"):
-        replicas.add(request("more"))
-    replicas.add(request("offline"), bounded=False)
-    replicas.handle(0, finished("0-0"))
-    replicas.handle(0, finished("1-0"))
-    replicas.add(request("again"))
+    with pytest.raises(QueueFull, match="3 requests are already waiting"):
+        replicas.add_requests(request("more"))
+    replicas.add_requests(request("offline"), bounded=False)
+    replicas.handle_event(0, finished("0-0"))
+    replicas.handle_event(0, finished("1-0"))
+    replicas.add_requests(request("again"))
 
 
 def test_an_engine_of_replicas_in_lockstep_runs_more() -> None:
     replicas, _ = make(data_parallel_size=2, enable_expert_parallel=True, max_num_seqs=2, max_num_waiting=3)
     for index in range(5):
-        replicas.add(request(str(index)))
+        replicas.add_requests(request(str(index)))
     assert replicas.num_waiting() == 1
 
 
 def test_waiting_for_memory_counts_too() -> None:
     replicas, _ = make(max_num_seqs=64, max_num_waiting=3)
     for index in range(5):
-        replicas.add(request(str(index)))
-    replicas.handle(0, EngineOutputs([], EngineStats(num_running=1, num_waiting=4)))
+        replicas.add_requests(request(str(index)))
+    replicas.handle_event(0, EngineOutputs([], EngineStats(num_running=1, num_waiting=4)))
     assert replicas.num_waiting() == 4
     with pytest.raises(QueueFull):
-        replicas.add(request("more"))
+        replicas.add_requests(request("more"))
 
 
 def test_stats_are_per_replica_and_merged() -> None:
     replicas, _ = make(data_parallel_size=2)
-    replicas.handle(0, EngineOutputs([], EngineStats(num_running=3, num_steps=7, kv_blocks_used=2)))
-    replicas.handle(1, EngineOutputs([], EngineStats(num_running=1, step_seconds=0.5)))
+    replicas.handle_event(0, EngineOutputs([], EngineStats(num_running=3, num_steps=7, kv_blocks_used=2)))
+    replicas.handle_event(1, EngineOutputs([], EngineStats(num_running=1, step_seconds=0.5)))
     assert merge_stats(replicas.stats()) == EngineStats(num_running=4, num_steps=7, kv_blocks_used=2, step_seconds=0.5)
-    replicas.handle(0, EngineFailed("x"))
+    replicas.handle_event(0, EngineFailed("x"))
     assert replicas.stats()[0] == EngineStats(num_steps=7), "what a dead replica has done stays, its gauges do not"
 
 

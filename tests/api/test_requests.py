@@ -1,4 +1,4 @@
-"""What is refused, and what the engine gets of what is not."""
+"""Which requests are refused, and what the engine gets for the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def builder(**changes: Any) -> RequestBuilder:
 
 def test_what_the_engine_gets_can_be_sent_and_holds_no_stop_strings() -> None:
     params = SamplingParams(top_k=10**30, stop=["a", "b"], stop_token_ids=[3] * 1000 + [2])
-    request = builder().build("r", [5], params)
+    request = builder().build_request("r", [5], params)
     [child] = request.children
     assert request.params.stop_strings == ("a", "b")
     assert child.sampling.stop_strings == ()
@@ -51,16 +51,16 @@ def test_what_the_engine_gets_can_be_sent_and_holds_no_stop_strings() -> None:
 )
 def test_what_could_not_be_sent_is_refused(params: SamplingParams, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        builder().build("r", [5], params, **options)
+        builder().build_request("r", [5], params, **options)
 
 
 def test_a_prompt_that_is_too_long_is_an_error_of_its_own() -> None:
     with pytest.raises(ContextLengthExceeded, match="10 tokens"):
-        builder().build("r", [5] * 10, SamplingParams())
+        builder().build_request("r", [5] * 10, SamplingParams())
 
 
 def test_children_share_all_but_the_choice() -> None:
-    request = builder().build("r", [5, 6, 7], SamplingParams(n=3), priority=2, cache_salt="s")
+    request = builder().build_request("r", [5, 6, 7], SamplingParams(n=3), priority=2, cache_salt="s")
     assert [child.request_id for child in request.children] == ["r-0", "r-1", "r-2"]
     assert [child.choice for child in request.children] == [0, 1, 2]
     assert len({child.sampling.seed for child in request.children}) == 1
@@ -70,17 +70,17 @@ def test_children_share_all_but_the_choice() -> None:
 
 
 def test_seeds_are_drawn_only_where_none_is_given_and_follow_the_engines() -> None:
-    seeds = [builder().build("r", [5], SamplingParams(seed=seed)).params.seed for seed in (None, 3, 0)]
+    seeds = [builder().build_request("r", [5], SamplingParams(seed=seed)).params.seed for seed in (None, 3, 0)]
     assert seeds[1:] == [3, 0]
     one, other = builder(), builder()
-    drawn = [one.build("r", [5], SamplingParams()).params.seed for _ in range(3)]
+    drawn = [one.build_request("r", [5], SamplingParams()).params.seed for _ in range(3)]
     assert len(set(drawn)) == 3
-    assert drawn == [other.build("r", [5], SamplingParams()).params.seed for _ in range(3)]
+    assert drawn == [other.build_request("r", [5], SamplingParams()).params.seed for _ in range(3)]
 
 
 @pytest.mark.parametrize(("asked", "given"), [(None, 7), (100, 7), (7, 7), (3, 3)])
 def test_max_tokens_is_what_the_model_has_room_for(asked: int | None, given: int) -> None:
-    assert builder().build("r", [5, 6, 7], SamplingParams(max_tokens=asked)).params.max_tokens == given
+    assert builder().build_request("r", [5, 6, 7], SamplingParams(max_tokens=asked)).params.max_tokens == given
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_max_tokens_is_what_the_model_has_room_for(asked: int | None, given: int
     ],
 )
 def test_forms_of_prompts(prompt: Any, text: str | None, count: int | None) -> None:
-    request = builder().build("r", prompt, SamplingParams())
+    request = builder().build_request("r", prompt, SamplingParams())
     assert request.prompt == text
-    assert request.prompt_token_ids == ([5, 6] if count else TEXT.tokenizer and TEXT.tokenizer.encode("dog"))
+    assert request.prompt_token_ids == ([5, 6] if count else TEXT.tokenizer and TEXT.tokenizer.encode_text("dog"))
 
 
 @pytest.mark.parametrize(
@@ -121,13 +121,13 @@ def test_forms_of_prompts(prompt: Any, text: str | None, count: int | None) -> N
 )
 def test_what_is_refused(prompt: Any, params: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        builder().build("r", prompt, SamplingParams(**params))
+        builder().build_request("r", prompt, SamplingParams(**params))
 
 
 def test_without_a_tokenizer_only_ids_work() -> None:
     mute = builder(tokenizer=None)
-    assert mute.build("r", [5], SamplingParams()).prompt_token_ids == [5]
+    assert mute.build_request("r", [5], SamplingParams()).prompt_token_ids == [5]
     with pytest.raises(ValueError, match="no tokenizer"):
-        mute.build("r", "dog", SamplingParams())
+        mute.build_request("r", "dog", SamplingParams())
     with pytest.raises(ValueError, match="stop strings need a tokenizer"):
-        mute.build("r", [5], SamplingParams(stop=["x"]))
+        mute.build_request("r", [5], SamplingParams(stop=["x"]))

@@ -1,4 +1,4 @@
-"""The terminal chat: an engine here, a server there, and what the user types."""
+"""The terminal chat: with an engine, with a server, and the user's commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.api.fake_engine import FakeCluster, load_text, scripted
 
 
 class Echo:
-    """Answers with what it was told; stops itself with ctrl-C where told so."""
+    """Repeats what the user said; some messages make it fail or simulate ctrl-C."""
 
     model = "echo"
 
@@ -79,7 +79,7 @@ def local(cluster: FakeCluster, config: EngineConfig) -> LocalBackend:
 def test_a_local_model_streams_and_aborts() -> None:
     tokenizer = load_text(EngineConfig()).tokenizer
     assert tokenizer is not None
-    cluster = FakeCluster(next_token=scripted(tokenizer.encode("one two three four")))
+    cluster = FakeCluster(next_token=scripted(tokenizer.encode_text("one two three four")))
     backend = local(cluster, EngineConfig())
     messages = [{"role": "user", "content": "hi"}]
     assert "".join(backend.reply(messages)) == "one two three four"
@@ -98,8 +98,20 @@ def test_a_local_model_streams_and_aborts() -> None:
     assert cluster.clients[0].closed
 
 
+def test_an_engine_that_dies_during_an_answer_says_why() -> None:
+    cluster = FakeCluster()
+    backend = local(cluster, EngineConfig())
+    cluster.clients[0].paused.set()
+    death = threading.Timer(0.1, cluster.clients[0].die, ["rank 1 was killed"])
+    death.start()
+    with pytest.raises(RuntimeError, match="rank 1 was killed"):
+        list(backend.reply([{"role": "user", "content": "hi"}]))
+    death.join()
+    backend.close()
+
+
 class Server(BaseHTTPRequestHandler):
-    """Just enough of the OpenAI API."""
+    """The part of the OpenAI API that the chat needs."""
 
     bodies: list[Any] = []  # noqa: RUF012  one server at a time
 

@@ -1,4 +1,4 @@
-"""`shardline evaluate`: figures for a text of one's own and for the demo model's conversations."""
+"""`shardline evaluate`: its figures for a text of the user and for the demo model's conversations."""
 
 from __future__ import annotations
 

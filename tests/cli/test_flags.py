@@ -1,4 +1,4 @@
-"""Flags are the configuration's fields, in vLLM's spellings; mistakes are one line and exit code 2."""
+"""Flags are the configuration's fields with vLLM's names; a mistake gives one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardline.cli.flags import engine_config, given
+from shardline.cli.flags import engine_config, fields_from_flags
 from shardline.cli.main import build_parser, main
 from shardline.config.engine import EngineConfig, ParallelConfig, option_names
 from shardline.config.server import ServerConfig
@@ -54,14 +54,14 @@ def test_flags_that_vllm_users_type(words: str, options: dict[str, Any]) -> None
 def test_server_flags() -> None:
     words = "serve m --host 0.0.0.0 --port 9000 --api-key a b --served-model-name x --disable-log-requests"
     args = build_parser().parse_args(words.split())
-    assert given(args, ServerConfig) == {
+    assert fields_from_flags(args, ServerConfig) == {
         "host": "0.0.0.0",
         "port": 9000,
         "api_key": ("a", "b"),
         "served_model_name": ("x",),
         "disable_log_requests": True,
     }
-    assert ServerConfig(**given(args, ServerConfig)).port == 9000
+    assert ServerConfig(**fields_from_flags(args, ServerConfig)).port == 9000
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -83,6 +83,17 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
         ("serve --tensor-paralel-size 2", "unknown option --tensor-paralel-size; did you mean --tensor-parallel-size"),
         ("serve --tensor-parallel 2", "did you mean --tensor-parallel-size"),
         ("bench throughput --num-promts=3", "did you mean --num-prompts"),
+        ("serve --nnodes 2", "--nnodes is not supported yet: Shardline runs on one host"),
+        ("serve --node_rank=1", "--node-rank is not supported yet"),
+        ("serve --master-addr host", "--master-addr is not supported yet"),
+        ("serve --headless", "--headless is not supported yet"),
+        ("serve --enable-lora", "--enable-lora is not supported yet: Shardline serves no LoRA adapters"),
+        ("serve --no-enable-lora", "--no-enable-lora is not supported yet"),
+        ("serve --lora-modules a=b", "--lora-modules is not supported yet"),
+        ("serve --speculative-config {}", "--speculative-config is not supported yet"),
+        ("serve --node 2", "unknown option --node (see"),
+        ("serve --max-model 2", "unknown option --max-model"),
+        ("serve --mode x", "did you mean --model?"),
         ("serve a b", "unexpected argument 'b'"),
         ("serve --tensor-parallel-size two", "invalid int value: 'two'"),
         ("serve --dtype int3", "invalid choice: 'int3'"),
@@ -122,6 +133,20 @@ def test_exit_codes_of_failures(
     monkeypatch.setattr("shardline.cli.commands.serve.engine_config", failing)
     assert main(["serve"]) == code
     assert capsys.readouterr().err == (f"shardline: error: {error}\n" if code == 1 else "")
+
+
+def test_flags_are_never_abbreviated() -> None:
+    """`--tensor` must not quietly become `--tensor-parallel-size`."""
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", "--tensor", "2"])
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["bench", "latency", "--batch", "2"])
+
+
+def test_a_flag_of_vllm_without_effect_here_is_accepted() -> None:
+    args = build_parser().parse_args(["serve", "--disable-nccl-for-dp-synchronization", "-dp", "2"])
+    assert engine_config(args).parallel.disable_nccl_for_dp_synchronization
+    assert not engine_config(build_parser().parse_args(["serve"])).parallel.disable_nccl_for_dp_synchronization
 
 
 def test_version_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

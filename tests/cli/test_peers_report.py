@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks/peers: which peer is the best of a class, and what a ratio is."""
+"""The arithmetic of benchmarks/peers: the best peer of a class, and the ratios."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def engines(report: ModuleType) -> list:
-    """Two of ours and a peer of each precision, W1 in three rounds."""
+    """Two configurations of Shardline and a peer of each precision, with three rounds of W1."""
     seconds = {
         "ours-bf16": ("shardline", "bf16", [1.0, 2.0, 1.0]),
         "ours-int8": ("shardline", "int8", [1.0, 1.0, 1.0]),

@@ -1,4 +1,4 @@
-"""`shardline serve` as a user starts it: a real process, a real port."""
+"""`shardline serve` as a user starts it: a real process on a real port."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Server:
 
 @contextmanager
 def serve(*arguments: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """A server with these arguments, ready to answer; ended and looked after at the end."""
+    """A server with these arguments that is ready to answer; it is stopped at the end of the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,10 +1,12 @@
-"""The official client against TP 2 x PP 2 x DP 2 in real processes: answers, disconnects, deaths."""
+"""The official client with TP 2 x PP 2 x DP 2 in real processes: answers, disconnects, deaths."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -28,9 +30,28 @@ def test_startup_log(server: Server) -> None:
         "pp 1 (layers 4-7), tp 1",
         "CPU KV cache size: ",
         "Maximum concurrency for 2,048 tokens per request: ",
+        "listening on 127.0.0.1 only: other machines cannot connect; pass --host 0.0.0.0 to serve them",
     ):
         assert line in server.output
     assert len(set(server.rank_pids)) == 8
+
+
+def test_processes_carry_titles(server: Server) -> None:
+    processes = subprocess.run(["ps", "-o", "args=", "-p", str(server.process.pid)], capture_output=True, text=True)
+    assert processes.stdout.strip() == "shardline: front"
+    engines = {Path(f"/proc/{pid}/stat").read_text().split(") ")[-1].split()[1] for pid in server.rank_pids}
+    assert {title_of(int(pid)) for pid in engines} == {"shardline: engine 0", "shardline: engine 1"}
+    assert {title_of(pid) for pid in server.rank_pids} == {
+        f"shardline: rank {2 * stage + rank} (dp {replica} pp {stage} tp {rank})"
+        for replica in range(2)
+        for stage in range(2)
+        for rank in range(2)
+    }
+
+
+def title_of(pid: int) -> str:
+    """What `ps` shows of a process."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode()
 
 
 def test_streamed_and_whole_answers_are_one(server: Server) -> None:
@@ -95,7 +116,7 @@ def test_bad_requests_are_told_and_hurt_nobody(server: Server, body: dict[str, o
 
 
 def test_a_replica_that_loses_a_rank_fails_alone(server: Server) -> None:
-    """Last of the module: it takes one replica down."""
+    """Runs last in this module, because it kills one replica."""
     client = server.client()
     streams = [client.completions.create(model="demo", stream=True, **LONG) for _ in range(2)]
     for stream in streams:

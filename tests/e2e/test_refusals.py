@@ -1,4 +1,4 @@
-"""What cannot be is refused on the command line: one line that says what would work, exit code 2, quickly."""
+"""The command line refuses invalid requests quickly, with exit code 2 and one line that says what would work."""
 
 from __future__ import annotations
 

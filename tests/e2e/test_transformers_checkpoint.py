@@ -1,4 +1,4 @@
-"""A checkpoint saved by transformers, served split, against transformers' own generate."""
+"""A checkpoint saved by transformers, served on several ranks, compared with transformers' generate."""
 
 from __future__ import annotations
 

@@ -216,8 +216,9 @@ client.close()
 
 
 def is_worker(pid: int) -> bool:
-    """Whether the process has come as far as running our code; just forked, it still is its parent's."""
-    return b"shardline.runtime.worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    """Whether the process runs our code; just after the fork it still shows its parent's command line."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"shardline.runtime.worker_process" in command or command.startswith(b"shardline: rank")
 
 
 def children_of(pid: int) -> list[int]:

@@ -107,7 +107,7 @@ def serve(
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Running]:
-    """One server for the tests of a module that leave it as it was."""
+    """One server for all tests of a module that do not change its state."""
     with serve() as running:
         yield running
 
@@ -125,8 +125,8 @@ def http(shared: Running) -> Iterator[httpx.Client]:
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 5.0) -> None:
-    """Wait for another thread; fails after `seconds`."""
+    """Wait until `holds()` is true; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.005)

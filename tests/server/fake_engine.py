@@ -1,6 +1,6 @@
-"""An engine that says what it is told, so that the server can be tested without a model.
+"""A fake engine with fixed answers, so that the server can be tested without a model.
 
-It stands where the engine process would: the real AsyncLLM, tokenizer and chat template are between it and the server.
+It replaces the engine process. AsyncLLM, the tokenizer and the chat template are the real ones.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from shardline.api.async_llm import AsyncLLM
-from shardline.api.front import ModelText
+from shardline.api.model_text import ModelText
 from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
 from shardline.text.chat_template import ChatTemplate
@@ -25,7 +25,7 @@ Event = EngineOutputs | EngineFailed
 
 
 class FakeEngine:
-    """Replica 0. Every request is answered with REPLY, its choice's number before it where that is not 0, and EOS.
+    """Replica 0. It answers every request with REPLY and EOS. Choices other than 0 begin with their number.
 
     `paused` holds the tokens back; `aborted` collects the ids of aborted engine requests.
     """
@@ -75,12 +75,12 @@ class FakeEngine:
         self._wake.set()
 
     def die(self, message: str) -> None:
-        """End as a killed engine process does."""
+        """Fail like a killed engine process."""
         self._closed = True
         self._on_message(EngineFailed(message))
 
     def num_running(self) -> int:
-        """Requests that hold blocks."""
+        """Number of requests that hold KV blocks."""
         with self._lock:
             return len(self._running)
 
@@ -90,7 +90,7 @@ class FakeEngine:
 
     def _reply(self, request: Request) -> list[int]:
         text = f"{request.choice}{REPLY}" if request.choice else REPLY
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = self.tokenizer.encode_text(text, add_special_tokens=False)
         return [*ids, request.eos_token_ids[0]] if not request.sampling.ignore_eos else ids * 1000
 
     def _loop(self) -> None:

@@ -1,4 +1,4 @@
-"""A server process over a fake engine, for tests of its life: python -m tests.server.serve_fake OPTIONS
+"""A server process with a fake engine, for tests of start and end: python -m tests.server.serve_fake OPTIONS
 
 OPTIONS is JSON: `config` (fields of ServerConfig), `seconds_per_token`, `die_after_steps`, `never_ready`,
 `start_error` ("ValueError" or "RuntimeError").

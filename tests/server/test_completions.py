@@ -23,8 +23,8 @@ def test_answers_a_prompt(client: openai.OpenAI) -> None:
     assert answer.choices[0].logprobs is None
     usage = answer.usage
     assert usage is not None
-    assert usage.prompt_tokens == len(TOKENIZER.encode("Hi there"))
-    assert usage.completion_tokens == len(TOKENIZER.encode(REPLY)) + 1
+    assert usage.prompt_tokens == len(TOKENIZER.encode_text("Hi there"))
+    assert usage.completion_tokens == len(TOKENIZER.encode_text(REPLY)) + 1
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert usage.prompt_tokens_details is not None
     assert usage.prompt_tokens_details.cached_tokens == 0
@@ -95,7 +95,7 @@ def test_several_prompts_stream(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("prompt", ["Say it: ", TOKENIZER.encode("Say it: ")])
+@pytest.mark.parametrize("prompt", ["Say it: ", TOKENIZER.encode_text("Say it: ")])
 def test_echo_repeats_the_prompt(client: openai.OpenAI, prompt: str | list[int], stream: bool) -> None:
     answer = client.completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=100, stream=stream)
     text = "".join(c.choices[0].text for c in answer) if stream else answer.choices[0].text  # type: ignore[union-attr]
@@ -176,8 +176,8 @@ def test_extras_reach_the_engine(shared: Running, http: httpx.Client) -> None:
     assert sampling.logit_bias == {9: -1.5}
     assert list(sampling.stop_token_ids) == [3]
     choice = answer.json()["choices"][0]
-    assert choice["token_ids"] == TOKENIZER.encode(REPLY)[:3]
-    assert choice["prompt_token_ids"] == TOKENIZER.encode("Hi")
+    assert choice["token_ids"] == TOKENIZER.encode_text(REPLY)[:3]
+    assert choice["prompt_token_ids"] == TOKENIZER.encode_text("Hi")
     assert choice["logits_digests"] == ["d"] * 3
 
 

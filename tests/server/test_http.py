@@ -1,4 +1,4 @@
-"""What surrounds the endpoints: health, keys, sizes, malformed requests, clients that leave or are slow."""
+"""All around the endpoints: health, keys, body sizes, malformed requests, and clients that disconnect or are slow."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def raw_json(running: Running, body: object) -> socket.socket:
 
 
 def read_answer(sock: socket.socket) -> tuple[int, bytes]:
-    """Status and body of the answer on `sock`, which is closed then."""
+    """Read the status and the body of the answer on `sock`, and close it."""
     with sock:
         answer = http.client.HTTPResponse(sock)
         answer.begin()

@@ -1,4 +1,4 @@
-"""A server process from its start to its end."""
+"""A server process, from its start to its end."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ import pytest
 
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
-from shardline.server.launch import bind, run_server
+from shardline.server.launch import bind_listener, loopback_notice, run_server
 from tests.server.fake_engine import REPLY
 
 STREAM = {"prompt": "Hi", "max_tokens": 500, "stream": True}
 
 
 class Process:
-    """A server process and what it has said."""
+    """A server process and its output."""
 
     def __init__(self, **options: Any) -> None:
         self.popen = subprocess.Popen(
@@ -39,7 +39,7 @@ class Process:
         )
 
     def url(self) -> str:
-        """Wait for the line that says that it is ready."""
+        """Wait until the server is ready; returns its URL."""
         assert self.popen.stderr is not None
         for line in self.popen.stderr:
             found = re.search(r"startup complete in .* serving demo at (\S+)$", line)
@@ -48,7 +48,7 @@ class Process:
         raise AssertionError(self.popen.communicate())
 
     def end(self, timeout: float = 10.0) -> tuple[int, str, str]:
-        """Wait for its end: exit code, what else it said, and its errors."""
+        """Wait for the process to end; returns its exit code, the rest of its stdout, and its stderr."""
         out, err = self.popen.communicate(timeout=timeout)
         return self.popen.returncode, out, err
 
@@ -170,7 +170,19 @@ def test_a_port_in_use_is_one_clear_error_before_anything_loads() -> None:
 @pytest.mark.parametrize("host", ["256.1.1.1", "203.0.113.1"])
 def test_a_wrong_host_is_one_clear_error(host: str) -> None:
     with pytest.raises(ValueError, match=re.escape(host)):
-        bind(host, 0)
+        bind_listener(host, 0)
+
+
+@pytest.mark.parametrize(("host", "is_local"), [("127.0.0.1", True), ("127.0.0.2", True), ("0.0.0.0", False)])
+def test_a_server_on_loopback_says_how_to_serve_others(host: str, is_local: bool) -> None:
+    with bind_listener(host, 0) as listener:
+        notice = loopback_notice(listener)
+    if is_local:
+        assert notice is not None
+        assert f"listening on {host} only" in notice
+        assert "--host 0.0.0.0" in notice
+    else:
+        assert notice is None
 
 
 def test_a_wrong_certificate_is_one_clear_error(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from shardline.config.server import ServerConfig
-from shardline.metrics.registry import ServerMetrics
+from shardline.metrics.server import ServerMetrics
 from shardline.types import EngineStats, ExpertLoad
 from tests.server.conftest import serve
 from tests.server.fake_engine import REPLY
@@ -41,7 +41,7 @@ def test_requests_are_measured() -> None:
         assert found["shardline:request_success_total", frozenset([model, ("finished_reason", "length")])] == 1
         for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"):
             assert found[f"shardline:{name}_count", frozenset([model])] == 2
-        tokens = len(tokenizer(byte_level_json()).encode(REPLY)) + 1
+        tokens = len(tokenizer(byte_level_json()).encode_text(REPLY)) + 1
         assert found["shardline:request_generation_tokens_sum", frozenset([model])] >= 2 * tokens + 3
         assert found["shardline:inter_token_latency_seconds_count", frozenset([model])] > 0
         handled = frozenset([("handler", "/v1/completions"), ("method", "POST"), ("status", "200")])

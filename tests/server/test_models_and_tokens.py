@@ -37,7 +37,7 @@ def test_every_served_name_is_taken_and_the_first_one_answers() -> None:
 def test_tokenize_and_detokenize(http: httpx.Client) -> None:
     text = "Grüße 🙂"
     answer = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
-    ids = TOKENIZER.encode(text)
+    ids = TOKENIZER.encode_text(text)
     assert answer["tokens"] == ids
     assert answer["count"] == len(ids)
     assert answer["max_model_len"] == MAX_MODEL_LEN
@@ -75,14 +75,14 @@ def test_bad_token_requests(http: httpx.Client, path: str, body: dict[str, objec
 def test_token_bytes_join_to_the_text(source: str) -> None:
     one = tokenizer(source)
     text = "the quick 🙂 brown" if source != metaspace_json() else "the quick brown"
-    ids = one.encode(text, add_special_tokens=False)
+    ids = one.encode_text(text, add_special_tokens=False)
     joined = b"".join(one.token_bytes(token_id) for token_id in ids).decode()
     assert joined.removeprefix(" ") == text
 
 
 def test_half_a_character_is_written_as_bytes_and_offsets_count_characters() -> None:
     one = tokenizer(byte_fallback_json())
-    ids = one.encode("a🙂b", add_special_tokens=False)
+    ids = one.encode_text("a🙂b", add_special_tokens=False)
     logprobs = [TokenLogprobs(-1.0, 1, [token_id], [-1.0]) for token_id in ids]
     pieces = TokenPieces(one)
     written = CompletionLogprobsWriter(pieces, offset=10).write(ids, logprobs)

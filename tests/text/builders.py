@@ -1,4 +1,4 @@
-"""Small tokenizers of the two kinds that models have, made on the spot."""
+"""Small tokenizers for tests, of the two kinds that models have."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def byte_level_json() -> str:
 
 @cache
 def metaspace_json() -> str:
-    """A BPE in the manner of sentencepiece, with Metaspace: the first space is dropped."""
+    """A BPE in the style of sentencepiece, with Metaspace: the first space is dropped."""
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -52,7 +52,7 @@ def metaspace_json() -> str:
 
 @cache
 def byte_fallback_json() -> str:
-    """As Llama 2's: spaces are marked by a normalizer, unknown characters fall back to byte tokens."""
+    """A tokenizer like Llama 2's: a normalizer marks spaces, and unknown characters become byte tokens."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab.update({f"<0x{byte:02X}>": 3 + byte for byte in range(256)})
     for char in "▁abcdefghijklmnopqrstuvwxyz.":
@@ -77,7 +77,7 @@ def tokenizer(source: str) -> Tokenizer:
 
 
 def save_folder(folder: Path, source: str, **config: object) -> Path:
-    """Tokenizer files as a model's folder has them; `config` goes to tokenizer_config.json."""
+    """Write tokenizer files into a model's folder; `config` goes to tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(source, encoding="utf-8")
     values = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardline.text import chat_template
-from shardline.text.chat_template import ChatTemplate, normalize_messages
+from shardline.text.chat_template import ChatTemplate, normalize_messages, render_and_encode
 from tests.text import builders
 
 CHATML = """\
@@ -53,6 +53,19 @@ CHATS: list[list[dict[str, Any]]] = [
         {"role": "tool", "content": "2"},
     ],
 ]
+
+
+def test_a_rendered_prompt_is_encoded_as_a_whole() -> None:
+    tokenizer = builders.tokenizer(builders.byte_level_json())
+    template = ChatTemplate(CHATML, tokenizer.special_tokens)
+    options: dict[str, Any] = {"tools": TOOLS, "add_generation_prompt": False}
+    for chat in CHATS:
+        text, ids = render_and_encode(template, tokenizer, chat, variables={"enable_thinking": False}, **options)
+        assert text == template.render(chat, enable_thinking=False, **options)
+        assert ids == tokenizer.encode_text(text, add_special_tokens=False)
+    spelled_out = [{"role": "user", "content": "<|eos|>"}]
+    _, ids = render_and_encode(template, tokenizer, spelled_out)
+    assert tokenizer.token_id("<|eos|>") in ids
 
 
 @pytest.mark.parametrize("source", [CHATML, builders.TEMPLATE], ids=["chatml", "simple"])

@@ -17,11 +17,11 @@ BYTE_FALLBACK = builders.tokenizer(builders.byte_fallback_json())
 
 def stream(tokenizer: Tokenizer, prompt: list[int], pieces: list[list[int]], skip: bool = True) -> list[str]:
     detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
-    return [*(detokenizer.append(piece) for piece in pieces), detokenizer.finish()]
+    return [*(detokenizer.add_tokens(piece) for piece in pieces), detokenizer.flush_text()]
 
 
 def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    # Beyond the vocabulary too: embeddings are padded.
+    # Some ids are beyond the vocabulary, since embeddings are padded.
     return st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=40)
 
 
@@ -49,7 +49,7 @@ def test_deltas_add_up_to_the_decoded_whole(
 def test_output_is_what_follows_the_prompts_text(
     tokenizer: Tokenizer, data: st.DataObject, prompt: str, skip: bool
 ) -> None:
-    prompt_ids = [*tokenizer.encode(prompt), *tokenizer.encode("dog")]
+    prompt_ids = [*tokenizer.encode_text(prompt), *tokenizer.encode_text("dog")]
     ids = data.draw(ids_of(tokenizer))
     whole = tokenizer.decode(prompt_ids + ids, skip)
     before = tokenizer.decode(prompt_ids, skip)
@@ -59,7 +59,7 @@ def test_output_is_what_follows_the_prompts_text(
 @settings(max_examples=300, deadline=None)
 @given(text=st.text("the a.z 你好🙂é", max_size=30), sizes=st.lists(st.integers(0, 5), max_size=8))
 def test_byte_fallback_gives_valid_text_back(text: str, sizes: list[int]) -> None:
-    ids = BYTE_FALLBACK.encode(text)
+    ids = BYTE_FALLBACK.encode_text(text)
     assert "".join(stream(BYTE_FALLBACK, [], cuts(ids, sizes))) == text == BYTE_FALLBACK.decode(ids)
 
 
@@ -79,7 +79,7 @@ def test_a_shown_character_stays_when_broken_bytes_follow() -> None:
 
 
 def test_half_a_character_is_held_back() -> None:
-    ids = BYTE_LEVEL.encode("a🦀b")
+    ids = BYTE_LEVEL.encode_text("a🦀b")
     texts = stream(BYTE_LEVEL, [], [[token] for token in ids])
     assert "".join(texts) == "a🦀b"
     assert not any("\ufffd" in text for text in texts)
@@ -87,19 +87,19 @@ def test_half_a_character_is_held_back() -> None:
 
 
 def test_half_a_character_at_the_end_becomes_a_replacement() -> None:
-    ids = BYTE_LEVEL.encode("a🦀")[:-1]
+    ids = BYTE_LEVEL.encode_text("a🦀")[:-1]
     texts = stream(BYTE_LEVEL, [], [ids])
     assert texts == ["a", "\ufffd"]
 
 
 def test_a_character_begun_by_the_prompt_is_shown_whole() -> None:
-    ids = BYTE_LEVEL.encode("a🦀b")
+    ids = BYTE_LEVEL.encode_text("a🦀b")
     assert "".join(stream(BYTE_LEVEL, ids[:2], [ids[2:]])) == "🦀b"
 
 
 def test_a_leading_space_is_kept_after_a_prompt_and_after_special_tokens() -> None:
-    dog = METASPACE.encode("dog")[0]
-    prompt = [*METASPACE.encode("the"), METASPACE.token_id("<|assistant|>") or 0]
+    dog = METASPACE.encode_text("dog")[0]
+    prompt = [*METASPACE.encode_text("the"), METASPACE.token_id("<|assistant|>") or 0]
     assert stream(METASPACE, prompt, [[dog]])[0].startswith(" ")
 
 
@@ -113,6 +113,6 @@ def test_work_per_token_is_bounded(skip: bool) -> None:
         detokenizer = Detokenizer(BYTE_LEVEL, [], skip_special_tokens=skip)
         text = ""
         for _ in range(500):
-            text += detokenizer.append([token])
+            text += detokenizer.add_tokens([token])
             assert len(detokenizer._ids) <= 32
-        assert text + detokenizer.finish() == BYTE_LEVEL.decode([token] * 500, skip)
+        assert text + detokenizer.flush_text() == BYTE_LEVEL.decode([token] * 500, skip)

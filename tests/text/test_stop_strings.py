@@ -1,4 +1,4 @@
-"""Stop strings in a stream against a search in the whole text."""
+"""Stop strings in a stream, compared with a search in the whole text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.text.stop_strings import StopMatcher
+from shardline.text.detokenizer import StopMatcher
 
 
 def brute_force(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
@@ -28,17 +28,17 @@ def test_against_brute_force(pieces: list[str], stops: list[str], include: bool)
     matcher = StopMatcher(stops, include)
     shown = ""
     for piece in pieces:
-        shown += matcher.append(piece)
+        shown += matcher.add_text(piece)
         expected, _ = brute_force("".join(pieces), stops, include)
         assert expected.startswith(shown), "shown text is never taken back"
-    shown += matcher.finish()
+    shown += matcher.flush_text()
     assert (shown, matcher.found) == brute_force("".join(pieces), stops, include)
 
 
 @given(text=st.text("ab", max_size=20), stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3))
 def test_holds_back_no_more_than_it_must(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops)
-    shown = "".join(matcher.append(char) for char in text)
+    shown = "".join(matcher.add_text(char) for char in text)
     if matcher.found is None:
         held = text[len(shown) :]
         assert held == max((s[:k] for s in stops for k in range(len(s)) if text.endswith(s[:k])), key=len)
@@ -47,6 +47,6 @@ def test_holds_back_no_more_than_it_must(text: str, stops: list[str]) -> None:
 @pytest.mark.parametrize(("include", "expected"), [(False, "one "), (True, "one two")])
 def test_include_stop(include: bool, expected: str) -> None:
     matcher = StopMatcher(["two"], include)
-    assert matcher.append("one t") + matcher.append("wo three") + matcher.append(" four") == expected
+    assert matcher.add_text("one t") + matcher.add_text("wo three") + matcher.add_text(" four") == expected
     assert matcher.found == "two"
-    assert matcher.finish() == ""
+    assert matcher.flush_text() == ""

@@ -1,15 +1,17 @@
-"""Tokenizer files as folders hold them, compared with transformers where it has an opinion."""
+"""Tokenizers loaded from a folder, compared with transformers."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
 import tokenizers
 from tokenizers import processors
 
-from shardline.text.tokenizer import Tokenizer, read_eos_token_ids
+from shardline.text.tokenizer import MAX_INLINE_CHARS, Tokenizer, read_eos_token_ids
 from tests.text import builders
 
 TEXTS = ["What does it do?", " leading", "", "Grüße 🙂\n\n你好", "<|user|>hi<|end|>"]
@@ -43,11 +45,26 @@ def test_ids_and_text_as_in_transformers(tmp_path: Path, kind: str, in_processor
     assert tokenizer.bos_token_id == oracle.bos_token_id
     for text in TEXTS:
         for special in (True, False):
-            ids = tokenizer.encode(text, add_special_tokens=special)
+            ids = tokenizer.encode_text(text, add_special_tokens=special)
             assert ids == oracle.encode(text, add_special_tokens=special), (text, special)
             for skip in (True, False):
                 assert tokenizer.decode(ids, skip) == oracle.decode(ids, skip_special_tokens=skip)
-        assert tokenizer.encode_batch([text]) == [tokenizer.encode(text)]
+        assert tokenizer.encode_texts([text]) == [tokenizer.encode_text(text)]
+
+
+@pytest.mark.parametrize(("num_chars", "on_loop"), [(MAX_INLINE_CHARS, True), (MAX_INLINE_CHARS + 1, False)])
+def test_long_texts_are_encoded_on_a_thread(num_chars: int, on_loop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = builders.tokenizer(builders.byte_level_json())
+    encode_text, threads = tokenizer.encode_text, []
+
+    def noting_encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        threads.append(threading.current_thread())
+        return encode_text(text, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode_text", noting_encode)
+    text = "x" * num_chars
+    assert asyncio.run(tokenizer.encode_text_async(text, False)) == encode_text(text, False)
+    assert [thread is threading.main_thread() for thread in threads] == [on_loop]
 
 
 def test_eos_may_be_several(tmp_path: Path) -> None:
@@ -78,7 +95,7 @@ def test_saved_truncation_and_padding_are_off(tmp_path: Path) -> None:
     backend.enable_truncation(4)
     backend.enable_padding(length=300)
     tokenizer = load(builders.save_folder(tmp_path, backend.to_str()))
-    ids = tokenizer.encode("the quick brown fox " * 20)
+    ids = tokenizer.encode_text("the quick brown fox " * 20)
     assert 20 < len(ids) < 300
     assert tokenizer.decode(ids) == "the quick brown fox " * 20
 

@@ -1,4 +1,4 @@
-"""Streams over an engine, for servers: AsyncLLM holds the engine processes and never blocks the event loop."""
+"""AsyncLLM: an engine whose outputs are streams, for servers. It never blocks the event loop."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextlib import aclosing
 from typing import Literal
 
 from shardline.api.errors import EngineDead, EngineDraining, QueueFull
-from shardline.api.front import ModelText, load_model_text
+from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.output_processor import OutputProcessor, RequestState
 from shardline.api.replicas import Connect, EngineEvent, Replicas, merge_stats
-from shardline.api.requests import Prompt, RequestBuilder, TokensPrompt, split_prompt
+from shardline.api.requests import Prompt, RequestBuilder, split_prompt
 from shardline.config.engine import EngineConfig
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
@@ -24,16 +24,13 @@ State = Literal["starting", "ready", "draining", "dead"]
 
 __all__ = ["AsyncLLM", "EngineDead", "EngineDraining", "Prompt", "QueueFull", "RequestStream", "State", "merge_stats"]
 
-_LONG_TEXT_CHARS = 16_384
-"""Longer prompts are tokenized on a thread: about 2 ms, which every other stream would wait."""
-
 
 class RequestStream:
     """The outputs of one admitted request: `async for output in stream`.
 
-    Each item is the same RequestOutput, grown; updates that nobody has taken yet are merged. Cancelling the task that
-    waits for an item, or `aclose`, aborts the request; breaking out of the loop alone does not: use
-    `contextlib.aclosing`.
+    Each item is the same RequestOutput object, with what has been added to it. If the reader is slow, several updates
+    become one item. `aclose` aborts the request, and so does cancelling the task that waits for an item. Breaking out
+    of the loop does not abort it: use `contextlib.aclosing`.
     """
 
     def __init__(self, output: RequestOutput, abort: Callable[[], None]) -> None:
@@ -58,20 +55,20 @@ class RequestStream:
         return self.output
 
     async def aclose(self) -> None:
-        """Abort the request where it has not finished; no more items come."""
+        """Abort the request if it has not finished. The stream then has no more items."""
         self._ended = True
         if not self.output.finished:
             self._abort()
 
-    def notify(self) -> None:
-        """Tell the reader that `output` has grown; for AsyncLLM."""
+    def notify_reader(self) -> None:
+        """Wake the reader, because `output` has changed. AsyncLLM calls this."""
         self._updated.set()
 
 
 class _Inbox:
-    """Brings engine events from the clients' reader threads to the event loop, many with one hop.
+    """Carries engine events from the clients' reader threads to the event loop, several at once.
 
-    Events that come before `open` wait for it.
+    Events that arrive before `open` are kept until then.
     """
 
     def __init__(self, deliver: Callable[[int, EngineEvent], None]) -> None:
@@ -79,43 +76,44 @@ class _Inbox:
         self._events: deque[tuple[int, EngineEvent]] = deque()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._hop_pending = False
+        self._wakeup_pending = False
 
-    def put(self, index: int, event: EngineEvent) -> None:
-        """Take an event of replica `index`; on any thread."""
+    def put_event(self, index: int, event: EngineEvent) -> None:
+        """Add an event of replica `index`; any thread may call this."""
         with self._lock:
             self._events.append((index, event))
-            self._hop()
+            self._wake_loop()
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to deliver, on this loop."""
+        """Begin to deliver events on this loop."""
         with self._lock:
             self._loop = loop
-            self._hop()
+            self._wake_loop()
 
     def close(self) -> None:
-        """Deliver nothing more."""
+        """Stop delivering events."""
         with self._lock:
             self._loop = None
 
-    def _hop(self) -> None:
-        if self._events and self._loop is not None and not self._hop_pending and not self._loop.is_closed():
-            self._hop_pending = True
-            self._loop.call_soon_threadsafe(self._empty)
+    def _wake_loop(self) -> None:
+        if self._events and self._loop is not None and not self._wakeup_pending and not self._loop.is_closed():
+            self._wakeup_pending = True
+            self._loop.call_soon_threadsafe(self._deliver_events)
 
-    def _empty(self) -> None:
+    def _deliver_events(self) -> None:
         with self._lock:
-            self._hop_pending = False
+            self._wakeup_pending = False
             events, self._events = self._events, deque()
         for index, event in events:
             self._deliver(index, event)
 
 
 class AsyncLLM:
-    """An engine with `data_parallel_size` replicas, as streams. All methods belong to one event loop.
+    """An engine with `data_parallel_size` replicas. All methods must be called on one event loop.
 
-    Valid once ready: `tokenizer` (None: only token ids), `chat_template` (None: no chats), `max_model_len` in tokens,
-    `fingerprint`, `report` (the engines' start-up lines). `dead_reason` says why the state is "dead".
+    These are valid once the engine is ready: `tokenizer` (None: prompts must be token ids), `chat_template` (None: no
+    chats), `max_model_len` in tokens, `fingerprint`, and `report` (the engines' start-up lines). `dead_reason` says
+    why the state is "dead".
     """
 
     def __init__(
@@ -125,10 +123,10 @@ class AsyncLLM:
         connect: Connect | None = None,
         load_text: Callable[[EngineConfig], ModelText] = load_model_text,
     ) -> None:
-        """Start the engine processes at once, without waiting for them; `connect` and `load_text` are for tests.
+        """Start the engine processes, without waiting for them; `connect` and `load_text` are for tests.
 
         Raises:
-            ValueError: the configuration cannot be; nothing was started.
+            ValueError: the configuration is invalid; nothing was started.
         """
         self.config = config
         self.tokenizer: Tokenizer | None = None
@@ -137,16 +135,17 @@ class AsyncLLM:
         self.fingerprint = ""
         self.report: list[str] = []
         self.dead_reason = ""
+        self._dead = asyncio.Event()
         self._load_text = load_text
         self._builder: RequestBuilder | None = None
         self._processor = OutputProcessor(None)
         self._streams: dict[str, RequestStream] = {}
         self._draining = False
         self._inbox = _Inbox(self._on_event)
-        self._replicas = Replicas(config, self._inbox.put, connect)
+        self._replicas = Replicas(config, self._inbox.put_event, connect)
 
     async def wait_ready(self) -> None:
-        """Wait until requests can be taken. Where this fails, the engine is closed.
+        """Wait until the engine accepts requests. If this fails, the engine is closed.
 
         Raises:
             ValueError: the configuration is at fault.
@@ -160,7 +159,7 @@ class AsyncLLM:
         try:
             ready, text = await asyncio.gather(engines, reading)
         except BaseException as error:
-            await self._end(str(error) or "the start was cancelled")
+            await self._end_engine(str(error) or "the start was cancelled")
             await asyncio.gather(engines, reading, return_exceptions=True)
             raise
         self.tokenizer, self.chat_template = text.tokenizer, text.chat_template
@@ -171,6 +170,10 @@ class AsyncLLM:
         self._builder = text.request_builder(self.config, self.max_model_len)
         self._inbox.open(loop)
 
+    async def wait_dead(self) -> None:
+        """Wait until the state is "dead"."""
+        await self._dead.wait()
+
     async def submit(
         self,
         prompt: Prompt,
@@ -180,28 +183,28 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
     ) -> RequestStream:
-        """Check and admit a request; the errors below come before any output.
+        """Check and admit a request; the errors below are raised before any output.
 
-        A replica that dies ends its choices with finish reason "error" and the message as `error`.
+        If its replica dies, the choices end with the finish reason "error" and the message as `error`.
 
         Raises:
-            ValueError: the prompt or the parameters cannot be (HTTP 400).
-            QueueFull: too many requests wait (429).
-            EngineDead, EngineDraining: nothing new is taken (503).
+            ValueError: the prompt or the parameters are invalid (HTTP 400).
+            QueueFull: too many requests are waiting (429).
+            EngineDead, EngineDraining: the engine accepts no new requests (503).
         """
         builder = self._require_open()
         text, ids = split_prompt(prompt)
-        if ids is None and text is not None and len(text) > _LONG_TEXT_CHARS:
-            _, encoded = await asyncio.to_thread(builder.tokenize, text)
+        if ids is None:
+            assert text is not None
+            ids = await builder.require_tokenizer().encode_text_async(text)
             self._require_open()
-            prompt = TokensPrompt(prompt_token_ids=encoded, prompt=text)
         if request_id is None:
             request_id = secrets.token_hex(12)
         if request_id in self._processor:
             raise ValueError(f"a request with id {request_id!r} is in flight already")
-        request = builder.build(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
-        self._replicas.add(request.children)
-        state = self._processor.add(request)
+        request = builder.build_from_ids(request_id, text, ids, params, priority=priority, cache_salt=cache_salt)
+        self._replicas.add_requests(request.children)
+        state = self._processor.add_request(request)
         stream = RequestStream(state.output, lambda: self._abort(request_id))
         self._streams[request_id] = stream
         return stream
@@ -215,14 +218,14 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
-        """As `submit`, with its errors on the first item. Leaving the iterator early aborts the request."""
+        """As `submit`, but its errors are raised by the first item. Leaving the iterator early aborts the request."""
         stream = await self.submit(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
         async with aclosing(stream):
             async for output in stream:
                 yield output
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its stream finishes with reason "abort". Unknown ids are ignored."""
+        """End a request; its stream ends with the finish reason "abort". Unknown ids are ignored."""
         self._abort(request_id)
 
     def stats(self) -> list[EngineStats]:
@@ -230,7 +233,7 @@ class AsyncLLM:
         return self._replicas.stats()
 
     def state(self) -> State:
-        """Where in its life the engine is; "dead" as soon as no replica is left."""
+        """The engine's state; "dead" as soon as no replica is left."""
         if self.dead_reason:
             return "dead"
         if self._draining:
@@ -238,20 +241,20 @@ class AsyncLLM:
         return "starting" if self._builder is None else "ready"
 
     def replicas_alive(self) -> list[bool]:
-        """Per replica, whether it lives."""
+        """For each replica, whether it lives."""
         return self._replicas.alive()
 
     def num_unfinished(self) -> int:
-        """User requests that have not finished; a drained engine has none."""
+        """Number of user requests that have not finished."""
         return len(self._processor)
 
     def drain(self) -> None:
-        """Refuse new requests; those admitted go on."""
+        """Refuse new requests; admitted requests go on."""
         self._draining = True
 
     async def close(self) -> None:
-        """End the engine processes; open streams finish with reason "abort"."""
-        await self._end("the engine was closed")
+        """End the engine processes; open streams end with the finish reason "abort"."""
+        await self._end_engine("the engine was closed")
 
     def _require_open(self) -> RequestBuilder:
         if self.dead_reason:
@@ -263,26 +266,32 @@ class AsyncLLM:
         return self._builder
 
     def _abort(self, request_id: str) -> None:
-        aborted = self._processor.abort(request_id)
+        aborted = self._processor.abort_request(request_id)
         if aborted is not None:
             state, children = aborted
-            self._replicas.abort(children)
-            self._notify(state)
+            self._replicas.abort_requests(children)
+            self._notify_reader(state)
 
     def _on_event(self, index: int, event: EngineEvent) -> None:
-        done = self._processor.process(self._replicas.handle(index, event))
-        self._replicas.abort(done.aborts)
-        self.dead_reason = self.dead_reason or self._replicas.dead_reason
+        done = self._processor.process_outputs(self._replicas.handle_event(index, event))
+        self._replicas.abort_requests(done.aborts)
+        self._note_death(self._replicas.dead_reason)
         for state in done.updated:
-            self._notify(state)
+            self._notify_reader(state)
 
-    def _notify(self, state: RequestState) -> None:
+    def _notify_reader(self, state: RequestState) -> None:
         request_id = state.request.request_id
         stream = self._streams.pop(request_id) if state.output.finished else self._streams[request_id]
-        stream.notify()
+        stream.notify_reader()
 
-    async def _end(self, reason: str) -> None:
-        self.dead_reason = self.dead_reason or reason
+    def _note_death(self, reason: str) -> None:
+        """Keep the first reason for which the engine is dead; an empty one means that it lives."""
+        if reason and not self.dead_reason:
+            self.dead_reason = reason
+            self._dead.set()
+
+    async def _end_engine(self, reason: str) -> None:
+        self._note_death(reason)
         for request_id in self._processor.request_ids():
             self._abort(request_id)
         self._inbox.close()

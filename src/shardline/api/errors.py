@@ -1,4 +1,4 @@
-"""What can go wrong with a request beyond a plain ValueError, which is the request's own fault."""
+"""Errors of requests. A plain ValueError means that the request itself is wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class ContextLengthExceeded(ValueError):
 
 
 class QueueFull(Exception):
-    """Too many requests wait already; the client should come back later (HTTP 429)."""
+    """Too many requests are waiting; the client should try again later (HTTP 429)."""
 
 
 class EngineDead(RuntimeError):
@@ -16,4 +16,4 @@ class EngineDead(RuntimeError):
 
 
 class EngineDraining(RuntimeError):
-    """The engine finishes what it has and takes nothing new (HTTP 503)."""
+    """The engine finishes its requests and accepts no new ones (HTTP 503)."""

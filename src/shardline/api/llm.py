@@ -16,13 +16,13 @@ from types import TracebackType
 from typing import Any, cast
 
 from shardline.api.errors import EngineDead
-from shardline.api.front import ModelText, load_model_text
+from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.output_processor import OutputProcessor, RequestState
-from shardline.api.progress import Progress
+from shardline.api.progress_bar import ProgressBar
 from shardline.api.replicas import Connect, EngineEvent, Replicas
 from shardline.api.requests import PreparedRequest, Prompt, TokensPrompt
 from shardline.config.engine import EngineConfig
-from shardline.text.chat_template import Message
+from shardline.text.chat_template import Message, render_and_encode
 from shardline.text.tokenizer import Tokenizer
 from shardline.types import EngineStats, RequestOutput, SamplingParams
 
@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """When things happened to one request, in seconds of time.monotonic()."""
+    """Points in the life of one request, in seconds of time.monotonic()."""
 
     submitted: float
-    """Handed to a replica."""
+    """When a replica got the request."""
     first_token: float
     finished: float
 
@@ -42,8 +42,8 @@ class RequestTimes:
 class LLM:
     """An engine for batches of prompts.
 
-    Options are those of `EngineConfig.from_options`, for example tensor_parallel_size=2. Safe to use from several
-    threads, one batch at a time. Use it as a context manager, or call `close`.
+    The options are those of `EngineConfig.from_options`, for example tensor_parallel_size=2. Several threads may use
+    one LLM; it runs one batch at a time. Use it as a context manager, or call `close`.
 
     Raises:
         ValueError: the configuration is at fault.
@@ -61,7 +61,7 @@ class LLM:
         connect: Connect | None = None,
         load_text: Callable[[EngineConfig], ModelText] = load_model_text,
     ) -> LLM:
-        """As the constructor, from a whole configuration; `connect` and `load_text` are for tests."""
+        """As the constructor, with a whole configuration; `connect` and `load_text` are for tests."""
         llm = cls.__new__(cls)
         llm._start(config, connect, load_text)
         return llm
@@ -75,7 +75,7 @@ class LLM:
         self._closed = False
         events: queue.SimpleQueue[tuple[int, EngineEvent]] = queue.SimpleQueue()
         self._events = events
-        # The readers' threads must not hold this object: dropping its last reference closes it.
+        # The reader threads must hold no reference to this object: deleting the last one closes it.
         self._replicas = Replicas(config, lambda index, event: events.put((index, event)), connect)
         try:
             with ThreadPoolExecutor(1, "read-model") as pool:
@@ -101,16 +101,16 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """The outputs of one prompt or of many, in their order.
+        """The outputs of one or several prompts, in the order of the prompts.
 
         Args:
             prompts: text, {"prompt": text}, {"prompt_token_ids": ids}, a list of ids, or a list of these.
-            sampling_params: one for all, or one for each prompt; None: SamplingParams().
+            sampling_params: one for all prompts, or one for each; None: SamplingParams().
             use_tqdm: show progress and tokens per second on stderr.
 
         Raises:
-            ValueError: a prompt or a parameter cannot be; nothing has run then.
-            RuntimeError: every replica has died. (Where only some have, the choices that were lost have finish reason
+            ValueError: a prompt or a parameter is invalid; then no prompt was run.
+            RuntimeError: every replica has died. (If only some have died, the lost choices have the finish reason
                 "error" and the message as `error`.)
         """
         return self.generate_timed(prompts, sampling_params, use_tqdm=use_tqdm)[0]
@@ -122,17 +122,17 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> tuple[list[RequestOutput], list[RequestTimes]]:
-        """As `generate`, with each request's times."""
+        """As `generate`; also returns the times of each request."""
         batch = as_prompts(prompts)
         params = _as_params(sampling_params, len(batch))
         with self._lock:
             if self._closed:
                 raise EngineDead("this LLM was closed; make a new one")
             requests = [
-                self._builder.build(str(next(self._ids)), prompt, one, streamed=False)
+                self._builder.build_request(str(next(self._ids)), prompt, one, streamed=False)
                 for prompt, one in zip(batch, params, strict=True)
             ]
-            with Progress(len(requests), enabled=use_tqdm) as progress:
+            with ProgressBar(len(requests), enabled=use_tqdm) as progress:
                 return self._run(requests, progress)
 
     def chat(
@@ -145,10 +145,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """The answers to one conversation or to many, in their order; see `generate`.
+        """The answers to one or several conversations, in their order; see `generate`.
 
         Raises:
-            ValueError: the model has no chat template, or it refuses the messages.
+            ValueError: the model has no chat template, or the template refuses the messages.
         """
         template, tokenizer = self._text.chat_template, self._text.tokenizer
         if template is None or tokenizer is None:
@@ -157,23 +157,24 @@ class LLM:
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         prompts: list[Prompt] = []
         for conversation in conversations:
-            text = template.render(
+            text, ids = render_and_encode(
+                template,
+                tokenizer,
                 conversation,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
-                **(chat_template_kwargs or {}),
+                variables=chat_template_kwargs,
             )
-            ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append(TokensPrompt(prompt_token_ids=ids, prompt=text))
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None: it has none."""
+        """The model's tokenizer. None: the model has no tokenizer."""
         return self._text.tokenizer
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Number of token ids: every id is smaller."""
         return self._text.vocab_size
 
     def stats(self) -> list[EngineStats]:
@@ -200,9 +201,9 @@ class LLM:
             self.close()
 
     def _run(
-        self, requests: Sequence[PreparedRequest], progress: Progress
+        self, requests: Sequence[PreparedRequest], progress: ProgressBar
     ) -> tuple[list[RequestOutput], list[RequestTimes]]:
-        """Run a batch; the engine is given more as it gets through, so that replicas stay evenly loaded."""
+        """Run a batch. Requests are submitted as earlier ones finish, so that the replicas stay evenly loaded."""
         pending = deque(requests)
         states: list[RequestState] = []
         first: dict[str, float] = {}
@@ -214,14 +215,14 @@ class LLM:
                 while pending and self._replicas.num_in_flight() < window * max(1, sum(self._replicas.alive())):
                     request = pending.popleft()
                     submitted[request.request_id] = time.monotonic()
-                    self._replicas.add(request.children, bounded=False)
-                    states.append(self._processor.add(request))
+                    self._replicas.add_requests(request.children, bounded=False)
+                    states.append(self._processor.add_request(request))
                 for state in self._next_updates():
                     now = time.monotonic()
                     first.setdefault(state.request.request_id, now)
                     if state.output.finished:
                         finished[state.request.request_id] = now
-                        progress.add(state.output)
+                        progress.count_request(state.output)
         except BaseException:
             self._abort_all()
             raise
@@ -233,19 +234,19 @@ class LLM:
 
     def _next_updates(self) -> list[RequestState]:
         index, event = self._events.get()
-        done = self._processor.process(self._replicas.handle(index, event))
-        self._replicas.abort(done.aborts)
+        done = self._processor.process_outputs(self._replicas.handle_event(index, event))
+        self._replicas.abort_requests(done.aborts)
         return done.updated
 
     def _abort_all(self) -> None:
         for request_id in self._processor.request_ids():
-            aborted = self._processor.abort(request_id)
+            aborted = self._processor.abort_request(request_id)
             if aborted is not None:
-                self._replicas.abort(aborted[1])
+                self._replicas.abort_requests(aborted[1])
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts as a list: a string, an object and a list of ids are one prompt each."""
+    """The prompts as a list. A string, an object or a list of ids is one prompt."""
     if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [cast("Prompt", prompts)]
     return list(cast("Sequence[Prompt]", prompts))
@@ -255,5 +256,7 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
-        raise ValueError(f"there are {count} prompts but {len(params)} sampling_params; give one, or one for each")
+        raise ValueError(
+            f"there are {count} prompts but {len(params)} sampling_params; give one for all, or one for each"
+        )
     return list(params)

@@ -1,4 +1,4 @@
-"""From what the engine says to what the user reads: ids become text, stop strings end it."""
+"""Engine outputs become request outputs: ids become text, and stop strings end it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shardline.api.requests import PreparedRequest
-from shardline.text.detokenizer import Detokenizer
-from shardline.text.stop_strings import StopMatcher
+from shardline.text.detokenizer import Detokenizer, StopMatcher
 from shardline.text.tokenizer import Tokenizer
 from shardline.types import CompletionOutput, FinishReason, RequestOutput, SamplingParams, SequenceOutput
 
 
 class ChoiceState:
-    """One choice on its way: grows its CompletionOutput token by token, so that steps may bring any number of them."""
+    """One running choice. It adds tokens to its CompletionOutput one by one, however many tokens a step brings."""
 
     def __init__(self, output: CompletionOutput, request: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         params = request.params
@@ -27,26 +26,26 @@ class ChoiceState:
         self._matcher = StopMatcher(params.stop_strings, params.include_stop_str_in_output)
         self._eos_token_ids = () if params.ignore_eos else request.children[output.index].eos_token_ids
 
-    def update(self, step: SequenceOutput) -> bool:
-        """Take what a step brought; whether a stop string has ended it, so that the engine must be told."""
+    def add_output(self, step: SequenceOutput) -> bool:
+        """Add the tokens of a step. Returns whether a stop string ended the choice; then the engine must be told."""
         last = len(step.token_ids) - 1
         for index, token_id in enumerate(step.token_ids):
-            self._append(step, index)
+            self._append_token(step, index)
             ends = index == last and step.finish_reason == "stop"
             if not (ends and self._hides_stop_token(step)) and self._append_text(token_id):
-                self._finish("stop", self._matcher.found)
+                self._set_finished("stop", self._matcher.found)
                 return step.finish_reason is None
         if step.finish_reason is not None:
-            self._end(step)
+            self._end_with_step(step)
         return False
 
     def abort(self) -> None:
-        """End it where it stands."""
+        """End the choice with the text that it has."""
         if not self.output.finished:
-            self._flush()
-            self._finish("abort", None)
+            self._flush_text()
+            self._set_finished("abort", None)
 
-    def _append(self, step: SequenceOutput, index: int) -> None:
+    def _append_token(self, step: SequenceOutput, index: int) -> None:
         output = self.output
         output.token_ids.append(step.token_ids[index])
         if output.logprobs is not None and step.logprobs is not None:
@@ -55,43 +54,43 @@ class ChoiceState:
             output.digests.append(step.digests[index])
 
     def _append_text(self, token_id: int) -> bool:
-        """Add the text of one token; whether it completes a stop string."""
+        """Add the text of one token. Returns whether it completes a stop string."""
         if self._detokenizer is None:
             return False
-        text = self._detokenizer.append([token_id])
+        text = self._detokenizer.add_tokens([token_id])
         if len(self.output.token_ids) <= self._params.min_tokens:
             self.output.text += text
             return False
-        self.output.text += self._matcher.append(text)
+        self.output.text += self._matcher.add_text(text)
         return self._matcher.found is not None
 
     def _hides_stop_token(self, step: SequenceOutput) -> bool:
         return step.stop_token_id is not None and not self._params.include_stop_str_in_output
 
-    def _end(self, step: SequenceOutput) -> None:
+    def _end_with_step(self, step: SequenceOutput) -> None:
         assert step.finish_reason is not None
-        self._flush()
+        self._flush_text()
         if self._matcher.found is not None:
-            self._finish("stop", self._matcher.found)
+            self._set_finished("stop", self._matcher.found)
         elif step.finish_reason == "error":
             self.output.error = step.error
-            self._finish("error", None)
+            self._set_finished("error", None)
         else:
             eos = step.stop_token_id in self._eos_token_ids
-            self._finish(step.finish_reason, None if eos else step.stop_token_id)
+            self._set_finished(step.finish_reason, None if eos else step.stop_token_id)
 
-    def _flush(self) -> None:
-        """Show what was held back: half characters as U+FFFD, beginnings of stop strings as text."""
+    def _flush_text(self) -> None:
+        """Add the text that was held back: incomplete characters become U+FFFD."""
         if self._detokenizer is not None:
-            self.output.text += self._matcher.append(self._detokenizer.finish()) + self._matcher.finish()
+            self.output.text += self._matcher.add_text(self._detokenizer.flush_text()) + self._matcher.flush_text()
 
-    def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+    def _set_finished(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.output.finish_reason = reason
         self.output.stop_reason = stop_reason
 
 
 class RequestState:
-    """One user request on its way: its RequestOutput and the choices that grow it."""
+    """One running user request: its RequestOutput, and the choices that add to it."""
 
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         params: SamplingParams = request.params
@@ -111,7 +110,7 @@ class RequestState:
         )
         self.choices = [ChoiceState(output, request, tokenizer) for output in self.output.outputs]
 
-    def unfinished(self) -> list[str]:
+    def unfinished_children(self) -> list[str]:
         """Ids of the engine requests that still run."""
         pairs = zip(self.request.children, self.output.outputs, strict=True)
         return [child.request_id for child, output in pairs if not output.finished]
@@ -122,13 +121,13 @@ class Processed:
     """What a batch of engine outputs changed."""
 
     updated: list[RequestState] = field(default_factory=list)
-    """Each once, in the order of the outputs."""
+    """Each request once, in the order of the outputs."""
     aborts: list[str] = field(default_factory=list)
-    """Engine requests that a stop string has ended."""
+    """Ids of the engine requests that a stop string has ended."""
 
 
 class OutputProcessor:
-    """The requests in flight of one front, by id."""
+    """The requests in flight in one front, by id."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -141,23 +140,23 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def add(self, request: PreparedRequest) -> RequestState:
-        """Begin to follow a request."""
+    def add_request(self, request: PreparedRequest) -> RequestState:
+        """Begin to track a request."""
         state = RequestState(request, self._tokenizer)
         self._requests[request.request_id] = state
         for child in request.children:
             self._by_child[child.request_id] = state
         return state
 
-    def process(self, outputs: Iterable[SequenceOutput]) -> Processed:
-        """Apply engine outputs. Those of requests that are no longer followed are ignored."""
+    def process_outputs(self, outputs: Iterable[SequenceOutput]) -> Processed:
+        """Apply engine outputs. Outputs of requests that are no longer tracked are ignored."""
         done = Processed()
         seen: set[str] = set()
         for output in outputs:
             state = self._by_child.get(output.request_id)
             if state is None or state.output.outputs[output.choice].finished:
                 continue
-            if state.choices[output.choice].update(output):
+            if state.choices[output.choice].add_output(output):
                 done.aborts.append(output.request_id)
             state.output.num_cached_tokens = max(state.output.num_cached_tokens, output.num_cached_tokens)
             request_id = state.request.request_id
@@ -165,25 +164,29 @@ class OutputProcessor:
                 seen.add(request_id)
                 done.updated.append(state)
             if state.output.finished:
-                self._forget(state)
+                self._forget_request(state)
         return done
 
-    def abort(self, request_id: str) -> tuple[RequestState, list[str]] | None:
-        """End a request where it stands: its state and the engine requests to abort; None: it is not in flight."""
+    def abort_request(self, request_id: str) -> tuple[RequestState, list[str]] | None:
+        """End a request with the output that it has.
+
+        Returns:
+            Its state and the ids of the engine requests to abort. None: the request is not in flight.
+        """
         state = self._requests.get(request_id)
         if state is None:
             return None
-        children = state.unfinished()
+        children = state.unfinished_children()
         for choice in state.choices:
             choice.abort()
-        self._forget(state)
+        self._forget_request(state)
         return state, children
 
     def request_ids(self) -> list[str]:
         """The requests in flight."""
         return list(self._requests)
 
-    def _forget(self, state: RequestState) -> None:
+    def _forget_request(self, state: RequestState) -> None:
         self._requests.pop(state.request.request_id, None)
         for child in state.request.children:
             self._by_child.pop(child.request_id, None)

@@ -1,4 +1,4 @@
-"""From what a user asks to what the engine runs: prompts become ids, open parameters get their values."""
+"""User requests become engine requests: prompts become ids, and unset parameters get values."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt as token ids; `prompt` is the text that they came from, for display only."""
+    """A prompt as token ids; `prompt` is their text, for display only."""
 
     prompt_token_ids: Sequence[int]
     prompt: str
 
 
-MAX_CHOICES = 1024
-"""Upper bound of `n`: every choice is a request of its own in the engine."""
+MAX_CHOICES_PER_REQUEST = 1024
+"""Largest `n`: each choice is a request of its own in the engine. HTTP clients may ask for fewer."""
 
 MAX_STOP_STRINGS = 1024
 MAX_STOP_CHARS = 65_536
-"""Of all stop strings together: each choice builds its own tables of them."""
+"""Of all stop strings together: every choice builds its own tables of them."""
 
 MAX_SALT_CHARS = 1024
 
@@ -45,7 +45,7 @@ Prompt = str | TextPrompt | TokensPrompt | Sequence[int]
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A user request, checked: `children` are its n choices as the engine sees them, equal but for `choice`."""
+    """A checked user request; `children` are its n choices as engine requests, which differ only in `choice`."""
 
     request_id: str
     prompt: str | None
@@ -56,13 +56,13 @@ class PreparedRequest:
 
 @dataclass(frozen=True)
 class RequestBuilder:
-    """Checks prompts and parameters against one model, and fills in what was left open.
+    """Checks prompts and parameters against one model, and fills in unset parameters.
 
     Args:
-        tokenizer: None: the model has none, and prompts must be token ids.
-        vocab_size: rows of the embedding; ids are below it.
-        max_model_len: prompt and output together, in tokens.
-        seeds: where the seeds of requests come from that set none.
+        tokenizer: None if the model has no tokenizer; then prompts must be token ids.
+        vocab_size: rows of the embedding; every token id is smaller.
+        max_model_len: longest prompt and output together, in tokens.
+        seeds: generates a seed for each request that sets none.
     """
 
     tokenizer: Tokenizer | None
@@ -71,7 +71,7 @@ class RequestBuilder:
     eos_token_ids: tuple[int, ...]
     seeds: random.Random
 
-    def build(
+    def build_request(
         self,
         request_id: str,
         prompt: Prompt,
@@ -81,13 +81,32 @@ class RequestBuilder:
         cache_salt: str = "",
         streamed: bool = True,
     ) -> PreparedRequest:
-        """The request, ready to be run; `streamed`: whether its user reads along.
+        """Encode and check a request; `streamed`: whether its user reads the tokens as they come.
 
         Raises:
-            ContextLengthExceeded: the prompt is longer than the model takes.
+            ContextLengthExceeded: the prompt is longer than the model supports.
             ValueError: the prompt or a parameter does not fit the model; the message says what would.
         """
-        text, ids = self.tokenize(prompt)
+        text, ids = split_prompt(prompt)
+        if ids is None:
+            assert text is not None
+            ids = self.require_tokenizer().encode_text(text)
+        return self.build_from_ids(
+            request_id, text, ids, params, priority=priority, cache_salt=cache_salt, streamed=streamed
+        )
+
+    def build_from_ids(
+        self,
+        request_id: str,
+        text: str | None,
+        ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        streamed: bool = True,
+    ) -> PreparedRequest:
+        """As `build_request`, for an encoded prompt; `text` is for display only."""
         self._check_prompt(ids)
         self._check_params(params)
         if not -(2**63) <= priority < 2**63:
@@ -107,7 +126,7 @@ class RequestBuilder:
             top_k=0 if params.top_k >= self.vocab_size else params.top_k,
             stop_token_ids=tuple(dict.fromkeys(params.stop_token_ids)),
         )
-        sampling = _for_engine(params)
+        sampling = _engine_params(params)
         arrival = time.monotonic()
         children = [
             Request(
@@ -119,26 +138,22 @@ class RequestBuilder:
                 priority=priority,
                 arrival_time=arrival,
                 cache_salt=cache_salt,
-                # A stop string ends a request from here, so that every token is looked at when it comes.
+                # The front finds stop strings, so it must see every token at once.
                 streamed=streamed or bool(params.stop_strings),
             )
             for choice in range(params.n)
         ]
         return PreparedRequest(request_id, text, ids, params, children)
 
-    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The prompt's text (None: only ids were given) and ids.
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer, for a prompt that is text.
 
         Raises:
-            ValueError: the prompt is of no known form, or is text and the model has no tokenizer.
+            ValueError: the model has no tokenizer.
         """
-        text, ids = split_prompt(prompt)
-        if ids is None:
-            assert text is not None
-            if self.tokenizer is None:
-                raise ValueError("the model has no tokenizer.json; give prompt_token_ids instead of text")
-            ids = self.tokenizer.encode(text)
-        return text, ids
+        if self.tokenizer is None:
+            raise ValueError("the model has no tokenizer.json; give prompt_token_ids instead of text")
+        return self.tokenizer
 
     def _check_prompt(self, ids: list[int]) -> None:
         if not ids:
@@ -153,8 +168,8 @@ class RequestBuilder:
             raise ValueError(f"token id {bad} is out of range: the vocabulary has {self.vocab_size} tokens")
 
     def _check_params(self, params: SamplingParams) -> None:
-        if params.n > MAX_CHOICES:
-            raise ValueError(f"n must be at most {MAX_CHOICES}, got {params.n}")
+        if params.n > MAX_CHOICES_PER_REQUEST:
+            raise ValueError(f"n must be at most {MAX_CHOICES_PER_REQUEST}, got {params.n}")
         stops = params.stop_strings
         if len(stops) > MAX_STOP_STRINGS or sum(map(len, stops)) > MAX_STOP_CHARS:
             raise ValueError(
@@ -169,22 +184,22 @@ class RequestBuilder:
             raise ValueError("stop strings need a tokenizer, and the model has none; use stop_token_ids")
 
 
-def _for_engine(params: SamplingParams) -> SamplingParams:
-    """`params` without the stop strings, which the front finds, and as the engine will decode them.
+def _engine_params(params: SamplingParams) -> SamplingParams:
+    """`params` as the engine will decode them, without the stop strings, which the front finds.
 
-    What cannot be sent must be refused here, where it harms nobody else.
+    Parameters that cannot be sent must be refused here, where they harm no other request.
     """
     try:
         return _WIRE_DECODER.decode(_WIRE_ENCODER.encode(msgspec.structs.replace(params, stop=())))
     except (msgspec.MsgspecError, OverflowError, TypeError) as error:
-        raise ValueError(f"the sampling parameters cannot be: {error}") from error
+        raise ValueError(f"the sampling parameters are invalid: {error}") from error
 
 
 def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
-    """The text and the ids that a prompt was given as; at least one of them is not None.
+    """The text and the ids in a prompt; at least one of them is not None.
 
     Raises:
-        ValueError: the prompt is of no known form.
+        ValueError: the prompt has none of the known forms.
     """
     if isinstance(prompt, str):
         return prompt, None

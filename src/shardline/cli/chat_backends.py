@@ -1,4 +1,4 @@
-"""Who answers in `shardline chat`: an engine of this process, or a server."""
+"""The back ends of `shardline chat`: an engine started by this process, or a server."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any, Protocol
 from shardline import env
 from shardline.api.async_llm import AsyncLLM, RequestStream
 from shardline.config.engine import EngineConfig
+from shardline.text.chat_template import render_and_encode
 from shardline.types import SamplingParams
 
 _CONNECT_SECONDS = 600.0
-"""Longest wait for the first or next byte of a server."""
+"""Longest wait for the next byte from a server."""
 
 
 class ChatBackend(Protocol):
@@ -25,7 +26,7 @@ class ChatBackend(Protocol):
     model: str
 
     def reply(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """The answer, piece by piece; closing the iterator early aborts it.
+        """The answer in pieces; closing the iterator early aborts the request.
 
         Raises:
             ValueError: the conversation cannot be answered.
@@ -33,11 +34,11 @@ class ChatBackend(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
 
 
 class LocalBackend:
-    """An AsyncLLM, run only while an answer is awaited.
+    """An AsyncLLM, whose event loop runs only during an answer.
 
     Raises:
         ValueError: the configuration is at fault, or the model has no chat template.
@@ -62,14 +63,14 @@ class LocalBackend:
         template, tokenizer = self._llm.chat_template, self._llm.tokenizer
         assert template is not None
         assert tokenizer is not None
-        ids = tokenizer.encode(template.render(messages), add_special_tokens=False)
+        _, ids = render_and_encode(template, tokenizer, messages)
         stream = self._loop.run_until_complete(self._llm.submit({"prompt_token_ids": ids}, self._params))
         try:
-            yield from self._pieces(stream)
+            yield from self._read_pieces(stream)
         finally:
             self._loop.run_until_complete(stream.aclose())
 
-    def _pieces(self, stream: RequestStream) -> Iterator[str]:
+    def _read_pieces(self, stream: RequestStream) -> Iterator[str]:
         shown = 0
         while True:
             try:
@@ -78,7 +79,7 @@ class LocalBackend:
                 return
             choice = output.outputs[0]
             if choice.finish_reason == "error":
-                raise RuntimeError(str(choice.stop_reason))
+                raise RuntimeError(choice.error or "the engine ended the answer without saying why")
             yield choice.text[shown:]
             shown = len(choice.text)
 
@@ -91,10 +92,10 @@ class LocalBackend:
 
 
 class RemoteBackend:
-    """An OpenAI-compatible server; `model` None: the first that it lists.
+    """An OpenAI-compatible server. `model` None: the first model in the server's list.
 
     Raises:
-        ValueError: the URL is none, or the server refused the request.
+        ValueError: the URL is invalid, or the server refused the request.
         RuntimeError: the server cannot be reached.
     """
 
@@ -109,7 +110,7 @@ class RemoteBackend:
     def reply(self, messages: list[dict[str, str]]) -> Iterator[str]:
         """See ChatBackend."""
         body = {"model": self.model, "messages": messages, "stream": True, **self._options}
-        with self._open("/chat/completions", body) as response:
+        with self._open_url("/chat/completions", body) as response:
             try:
                 for line in response:
                     if not line.startswith(b"data:"):
@@ -117,21 +118,21 @@ class RemoteBackend:
                     data = line[len(b"data:") :].strip()
                     if data == b"[DONE]":
                         return
-                    yield _piece(json.loads(data))
+                    yield _event_text(json.loads(data))
             except (OSError, HTTPException) as error:
-                raise RuntimeError(f"the server broke off: {error}") from error
+                raise RuntimeError(f"the server closed the connection: {error}") from error
 
     def close(self) -> None:
-        """Nothing is held between answers."""
+        """Does nothing: no connection stays open between answers."""
 
     def _first_model(self) -> str:
-        with self._open("/models") as response:
+        with self._open_url("/models") as response:
             models = json.load(response).get("data") or []
         if not models:
             raise ValueError(f"{self._base} serves no model")
         return str(models[0]["id"])
 
-    def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _open_url(self, path: str, body: dict[str, Any] | None = None) -> Any:
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -146,7 +147,7 @@ class RemoteBackend:
             raise RuntimeError(f"{self._base} cannot be reached: {error}") from error
 
 
-def _piece(event: dict[str, Any]) -> str:
+def _event_text(event: dict[str, Any]) -> str:
     if "error" in event:
         raise RuntimeError(_error_text(json.dumps(event).encode()))
     choices = event.get("choices") or [{}]

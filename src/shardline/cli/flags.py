@@ -1,4 +1,4 @@
-"""Command-line flags from configuration dataclasses: a field with `option(...)` is a flag, and nothing else is."""
+"""Command-line flags from configuration dataclasses: every field with `option(...)` becomes a flag."""
 
 from __future__ import annotations
 
@@ -14,9 +14,30 @@ from shardline.config.engine import EngineConfig
 USAGE_ERROR = 2
 """Exit code for a user's mistake."""
 
+_LEAST_LIKENESS = 0.75
+"""Similarity (0 to 1, by difflib) from which a known flag is suggested for an unknown one."""
+
+_NOT_SUPPORTED_YET = {
+    "Shardline runs on one host": (
+        "nnodes", "node-rank", "master-addr", "master-port", "headless", "data-parallel-size-local",
+        "data-parallel-rank", "data-parallel-start-rank", "data-parallel-address", "data-parallel-rpc-port",
+        "data-parallel-backend", "data-parallel-hybrid-lb", "data-parallel-external-lb",
+    ),
+    "Shardline serves no LoRA adapters": (
+        "enable-lora", "lora-modules", "max-loras", "max-lora-rank", "max-cpu-loras", "lora-dtype",
+        "fully-sharded-loras", "default-mm-loras",
+    ),
+    "Shardline does not decode speculatively": ("speculative-config", "spec-method", "spec-model", "spec-tokens"),
+    "Shardline calls no tools": ("enable-auto-tool-choice", "tool-call-parser", "tool-parser-plugin", "tool-server"),
+    "Shardline does not separate reasoning from answers": ("reasoning-parser", "reasoning-parser-plugin"),
+    "Shardline does not move KV blocks between engines": ("kv-transfer-config", "kv-events-config"),
+    "Shardline does not move experts between ranks": ("enable-eplb", "eplb-config", "num-redundant-experts"),
+}  # fmt: skip
+"""Flags of vLLM by what is missing here."""
+
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, and which takes --max_model_len for --max-model-len."""
+    """An ArgumentParser with one-line errors and no abbreviations; it reads --max_model_len as --max-model-len."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -28,25 +49,31 @@ class Parser(argparse.ArgumentParser):
         sys.exit(USAGE_ERROR)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in the base class; the innermost parser refuses what it does not know, with close matches."""
-        words = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
+        """As in the base class, but the innermost parser refuses unknown arguments and says what would work."""
+        words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
         found, unknown = super().parse_known_args(words, namespace)
         if unknown:
-            self.error(self._unknown(unknown[0]))
+            self.error(self._explain_unknown(unknown[0]))
         return found, unknown
 
-    def _unknown(self, word: str) -> str:
+    def _explain_unknown(self, word: str) -> str:
         if not word.startswith("-"):
             return f"unexpected argument {word!r}"
-        name = word.split("=")[0]
-        close = difflib.get_close_matches(name, list(self._option_string_actions), n=3)
-        return f"unknown option {name}" + (f"; did you mean {' or '.join(close)}?" if close else "")
+        flag = word.split("=")[0]
+        name = flag.lstrip("-")
+        for reason, names in _NOT_SUPPORTED_YET.items():
+            if name.removeprefix("no-") in names:
+                return f"{flag} is not supported yet: {reason}"
+        # Compared without the dashes, which would make every pair of short flags look alike.
+        known = {option.lstrip("-"): option for option in self._option_string_actions}
+        close = [known[match] for match in difflib.get_close_matches(name, known, n=3, cutoff=_LEAST_LIKENESS)]
+        return f"unknown option {flag}" + (f"; did you mean {' or '.join(close)}?" if close else "")
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type[Any], title: str, skip: Sequence[str] = ()) -> None:
-    """Add a flag for every field of a configuration dataclass but those in `skip`.
+    """Add a flag for every field of a configuration dataclass, except for the fields in `skip`.
 
-    A flag that is not given leaves nothing in the namespace, so that defaults live in the dataclass alone.
+    A flag that the user leaves out adds nothing to the namespace, so that only the dataclass holds the defaults.
     """
     group = parser.add_argument_group(title)
     for field in dataclasses.fields(config):
@@ -63,17 +90,17 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine configuration that the flags give.
+    """The engine configuration that the flags describe.
 
     Raises:
         ValueError: a value is out of its range.
     """
     parts = [part.default_factory for part in dataclasses.fields(EngineConfig)]
-    return EngineConfig.from_options(**{k: v for part in parts for k, v in given(args, part).items()})
+    return EngineConfig.from_options(**{k: v for part in parts for k, v in fields_from_flags(args, part).items()})
 
 
-def given(args: argparse.Namespace, config: Any) -> dict[str, Any]:
-    """The fields of the dataclass `config` that were set by flags; lists as tuples."""
+def fields_from_flags(args: argparse.Namespace, config: Any) -> dict[str, Any]:
+    """The fields of the dataclass `config` that the user set by flags; lists become tuples."""
     names = [field.name for field in dataclasses.fields(config)]
     values = {name: getattr(args, name) for name in names if hasattr(args, name)}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
@@ -111,7 +138,7 @@ def _model_help() -> str:
 
 
 def _reader(kind: str) -> Callable[[str], Any]:
-    """What turns a word of the command line into a field of type `kind`, such as "int | str | None"."""
+    """The function that turns a word of the command line into a field of type `kind`, such as "int | str | None"."""
     kinds = {name.strip() for name in kind.split("|")} - {"None"}
     if kinds == {"int", "str"}:
         return _int_or_text
@@ -127,8 +154,8 @@ def _int_or_text(word: str) -> int | str:
         return word
 
 
-def _dashed(word: str) -> str:
-    """--max_model_len=3 as --max-model-len=3; a value keeps its underscores."""
+def _with_dashes(word: str) -> str:
+    """--max_model_len=a_b becomes --max-model-len=a_b: only the flag's own underscores change."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")

@@ -1,6 +1,6 @@
 """`shardline COMMAND`: every file in `commands/` is a command.
 
-They import little at the top, so that `--help` and mistakes are answered at once.
+The commands import little at the top, so that `--help` and error messages appear at once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 0, 1 (it failed), 2 (the user's mistake) or 130 (ctrl-C).
 
-    A command's `run` raises ValueError for the user's mistakes and RuntimeError or OSError for failures; their
-    messages are for people. SHARDLINE_LOG_LEVEL=DEBUG shows where they come from.
+    A command's `run` raises ValueError for a user's mistake, and RuntimeError or OSError for a failure. The user sees
+    the message; with SHARDLINE_LOG_LEVEL=DEBUG, also the traceback.
     """
     args = build_parser().parse_args(argv)
     try:

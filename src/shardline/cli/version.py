@@ -1,4 +1,4 @@
-"""What `shardline --version` prints, found without importing torch."""
+"""The output of `shardline --version`, made without importing torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardline.config.units import format_bytes
 
 
 def version_lines() -> list[str]:
-    """Versions, then one line per device."""
+    """Versions, and one line for each device."""
     lines = [
         f"shardline {shardline.__version__}",
         f"python {platform.python_version()} ({platform.system()} {platform.release()}, {platform.machine()})",
@@ -36,7 +36,7 @@ def _package_version(name: str) -> str:
 
 
 def _num_cpus() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -57,7 +57,7 @@ def _memory() -> str:
 
 
 def _gpus() -> list[str]:
-    """One line per NVIDIA GPU: index, name, memory; none where there is no driver."""
+    """One line for each NVIDIA GPU: index, name, memory; empty without a driver."""
     command = ["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

@@ -1,4 +1,4 @@
-"""Workloads by name: the ones that Shardline is compared on, so that everybody measures the same."""
+"""Named workloads, so that everybody who compares speeds measures the same."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts of random tokens that are all there at once, and outputs of a fixed length, greedy."""
+    """Prompts of random tokens that are submitted together; greedy outputs of a fixed length."""
 
     num_prompts: int
     input_len: int
-    """Tokens of a prompt, the shared ones included."""
+    """Tokens of a prompt, shared tokens included."""
     output_len: int
     shared_len: int = 0
-    """Tokens that all prompts of a batch begin with."""
+    """Number of tokens that all prompts of a batch begin with."""
 
 
 WORKLOADS = {
@@ -28,6 +28,6 @@ WORKLOADS = {
 
 
 def random_prompts(rng: random.Random, vocab_size: int, count: int, length: int, shared: int = 0) -> list[list[int]]:
-    """`count` prompts of `length` token ids, the first `shared` of them the same in all."""
+    """`count` prompts of `length` token ids; the first `shared` ids are the same in all prompts."""
     prefix = [rng.randrange(vocab_size) for _ in range(shared)]
     return [prefix + [rng.randrange(vocab_size) for _ in range(length - shared)] for _ in range(count)]

@@ -70,6 +70,9 @@ class ParallelConfig:
         "exact: one answer whatever the parallelism; fast: partial sums cross ranks, answers may differ",
         choices=("exact", "fast"),
     )
+    disable_nccl_for_dp_synchronization: bool = option(
+        False, "accepted for compatibility: no effect, since replicas synchronise over sockets, never over NCCL"
+    )
     step_timeout: float = option(300.0, "seconds after which a step that did not finish ends the engine")
     cpu_threads: int | None = option(None, "threads per rank; default: this process's cores divided by its ranks")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from shardline.channel import Channel, encode
+from shardline.channel import Channel, encode_message
 from shardline.deployment.deployment import Deployment
 from shardline.engine.children import describe_end, start_child
 from shardline.engine.ipc import (
@@ -81,17 +81,17 @@ class EngineClient:
             ValueError: a request cannot be sent; none of them was.
         """
         # One frame each: many choices of a long prompt must not add up to more than a frame may hold.
-        for body in [encode(AddRequests([request])) for request in requests]:
+        for body in [encode_message(AddRequests([request])) for request in requests]:
             self._outbox.put(body)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests; outputs already under way may still arrive."""
-        self._outbox.put(encode(AbortRequests(list(request_ids))))
+        self._outbox.put(encode_message(AbortRequests(list(request_ids))))
 
     def close(self, timeout: float = 10.0) -> None:
         """End the engine process and wait for it; killed where it does not end in time."""
         self._closing = True
-        self._outbox.put(encode(StopEngine()))
+        self._outbox.put(encode_message(StopEngine()))
         self._outbox.put(None)
         try:
             self._process.wait(timeout)

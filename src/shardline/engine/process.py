@@ -31,6 +31,7 @@ from shardline.engine.ipc import (
 from shardline.engine.outbox import Outbox
 from shardline.engine.report import startup_report
 from shardline.log import configure_logging
+from shardline.process_title import set_process_title
 
 _GRACE = 5.0
 """Seconds that the orderly way out has once the front is gone."""
@@ -53,6 +54,7 @@ class EngineProcess:
         try:
             start = self._channel.receive()
             assert isinstance(start, StartEngine)
+            set_process_title(f"engine {start.replica}")
             gc.disable()  # what is imported and loaded stays: a tenth of the time would go into looking at it
             began = time.perf_counter()
             deployment = start.deployment

@@ -1,4 +1,4 @@
-"""Engine counters and gauges, read when Prometheus asks rather than pushed at every step."""
+"""Engine counters and gauges. They are read when Prometheus asks, not pushed at every step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("step_seconds", "Seconds that workers spent in steps.", lambda s: s.step_seconds),
     (
         "engine_seconds",
-        "Seconds of the engine loop's own time, all but waiting for workers.",
+        "Seconds of the engine loop's own time, without waiting for workers.",
         lambda s: s.engine_seconds,
     ),
 )
@@ -41,13 +41,13 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
 _EXPERT_COUNTERS: tuple[tuple[str, str, str, Callable[[ExpertLoad], Sequence[int]]], ...] = (
     (
         "expert_tokens",
-        "Tokens that chose an expert, summed over layers; a token counts for each of its experts.",
+        "Tokens that chose an expert, summed over layers; a token counts once for each expert it chose.",
         "expert",
         lambda e: e.expert_tokens,
     ),
     (
         "expert_rank_tokens",
-        "Tokens of the experts of a rank, summed over layers.",
+        "Tokens of a rank's experts, summed over layers.",
         "rank",
         lambda e: e.rank_tokens,
     ),
@@ -56,12 +56,12 @@ _EXPERT_COUNTERS: tuple[tuple[str, str, str, Callable[[ExpertLoad], Sequence[int
 _EXPERT_GAUGES: tuple[tuple[str, str, Callable[[ExpertLoad], float]], ...] = (
     (
         "expert_imbalance",
-        "Tokens of the busiest expert over the mean, averaged over layers; 1 is even.",
+        "Tokens of the busiest expert divided by the mean, averaged over layers; 1 is even.",
         lambda e: e.expert_imbalance,
     ),
     (
         "expert_rank_imbalance",
-        "Tokens of the busiest rank over the mean, averaged over layers; 1 is even.",
+        "Tokens of the busiest rank divided by the mean, averaged over layers; 1 is even.",
         lambda e: e.rank_imbalance,
     ),
 )
@@ -75,7 +75,7 @@ class EngineCollector:
         self._read_stats = read_stats
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the families need no check for duplicates, and the engines may not be there yet."""
+        """Nothing: the families need no check for duplicates, and the engines may not have started."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -95,7 +95,7 @@ class EngineCollector:
 
 
 def _expert_metrics(replicas: Sequence[tuple[tuple[str, str], ExpertLoad]]) -> Iterable[Metric]:
-    """Nothing where no model has experts."""
+    """Metrics of the replicas whose model has experts; nothing if none has."""
     if not replicas:
         return
     for name, text, label, values in _EXPERT_COUNTERS:

@@ -33,6 +33,7 @@ from shardline.deployment.messages import (
 )
 from shardline.deployment.segment import segment_layout
 from shardline.log import configure_logging
+from shardline.process_title import set_process_title
 from shardline.runtime.backends import open_backend, reserve_memory
 from shardline.types import RankStep
 
@@ -87,7 +88,9 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
 
 def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Worker, RankReport, bool]:
     deployment, layout = start.deployment, segment_layout(start.deployment)
-    weights = deployment.weights[start.rank]
+    place, weights = deployment.grid.place(start.rank), deployment.weights[start.rank]
+    replica = start.engine * deployment.grid.data + place.dp_rank
+    set_process_title(f"rank {place.rank} (dp {replica} pp {place.pp_rank} tp {place.tp_rank})")
     # Importing torch takes long enough to touch most of the memory meanwhile.
     reserve_memory(weights.num_bytes, weights.touched_bytes)
     from shardline.runtime.parallel.groups import join_distributed, join_shared

@@ -1,17 +1,21 @@
-"""The HTTP application: every endpoint and what every request passes through, put together."""
+"""The HTTP application: its endpoints, its middleware and its answers to errors."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from fastapi import Depends, FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 
 from shardline import __version__
 from shardline.config.server import ServerConfig
-from shardline.metrics.registry import ServerMetrics
-from shardline.server.handlers import install_error_handlers
+from shardline.metrics.server import ServerMetrics
+from shardline.server.errors import ApiError, internal_error
 from shardline.server.health import health_routes
 from shardline.server.middleware import AccessMiddleware, AuthMiddleware, BodyLimitMiddleware, InFlightMiddleware
 from shardline.server.openai.chat import chat_routes
@@ -19,15 +23,16 @@ from shardline.server.openai.completions import completion_routes
 from shardline.server.openai.models import model_routes
 from shardline.server.openai.tokenize import tokenize_routes
 from shardline.server.service import Service
+from shardline.server.validation import explain_validation
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
 
 
 def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
-    """The application that serves `llm`, which need not be ready yet: until then it answers 503.
+    """The application that serves `llm`. It answers 503 until `llm` is ready.
 
-    `app.state.service` is its Service. Closing `llm` is left to the caller.
+    `app.state.service` is its Service. The caller closes `llm`.
 
     Raises:
         ValueError: the configured chat template cannot be used.
@@ -38,26 +43,22 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         title="Shardline",
         version=__version__,
         middleware=_middleware(service),
-        # The pages would load scripts from elsewhere; /openapi.json is served.
+        # The documentation pages load scripts from other sites; /openapi.json is served.
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
     service.check_template()
     app.state.service = service
-    install_error_handlers(app)
+    _install_error_handlers(app)
     app.include_router(health_routes(service))
-
-    async def require_ready() -> None:
-        service.require_ready()
-
     for routes in (model_routes, completion_routes, chat_routes, tokenize_routes):
-        app.include_router(routes(service), dependencies=[Depends(require_ready)])
+        app.include_router(routes(service), dependencies=[Depends(service.require_ready)])
     return app
 
 
 def _middleware(service: Service) -> list[Middleware]:
-    """From the outside in. CORS answers preflights, which carry no key; the body is counted before anyone reads it."""
+    """The middleware, outermost first. CORS comes before the keys, since preflight requests carry no key."""
     config = service.config
     stack = [
         Middleware(
@@ -81,3 +82,38 @@ def _middleware(service: Service) -> list[Middleware]:
     stack.append(Middleware(BodyLimitMiddleware, limit=config.body_limit))
     stack.append(Middleware(InFlightMiddleware, in_flight=service.in_flight))
     return stack
+
+
+def _install_error_handlers(app: FastAPI) -> None:
+    """Answer every error, also the framework's own, in OpenAI's shape."""
+    app.add_exception_handler(ApiError, _answer_api_error)
+    app.add_exception_handler(RequestValidationError, _answer_validation_error)
+    app.add_exception_handler(HTTPException, _answer_http_exception)
+    app.add_exception_handler(Exception, _answer_crash)
+
+
+async def _answer_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _answer_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return explain_validation(error.errors(), error.body).response()
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.scope["path"]
+    if error.status_code == 404:
+        return ApiError(404, f"Invalid URL ({request.method} {path})", code="unknown_url").response()
+    if error.status_code == 405:
+        answer = ApiError(405, f"Not allowed to {request.method} on {path}.", code="method_not_allowed")
+        answer.headers = error.headers
+        return answer.response()
+    return ApiError(error.status_code, str(error.detail)).response()
+
+
+async def _answer_crash(request: Request, error: Exception) -> Response:
+    # After this answer, the framework logs the traceback and raises the error again.
+    return internal_error().response()

@@ -1,8 +1,11 @@
-"""Errors as OpenAI words them: `{"error": {"message", "type", "param", "code"}}` with the status to match."""
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}` with the matching HTTP status."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -11,15 +14,15 @@ SERVER_ERROR = "server_error"
 
 
 class ApiError(HTTPException):
-    """An answer other than success.
+    """An error that a client gets as its answer.
 
     Args:
         status: HTTP status.
-        message: for people: what is wrong and what would work.
+        message: tells people what is wrong and what would work.
         type: OpenAI's error type.
-        param: the field of the request that is at fault.
+        param: the field of the request that is wrong.
         code: a stable word that programs can test.
-        retry_after: seconds after which trying again makes sense.
+        retry_after: seconds after which the client may try again.
     """
 
     def __init__(
@@ -38,22 +41,51 @@ class ApiError(HTTPException):
         """The JSON of the answer."""
 
     def response(self) -> Response:
-        """This error as a whole HTTP answer."""
+        """The error as an HTTP answer."""
         return Response(self.body, self.status_code, self.headers, media_type="application/json")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A 400: the request can never work as it is."""
+    """A 400: the request is wrong and will never succeed."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unavailable(message: str, code: str, retry_after: int | None = None) -> ApiError:
-    """A 503: not now, or not here any more."""
+    """A 503: the server cannot run the request now, or has stopped for good."""
     return ApiError(503, message, type=SERVER_ERROR, code=code, retry_after=retry_after)
 
 
 def internal_error() -> ApiError:
-    """A 500; what happened is in the log, not in the answer."""
+    """A 500. The log says what happened; the answer does not."""
     return ApiError(
         500, "The server had an error while processing your request.", type=SERVER_ERROR, code="internal_error"
     )
+
+
+class ErrorBody(BaseModel):
+    """An error, for /openapi.json."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """The answer to a request that failed."""
+
+    error: ErrorBody
+
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": text}
+    for status, text in (
+        (400, "The request is invalid."),
+        (401, "The key is missing or wrong."),
+        (404, "The model is not served here."),
+        (413, "The body is too large."),
+        (429, "Too many requests are waiting."),
+        (503, "The server is starting or shutting down, or its engine has stopped."),
+    )
+}
+"""The errors of an endpoint, for /openapi.json."""

@@ -1,4 +1,4 @@
-"""What probes ask: does the process run, can it take requests, what do its counters say."""
+"""The endpoints for probes and monitoring: liveness, readiness, health, version and metrics."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def health_routes(service: Service) -> APIRouter:
     @router.head("/live")
     @router.get("/live")
     async def live() -> Response:
-        """Whether the process should be left alone: 503 only once the engine is dead for good."""
+        """Whether the process should go on running: 503 only after the engine has died."""
         return answer(service.llm.state() != "dead")
 
     @router.head("/ready")
     @router.get("/ready")
     async def ready() -> Response:
-        """Whether new requests should be sent here: 503 while starting or draining, too."""
+        """Whether clients should send new requests here: 503 also while starting or draining."""
         return answer(service.llm.state() == "ready")
 
     @router.get("/ping")
@@ -43,7 +43,7 @@ def health_routes(service: Service) -> APIRouter:
     @router.head("/health")
     @router.get("/health")
     async def health() -> Response:
-        """Whether the engine works: 200 also while draining, when it still finishes what it has."""
+        """Whether the engine works: 200 also while draining, since it still finishes its requests."""
         return answer(service.llm.state() in ("ready", "draining"))
 
     @router.get("/version")

@@ -1,28 +1,76 @@
-"""The requests that are being answered: who leaves is noticed, who must stop is told why."""
+"""Answers in flight: how they are streamed, and how they end early.
+
+A stream is sent as server-sent events. An answer ends early if its client disconnects or the server has to stop.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shardline.server.errors import ApiError
-from shardline.server.sse import DONE, event
+from shardline.server.errors import ApiError, internal_error
+
+logger = logging.getLogger(__name__)
+
+_DONE_EVENT = b"data: [DONE]\n\n"
+
+
+def make_event(data: bytes) -> bytes:
+    """One server-sent event with `data`, JSON without line breaks."""
+    return b"data: " + data + b"\n\n"
+
+
+class EventStream(Response):
+    """An answer that sends the items of `events`, each one or several whole events, and then `data: [DONE]`.
+
+    An error in the middle becomes an error event, since the status line has been sent. `source` is the context manager
+    that the events are made from; it is always left, even if no event was requested.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], source: AbstractAsyncContextManager[Any]) -> None:
+        # Proxies such as nginx must not buffer the events.
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
+        self._events = events
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events. If the client reads slowly, `send` waits, so that nothing piles up here."""
+        last = _DONE_EVENT
+        async with self._source, aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                async for item in events:
+                    await send({"type": "http.response.body", "body": item, "more_body": True})
+            except ApiError as error:
+                last = make_event(error.body) + _DONE_EVENT
+            except Exception:
+                logger.exception("a stream failed")
+                last = make_event(internal_error().body) + _DONE_EVENT
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 class Exchange:
-    """One request and its answer: wraps the two ASGI callables and runs the application in a task of its own.
+    """One request and its answer. It wraps the two ASGI callables and runs the application in a task of its own.
 
-    The task is cancelled when the client disconnects, and by `interrupt`; cancelled code closes its output stream,
-    which gives the request's blocks back.
+    The task is cancelled if the client disconnects, and by `interrupt`. The cancelled code closes its output stream,
+    and that frees the request's KV blocks.
     """
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
         self._body_read = asyncio.Event()
-        self._left = asyncio.Event()
+        self._disconnected = asyncio.Event()
         self._error: ApiError | None = None
         self._task: asyncio.Task[None] | None = None
         self._started = False
@@ -31,12 +79,12 @@ class Exchange:
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
         """Answer the request with `app`."""
-        self._task = asyncio.create_task(_run(app, scope, self.receive, self.send))
-        watcher = asyncio.create_task(self._watch(self._task))
+        self._task = asyncio.create_task(_call_app(app, scope, self.receive, self.send))
+        watcher = asyncio.create_task(self._cancel_on_disconnect(self._task))
         try:
             await self._task
         except asyncio.CancelledError:
-            if self._left.is_set():
+            if self._disconnected.is_set():
                 return
             if self._error is None:
                 raise
@@ -45,25 +93,25 @@ class Exchange:
             watcher.cancel()
 
     def interrupt(self, error: ApiError) -> None:
-        """Stop the application; the client gets `error`, as an answer or as the last event of its stream."""
+        """Stop the application; the client gets `error` as its answer or as the last event of its stream."""
         if self._task is not None and not self._ended and self._error is None:
             self._error = error
             self._task.cancel()
 
     async def receive(self) -> Message:
-        """The next part of the body; after it, `http.disconnect` once the client has left."""
+        """The next part of the body; after the last part, wait for the client to disconnect."""
         if self._body_read.is_set():
-            await self._left.wait()
+            await self._disconnected.wait()
             return {"type": "http.disconnect"}
         message = await self._receive()
         if message["type"] != "http.request" or not message.get("more_body", False):
             self._body_read.set()
         if message["type"] == "http.disconnect":
-            self._left.set()
+            self._disconnected.set()
         return message
 
     async def send(self, message: Message) -> None:
-        """Pass a part of the answer on, and keep track of how far it has got."""
+        """Send a part of the answer, and remember whether the answer has started and ended."""
         if message["type"] == "http.response.start":
             self._started = True
             self._streaming = any(
@@ -73,12 +121,12 @@ class Exchange:
             self._ended = True
         await self._send(message)
 
-    async def _watch(self, task: asyncio.Task[None]) -> None:
+    async def _cancel_on_disconnect(self, task: asyncio.Task[None]) -> None:
         await self._body_read.wait()
-        while not self._left.is_set():
+        while not self._disconnected.is_set():
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                self._left.set()
+                self._disconnected.set()
         if not self._ended:
             task.cancel()
 
@@ -86,15 +134,16 @@ class Exchange:
         if not self._started:
             await error.response()({"type": "http"}, self.receive, self._send)
         elif self._streaming and not self._ended:
-            await self._send({"type": "http.response.body", "body": event(error.body) + DONE, "more_body": False})
+            last = make_event(error.body) + _DONE_EVENT
+            await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+async def _call_app(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     await app(scope, receive, send)
 
 
 class InFlight:
-    """All exchanges of a server."""
+    """All exchanges of a server that have not ended."""
 
     def __init__(self) -> None:
         self._exchanges: set[Exchange] = set()
@@ -105,7 +154,7 @@ class InFlight:
         return len(self._exchanges)
 
     async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request with `app`, as one of those in flight."""
+        """Answer one request with `app`; it is in flight until then."""
         exchange = Exchange(receive, send)
         self._exchanges.add(exchange)
         self._empty.clear()
@@ -117,13 +166,13 @@ class InFlight:
                 self._empty.set()
 
     async def wait_empty(self, timeout: float) -> bool:
-        """Wait until nothing is in flight; False: `timeout` seconds have passed first."""
+        """Wait until nothing is in flight. False: something still was after `timeout` seconds."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._empty.wait(), timeout)
         return not self._exchanges
 
     def interrupt(self, error: ApiError) -> int:
-        """Stop everything in flight with `error`; returns how many requests that were."""
+        """Stop everything in flight with `error`; returns the number of stopped requests."""
         for exchange in self._exchanges:
             exchange.interrupt(error)
         return len(self._exchanges)

@@ -1,13 +1,14 @@
-"""The life of a server process: bind, start the engine, serve, drain, end.
+"""The life of a server process: bind the port, start the engine, serve, drain, end.
 
-The HTTP library and the application are imported only once the engine's processes have been started: they load side by
-side.
+The HTTP library and the application are imported after the engine's processes have been started, so that both load at
+the same time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import signal
 import socket
@@ -30,12 +31,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.1
 _KEEP_ALIVE_SECONDS = 60
 _DEATH_GRACE_SECONDS = 1.0
-"""Time for streams to report the engine's death themselves, before they are stopped."""
+"""After the engine's death, streams have this long to report it themselves before they are stopped."""
 _FLUSH_SECONDS = 5
-"""Time for clients to take what was written last, before their connections are cut."""
+"""Clients have this long to read the last bytes before their connections are closed."""
 
 
 def run_server(
@@ -44,33 +44,33 @@ def run_server(
     *,
     start_llm: Callable[[EngineConfig], AsyncLLM] | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, or until the engine dies; `start_llm` is for tests.
+    """Serve until SIGTERM or SIGINT arrives or the engine dies; `start_llm` is for tests.
 
-    A first signal lets running requests finish, for at most `shutdown_timeout` seconds; a second one ends them at once.
+    After a first signal, running requests have `shutdown_timeout` seconds to finish; a second signal ends them at once.
 
     Returns:
-        The process's exit code: 0 after a signal, 1 where the engine failed.
+        The exit code of the process: 0 after a signal, 1 if the engine failed.
 
     Raises:
-        ValueError: the configuration is at fault, or the address cannot be listened on; nothing was loaded then.
+        ValueError: the configuration is at fault, or the server cannot listen on the address; nothing was loaded.
     """
     configure_logging()
     check_tls(server_config)
     started = time.monotonic()
-    with contextlib.closing(bind(server_config.host, server_config.port)) as listener:
+    with contextlib.closing(bind_listener(server_config.host, server_config.port)) as listener:
         if start_llm is None:
             from shardline.api.async_llm import AsyncLLM
 
             start_llm = AsyncLLM
         llm = start_llm(engine_config)
-        return _run_loop(_serve(llm, server_config, listener, started))
+        return _run_event_loop(_serve(llm, server_config, listener, started))
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, listening not yet.
+def bind_listener(host: str, port: int) -> socket.socket:
+    """A socket that listens on the address.
 
     Raises:
-        ValueError: the address cannot be listened on; the message says why.
+        ValueError: the server cannot listen on the address; the message says why.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -82,7 +82,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # Bound alone, the port could still be shared with another process that has not begun to listen.
+        # Until it listens, another process could bind the same port.
         listener.listen(2048)
     except OSError as error:
         listener.close()
@@ -93,8 +93,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def check_tls(config: ServerConfig) -> None:
-    """Raises:
-    ValueError: the TLS certificate and key cannot be used.
+    """Try the TLS certificate and key.
+
+    Raises:
+        ValueError: they cannot be used.
     """
     if config.ssl_certfile is None:
         return
@@ -111,23 +113,31 @@ def _no_password() -> str:
 
 
 def url_of(listener: socket.socket, config: ServerConfig) -> str:
-    """The URL under which clients on this machine reach the server."""
+    """The URL at which clients on this machine reach the server."""
     host, port = listener.getsockname()[:2]
     scheme = "http" if config.ssl_certfile is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+def loopback_notice(listener: socket.socket) -> str | None:
+    """A line for the log if only this machine can reach the server; None if others can."""
+    host = listener.getsockname()[0]
+    if not ipaddress.ip_address(host).is_loopback:
+        return None
+    return f"listening on {host} only: other machines cannot connect; pass --host 0.0.0.0 to serve them"
+
+
 async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, started: float) -> int:
     from shardline.server.app import create_app
 
-    stop = _Stop()
+    stop = _StopSignals()
     try:
         app = create_app(llm, config)
-        server = _http_server(app, config)
-        with stop.listening():
+        server = _make_http_server(app, config)
+        with stop.handled():
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:
-                return await _live(llm, app, stop, url_of(listener, config), started)
+                return await _serve_until_stopped(llm, app, stop, listener, started)
             finally:
                 server.should_exit = True
                 await serving
@@ -135,13 +145,14 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, s
         await llm.close()
 
 
-async def _live(llm: AsyncLLM, app: FastAPI, stop: _Stop, url: str, started: float) -> int:
-    """From start-up to the last answer; the exit code."""
-    from shardline.server.service import engine_dead
-
+async def _serve_until_stopped(
+    llm: AsyncLLM, app: FastAPI, stop: _StopSignals, listener: socket.socket, started: float
+) -> int:
+    """Wait for the engine, serve until a signal or the engine's death, and end; returns the exit code."""
     service: Service = app.state.service
     loading = asyncio.create_task(llm.wait_ready())
     stopping = asyncio.create_task(stop.first.wait())
+    dying = asyncio.create_task(llm.wait_dead())
     try:
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
@@ -152,28 +163,38 @@ async def _live(llm: AsyncLLM, app: FastAPI, stop: _Stop, url: str, started: flo
             return 1
         if error is not None:
             raise error
-        for line in llm.report:
-            logger.info("%s", line)
-        name = service.model_names[0]
-        seconds = time.monotonic() - started
-        logger.info("Shardline %s: startup complete in %.1f s, serving %s at %s", __version__, seconds, name, url)
-        while not stop.first.is_set() and llm.state() != "dead":
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(asyncio.shield(stopping), _POLL_SECONDS)
-        if not stop.first.is_set():
-            await service.in_flight.wait_empty(_DEATH_GRACE_SECONDS)
-            service.in_flight.interrupt(engine_dead(llm.dead_reason))
-            logger.error("the engine has stopped: %s", llm.dead_reason)
-            return 1
-        return await _drain(llm, service, stop)
+        _log_startup(llm, service, listener, time.monotonic() - started)
+        await asyncio.wait({stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
+        return await (_drain(llm, service, stop) if stopping.done() else _report_death(llm, service))
     finally:
-        for task in (loading, stopping):
+        tasks = (loading, stopping, dying)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(loading, stopping, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _drain(llm: AsyncLLM, service: Service, stop: _Stop) -> int:
-    """Let running requests finish, then end those that have not; the exit code."""
+def _log_startup(llm: AsyncLLM, service: Service, listener: socket.socket, seconds: float) -> None:
+    for line in llm.report:
+        logger.info("%s", line)
+    notice = loopback_notice(listener)
+    if notice is not None:
+        logger.info("%s", notice)
+    name, url = service.model_names[0], url_of(listener, service.config)
+    logger.info("Shardline %s: startup complete in %.1f s, serving %s at %s", __version__, seconds, name, url)
+
+
+async def _report_death(llm: AsyncLLM, service: Service) -> int:
+    """Tell the clients that the engine has died; returns the exit code."""
+    from shardline.server.service import engine_dead
+
+    await service.in_flight.wait_empty(_DEATH_GRACE_SECONDS)
+    service.in_flight.interrupt(engine_dead(llm.dead_reason))
+    logger.error("the engine has stopped: %s", llm.dead_reason)
+    return 1
+
+
+async def _drain(llm: AsyncLLM, service: Service, stop: _StopSignals) -> int:
+    """Let running requests finish, then end those that have not; returns the exit code."""
     from shardline.server.service import draining
 
     llm.drain()
@@ -194,35 +215,35 @@ async def _drain(llm: AsyncLLM, service: Service, stop: _Stop) -> int:
     return 1 if llm.state() == "dead" else 0
 
 
-class _Stop:
-    """The signals that end a server: the first asks it to, the second presses."""
+class _StopSignals:
+    """SIGTERM and SIGINT: the first one drains the server, the second one ends it at once."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take SIGTERM and SIGINT for as long as the block runs."""
+    def handled(self) -> Iterator[None]:
+        """Handle the signals while the block runs."""
         loop = asyncio.get_running_loop()
         signals = (signal.SIGTERM, signal.SIGINT)
         for number in signals:
-            loop.add_signal_handler(number, self._take)
+            loop.add_signal_handler(number, self._count_signal)
         try:
             yield
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
 
-    def _take(self) -> None:
+    def _count_signal(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
 
 
-def _http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
+def _make_http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
     import uvicorn
 
     class Server(uvicorn.Server):
-        """uvicorn without its signal handlers: this module has its own, which drain."""
+        """uvicorn without its signal handlers: `_StopSignals` handles the signals, so that requests drain."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -247,7 +268,7 @@ def _http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
     )
 
 
-def _run_loop(main: Coroutine[Any, Any, int]) -> int:
+def _run_event_loop(main: Coroutine[Any, Any, int]) -> int:
     try:
         import uvloop
     except ImportError:

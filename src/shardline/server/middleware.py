@@ -1,4 +1,4 @@
-"""What happens to every request before a handler sees it. Plain ASGI, so that a stream passes through untouched."""
+"""Middleware: what happens to every request before its handler. Plain ASGI, so that streams are not buffered."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from shardline.server.in_flight import InFlight
 access_logger = logging.getLogger("shardline.access")
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/version", "/metrics"})
-"""What probes and Prometheus read without a key."""
+"""Paths that need no key: probes and Prometheus read them."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 class AccessMiddleware:
-    """Names each request, counts its answer and logs it: method, path, status and time; never a body or a query.
+    """Gives each request an id, counts its answer and logs method, path, status and time, but no body and no query.
 
-    The name is the client's own X-Request-Id where that is a plain word, else a new one; the answer carries it.
+    The id is the client's X-Request-Id if it is a plain word, else a new one; the answer has it as a header.
     """
 
     def __init__(self, app: ASGIApp, count: Callable[[str, str, int], None] | None, log: bool) -> None:
@@ -44,36 +44,36 @@ class AccessMiddleware:
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
         status = 0
-        lost = False
+        disconnected = False
 
-        async def send_named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             try:
                 await send(message)
-            except (OSError, RuntimeError):  # what event loops raise for a connection that is gone
-                nonlocal lost
-                lost = True
+            except (OSError, RuntimeError):  # event loops raise these for a closed connection
+                nonlocal disconnected
+                disconnected = True
                 raise
 
         start = time.perf_counter()
         try:
-            await self._app(scope, receive, send_named)
+            await self._app(scope, receive, send_with_id)
         except Exception:
-            # Not left to the framework, which would answer past this class and break the connection off.
-            if lost:
+            # The framework's own answer would bypass this class and close the connection.
+            if disconnected:
                 return
             access_logger.exception("request %s failed", request_id)
             if status:
                 raise
-            await internal_error().response()(scope, receive, send_named)
+            await internal_error().response()(scope, receive, send_with_id)
         finally:
             self._record(scope, status, time.perf_counter() - start, request_id)
 
     def _record(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
-        # 499 is nginx's status for a client that left before an answer had begun.
+        # 499 is nginx's status for a client that disconnected before the answer began.
         status = status or 499
         route = scope.get("route")
         handler = route.path if route is not None else "none"
@@ -87,7 +87,7 @@ class AccessMiddleware:
 
 
 class AuthMiddleware:
-    """Lets in requests with one of `keys` as bearer token; the paths of OPEN_PATHS need none."""
+    """Refuses requests without a valid key as bearer token, except for the paths of OPEN_PATHS."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -111,20 +111,20 @@ class AuthMiddleware:
                 "Bearer auth (i.e. Authorization: Bearer YOUR_KEY).",
             )
         digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
-        # Every key is compared, in constant time: how long it takes says nothing about which was nearly right.
+        # Every key is compared in constant time, so that the time tells nothing about the keys.
         if not any([hmac.compare_digest(digest, valid) for valid in self._digests]):  # noqa: C419
             return ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
         return None
 
 
 def _route_path(scope: Scope) -> str:
-    """The path as routes spell it: without the prefix of --root-path, which the HTTP library has put before it."""
+    """The path as routes spell it, without the prefix of --root-path, which the HTTP library has added."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies of more than `limit` bytes, at once where the length is announced, else as they grow."""
+    """Refuses bodies of more than `limit` bytes: at once if the header gives the length, else while they arrive."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app
@@ -160,7 +160,7 @@ class BodyLimitMiddleware:
 
 
 class InFlightMiddleware:
-    """Runs requests that may take long (POST) as members of `in_flight`."""
+    """Adds requests that may take long (POST) to `in_flight`."""
 
     def __init__(self, app: ASGIApp, in_flight: InFlight) -> None:
         self._app = app

@@ -1,21 +1,21 @@
-"""What every handler works with: the engine, the configuration, the metrics, and the checks they share."""
+"""What the handlers share: the engine, the configuration, the metrics and common checks."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from shardline.config.server import ServerConfig
-from shardline.metrics.registry import ServerMetrics
+from shardline.metrics.server import ServerMetrics
 from shardline.server.errors import ApiError, bad_request, unavailable
 from shardline.server.in_flight import InFlight
-from shardline.text.chat_template import ChatTemplate
+from shardline.text.chat_template import ChatTemplate, render_and_encode
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 
 RETRY_STARTING_SECONDS = 2
 RETRY_DRAINING_SECONDS = 5
-
-_SHORT_TEXT = 2048
-"""Characters that are tokenized sooner than a thread is asked to do it."""
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -42,19 +37,21 @@ class Service:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names under which the model is served; responses carry the first."""
+        """The names under which the model is served; responses contain the first one."""
         return self.config.served_model_name or (self.llm.config.model.model,)
 
     def check_template(self) -> None:
-        """Raises:
-        ValueError: the configured chat template cannot be read or does not parse.
+        """Parse the configured chat template, if there is one.
+
+        Raises:
+            ValueError: it cannot be read, or it does not parse.
         """
         if self._template_source is not None:
             ChatTemplate(self._template_source)
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        """The configured template, else the model's own; None: there is none. Valid once the engine is ready."""
+        """The configured template, else the model's. None: there is neither. Valid once the engine is ready."""
         if self._template_source is None:
             return self.llm.chat_template
         tokenizer = self.llm.tokenizer
@@ -72,9 +69,11 @@ class Service:
                 f"--chat-template: cannot read {value!r} ({error}); give a file, or the template itself"
             ) from error
 
-    def require_ready(self) -> None:
-        """Raises:
-        ApiError: 503, requests are not taken now.
+    async def require_ready(self) -> None:
+        """Refuse a request while the engine accepts none. (FastAPI would call a plain function on a thread.)
+
+        Raises:
+            ApiError: 503.
         """
         state = self.llm.state()
         if state == "starting":
@@ -85,8 +84,10 @@ class Service:
             raise engine_dead(self.llm.dead_reason)
 
     def require_model(self, name: str | None) -> None:
-        """Raises:
-        ApiError: 404, `name` is not served here. No name is the one model that there is.
+        """Refuse a request for another model. A request without a name means the served model.
+
+        Raises:
+            ApiError: 404, the model `name` is not served here.
         """
         if name is not None and name not in self.model_names:
             served = ", ".join(f"`{known}`" for known in self.model_names)
@@ -98,25 +99,20 @@ class Service:
             )
 
     def require_tokenizer(self) -> Tokenizer:
-        """Raises:
-        ApiError: 400, the model has no tokenizer.
+        """The model's tokenizer.
+
+        Raises:
+            ApiError: 400, the model has no tokenizer.
         """
         if self.llm.tokenizer is None:
             raise bad_request("The model has no tokenizer; send prompts to /v1/completions as token ids.")
         return self.llm.tokenizer
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The ids of `text`; a long one does not hold up the other requests."""
-        tokenizer = self.require_tokenizer()
-        if len(text) <= _SHORT_TEXT:
-            return tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+    def decode_tokens(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of `token_ids`.
 
         Raises:
-            ApiError: 400, an id is no token id, or the model has no tokenizer.
+            ApiError: 400, a number is not a token id, or the model has no tokenizer.
         """
         try:
             return self.require_tokenizer().decode(token_ids, skip_special_tokens)
@@ -131,13 +127,10 @@ class Service:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> list[int]:
-        """The prompt ids of a conversation, by the chat template.
-
-        As everywhere in this trade, the rendered text is tokenized as a whole: a special token that a user spells out,
-        such as <|assistant|>, becomes that token. Who must keep users from it strips it from their messages.
+        """The prompt ids of a conversation. The chat template runs on a thread, since it may be slow.
 
         Raises:
-            ApiError: 400, there is no template, or it refuses the messages.
+            ApiError: 400, there is no template, or the template refuses the messages.
         """
         tokenizer = self.require_tokenizer()
         template = self.chat_template
@@ -145,31 +138,31 @@ class Service:
             raise bad_request(
                 "The model has no chat template: use /v1/completions, or start the server with --chat-template."
             )
-
-        def render() -> list[int]:
-            text = template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
-            return tokenizer.encode(text, add_special_tokens)
-
-        return await _in_thread(render, "messages")
-
-
-async def _in_thread(call: Callable[[], Result], param: str) -> Result:
-    try:
-        return await asyncio.to_thread(call)
-    except ValueError as error:
-        raise bad_request(str(error), param) from error
+        try:
+            _, ids = await asyncio.to_thread(
+                render_and_encode,
+                template,
+                tokenizer,
+                messages,
+                add_special_tokens=add_special_tokens,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
+            )
+        except ValueError as error:
+            raise bad_request(str(error), "messages") from error
+        return ids
 
 
 def new_id(prefix: str) -> str:
-    """A fresh id, for example cmpl-1f0c…; never the client's own, which need not be unique."""
+    """A new id, for example cmpl-1f0c…; the client's own id may not be unique."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def draining() -> ApiError:
-    """The answer to new requests during shut-down."""
+    """The answer to new requests during shutdown."""
     return unavailable("The server is shutting down and takes no new requests.", "draining", RETRY_DRAINING_SECONDS)
 
 
 def engine_dead(reason: str) -> ApiError:
-    """The answer to requests that no engine can run any more."""
+    """The answer to requests after the engine's death."""
     return unavailable(f"The engine has stopped: {reason or 'its process has ended'}", "engine_dead")

@@ -1,4 +1,4 @@
-"""From what pydantic found wrong with a body to one sentence in OpenAI's words."""
+"""Pydantic's validation errors as one sentence in OpenAI's words."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Path = tuple[str | int, ...]
 
 
 def explain_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """A 400 for the first field at fault.
+    """A 400 for the first wrong field.
 
-    Where a field may be of several types, pydantic reports how each of them failed; the answer then names the place
-    that they agree on, or all the types.
+    If a field may have several types, pydantic reports an error for each type. The answer then names the innermost
+    wrong place, or lists all the types.
     """
     error = errors[0]
     path = _path(error["loc"], body)
@@ -37,10 +37,10 @@ def explain_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiErr
             return bad_request("The request has no body; a JSON object is expected.")
         return bad_request("The body must be a JSON object, sent with the header Content-Type: application/json.")
     if error["type"] == "missing":
-        name = spell((*path, str(error["loc"][-1])))
+        name = _format_path((*path, str(error["loc"][-1])))
         return bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
     if error["type"] == "extra_forbidden":
-        name = spell(path)
+        name = _format_path(path)
         return bad_request(f"Unrecognized request argument supplied: {name}", name, "unknown_parameter")
     if len(path) == len(error["loc"]) - 1:
         return _wrong_value(path, error)
@@ -48,20 +48,20 @@ def explain_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiErr
 
 
 def _wrong_union(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """The answer where the first error is one branch of a union; the branch that got furthest was meant."""
-    stem = _stem(errors[0]["loc"], body)
-    rivals = [(_path(error["loc"], body), error) for error in errors if _stem(error["loc"], body) == stem]
+    """The answer if the first error is in one branch of a union. The client meant the branch that matched deepest."""
+    stem = _union_path(errors[0]["loc"], body)
+    rivals = [(_path(error["loc"], body), error) for error in errors if _union_path(error["loc"], body) == stem]
     deepest = max(len(path) for path, _ in rivals)
     furthest = [(path, error) for path, error in rivals if len(path) == deepest]
     if len(furthest) == 1:
         return _wrong_value(*furthest[0])
-    branches = dict.fromkeys(_branch(str(error["loc"][len(stem) + 1])) for _, error in rivals)
-    name = spell(stem)
+    branches = dict.fromkeys(_type_in_words(str(error["loc"][len(stem) + 1])) for _, error in rivals)
+    name = _format_path(stem)
     return bad_request(f"Invalid type for '{name}': expected {' or '.join(branches)}.", name, "invalid_type")
 
 
 def _wrong_value(path: Path, error: Mapping[str, Any]) -> ApiError:
-    name, value = spell(path), error.get("input")
+    name, value = _format_path(path), error.get("input")
     expected = _EXPECTED.get(error["type"])
     if expected is not None:
         got = "null" if value is None else _TYPES.get(type(value), "something else")
@@ -73,32 +73,32 @@ def _wrong_value(path: Path, error: Mapping[str, Any]) -> ApiError:
 
 
 def _path(loc: Sequence[str | int], body: Any) -> Path:
-    """The part of `loc` that leads into `body`; what is left out names branches of unions."""
+    """The part of `loc` that leads into `body`, without the names of union branches."""
     path: list[str | int] = []
     for part in loc[1:]:
-        if _leads(part, body):
+        if _has_part(body, part):
             body = body[part]
             path.append(part)
     return tuple(path)
 
 
-def _stem(loc: Sequence[str | int], body: Any) -> Path:
-    """The part of `loc` before the first name of a branch: where the union stands."""
+def _union_path(loc: Sequence[str | int], body: Any) -> Path:
+    """The part of `loc` before the first name of a union branch: the place of the union."""
     for length, part in enumerate(loc[1:]):
-        if not _leads(part, body):
+        if not _has_part(body, part):
             return tuple(loc[1 : length + 1])
         body = body[part]
     return tuple(loc[1:])
 
 
-def _leads(part: str | int, body: Any) -> bool:
+def _has_part(body: Any, part: str | int) -> bool:
     if isinstance(body, dict):
         return part in body
     return isinstance(body, list) and isinstance(part, int) and part < len(body)
 
 
-def _branch(tag: str) -> str:
-    """The type that the name of a branch stands for: list[str] is an array of strings."""
+def _type_in_words(tag: str) -> str:
+    """The type in words for the name of a branch: list[str] is an array of strings."""
     depth = tag.count("list[")
     inner = tag.replace("list[", "").rstrip("]")
     if not depth:
@@ -106,7 +106,7 @@ def _branch(tag: str) -> str:
     return "an array of " + "arrays of " * (depth - 1) + _PLURALS.get(inner, "objects")
 
 
-def spell(path: Sequence[str | int]) -> str:
+def _format_path(path: Sequence[str | int]) -> str:
     """A path as OpenAI writes it, for example messages[0].role."""
     text = ""
     for part in path:

@@ -1,6 +1,6 @@
-"""Chat messages to prompt text, by the model's own jinja template in a sandbox.
+"""Chat messages to prompt text and token ids, with the model's jinja template in a sandbox.
 
-A template comes with the weights, from a stranger: it must not reach Python, nor eat the server's time or memory.
+A template comes with the weights and is not trusted: it must not reach Python, and must not exhaust time or memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jinja2.runtime
 import jinja2.sandbox
 import jinja2.utils
 
-from shardline.text.tokenizer import read_json
+from shardline.text.tokenizer import Tokenizer, read_json
 
 Message = Mapping[str, Any]
 
@@ -33,8 +33,7 @@ class ChatTemplate:
     """The template, or named templates, of one model.
 
     Args:
-        templates: jinja source by name; "default" is for plain chats, "tool_use" (where there is one) for chats with
-            tools.
+        templates: jinja source by name: "default" for plain chats, and optionally "tool_use" for chats with tools.
         special_tokens: variables such as bos_token and eos_token.
 
     Raises:
@@ -59,9 +58,9 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
-        """The chat template in `folder`; None: the model has none.
+        """The chat template in `folder`. None: the model has no template.
 
-        chat_template.jinja goes before chat_template.json, and that before the entry in tokenizer_config.json.
+        chat_template.jinja takes precedence over chat_template.json, and that over tokenizer_config.json.
 
         Raises:
             ValueError: a file is broken.
@@ -88,15 +87,15 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt text of a conversation; encode it with add_special_tokens=False.
+        """The prompt text of a conversation. `render_and_encode` also encodes it.
 
         Args:
             messages: OpenAI chat messages; see `normalize_messages`.
             tools: OpenAI tool definitions.
-            variables: anything else that the template reads, for example enable_thinking.
+            variables: other variables that the template reads, for example enable_thinking.
 
         Raises:
-            ValueError: the messages are malformed, or the template refuses them; the message is the template's own.
+            ValueError: the messages are malformed, or the template refuses them; then the text is the template's.
         """
         values = {
             **self._special_tokens,
@@ -121,10 +120,36 @@ class ChatTemplate:
         return self._templates[name]
 
 
-def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: content as a string, tool-call arguments as an object.
+def render_and_encode(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    add_special_tokens: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
+) -> tuple[str, list[int]]:
+    """The prompt of a conversation, as text and as token ids. It may take long: servers call it on a thread.
 
-    Content given as a list of text parts is joined with newlines; a content of None becomes empty.
+    As in other engines, the rendered text is encoded as a whole: if a user spells out a special token such as
+    <|assistant|>, it becomes that token. Applications that must prevent this remove such text from the messages.
+
+    Args:
+        add_special_tokens: whether the tokenizer adds its special tokens; most templates contain them already.
+        tools: as the other arguments, see `ChatTemplate.render`.
+
+    Raises:
+        ValueError: the messages are malformed, or the template refuses them.
+    """
+    text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **dict(variables or {}))
+    return text, tokenizer.encode_text(text, add_special_tokens)
+
+
+def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates expect them: the content is a string, the arguments of a tool call are an object.
+
+    Text parts are joined with newlines; a content of None becomes an empty string.
 
     Raises:
         ValueError: there are no messages, one has no role, or a part is not text.
@@ -160,7 +185,7 @@ def _text_content(content: Any, index: int) -> str:
 
 
 def _parsed_call(call: Any) -> Any:
-    """The call with its arguments parsed: OpenAI sends them as a JSON string, templates print them as an object."""
+    """The call with its arguments as an object, which templates print; OpenAI sends them as a JSON string."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -172,7 +197,7 @@ def _parsed_call(call: Any) -> Any:
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with a bound on what "*" and "**" may build."""
+    """The sandbox, with a limit on the results of "*" and "**"."""
 
     intercepted_binops = frozenset(["*", "**"])
 
@@ -189,7 +214,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """jinja's namespace without underscored names, which would shadow what Python itself looks up."""
+    """jinja's namespace without underscored names, which could shadow attributes that Python looks up."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # "self" may be an attribute's name
         self, *rest = args
@@ -209,7 +234,7 @@ def _check_name(name: Any) -> None:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %}...{% endgeneration %}, which training code reads; for a prompt it is its content."""
+    """{% generation %}...{% endgeneration %}: training code needs the tag, a prompt needs only its content."""
 
     tags = {"generation"}  # noqa: RUF012  as the base class declares it
 
@@ -247,5 +272,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja's own filter escapes HTML characters, which models were not trained on.
+    # jinja's own filter escapes HTML characters, and models were not trained on the escapes.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,4 +1,4 @@
-"""Token ids to text while they come, one request at a time."""
+"""Token ids to text as they arrive, up to the first stop string; one object per choice."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from shardline.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _TAIL_TOKENS = 8
-"""Prompt tokens decoded with the first output: a character spans at most 4 byte tokens."""
+"""Number of prompt tokens that are decoded with the first output: a character spans at most 4 byte tokens."""
 _MAX_HELD_TOKENS = 12
 
 
 class Detokenizer:
-    """Takes ids, returns the text that they add; never half a character.
+    """Turns ids into the text that they add, and never returns half a character.
 
-    What a token decodes to depends on its neighbours: a character may span several tokens, and decoders in the manner
-    of sentencepiece drop the first leading space. So a window of tokens is decoded, and the text of its older part
-    (`ids[:read]`) is cut off. The text is the same whatever the pieces in which the ids come, and it is the rest
-    of `tokenizer.decode(prompt + output)` after the prompt's text.
+    The text of a token depends on its neighbours: a character may span several tokens, and decoders in the style of
+    sentencepiece drop the first leading space. So a window of tokens is decoded, and the text of its older part
+    (`ids[:read]`) is cut off. The result does not depend on how the ids are grouped into calls: together the pieces
+    are the text that follows the prompt in `tokenizer.decode(prompt + output)`.
 
-    Where byte tokens (<0x..>) that are no UTF-8 follow a character that was shown already, that character stays.
+    One exception: if byte tokens (<0x..>) that are not UTF-8 follow a returned character, that character stays.
     """
 
     def __init__(
@@ -28,54 +28,55 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset()
-        tail = [token_id for token_id in prompt_token_ids[-4 * _TAIL_TOKENS :] if self._shows(token_id)]
+        tail = [token_id for token_id in prompt_token_ids[-4 * _TAIL_TOKENS :] if self._is_shown(token_id)]
         self._ids: list[int] = tail[-_TAIL_TOKENS:]
         self._read = len(self._ids)
-        # A character that the prompt began belongs to the output that completes it.
+        # If the prompt ends in half a character, that character belongs to the output that completes it.
         self._shown = self._decode(0).rstrip(_REPLACEMENT)
 
-    def append(self, ids: Sequence[int]) -> str:
-        """The text that `ids` add; characters not complete yet are held back."""
-        return "".join([self._append_one(token_id) for token_id in ids])
+    def add_tokens(self, ids: Sequence[int]) -> str:
+        """The text that the next ids add. An incomplete character is held back."""
+        return "".join([self._add_token(token_id) for token_id in ids])
 
-    def finish(self) -> str:
-        """What was held back, when no more ids come: incomplete characters as U+FFFD."""
-        text = self._delta(self._decode(0)) if self._read < len(self._ids) else ""
+    def flush_text(self) -> str:
+        """The text held back so far; incomplete characters become U+FFFD. Call it after the last token."""
+        text = self._new_text(self._decode(0)) if self._read < len(self._ids) else ""
         self._advance(len(self._ids))
         return text
 
-    def _append_one(self, token_id: int) -> str:
-        if not self._shows(token_id):
+    def _add_token(self, token_id: int) -> str:
+        if not self._is_shown(token_id):
             return ""
         self._ids.append(token_id)
         text = self._decode(0)
         if text.endswith(_REPLACEMENT):
             held = len(self._ids) - self._read
-            return self._cut(text) if held >= _MAX_HELD_TOKENS else ""
+            return self._cut_window(text) if held >= _MAX_HELD_TOKENS else ""
         if len(text) <= len(self._shown):
             return ""
-        delta = self._delta(text)
+        delta = self._new_text(text)
         self._advance(len(self._ids))
         return delta
 
-    def _cut(self, text: str) -> str:
-        """Show what four bytes or more have followed, so that endless broken bytes do not make the window endless."""
+    def _cut_window(self, text: str) -> str:
+        """Return all text but the last four bytes', so that endless broken bytes do not make the window endless."""
         cut = len(self._ids) - 4
         tail = self._decode(cut)
         head = self._decode(0, cut)
         if head + tail != text or len(tail) < 4 or len(head) <= len(self._shown):
             return ""
-        delta = self._delta(head)
+        delta = self._new_text(head)
         self._advance(cut)
         return delta
 
-    def _delta(self, text: str) -> str:
+    def _new_text(self, text: str) -> str:
+        """The part of the window's text that was not returned yet."""
         if text.startswith(self._shown):
             return text[len(self._shown) :]
         return self._decode(self._read)
 
     def _advance(self, read: int) -> None:
-        """Make the ids up to `read` the shown part of the window."""
+        """Drop the older part of the window; the ids up to `read` become its new older part."""
         self._ids = self._ids[self._read :]
         self._read = read - self._read
         self._shown = self._decode(0, self._read)
@@ -83,6 +84,74 @@ class Detokenizer:
     def _decode(self, start: int, end: int | None = None) -> str:
         return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=False)
 
-    def _shows(self, token_id: int) -> bool:
-        """Whether a token reaches the decoder: neither a special one to skip nor padding of the vocabulary."""
+    def _is_shown(self, token_id: int) -> bool:
+        """Whether a token is decoded: hidden special tokens and padding of the vocabulary are not."""
         return token_id not in self._hidden and self._tokenizer.token(token_id) is not None
+
+
+class StopMatcher:
+    """Finds the first stop string in a text that arrives in pieces, and holds back text that may begin one.
+
+    If one character completes several stop strings, the longest one wins. The work per character is O(number of stop
+    strings), by Knuth-Morris-Pratt.
+    """
+
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include_stop
+        self._failures = [_failure_table(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)
+        self._held = ""
+        self.found: str | None = None
+        """The stop string that was found; no text is returned after it."""
+
+    def add_text(self, text: str) -> str:
+        """Add the next piece; returns the text that can be shown, which never holds part of an excluded stop string."""
+        if not self._stops:
+            return text
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        for position in range(len(self._held), len(text)):
+            stop = self._match_char(text[position])
+            if stop is not None:
+                self.found, self._held = stop, ""
+                end = position + 1
+                return text[: end if self._include else end - len(stop)]
+        keep = max(self._matched)
+        cut = len(text) - keep
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush_text(self) -> str:
+        """The text held back so far. Call it after the last piece."""
+        held, self._held = self._held, ""
+        return held
+
+    def _match_char(self, char: str) -> str | None:
+        """Advance the automaton of every stop string by one character; returns the longest completed one."""
+        best: str | None = None
+        for index, stop in enumerate(self._stops):
+            length, failure = self._matched[index], self._failures[index]
+            while length and stop[length] != char:
+                length = failure[length - 1]
+            if stop[length] == char:
+                length += 1
+            if length == len(stop):
+                best = stop if best is None or len(stop) > len(best) else best
+                length = failure[length - 1]
+            self._matched[index] = length
+        return best
+
+
+def _failure_table(stop: str) -> list[int]:
+    """For each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
+    table = [0] * len(stop)
+    length = 0
+    for i in range(1, len(stop)):
+        while length and stop[i] != stop[length]:
+            length = table[length - 1]
+        if stop[i] == stop[length]:
+            length += 1
+        table[i] = length
+    return table

@@ -1,7 +1,8 @@
-"""Text to token ids and back, from the tokenizer files of a folder in Hugging Face format."""
+"""Text to token ids and back, with the tokenizer files of a folder in Hugging Face format."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,15 +11,18 @@ from typing import Any
 
 import tokenizers
 
+MAX_INLINE_CHARS = 2048
+"""Longest text that is encoded on the event loop. It takes about 0.3 ms; a longer text would delay every stream."""
+
 _REPLACEMENT = "\ufffd"
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """A `tokenizers` tokenizer with what tokenizer_config.json says beside it.
+    """A `tokenizers` tokenizer and the special tokens of its tokenizer_config.json.
 
-    `special_tokens` maps names such as "bos_token" to their text; `eos_token_ids` are all ids that end a text, the
-    model's own (generation_config.json, else config.json) first.
+    `special_tokens` maps names such as "bos_token" to their text. `eos_token_ids` are all ids that end a text; the
+    model's own ids (from generation_config.json, else config.json) come first.
     """
 
     def __init__(
@@ -28,7 +32,7 @@ class Tokenizer:
         special_tokens: dict[str, str] | None = None,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        # Both are saved in tokenizer.json by training scripts, and would cut prompts in silence.
+        # Training scripts save both in tokenizer.json; they would cut prompts without a message.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -42,10 +46,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
-        """The tokenizer in `folder`; None: the folder has none, so that only token ids can be used.
+        """The tokenizer in `folder`. None: the folder has no tokenizer, so prompts must be token ids.
 
         Raises:
-            ValueError: the files are broken, or of a kind that has no tokenizer.json.
+            ValueError: the files are broken, or they belong to a tokenizer without tokenizer.json.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -66,24 +70,24 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included. A model's embedding may have more rows, as padding."""
+        """Number of tokens, added tokens included. A model's embedding may have more rows, as padding."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def token_id(self, token: str | None) -> int | None:
-        """The id of exactly this token; None: there is no such token."""
+        """The id of this token. None: the vocabulary does not have it."""
         return None if token is None else self._backend.token_to_id(token)
 
     def token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; None: the id is out of range."""
+        """The token as the vocabulary spells it. None: the id is out of range."""
         return self._backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, also where they are no whole character; none: the id is out of range."""
+        """The bytes of a token, even if they are only part of a character; empty if the id is out of range."""
         spelling = self.token(token_id)
         if spelling is None:
             return b""
         if spelling.startswith("▁"):
-            # Decoded alone, the token would lose its space as if it began the text.
+            # The decoder drops a leading space, so a token decoded alone would lose its own.
             return spelling.replace("▁", " ").encode()
         if len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">"):
             return bytes.fromhex(spelling[3:5])
@@ -95,28 +99,34 @@ class Tokenizer:
             return bytes(alphabet[char] for char in spelling)
         return text.encode()
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.
 
-        Which special tokens are added, tokenizer.json's post-processor alone decides: as in transformers 5, an
-        add_bos_token in tokenizer_config.json does not overrule it. A rendered chat template holds its special tokens
-        already: encode it with add_special_tokens=False.
+        The post-processor of tokenizer.json decides which special tokens are added. As in transformers 5, an
+        add_bos_token in tokenizer_config.json does not overrule it. A rendered chat template already contains its
+        special tokens: encode it with add_special_tokens=False.
         """
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """As `encode` for each text, in parallel."""
+    async def encode_text_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """As `encode_text`; a long text is encoded on a thread, so that the event loop goes on."""
+        if len(text) <= MAX_INLINE_CHARS:
+            return self.encode_text(text, add_special_tokens)
+        return await asyncio.to_thread(self.encode_text, text, add_special_tokens)
+
+    def encode_texts(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """The ids of each text, encoded in parallel."""
         return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; bytes that are no UTF-8 become U+FFFD, ids out of range nothing."""
+        """The text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids out of range are left out."""
         return self._backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens)
 
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes, as byte-level BPE vocabularies spell them."""
+    """GPT-2's printable characters for the 256 bytes, as byte-level BPE vocabularies spell them."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     rest = [byte for byte in range(256) if byte not in set(printable)]
@@ -125,10 +135,10 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where the file is missing.
+    """The object in a JSON file; empty if the file is missing.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file does not hold a JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -142,7 +152,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The ids that end a text, as generation_config.json (else config.json) lists them: none, one or several."""
+    """The ids that end a text: none, one or several, from generation_config.json, else from config.json."""
     for name in ("generation_config.json", "config.json"):
         value = read_json(folder / name).get("eos_token_id")
         if isinstance(value, int):
@@ -153,7 +163,7 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The named special tokens of a configuration, which spells each as a string or as an object with "content"."""
+    """The named special tokens of a configuration: each is a string or an object with "content"."""
     found: dict[str, str] = {}
     for name in _SPECIAL_NAMES:
         value = config.get(name)

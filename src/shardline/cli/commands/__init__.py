@@ -1,1 +1,1 @@
-"""The commands: each file has `add_parser(commands)` and sets `run` as a default of its parser."""
+"""The commands. Each file defines `add_parser(commands)`, which sets `run` as a default of its parser."""

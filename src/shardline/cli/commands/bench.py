@@ -1,4 +1,4 @@
-"""`shardline bench throughput|latency`: how fast an engine is on this machine, offline."""
+"""`shardline bench throughput|latency`: the speed of an engine on this machine, without a server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Report:
-    """What a benchmark measured. Times in seconds; percentiles by their number."""
+    """The results of a benchmark. Times are in seconds; percentiles are keyed by their number."""
 
     name: str
     num_prompts: int
@@ -32,16 +32,16 @@ class Report:
     prompt_tokens_per_second: float
     generation_tokens_per_second: float
     ttft: dict[int, float]
-    """From handing the request to an engine to its first token, queueing included."""
+    """From the submission of a request to its first token, waiting included."""
     tpot: dict[int, float]
     """Between output tokens, averaged over each request."""
     latency: dict[int, float]
-    """Of a request (throughput) or of a whole batch (latency)."""
+    """Time of a request (throughput) or of a whole batch (latency)."""
     num_steps: int
     engine_seconds_per_step: float
-    """The engine loop's own time: scheduler, block pool, messages; all but the workers' steps."""
+    """The engine loop's own time: scheduler, block pool and messages, without the workers' steps."""
     step_seconds_per_step: float
-    """The workers' time."""
+    """The workers' time for a step."""
 
     def lines(self) -> list[str]:
         """The report for people."""
@@ -62,47 +62,47 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("bench", help="measure speed", description="Measure speed on this machine.")
     kinds = parser.add_subparsers(title="benchmarks", dest="benchmark", metavar="BENCHMARK", required=True)
     throughput = kinds.add_parser("throughput", help="many prompts at once", description="Run many prompts at once.")
-    _add_workload(throughput, input_len=128, output_len=128)
-    throughput.add_argument("--num-prompts", type=_positive, default=64, help="number of prompts (default: 64)")
+    _add_workload_flags(throughput, input_len=128, output_len=128)
+    throughput.add_argument("--num-prompts", type=_positive_int, default=64, help="number of prompts (default: 64)")
     add_engine_flags(throughput)
     throughput.set_defaults(run=run_throughput)
     latency = kinds.add_parser("latency", help="one batch at a time", description="Run one batch at a time.")
-    _add_workload(latency, input_len=32, output_len=128)
-    latency.add_argument("--batch-size", type=_positive, default=1, help="prompts in a batch (default: 1)")
-    latency.add_argument("--num-iters", type=_positive, default=10, help="batches measured (default: 10)")
-    latency.add_argument("--num-iters-warmup", type=_positive, default=2, help="batches before these (default: 2)")
+    _add_workload_flags(latency, input_len=32, output_len=128)
+    latency.add_argument("--batch-size", type=_positive_int, default=1, help="prompts in a batch (default: 1)")
+    latency.add_argument("--num-iters", type=_positive_int, default=10, help="batches measured (default: 10)")
+    latency.add_argument("--num-iters-warmup", type=_positive_int, default=2, help="batches before these (default: 2)")
     add_engine_flags(latency)
     latency.set_defaults(run=run_latency)
 
 
 def run_throughput(args: argparse.Namespace) -> int:
-    """All prompts at once: tokens per second, and what each request saw."""
-    with _open(args) as llm:
-        llm.generate_timed(*_workload(args, llm, min(2, args.num_prompts)))
-        measure = _Measure(llm)
-        prompts, params = _workload(args, llm, args.num_prompts)
+    """Run all prompts at once: measures tokens per second, and the times of each request."""
+    with _open_llm(args) as llm:
+        llm.generate_timed(*_make_workload(args, llm, min(2, args.num_prompts)))
+        measurement = _Measurement(llm)
+        prompts, params = _make_workload(args, llm, args.num_prompts)
         outputs, times = llm.generate_timed(prompts, params, use_tqdm=True)
-        measure.add(outputs, times)
-        report = measure.report("throughput", [one.finished - one.submitted for one in times])
-    return _publish(report, args.json)
+        measurement.add_batch(outputs, times)
+        report = measurement.report("throughput", [one.finished - one.submitted for one in times])
+    return _publish_report(report, args.json)
 
 
 def run_latency(args: argparse.Namespace) -> int:
-    """Batch after batch: how long each takes."""
-    with _open(args) as llm:
+    """Run batch after batch: measures the time of each batch."""
+    with _open_llm(args) as llm:
         for _ in range(args.num_iters_warmup):
-            llm.generate_timed(*_workload(args, llm, args.batch_size))
-        measure = _Measure(llm)
+            llm.generate_timed(*_make_workload(args, llm, args.batch_size))
+        measurement = _Measurement(llm)
         batches = []
         for _ in range(args.num_iters):
-            outputs, times = llm.generate_timed(*_workload(args, llm, args.batch_size))
-            batches.append(measure.add(outputs, times))
-        report = measure.report("latency", batches)
-    return _publish(report, args.json)
+            outputs, times = llm.generate_timed(*_make_workload(args, llm, args.batch_size))
+            batches.append(measurement.add_batch(outputs, times))
+        report = measurement.report("latency", batches)
+    return _publish_report(report, args.json)
 
 
-class _Measure:
-    """The engine's counters from its making on, and the batches that it is given."""
+class _Measurement:
+    """Measures batches, and the engine's counters since the construction of this object."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -111,8 +111,8 @@ class _Measure:
         self._outputs: list[RequestOutput] = []
         self._times: list[RequestTimes] = []
 
-    def add(self, outputs: Sequence[RequestOutput], times: Sequence[RequestTimes]) -> float:
-        """Take in a batch and return its seconds, from the first request handed to an engine to the last token."""
+    def add_batch(self, outputs: Sequence[RequestOutput], times: Sequence[RequestTimes]) -> float:
+        """Add a batch and return its seconds, from the submission of its first request to its last token."""
         seconds = max(one.finished for one in times) - min(one.submitted for one in times)
         self._seconds += seconds
         self._outputs += outputs
@@ -120,7 +120,7 @@ class _Measure:
         return seconds
 
     def report(self, name: str, latencies: Sequence[float]) -> Report:
-        """The report of the batches taken in.
+        """The report on all added batches.
 
         Raises:
             RuntimeError: a request failed.
@@ -161,7 +161,7 @@ class _Measure:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of `values` lie, interpolated linearly; 0 where there are none."""
+    """The value below which `percent` percent of `values` lie, interpolated linearly; 0 without values."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -179,28 +179,30 @@ def _in_ms(values: dict[int, float]) -> str:
     return "  ".join(f"p{percent} {1e3 * value:9.2f} ms" for percent, value in values.items())
 
 
-def _add_workload(parser: argparse.ArgumentParser, *, input_len: int, output_len: int) -> None:
+def _add_workload_flags(parser: argparse.ArgumentParser, *, input_len: int, output_len: int) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument(
         "--workload",
         choices=sorted(WORKLOADS),
-        help="a workload by its name, greedy, instead of the other options here: "
+        help="a named greedy workload instead of the other options of this group: "
         + "; ".join(f"{name} {w.num_prompts} x {w.input_len} in, {w.output_len} out" for name, w in WORKLOADS.items()),
     )
-    group.add_argument("--input-len", type=_positive, default=input_len, help=f"prompt tokens (default: {input_len})")
     group.add_argument(
-        "--output-len", type=_positive, default=output_len, help=f"output tokens (default: {output_len})"
+        "--input-len", type=_positive_int, default=input_len, help=f"prompt tokens (default: {input_len})"
+    )
+    group.add_argument(
+        "--output-len", type=_positive_int, default=output_len, help=f"output tokens (default: {output_len})"
     )
     group.add_argument("--temperature", type=float, default=1.0, help="0: greedy (default: 1)")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write the report here too")
+    group.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
 
 
-def _open(args: argparse.Namespace) -> LLM:
+def _open_llm(args: argparse.Namespace) -> LLM:
     from shardline.api.llm import LLM
     from shardline.log import configure_logging
 
     if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
+        raise ValueError(f"--json {args.json}: the folder {args.json.parent} does not exist")
     configure_logging()
     args.shared_len = 0
     if args.workload is not None:
@@ -215,27 +217,27 @@ def _open(args: argparse.Namespace) -> LLM:
             f"--input-len {args.input_len} and --output-len {args.output_len} are together more than the model's "
             f"maximum length, {llm.max_model_len} tokens"
         )
-    # One stream of prompts for warm-up and measurement, so that none is found in the prefix cache.
+    # Warm-up and measurement draw from one generator, so that no prompt is in the prefix cache.
     args.prompts = random.Random(llm.config.model.seed)
     return llm
 
 
-def _workload(args: argparse.Namespace, llm: LLM, count: int) -> tuple[list[list[int]], Any]:
-    """`count` prompts of random tokens, and parameters that make every output exactly --output-len long."""
+def _make_workload(args: argparse.Namespace, llm: LLM, count: int) -> tuple[list[list[int]], Any]:
+    """`count` prompts of random tokens, and parameters with which every output has exactly --output-len tokens."""
     from shardline.types import SamplingParams
 
     prompts = random_prompts(args.prompts, llm.vocab_size, count, args.input_len, args.shared_len)
     return prompts, SamplingParams(temperature=args.temperature, max_tokens=args.output_len, ignore_eos=True)
 
 
-def _publish(report: Report, path: Path | None) -> int:
+def _publish_report(report: Report, path: Path | None) -> int:
     print("\n".join(report.lines()))
     if path is not None:
         path.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def _positive(word: str) -> int:
+def _positive_int(word: str) -> int:
     value = int(word)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")

@@ -1,4 +1,4 @@
-"""`shardline chat [MODEL]`: talk to a model in the terminal, here or on a server."""
+"""`shardline chat [MODEL]`: talk to a model in the terminal, loaded here or served elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "chat",
         help="talk to a model in the terminal",
-        description=f"Talk to a model in the terminal: one loaded here, or a server's with --url. {_HELP}.",
+        description=f"Talk to a model in the terminal. It is loaded here, or on a server with --url. {_HELP}.",
     )
     group = parser.add_argument_group("chat")
     group.add_argument("--url", help="OpenAI-compatible server, for example http://127.0.0.1:8000 (default: none)")
@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until the user ends it.
+    """Talk until the user ends the conversation.
 
     Raises:
         ValueError: the configuration is at fault, or the model has no chat template.
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def talk(backend: ChatBackend, console: Console, system: Messages, read: Callable[[], str | None]) -> None:
-    """The conversation: `read` gives the user's lines, None at their end."""
+    """Hold the conversation. `read` returns the user's next line; None: there are no more lines."""
     messages = list(system)
     while (line := read()) is not None:
         command = line.strip()
@@ -90,14 +90,14 @@ def talk(backend: ChatBackend, console: Console, system: Messages, read: Callabl
         elif command:
             messages.append({"role": "user", "content": line})
             try:
-                messages.append({"role": "assistant", "content": _answer(backend.reply(messages), console)})
-            except ValueError as error:  # for example: the conversation has become too long
+                messages.append({"role": "assistant", "content": _print_answer(backend.reply(messages), console)})
+            except ValueError as error:  # for example, the conversation has become too long
                 messages.pop()
                 console.print(str(error), style="red", markup=False)
 
 
-def _answer(pieces: Iterator[str], console: Console) -> str:
-    """Print an answer while it comes; ctrl-C ends it where it stands."""
+def _print_answer(pieces: Iterator[str], console: Console) -> str:
+    """Print the pieces of an answer as they come; ctrl-C stops the answer."""
     start = time.monotonic()
     text = ""
     try:

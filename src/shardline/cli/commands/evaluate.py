@@ -1,4 +1,4 @@
-"""`shardline evaluate MODEL --quantization SCHEME --kv-cache-dtype int8`: what a quantization costs in quality."""
+"""`shardline evaluate MODEL --quantization SCHEME --kv-cache-dtype int8`: how much quality a quantization costs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from shardline.cli.flags import add_engine_flags, engine_config
 
 if TYPE_CHECKING:
-    from shardline.api.front import ModelText
+    from shardline.api.model_text import ModelText
     from shardline.config.engine import EngineConfig
     from shardline.runtime.scoring import Document, Quality
 
 _WINDOW = 512
-"""Tokens of a text that are scored together."""
+"""Number of tokens of a text that are scored together."""
 
 
 def add_parser(commands: Any) -> None:
@@ -31,12 +31,12 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Score a text with both models and print what differs.
+    """Score a text with both models and print the differences.
 
     Raises:
         ValueError: the configuration or the text is at fault.
     """
-    from shardline.api.front import load_model_text
+    from shardline.api.model_text import load_model_text
     from shardline.deployment.here import resolve_here
     from shardline.runtime.scoring import compare
 
@@ -61,26 +61,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _documents(config: EngineConfig, text: ModelText, path: Path | None) -> list[Document]:
-    """The text in windows; without one, the demo model's conversations, of which the answers are scored."""
+    """The text, cut into windows. Without a text, the demo model's conversations; their answers are scored."""
     from shardline.runtime.scoring import Document
 
     if text.tokenizer is None:
-        raise ValueError(f"{config.model.model} has no tokenizer, and evaluate reads text")
+        raise ValueError(f"{config.model.model} has no tokenizer, and evaluate scores text")
     if path is not None:
-        ids = text.tokenizer.encode(path.read_text(encoding="utf-8"))
+        ids = text.tokenizer.encode_text(path.read_text(encoding="utf-8"))
         windows = [ids[start : start + _WINDOW] for start in range(0, len(ids), _WINDOW)]
         found = [Document(window, 1) for window in windows if len(window) > 1]
         if not found:
-            raise ValueError(f"{path} is too short: two tokens are the least")
+            raise ValueError(f"{path} is too short: it must have at least two tokens")
         return found
     if config.model.model != "demo":
-        raise ValueError("give a text to score with --text FILE; only the demo model brings its own")
+        raise ValueError("give a text to score with --text FILE; only the demo model has a text of its own")
     return _conversations(text)
 
 
 def _conversations(text: ModelText) -> list[Document]:
     from shardline.models.hub import DEMO_FOLDER
     from shardline.runtime.scoring import Document
+    from shardline.text.chat_template import render_and_encode
 
     assert text.tokenizer is not None
     assert text.chat_template is not None
@@ -89,10 +90,9 @@ def _conversations(text: ModelText) -> list[Document]:
         known = json.loads(line)
         question = {"role": "user", "content": known["question"]}
         answer = {"role": "assistant", "content": known["answer"]}
-        prompt = text.chat_template.render([question])
-        whole = text.chat_template.render([question, answer], add_generation_prompt=False)
-        ids = text.tokenizer.encode(whole, add_special_tokens=False)
-        documents.append(Document(ids, len(text.tokenizer.encode(prompt, add_special_tokens=False))))
+        _, prompt_ids = render_and_encode(text.chat_template, text.tokenizer, [question])
+        _, ids = render_and_encode(text.chat_template, text.tokenizer, [question, answer], add_generation_prompt=False)
+        documents.append(Document(ids, len(prompt_ids)))
     return documents
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from shardline.cli.flags import add_engine_flags, add_flags, engine_config, given
+from shardline.cli.flags import add_engine_flags, add_flags, engine_config, fields_from_flags
 from shardline.config.server import ServerConfig
 
 
@@ -20,12 +20,14 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM; the exit code is the server's.
+    """Serve until SIGINT or SIGTERM, and return the server's exit code.
 
     Raises:
         ValueError: the configuration is at fault.
     """
-    engine, server = engine_config(args), ServerConfig(**given(args, ServerConfig))
+    engine, server = engine_config(args), ServerConfig(**fields_from_flags(args, ServerConfig))
+    from shardline.process_title import set_process_title
     from shardline.server.launch import run_server
 
+    set_process_title("front")
     return run_server(engine, server)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardline.channel import Channel, encode
+from shardline.channel import Channel, encode_message
 from shardline.deployment.deployment import Deployment, KVAllocation
 from shardline.deployment.kv_budget import agree_allocation, fixed_allocation
 from shardline.deployment.messages import (
@@ -115,7 +115,7 @@ class MultiprocessExecutor(Executor):
         channel.send(StartWorker(self._deployment, self._engine, rank, store))
 
     def submit_step(self, plans: Sequence[StepPlan]) -> None:
-        messages = [encode(RunStep(step)) for step in rank_steps(plans)]
+        messages = [encode_message(RunStep(step)) for step in rank_steps(plans)]
         self._submitted.append(plans[0].step_id)
         for rank, channel in enumerate(self._channels):
             try:

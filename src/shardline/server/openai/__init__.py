@@ -1,1 +1,1 @@
-"""OpenAI's endpoints, one file each: the protocol and its handler side by side."""
+"""OpenAI's endpoints. Each file holds the protocol of one endpoint and its handler."""

@@ -1,9 +1,10 @@
-"""POST /v1/chat/completions: a conversation in, its next message out."""
+"""POST /v1/chat/completions: the next message of a conversation."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,18 +12,17 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from shardline.server.errors import bad_request
-from shardline.server.openai.generation import Delta, Generation, Progress
+from shardline.server.errors import ERROR_RESPONSES, bad_request
+from shardline.server.in_flight import EventStream, make_event
+from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.openai.logprobs import ChatLogprobs, TokenPieces, chat_logprobs
-from shardline.server.openai.protocol import ERRORS, RequestModel, SamplingFields, Usage, refuse, usage_of
-from shardline.server.routing import StrictRoute
+from shardline.server.openai.protocol import RequestModel, SamplingFields, StrictRoute, Usage, refuse_if, usage_of
 from shardline.server.service import Service, new_id
-from shardline.server.sse import EventStream, event
 from shardline.types import RequestOutput
 
 
 class ContentPart(RequestModel):
-    """A part of a message. Parts of other types than text are refused with a message that says so."""
+    """A part of a message. Only text is supported; other types are refused."""
 
     type: str
     text: str | None = None
@@ -32,7 +32,7 @@ class ContentPart(RequestModel):
 
 
 class ChatMessage(RequestModel):
-    """A message of the conversation, also as the client got it from an earlier answer."""
+    """A message of the conversation. It may have all fields of an answer, so that clients can send answers back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -47,7 +47,7 @@ class ChatMessage(RequestModel):
     reasoning_content: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates know it: they have no developers, whose word is the system's."""
+        """The message as chat templates expect it. They do not know the role "developer", so it becomes "system"."""
         message = self.model_dump(exclude_none=True)
         if self.role == "developer":
             message["role"] = "system"
@@ -58,7 +58,7 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1)]
 
 
 class ConversationFields(RequestModel):
-    """The fields that say how messages become a prompt."""
+    """The fields that control how messages become a prompt."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -66,11 +66,13 @@ class ConversationFields(RequestModel):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
 
-    async def encode(self, service: Service, messages: Sequence[ChatMessage], add_special_tokens: bool) -> list[int]:
-        """The ids of the prompt that `messages` become.
+    async def encode_messages(
+        self, service: Service, messages: Sequence[ChatMessage], add_special_tokens: bool
+    ) -> list[int]:
+        """The prompt ids of `messages`.
 
         Raises:
-            ApiError: 400, something asked for is not supported, or the model's template refuses the messages.
+            ApiError: 400, a field is not supported, or the model's template refuses the messages.
         """
         self._check_options()
         _check_messages(messages)
@@ -82,24 +84,20 @@ class ConversationFields(RequestModel):
         )
 
     def _check_options(self) -> None:
-        refuse(
-            [
-                (
-                    bool(self.tools) and self.tool_choice != "none",
-                    "tools",
-                    "Tool calls are not supported: leave out 'tools', or set 'tool_choice' to 'none'.",
-                ),
-                (
-                    self.tool_choice not in (None, "none", "auto"),
-                    "tool_choice",
-                    "Tool calls are not supported: leave out 'tool_choice', or set it to 'none'.",
-                ),
-                (
-                    bool(self.continue_final_message),
-                    "continue_final_message",
-                    "'continue_final_message' is not supported: send the rendered prompt to /v1/completions.",
-                ),
-            ]
+        refuse_if(
+            bool(self.tools) and self.tool_choice != "none",
+            "tools",
+            "Tool calls are not supported: leave out 'tools', or set 'tool_choice' to 'none'.",
+        )
+        refuse_if(
+            self.tool_choice not in (None, "none", "auto"),
+            "tool_choice",
+            "Tool calls are not supported: leave out 'tool_choice', or set it to 'none'.",
+        )
+        refuse_if(
+            bool(self.continue_final_message),
+            "continue_final_message",
+            "'continue_final_message' is not supported: send the rendered prompt to /v1/completions.",
         )
         reserved = {"messages", "tools", "add_generation_prompt"} & (self.chat_template_kwargs or {}).keys()
         if reserved:
@@ -123,14 +121,14 @@ def _check_messages(messages: Sequence[ChatMessage]) -> None:
 
 
 class ResponseFormat(RequestModel):
-    """What form the answer must have."""
+    """The required format of the answer."""
 
     type: str
     json_schema: dict[str, Any] | None = None
 
 
 class ChatRequest(ConversationFields, SamplingFields):
-    """The body of POST /v1/chat/completions. The fields of the last block are accepted without effect."""
+    """The body of POST /v1/chat/completions. The fields of the last block are accepted, but have no effect."""
 
     messages: Messages
     max_tokens: int | None = None
@@ -156,8 +154,10 @@ class ChatRequest(ConversationFields, SamplingFields):
     prompt_cache_options: dict[str, Any] | None = None
 
     def check(self) -> None:
-        """Raises:
-        ApiError: 400, the fields contradict each other or ask for what is not supported.
+        """Check the fields together.
+
+        Raises:
+            ApiError: 400, the fields contradict each other or ask for something unsupported.
         """
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request(
@@ -166,23 +166,19 @@ class ChatRequest(ConversationFields, SamplingFields):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise bad_request("Set 'max_completion_tokens' or 'max_tokens', not both.", "max_tokens")
         form = self.response_format
-        refuse(
-            [
-                (
-                    form is not None and form.type != "text",
-                    "response_format",
-                    f"'response_format' of type '{form.type if form else ''}' is not supported; use 'text'.",
-                ),
-                (self.modalities not in (None, ["text"]), "modalities", "Only the modality 'text' is supported."),
-                (self.audio is not None, "audio", "Audio is not supported."),
-                (bool(self.functions), "functions", "Function calls are not supported."),
-                (self.web_search_options is not None, "web_search_options", "Web search is not supported."),
-            ]
+        refuse_if(
+            form is not None and form.type != "text",
+            "response_format",
+            f"'response_format' of type '{form.type if form else ''}' is not supported; use 'text'.",
         )
+        refuse_if(self.modalities not in (None, ["text"]), "modalities", "Only the modality 'text' is supported.")
+        refuse_if(self.audio is not None, "audio", "Audio is not supported.")
+        refuse_if(bool(self.functions), "functions", "Function calls are not supported.")
+        refuse_if(self.web_search_options is not None, "web_search_options", "Web search is not supported.")
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens to generate; None: up to the model's length."""
+        """Maximal number of tokens to generate. None: up to the model's maximum length."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -202,7 +198,7 @@ class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True, frozen=True):
-    """One choice: `message` in a whole answer, `delta` in a chunk. The last two fields only where asked for."""
+    """One choice: `message` in a whole answer, `delta` in a chunk. The last two fields appear only on request."""
 
     index: int
     message: AssistantMessage | msgspec.UnsetType = msgspec.UNSET
@@ -215,7 +211,7 @@ class ChatChoice(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ChatResponse(msgspec.Struct, kw_only=True, frozen=True):
-    """The answer, or a chunk of it."""
+    """The whole answer, or a chunk of a stream."""
 
     id: str
     object: str
@@ -228,7 +224,7 @@ class ChatResponse(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ChatWriter:
-    """Writes the answer to one request, whole or in chunks."""
+    """Writes the answer to one request, as a whole or in chunks."""
 
     def __init__(self, service: Service, body: ChatRequest, response_id: str) -> None:
         self._body = body
@@ -239,60 +235,48 @@ class ChatWriter:
         self._fingerprint = service.llm.fingerprint
         self._with_ids = bool(body.return_token_ids)
         self._tokens_matter = bool(body.logprobs or body.return_token_ids or body.logits_digest)
-        self._pieces = TokenPieces(service.llm.tokenizer)
+        self._tokenizer = service.llm.tokenizer
 
-    def whole(self, output: RequestOutput) -> bytes:
+    @cached_property
+    def _pieces(self) -> TokenPieces:
+        return TokenPieces(self._tokenizer)
+
+    def write_whole(self, output: RequestOutput) -> bytes:
         """The JSON of the whole answer."""
         choices = []
         for choice in output.outputs:
-            delta = Progress().advance(choice, tokens_matter=True)
+            delta = SentChoice().take_delta(choice, tokens_matter=True)
             assert delta is not None
-            choices.append(
-                ChatChoice(
-                    index=choice.index,
-                    message=AssistantMessage(content=delta.text),
-                    logprobs=self._logprobs(delta),
-                    finish_reason=delta.finish_reason,
-                    stop_reason=delta.stop_reason,
-                    token_ids=delta.token_ids if self._with_ids else msgspec.UNSET,
-                    logits_digests=msgspec.UNSET if delta.digests is None else delta.digests,
-                )
-            )
+            message = AssistantMessage(content=delta.text)
+            ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            choices.append(self._make_choice(choice.index, delta, message=message, **ending))
         prompt_ids = output.prompt_token_ids if self._with_ids else msgspec.UNSET
-        return self._encode("chat.completion", choices, usage_of([output]), prompt_ids)
+        return self._encode_response("chat.completion", choices, usage_of([output]), prompt_ids)
 
-    async def chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
-        """The events of a stream: per choice the role, then pieces of content, then the reason of its end."""
-        progress = [Progress() for _ in range(self._body.n or 1)]
+    async def write_chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        """The events of a stream: for each choice its role, then pieces of its content, then its finish reason."""
+        sent = [SentChoice() for _ in range(self._body.n or 1)]
         prompt_ids = generation.outputs[0].prompt_token_ids if self._with_ids else msgspec.UNSET
         yield b"".join(
-            self._chunk(generation, ChatChoice(index=index, delta=ChatDelta("assistant", "")), prompt_ids)
-            for index in range(len(progress))
+            self._write_chunk(generation, ChatChoice(index=index, delta=ChatDelta("assistant", "")), prompt_ids)
+            for index in range(len(sent))
         )
-        async for _, output in generation.events():
+        async for _, output in generation.updates():
             events = []
             for choice in output.outputs:
-                delta = progress[choice.index].advance(choice, tokens_matter=self._tokens_matter)
+                delta = sent[choice.index].take_delta(choice, tokens_matter=self._tokens_matter)
                 if delta is not None:
-                    events += [self._chunk(generation, part) for part in self._parts(choice.index, delta)]
+                    events += [self._write_chunk(generation, part) for part in self._split_delta(choice.index, delta)]
             if events:
                 yield b"".join(events)
         if self._options.include_usage:
-            yield event(self._encode("chat.completion.chunk", [], usage_of(generation.outputs)))
+            yield make_event(self._encode_response("chat.completion.chunk", [], usage_of(generation.outputs)))
 
-    def _parts(self, index: int, delta: Delta) -> list[ChatChoice]:
-        """One chunk for what was generated, and one, empty, for the end."""
+    def _split_delta(self, index: int, delta: Delta) -> list[ChatChoice]:
+        """A chunk with the new content, if there is any, and a chunk with the finish reason, if it ended."""
         parts = []
         if delta.text or (self._tokens_matter and delta.token_ids):
-            parts.append(
-                ChatChoice(
-                    index=index,
-                    delta=ChatDelta(content=delta.text),
-                    logprobs=self._logprobs(delta),
-                    token_ids=delta.token_ids if self._with_ids else msgspec.UNSET,
-                    logits_digests=msgspec.UNSET if delta.digests is None else delta.digests,
-                )
-            )
+            parts.append(self._make_choice(index, delta, delta=ChatDelta(content=delta.text)))
         if delta.finish_reason is not None:
             parts.append(
                 ChatChoice(
@@ -301,18 +285,25 @@ class ChatWriter:
             )
         return parts
 
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        return None if delta.logprobs is None else chat_logprobs(self._pieces, delta.token_ids, delta.logprobs)
+    def _make_choice(self, index: int, new: Delta, **fields: Any) -> ChatChoice:
+        """A choice with the new tokens and these other fields."""
+        return ChatChoice(
+            index=index,
+            logprobs=None if new.logprobs is None else chat_logprobs(self._pieces, new.token_ids, new.logprobs),
+            token_ids=new.token_ids if self._with_ids else msgspec.UNSET,
+            logits_digests=msgspec.UNSET if new.digests is None else new.digests,
+            **fields,
+        )
 
-    def _chunk(
+    def _write_chunk(
         self, generation: Generation, choice: ChatChoice, prompt_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     ) -> bytes:
         usage: Usage | msgspec.UnsetType | None = None if self._options.include_usage else msgspec.UNSET
         if self._options.continuous_usage_stats:
             usage = usage_of(generation.outputs)
-        return event(self._encode("chat.completion.chunk", [choice], usage, prompt_ids))
+        return make_event(self._encode_response("chat.completion.chunk", [choice], usage, prompt_ids))
 
-    def _encode(
+    def _encode_response(
         self,
         kind: str,
         choices: Sequence[ChatChoice],
@@ -337,17 +328,17 @@ def chat_routes(service: Service) -> APIRouter:
     """The endpoint."""
     router = APIRouter(route_class=StrictRoute)
 
-    @router.post("/v1/chat/completions", responses=ERRORS)
+    @router.post("/v1/chat/completions", responses=ERROR_RESPONSES)
     async def create_chat_completion(body: ChatRequest) -> Response:
-        """Answer a conversation. With `stream`, the answer comes as server-sent events."""
+        """Answer a conversation. With `stream`, the answer is sent as server-sent events."""
         service.require_model(body.model)
         body.check()
-        params = body.sampling(
+        params = body.sampling_params(
             max_tokens=body.token_limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None
         )
         response_id = new_id("chatcmpl")
         writer = ChatWriter(service, body, response_id)
-        prompt = await body.encode(service, body.messages, add_special_tokens=bool(body.add_special_tokens))
+        prompt = await body.encode_messages(service, body.messages, add_special_tokens=bool(body.add_special_tokens))
         generation = await Generation.start(
             service,
             [prompt],
@@ -358,9 +349,9 @@ def chat_routes(service: Service) -> APIRouter:
             cache_salt=body.cache_salt or "",
         )
         if body.stream:
-            return EventStream(writer.chunks(generation), generation)
+            return EventStream(writer.write_chunks(generation), generation)
         async with generation:
-            [output] = await generation.finished()
-            return Response(writer.whole(output), media_type="application/json")
+            [output] = await generation.wait_finished()
+            return Response(writer.write_whole(output), media_type="application/json")
 
     return router

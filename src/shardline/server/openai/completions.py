@@ -1,9 +1,10 @@
-"""POST /v1/completions: text or token ids in, their continuation out."""
+"""POST /v1/completions: the continuation of a text or of token ids."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -11,20 +12,19 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from shardline.server.errors import bad_request
-from shardline.server.openai.generation import Delta, Generation, Progress
+from shardline.server.errors import ERROR_RESPONSES, bad_request
+from shardline.server.in_flight import EventStream, make_event
+from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter, TokenPieces
-from shardline.server.openai.protocol import ERRORS, SamplingFields, TokenIds, Usage, refuse, usage_of
-from shardline.server.routing import StrictRoute
+from shardline.server.openai.protocol import SamplingFields, StrictRoute, TokenIds, Usage, refuse_if, usage_of
 from shardline.server.service import Service, new_id
-from shardline.server.sse import EventStream, event
 from shardline.types import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import Prompt
 
 MAX_PROMPTS = 2048
-"""Most prompts in one request, as at OpenAI."""
+"""Largest number of prompts in one request, as at OpenAI."""
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -43,27 +43,25 @@ class CompletionRequest(SamplingFields):
     suffix: str | None = None
 
     def check(self) -> None:
-        """Raises:
-        ApiError: 400, the fields contradict each other or ask for what is not supported.
-        """
-        refuse(
-            [
-                (
-                    bool(self.echo) and self.logprobs is not None,
-                    "logprobs",
-                    "Log probabilities of the prompt are not supported: set 'echo' to false or leave out 'logprobs'.",
-                ),
-                (
-                    self.best_of not in (None, self.n or 1),
-                    "best_of",
-                    "'best_of' is not supported unless it equals 'n': ask for 'n' choices and rank them yourself.",
-                ),
-                (bool(self.suffix), "suffix", "'suffix' (insertion) is not supported."),
-            ]
-        )
+        """Check the fields together.
 
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts, one or several.
+        Raises:
+            ApiError: 400, the fields contradict each other or ask for something unsupported.
+        """
+        refuse_if(
+            bool(self.echo) and self.logprobs is not None,
+            "logprobs",
+            "Log probabilities of the prompt are not supported: set 'echo' to false or leave out 'logprobs'.",
+        )
+        refuse_if(
+            self.best_of not in (None, self.n or 1),
+            "best_of",
+            "'best_of' is not supported unless it equals 'n': ask for 'n' choices and rank them yourself.",
+        )
+        refuse_if(bool(self.suffix), "suffix", "'suffix' (insertion) is not supported.")
+
+    def list_prompts(self) -> list[str | list[int]]:
+        """The prompts as a list.
 
         Raises:
             ApiError: 400, there are none or too many.
@@ -73,7 +71,7 @@ class CompletionRequest(SamplingFields):
         if not self.prompt:
             raise bad_request("'prompt' must not be empty.", "prompt")
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # its first item tells which list it is
+            return [self.prompt]  # the first item tells a list of ids from a list of prompts
         if len(self.prompt) > MAX_PROMPTS:
             raise bad_request(
                 f"'prompt' has {len(self.prompt)} entries; at most {MAX_PROMPTS} are taken in one request.", "prompt"
@@ -82,7 +80,7 @@ class CompletionRequest(SamplingFields):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
-    """One choice, or what is new of it in a stream. The last four fields appear only where they were asked for."""
+    """One choice; in a chunk, what is new in it. The last three fields appear only on request."""
 
     index: int
     text: str
@@ -95,7 +93,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True, frozen=True):
-    """The answer, or a chunk of it: OpenAI gives both the same shape."""
+    """The whole answer, or a chunk of a stream: both have the same shape."""
 
     id: str
     object: str = "text_completion"
@@ -107,7 +105,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class CompletionWriter:
-    """Writes the answer to one request, whole or in chunks."""
+    """Writes the answer to one request, as a whole or in chunks."""
 
     def __init__(self, service: Service, body: CompletionRequest, response_id: str, texts: Sequence[str]) -> None:
         self._body = body
@@ -118,49 +116,53 @@ class CompletionWriter:
         self._fingerprint = service.llm.fingerprint
         self._choices_per_prompt = body.n or 1
         self._texts = texts
-        """Per prompt, the text to repeat before the output; empty where there is nothing to echo."""
-        self._pieces = TokenPieces(service.llm.tokenizer)
+        """For each prompt, the text to repeat before the output; empty without `echo`."""
+        self._tokenizer = service.llm.tokenizer
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+    @cached_property
+    def _pieces(self) -> TokenPieces:
+        return TokenPieces(self._tokenizer)
+
+    def write_whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The JSON of the whole answer."""
         choices = []
         for prompt_index, output in enumerate(outputs):
             for choice in output.outputs:
-                delta = Progress().advance(choice, tokens_matter=True)
+                delta = SentChoice().take_delta(choice, tokens_matter=True)
                 assert delta is not None
                 writer = self._logprobs_writer(prompt_index)
-                choices.append(self._choice(prompt_index, output, choice, delta, writer, first=True))
-        return self._encode(choices, usage_of(outputs))
+                choices.append(self._write_choice(prompt_index, output, choice, delta, writer, first=True))
+        return self._encode_response(choices, usage_of(outputs))
 
-    async def chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+    async def write_chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The events of a stream."""
         body = self._body
         tokens_matter = body.logprobs is not None or bool(body.return_token_ids or body.logits_digest)
         choices = range(self._choices_per_prompt)
-        progress = [[Progress() for _ in choices] for _ in self._texts]
+        sent = [[SentChoice() for _ in choices] for _ in self._texts]
         writers = [[self._logprobs_writer(prompt_index) for _ in choices] for prompt_index in range(len(self._texts))]
         no_usage = None if self._options.include_usage else msgspec.UNSET
-        async for prompt_index, output in generation.events():
+        async for prompt_index, output in generation.updates():
             events = []
             for choice in output.outputs:
-                sent = progress[prompt_index][choice.index]
-                first = sent.num_tokens == 0
-                delta = sent.advance(choice, tokens_matter=tokens_matter)
+                sent_choice = sent[prompt_index][choice.index]
+                first = sent_choice.num_tokens == 0
+                delta = sent_choice.take_delta(choice, tokens_matter=tokens_matter)
                 if delta is None:
                     continue
                 writer = writers[prompt_index][choice.index]
-                chunk = self._choice(prompt_index, output, choice, delta, writer, first=first)
+                chunk = self._write_choice(prompt_index, output, choice, delta, writer, first=first)
                 usage = usage_of(generation.outputs) if self._options.continuous_usage_stats else no_usage
-                events.append(event(self._encode([chunk], usage)))
+                events.append(make_event(self._encode_response([chunk], usage)))
             if events:
                 yield b"".join(events)
         if self._options.include_usage:
-            yield event(self._encode([], usage_of(generation.outputs)))
+            yield make_event(self._encode_response([], usage_of(generation.outputs)))
 
     def _logprobs_writer(self, prompt_index: int) -> CompletionLogprobsWriter:
         return CompletionLogprobsWriter(self._pieces, len(self._texts[prompt_index]))
 
-    def _choice(
+    def _write_choice(
         self,
         prompt_index: int,
         output: RequestOutput,
@@ -182,7 +184,7 @@ class CompletionWriter:
             logits_digests=msgspec.UNSET if delta.digests is None else delta.digests,
         )
 
-    def _encode(self, choices: Sequence[CompletionChoice], usage: Usage | msgspec.UnsetType | None) -> bytes:
+    def _encode_response(self, choices: Sequence[CompletionChoice], usage: Usage | msgspec.UnsetType | None) -> bytes:
         return msgspec.json.encode(
             CompletionResponse(
                 id=self._id,
@@ -195,39 +197,41 @@ class CompletionWriter:
         )
 
 
-async def _prepare(
+async def _encode_prompts(
     service: Service, body: CompletionRequest, prompts: Sequence[str | list[int]]
 ) -> tuple[list[Prompt], list[str]]:
-    """Per prompt, what the engine gets, and the text to echo."""
+    """For each prompt, its ids for the engine and the text to echo."""
     with_special = body.add_special_tokens is not False
-    prepared: list[Prompt] = []
+    encoded: list[Prompt] = []
     echoes: list[str] = []
     for prompt in prompts:
-        ids = await service.encode(prompt, with_special) if isinstance(prompt, str) else prompt
-        prepared.append(ids)
+        ids = prompt
+        if isinstance(prompt, str):
+            ids = await service.require_tokenizer().encode_text_async(prompt, with_special)
+        encoded.append(ids)
         if not body.echo:
             echoes.append("")
         elif isinstance(prompt, str):
             echoes.append(prompt)
         else:
-            echoes.append(service.decode(prompt, skip_special_tokens=body.skip_special_tokens is not False))
-    return prepared, echoes
+            echoes.append(service.decode_tokens(prompt, skip_special_tokens=body.skip_special_tokens is not False))
+    return encoded, echoes
 
 
 def completion_routes(service: Service) -> APIRouter:
     """The endpoint."""
     router = APIRouter(route_class=StrictRoute)
 
-    @router.post("/v1/completions", responses=ERRORS)
+    @router.post("/v1/completions", responses=ERROR_RESPONSES)
     async def create_completion(body: CompletionRequest) -> Response:
-        """Continue a text. With `stream`, the answer comes as server-sent events."""
+        """Continue a text. With `stream`, the answer is sent as server-sent events."""
         service.require_model(body.model)
         body.check()
-        params = body.sampling(
+        params = body.sampling_params(
             max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs
         )
         response_id = new_id("cmpl")
-        prompts, echoes = await _prepare(service, body, body.prompts())
+        prompts, echoes = await _encode_prompts(service, body, body.list_prompts())
         writer = CompletionWriter(service, body, response_id, echoes)
         generation = await Generation.start(
             service,
@@ -239,8 +243,8 @@ def completion_routes(service: Service) -> APIRouter:
             cache_salt=body.cache_salt or "",
         )
         if body.stream:
-            return EventStream(writer.chunks(generation), generation)
+            return EventStream(writer.write_chunks(generation), generation)
         async with generation:
-            return Response(writer.whole(await generation.finished()), media_type="application/json")
+            return Response(writer.write_whole(await generation.wait_finished()), media_type="application/json")
 
     return router

@@ -1,4 +1,4 @@
-"""One API request as engine requests, one per prompt, and their outputs as one sequence of events."""
+"""One API request as engine requests, one for each prompt, and their outputs as one sequence."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from shardline.types import CompletionOutput, FinishReason, RequestOutput, Sampl
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import Prompt, RequestStream
-    from shardline.metrics.requests import RequestTimer
+    from shardline.metrics.server import RequestTimer
 
 RETRY_QUEUE_FULL_SECONDS = 1
 
 
 class Generation:
-    """The admitted engine requests of one API request.
+    """The admitted requests of one API request.
 
-    Use it as an async context manager: leaving it aborts what has not finished and records the metrics.
+    Use it as an async context manager: leaving it aborts unfinished requests and records the metrics.
     """
 
     def __init__(self, service: Service) -> None:
@@ -44,10 +44,10 @@ class Generation:
         priority: int = 0,
         cache_salt: str = "",
     ) -> Generation:
-        """Admit all prompts, or none; `prompt_param` is the field of the request that they came from.
+        """Admit all prompts, or none; `prompt_param` is the field of the request that contained them.
 
         Raises:
-            ApiError: 400, a prompt or parameter cannot be; 429, the queue is full; 503, nothing is taken now.
+            ApiError: 400, a prompt or a parameter is invalid; 429, the queue is full; 503, the engine accepts nothing.
         """
         most = service.llm.config.scheduler.max_num_waiting
         if len(prompts) * params.n > most:
@@ -59,7 +59,7 @@ class Generation:
         generation = cls(service)
         try:
             for index, prompt in enumerate(prompts):
-                timer = service.metrics.timer(params.n)
+                timer = service.metrics.start_timer(params.n)
                 stream = await service.llm.submit(
                     prompt,
                     params,
@@ -79,7 +79,7 @@ class Generation:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """Per prompt, what there is so far."""
+        """For each prompt, its output so far."""
         return [stream.output for stream in self._streams]
 
     async def __aenter__(self) -> Generation:
@@ -91,7 +91,7 @@ class Generation:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Abort what has not finished. Harmless when called again."""
+        """Abort unfinished requests and record the metrics; may be called again."""
         streams, timers = self._streams, self._timers
         self._timers = []
         for timer in timers:
@@ -99,22 +99,22 @@ class Generation:
         for stream in streams:
             await stream.aclose()
 
-    async def events(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(Prompt index, its output so far), whenever there is more of it.
+    async def updates(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(Prompt index, output so far), each time an output changes.
 
         Raises:
             ApiError: 503, the engine has died.
         """
         if len(self._streams) == 1:
             async for output in self._streams[0]:
-                self._take(0, output)
+                self._check_output(0, output)
                 yield 0, output
             return
-        # One slot per prompt: a slow reader makes the pumps wait, and the streams merge what they have meanwhile.
+        # One slot for each prompt: if the reader is slow, the forwarders wait, and the streams merge their updates.
         queue: asyncio.Queue[int | BaseException | None] = asyncio.Queue(len(self._streams))
-        pumps = [asyncio.create_task(self._pump(index, queue)) for index in range(len(self._streams))]
+        forwarders = [asyncio.create_task(self._forward_updates(index, queue)) for index in range(len(self._streams))]
         try:
-            running = len(pumps)
+            running = len(forwarders)
             while running:
                 item = await queue.get()
                 if isinstance(item, BaseException):
@@ -123,40 +123,40 @@ class Generation:
                     running -= 1
                     continue
                 output = self._streams[item].output
-                self._take(item, output)
+                self._check_output(item, output)
                 yield item, output
         finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+            for forwarder in forwarders:
+                forwarder.cancel()
+            await asyncio.gather(*forwarders, return_exceptions=True)
 
-    async def finished(self) -> list[RequestOutput]:
-        """Per prompt, the whole output.
+    async def wait_finished(self) -> list[RequestOutput]:
+        """For each prompt, the whole output.
 
         Raises:
             ApiError: 503, the engine has died.
         """
-        async for _ in self.events():
+        async for _ in self.updates():
             pass
         return self.outputs
 
-    async def _pump(self, index: int, queue: asyncio.Queue[int | BaseException | None]) -> None:
+    async def _forward_updates(self, index: int, queue: asyncio.Queue[int | BaseException | None]) -> None:
         try:
             async for _ in self._streams[index]:
                 await queue.put(index)
-        except Exception as error:  # raised again by the reader
+        except Exception as error:  # the reader raises it again
             await queue.put(error)
         await queue.put(None)
 
-    def _take(self, index: int, output: RequestOutput) -> None:
-        self._timers[index].observe(output)
+    def _check_output(self, index: int, output: RequestOutput) -> None:
+        self._timers[index].observe_output(output)
         for choice in output.outputs:
             if choice.finish_reason == "error":
                 raise engine_dead(choice.error)
 
 
 def _as_api_error(error: BaseException, prompt_param: str) -> ApiError | None:
-    """The answer to a request that was not admitted; None: the error is nothing that a client can be told."""
+    """The answer to a request that was not admitted. None: the error is not meant for clients."""
     if isinstance(error, EngineDraining):
         return draining()
     if isinstance(error, EngineDead):
@@ -174,7 +174,7 @@ def _as_api_error(error: BaseException, prompt_param: str) -> ApiError | None:
 
 @dataclass
 class Delta:
-    """What one choice has gained since the last look at it."""
+    """What has been added to one choice since the last delta."""
 
     text: str
     token_ids: list[int]
@@ -184,7 +184,7 @@ class Delta:
     stop_reason: int | str | None
 
 
-class Progress:
+class SentChoice:
     """How much of one choice has been sent."""
 
     __slots__ = ("finished", "num_chars", "num_tokens")
@@ -194,10 +194,10 @@ class Progress:
         self.num_tokens = 0
         self.finished = False
 
-    def advance(self, output: CompletionOutput, *, tokens_matter: bool) -> Delta | None:
-        """The news of `output`, counted as sent; None: nothing to send.
+    def take_delta(self, output: CompletionOutput, *, tokens_matter: bool) -> Delta | None:
+        """What is new in `output`; it counts as sent from now on. None: nothing is new.
 
-        Tokens that bring no text, such as half a character, are news only where `tokens_matter`.
+        Tokens without text, such as half a character, are new only if `tokens_matter`.
         """
         if self.finished:
             return None

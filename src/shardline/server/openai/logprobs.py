@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's two shapes, with token texts that survive half a character."""
+"""Log probabilities in OpenAI's two shapes, also for tokens that are half a character."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from shardline.text.tokenizer import Tokenizer
 from shardline.types import TokenLogprobs
 
 _LOWEST = -9999.0
-"""OpenAI's stand-in for minus infinity, which JSON cannot say."""
+"""OpenAI's value for minus infinity, which JSON does not have."""
 
 
 class TokenPiece(msgspec.Struct, frozen=True):
-    """What one token stands for."""
+    """The text and the bytes of one token."""
 
     text: str
-    """Its text; for bytes that are no whole character, `bytes:` and their escapes, as OpenAI writes them."""
+    """Its text. If its bytes are not whole characters: `bytes:` and their escapes, as OpenAI writes them."""
     bytes: list[int]
     num_chars: int
-    """Characters that begin in it."""
+    """Number of characters that begin in it."""
 
 
 class TokenPieces:
-    """The pieces of a tokenizer's tokens, by id."""
+    """The TokenPiece of each token id, made when it is first used."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -33,14 +33,14 @@ class TokenPieces:
     def __getitem__(self, token_id: int) -> TokenPiece:
         piece = self._pieces.get(token_id)
         if piece is None:
-            piece = self._pieces[token_id] = self._make(token_id)
+            piece = self._pieces[token_id] = self._make_piece(token_id)
         return piece
 
-    def _make(self, token_id: int) -> TokenPiece:
+    def _make_piece(self, token_id: int) -> TokenPiece:
         if self._tokenizer is None:
             return TokenPiece(f"token_id:{token_id}", [], 0)
         raw = self._tokenizer.token_bytes(token_id)
-        # A continuation byte (10xxxxxx) belongs to a character that began earlier.
+        # A continuation byte (10xxxxxx) belongs to a character that began before it.
         num_chars = sum(byte & 0xC0 != 0x80 for byte in raw)
         try:
             text = raw.decode("utf-8")
@@ -50,7 +50,7 @@ class TokenPieces:
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """One of the most likely tokens at a place."""
+    """One of the most likely tokens at a position."""
 
     token: str
     logprob: float
@@ -58,7 +58,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprob(msgspec.Struct, frozen=True):
-    """The chosen token at a place, and its rivals."""
+    """The chosen token at a position, and the most likely ones."""
 
     token: str
     logprob: float
@@ -87,7 +87,7 @@ def chat_logprobs(pieces: TokenPieces, token_ids: Sequence[int], logprobs: Seque
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """The `logprobs` of a completion choice: four lists, one entry per token."""
+    """The `logprobs` of a completion choice: four lists with one entry for each token."""
 
     text_offset: list[int]
     token_logprobs: list[float]
@@ -96,10 +96,10 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobsWriter:
-    """Writes the logprobs of one choice piece by piece.
+    """Writes the logprobs of one choice in several parts.
 
     Args:
-        offset: characters of the text before the first token: those of an echoed prompt.
+        offset: number of characters before the first token: the length of an echoed prompt.
     """
 
     def __init__(self, pieces: TokenPieces, offset: int = 0) -> None:
@@ -107,14 +107,14 @@ class CompletionLogprobsWriter:
         self._offset = offset
 
     def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> CompletionLogprobs:
-        """The next tokens, in the shape of completions. The chosen token is always among the top ones."""
+        """The logprobs of the next tokens. The chosen token is always among the top ones."""
         written = CompletionLogprobs([], [], [], [])
         for token_id, chosen in zip(token_ids, logprobs, strict=True):
             piece = self._pieces[token_id]
             logprob = max(chosen.logprob, _LOWEST)
             top: dict[str, float] = {}
             for i, value in zip(chosen.top_ids, chosen.top_logprobs, strict=True):
-                # Two ids may share a text; the more likely one, which comes first, keeps it.
+                # Two ids may have the same text; the first one is more likely and keeps it.
                 top.setdefault(self._pieces[i].text, max(value, _LOWEST))
             top.setdefault(piece.text, logprob)
             continues = bool(piece.bytes) and piece.bytes[0] & 0xC0 == 0x80

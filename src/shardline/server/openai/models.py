@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{model}: what is served here."""
+"""GET /v1/models and /v1/models/{model}: the served models."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from shardline.server.openai.protocol import ERRORS
+from shardline.server.errors import ERROR_RESPONSES
 from shardline.server.service import Service
 
 
 class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
-    """One name under which the model is served; `root` is where its weights came from."""
+    """One name under which the model is served; `root` is the model as it was given."""
 
     id: str
     object: str = "model"
@@ -23,7 +23,7 @@ class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ModelList(msgspec.Struct, kw_only=True, frozen=True):
-    """All of them."""
+    """All names under which the model is served."""
 
     object: str = "list"
     data: list[ModelCard]
@@ -40,15 +40,15 @@ def model_routes(service: Service) -> APIRouter:
     def answer(body: ModelCard | ModelList) -> Response:
         return Response(msgspec.json.encode(body), media_type="application/json")
 
-    @router.get("/v1/models", responses=ERRORS)
+    @router.get("/v1/models", responses=ERROR_RESPONSES)
     async def list_models() -> Response:
         """Every name under which the model is served."""
         return answer(ModelList(data=[card(name) for name in service.model_names]))
 
-    # A hub id has a slash in it.
-    @router.get("/v1/models/{model:path}", responses=ERRORS)
+    # A hub id contains a slash.
+    @router.get("/v1/models/{model:path}", responses=ERROR_RESPONSES)
     async def show_model(model: str) -> Response:
-        """One of them."""
+        """One name under which the model is served."""
         service.require_model(model)
         return answer(card(model))
 

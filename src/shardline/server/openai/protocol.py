@@ -1,43 +1,69 @@
-"""What the endpoints' requests and answers have in common."""
+"""What the endpoints' requests and answers have in common, and the strict parsing of their bodies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Annotated, Any
 
 import msgspec
+import pydantic_core
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from shardline.server.errors import ApiError, bad_request
 from shardline.types import RequestOutput, SamplingParams
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
-MAX_CHOICES = 128
-"""Largest `n`, as at OpenAI."""
+MAX_CHOICES_PER_HTTP_REQUEST = 128
+"""Largest `n` that a client may ask for, as at OpenAI."""
+
+
+class _StrictRequest(Request):
+    async def json(self) -> Any:
+        # The standard library's parser accepts NaN and lone surrogates, which break tokenizers and answers.
+        try:
+            return pydantic_core.from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise bad_request(f"We could not parse the JSON body of your request: {error}.") from error
+
+
+class StrictRoute(APIRoute):
+    """A route whose JSON body must not contain NaN, infinity or half a surrogate pair."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler, behind the strict parser."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(_StrictRequest(request.scope, request.receive))
+
+        return handle
 
 
 class RequestModel(BaseModel):
-    """A request body: unknown fields and wrong types are errors, not guesses."""
+    """A request body. Unknown fields and wrong types are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class StreamOptions(RequestModel):
-    """What a stream carries beside the text."""
+    """What a stream contains besides the text."""
 
     include_usage: bool | None = None
-    """A last chunk with the usage of the whole request."""
+    """Add a last chunk with the usage of the whole request."""
     continuous_usage_stats: bool | None = None
-    """Usage so far in every chunk."""
+    """Add the usage so far to every chunk."""
     include_obfuscation: bool | None = None
-    """Accepted without effect."""
+    """Accepted, but has no effect."""
 
 
 class SamplingFields(RequestModel):
-    """The fields that choose tokens, those of OpenAI and those that vLLM adds. None: SamplingParams' default."""
+    """The fields that both generating endpoints have: OpenAI's and vLLM's. None: SamplingParams' default."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES_PER_HTTP_REQUEST)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -58,33 +84,33 @@ class SamplingFields(RequestModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
-    """Lower runs first."""
+    """Requests with a lower number run first."""
     cache_salt: str | None = None
-    """Cached prefixes are shared only between requests of the same salt."""
+    """Only requests with the same salt share cached prefixes."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     model: str | None = None
     user: str | None = None
 
-    def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The engine's parameters.
 
         Raises:
             ApiError: 400, a value is out of range.
         """
-        given = {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
+        values = {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
         if self.logit_bias:
-            given["logit_bias"] = _parse_bias(self.logit_bias)
+            values["logit_bias"] = _parse_bias(self.logit_bias)
         try:
-            return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+            return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **values)
         except ValueError as error:
             raise bad_parameter(str(error)) from error
 
     def check_stream(self) -> StreamOptions:
-        """The stream options, all off where none are given.
+        """The stream options; all are off if the request has none.
 
         Raises:
-            ApiError: 400, there are options but no stream.
+            ApiError: 400, the request has stream options but does not ask for a stream.
         """
         if self.stream_options is not None and not self.stream:
             raise bad_request(
@@ -99,7 +125,7 @@ _SAMPLING_NAMES = tuple(
 
 
 def bad_parameter(message: str) -> ApiError:
-    """A 400 for a message that begins with the name of the parameter at fault, or with none."""
+    """A 400 with this message. If it begins with the name of a parameter, the error names that parameter."""
     name = message.split(" ", 1)[0]
     known = name in SamplingFields.model_fields or name in SamplingParams.__struct_fields__
     return bad_request(message, name if known else None)
@@ -112,25 +138,29 @@ def _parse_bias(bias: dict[str, float]) -> dict[int, float]:
         raise bad_request("Invalid value for 'logit_bias': its keys must be token ids.", "logit_bias") from error
 
 
-def refuse(reasons: Sequence[tuple[bool, str, str]]) -> None:
-    """Refuse what is not supported: (asked for, field, why and what to do instead).
+def refuse_if(asked: bool, param: str, message: str) -> None:
+    """Refuse a request that asks for something unsupported.
+
+    Args:
+        asked: whether the request asks for it.
+        param: the field that asks for it.
+        message: why it is refused, and what to do instead.
 
     Raises:
-        ApiError: 400, for the first one asked for.
+        ApiError: 400.
     """
-    for asked, param, message in reasons:
-        if asked:
-            raise bad_request(message, param, "unsupported_parameter")
+    if asked:
+        raise bad_request(message, param, "unsupported_parameter")
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """Where prompt tokens came from."""
+    """How many prompt tokens came from the prefix cache."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of one API request, over all its prompts and choices."""
+    """Number of tokens of one API request, over all its prompts and choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -139,36 +169,8 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
-    """The usage so far. A prompt counts once, however many choices it has."""
+    """The usage so far. A prompt counts once, even if it has several choices."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
     return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
-
-
-class ErrorBody(BaseModel):
-    """An error, for the API's own documentation."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(BaseModel):
-    """The answer to a request that failed."""
-
-    error: ErrorBody
-
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse, "description": text}
-    for status, text in (
-        (400, "The request cannot be."),
-        (401, "The key is missing or wrong."),
-        (404, "The model is not served here."),
-        (413, "The body is too large."),
-        (429, "Too many requests wait."),
-        (503, "Starting, draining, or the engine has stopped."),
-    )
-}

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes: text or a conversation to token ids and back."""
+"""POST /tokenize and /detokenize, in vLLM's shapes: text or a conversation to token ids, and ids to text."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from shardline.server.errors import bad_request
+from shardline.server.errors import ERROR_RESPONSES, bad_request
 from shardline.server.openai.chat import ConversationFields, Messages
-from shardline.server.openai.protocol import ERRORS, RequestModel, TokenIds
-from shardline.server.routing import StrictRoute
+from shardline.server.openai.protocol import RequestModel, StrictRoute, TokenIds
 from shardline.server.service import Service
 
 
@@ -20,7 +19,7 @@ class TokenizeRequest(ConversationFields):
     prompt: str | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
-    """None: as the generating endpoints do, that is for `prompt` but not for `messages`."""
+    """None: as in the generating endpoints, true for `prompt` and false for `messages`."""
     return_token_strs: bool | None = None
 
 
@@ -32,7 +31,7 @@ class DetokenizeRequest(RequestModel):
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True):
-    """The ids, and how many of them the model takes."""
+    """The ids, their number, and the largest number that the model supports."""
 
     count: int
     max_model_len: int
@@ -44,16 +43,16 @@ def tokenize_routes(service: Service) -> APIRouter:
     """The endpoints."""
     router = APIRouter(route_class=StrictRoute)
 
-    @router.post("/tokenize", responses=ERRORS)
+    @router.post("/tokenize", responses=ERROR_RESPONSES)
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text or a conversation."""
         service.require_model(body.model)
         if body.prompt is not None and body.messages is None:
-            ids = await service.encode(body.prompt, body.add_special_tokens is not False)
+            ids = await service.require_tokenizer().encode_text_async(body.prompt, body.add_special_tokens is not False)
         elif body.messages is not None and body.prompt is None:
-            ids = await body.encode(service, body.messages, bool(body.add_special_tokens))
+            ids = await body.encode_messages(service, body.messages, bool(body.add_special_tokens))
         else:
-            raise bad_request("Set 'prompt' or 'messages', one of them.", "prompt")
+            raise bad_request("Set either 'prompt' or 'messages'.", "prompt")
         strings = None
         if body.return_token_strs:
             tokenizer = service.require_tokenizer()
@@ -61,11 +60,11 @@ def tokenize_routes(service: Service) -> APIRouter:
         answer = TokenizeResponse(len(ids), service.llm.max_model_len, ids, strings)
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
-    @router.post("/detokenize", responses=ERRORS)
+    @router.post("/detokenize", responses=ERROR_RESPONSES)
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         service.require_model(body.model)
-        text = service.decode(body.tokens, skip_special_tokens=False)
+        text = service.decode_tokens(body.tokens, skip_special_tokens=False)
         return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")
 
     return router

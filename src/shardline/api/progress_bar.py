@@ -9,8 +9,8 @@ from typing import Any
 from shardline.types import RequestOutput
 
 
-class Progress:
-    """Counts finished requests and tokens per second on stderr; silent where not `enabled`."""
+class ProgressBar:
+    """Shows finished requests and tokens per second on stderr; shows nothing unless `enabled`."""
 
     def __init__(self, total: int, *, enabled: bool) -> None:
         self._start = time.monotonic()
@@ -22,7 +22,7 @@ class Progress:
 
             self._bar = tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True, postfix=self._rates())
 
-    def add(self, output: RequestOutput) -> None:
+    def count_request(self, output: RequestOutput) -> None:
         """Count one finished request."""
         self._tokens_in += len(output.prompt_token_ids)
         self._tokens_out += sum(len(choice.token_ids) for choice in output.outputs)
@@ -34,7 +34,7 @@ class Progress:
         seconds = max(time.monotonic() - self._start, 1e-9)
         return f"in {self._tokens_in / seconds:.0f} tok/s, out {self._tokens_out / seconds:.0f} tok/s"
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(

@@ -1,4 +1,4 @@
-"""What a front reads of a model's folder, on the embedded model."""
+"""What the front reads from a model's folder, tested with the embedded model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardline.api.front import load_model_text
+from shardline.api.model_text import load_model_text
 from shardline.config.engine import EngineConfig
 from tests.text import builders
 
@@ -18,7 +18,7 @@ def test_the_demo_model_can_chat() -> None:
     assert text.eos_token_ids
     assert text.vocab_size >= text.tokenizer.vocab_size
     prompt = text.chat_template.render([{"role": "user", "content": "What does os.path.join do?"}])
-    ids = text.tokenizer.encode(prompt, add_special_tokens=False)
+    ids = text.tokenizer.encode_text(prompt, add_special_tokens=False)
     assert text.tokenizer.decode(ids, skip_special_tokens=False) == prompt
 
 

@@ -1,4 +1,4 @@
-"""What a front reads of the model's folder: tokenizer, chat template, vocabulary; no weights, no torch."""
+"""What the front reads from the model's folder: tokenizer, chat template and vocabulary; no weights, no torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shardline.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ModelText:
-    """How a model reads and writes.
+    """What turns text into a model's token ids and back.
 
-    `tokenizer` None: only token ids can be used; `chat_template` None: no chats.
+    `tokenizer` None: prompts must be token ids. `chat_template` None: the model does not support chats.
     """
 
     tokenizer: Tokenizer | None
@@ -24,7 +24,7 @@ class ModelText:
     eos_token_ids: tuple[int, ...]
 
     def request_builder(self, config: EngineConfig, max_model_len: int) -> RequestBuilder:
-        """Checks requests against this model; seeds follow from the configuration's, in order of admission."""
+        """A builder that checks requests against this model; it draws seeds from the configuration's seed."""
         return RequestBuilder(
             tokenizer=self.tokenizer,
             vocab_size=self.vocab_size,
@@ -35,10 +35,10 @@ class ModelText:
 
 
 def load_model_text(config: EngineConfig) -> ModelText:
-    """Read tokenizer and templates of the configured model, from the hub where it is not here yet.
+    """Read the tokenizer and the templates of the configured model; download them from the hub if necessary.
 
     Raises:
-        ValueError: there is no such model, or its files are broken.
+        ValueError: the model does not exist, or its files are broken.
     """
     from shardline.models.hub import resolve_model, resolve_tokenizer
     from shardline.models.lookup import decoder_spec
@@ -47,10 +47,10 @@ def load_model_text(config: EngineConfig) -> ModelText:
     files = resolve_model(model.model, model.revision, weights=False)
     folder = files.folder if model.tokenizer is None else resolve_tokenizer(model.tokenizer)
     tokenizer = Tokenizer.from_folder(folder)
-    spoken_ends = () if tokenizer is None else tokenizer.eos_token_ids
+    tokenizer_eos_ids = () if tokenizer is None else tokenizer.eos_token_ids
     return ModelText(
         tokenizer=tokenizer,
         chat_template=ChatTemplate.from_folder(folder, tokenizer.special_tokens if tokenizer is not None else None),
         vocab_size=decoder_spec(files.config).vocab_size,
-        eos_token_ids=tuple(dict.fromkeys((*files.eos_token_ids, *spoken_ends))),
+        eos_token_ids=tuple(dict.fromkeys((*files.eos_token_ids, *tokenizer_eos_ids))),
     )

@@ -1,12 +1,18 @@
-"""What the server measures of each request, as a client would see it: from arrival to the last token."""
+"""The metrics of one server: request latencies as clients see them, HTTP answers, and the engines' counters.
+
+Each server has a registry of its own, so that two servers in one process do not share metrics.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.exposition import choose_encoder
 
-from shardline.types import RequestOutput
+from shardline.metrics.engine import EngineCollector
+from shardline.types import EngineStats, RequestOutput
 
 _FIRST_TOKEN_SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -25,7 +31,7 @@ _PARAMS_N = (1, 2, 5, 10, 20)
 
 
 class RequestMetrics:
-    """Histograms and counters of requests, labelled `model_name`; `registry` exposes them."""
+    """Histograms and counters of requests, labelled `model_name`."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -48,19 +54,19 @@ class RequestMetrics:
         self.choices = histogram("request_params_n", "Choices asked for in a request.", _PARAMS_N)
         self._ended = Counter(
             "shardline:request_success",
-            "Choices that ended, by reason; abort: the client left or the server stopped.",
+            "Choices that ended, by reason; abort: the client disconnected or the server stopped.",
             ["model_name", "finished_reason"],
             registry=registry,
         )
         self._model_name = model_name
 
     def count_end(self, reason: str, amount: int = 1) -> None:
-        """Count choices that ended for `reason`."""
+        """Count choices that ended for this reason."""
         self._ended.labels(self._model_name, reason).inc(amount)
 
 
 class RequestTimer:
-    """The measurements of one request (one prompt, all its choices), from its construction on."""
+    """Measures one request (one prompt with all its choices), from the construction of this object on."""
 
     def __init__(self, metrics: RequestMetrics, choices: int) -> None:
         self._metrics = metrics
@@ -70,8 +76,8 @@ class RequestTimer:
         self._tokens = 0
         self._output: RequestOutput | None = None
 
-    def observe(self, output: RequestOutput) -> None:
-        """Take note of an output as it arrives; a cheap call, made once per output."""
+    def observe_output(self, output: RequestOutput) -> None:
+        """Record the arrival of an output. The call is cheap, since every output makes it."""
         tokens = sum(len(choice.token_ids) for choice in output.outputs)
         if tokens > self._tokens:
             now = time.perf_counter()
@@ -84,9 +90,9 @@ class RequestTimer:
         self._output = output
 
     def finish(self) -> None:
-        """Record the request once no more outputs come, whether it ended by itself or was left.
+        """Record the whole request. Call this after its last output, also if the client has disconnected.
 
-        A request that was refused has no output and is not recorded.
+        A refused request has no output and is not recorded.
         """
         output = self._output
         if output is None:
@@ -97,3 +103,32 @@ class RequestTimer:
         self._metrics.choices.observe(self._choices)
         for choice in output.outputs:
             self._metrics.count_end(choice.finish_reason or "abort")
+
+
+class ServerMetrics:
+    """Everything that /metrics shows: engine counters, request latencies, HTTP answers and the process."""
+
+    def __init__(self, model_name: str, read_stats: Callable[[], Sequence[EngineStats]]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(model_name, read_stats))
+        ProcessCollector(registry=self.registry)
+        self.requests = RequestMetrics(self.registry, model_name)
+        self._responses = Counter(
+            "shardline:http_requests",
+            "HTTP requests answered.",
+            ["handler", "method", "status"],
+            registry=self.registry,
+        )
+
+    def start_timer(self, choices: int) -> RequestTimer:
+        """Start measuring a request with this number of choices."""
+        return RequestTimer(self.requests, choices)
+
+    def count_response(self, handler: str, method: str, status: int) -> None:
+        """Count one HTTP answer. `handler` is the route, not the path: the number of paths has no limit."""
+        self._responses.labels(handler, method, str(status)).inc()
+
+    def expose(self, accept: str) -> tuple[bytes, str]:
+        """The body and the content type for a scrape with this Accept header."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
