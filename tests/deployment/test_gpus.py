@@ -11,7 +11,7 @@ from shardline.deployment.kv_budget import gpu_room
 from shardline.deployment.machine import Machine
 from shardline.deployment.segment import segment_layout
 from shardline.models.sizes import kv_bytes_per_token, step_bytes
-from shardline.models.weight_formats import WeightFormat
+from shardline.weights.base import PLAIN, FormatChoice
 from tests.deployment.machines import GIB, gpu, host, machine, resolve_on
 from tests.loader.packer import pack_checkpoint
 from tests.models.checkpoints import make_checkpoint
@@ -123,7 +123,7 @@ def test_a_gpu_keeps_the_bits_that_a_checkpoint_has_packed(tmp_path: Path) -> No
     pack_checkpoint(model, tmp_path / "packed", tmp_path / "plain", config)
     options = {"device": "cuda", "num_gpu_blocks_override": 32, "model": str(tmp_path / "packed")}
     resolved = resolve_on(TWO, **options)
-    assert resolved.weight_format == WeightFormat("w4a16", 32)
+    assert resolved.weight_format == FormatChoice("w4a16", 32)
     assert resolved.keeps_packed
     assert resolve_on(TWO, **options, quantization="w4a16") == resolved
     for scheme, name in (("none", "plain"), ("int8", "int8")):
@@ -131,7 +131,7 @@ def test_a_gpu_keeps_the_bits_that_a_checkpoint_has_packed(tmp_path: Path) -> No
         assert chosen.weight_format.name == name
         assert not chosen.keeps_packed
     dummy = resolve_on(TWO, **options, load_format="dummy")
-    assert dummy.weight_format.is_plain
+    assert dummy.weight_format == PLAIN
     with pytest.raises(ValueError, match="use --numerics exact, or --quantization none"):
         resolve_on(TWO, **options, numerics="fast", tensor_parallel_size=2)
     with pytest.raises(ValueError, match="is for GPTQ and AWQ checkpoints, and this is none; use int4"):
