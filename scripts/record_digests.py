@@ -1,7 +1,7 @@
 """Records what the engine answers, bit by bit, so that two states of the code can be compared.
 
-    python scripts/record_digests.py OUT.json                  # record; --only TEXT takes the cases whose name has it
-    python scripts/record_digests.py --compare A.json B.json   # say what differs; exit 1 if anything does
+    python scripts/record_digests.py OUT.json                  # record
+    python scripts/record_digests.py --compare A.json B.json   # exit 1 if anything differs
 
 A case is a checkpoint with engine options. Its record holds, for every request, the tokens, a hash of the digests of
 the fp32 logits of every step, a hash of the log-probabilities, and the finish reason. The cases cover every model
