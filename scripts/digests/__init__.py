@@ -1,0 +1,1 @@
+"""Parts of scripts/record_digests.py: the engines, the cases, the requests."""
