@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 from collections.abc import Sequence
@@ -27,30 +26,34 @@ def start_engine(options: dict[str, Any]) -> RunningEngine:
 
     Formats that only a GPU has (fp8, w4a16) are accepted when `use_gpu_kernels` was called before.
     """
+    import msgspec
+
     from shardline import EngineConfig
+    from shardline.deployment.here import resolve_here
     from shardline.engine.engine import Engine
     from shardline.engine.executor import make_executor
-    from shardline.engine.resolve import resolve
-    from shardline.runtime.setup import prepare
+    from shardline.weights.base import FormatChoice
 
     on_gpu = "TRITON_INTERPRET" in os.environ
     refused = ("fp8", "w4a16", "int8") if on_gpu and "deepseek" in options["model"] else ("fp8", "w4a16")
     gpu_only = {name: value for name, value in options.items() if value in refused}
     asked = EngineConfig.from_options(**{name: value for name, value in options.items() if name not in gpu_only})
-    config = resolve(asked)
+    deployment = resolve_here(asked)
     if "quantization" in gpu_only:
-        scheme = "w4a16_32" if gpu_only["quantization"] == "w4a16" else gpu_only["quantization"]
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, quantization=scheme))
+        scheme = gpu_only["quantization"]
+        held = FormatChoice(scheme, 32 if scheme == "w4a16" else 0)
+        deployment = msgspec.structs.replace(deployment, weight_format=held)
     if "kv_cache_dtype" in gpu_only:
-        cache = dataclasses.replace(config.cache, kv_cache_dtype=gpu_only["kv_cache_dtype"])
-        config = dataclasses.replace(config, cache=cache)
-    setup = prepare(config)
-    executor = make_executor(setup)
+        dtype = {"fp8": "float8_e4m3fn"}.get(gpu_only["kv_cache_dtype"], gpu_only["kv_cache_dtype"])
+        deployment = msgspec.structs.replace(
+            deployment, cache=msgspec.structs.replace(deployment.cache, dtype=dtype)
+        )
+    executor = make_executor(deployment, 0)
     executor.start()
-    engine = Engine(setup, executor)
+    engine = Engine(deployment, executor)
 
     class Adapter:
-        add = staticmethod(engine.add)
+        add = staticmethod(engine.add_request)
         step = staticmethod(engine.step)
         close = staticmethod(executor.close)
 
@@ -62,21 +65,20 @@ def start_engine(options: dict[str, Any]) -> RunningEngine:
 
 
 def use_gpu_kernels() -> None:
-    """From here on, tensors in host memory go through the GPU's kernels, in Triton's interpreter.
+    """From here on, every rank computes with the GPU's kernels on host memory, in Triton's interpreter.
 
     TRITON_INTERPRET=1 must have been set before the process started.
     """
-    from types import SimpleNamespace
-
     import numpy as np
-    from tests.ops.triton import conftest as hardware
+    import torch
+    from tests.backends.cuda import conftest as hardware
     from triton.runtime import interpreter
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-    from shardline import _cpu
-    from shardline.runtime.ops import dispatch
-    from shardline.runtime.ops import triton as gpu
-    from shardline.runtime.replay import DecodeReplay
+    from shardline.runtime.backends.cuda.backend import NoReplay
+    from shardline.runtime.backends.cuda.fused_layers import CudaFusedLayers
+    from shardline.runtime.backends.cuda.gpu_kernels import CudaKernels
+    from shardline.runtime.backends.host import backend as host
 
     InterpreterBuilder.create_dot = hardware._dot
     InterpreterBuilder.create_fma = hardware._fma
@@ -90,7 +92,16 @@ def use_gpu_kernels() -> None:
             run_grid(self, *arguments, **keywords)
 
     GridExecutor.__call__ = run_locked
-    kernels: Any = SimpleNamespace(**{name: getattr(gpu, name) for name in gpu.__all__})
-    kernels.activation_empty = _cpu.activation_empty
-    dispatch._BACK_ENDS["cpu"] = lambda: kernels
-    DecodeReplay.__call__ = lambda self, *step: self.forward(*step)  # type: ignore[method-assign]
+
+    class InterpretedBackend(host.HostBackend):
+        def __init__(self, num_threads: int) -> None:
+            super().__init__(num_threads)
+            self.kernels: Any = CudaKernels(torch.device("cpu"))
+
+        def make_replay(self, forward: Any, sizes: Any, *, can_capture: bool) -> Any:
+            return NoReplay(forward)
+
+        def fuse_layers(self, stage: Any) -> Any:
+            return CudaFusedLayers(self.kernels, stage)
+
+    host.HostBackend = InterpretedBackend  # type: ignore[misc]
