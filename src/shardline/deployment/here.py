@@ -19,7 +19,7 @@ def resolve_here(config: EngineConfig) -> Deployment:
     hub if it is not here yet.
 
     Raises:
-        ValueError: the model, the shape or the memory cannot be; the message says what would work.
+        ValueError: the model, the layout or the memory does not allow it; the message says what would work.
     """
     machine = probe_machine(gpus=config.parallel.device != "cpu")
     choose_layout(config.parallel, machine)  # refuses what no model can have, before one is downloaded

@@ -91,7 +91,7 @@ def largest_weight_bytes(
     numerics: Numerics = "exact",
     expert_parallel: bool = False,
 ) -> int:
-    """Bytes, in `dtype`, of the largest parameter of which the rank at `place` holds a part: of that part."""
+    """Bytes, in `dtype`, of the largest part of a parameter that the rank at `place` holds."""
     tp_size = len(place.tp_peers)
     experts = ExpertShare(place.ep_peers.index(place.rank), len(place.ep_peers)) if expert_parallel else None
     held = _held(spec, stages[place.pp_rank], PLAIN)
@@ -105,7 +105,7 @@ def kv_bytes_per_token(
     """Bytes of keys and values that the rank at `place` stores for a token, summed over its stage's layers.
 
     A layer with a window stores only the tokens within it; this counts it like any other. `latents_shared`: the ranks
-    of a tensor-parallel group have one pool of latents (in host memory), of which each accounts for an even part.
+    of a tensor-parallel group have one pool of latents, in host memory, and each accounts for an even part of it.
     """
     stage = stages[place.pp_rank]
     layers = range(stage.start, stage.stop)
