@@ -19,9 +19,9 @@ from shardline.models.parameters import (
 )
 from shardline.models.partition import (
     ExpertShare,
+    KVGroup,
     Span,
     balance_stages,
-    kv_groups,
     parse_stages,
     split_dim,
     split_heads,
@@ -114,6 +114,7 @@ def kv_bytes_per_token(
 
 def kv_block_bytes(
     spec: DecoderSpec,
+    groups: Sequence[KVGroup],
     place: RankPlace,
     stages: Sequence[Span],
     dtype: KVDType,
@@ -123,8 +124,8 @@ def kv_block_bytes(
 ) -> int:
     """Bytes of one KV block on the rank at `place`.
 
-    A block holds `block_size` tokens of one KV group (see `partition.kv_groups`), those of the group's layers that lie
-    in the rank's stage; it is as large as the largest group needs. `latents_shared` as in `kv_bytes_per_token`.
+    A block holds `block_size` tokens of one of the KV `groups` (see `partition.kv_groups`) in those of its layers that
+    lie in the rank's stage. It is as large as the largest group needs. `latents_shared` as in `kv_bytes_per_token`.
     """
     stage = stages[place.pp_rank]
     return block_size * max(
@@ -133,7 +134,7 @@ def kv_block_bytes(
             for index in group.layers
             if stage.start <= index < stage.stop
         )
-        for group in kv_groups(spec)
+        for group in groups
     )
 
 
