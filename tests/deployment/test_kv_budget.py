@@ -54,7 +54,8 @@ def use(total: int, step: int = 0) -> MemoryUse:
 
 
 def block_bytes(setup: Deployment, rank: int) -> int:
-    return kv_block_bytes(setup.spec, setup.grid.place(rank), setup.stages, setup.dtype, setup.cache.block_size)
+    cache, place = setup.cache, setup.grid.place(rank)
+    return kv_block_bytes(setup.spec, cache.groups, place, setup.stages, setup.dtype, cache.block_size)
 
 
 def test_the_rank_that_fits_the_fewest_blocks_decides(model: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from shardline.config.engine import EngineConfig
+from shardline.deployment import here
 from shardline.deployment.deployment import Deployment, FixedPool
 from shardline.deployment.here import resolve_here
 from shardline.deployment.resolve import resolve
@@ -212,6 +213,12 @@ def test_the_log_has_reasons_and_warnings(caplog: pytest.LogCaptureFixture) -> N
     resolve_here(EngineConfig.from_options(device="cpu", cpu_threads=1, tensor_parallel_size=8))
     lines = [record.getMessage() for record in caplog.records]
     assert any(line.startswith("chosen: dtype bfloat16") for line in lines)
+
+
+def test_a_layout_that_cannot_be_is_refused_before_a_model_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "read_model", lambda config: pytest.fail("the model was read"))
+    with pytest.raises(ValueError, match="'nccl' needs GPUs"):
+        resolve_here(EngineConfig.from_options(device="cpu", collectives="nccl"))
 
 
 def test_cores_that_are_too_few_are_told() -> None:

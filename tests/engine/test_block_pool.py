@@ -24,7 +24,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.free)
     @rule()
     def take(self) -> None:
-        block = self.pool.take()
+        block = self.pool.take_block()
         blank = [free for free in self.free if free not in self.content]
         assert block in blank if blank else block == self.free[0]
         self.free.remove(block)
@@ -35,7 +35,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(self.held))
-        self.pool.release(block)
+        self.pool.release_block(block)
         self.held.remove(block)
         if block not in self.held:
             self.free.append(block)
@@ -45,17 +45,17 @@ class PoolMachine(RuleBasedStateMachine):
         blank = sorted({block for block in self.held if block not in self.content})
         if blank:
             block = data.draw(st.sampled_from(blank))
-            self.pool.publish(block, content)
+            self.pool.publish_block(block, content)
             if content not in self.content.values():
                 self.content[block] = content
 
     @rule(content=st.sampled_from([b"a", b"b", b"c", b"d"]))
     def share(self, content: bytes) -> None:
         expected = next((block for block, known in self.content.items() if known == content), None)
-        block = self.pool.find(content)
+        block = self.pool.find_block(content)
         assert block == expected
         if block is not None:
-            self.pool.share(block)
+            self.pool.share_block(block)
             self.held.append(block)
             if block in self.free:
                 self.free.remove(block)
@@ -66,7 +66,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_used == len(set(self.held))
         assert NULL_BLOCK not in self.held
         for block in range(1, NUM_BLOCKS):
-            assert self.pool.references(block) == self.held.count(block)
+            assert self.pool.num_references(block) == self.held.count(block)
 
 
 TestPool = PoolMachine.TestCase
@@ -75,7 +75,7 @@ TestPool = PoolMachine.TestCase
 def test_releasing_a_free_block_is_a_bug() -> None:
     pool = BlockPool(3)
     with pytest.raises(AssertionError):
-        pool.release(1)
+        pool.release_block(1)
 
 
 def test_a_pool_needs_a_block_beside_the_null_block() -> None:

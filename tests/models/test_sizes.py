@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -26,7 +25,7 @@ from shardline.models.sizes import (
     weight_bytes,
 )
 from shardline.models.spec import GQA, MLA, DecoderSpec
-from shardline.models.weight_formats import PLAIN, WeightFormat, format_bytes, held_format
+from shardline.models.weight_formats import PLAIN, WeightFormat, format_bytes, held_format, weight_format
 from tests.models.checkpoints import make_config, make_model
 from tests.models.reference import forward
 from tests.models.specs import decoder_specs
@@ -119,7 +118,7 @@ def test_weight_bytes_count_what_each_rank_holds(
             for name, shape in held.items()
         ]
         held_bytes = sum(array.nbytes for array in arrays)
-        assert weight_bytes(spec, place, stages, "bfloat16", numerics, None, expert_parallel) == held_bytes
+        assert weight_bytes(spec, place, stages, "bfloat16", numerics, PLAIN, expert_parallel) == held_bytes
     assert not everything
 
 
@@ -140,8 +139,10 @@ def test_tied_embeddings_count_where_they_are_held() -> None:
     two = stage_spans(spec, 2)
     halves = [weight_bytes(spec, RankGrid(1, 2).place(rank), two, "bfloat16") for rank in range(2)]
     assert sum(halves) == 2 * (num_parameters(spec) + table)
-    untied = dataclasses.replace(spec, tied_embeddings=False)
-    quantized = [weight_bytes(s, place, stages, "bfloat16", quantization="int8") for s in (spec, untied)]
+    untied = msgspec.structs.replace(spec, tied_embeddings=False)
+    quantized = [
+        weight_bytes(s, place, stages, "bfloat16", weight_format=weight_format("int8")) for s in (spec, untied)
+    ]
     assert quantized[0] == quantized[1]
 
 
@@ -162,9 +163,9 @@ def test_quantized_weight_bytes_of_a_known_model() -> None:
     projections = [(hidden, hidden)] * 4 + [(inner, hidden)] * 2 + [(hidden, inner)]
     head = vocab * (hidden + 4)
     int8 = 32 * sum(rows * (columns + 4) for rows, columns in projections)
-    assert weight_bytes(spec, place, stages, "bfloat16", quantization="int8") == plain + head + int8
+    assert weight_bytes(spec, place, stages, "bfloat16", weight_format=weight_format("int8")) == plain + head + int8
     int4 = 32 * sum(rows * (columns // 2 + columns // 32 + 4) for rows, columns in projections)
-    assert weight_bytes(spec, place, stages, "bfloat16", quantization="int4") == plain + head + int4
+    assert weight_bytes(spec, place, stages, "bfloat16", weight_format=weight_format("int4")) == plain + head + int4
 
 
 def test_stages_weigh_the_lm_head() -> None:
@@ -206,7 +207,7 @@ def test_kv_bytes(spec: DecoderSpec, tp_size: int, num_stages: int, block_size: 
             per_layer[index] = 4 * 2 * own.size * attention.head_dim
         assert kv_bytes_per_token(spec, place, stages, "float32") == sum(per_layer.values())
         deepest = max(sum(per_layer.get(index, 0) for index in group.layers) for group in kv_groups(spec))
-        assert kv_block_bytes(spec, place, stages, "float32", block_size) == block_size * deepest
+        assert kv_block_bytes(spec, kv_groups(spec), place, stages, "float32", block_size) == block_size * deepest
         if any(isinstance(spec.layers[index].attention, MLA) for index in per_layer):
             latents = sum(
                 a.kv_lora_rank + 2 * a.rope_head_dim + 4 for a in (spec.layers[i].attention for i in per_layer)

@@ -1,4 +1,7 @@
-"""What an engine is made of: frozen dataclasses, composed. CLI flags and LLM(...) keywords come from these fields."""
+"""What was asked for: frozen dataclasses, composed. CLI flags and LLM(...) keywords come from these fields.
+
+`deployment.resolve` decides what is left open here.
+"""
 
 from __future__ import annotations
 

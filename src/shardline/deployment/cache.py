@@ -34,7 +34,7 @@ def plan_cache(
     asked, block_size, groups = config.cache, config.cache.block_size, kv_groups(spec)
     is_shared = layout.device == "cpu" and layout.num_hosts == 1
     block_bytes = tuple(
-        kv_block_bytes(spec, layout.grid.place(rank), stages, dtype, block_size, latents_shared=is_shared)
+        kv_block_bytes(spec, groups, layout.grid.place(rank), stages, dtype, block_size, latents_shared=is_shared)
         for rank in range(layout.grid.world_size)
     )
 

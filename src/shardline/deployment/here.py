@@ -6,6 +6,7 @@ import logging
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
+from shardline.deployment.layout import choose_layout
 from shardline.deployment.probe import probe_machine
 from shardline.deployment.resolve import resolve
 from shardline.models.description import read_model
@@ -18,10 +19,11 @@ def resolve_here(config: EngineConfig) -> Deployment:
     hub if it is not here yet.
 
     Raises:
-        ValueError: the model, the shape or the memory cannot be; the message says what would work.
+        ValueError: the model, the layout or the memory does not allow it; the message says what would work.
     """
-    model = read_model(config.model)
-    deployment = resolve(config, model, probe_machine(gpus=config.parallel.device != "cpu"))
+    machine = probe_machine(gpus=config.parallel.device != "cpu")
+    choose_layout(config.parallel, machine)  # refuses what no model can have, before one is downloaded
+    deployment = resolve(config, read_model(config.model), machine)
     for warning in deployment.warnings:
         _log.warning("%s", warning)
     if deployment.reasons:

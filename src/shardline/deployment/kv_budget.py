@@ -73,7 +73,7 @@ def _host_room(config: EngineConfig, layout: Layout, machine: Machine, weights: 
 
 def gpu_room(gpus: Sequence[Device], num_ranks: int, share: float, weights: int, activations: int) -> int:
     """What the smallest of `gpus` has left beside `weights` and a step's `activations`, if `share` of it may be used,
-    by formula: enough to refuse early what cannot be. Ranks that share a GPU share its memory.
+    by formula: enough to refuse early what does not fit. Ranks that share a GPU share its memory.
 
     Raises:
         ValueError: nothing is left.
@@ -106,8 +106,8 @@ def fitting_blocks(rooms: Sequence[int], block_bytes: Sequence[int], most: int) 
 def check_host_memory(
     layout: Layout, machine: Machine, weights: Sequence[RankWeights], block_bytes: Sequence[int], num_blocks: int
 ) -> None:
-    """Refuse a KV cache that was asked for and cannot be: its pages are taken as they are used, hours later. (On a GPU
-    they are taken at the start, which then fails.)
+    """Refuse a KV cache that was asked for and does not fit: the host gives its pages only as they are used, so a run
+    would fail hours later. (On a GPU they are allocated at the start, which fails at once.)
 
     Raises:
         ValueError: the host does not have so much memory.

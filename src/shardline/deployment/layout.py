@@ -44,7 +44,7 @@ def choose_layout(parallel: ParallelConfig, machine: Machine) -> Layout:
     """The layout that was asked for, with what was left open chosen.
 
     Raises:
-        ValueError: it cannot be on this machine; the message says what would work.
+        ValueError: the machine does not allow it; the message says what would work.
     """
     if parallel.context_parallel_size > 1:
         raise ValueError("context_parallel_size above 1 is not supported yet; use tensor_parallel_size instead")

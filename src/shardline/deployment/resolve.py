@@ -27,7 +27,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     """What runs where if `config` is asked for `model` on `machine`. Pure: opens, probes, loads and logs nothing.
 
     Raises:
-        ValueError: the model, the shape or the memory cannot be; the message says what would work.
+        ValueError: the model, the layout or the memory does not allow it; the message says what would work.
     """
     parallel, asked_length = config.parallel, config.model.max_model_len
     layout = choose_layout(parallel, machine)

@@ -27,7 +27,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `take` can hand out, cached content or not."""
+        """Blocks that `take_block` can hand out, cached content or not."""
         return len(self._blank) + len(self._cached)
 
     @property
@@ -35,11 +35,11 @@ class BlockPool:
         """Blocks that somebody holds."""
         return self.num_usable - self.num_free
 
-    def references(self, block: int) -> int:
+    def num_references(self, block: int) -> int:
         """How many hold the block."""
         return self._references[block]
 
-    def take(self) -> int:
+    def take_block(self) -> int:
         """A block without content, held once by the caller. There must be a free one."""
         if self._blank:
             block = self._blank.pop()
@@ -52,14 +52,14 @@ class BlockPool:
         self._references[block] = 1
         return block
 
-    def share(self, block: int) -> None:
+    def share_block(self, block: int) -> None:
         """Hold a published block once more."""
         if self._references[block] == 0:
             del self._cached[block]
         self._references[block] += 1
 
-    def release(self, block: int) -> None:
-        """Undo one `take` or `share`. Of blocks released one after another, the first is the first to be re-used."""
+    def release_block(self, block: int) -> None:
+        """Undo one `take_block` or `share_block`. Of blocks released one after another, the first is re-used first."""
         references = self._references[block] - 1
         assert references >= 0, "a free block was released"
         self._references[block] = references
@@ -69,14 +69,15 @@ class BlockPool:
             else:
                 self._cached[block] = None
 
-    def publish(self, block: int, content: bytes) -> None:
-        """Make a held block findable by its content. Where another block has the same content, that one stays it."""
+    def publish_block(self, block: int, content: bytes) -> None:
+        """Make a held block findable by its content. If another block has the same
+        content already, that one stays the one to be found."""
         assert self._references[block] > 0, "a free block was published"
         assert self._contents[block] is None, "a block was published twice"
         if content not in self._published:
             self._published[content] = block
             self._contents[block] = content
 
-    def find(self, content: bytes) -> int | None:
+    def find_block(self, content: bytes) -> int | None:
         """The block with this content, held or free."""
         return self._published.get(content)

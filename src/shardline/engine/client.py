@@ -75,7 +75,7 @@ class EngineClient:
         raise (ValueError if self._answer.user_error else RuntimeError)(self._answer.message)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Hand requests to the engine. Where it is gone, `on_message` tells so.
+        """Hand requests to the engine. If it has ended, `on_message` says so.
 
         Raises:
             ValueError: a request cannot be sent; none of them was.

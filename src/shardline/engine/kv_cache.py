@@ -56,12 +56,12 @@ class KVCache:
         """The state of a sequence that holds nothing."""
         return KVState([[] for _ in self._groups], [0] * len(self._groups))
 
-    def lookup(self, sequence: LiveSequence) -> PrefixHit:
+    def lookup_prefix(self, sequence: LiveSequence) -> PrefixHit:
         """The longest cached prefix of the sequence's tokens that leaves at least one token to compute."""
         if self._hasher is None:
             return PrefixHit(self._nothing, 0, 0, 0)
         most = (len(sequence.tokens) - 1) // self._block_size
-        hashes, find, suffixes = sequence.kv.hashes, self.pool.find, self._suffixes
+        hashes, find, suffixes = sequence.kv.hashes, self.pool.find_block, self._suffixes
         self._hasher.extend(hashes, sequence.request.cache_salt, sequence.tokens, most)
         length = longest_hit(
             self._groups,
@@ -78,25 +78,25 @@ class KVCache:
             assert len(known) == length - first
             tables.append([NULL_BLOCK] * first + known)
             held += known
-        num_free = sum(self.pool.references(block) == 0 for block in held)
+        num_free = sum(self.pool.num_references(block) == 0 for block in held)
         return PrefixHit(tables, length * self._block_size, len(held), num_free)
 
-    def start(self, sequence: LiveSequence, hit: PrefixHit) -> None:
+    def share_prefix(self, sequence: LiveSequence, hit: PrefixHit) -> None:
         """Give a sequence that holds nothing the blocks of a hit."""
         kv = sequence.kv
         for group, table in enumerate(hit.tables):
             kv.tables[group] = list(table)
             kv.num_slid[group] = table.count(NULL_BLOCK)
             for block in table[kv.num_slid[group] :]:
-                self.pool.share(block)
+                self.pool.share_block(block)
         kv.num_published = hit.num_tokens // self._block_size
         kv.num_sent = 0
 
     def reach(self, sequence: LiveSequence) -> int:
-        """The largest `num_tokens` that `grow` can be called with now."""
+        """The largest `num_tokens` that `grow_tables` can be called with now."""
         return (len(sequence.kv.tables[0]) + self.pool.num_free // len(self._groups)) * self._block_size
 
-    def grow(self, sequence: LiveSequence, num_tokens: int) -> list[list[int]]:
+    def grow_tables(self, sequence: LiveSequence, num_tokens: int) -> list[list[int]]:
         """Give the sequence blocks for its first `num_tokens` tokens: the entries of each group's table that no plan
         has carried yet, to be sent with the next one and not to be changed."""
         kv = sequence.kv
@@ -105,12 +105,12 @@ class KVCache:
             return self._nothing
         for table in kv.tables:
             while len(table) < length:
-                table.append(self.pool.take())
+                table.append(self.pool.take_block())
         unsent = [table[kv.num_sent :] for table in kv.tables]
         kv.num_sent = length
         return unsent
 
-    def publish(self, sequence: LiveSequence) -> None:
+    def publish_blocks(self, sequence: LiveSequence) -> None:
         """Make the full blocks findable whose tokens are scheduled and known."""
         kv = sequence.kv
         full = min(sequence.num_scheduled, len(sequence.tokens)) // self._block_size
@@ -120,26 +120,26 @@ class KVCache:
         for table, suffix in zip(kv.tables, self._suffixes, strict=True):
             for block in range(kv.num_published, full):
                 if table[block] != NULL_BLOCK:
-                    self.pool.publish(table[block], kv.hashes[block] + suffix)
+                    self.pool.publish_block(table[block], kv.hashes[block] + suffix)
         kv.num_published = full
 
-    def slide(self, sequence: LiveSequence) -> None:
+    def slide_windows(self, sequence: LiveSequence) -> None:
         """Take back the blocks that no plan in flight and no later one will see through their group's window."""
         kv = sequence.kv
         for group, window in self._windows:
             first = (sequence.num_computed - window + 1) // self._block_size
             for block in range(kv.num_slid[group], first):
-                self.pool.release(kv.tables[group][block])
+                self.pool.release_block(kv.tables[group][block])
                 kv.tables[group][block] = NULL_BLOCK
             kv.num_slid[group] = max(first, kv.num_slid[group])
 
-    def free(self, sequence: LiveSequence) -> None:
+    def free_blocks(self, sequence: LiveSequence) -> None:
         """Take back every block, the tail to be re-used before the head. No plan in flight may use them."""
         kv = sequence.kv
         for blocks in zip(*(reversed(table) for table in kv.tables), strict=True):
             for block in blocks:
                 if block != NULL_BLOCK:
-                    self.pool.release(block)
+                    self.pool.release_block(block)
         for group, table in enumerate(kv.tables):
             table.clear()
             kv.num_slid[group] = 0
@@ -150,5 +150,5 @@ class KVCache:
         O(log(blocks)): what is shared is always a prefix.
         """
         table, first = sequence.kv.tables[0], sequence.kv.num_slid[0]
-        shared = bisect_left(table, True, lo=first, key=lambda block: self.pool.references(block) == 1)
+        shared = bisect_left(table, True, lo=first, key=lambda block: self.pool.num_references(block) == 1)
         return sequence.num_scheduled - (shared * self._block_size if shared > first else 0)

@@ -21,9 +21,9 @@ class Outbox:
 
     def __init__(self) -> None:
         self._patient: set[tuple[str, int]] = set()
-        """Choices whose tokens nobody reads as they come."""
+        """Choices whose tokens are read only at their end."""
         self._begun: set[tuple[str, int]] = set()
-        """Those of them that have had their first output, which tells when they began."""
+        """Those of them that have had their first output: it is sent at once, since it says when they began."""
         self._held: dict[tuple[str, int], SequenceOutput] = {}
         self._held_since = 0.0
 

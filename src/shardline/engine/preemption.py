@@ -1,4 +1,4 @@
-"""Who gives way when the KV cache is full, and how people hear of it."""
+"""Which sequence is preempted when the KV cache is full, and the warning that follows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SECONDS_BETWEEN_WARNINGS = 10.0
 def cheapest_victim(
     running: Sequence[LiveSequence], needy: LiveSequence, cost: Callable[[LiveSequence], int]
 ) -> LiveSequence | None:
-    """The running sequence that should give its blocks to `needy`, itself perhaps; None where nobody may be asked.
+    """The running sequence to preempt so that `needy` gets blocks, perhaps `needy` itself; None if there is none.
 
-    Cheapest is: of the least important priority class, then the fewest tokens to compute again (`cost`), then the
-    latest arrival. Nobody gives way to a less important class, and the first of `running`, which is in order, to
-    nobody. That one therefore always goes on, and with it the whole engine: a sequence that was preempted starts
-    again only when there is room for all its tokens (see Scheduler), so that two cannot chase each other away.
+    Candidates are of the least important priority class, at most as important as `needy`. Among them the cheapest is
+    the one with the fewest tokens to compute again (`cost`), then the latest arrival. The first of `running`, which is
+    in order, is never preempted: so it always goes on, and with it the whole engine. A preempted sequence starts again
+    only when there is room for all of its tokens (see Scheduler), so two sequences cannot preempt each other for ever.
     """
     priority = needy.order[0]
     candidates = [sequence for sequence in running[1:] if sequence.order[0] >= priority]

@@ -48,7 +48,7 @@ class RequestRegistry:
         return bool(self._outputs)
 
     def add_request(self, request: Request) -> LiveSequence | None:
-        """A new sequence; None where the request can never run, which `take_outputs` then tells."""
+        """A new sequence; None if the request can never run: `take_outputs` then has an error for it."""
         prompt = request.prompt_token_ids
         most = request.sampling.max_tokens
         limit = self._max_model_len if most is None else min(len(prompt) + most, self._max_model_len)
@@ -122,7 +122,7 @@ class RequestRegistry:
         return SequenceOutput(request.request_id, request.choice, [], finish_reason="error", error=error)
 
     def abort_sequence(self, sequence: LiveSequence) -> None:
-        """End a live sequence without a result; `take_outputs` tells."""
+        """End a live sequence without a result; `take_outputs` has its last output."""
         self._forget(sequence)
         request = sequence.request
         cached = sequence.num_cached_tokens or 0

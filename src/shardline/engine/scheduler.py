@@ -53,8 +53,8 @@ class Scheduler:
 
         plan = scheduler.schedule()  ->  run it  ->  outputs = scheduler.update(plan, result)
 
-    Every scheduled plan must be run, by workers that run plans in the order of their `step_id`; when one cannot be,
-    the scheduler is of no more use. What workers may rely on:
+    Every scheduled plan must be run, by workers that run plans in the order of their `step_id`; if one cannot be
+    run, the scheduler must be thrown away. What workers may rely on:
 
     * A sequence is in `starts` of the first plan that steps it, with all tokens known then; its `seq_id` is new, also
       after a preemption. A `seq_id` is in `ends` once, when no plan that steps it is in flight.
@@ -195,7 +195,7 @@ class Scheduler:
             if step.sample:
                 sequence.num_pending -= 1
             if sequence.state is not State.FINISHED:
-                self._kv.slide(sequence)
+                self._kv.slide_windows(sequence)
                 if step.sample:
                     outputs.append(self._take_result(sequence, results[step.seq_id]))
             if sequence.num_in_flight == 0 and sequence in self._draining:
@@ -210,7 +210,7 @@ class Scheduler:
         several = len(result.token_ids) > 1
         assert not (several and sequence.num_in_flight), "several tokens came while a later step was in flight"
         output = self._registry.take_result(sequence, result)
-        self._kv.publish(sequence)
+        self._kv.publish_blocks(sequence)
         if output.finish_reason is not None:
             self._leave(sequence, State.FINISHED)
         return output
@@ -265,7 +265,7 @@ class Scheduler:
         tokens = sequence.tokens
         token_id = tokens[start] if start < len(tokens) else -1
         sample = end == sequence.num_tokens
-        blocks = self._kv.grow(sequence, end)
+        blocks = self._kv.grow_tables(sequence, end)
         draft.steps.append(SequenceStep(sequence.seq_id, start, end - start, blocks, token_id, sample))
         draft.sequences.append(sequence)
         draft.budget -= end - start
@@ -273,19 +273,19 @@ class Scheduler:
         sequence.num_pending += sample
         sequence.num_in_flight += 1
         sequence.last_step = draft.step_id
-        self._kv.publish(sequence)
+        self._kv.publish_blocks(sequence)
 
     def _start(self, draft: _Draft, sequence: LiveSequence) -> bool:
         """Start a waiting sequence, if there is room for all of its tokens and for every running one to grow.
 
         The looks for room keep a newcomer from being preempted, or preempting, at once. One alone needs none. There is
-        only one unfinished prompt to look after: while another takes up the budget, nobody gets here.
+        only one unfinished prompt to look after: while another one uses up the budget, this method is not called.
         """
         room = self._kv.pool.num_free
         alone = not self._running and not self._draining
         if not alone and sequence.blocks_wanted > room and draft.step_id < sequence.next_lookup:
             return False
-        hit = self._kv.lookup(sequence)
+        hit = self._kv.lookup_prefix(sequence)
         sequence.next_lookup = draft.step_id + STEPS_BETWEEN_LOOKUPS
         start_blocks = blocks_per_request(self._groups, len(sequence.tokens), self._block_size, self._budget)
         spare = len(self._groups) * len(self._running)
@@ -293,7 +293,7 @@ class Scheduler:
         if not alone and sequence.blocks_wanted > room:
             return False
         self._change_state(sequence, State.RUNNING)
-        self._kv.start(sequence, hit)
+        self._kv.share_prefix(sequence, hit)
         sequence.begin_run(self._num_starts, hit.num_tokens)
         self._registry.count_start(sequence, hit.num_tokens)
         self._num_starts += 1
@@ -337,7 +337,7 @@ class Scheduler:
     def _release(self, sequence: LiveSequence) -> None:
         """Take back the blocks of a sequence that left and has no plan in flight."""
         self._draining.remove(sequence)
-        self._kv.free(sequence)
+        self._kv.free_blocks(sequence)
         self._ends.append(sequence.seq_id)
         if sequence.state is State.PREEMPTED:
             sequence.forget_computed()

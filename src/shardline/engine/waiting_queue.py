@@ -30,7 +30,7 @@ class WaitingQueue:
         self.num_tokens += len(sequence.tokens)
 
     def peek(self) -> LiveSequence | None:
-        """The best sequence; None where nobody waits."""
+        """The best sequence; None if the queue is empty."""
         while self._heap:
             sequence = self._heap[0][1]
             if sequence in self._members:

@@ -94,8 +94,8 @@ class Checkpoint:
         """Check that every parameter of `spec` is there with the right shape and a type that can be loaded; weights may
         be `packed`.
 
-        Other tensors are passed over, except a bias that the spec does not have: without it results would be wrong.
-        (Packers write biases of zeros; who loads a packed weight looks at them.)
+        Other tensors are ignored, except a bias that the spec does not have: without it results would be wrong.
+        (Packers write biases of zeros; the loader of packed weights checks that they are zeros.)
 
         Raises:
             ValueError: names the first few that are not.

@@ -90,7 +90,7 @@ def split_query_heads(attention: Attention, parts: int) -> tuple[Span, ...]:
 
 
 def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
-    """Refuse a tensor-parallel size that some layer cannot be split by.
+    """Refuse a tensor-parallel size into which some layer cannot be split.
 
     Raises:
         ValueError: names the nearest sizes that work.

@@ -19,9 +19,9 @@ from shardline.models.parameters import (
 )
 from shardline.models.partition import (
     ExpertShare,
+    KVGroup,
     Span,
     balance_stages,
-    kv_groups,
     parse_stages,
     split_dim,
     split_heads,
@@ -95,7 +95,7 @@ def largest_weight_bytes(
     numerics: Numerics = "exact",
     expert_parallel: bool = False,
 ) -> int:
-    """Bytes, in `dtype`, of the largest parameter of which the rank at `place` holds a part: of that part."""
+    """Bytes, in `dtype`, of the largest part of a parameter that the rank at `place` holds."""
     tp_size = len(place.tp_peers)
     experts = ExpertShare(place.ep_peers.index(place.rank), len(place.ep_peers)) if expert_parallel else None
     held = _held(spec, stages[place.pp_rank], PLAIN.open_format())
@@ -109,7 +109,7 @@ def kv_bytes_per_token(
     """Bytes of keys and values that the rank at `place` stores for a token, summed over its stage's layers.
 
     A layer with a window stores only the tokens within it; this counts it like any other. `latents_shared`: the ranks
-    of a tensor-parallel group have one pool of latents (in host memory), of which each accounts for an even part.
+    of a tensor-parallel group have one pool of latents, in host memory, and each accounts for an even part of it.
     """
     stage = stages[place.pp_rank]
     layers = range(stage.start, stage.stop)
@@ -118,6 +118,7 @@ def kv_bytes_per_token(
 
 def kv_block_bytes(
     spec: DecoderSpec,
+    groups: Sequence[KVGroup],
     place: RankPlace,
     stages: Sequence[Span],
     dtype: KVDType,
@@ -127,8 +128,8 @@ def kv_block_bytes(
 ) -> int:
     """Bytes of one KV block on the rank at `place`.
 
-    A block holds `block_size` tokens of one KV group (see `partition.kv_groups`), those of the group's layers that lie
-    in the rank's stage; it is as large as the largest group needs. `latents_shared` as in `kv_bytes_per_token`.
+    A block holds `block_size` tokens of one of the KV `groups` (see `partition.kv_groups`) in those of its layers that
+    lie in the rank's stage. It is as large as the largest group needs. `latents_shared` as in `kv_bytes_per_token`.
     """
     stage = stages[place.pp_rank]
     return block_size * max(
@@ -137,7 +138,7 @@ def kv_block_bytes(
             for index in group.layers
             if stage.start <= index < stage.stop
         )
-        for group in kv_groups(spec)
+        for group in groups
     )
 
 

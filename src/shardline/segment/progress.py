@@ -51,13 +51,13 @@ class ProgressBoard:
 
 
 class ProgressLine:
-    """What one rank says of itself."""
+    """The counters of one rank; only that rank writes them."""
 
     def __init__(self, fields: npt.NDArray[np.int64]) -> None:
         self._fields = fields
 
     def finish(self, step_id: int) -> None:
-        """The rank is done with a step; zero, as the memory begins, means none."""
+        """Note that the rank has finished a step. The counter is step_id + 1, since memory begins as zero."""
         self._fields[_FINISHED] = step_id + 1
 
     @property

@@ -56,7 +56,7 @@ class Executor(ABC):
         return []
 
     def check_ranks(self) -> None:
-        """Look after the ranks while nothing is in flight.
+        """Check that all ranks are alive while nothing is in flight.
 
         Raises:
             ExecutorFailure: a rank is gone.
