@@ -1,4 +1,4 @@
-"""Options of the suite, and Triton's interpreter.
+"""Options of the suite, fixtures of the tests of kernels, and Triton's interpreter.
 
 Triton decides as it is imported, and as kernels are, whether they run in its interpreter; others import it too
 (transformers does), so it comes first. Children decide anew.
@@ -7,6 +7,7 @@ Triton decides as it is imported, and as kernels are, whether they run in its in
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,9 +15,15 @@ os.environ["TRITON_INTERPRET"] = "1"
 import triton.experimental.gluon
 import triton.language  # noqa: F401
 
-import shardline.runtime.ops.triton  # noqa: F401
+import shardline.runtime.backends.cuda.backend  # noqa: F401
 
 del os.environ["TRITON_INTERPRET"]
+
+import torch
+
+from shardline import _cpu
+
+BEST_ISA = _cpu.isa()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,3 +32,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="exactness: the full product of the axes instead of a pairwise sample",
     )
+
+
+@pytest.fixture(params=_cpu.available_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test with the kernels of every ISA of this CPU."""
+    _cpu.set_isa(request.param)
+    yield request.param
+    _cpu.set_isa(BEST_ISA)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    _cpu.set_num_threads(2)
+    yield
+    _cpu.set_num_threads(1)

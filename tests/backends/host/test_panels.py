@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.ops.dispatch import set_num_threads
 from shardline.runtime.ops.gated_linear import pack_gate_up, pack_gate_up_int4, pack_gate_up_int8
 from shardline.runtime.ops.linear import pack_weight, panel_shape
 from shardline.runtime.ops.linear_int4 import int4_empty, pack_int4
 from shardline.runtime.ops.linear_int8 import int8_empty, int8_weight_reference, pack_int8
 from shardline.runtime.quantization.base import quantization
 
-from .helpers import randn
+from tests.ops.helpers import randn
 
 PARTS = [(64,), (1,), (130,), (64, 64), (100, 28, 28), (7, 3, 1, 90), (65, 0, 64), (17, 47, 200)]
 
@@ -46,9 +45,9 @@ def halves_in_turn(gate: Tensor, up: Tensor) -> Tensor:
 def test_panels_of_parts(dtype, rng, parts, depth, threads):
     weight = randn(sum(parts), depth, dtype=dtype, rng=rng)
     panels = torch.full(panel_shape(*weight.shape, dtype), torch.nan, dtype=dtype)
-    set_num_threads(threads)
+    _cpu.set_num_threads(threads)
     pack_weight(*split(weight, parts), panels=panels)
-    set_num_threads(1)
+    _cpu.set_num_threads(1)
     assert torch.equal(panels.flatten(), panels_of(weight, 2 if dtype == torch.bfloat16 else 1).flatten())
 
 

@@ -18,6 +18,7 @@ from shardline.runtime.ops.linear import linear, pack_weight
 from shardline.runtime.ops.norm import rms_norm
 from shardline.runtime.replay import DecodeReplay
 from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
+from tests.ops.helpers import KERNELS
 from tests.exactness.harness import make_requests, run, start_engine
 from tests.models.checkpoints import FAMILIES, make_checkpoint
 
@@ -36,7 +37,7 @@ class Layers:
     def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
         self.runs += 1
         for _ in range(3):
-            hidden = linear(rms_norm(hidden, self._scale, 1e-6), self._weight)
+            hidden = linear(rms_norm(KERNELS, hidden, self._scale, 1e-6), self._weight)
         return hidden
 
 
