@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from shardline import _cpu
-from shardline.runtime.ops.linear import linear, pack_weight
-
-from tests.ops.helpers import assert_same_bits
+from shardline.weights.formats.plain import Format
+from tests.ops.helpers import KERNELS, assert_same_bits
 
 
 def test_isas():
@@ -24,21 +23,21 @@ def test_isas():
 
 def test_a_packed_weight_serves_every_isa():
     weight, x = torch.randn(70, 65), torch.randn(3, 65)
-    packed = pack_weight(weight)
+    packed = Format().pack_linear(KERNELS, weight)
     for name in _cpu.available_isas():
         _cpu.set_isa(name)
-        torch.testing.assert_close(linear(x, packed), x @ weight.T, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(packed(x), x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
 def test_each_calling_thread_has_its_own_pool():
-    weight, x = pack_weight(torch.randn(640, 300)), torch.randn(100, 300)
-    expected = linear(x, weight)
+    weight, x = Format().pack_linear(KERNELS, torch.randn(640, 300)), torch.randn(100, 300)
+    expected = weight(x)
     results: dict[int, tuple[int, torch.Tensor]] = {}
 
     def rank(index: int) -> None:
         _cpu.set_num_threads(index + 1)
         for _ in range(50):
-            out = linear(x, weight)
+            out = weight(x)
         results[index] = _cpu.num_threads(), out
 
     threads = [threading.Thread(target=rank, args=(index,)) for index in range(4)]
@@ -53,11 +52,11 @@ def test_each_calling_thread_has_its_own_pool():
 
 
 def test_many_more_threads_than_cores():
-    weight, x = pack_weight(torch.randn(640, 100)), torch.randn(40, 100)
-    expected = linear(x, weight)
+    weight, x = Format().pack_linear(KERNELS, torch.randn(640, 100)), torch.randn(40, 100)
+    expected = weight(x)
     _cpu.set_num_threads(16)
     for _ in range(200):
-        assert_same_bits(linear(x, weight), expected)
+        assert_same_bits(weight(x), expected)
     _cpu.set_num_threads(1)
 
 
