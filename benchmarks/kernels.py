@@ -17,9 +17,6 @@ from dataclasses import replace
 from itertools import cycle
 
 import torch
-from torch import Tensor
-
-from shardline.runtime.ops.activation import gated_activation
 from shardline.runtime.ops.dispatch import set_num_threads
 from shardline.runtime.ops.linear import linear, pack_weight
 from shardline.runtime.ops.linear_int4 import linear_int4, pack_int4
@@ -27,6 +24,9 @@ from shardline.runtime.ops.linear_int8 import linear_int8, pack_int8
 from shardline.runtime.ops.quantize_rows import quantize_rows
 from shardline.runtime.ops.storage import streamed_empty
 from shardline.runtime.quantization.base import quantization
+from torch import Tensor
+
+from shardline.runtime.ops.activation import gated_activation
 
 SHAPES = {
     "q05": [(1152, 896), (896, 896), (9728, 896), (896, 4864), (151936, 896)],

@@ -9,22 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops import (
-    activation,
-    attention,
-    kv_cache,
-    linear_heads,
-    mla_attention,
-    norm,
-    rope,
-    softcap,
-)
-from shardline.runtime.ops import triton as kernels
-from shardline.runtime.ops.gated_linear import gated_linear_reference
-from shardline.runtime.ops.triton.linear import launch_linear
+from shardline.runtime.backends.cuda.gpu_kernels import CudaKernels
+from shardline.runtime.backends.cuda.kernels import attention as attention_kernels
+from shardline.runtime.backends.cuda.kernels.linear import launch_linear
+from shardline.runtime.ops import activation, norm
+from shardline.runtime.ops.attention import kv_cache, linear_heads, rope
+from shardline.runtime.ops.attention.latent import mla_attention_reference
+from shardline.runtime.ops.attention.paged import paged_attention_reference
+from shardline.runtime.ops.sampling import softcap
 
 from .few_rows_checks import FewRowsChecks
-from .inputs import Inputs, relative_error
+from .inputs import Inputs, linear_reference, relative_error
 from .sampling_checks import SamplingChecks
 from .tiles import LINEAR_TILES
 from .weight_checks import WeightChecks
@@ -45,13 +40,13 @@ class Checks(Inputs):
         rows, width = (3, 200) if self.small else (257, 4096)
         x, residual, weight = self.randn(rows, width), self.randn(rows, width), self.randn(width)
         out, summed = self.poison(rows, width), self.poison(rows, width)
-        kernels.rms_norm(x, weight, out, 1e-5, 0.0, residual, summed)
+        self.kernels.rms_norm(x, weight, out, 1e-5, 0.0, residual, summed)
         return relative_error(out, norm.rms_norm_reference((x + residual).cpu(), weight.cpu(), 1e-5))
 
     def layer_norm(self) -> float:
         rows, width = (3, 200) if self.small else (257, 1600)
         x, weight, bias, out = self.randn(rows, width), self.randn(width), self.randn(width), self.poison(rows, width)
-        kernels.layer_norm(x, weight, bias, out, 1e-5, None, None)
+        self.kernels.layer_norm(x, weight, bias, out, 1e-5, None, None)
         return relative_error(out, norm.layer_norm_reference(x.cpu(), weight.cpu(), bias.cpu(), 1e-5))
 
     def gated_activations(self) -> float:
@@ -59,7 +54,7 @@ class Checks(Inputs):
         worst = 0.0
         for name in ("silu", "gelu_tanh", "gelu", "relu"):
             x, out = self.randn(rows, 2 * width), self.poison(rows, width)
-            kernels.activation(x, out, name, True)
+            self.kernels.activation(x, out, name, True)
             worst = max(worst, relative_error(out, activation.gated_activation_reference(x.cpu(), name)))
         return worst
 
@@ -70,19 +65,19 @@ class Checks(Inputs):
         for rows, width, depth in shapes:
             x, weight, bias = self.randn(rows, depth), self.randn(2 * width, depth), self.randn(2 * width)
             both, expected, out = self.poison(rows, 2 * width), self.poison(rows, width), self.poison(rows, width)
-            kernels.linear(x, weight, bias, both)
-            kernels.activation(both, expected, "silu", True)
-            kernels.linear(x, weight, bias, out, "silu")
+            self.kernels.linear(x, weight, bias, both)
+            self.kernels.activation(both, expected, "silu", True)
+            self.kernels.linear(x, weight, bias, out, "silu")
             same = self.small or torch.equal(out, expected)
             assert same, f"{rows} rows: both products and their gate in one kernel differ"
-            reference = gated_linear_reference(x.cpu(), *weight.cpu().chunk(2), bias.cpu(), "silu")
-            worst = max(worst, relative_error(out, reference))
+            product = linear_reference(x.cpu(), weight.cpu(), bias.cpu())
+            worst = max(worst, relative_error(out, activation.gated_activation_reference(product, "silu")))
         return worst
 
     def softcap(self) -> float:
         logits = 20 * self.randn(3, 300 if self.small else 128256).float()
         expected = softcap.softcap_reference(logits.cpu(), 30.0)
-        kernels.softcap(logits, 30.0)
+        self.kernels.softcap(logits, 30.0)
         return relative_error(logits, expected)
 
     def rope_and_write_kv(self) -> float:
@@ -99,7 +94,7 @@ class Checks(Inputs):
         kv_cache.write_kv_reference(expected_k, v.cpu(), caches[0], caches[1], slots)
         key_cache, value_cache = (torch.zeros_like(cache, device=self.device) for cache in caches)
         on_device = (positions.to(self.device), slots.to(self.device), table.to(self.device))
-        kernels.rope_and_write_kv(q, k, v, key_cache, value_cache, *on_device, False, None, None)
+        self.kernels.rope_and_write_kv(q, k, v, key_cache, value_cache, *on_device, False, None, None)
         assert torch.equal(value_cache.cpu(), caches[1]), "values are copied, not computed"
         return max(relative_error(q, expected_q), relative_error(key_cache, caches[0]))
 
@@ -125,7 +120,7 @@ class Checks(Inputs):
             caches = [torch.zeros(20, heads, 16, dim, dtype=stored) for _ in range(2)]
             scales = [torch.zeros(20, heads, 16) for _ in range(2)]
             on_device = [part.to(self.device, copy=True) for part in (*caches, slots, *scales)]
-            kernels.write_kv(kv[0], kv[1], *on_device)
+            self.kernels.write_kv(kv[0], kv[1], *on_device)
             named = {"key_scales": scales[0], "value_scales": scales[1]}
             kv_cache.write_kv_reference(kv[0].cpu(), kv[1].cpu(), *caches, slots, **named)
             pairs = zip((*caches, *scales), (*on_device[:2], *on_device[3:]), strict=True)
@@ -138,21 +133,21 @@ class Checks(Inputs):
         tokens, heads, latent, rope_dim = (5, 2, 24, 8) if self.small else (600, 16, 512, 64)
         x, weights = self.randn(tokens, heads, 20), self.randn(heads, latent, 20)
         queries, query_rope = self.poison(tokens, heads, latent), self.randn(tokens, heads, rope_dim)
-        kernels.linear_heads(x, weights, queries)
+        self.kernels.linear_heads(x, weights, queries)
         worst = relative_error(queries, linear_heads.linear_heads_reference(x.cpu(), weights.cpu()))
         down, blocks = self.randn(tokens, latent + rope_dim), -(-tokens // 16)
         tables = (1 + torch.randperm(blocks, generator=self.rng)).int()[None]
         positions = torch.arange(tokens)
         slots = tables[0, positions // 16].long() * 16 + positions % 16
         cache = self.poison(blocks + 1, 16, latent + rope_dim)
-        kernels.write_latent(down[:, :latent], down[:, latent:], cache, slots.to(self.device))
+        self.kernels.write_latent(down[:, :latent], down[:, latent:], cache, slots.to(self.device))
         index = (tables, torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32))
         on_device = [part.to(self.device) for part in index]
         named = (queries.cpu(), query_rope.cpu(), cache.nan_to_num().cpu())
-        expected = mla_attention.mla_attention_reference(*named, *index, (latent + rope_dim) ** -0.5)
+        expected = mla_attention_reference(*named, *index, (latent + rope_dim) ** -0.5)
         for spread in (False, True):
             out, scale = self.poison(*queries.shape), (latent + rope_dim) ** -0.5
-            kernels.mla_attention(queries, query_rope, cache, *on_device, out, scale, spread_splits=spread)
+            attention_kernels.mla_attention(queries, query_rope, cache, *on_device, out, scale, spread_splits=spread)
             worst = max(worst, relative_error(out, expected))
         # The interpreter does not widen fp8 as the hardware does; the tests, which put that right, check it there.
         for stored in (torch.int8,) if self.small else (torch.int8, torch.float8_e4m3fn):
@@ -161,11 +156,11 @@ class Checks(Inputs):
                 torch.zeros(blocks + 1, 16, rope_dim, dtype=torch.bfloat16, device=self.device),
                 torch.zeros(blocks + 1, 16, device=self.device),
             )
-            kernels.write_quantized_latent(down[:, :latent], down[:, latent:], *pages, slots.to(self.device))
+            self.kernels.write_latent(down[:, :latent], down[:, latent:], pages, slots.to(self.device))
             host = kv_cache.QuantizedLatents(*(part.cpu() for part in pages))
-            expected = mla_attention.mla_attention_reference(queries.cpu(), query_rope.cpu(), host, *index, scale)
+            expected = mla_attention_reference(queries.cpu(), query_rope.cpu(), host, *index, scale)
             for spread in (False, True):
-                kernels.quantized_mla_attention(
+                attention_kernels.quantized_mla_attention(
                     queries, query_rope, *pages, *on_device, out, scale, spread_splits=spread
                 )
                 worst = max(worst, relative_error(out, expected))
@@ -209,13 +204,13 @@ class PagedCall:
         out = self.on.poison(*self.query.shape)
         scale = self.dim**-0.5
         options = (scale, window, cap, *self.scales)
-        kernels.paged_attention(self.query, *self.caches, *self.index, out, *options, spread_splits=spread)
+        self.on.kernels.paged_attention(self.query, *self.caches, *self.index, out, *options, spread_splits=spread)
         return out
 
     def reference(self, window: int | None, cap: float | None) -> Tensor:
         tensors = [tensor.cpu() for tensor in (self.query, *self.caches, *self.index)]
         scales = {name: part.cpu() for name, part in zip(("key_scales", "value_scales"), self.scales, strict=False)}
-        return attention.paged_attention_reference(*tensors, self.dim**-0.5, window=window, softcap=cap, **scales)
+        return paged_attention_reference(*tensors, self.dim**-0.5, window=window, softcap=cap, **scales)
 
     def part(self, sequence: int, begin: int, end: int) -> PagedCall:
         """Queries [begin, end) of one sequence alone, its context ending there."""
@@ -236,6 +231,7 @@ def linear_invariance(device: str) -> dict[str, Any]:
         x = torch.randn(4096, depth, device=device).bfloat16()
         weight = torch.randn(columns, depth, device=device).bfloat16()
         whole = torch.empty(4096, columns, dtype=torch.bfloat16, device=device)
+        kernels = CudaKernels(torch.device(device))
         kernels.linear(x, weight, None, whole)
         differing = []
         for rows in BUCKETS:
@@ -302,7 +298,7 @@ def mla_invariance(device: str) -> dict[str, Any]:
         lens, rows = torch.tensor([end], dtype=torch.int32, device=device), slice(begin, end)
         tables = table[:, : -(-end // 16)].contiguous()
         given = (queries[rows], query_rope[rows], cache, tables, starts, lens, out, 576**-0.5)
-        kernels.mla_attention(*given, spread_splits=spread)
+        attention_kernels.mla_attention(*given, spread_splits=spread)
         return out
 
     whole, differing = call(0, 1300, False), []

@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardline.runtime.backends.cuda.gpu_kernels import CudaKernels
+
 
 class Inputs:
     """Inputs on one device, of one dtype."""
 
     def __init__(self, device: str, dtype: torch.dtype, small: bool) -> None:
         self.device, self.dtype, self.small = device, dtype, small
+        self.kernels = CudaKernels(torch.device(device))
         self.rng = torch.Generator().manual_seed(7)
 
     def randn(self, *shape: int) -> Tensor:
@@ -18,6 +21,12 @@ class Inputs:
 
     def poison(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.full(shape, torch.nan, dtype=dtype or self.dtype, device=self.device)
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x times the transpose of weight, plus bias, with sums in fp64: [M, N] of x's dtype."""
+    product = x.double() @ weight.double().T
+    return (product if bias is None else product + bias.double()).to(x.dtype)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops import triton as kernels
-from shardline.runtime.ops.linear_input import UnnormedRows
-from shardline.runtime.ops.triton.gemm import Tile
-from shardline.runtime.ops.triton.linear import launch_linear
+from shardline.runtime.backends.cuda.gpu_kernels import CudaKernels
+from shardline.runtime.backends.cuda.kernels.gemm import Tile
+from shardline.runtime.backends.cuda.kernels.linear import add_linear, launch_linear, runs_of_row
+from shardline.runtime.backends.cuda.kernels.qkv_linear import qkv_linear
+from shardline.runtime.backends.cuda.rows import UnnormedRows
 
 from .checks import attempt
 from .tiles import FEW_ROWS, MANY_ROWS
+
+kernels = CudaKernels(torch.device("cuda"))
 
 _ROTATED_BYTES = 256 << 20
 _LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -126,7 +129,7 @@ def _few_rows_calls(
     """By product: its weight's bytes, and its calls, fused and not, over several weights."""
     residual, norm = _randn(rows, hidden), _randn(hidden)
     summed, normed, delta, gated = (_randn(rows, width) for width in (hidden, hidden, hidden, inner))
-    sums = torch.rand(rows, kernels.runs_of_row(rows, hidden, torch.bfloat16), device="cuda")
+    sums = torch.rand(rows, runs_of_row(rows, hidden, torch.bfloat16), device="cuda")
     qkv, table = _randn(rows, heads + 16, dim), torch.randn(4096, dim, device="cuda")
     positions, cache = torch.arange(rows, device="cuda"), _randn(64, 8, 16, dim)
     split, query = qkv.split([heads, 8, 8], dim=1), _randn(rows, heads, dim)
@@ -137,7 +140,7 @@ def _few_rows_calls(
         kernels.rms_norm(delta, norm, normed, 1e-5, 0.0, residual, summed)
 
     def fused_qkv(weight: Tensor) -> None:
-        kernels.qkv_linear(unnormed, weight, None, query, *place, 0.0, 0.0)
+        qkv_linear(unnormed, weight, None, query, *place, 0.0, 0.0)
 
     def separate_qkv(weight: Tensor) -> None:
         separate_norm()
@@ -152,7 +155,7 @@ def _few_rows_calls(
         kernels.linear(normed, weight, None, gated, "silu")
 
     def fused_down(weight: Tensor) -> None:
-        kernels.add_linear(gated, weight, None, residual, summed, sums)
+        add_linear(gated, weight, None, residual, summed, sums)
 
     def separate_down(weight: Tensor) -> None:
         kernels.linear(gated, weight, None, delta)

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from shardline import LLM
-from shardline.runtime.ops import triton as kernels
-from shardline.runtime.ops.triton.library import use_library
-from shardline.runtime.ops.triton.library_trial import try_library
-from shardline.runtime.ops.triton.linear import launch_linear
-from shardline.runtime.ops.triton.storage import activation_empty
+from shardline.runtime.backends.cuda.gpu_kernels import CudaKernels
+from shardline.runtime.backends.cuda.kernels.linear import launch_linear
+from shardline.runtime.backends.cuda.library import use_library
+from shardline.runtime.backends.cuda.library_trial import try_library
 
 from .checks import BUCKETS, attempt
 from .engine import shape_folder, throughput_bar
@@ -25,6 +24,7 @@ def trial() -> dict[str, Any]:
     """The trial of a start; then whether linears have the bits of our kernel alone, whoever computes them."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     device = torch.device("cuda")
+    kernels = CudaKernels(device)
     try_library(_SHAPES, 128, torch.bfloat16, device, torch.cuda.mem_get_info()[0])  # compiles
     started = time.perf_counter()
     found = try_library(_SHAPES, 8192, torch.bfloat16, device, torch.cuda.mem_get_info()[0])
@@ -34,7 +34,7 @@ def trial() -> dict[str, Any]:
     for columns, depth in _SHAPES:
         weight, differing = torch.randn(columns, depth, device="cuda").bfloat16(), []
         for rows in BUCKETS:
-            x, out = (activation_empty(torch.bfloat16, rows, width) for width in (depth, columns))
+            x, out = (kernels.activation_empty(torch.bfloat16, rows, width) for width in (depth, columns))
             x.normal_()
             kernels.linear(x, weight, None, out)
             expected = torch.full_like(out, torch.nan)

@@ -14,8 +14,8 @@ from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
-from shardline.runtime.ops import logprobs, penalties, sampling
-from shardline.runtime.ops import triton as kernels
+from shardline.runtime.backends.host.kernels import HostKernels
+from shardline.runtime.ops.sampling import logprobs, penalties, sample
 from shardline.runtime.runner import Runner
 from shardline.types import Request, SamplingParams
 
@@ -39,10 +39,10 @@ class SamplingChecks(Inputs):
             "positions": torch.arange(rows) * 1000,
         }
         tokens = torch.full((rows,), -1, device=self.device)
-        kernels.sample(logits.to(self.device), *(a.to(self.device) for a in arguments.values()), 0, tokens)
-        wrong = (tokens.cpu() != sampling.sample(logits, **arguments)).double().mean().item()
+        self.kernels.sample(logits.to(self.device), *(a.to(self.device) for a in arguments.values()), 0, tokens)
+        wrong = (tokens.cpu() != sample.sample(HostKernels(), logits, **arguments)).double().mean().item()
         ids, values = torch.full((rows,), -1, device=self.device), self.poison(rows, dtype=torch.float32)
-        kernels.greedy_argmax(logits.to(self.device), ids, values)
+        self.kernels.greedy_argmax(logits.to(self.device), ids, values)
         assert torch.equal(ids.cpu(), logits.argmax(1)), "greedy is exact"
         return wrong
 
@@ -67,7 +67,7 @@ class SamplingChecks(Inputs):
         actual = logits.to(self.device, copy=True)
         p = on_device
         entry_parts = (p.offsets, p.ids, p.output_counts, p.in_prompt, p.bias, p.uncounted)
-        kernels.penalize(actual, p.repetition, p.presence, p.frequency, *entry_parts)
+        self.kernels.penalize(actual, p.repetition, p.presence, p.frequency, *entry_parts)
         return relative_error(actual.cpu() - logits, expected)
 
     def logprobs(self) -> float:
@@ -77,7 +77,7 @@ class SamplingChecks(Inputs):
         chosen = torch.randint(0, vocab, (rows,), generator=self.rng)
         expected = logprobs.logprobs_reference(logits, chosen, top_n)
         actual = logprobs.Logprobs(*(torch.empty_like(part, device=self.device) for part in expected))
-        kernels.logprobs(logits.to(self.device), chosen.to(self.device), top_n, *actual)
+        self.kernels.logprobs(logits.to(self.device), chosen.to(self.device), top_n, *actual)
         assert torch.equal(actual.top_ids.cpu(), expected.top_ids), "ids are exact"
         assert torch.equal(actual.chosen_ranks.cpu(), expected.chosen_ranks), "ranks are exact"
         errors = [relative_error(a, e) for a, e in zip(actual[::3], expected[::3], strict=True)]
@@ -87,7 +87,7 @@ class SamplingChecks(Inputs):
 @contextmanager
 def _refusing_to_wait() -> Iterator[None]:
     """Launches of steps in which torch would wait for the GPU fail."""
-    launch = Runner.launch
+    launch = Runner.launch_step
 
     def watched(self: Runner, step: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
@@ -96,11 +96,11 @@ def _refusing_to_wait() -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    Runner.launch = watched  # type: ignore[method-assign]
+    Runner.launch_step = watched  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Runner.launch = launch  # type: ignore[method-assign]
+        Runner.launch_step = launch  # type: ignore[method-assign]
 
 
 _PARAMS: list[dict[str, Any]] = [

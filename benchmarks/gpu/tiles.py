@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline.runtime.ops.triton.gemm import Tile
+from shardline.runtime.backends.cuda.kernels.gemm import Tile
 
 
 class _Named(Tile):

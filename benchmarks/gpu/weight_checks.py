@@ -5,20 +5,14 @@ from __future__ import annotations
 import torch
 
 from shardline.models.spec import Routing
-from shardline.runtime.ops import (
-    experts,
-    grouped_weight,
-    linear,
-    linear_fp8,
-    linear_int4,
-    linear_int8,
-    linear_w4a16,
-    quantize_rows,
-    routing,
-)
-from shardline.runtime.ops import triton as kernels
+from shardline.runtime.backends.host.kernels import HostKernels
+from shardline.runtime.ops.moe import experts, routing
+from shardline.weights.base import weight_format
+from shardline.weights.formats import int8, w4a16
+from shardline.weights.grouped import GroupedWeight
+from shardline.weights.rows import QuantizedRows, quantize_rows, quantize_rows_reference
 
-from .inputs import Inputs, relative_error
+from .inputs import Inputs, linear_reference, relative_error
 
 
 class WeightChecks(Inputs):
@@ -31,17 +25,15 @@ class WeightChecks(Inputs):
         ):
             x, weight, bias = self.randn(rows, depth), self.randn(columns, depth), self.randn(columns)
             out = self.poison(rows, columns)
-            kernels.linear(x, weight, bias, out)
-            worst = max(worst, relative_error(out, linear.linear_reference(x.cpu(), weight.cpu(), bias.cpu())))
+            self.kernels.linear(x, weight, bias, out)
+            worst = max(worst, relative_error(out, linear_reference(x.cpu(), weight.cpu(), bias.cpu())))
         return worst
 
     def linear_fp8(self) -> float:
         rows, columns, depth = (3, 40, 70) if self.small else (300, 6144, 4096)
-        x, weight = self.randn(rows, depth), linear_fp8.pack_fp8(self.randn(columns, depth))
-        expected = linear_fp8.linear_fp8_reference(
-            x.cpu(), linear_fp8.Fp8Weight(weight.values.cpu(), weight.scales.cpu()), out_dtype=torch.float32
-        )
-        return relative_error(linear_fp8.linear_fp8(x, weight, out_dtype=torch.float32), expected)
+        x, weight, fp8 = self.randn(rows, depth), self.randn(columns, depth), weight_format("fp8")
+        expected = fp8.multiply_reference(self.kernels, x.cpu(), weight.cpu(), None, torch.float32)
+        return relative_error(fp8.pack_linear(self.kernels, weight)(x, out_dtype=torch.float32), expected)
 
     def linear_w4a16(self) -> float:
         """The bits are those of `linear` with the weight dequantized, and a row's its own."""
@@ -50,18 +42,18 @@ class WeightChecks(Inputs):
             [(3, 40, 104, 32)] if self.small else [(300, 6144, 4096, 128), (1, 4096, 14336, 64), (70, 200, 4096, None)]
         ):
             groups = -(-depth // (size or depth))
-            weight = grouped_weight.GroupedWeight(
+            weight = GroupedWeight(
                 torch.randint(0, 16, (columns, depth), generator=self.rng, dtype=torch.uint8),
                 (torch.rand(columns, groups, generator=self.rng) / 16).half(),
                 torch.randint(0, 17, (columns, groups), generator=self.rng, dtype=torch.uint8),
                 torch.arange(depth) // (size or depth),
             )
             x, dense = self.randn(rows, depth), self.poison(rows, columns)
-            packed = linear_w4a16.pack_w4a16(weight.to(torch.device(self.device)))
-            out = linear_w4a16.linear_w4a16(x, packed)
-            worst = max(worst, relative_error(out, linear_w4a16.linear_w4a16_reference(x.cpu(), weight)))
-            assert torch.equal(linear_w4a16.linear_w4a16(x[:1], packed), out[:1]), "a row follows its neighbours"
-            kernels.linear(x, weight.dequantized(self.dtype).to(self.device), None, dense)
+            linear = w4a16.Format().pack_linear(self.kernels, weight.to(torch.device(self.device)))
+            out, dequantized = linear(x), weight.dequantize(self.dtype)
+            worst = max(worst, relative_error(out, linear_reference(x.cpu(), dequantized)))
+            assert torch.equal(linear(x[:1]), out[:1]), "a row follows its neighbours"
+            self.kernels.linear(x, dequantized.to(self.device), None, dense)
             assert torch.equal(out, dense), "the bits are not those of the dense weight"
         return worst
 
@@ -79,7 +71,7 @@ class WeightChecks(Inputs):
             ids, weights = ids.to(self.device), weights.to(self.device)
             grouped = (kind.num_groups, kind.top_groups, kind.group_score == "top2_sum")
             is_sigmoid = kind.scoring == "sigmoid"
-            kernels.route_experts(
+            self.kernels.route_experts(
                 logits.to(self.device),
                 None,
                 ids,
@@ -104,12 +96,12 @@ class WeightChecks(Inputs):
         ids = torch.rand(tokens, count, generator=self.rng).topk(k)[1].int().to(self.device)
         weights = torch.rand(tokens, k, generator=self.rng).to(self.device)
         rows, out = self.poison(tokens * k, inner), self.poison(tokens, hidden)
-        kernels.expert_up(x, ids, 0, False, up, None, "silu", True, rows)
-        kernels.expert_down(rows, ids, weights, 0, down, None, shared, weights[:, 0].contiguous(), out)
+        self.kernels.expert_up(x, ids, 0, False, up, None, "silu", True, rows)
+        self.kernels.expert_down(rows, ids, weights, 0, down, None, shared, weights[:, 0].contiguous(), out)
         for expert in range(count):
             product, alone = self.poison(tokens, 2 * inner), self.poison(tokens, inner)
-            kernels.linear(x, up[expert], None, product)
-            kernels.activation(product, alone, "silu", True)
+            self.kernels.linear(x, up[expert], None, product)
+            self.kernels.activation(product, alone, "silu", True)
             chosen = ids == expert
             # The interpreter's products go to BLAS, whose bits follow the tile.
             same = self.small or torch.equal(rows[chosen.flatten()], alone[chosen.nonzero()[:, 0]])
@@ -123,10 +115,10 @@ class WeightChecks(Inputs):
     def quantize_rows(self) -> float:
         """Bytes and scales are the oracle's."""
         x = self.randn(5, 70) if self.small else self.randn(300, 4096)
-        expected = quantize_rows.quantize_rows_reference(x.cpu())
+        expected = quantize_rows_reference(x.cpu())
         values = torch.empty_like(expected.values, device=self.device)
         scales = self.poison(len(x), dtype=torch.float32)
-        kernels.quantize_rows(x, values, scales, None)
+        self.kernels.quantize_rows(x, values, scales, None)
         assert torch.equal(values.cpu(), expected.values), "bytes are exact"
         assert torch.equal(scales.cpu(), expected.scales), "scales are exact"
         return 0.0
@@ -134,24 +126,24 @@ class WeightChecks(Inputs):
     def linear_int8(self) -> float:
         """The bits are the oracle's."""
         rows, columns, depth = (3, 40, 70) if self.small else (300, 6144, 4096)
-        x = quantize_rows.quantize_rows_reference(self.randn(rows, depth).cpu())
-        weight, out = self.randn(columns, depth).cpu(), self.poison(rows, columns, dtype=torch.float32)
-        expected = linear_int8.linear_int8_reference(x, weight)
-        values, scales = linear_int8.int8_weight_reference(weight)
+        x, weight = self.randn(rows, depth).cpu(), self.randn(columns, depth).cpu()
+        expected = int8.Format().multiply_reference(self.kernels, x, weight, None, torch.float32)
+        # The weight is rounded on the host, as the oracle's is.
+        values, scales = int8.int8_weight_reference(weight)
         panels = torch.nn.functional.pad(values, (0, -depth % 32)).to(self.device)
-        given = [part.to(self.device) for part in (x.values, x.scales, x.sums)]
-        kernels.linear_int8(*given, depth, panels, scales.to(self.device), None, out)
+        quantized, out = self._on_device(quantize_rows_reference(x)), self.poison(rows, columns, dtype=torch.float32)
+        self.kernels.linear_int8(*quantized[:4], panels, scales.to(self.device), None, out)
         assert torch.equal(out.cpu(), expected), "int8 products have the oracle's bits"
         return 0.0
 
     def linear_int4(self) -> float:
         rows, columns, depth = (3, 40, 70) if self.small else (300, 6144, 4096)
-        x, weight = quantize_rows.quantize_rows(self.randn(rows, depth).cpu()), self.randn(columns, depth).cpu()
-        packed, out = linear_int4.pack_int4(weight), self.poison(rows, columns, dtype=torch.float32)
-        expected = linear_int4.linear_int4(x, packed)
-        values, group_scales, column_scales = linear_int4.unpack_int4(packed)
-        panels = linear_int4.pairs_of_groups(values, group_scales).to(self.device)
-        given = [part.to(self.device) for part in (x.values, x.scales, x.sums)]
-        kernels.linear_int4(*given, depth, panels, column_scales.to(self.device), None, out)
+        on_host, int4 = HostKernels(), weight_format("int4")
+        x, weight = quantize_rows(on_host, self.randn(rows, depth).cpu()), self.randn(columns, depth)
+        expected = int4.pack_linear(on_host, weight.cpu())(x, out_dtype=torch.float32)
+        out = int4.pack_linear(self.kernels, weight)(self._on_device(x), out_dtype=torch.float32)
         assert torch.equal(out.cpu(), expected), "int4 products have the CPU's bits"
         return 0.0
+
+    def _on_device(self, x: QuantizedRows) -> QuantizedRows:
+        return QuantizedRows(*(part.to(self.device) for part in x[:3]), x.in_features, x.dtype)

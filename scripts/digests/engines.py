@@ -45,9 +45,7 @@ def start_engine(options: dict[str, Any]) -> RunningEngine:
         deployment = msgspec.structs.replace(deployment, weight_format=held)
     if "kv_cache_dtype" in gpu_only:
         dtype = {"fp8": "float8_e4m3fn"}.get(gpu_only["kv_cache_dtype"], gpu_only["kv_cache_dtype"])
-        deployment = msgspec.structs.replace(
-            deployment, cache=msgspec.structs.replace(deployment.cache, dtype=dtype)
-        )
+        deployment = msgspec.structs.replace(deployment, cache=msgspec.structs.replace(deployment.cache, dtype=dtype))
     executor = make_executor(deployment, 0)
     executor.start()
     engine = Engine(deployment, executor)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 
-from shardline.runtime import device as device_module
-from shardline.runtime import worker as worker_module
+from shardline.deployment.messages import MemoryUse
 from shardline.runtime import worker_process
+from shardline.runtime.backends.base import Replay
+from shardline.runtime.backends.cuda.measuring import measure_step
+from shardline.runtime.backends.host.backend import HostBackend, use_threads
 
 MIB = 1 << 20
 TOTALS = (64 * MIB, 18 * MIB)
@@ -36,13 +38,26 @@ class ClaimedMemory:
     def release(self) -> None: ...
 
 
-def open_device(kind: str, rank: int) -> device_module.Device:
+class MeasuredHost(HostBackend):
     """The CPU, with memory to measure."""
+
+    def __init__(self, rank: int, threads: int) -> None:
+        super().__init__(threads)
+        self._memory = ClaimedMemory(rank)
+
+    def measure_step(self, run_step: Callable[[], object], replay: Replay) -> MemoryUse:
+        """As a GPU does it; no step is recorded beforehand."""
+        return measure_step(self._memory, run_step, None)
+
+
+def open_backend(kind: str, rank: int, threads: int) -> MeasuredHost:
+    """As `backends.open_backend`."""
     assert kind == "cpu"
-    return dataclasses.replace(device_module.open_device(kind, rank), memory=ClaimedMemory(rank))
+    use_threads(threads)
+    return MeasuredHost(rank, threads)
 
 
 def main() -> None:
     """As `worker_process.main`."""
-    worker_module.open_device = open_device
+    worker_process.open_backend = open_backend
     worker_process.main()

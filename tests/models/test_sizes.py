@@ -25,7 +25,7 @@ from shardline.models.sizes import (
     weight_bytes,
 )
 from shardline.models.spec import GQA, MLA, DecoderSpec
-from shardline.models.weight_formats import PLAIN, WeightFormat, format_bytes, held_format, weight_format
+from shardline.weights.base import PLAIN, FormatChoice
 from tests.models.checkpoints import make_config, make_model
 from tests.models.reference import forward
 from tests.models.specs import decoder_specs
@@ -140,9 +140,7 @@ def test_tied_embeddings_count_where_they_are_held() -> None:
     halves = [weight_bytes(spec, RankGrid(1, 2).place(rank), two, "bfloat16") for rank in range(2)]
     assert sum(halves) == 2 * (num_parameters(spec) + table)
     untied = msgspec.structs.replace(spec, tied_embeddings=False)
-    quantized = [
-        weight_bytes(s, place, stages, "bfloat16", weight_format=weight_format("int8")) for s in (spec, untied)
-    ]
+    quantized = [weight_bytes(s, place, stages, "bfloat16", weight_format=FormatChoice("int8")) for s in (spec, untied)]
     assert quantized[0] == quantized[1]
 
 
@@ -163,9 +161,9 @@ def test_quantized_weight_bytes_of_a_known_model() -> None:
     projections = [(hidden, hidden)] * 4 + [(inner, hidden)] * 2 + [(hidden, inner)]
     head = vocab * (hidden + 4)
     int8 = 32 * sum(rows * (columns + 4) for rows, columns in projections)
-    assert weight_bytes(spec, place, stages, "bfloat16", weight_format=weight_format("int8")) == plain + head + int8
+    assert weight_bytes(spec, place, stages, "bfloat16", weight_format=FormatChoice("int8")) == plain + head + int8
     int4 = 32 * sum(rows * (columns // 2 + columns // 32 + 4) for rows, columns in projections)
-    assert weight_bytes(spec, place, stages, "bfloat16", weight_format=weight_format("int4")) == plain + head + int4
+    assert weight_bytes(spec, place, stages, "bfloat16", weight_format=FormatChoice("int4")) == plain + head + int4
 
 
 def test_stages_weigh_the_lm_head() -> None:
@@ -277,17 +275,18 @@ def test_parameter_count_is_that_of_transformers() -> None:
 
 @pytest.mark.parametrize(("size", "groups"), [(32, 3), (128, 1), (0, 1), (64, 2)])
 def test_weights_that_a_checkpoint_has_packed(size: int, groups: int) -> None:
-    packed = WeightFormat("w4a16", size)
-    assert held_format(packed) == packed
-    assert format_bytes(packed, 8, 96) == 8 * (96 // 2 + groups * 3)
-    assert held_format(packed, lm_head=True).is_plain
-    assert held_format(packed, expert=True).is_plain
+    packed = FormatChoice("w4a16", size).open_format()
+    assert packed.num_bytes(8, 96, 2) == 8 * (96 // 2 + groups * 3)
+    assert not packed.is_dense("layer")
+    for role in ("lm_head", "expert"):
+        assert packed.is_dense(role)
+        assert packed.num_bytes(8, 96, 2, role) == 8 * 96 * 2
 
 
 def test_only_layers_are_packed() -> None:
     spec = decoder_spec({"model_type": "mixtral", **_SMALL_MIXTRAL})
     place, stages = RankGrid(1, 1).place(0), stage_spans(spec, 1)
-    held = (PLAIN, WeightFormat("w4a16", 32))
+    held = (PLAIN, FormatChoice("w4a16", 32))
     plain, packed = (weight_bytes(spec, place, stages, "bfloat16", weight_format=one) for one in held)
     projections = [(64, 64), (32, 64), (32, 64), (64, 64)]
     saved = 2 * sum(rows * (2 * columns - (columns // 2 + columns // 32 * 3)) for rows, columns in projections)

@@ -3,6 +3,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardline.runtime.backends.host.kernels import HostKernels
+
+KERNELS = HostKernels()
+
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, rng: torch.Generator) -> Tensor:
     return torch.randn(*shape, generator=rng).to(dtype)

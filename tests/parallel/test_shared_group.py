@@ -16,10 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops.quantize_rows import QuantizedRows, quantize_rows, quantize_rows_reference, quantized_empty
-from shardline.runtime.ops.shared import CollectiveAborted, Mailbox, SharedGroup
-
-from .helpers import assert_same_bits
+from shardline.runtime.parallel.shared_group import CollectiveAborted, Mailbox, SharedGroup
+from shardline.weights.rows import QuantizedRows, quantize_rows, quantize_rows_reference, quantized_empty
+from tests.ops.helpers import KERNELS, assert_same_bits
 
 PATIENCE_S = 30.0
 
@@ -67,7 +66,7 @@ def test_gathered_rows_are_quantized_as_a_whole(size, num_rows, dtype):
     x = torch.randn(num_rows, sum(widths), generator=torch.Generator().manual_seed(size)).to(dtype)
     x[::7] *= 100.0
     x[3:4, -1] = torch.inf
-    expected = quantize_rows_reference(x) if num_rows else quantize_rows(x)
+    expected = quantize_rows_reference(x) if num_rows else quantize_rows(KERNELS, x)
 
     def body(group: SharedGroup) -> QuantizedRows:
         local = torch.split(x, widths, dim=1)[group.rank].contiguous()

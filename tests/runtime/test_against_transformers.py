@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
-from shardline.runtime.parallel.groups import alone
+from shardline.runtime.backends import open_backend
+from shardline.runtime.parallel.groups import join_nobody
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.worker import Worker
@@ -27,7 +28,7 @@ class RecordingSampler(Sampler):
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
 
-    def sample(self, local_logits: Tensor, plan: SamplingPlan, given: SamplingInput) -> Sampled:
+    def sample_tokens(self, local_logits: Tensor, plan: SamplingPlan, inputs: SamplingInput) -> Sampled:
         self.logits.append(local_logits.clone())
         return Sampled(local_logits.argmax(1), None, local_logits)
 
@@ -39,7 +40,7 @@ def generate(
     # Some rope scalings follow max_model_len here and the current length in transformers: make them one.
     options = {"dtype": dtype, "block_size": BLOCK_SIZE, "max_model_len": len(prompt) + num_tokens}
     setup = resolve_here(EngineConfig.from_options(model=str(model), **options))
-    worker = Worker(setup, alone())
+    worker = Worker(setup, open_backend("cpu", 0, threads=1), join_nobody())
     worker.load()
     assert worker._runner is not None
     recorder = RecordingSampler()
@@ -59,7 +60,7 @@ def generate(
             1, position, size, tables if first else [[] for _ in tables], -1, position + size >= len(prompt)
         )
         plan = StepPlan(1, [start] if first else [], [entry], [])
-        result = worker.run(RankStep(plan, (size,), (plan.num_samples,)))
+        result = worker.run_step(RankStep(plan, (size,), (plan.num_samples,)))
         position += size
         assert result is not None
         for sampled in result.results:

@@ -76,20 +76,20 @@ def test_the_first_place_of_each_sequence() -> None:
         SequenceStep(seq_id, start, count, [[]], -1, True)
         for seq_id, start, count in ((8, 0, 2), (9, 40, 3), (7, 5, 1))
     ]
-    watch.begin(6)
+    watch.begin_step(6)
     hidden = torch.zeros(6, 4)
-    watch.look("layer 0", hidden)
+    watch.look_at("layer 0", hidden)
     hidden[4, 1] = torch.inf
-    watch.look("layer 1", hidden)
+    watch.look_at("layer 1", hidden)
     hidden[3:5] = torch.nan
-    watch.look("layer 2", hidden)
+    watch.look_at("layer 2", hidden)
     logits = torch.zeros(3, 9)
     logits[0, 8] = logits[1, 0] = torch.nan
-    watch.look("the logits", logits, torch.tensor([1, 4, 5]))
-    assert watch.report(StepPlan(1, [], steps, [])) == {
+    watch.look_at("the logits", logits, torch.tensor([1, 4, 5]))
+    assert watch.report_step(StepPlan(1, [], steps, [])) == {
         8: "NaN or Inf in the logits on rank 3, at position 1",
         9: "NaN or Inf in layer 1 on rank 3, at position 42",
     }
-    watch.begin(6)
-    watch.look("layer 0", torch.zeros(6, 4))
-    assert watch.report(StepPlan(2, [], steps, [])) == {}
+    watch.begin_step(6)
+    watch.look_at("layer 0", torch.zeros(6, 4))
+    assert watch.report_step(StepPlan(2, [], steps, [])) == {}

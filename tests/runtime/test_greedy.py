@@ -33,7 +33,7 @@ def test_tokens(family: str, tensor: int, pipeline: int, scheme: str, tmp_path: 
     model = make_checkpoint(family, tmp_path)
     engine, executor = start_engine(model, tensor=tensor, pipeline=pipeline, quantization=scheme, dtype="bfloat16")
     requests = greedy_requests()
-    find_best, calls = LMHead.best, 0
+    find_best, calls = LMHead.find_best, 0
 
     def counted(head: LMHead, hidden: Tensor) -> Tensor:
         nonlocal calls
@@ -42,7 +42,7 @@ def test_tokens(family: str, tensor: int, pipeline: int, scheme: str, tmp_path: 
 
     try:
         expected = run(engine, with_logits(requests), "alone")
-        with patch.object(LMHead, "best", counted):
+        with patch.object(LMHead, "find_best", counted):
             for batch in ("alone", "together"):
                 answers = run(engine, requests, batch)
                 assert {key: a.token_ids for key, a in answers.items()} == {

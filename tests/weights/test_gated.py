@@ -1,25 +1,25 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.ops.activation import gated_activation
-from shardline.runtime.ops.dispatch import set_num_threads
-from shardline.runtime.ops.gated_linear import gated_linear, gated_linear_reference, pack_gate_up
-from shardline.runtime.quantization.base import quantization
+from shardline.runtime.ops.activation import gated_activation, gated_activation_reference
+from shardline.weights.base import weight_format
+from shardline.weights.formats import plain
+from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
-from .helpers import assert_close, assert_same_bits, randn
-
-SCHEMES = ["none", "int8", "int4"]
+FORMATS = ["plain", "int8", "int4"]
 NAMES = ["silu", "gelu_tanh", "gelu", "relu"]
 
 
-def two_ops(scheme: str, x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, name: str) -> Tensor:
+def two_ops(form: str, x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, name: str) -> Tensor:
     """In fp32, rounded at the end."""
-    product = quantization(scheme).pack(torch.cat([gate, up]))(x, bias, out_dtype=torch.float32)
-    return gated_activation(product, name).to(x.dtype)
+    product = weight_format(form).pack_linear(KERNELS, torch.cat([gate, up]))(x, bias, out_dtype=torch.float32)
+    return gated_activation(KERNELS, product, name).to(x.dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -28,8 +28,9 @@ def test_matches_reference(dtype, rng, name):
     m, k, width = 13, 300, 70
     x, bias = randn(m, k, dtype=dtype, rng=rng), randn(2 * width, dtype=dtype, rng=rng)
     gate, up = (0.1 * randn(width, k, rng=rng)).to(dtype), (0.1 * randn(width, k, rng=rng)).to(dtype)
-    actual = gated_linear(x, pack_gate_up(gate, up), width, bias, name)
-    expected = gated_linear_reference(x, gate, up, bias, name)
+    actual = plain.Format().pack_gated(KERNELS, gate, up)(x, bias, name)
+    product = plain.Format().multiply_reference(KERNELS, x, torch.cat([gate, up]), bias, torch.float64)
+    expected = gated_activation_reference(product, name).to(dtype)
     if dtype == torch.float32:
         assert_close(actual, expected, scale=(x.abs() @ gate.abs().T + 1) * (x.abs() @ up.abs().T + 1))
     else:  # the rounding may fall the other way
@@ -38,34 +39,34 @@ def test_matches_reference(dtype, rng, name):
         assert (error == 0).double().mean() > 0.99
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("m", "k", "width"), [(1, 64, 32), (3, 77, 1), (9, 1500, 65), (250, 130, 111)])
 @pytest.mark.usefixtures("isa")
-def test_bits_of_two_ops(dtype, rng, scheme, name, with_bias, m, k, width):
+def test_bits_of_two_ops(dtype, rng, form, name, with_bias, m, k, width):
     x, gate, up = (randn(rows, k, dtype=dtype, rng=rng) for rows in (m, width, width))
     bias = randn(2 * width, dtype=dtype, rng=rng) if with_bias else None
-    actual = quantization(scheme).pack_gated(gate, up)(x, bias, name)
-    assert_same_bits(actual, two_ops(scheme, x, gate, up, bias, name))
+    actual = weight_format(form).pack_gated(KERNELS, gate, up)(x, bias, name)
+    assert_same_bits(actual, two_ops(form, x, gate, up, bias, name))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.usefixtures("isa")
-def test_bits_of_two_ops_for_every_batch(dtype, rng, scheme):
+def test_bits_of_two_ops_for_every_batch(dtype, rng, form):
     k, width = 70, 45
     x, gate, up = (randn(rows, k, dtype=dtype, rng=rng) for rows in (4096, width, width))
-    expected, packed = two_ops(scheme, x, gate, up, None, "silu"), quantization(scheme).pack_gated(gate, up)
+    expected, packed = two_ops(form, x, gate, up, None, "silu"), weight_format(form).pack_gated(KERNELS, gate, up)
     for m in [*range(1, 258), 1024, 4096]:
         assert_same_bits(packed(x[:m], None, "silu"), expected[:m])
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.usefixtures("isa")
-def test_a_column_does_not_depend_on_the_shard(dtype, rng, scheme):
+def test_a_column_does_not_depend_on_the_shard(dtype, rng, form):
     k, width = 1100, 101
     x, gate, up = (randn(rows, k, dtype=dtype, rng=rng) for rows in (9, width, width))
-    pack_gated = quantization(scheme).pack_gated
+    pack_gated = partial(weight_format(form).pack_gated, KERNELS)
     whole = pack_gated(gate, up)(x, None, "silu")
     for begin, end in [(0, 1), (0, 34), (34, 68), (68, 101), (100, 101), (31, 65)]:
         assert_same_bits(pack_gated(gate[begin:end], up[begin:end])(x, None, "silu"), whole[:, begin:end])
@@ -79,32 +80,32 @@ def test_tiny_and_infinite_values(dtype, name):
     gate = torch.tensor(values).repeat(7)[:, None].to(dtype)
     up = torch.tensor(values).repeat_interleave(7)[:, None].to(dtype)
     x = torch.tensor([[1.0], [1e-3], [-1.0]]).to(dtype)
-    actual = quantization("none").pack_gated(gate, up)(x, None, name)
-    expected = two_ops("none", x, gate, up, None, name)
+    actual = weight_format("plain").pack_gated(KERNELS, gate, up)(x, None, name)
+    expected = two_ops("plain", x, gate, up, None, name)
     assert torch.equal(actual.isnan(), expected.isnan())
     assert_same_bits(actual.nan_to_num(nan=1.0), expected.nan_to_num(nan=1.0))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_threads_do_not_matter(dtype, rng, scheme):
+@pytest.mark.parametrize("form", FORMATS)
+def test_threads_do_not_matter(dtype, rng, form):
     x, gate, up = (randn(rows, 300, dtype=dtype, rng=rng) for rows in (600, 250, 250))
-    packed = quantization(scheme).pack_gated(gate, up)
+    packed = weight_format(form).pack_gated(KERNELS, gate, up)
     alone = packed(x, None, "silu")
-    set_num_threads(2)
+    _cpu.set_num_threads(2)
     assert_same_bits(packed(x, None, "silu"), alone)
-    set_num_threads(1)
+    _cpu.set_num_threads(1)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_bytes_are_those_of_one_weight(scheme):
+@pytest.mark.parametrize("form", FORMATS)
+def test_bytes_are_those_of_one_weight(form):
     gate, up = torch.ones(45, 64), torch.ones(45, 64)
-    scheme_of = quantization(scheme)
-    assert scheme_of.pack_gated(gate, up).nbytes == scheme_of.pack(torch.cat([gate, up])).nbytes
+    packed = weight_format(form).pack_linear(KERNELS, torch.cat([gate, up]))
+    assert weight_format(form).pack_gated(KERNELS, gate, up).nbytes == packed.nbytes
 
 
 def test_is_replayed(dtype, rng):
     gate, up = (randn(50, 40, dtype=dtype, rng=rng) for _ in range(2))
-    packed = quantization("none").pack_gated(gate, up)
+    packed = weight_format("plain").pack_gated(KERNELS, gate, up)
     x = randn(3, 40, dtype=dtype, rng=rng)
     program = _cpu.Program()
     program.begin()
@@ -113,12 +114,12 @@ def test_is_replayed(dtype, rng):
     x.copy_(randn(3, 40, dtype=dtype, rng=rng))
     replayed = program.replay()
     assert replayed is not None
-    assert_same_bits(replayed, two_ops("none", x, gate, up, None, "silu"))
+    assert_same_bits(replayed, two_ops("plain", x, gate, up, None, "silu"))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_wrong_inputs_are_named(scheme):
-    packed = quantization(scheme).pack_gated(torch.ones(5, 8), torch.ones(5, 8))
+@pytest.mark.parametrize("form", FORMATS)
+def test_wrong_inputs_are_named(form):
+    packed = weight_format(form).pack_gated(KERNELS, torch.ones(5, 8), torch.ones(5, 8))
     with pytest.raises(ValueError, match="x has 9 features, the weight takes 8"):
         packed(torch.ones(2, 9), None, "silu")
     with pytest.raises(ValueError, match="bias"):

@@ -23,12 +23,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from shardline.runtime.ops import linear_fp8 as ops_linear_fp8
-from shardline.runtime.ops import triton as ops
-from shardline.runtime.ops.linear_fp8 import Fp8Weight
-from shardline.runtime.ops.linear_input import UnnormedRows
-from shardline.runtime.ops.triton.gemm import Tile
-from shardline.runtime.ops.triton.linear import launch_linear
+from shardline.runtime.backends.cuda.kernels import attention as attention_kernels
+from shardline.runtime.backends.cuda.kernels.gather import collect_columns, put_columns
+from shardline.runtime.backends.cuda.kernels.gemm import Tile
+from shardline.runtime.backends.cuda.kernels.linear import add_linear, launch_linear, runs_of_row
+from shardline.runtime.backends.cuda.kernels.qkv_linear import qkv_linear
+from shardline.runtime.backends.cuda.rows import UnnormedRows
+from shardline.weights.formats.fp8 import Fp8Linear
+from tests.backends.cuda.helpers import KERNELS
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -87,112 +89,114 @@ def attention(heads: int, kv_heads: int, dim: int, num_tokens: int, num_seqs: in
     query, out = bf16(num_tokens, heads, dim), bf16(num_tokens, heads, dim)
     window, softcap = options.pop("window", None), options.pop("softcap", None)
     tables, starts, lens = int32(num_seqs, 128), int32(num_seqs + 1), int32(num_seqs)
-    ops.paged_attention(query, cache, cache, tables, starts, lens, out, 0.1, window, softcap, *scales, **options)
+    KERNELS.paged_attention(query, cache, cache, tables, starts, lens, out, 0.1, window, softcap, *scales, **options)
 
 
 def mla(heads: int, num_tokens: int, num_seqs: int, **options: Any) -> None:
     """A call of DeepSeek's dims, with contexts of up to 2048 keys in blocks of 16."""
     query, out, cache = bf16(num_tokens, heads, 192), bf16(num_tokens, heads, 512), bf16(4, 16, 576)
     tables, starts, lens = int32(num_seqs, 128), int32(num_seqs + 1), int32(num_seqs)
-    ops.mla_attention(bf16(num_tokens, heads, 512), query[..., 128:], cache, tables, starts, lens, out, 0.1, **options)
+    attention_kernels.mla_attention(
+        bf16(num_tokens, heads, 512), query[..., 128:], cache, tables, starts, lens, out, 0.1, **options
+    )
 
 
 def mla_fp8(num_tokens: int, num_seqs: int) -> None:
     """The same with latents in fp8, which are written too."""
     query, out, down = bf16(num_tokens, 16, 192), bf16(num_tokens, 16, 512), bf16(num_tokens, 576)
     cache = (fp8(4, 16, 512), bf16(4, 16, 64), torch.empty(4, 16))
-    ops.write_quantized_latent(down[:, :512], down[:, 512:], *cache, torch.zeros(num_tokens, dtype=torch.int64))
+    KERNELS.write_latent(down[:, :512], down[:, 512:], cache, torch.zeros(num_tokens, dtype=torch.int64))
     index = (int32(num_seqs, 128), int32(num_seqs + 1), int32(num_seqs))
-    ops.quantized_mla_attention(bf16(num_tokens, 16, 512), query[..., 128:], *cache, *index, out, 0.1)
+    KERNELS.mla_attention(bf16(num_tokens, 16, 512), query[..., 128:], cache, *index, out, 0.1)
 
 
 def write_latent() -> None:
     down = bf16(4, 576)
-    ops.write_latent(down[:, :512], down[:, 512:], bf16(4, 16, 576), torch.zeros(4, dtype=torch.int64))
+    KERNELS.write_latent(down[:, :512], down[:, 512:], bf16(4, 16, 576), torch.zeros(4, dtype=torch.int64))
 
 
 def linear(rows: int, columns: int, depth: int, tile: Tile | None = None) -> None:
     x, weight, out = bf16(rows, depth), bf16(columns, depth), bf16(rows, columns)
     if tile is None:
-        ops.linear(x, weight, None, out)
+        KERNELS.linear(x, weight, None, out)
     else:
         launch_linear(x, weight, None, out, tile=tile)
 
 
 def gated_linear(rows: int, width: int, depth: int) -> None:
-    ops.linear(bf16(rows, depth), bf16(2 * width, depth), None, bf16(rows, width), "silu")
+    KERNELS.linear(bf16(rows, depth), bf16(2 * width, depth), None, bf16(rows, width), "silu")
 
 
 def few_rows(rows: int, hidden: int, inner: int | None, norm_heads: bool = False, dim: int = 128) -> None:
     """A layer's products in a decode step: of 32 heads, which have norms, or not; without `inner` only q, k and v."""
     cache, slots, table = bf16(8, 8, 16, dim), torch.zeros(rows, dtype=torch.int64), torch.empty(64, dim)
     residual, weight = bf16(rows, hidden), bf16(hidden)
-    sums = torch.empty(rows, ops.runs_of_row(rows, hidden, torch.bfloat16))
+    sums = torch.empty(rows, runs_of_row(rows, hidden, torch.bfloat16))
     unnormed = UnnormedRows(residual, sums, weight, 1e-6, 0.0)
     norms = (weight[:dim], weight[:dim], 1e-6, 0.0) if norm_heads else (None, None, 0.0, 0.0)
     qkv = bf16(48 * dim, hidden)
     for x in (unnormed, residual):  # the norm may have been a launch of its own
-        ops.qkv_linear(x, qkv, None, bf16(rows, 32, dim), cache, cache, slots, slots, table, False, *norms)
+        qkv_linear(x, qkv, None, bf16(rows, 32, dim), cache, cache, slots, slots, table, False, *norms)
     if inner is None:
         return
-    ops.add_linear(bf16(rows, 4096), bf16(hidden, 4096), None, residual, bf16(rows, hidden), sums)
-    ops.linear(unnormed, bf16(2 * inner, hidden), None, bf16(rows, inner), "silu")
-    ops.add_linear(bf16(rows, inner), bf16(hidden, inner), None, residual, bf16(rows, hidden), sums)
+    add_linear(bf16(rows, 4096), bf16(hidden, 4096), None, residual, bf16(rows, hidden), sums)
+    KERNELS.linear(unnormed, bf16(2 * inner, hidden), None, bf16(rows, inner), "silu")
+    add_linear(bf16(rows, inner), bf16(hidden, inner), None, residual, bf16(rows, hidden), sums)
 
 
 def gather_columns() -> None:
     turns, peers, starts = int32(2), torch.zeros(4, dtype=torch.int64), int32(5)
-    ops.put_columns(bf16(64, 1024), bf16(2, 1 << 21), turns)
-    ops.collect_columns(peers, 1 << 21, None, 1024, bf16(64, 4096), turns)
-    ops.collect_columns(peers, 1 << 21, starts, 1100, bf16(64, 4096), turns)
+    put_columns(bf16(64, 1024), bf16(2, 1 << 21), turns)
+    collect_columns(peers, 1 << 21, None, 1024, bf16(64, 4096), turns)
+    collect_columns(peers, 1 << 21, starts, 1100, bf16(64, 4096), turns)
 
 
 def sample(num_rows: int, vocab_size: int) -> None:
     floats, ints = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
     logits = torch.empty(num_rows, vocab_size)
-    ops.sample(logits, floats, int32(num_rows), floats, floats, ints, ints, ints, 0, ints)
+    KERNELS.sample(logits, floats, int32(num_rows), floats, floats, ints, ints, ints, 0, ints)
 
 
 def penalize(num_rows: int, vocab_size: int, num_entries: int) -> None:
     floats, logits, uncounted = torch.empty(num_rows), torch.empty(num_rows, vocab_size), torch.zeros(num_rows).long()
     ids, in_prompt = int32(num_entries), torch.zeros(num_entries, dtype=torch.bool)
     entries = (int32(num_rows + 1), ids, ids, in_prompt, torch.empty(num_entries))
-    ops.penalize(logits, floats, floats, floats, *entries, uncounted)
+    KERNELS.penalize(logits, floats, floats, floats, *entries, uncounted)
 
 
 def logprobs(num_rows: int, vocab_size: int, top_n: int) -> None:
     floats, ints = torch.empty(num_rows), torch.zeros(num_rows, dtype=torch.int64)
     top = (torch.zeros(num_rows, top_n, dtype=torch.int64), torch.empty(num_rows, top_n))
-    ops.logprobs(torch.empty(num_rows, vocab_size), ints, top_n, floats, ints, *top)
+    KERNELS.logprobs(torch.empty(num_rows, vocab_size), ints, top_n, floats, ints, *top)
 
 
 def rope_and_write() -> None:
     qkv, cache = bf16(4, 48, 128), bf16(8, 8, 16, 128)
     positions, table = torch.zeros(4, dtype=torch.int64), torch.empty(64, 128)
     heads = qkv.split([32, 8, 8], dim=1)
-    ops.rope_and_write_kv(*heads, cache, cache, positions, positions, table, False, None, None)
+    KERNELS.rope_and_write_kv(*heads, cache, cache, positions, positions, table, False, None, None)
 
 
 def write_kv_bytes(stored: Callable[..., torch.Tensor]) -> None:
     kv, cache, scales, slots = bf16(4, 8, 128), stored(8, 8, 16, 128), torch.empty(8, 8, 16), torch.zeros(4).long()
-    ops.write_kv(kv, kv, cache, cache, slots, scales, scales)
+    KERNELS.write_kv(kv, kv, cache, cache, slots, scales, scales)
 
 
 def norm_int8() -> None:
     x, weight, rows = bf16(4, 4096), bf16(4096), (int8(4, 4096), torch.empty(4), int32(4, 0))
-    ops.rms_norm(x, weight, rows, 1e-6, 0.0, x, bf16(4, 4096))
+    KERNELS.rms_norm(x, weight, rows, 1e-6, 0.0, x, bf16(4, 4096))
 
 
 def linear_int8(rows: int, columns: int, depth: int) -> None:
     values, sums, floats = int8(rows, depth), int32(rows, 0), torch.empty(max(rows, columns))
-    ops.quantize_rows(bf16(rows, depth), values, floats, sums)
-    ops.linear_int8(values, floats, sums, depth, int8(columns, depth), floats, None, bf16(rows, columns))
+    KERNELS.quantize_rows(bf16(rows, depth), values, floats, sums)
+    KERNELS.linear_int8(values, floats, sums, depth, int8(columns, depth), floats, None, bf16(rows, columns))
 
 
 def linear_int4(rows: int, columns: int, depth: int) -> None:
     panels, scales = torch.empty(depth // 64, 34 * columns, dtype=torch.uint8), torch.empty(columns)
     out = bf16(rows, columns)
-    ops.linear_int4(int8(rows, depth), torch.empty(rows), int32(rows, 0), depth, panels, scales, None, out)
+    KERNELS.linear_int4(int8(rows, depth), torch.empty(rows), int32(rows, 0), depth, panels, scales, None, out)
 
 
 def linear_w4a16(rows: int, columns: int, depth: int) -> None:
@@ -200,14 +204,14 @@ def linear_w4a16(rows: int, columns: int, depth: int) -> None:
         torch.empty(depth // size, columns, last, dtype=torch.uint8) for size, last in ((64, 32), (128, 1))
     )
     scales = torch.empty(depth // 128, columns, dtype=torch.float16)
-    ops.linear_w4a16(bf16(rows, depth), values, scales, zeros[..., 0], 128, None, bf16(rows, columns))
+    KERNELS.linear_w4a16(bf16(rows, depth), values, scales, zeros[..., 0], 128, None, bf16(rows, columns))
 
 
 def experts_int4(num_tokens: int, num_experts: int, k: int, inner: int, hidden: int) -> None:
     panels = torch.empty(num_experts, hidden // 64, 34 * 2 * inner, dtype=torch.uint8)
     scales = torch.empty(num_experts, 2 * inner)
     ids, rows = int32(num_tokens, k), bf16(num_tokens * k, inner)
-    ops.expert_up(bf16(num_tokens, hidden), ids, 0, False, panels, scales, "silu", True, rows)
+    KERNELS.expert_up(bf16(num_tokens, hidden), ids, 0, False, panels, scales, "silu", True, rows)
 
 
 def experts(num_tokens: int, num_experts: int, k: int, inner: int, hidden: int) -> None:
@@ -215,36 +219,42 @@ def experts(num_tokens: int, num_experts: int, k: int, inner: int, hidden: int) 
     ids, weights = int32(num_tokens, k), torch.empty(num_tokens, k)
     up, down = bf16(num_experts, 2 * inner, hidden), bf16(num_experts, hidden, inner)
     rows, out = bf16(num_tokens * k, inner), bf16(num_tokens, hidden)
-    ops.expert_up(bf16(num_tokens, hidden), ids, 0, False, up, None, "silu", True, rows)
-    ops.expert_down(rows, ids, weights, 0, down, None, out, weights[:, 0], out)
+    KERNELS.expert_up(bf16(num_tokens, hidden), ids, 0, False, up, None, "silu", True, rows)
+    KERNELS.expert_down(rows, ids, weights, 0, down, None, out, weights[:, 0], out)
 
 
 def route(num_experts: int, k: int, num_groups: int = 1, top_groups: int = 1) -> None:
     ids, weights, slots = int32(4, k), torch.empty(4, k), torch.zeros(4, dtype=torch.int64)
     scores, counts = torch.empty(4, num_experts + 1), torch.zeros(num_experts, dtype=torch.int64)
     groups = (num_experts, num_groups, top_groups, num_groups > 1)
-    ops.route_experts(scores, scores[0], ids, weights, weights[:, 0], counts, num_groups > 1, True, 1.0, *groups, slots)
+    KERNELS.route_experts(
+        scores, scores[0], ids, weights, weights[:, 0], counts, num_groups > 1, True, 1.0, *groups, slots
+    )
 
 
 def linear_fp8(rows: int, columns: int, depth: int) -> None:
-    ops_linear_fp8.linear_fp8(bf16(rows, depth), Fp8Weight(fp8(columns, depth), torch.empty(columns)))
+    Fp8Linear(KERNELS, fp8(columns, depth), torch.empty(columns), depth, columns)(bf16(rows, depth))
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "rms_norm": lambda: ops.rms_norm(bf16(4, 4096), bf16(4096), bf16(4, 4096), 1e-6, 0.0, bf16(4, 4096), bf16(4, 4096)),
+    "rms_norm": lambda: KERNELS.rms_norm(
+        bf16(4, 4096), bf16(4096), bf16(4, 4096), 1e-6, 0.0, bf16(4, 4096), bf16(4, 4096)
+    ),
     "rms_norm_int8": norm_int8,
-    "layer_norm": lambda: ops.layer_norm(bf16(4, 1600), bf16(1600), bf16(1600), bf16(4, 1600), 1e-6, None, None),
-    "rope": lambda: ops.apply_rope(bf16(4, 32, 128), torch.zeros(4, dtype=torch.int64), torch.empty(64, 128), False),
+    "layer_norm": lambda: KERNELS.layer_norm(bf16(4, 1600), bf16(1600), bf16(1600), bf16(4, 1600), 1e-6, None, None),
+    "rope": lambda: KERNELS.apply_rope(
+        bf16(4, 32, 128), torch.zeros(4, dtype=torch.int64), torch.empty(64, 128), False
+    ),
     "rope_and_write_kv": rope_and_write,
-    "write_kv": lambda: ops.write_kv(
+    "write_kv": lambda: KERNELS.write_kv(
         bf16(4, 8, 128), bf16(4, 8, 128), bf16(8, 8, 16, 128), bf16(8, 8, 16, 128), torch.zeros(4, dtype=torch.int64)
     ),
     "write_kv_int8": lambda: write_kv_bytes(int8),
     "write_kv_fp8": lambda: write_kv_bytes(fp8),
-    "silu": lambda: ops.activation(bf16(4, 28672), bf16(4, 14336), "silu", True),
-    "gelu": lambda: ops.activation(bf16(4, 4096), bf16(4, 4096), "gelu", False),
-    "softcap": lambda: ops.softcap(torch.empty(4, 256000), 30.0),
-    "greedy_argmax": lambda: ops.greedy_argmax(
+    "silu": lambda: KERNELS.activation(bf16(4, 28672), bf16(4, 14336), "silu", True),
+    "gelu": lambda: KERNELS.activation(bf16(4, 4096), bf16(4, 4096), "gelu", False),
+    "softcap": lambda: KERNELS.softcap(torch.empty(4, 256000), 30.0),
+    "greedy_argmax": lambda: KERNELS.greedy_argmax(
         torch.empty(4, 128256), torch.empty(4, dtype=torch.int64), torch.empty(4)
     ),
     "sample": lambda: sample(4, 128256),
@@ -277,8 +287,8 @@ CASES: dict[str, Callable[[], None]] = {
     "w4a16_m1": lambda: linear_w4a16(1, 6144, 4096),
     "w4a16_m2048": lambda: linear_w4a16(2048, 6144, 4096),
     "int4_experts": lambda: experts_int4(64, 128, 8, 768, 2048),
-    "linear_heads_m1": lambda: ops.linear_heads(bf16(1, 16, 192)[..., :128], bf16(16, 512, 128), bf16(1, 16, 512)),
-    "linear_heads_m2048": lambda: ops.linear_heads(bf16(2048, 16, 512), bf16(16, 128, 512), bf16(2048, 16, 128)),
+    "linear_heads_m1": lambda: KERNELS.linear_heads(bf16(1, 16, 192)[..., :128], bf16(16, 512, 128), bf16(1, 16, 512)),
+    "linear_heads_m2048": lambda: KERNELS.linear_heads(bf16(2048, 16, 512), bf16(16, 128, 512), bf16(2048, 16, 128)),
     "write_latent": write_latent,
     "attention_mla_decode": lambda: mla(128, 64, 64, spread_splits=False),
     "attention_mla_spread": lambda: mla(16, 1, 1),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +13,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
-from shardline import _cpu
-from shardline.runtime.ops import dispatch
-from shardline.runtime.ops import triton as ops
-from shardline.runtime.replay import DecodeReplay
+from shardline.runtime import backends
+from tests.backends.cuda.helpers import InterpretedBackend
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -90,11 +87,6 @@ def hardware_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def rng() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
-@pytest.fixture
 def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """For ranks that are threads: the interpreter keeps the place of the running program in a global."""
     lock, run = threading.Lock(), GridExecutor.__call__
@@ -107,9 +99,6 @@ def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ops on host memory run the GPU's kernels from here on."""
-    kernels = SimpleNamespace(**{name: getattr(ops, name) for name in ops.__all__})
-    kernels.activation_empty = _cpu.activation_empty  # there is no GPU to allocate on
-    monkeypatch.setitem(dispatch._BACK_ENDS, "cpu", lambda: kernels)
-    monkeypatch.setattr(DecodeReplay, "__call__", lambda self, *step: self.forward(*step))
+def interpreted_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank that opens its back end from here on is a GPU in the interpreter."""
+    monkeypatch.setattr(backends, "open_backend", lambda kind, rank, threads: InterpretedBackend())

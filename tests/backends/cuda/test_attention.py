@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops import triton as ops
-from shardline.runtime.ops.attention import paged_attention_reference
-
-from ..helpers import assert_close, assert_same_bits
-from ..test_attention import attend, random_sequence
+from shardline.runtime.ops.attention.paged import paged_attention_reference
+from tests.backends.cuda.helpers import KERNELS
+from tests.ops.attention.test_paged import attend, random_sequence
+from tests.ops.helpers import assert_close, assert_same_bits
 
 
 def paged_attention(
@@ -30,7 +29,7 @@ def paged_attention(
 ) -> Tensor:
     out = torch.full((query.shape[0], query.shape[1], value_cache.shape[3]), torch.nan)
     arguments = (query, key_cache, value_cache, block_tables, query_starts, context_lens, out, scale, window, softcap)
-    ops.paged_attention(*arguments, key_scales, value_scales, spread_splits=spread_splits)
+    KERNELS.paged_attention(*arguments, key_scales, value_scales, spread_splits=spread_splits)
     return out
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.runtime.ops import triton as ops
 from shardline.runtime.ops.activation import activation_reference, gated_activation_reference
-from shardline.runtime.ops.kv_cache import write_kv, write_kv_reference
+from shardline.runtime.ops.attention.kv_cache import write_kv, write_kv_reference
+from shardline.runtime.ops.attention.rope import apply_rope_reference, rotary_table
 from shardline.runtime.ops.norm import layer_norm_reference, rms_norm_reference
-from shardline.runtime.ops.rope import apply_rope_reference, rotary_table
-from shardline.runtime.ops.softcap import softcap_reference
-
-from ..helpers import assert_close, assert_same_bits, randn
+from shardline.runtime.ops.sampling.softcap import softcap_reference
+from tests.backends.cuda.helpers import KERNELS
+from tests.ops.helpers import KERNELS as HOST_KERNELS
+from tests.ops.helpers import assert_close, assert_same_bits, randn
 
 
 @pytest.mark.parametrize("width", [1, 5, 130, 1024])
 @pytest.mark.parametrize("weight_offset", [0.0, 1.0])
 def test_rms_norm(rng, width, weight_offset):
     x, weight, out = randn(7, width, rng=rng), randn(width, rng=rng), torch.full((7, width), torch.nan)
-    ops.rms_norm(x, weight, out, 1e-6, weight_offset, None, None)
+    KERNELS.rms_norm(x, weight, out, 1e-6, weight_offset, None, None)
     assert_close(out, rms_norm_reference(x, weight, 1e-6, weight_offset=weight_offset))
 
 
@@ -28,7 +28,7 @@ def test_rms_norm(rng, width, weight_offset):
 def test_layer_norm(rng, width, with_bias):
     x, weight, out = randn(7, width, rng=rng) + 3, randn(width, rng=rng), torch.full((7, width), torch.nan)
     bias = randn(width, rng=rng) if with_bias else None
-    ops.layer_norm(x, weight, bias, out, 1e-5, None, None)
+    KERNELS.layer_norm(x, weight, bias, out, 1e-5, None, None)
     assert_close(out, layer_norm_reference(x, weight, bias, 1e-5), scale=10 * (weight.double().abs() + 1))
 
 
@@ -36,11 +36,11 @@ def test_norm_of_a_sum_is_the_norm_after_the_addition(rng):
     wide, residual, weight = randn(5, 300, rng=rng), randn(5, 200, rng=rng), randn(200, rng=rng)
     x = wide[:, 50:250]  # strided rows
     normed, summed, alone = (torch.full((5, 200), torch.nan) for _ in range(3))
-    ops.rms_norm(x, weight, normed, 1e-6, 0.0, residual, summed)
+    KERNELS.rms_norm(x, weight, normed, 1e-6, 0.0, residual, summed)
     assert_same_bits(summed, x + residual)
-    ops.rms_norm(summed, weight, alone, 1e-6, 0.0, None, None)
+    KERNELS.rms_norm(summed, weight, alone, 1e-6, 0.0, None, None)
     assert_same_bits(normed, alone)
-    ops.layer_norm(x, weight, weight, normed, 1e-6, residual, summed)
+    KERNELS.layer_norm(x, weight, weight, normed, 1e-6, residual, summed)
     assert_same_bits(summed, x + residual)
     assert_close(normed, layer_norm_reference(summed, weight, weight, 1e-6), scale=10 * (weight.double().abs() + 1))
 
@@ -48,13 +48,13 @@ def test_norm_of_a_sum_is_the_norm_after_the_addition(rng):
 def test_norm_of_heads(rng):
     qkv, weight, out = randn(4, 6, 40, rng=rng), randn(32, rng=rng), torch.full((4, 3, 32), torch.nan)
     heads = qkv[:, 2:5, 8:]  # strides of tokens and heads are free
-    ops.rms_norm(heads, weight, out, 1e-6, 0.0, None, None)
+    KERNELS.rms_norm(heads, weight, out, 1e-6, 0.0, None, None)
     assert_close(out, rms_norm_reference(heads.contiguous(), weight, 1e-6))
 
 
 def test_add(rng):
     x, y, out = randn(3, 700, rng=rng), randn(3, 700, rng=rng), torch.full((3, 700), torch.nan)
-    ops.add(x, y, out)
+    KERNELS.add(x, y, out)
     assert_same_bits(out, x + y)
 
 
@@ -63,9 +63,9 @@ def test_activation(rng, name):
     gate_up = 4 * randn(3, 2 * 1100, rng=rng)
     gate_up[0, :4] = torch.tensor([-200.0, 200.0, -9.0, 0.0])
     out = torch.full((3, 1100), torch.nan)
-    ops.activation(gate_up, out, name, True)
+    KERNELS.activation(gate_up, out, name, True)
     assert_close(out, gated_activation_reference(gate_up, name), scale=4.0)
-    ops.activation(gate_up[:, 1100:], out, name, False)
+    KERNELS.activation(gate_up[:, 1100:], out, name, False)
     assert_close(out, activation_reference(gate_up[:, 1100:], name), scale=4.0)
 
 
@@ -75,7 +75,7 @@ def test_softcap(rng, cap):
     wide[0, :3] = torch.tensor([1e-4, -0.7, 1e4])
     logits = wide[:, :1200]
     expected = softcap_reference(logits, cap)
-    ops.softcap(logits, cap)
+    KERNELS.softcap(logits, cap)
     assert_close(logits, expected)
 
 
@@ -85,7 +85,7 @@ def test_rope(rng, interleaved, rot, dim):
     qkv = randn(5, 6, dim, rng=rng)
     table, positions = rotary_table(torch.rand(rot // 2, generator=rng), 100), torch.tensor([0, 5, 99, 3, 7])
     expected = apply_rope_reference(qkv[:, :3], positions, table, interleaved=interleaved)
-    ops.apply_rope(qkv[:, :3], positions, table, interleaved)
+    KERNELS.apply_rope(qkv[:, :3], positions, table, interleaved)
     assert_close(qkv[:, :3].contiguous(), expected, scale=4.0)
 
 
@@ -100,10 +100,10 @@ def test_rope_and_write_kv_is_one_after_the_other(rng, interleaved, rot, dim, as
     scales = [torch.zeros(4, 2, 16) if as_bytes else None for _ in range(4)]
     parts = qkv.clone()
     for heads in (parts[:, :5], parts[:, 5:7]):
-        ops.apply_rope(heads, positions, table, interleaved)
+        KERNELS.apply_rope(heads, positions, table, interleaved)
     write_kv_reference(parts[:, 5:7], parts[:, 7:], *caches[2:], slots, key_scales=scales[2], value_scales=scales[3])
     arguments = (positions, slots, table, interleaved, *scales[:2])
-    ops.rope_and_write_kv(qkv[:, :5], qkv[:, 5:7], qkv[:, 7:], *caches[:2], *arguments)
+    KERNELS.rope_and_write_kv(qkv[:, :5], qkv[:, 5:7], qkv[:, 7:], *caches[:2], *arguments)
     assert_same_bits(qkv, parts)
     for actual, expected in zip((*caches[:2], *scales[:2]), (*caches[2:], *scales[2:]), strict=True):
         assert actual is expected is None or torch.equal(actual, expected)
@@ -114,7 +114,7 @@ def test_write_kv(rng):
     slots = torch.randperm(8 * 16, generator=rng)[:9]
     slots[4] = -1
     caches = [torch.zeros(8, 3, 16, 20) for _ in range(4)]
-    ops.write_kv(kv[:, 0], kv[:, 1], caches[0], caches[1], slots)
+    KERNELS.write_kv(kv[:, 0], kv[:, 1], caches[0], caches[1], slots)
     write_kv_reference(kv[:, 0], kv[:, 1], caches[2], caches[3], slots)
     assert_same_bits(caches[0], caches[2])
     assert_same_bits(caches[1], caches[3])
@@ -127,8 +127,8 @@ def test_write_kv_as_bytes(rng):
     slots[4] = -1
     caches = [torch.zeros(8, 3, 16, 20, dtype=torch.int8) for _ in range(4)]
     scales = [torch.zeros(8, 3, 16) for _ in range(4)]
-    ops.write_kv(kv[:, 0], kv[:, 1], *caches[:2], slots, *scales[:2])
-    write_kv(kv[:, 0], kv[:, 1], *caches[2:], slots, key_scales=scales[2], value_scales=scales[3])
+    KERNELS.write_kv(kv[:, 0], kv[:, 1], *caches[:2], slots, *scales[:2])
+    write_kv(HOST_KERNELS, kv[:, 0], kv[:, 1], *caches[2:], slots, key_scales=scales[2], value_scales=scales[3])
     for ours, theirs in zip(caches[:2], caches[2:], strict=True):
         assert torch.equal(ours, theirs)
     for ours, theirs in zip(scales[:2], scales[2:], strict=True):
@@ -143,7 +143,7 @@ def test_write_kv_as_fp8(rng):
     slots[4] = -1
     caches = [torch.zeros(8, 3, 16, 20, dtype=torch.float8_e4m3fn) for _ in range(4)]
     scales = [torch.zeros(8, 3, 16) for _ in range(4)]
-    ops.write_kv(kv[:, 0], kv[:, 1], *caches[:2], slots, *scales[:2])
+    KERNELS.write_kv(kv[:, 0], kv[:, 1], *caches[:2], slots, *scales[:2])
     write_kv_reference(kv[:, 0], kv[:, 1], *caches[2:], slots, key_scales=scales[2], value_scales=scales[3])
     for ours, theirs in zip(caches[:2], caches[2:], strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from shardline.models.spec import Routing
-from shardline.runtime.ops import expert_exchange, experts
-from shardline.runtime.ops import triton as ops
-from shardline.runtime.ops.experts import ExpertWeights, expert_down_reference, slot_products_reference
-from shardline.runtime.ops.routing import route_experts_reference
-from shardline.runtime.ops.triton.experts import sort_slots
-
-from ..helpers import assert_close, assert_same_bits, randn
-from ..test_experts import choose
-from ..test_routing import ROUTINGS
+from shardline.runtime.backends.cuda.kernels.experts import sort_slots
+from shardline.runtime.ops.moe import exchange, experts
+from shardline.runtime.ops.moe.experts import expert_down_reference, slot_products_reference
+from shardline.runtime.ops.moe.routing import route_experts_reference
+from shardline.weights.base import PackedExperts
+from tests.backends.cuda.helpers import KERNELS
+from tests.ops.helpers import assert_close, assert_same_bits, randn
+from tests.ops.moe.test_experts import choose
+from tests.ops.moe.test_routing import ROUTINGS
 
 
 def route(
@@ -27,7 +27,7 @@ def route(
     ids = torch.full((len(logits), routing.experts_per_token), -7, dtype=torch.int32)
     weights = torch.full(ids.shape, torch.nan)
     given = dataclasses.asdict(routing)
-    ops.route_experts(
+    KERNELS.route_experts(
         logits,
         bias,
         ids,
@@ -102,14 +102,14 @@ def test_slots_are_sorted_by_expert(rng, num_tokens, num_experts, first, count):
 
 def up(x: Tensor, ids: Tensor, weights: Tensor, first: int = 0) -> Tensor:
     out = torch.full((ids.numel(), weights.shape[1] // 2), torch.nan)
-    ops.expert_up(x, ids, first, False, weights, None, "silu", True, out)
+    KERNELS.expert_up(x, ids, first, False, weights, None, "silu", True, out)
     return out
 
 
 def down(x: Tensor, ids: Tensor, slot_weights: Tensor, weights: Tensor, first: int = 0, **shared: Tensor) -> Tensor:
     out = torch.full((ids.shape[0], weights.shape[1]), torch.nan)
     extra = (shared.get("shared"), shared.get("shared_scale"))
-    ops.expert_down(x, ids, slot_weights, first, weights, None, *extra, out)
+    KERNELS.expert_down(x, ids, slot_weights, first, weights, None, *extra, out)
     return out
 
 
@@ -122,8 +122,8 @@ def test_rows_have_the_bits_of_one_linear(rng):
     rows = up(x, ids, weights)
     for expert in range(num_experts):
         product, alone = torch.empty(num_tokens, 2 * width), torch.empty(num_tokens, width)
-        ops.linear(x, weights[expert], None, product)
-        ops.activation(product, alone, "silu", True)
+        KERNELS.linear(x, weights[expert], None, product)
+        KERNELS.activation(product, alone, "silu", True)
         chosen = ids == expert
         assert_same_bits(rows[chosen.flatten()], alone[chosen.nonzero()[:, 0]])
 
@@ -167,7 +167,7 @@ def test_a_token_does_not_depend_on_the_batch(rng):
 
 
 @pytest.mark.parametrize(("num_ranks", "num_tokens"), [(1, 4), (2, 1), (3, 20), (5, 9)])
-def test_whole_experts_on_ranks_have_the_bits_of_one_rank(rng, gpu_kernels, num_ranks, num_tokens):
+def test_whole_experts_on_ranks_have_the_bits_of_one_rank(rng, num_ranks, num_tokens):
     """What goes from rank to rank here by slicing is what `all_to_all_rows` carries."""
     num_experts, k, hidden, inner = 7, 3, 24, 20
     up, down = randn(num_experts, 2 * inner, hidden, rng=rng), randn(num_experts, hidden, inner, rng=rng)
@@ -175,15 +175,15 @@ def test_whole_experts_on_ranks_have_the_bits_of_one_rank(rng, gpu_kernels, num_
     ids = torch.rand(num_tokens, num_experts, generator=rng).topk(k)[1].int()
     slot_weights = torch.rand(num_tokens, k, generator=rng)
 
-    def held(weights: torch.Tensor) -> ExpertWeights:
-        return ExpertWeights(weights, None, weights.shape[2], weights.shape[1])
+    def held(weights: torch.Tensor) -> PackedExperts:
+        return PackedExperts(weights, None, weights.shape[2], weights.shape[1])
 
-    inner_rows = experts.expert_up(x, ids, held(up), "silu", gated=True)
-    expected = experts.expert_down(inner_rows, ids, slot_weights, held(down), shared=shared)
+    inner_rows = experts.expert_up(KERNELS, x, ids, held(up), "silu", gated=True)
+    expected = experts.expert_down(KERNELS, inner_rows, ids, slot_weights, held(down), shared=shared)
     bounds = torch.tensor([num_experts * rank // num_ranks for rank in range(num_ranks + 1)])
     tokens = [num_tokens * rank // num_ranks for rank in range(num_ranks + 1)]
     own = [slice(first, stop) for first, stop in pairwise(tokens)]
-    counts = expert_exchange.count_exchanged(ids, tokens, bounds)
+    counts = exchange.count_exchanged(KERNELS, ids, tokens, bounds)
 
     def carried(sent: list[torch.Tensor], table: torch.Tensor, to: int, capacity: int) -> torch.Tensor:
         rows = torch.full((capacity, hidden), torch.nan)
@@ -196,16 +196,18 @@ def test_whole_experts_on_ranks_have_the_bits_of_one_rank(rng, gpu_kernels, num_
         rows[: len(came)] = came
         return rows
 
-    sent = [expert_exchange.pack_dispatch(x[part], ids[part], bounds) for part in own]
+    sent = [exchange.pack_dispatch(KERNELS, x[part], ids[part], bounds) for part in own]
     slots = []
     for rank in range(num_ranks):
         arrived = carried(sent, counts.tokens, rank, num_tokens)
         first, here = int(bounds[rank]), slice(int(bounds[rank]), int(bounds[rank + 1]))
-        chose = (expert_exchange.ranks_of_experts(ids, bounds) == rank).any(1)
+        chose = (exchange.ranks_of_experts(ids, bounds) == rank).any(1)
         assert_same_bits(arrived[: int(chose.sum())], x[chose])
-        rows = experts.expert_up(arrived, ids, held(up[here]), "silu", gated=True, first_expert=first, compact=True)
-        slots.append(expert_exchange.expert_slots(rows, ids, held(down[here]), first_expert=first))
+        rows = experts.expert_up(
+            KERNELS, arrived, ids, held(up[here]), "silu", gated=True, first_expert=first, compact=True
+        )
+        slots.append(exchange.expert_slots(KERNELS, rows, ids, held(down[here]), first_expert=first))
     for rank, part in enumerate(own):
         back = carried(slots, counts.slots, rank, ids[part].numel())
-        combined = expert_exchange.combine_slots(back, ids[part], slot_weights[part], bounds, shared=shared[part])
+        combined = exchange.combine_slots(KERNELS, back, ids[part], slot_weights[part], bounds, shared=shared[part])
         assert_same_bits(combined, expected[part])

@@ -11,24 +11,25 @@ from benchmarks.gpu.few_rows_checks import FewRowsChecks
 from torch import Tensor
 
 from shardline.models.spec import Rope
-from shardline.runtime.layers import attention, linear
-from shardline.runtime.ops import few_rows, kv_cache, norm
-from shardline.runtime.ops import triton as ops
+from shardline.runtime.backends.cuda import fused_ops
+from shardline.runtime.backends.cuda.fused_ops import add_linear, qkv_linear, unnormed_linear
+from shardline.runtime.backends.cuda.rows import AddedRows, HeadNorms, UnnormedRows
+from shardline.runtime.ops import norm
 from shardline.runtime.ops.activation import ActivationName, gated_activation
-from shardline.runtime.ops.few_rows import AddedRows, HeadNorms, add_linear, qkv_linear, unnormed_linear
-from shardline.runtime.ops.linear import linear as plain_linear
-from shardline.runtime.ops.linear import pack_weight
-from shardline.runtime.ops.linear_input import UnnormedRows
-from shardline.runtime.ops.rope import rotary_table
+from shardline.runtime.ops.attention import kv_cache
+from shardline.runtime.ops.attention.rope import rotary_table
 from shardline.runtime.worker import Worker
-
-from ...models.checkpoints import make_checkpoint
-from ..helpers import assert_same_bits, randn
-from .test_model import load, step_of
-
-pytestmark = pytest.mark.usefixtures("gpu_kernels")
+from shardline.weights.formats.plain import Format, PlainLinear
+from tests.backends.cuda.helpers import KERNELS
+from tests.backends.cuda.test_model import load, step_of
+from tests.models.checkpoints import make_checkpoint
+from tests.ops.helpers import assert_same_bits, randn
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def pack(weight: Tensor) -> PlainLinear:
+    return Format().pack_linear(KERNELS, weight)
 
 
 def added(rows: int, depth: int, width: int, dtype: torch.dtype, rng: torch.Generator) -> tuple[AddedRows, Tensor]:
@@ -36,8 +37,8 @@ def added(rows: int, depth: int, width: int, dtype: torch.dtype, rng: torch.Gene
     x, weight, bias = (randn(*shape, dtype=dtype, rng=rng) for shape in ((rows, depth), (width, depth), (width,)))
     wide = randn(rows, width + 7, dtype=dtype, rng=rng)
     residual = wide[:, 3 : width + 3]
-    packed = pack_weight(weight)
-    return add_linear(x, packed, bias, residual), plain_linear(x, packed, bias) + residual
+    linear = pack(weight)
+    return add_linear(KERNELS, x, linear.panels, bias, residual), linear(x, bias) + residual
 
 
 @DTYPES
@@ -46,26 +47,26 @@ def test_what_is_added_and_normed_has_the_bits_of_separate_ops(rng, dtype, rows,
     sums, expected = added(rows, depth, width, dtype, rng)
     assert_same_bits(sums.rows, expected)
     norm_weight, weight, bias = (randn(*shape, dtype=dtype, rng=rng) for shape in ((width,), (70, width), (70,)))
-    packed = pack_weight(weight)
+    linear = pack(weight)
     for offset in (0.0, 1.0):
         unnormed = UnnormedRows(*sums, norm_weight, 1e-3, offset)
-        normed = norm.rms_norm(expected, norm_weight, 1e-3, weight_offset=offset)
+        normed = norm.rms_norm(KERNELS, expected, norm_weight, 1e-3, weight_offset=offset)
         for out_dtype in (dtype, torch.float32):
-            actual = unnormed_linear(unnormed, packed, bias, out_dtype=out_dtype)
-            assert_same_bits(actual, plain_linear(normed, packed, bias, out_dtype=out_dtype))
+            actual = unnormed_linear(KERNELS, unnormed, linear.panels, bias, out_dtype=out_dtype)
+            assert_same_bits(actual, linear(normed, bias, out_dtype=out_dtype))
         name: ActivationName
         for name in ("silu", "gelu_tanh"):
-            actual = unnormed_linear(unnormed, packed, bias, gate=name)
-            assert_same_bits(actual, gated_activation(plain_linear(normed, packed, bias), name))
+            actual = unnormed_linear(KERNELS, unnormed, linear.panels, bias, gate=name)
+            assert_same_bits(actual, gated_activation(KERNELS, linear(normed, bias), name))
 
 
 def test_a_norm_follows_from_the_row_alone(rng):
     """Whoever adds up the squares, of however many rows."""
     sums, _ = added(64, 50, 200, torch.float32, rng)
-    weight, packed = randn(200, rng=rng), pack_weight(randn(40, 200, rng=rng))
-    whole = unnormed_linear(UnnormedRows(*sums, weight, 1e-6, 0.0), packed, None)
+    weight, linear = randn(200, rng=rng), pack(randn(40, 200, rng=rng))
+    whole = unnormed_linear(KERNELS, UnnormedRows(*sums, weight, 1e-6, 0.0), linear.panels, None)
     one = UnnormedRows(sums.rows[17:18], sums.square_sums[17:18], weight, 1e-6, 0.0)
-    assert_same_bits(unnormed_linear(one, packed, None), whole[17:18])
+    assert_same_bits(unnormed_linear(KERNELS, one, linear.panels, None), whole[17:18])
 
 
 ROTATIONS = {
@@ -83,29 +84,31 @@ def test_queries_keys_and_values_are_those_of_separate_ops(rng, dtype, rotation,
     head_dim, rotary_dim, interleaved = ROTATIONS[rotation]
     heads, kv_heads, hidden = 3, 2, 90
     weight = randn((heads + 2 * kv_heads) * head_dim, hidden, dtype=dtype, rng=rng)
-    packed, bias = pack_weight(weight), randn(len(weight), dtype=dtype, rng=rng)
+    linear, bias = pack(weight), randn(len(weight), dtype=dtype, rng=rng)
     table = rotary_table(1.0 / (100.0 ** (torch.arange(0, rotary_dim, 2) / rotary_dim)), 300)
     positions = torch.randint(0, 300, (rows,), generator=rng)
     slots = torch.randperm(64, generator=rng)[:rows]
     slots[-1] = -1 if rows > 1 else slots[-1]
     sums, _ = added(rows, 30, hidden, dtype, rng)
     unnormed = UnnormedRows(*sums, randn(hidden, dtype=dtype, rng=rng), 1e-3, 0.0)
-    normed = norm.rms_norm(sums.rows, unnormed.weight, 1e-3)
+    normed = norm.rms_norm(KERNELS, sums.rows, unnormed.weight, 1e-3)
     cases: list[HeadNorms | None] = [None]
     if rotation in ("halves", "interleaved"):
         cases += [HeadNorms(randn(32, dtype=dtype, rng=rng), randn(32, dtype=dtype, rng=rng), 1e-3, o) for o in (0, 1)]
     for norms in cases:
         expected = [torch.full((4, kv_heads, 16, head_dim), torch.nan, dtype=dtype) for _ in "kv"]
         actual = [cache.clone() for cache in expected]
-        every = plain_linear(normed, packed, bias).view(rows, -1, head_dim)
+        every = linear(normed, bias).view(rows, -1, head_dim)
         query, key, value = every.split([heads, kv_heads, kv_heads], dim=1)
         if norms is not None:
-            query = norm.rms_norm(query, norms.query, norms.eps, weight_offset=norms.weight_offset)
-            key = norm.rms_norm(key, norms.key, norms.eps, weight_offset=norms.weight_offset)
-        kv_cache.rope_and_write_kv(query, key, value, *expected, slots, positions, table, interleaved=interleaved)
+            query = norm.rms_norm(KERNELS, query, norms.query, norms.eps, weight_offset=norms.weight_offset)
+            key = norm.rms_norm(KERNELS, key, norms.key, norms.eps, weight_offset=norms.weight_offset)
+        kv_cache.rope_and_write_kv(
+            KERNELS, query, key, value, *expected, slots, positions, table, interleaved=interleaved
+        )
         for x in (unnormed, normed):
             place = (*actual, slots, positions, table)
-            queries = qkv_linear(x, packed, bias, heads, *place, interleaved=interleaved, norms=norms)
+            queries = qkv_linear(KERNELS, x, linear.panels, bias, heads, *place, interleaved=interleaved, norms=norms)
             assert_same_bits(queries, query)
             for ours, theirs in zip(actual, expected, strict=True):
                 assert torch.equal(ours.isnan(), theirs.isnan())
@@ -116,12 +119,12 @@ def test_which_heads_are_normed_in_a_tile():
     def rope(dims: int, interleaved: bool = False) -> Rope:
         return Rope(inv_freq=(1.0,) * (dims // 2), interleaved=interleaved)
 
-    assert few_rows.fits_a_tile(128, rope(128))
-    assert few_rows.fits_a_tile(64, rope(32, interleaved=True))
-    assert not few_rows.fits_a_tile(64, rope(32)), "its squares would be added in another order"
-    assert not few_rows.fits_a_tile(96, rope(96))
-    assert not few_rows.fits_a_tile(256, rope(256)), "no multiprocessor has so much memory"
-    assert not few_rows.fits_a_tile(128, None)
+    assert fused_ops.fits_tile(128, rope(128))
+    assert fused_ops.fits_tile(64, rope(32, interleaved=True))
+    assert not fused_ops.fits_tile(64, rope(32)), "its squares would be added in another order"
+    assert not fused_ops.fits_tile(96, rope(96))
+    assert not fused_ops.fits_tile(256, rope(256)), "no multiprocessor has so much memory"
+    assert not fused_ops.fits_tile(128, None)
 
 
 FAMILIES: dict[str, dict[str, object]] = {
@@ -149,15 +152,14 @@ def test_a_model_has_the_bits_of_one_op_after_another(tmp_path: Path, monkeypatc
     layers = {"n_layer": 2} if family == "gpt2" else {"num_hidden_layers": 2}
     worker = load(make_checkpoint(family, tmp_path, **{**layers, **FAMILIES[family]}), {})
     launched: list[str] = []
-    for name in ("qkv_linear", "add_linear"):
-        op = getattr(ops, name)
-        monkeypatch.setattr(ops, name, lambda *args, op=op, name=name: (launched.append(name), op(*args)))
+    for module, name in ((fused_ops.qkv_kernel, "qkv_linear"), (fused_ops.products, "add_linear")):
+        op = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, op=op, name=name: (launched.append(name), op(*args)))
     actual = two_steps(worker)
     takes_rope = family not in ("deepseek_v2", "gpt2", "qwen3_moe")
     assert ("qkv_linear" in launched) == takes_rope
     assert ("add_linear" in launched) == (family != "gemma2")
-    for module in (attention, linear):
-        monkeypatch.setattr(module, "are_few_on_gpu", lambda x: False)
+    monkeypatch.setattr(worker.stage, "_fused", None)
     launched.clear()
     for ours, theirs in zip(actual, two_steps(worker), strict=True):
         assert_same_bits(ours, theirs)

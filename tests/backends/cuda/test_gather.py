@@ -14,20 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardline.runtime.ops import triton as ops
+from shardline.runtime.backends.cuda import symmetric as symmetric_module
+from shardline.runtime.backends.cuda.kernels.gather import collect_columns, put_columns
+from shardline.runtime.backends.cuda.symmetric import SymmetricGather
 from shardline.runtime.parallel import distributed
-from shardline.runtime.parallel import symmetric as symmetric_module
-from shardline.runtime.parallel.groups import RankGroups, alone
+from shardline.runtime.parallel.groups import RankGroups, join_nobody
 from shardline.runtime.parallel.shared_memory import SharedCollectives
-from shardline.runtime.parallel.symmetric import SymmetricGather
 from shardline.runtime.worker import Worker
+from tests.backends.cuda.helpers import KERNELS
+from tests.backends.cuda.test_layouts import on_ranks, setup_of
+from tests.backends.cuda.test_model import PROMPT, step_of
+from tests.models.checkpoints import make_checkpoint
+from tests.ops.helpers import assert_same_bits
 
-from ...models.checkpoints import make_checkpoint
-from ..helpers import assert_same_bits
-from .test_layouts import on_ranks, setup_of
-from .test_model import PROMPT, step_of
-
-pytestmark = pytest.mark.usefixtures("gpu_kernels", "one_kernel_at_a_time")
+pytestmark = pytest.mark.usefixtures("one_kernel_at_a_time")
 
 
 class Handle:
@@ -57,13 +57,13 @@ def test_columns_and_rows_of_all_ranks_in_their_order(rng, dtype):
         for each, wholes in zip(widths, parts, strict=True):
             for whole in wholes * calls:
                 mine = whole.split(list(each), dim=1)[rank]  # strided
-                assert gather_of_rank.takes(mine, max(each))
-                found.append(gather_of_rank.columns(mine, each))
-                found.append(gather_of_rank.rows(whole + rank))
+                assert gather_of_rank.has_room(mine, max(each))
+                found.append(gather_of_rank.gather_columns(mine, each))
+                found.append(gather_of_rank.gather_rows(whole + rank))
         return found
 
     gathers = gathers_of(3, 6 * 1110 * 4)
-    assert not gathers[0].takes(torch.empty(7, 1, dtype=torch.float32), 1110)
+    assert not gathers[0].has_room(torch.empty(7, 1, dtype=torch.float32), 1110)
     with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(work, gathers, range(3)))
     for answer in answers:
@@ -78,13 +78,13 @@ def exchanges(rank: int, buffers: list[Tensor], arrived: list[int], rounds: int)
     """A rank's part in so many gathers; pauses wherever a rank may be slow."""
     turns, peers = torch.zeros(2, dtype=torch.int32), torch.tensor([buffer.data_ptr() for buffer in buffers])
     for turn in range(rounds):
-        ops.put_columns(torch.full((1, 2), 100.0 * turn + rank), buffers[rank], turns)
+        put_columns(torch.full((1, 2), 100.0 * turn + rank), buffers[rank], turns)
         yield
         arrived[rank] += 1
         while min(arrived) <= turn:
             yield
         out = torch.empty(1, 2 * len(buffers))
-        ops.collect_columns(peers, 2, None, 2, out, turns)
+        collect_columns(peers, 2, None, 2, out, turns)
         assert out.tolist() == [[100.0 * turn + peer for peer in range(len(buffers)) for _ in range(2)]]
         yield
 
@@ -105,7 +105,8 @@ def test_small_and_equal_parts_go_over_symmetric_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr(distributed, "all_gather", nccl)
     monkeypatch.setattr(distributed.dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(distributed.dist, "get_world_size", lambda group: 1)
-    collectives = distributed.DistributedCollectives(nccl, "nccl", alone().progress, symmetric)  # type: ignore[arg-type]
+    progress = join_nobody().progress
+    collectives = distributed.DistributedCollectives(KERNELS, nccl, "nccl", progress, symmetric)  # type: ignore[arg-type]
     small, large = torch.arange(100.0).view(4, 25), torch.arange(104.0).view(4, 26)
     for part, over_nccl in ((small, 0), (large, 2)):
         assert torch.equal(collectives.all_gather_columns(part, [part.shape[1]]), part)
@@ -148,10 +149,12 @@ def test_ranks_that_gather_so_have_the_bits_of_one(tmp_path: Path, monkeypatch: 
 
     def columns(group: SharedCollectives, local: Tensor, widths: list[int]) -> Tensor:
         calls.append(group.rank)
-        return gathers[group.rank].columns(local, widths)
+        return gathers[group.rank].gather_columns(local, widths)
 
     monkeypatch.setattr(SharedCollectives, "all_gather_columns", columns)
-    monkeypatch.setattr(SharedCollectives, "all_gather_rows", lambda g, local, counts: gathers[g.rank].rows(local))
+    monkeypatch.setattr(
+        SharedCollectives, "all_gather_rows", lambda g, local, counts: gathers[g.rank].gather_rows(local)
+    )
     for answers in on_ranks(setup_of(tmp_path, tensor_parallel_size=3), logits):
         for ours, theirs in zip(answers, expected, strict=True):
             assert_same_bits(ours, theirs)

@@ -17,23 +17,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
+from shardline import _cpu
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import resolve_here
 from shardline.deployment.segment import segment_layout
-from shardline.runtime.cuda_graphs import GraphReplay, PaddedStep, Recording, batch_sizes
-from shardline.runtime.ops import expert_exchange
-from shardline.runtime.parallel.groups import RankGroups, alone, join_shared
+from shardline.runtime.backends.base import StepSizes
+from shardline.runtime.backends.cuda.backend import CudaBackend, NoReplay
+from shardline.runtime.backends.cuda.fused_layers import CudaFusedLayers
+from shardline.runtime.backends.cuda.fused_layers import _Stream as Stream
+from shardline.runtime.backends.cuda.graphs import GraphReplay, PaddedStep, Recording, batch_sizes
+from shardline.runtime.parallel.groups import RankGroups, join_nobody, join_shared
 from shardline.runtime.worker import Worker
-
-from ...models.checkpoints import make_checkpoint
-from ..helpers import assert_same_bits
-from .test_model import PROMPT, step_of
+from tests.backends.cuda.helpers import CPU, KERNELS, InterpretedBackend
+from tests.backends.cuda.test_model import PROMPT, step_of
+from tests.models.checkpoints import make_checkpoint
+from tests.ops.helpers import assert_same_bits
 
 STEPS = [(PROMPT[:10], 0), (PROMPT[10:], 10), ([40], 17), ([41], 18)]
 
 
-pytestmark = pytest.mark.usefixtures("gpu_kernels", "one_kernel_at_a_time")
+pytestmark = pytest.mark.usefixtures("one_kernel_at_a_time")
 
 
 def setup_of(model: Path, **layout: object) -> Deployment:
@@ -47,8 +51,8 @@ def on_ranks(setup: Deployment, work: Callable[[Worker, RankGroups], list[Tensor
     segment = memoryview(mmap.mmap(-1, layout.num_bytes))
 
     def run(rank: int) -> list[Tensor]:
-        groups = join_shared(segment, layout, rank, 60.0)
-        worker = Worker(setup, groups)
+        groups = join_shared(KERNELS, segment, layout, rank, 60.0)
+        worker = Worker(setup, InterpretedBackend(), groups)
         worker.load()
         with torch.inference_mode():
             return work(worker, groups)
@@ -70,8 +74,8 @@ def logits(worker: Worker, groups: RankGroups) -> list[Tensor]:
 
 def logits_of_one(model: Path) -> list[Tensor]:
     setup = setup_of(model)
-    groups = alone(len(setup.spec.layers) if setup.num_experts else 0, setup.num_experts)
-    worker = Worker(setup, groups)
+    groups = join_nobody(len(setup.spec.layers) if setup.num_experts else 0, setup.num_experts)
+    worker = Worker(setup, InterpretedBackend(), groups)
     worker.load()
     with torch.inference_mode():
         return logits(worker, groups)
@@ -94,7 +98,7 @@ class Recorder:
     def __init__(self) -> None:
         self.order: list[int] = []
 
-    def record(self, call: Callable[[], Tensor]) -> Recording:
+    def record_call(self, call: Callable[[], Tensor]) -> Recording:
         output = call().clone()
 
         def replay() -> None:
@@ -103,7 +107,7 @@ class Recorder:
 
         return Recording(replay, output)
 
-    def discard(self) -> None: ...
+    def discard_recordings(self) -> None: ...
 
 
 def test_recorded_decode_steps_of_a_group(tmp_path: Path) -> None:
@@ -114,10 +118,16 @@ def test_recorded_decode_steps_of_a_group(tmp_path: Path) -> None:
 
     def replayed(worker: Worker, groups: RankGroups) -> list[Tensor]:
         stage, recorder = worker.stage, Recorder()
-        sizes = {"max_seqs": 4, "max_blocks": setup.cache.max_blocks, "num_kv_groups": 1, "hidden_size": 64}
-        padded = PaddedStep(torch.device("cpu"), dtype=torch.float32, **sizes)
-        replay = GraphReplay(stage.forward, padded, 4, recorder)
-        replay.capture()
+        sizes = StepSizes(
+            max_seqs=4,
+            max_blocks=setup.cache.max_blocks,
+            num_kv_groups=1,
+            block_size=16,
+            hidden_size=64,
+            dtype=torch.float32,
+        )
+        replay = GraphReplay(stage.forward, PaddedStep(CPU, sizes), 4, recorder)
+        replay.capture_steps()
         stage.forward = replay  # type: ignore[method-assign]
         results = logits(worker, groups)
         orders.append(recorder.order)
@@ -159,8 +169,7 @@ def test_the_host_waits_for_nothing_but_whole_experts(tmp_path: Path, family: st
         assert watch.found == []
         return []
 
-    count = expert_exchange._cpu.count_exchanged
-    with patch.object(expert_exchange._cpu, "count_exchanged", wraps=count) as counted:
+    with patch.object(_cpu, "count_exchanged", wraps=_cpu.count_exchanged) as counted:
         on_ranks(setup, watched)
     assert counted.call_count == waits
 
@@ -179,7 +188,7 @@ def test_launches_of_a_layer(tmp_path: Path, family: str, monkeypatch: pytest.Mo
     name, _, quantization = family.partition("-")
     make_checkpoint(name, tmp_path, num_hidden_layers=3, head_dim=32)
     setup = setup_of(tmp_path, **({"quantization": quantization} if quantization else {}))
-    worker = Worker(setup, alone(3, setup.num_experts))
+    worker = Worker(setup, InterpretedBackend(), join_nobody(3, setup.num_experts))
     worker.load()
     launched: list[str] = []
     run = GridExecutor.__call__
@@ -191,10 +200,13 @@ def test_launches_of_a_layer(tmp_path: Path, family: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(GridExecutor, "__call__", named)
     step = step_of([40], 0)
     with torch.inference_mode():
-        first, second, third = worker.stage.layers
-        stream = second(*first(worker.stage.embed(step), None, step), step)
+        fused = worker.stage._fused
+        assert isinstance(fused, CudaFusedLayers)
+        assert fused.fits_step(step)
+        first, second, third = fused._layers
+        stream = second(first(Stream(worker.stage.embed(step)), step), step)
         launched.clear()
-        third(*stream, step)
+        third(stream, step)
     assert " ".join(launched) == LAUNCHES[family]
 
 
@@ -210,11 +222,12 @@ def test_launches_of_a_layer(tmp_path: Path, family: str, monkeypatch: pytest.Mo
 def test_what_is_captured(tmp_path: Path, capturable: bool, layout: dict[str, object], is_replayed: bool) -> None:
     """Everything but exchanges over host memory, and those for whose sizes the host waits."""
     setup = setup_of(make_checkpoint("mixtral", tmp_path), **layout)
-    groups = alone()
+    groups = join_nobody()
     tensor = dataclasses.replace(groups, tensor=Group(capturable, setup.grid.tensor))
-    worker = Worker(setup, dataclasses.replace(tensor, experts=tensor.tensor))
-    forward = worker._replayed(Stage(), Elsewhere())  # type: ignore[arg-type]
-    assert isinstance(forward, GraphReplay) == is_replayed
+    backend = CudaBackend(CPU, "none", "none")
+    worker = Worker(setup, backend, dataclasses.replace(tensor, experts=tensor.tensor))
+    replay = worker._make_replay(Stage())  # type: ignore[arg-type]
+    assert isinstance(replay, GraphReplay if is_replayed else NoReplay)
 
 
 class Group:
@@ -224,8 +237,3 @@ class Group:
 
 class Stage:
     def forward(self) -> None: ...
-
-
-class Elsewhere:
-    is_host = False
-    torch = torch.device("cpu")

@@ -9,17 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops import triton as ops
+from shardline.runtime.backends.cuda import library
+from shardline.runtime.backends.cuda.activations import empty_rows
+from shardline.runtime.backends.cuda.library import equal_sizes, padded_rows, tried_rows, use_library
+from shardline.runtime.backends.cuda.library_trial import ours, try_library
 from shardline.runtime.ops.activation import gated_activation_reference
-from shardline.runtime.ops.linear import linear_reference
-from shardline.runtime.ops.triton import library
-from shardline.runtime.ops.triton.library import equal_sizes, padded_rows, tried_rows, use_library
-from shardline.runtime.ops.triton.library_trial import ours, try_library
-from shardline.runtime.ops.triton.storage import empty_rows
-
-from ..helpers import assert_close, assert_same_bits, randn
-
-CPU = torch.device("cpu")
+from tests.backends.cuda.helpers import CPU, KERNELS, linear_reference
+from tests.ops.helpers import assert_close, assert_same_bits, randn
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +103,7 @@ def test_products_are_filled_up_to_what_was_tried(rng, used, rows):
     x, out = empty_rows(CPU, torch.float32, rows, 64), empty_rows(CPU, torch.float32, rows, 40)
     weight = randn(40, 64, rng=rng)
     x.copy_(randn(rows, 64, rng=rng))
-    ops.linear(x, weight, None, out)
+    KERNELS.linear(x, weight, None, out)
     assert used.calls == [128]
     assert_close(out, linear_reference(x, weight), scale=8)
 
@@ -116,7 +112,7 @@ def test_gated_products_come_from_the_library_too(rng, used):
     x, out = empty_rows(CPU, torch.float32, 100, 64), empty_rows(CPU, torch.float32, 100, 20)
     x.copy_(randn(100, 64, rng=rng))
     weight = randn(40, 64, rng=rng)
-    ops.linear(x, weight, None, out, "silu")
+    KERNELS.linear(x, weight, None, out, "silu")
     assert used.calls == [128]
     assert_close(out, gated_activation_reference(linear_reference(x, weight), "silu"), scale=64)
 
@@ -125,7 +121,7 @@ def test_ours_computes_what_was_not_tried(rng, used):
     weight, bias = randn(40, 64, rng=rng), randn(40, rng=rng)
 
     def call(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        ops.linear(x, weight, bias, out)
+        KERNELS.linear(x, weight, bias, out)
         assert used.calls == []
         assert_close(out, linear_reference(x, weight, bias, out_dtype=out.dtype), scale=8)
 
@@ -148,6 +144,6 @@ def test_fast_numerics_take_the_library_always(rng):
     x, weight, bias = randn(3, 64, rng=rng), randn(40, 64, rng=rng), randn(40, rng=rng)
     for given in (None, bias):
         out = torch.full((3, 40), torch.nan)
-        ops.linear(x, weight, given, out)
+        KERNELS.linear(x, weight, given, out)
         expected = torch.mm(x, weight.T) if given is None else torch.addmm(given, x, weight.T)
         assert_same_bits(out, expected)

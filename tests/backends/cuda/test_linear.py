@@ -4,17 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops import triton as ops
-from shardline.runtime.ops.linear import linear_reference
-from shardline.runtime.ops.triton.gemm import Tile
-from shardline.runtime.ops.triton.linear import launch_linear
-
-from ..helpers import assert_close, assert_same_bits, randn
+from shardline.runtime.backends.cuda.kernels.gemm import Tile
+from shardline.runtime.backends.cuda.kernels.linear import launch_linear
+from tests.backends.cuda.helpers import KERNELS, linear_reference
+from tests.ops.helpers import assert_close, assert_same_bits, randn
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = torch.full((x.shape[0], weight.shape[0]), torch.nan)
-    ops.linear(x, weight, bias, out)
+    KERNELS.linear(x, weight, bias, out)
     return out
 
 
@@ -29,7 +27,7 @@ def test_matches_reference(rng, rows, columns, depth, with_bias):
 def test_strided_rows_in_and_out(rng):
     x, weight = randn(5, 90, rng=rng), randn(40, 64, rng=rng)
     wide = torch.zeros(5, 100)
-    ops.linear(x[:, 10:74], weight, None, wide[:, 30:70])
+    KERNELS.linear(x[:, 10:74], weight, None, wide[:, 30:70])
     assert_same_bits(wide[:, 30:70].contiguous(), linear(x[:, 10:74].contiguous(), weight))
     assert not wide[:, :30].any()
     assert not wide[:, 70:].any()
@@ -54,6 +52,6 @@ def test_gated_products_have_the_bits_of_a_product_and_its_activation(rng, name,
     x, weight = randn(rows, depth, rng=rng), randn(2 * width, depth, rng=rng)
     bias = randn(2 * width, rng=rng) if with_bias else None
     out, expected = torch.full((rows, width), torch.nan), torch.full((rows, width), torch.nan)
-    ops.linear(x, weight, bias, out, name)
-    ops.activation(linear(x, weight, bias), expected, name, True)
+    KERNELS.linear(x, weight, bias, out, name)
+    KERNELS.activation(linear(x, weight, bias), expected, name, True)
     assert_same_bits(out, expected)

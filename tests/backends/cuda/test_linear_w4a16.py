@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.runtime.ops import triton as ops
-from shardline.runtime.ops.grouped_weight import GroupedWeight, stacked_weights
-from shardline.runtime.ops.linear_w4a16 import linear_w4a16, linear_w4a16_reference, pack_w4a16
-from shardline.runtime.ops.triton.gemm import Tile
-from shardline.runtime.ops.triton.linear_w4a16 import linear_w4a16 as launch
-
-from ..helpers import assert_close, assert_same_bits, randn
+from shardline.runtime.backends.cuda.kernels.gemm import Tile
+from shardline.runtime.backends.cuda.kernels.linear_w4a16 import linear_w4a16 as launch
+from shardline.weights.base import PackedLinear
+from shardline.weights.formats.w4a16 import Format, W4A16Linear
+from shardline.weights.grouped import GroupedWeight
+from tests.backends.cuda.helpers import KERNELS
+from tests.ops.helpers import assert_close, assert_same_bits, randn
 
 SHAPES = [(1, 70, 128, 64), (5, 33, 104, 32), (66, 64, 256, 128), (3, 40, 96, None), (2, 8, 40, 32), (70, 40, 64, 128)]
 """Rows, columns, depth and group size."""
@@ -26,6 +26,10 @@ def random_weight(rng: torch.Generator, columns: int, depth: int, group_size: in
     )
 
 
+def pack(*parts: GroupedWeight) -> PackedLinear:
+    return Format().pack_linear(KERNELS, *parts)
+
+
 def rows_of(weight: GroupedWeight, rows: slice) -> GroupedWeight:
     return GroupedWeight(weight.values[rows], weight.scales[rows], weight.zeros[rows], weight.group_of)
 
@@ -35,8 +39,8 @@ def rows_of(weight: GroupedWeight, rows: slice) -> GroupedWeight:
 def test_matches_reference(rng, rows, columns, depth, group_size, with_bias):
     x, weight = randn(rows, depth, rng=rng), random_weight(rng, columns, depth, group_size)
     bias = randn(columns, rng=rng) if with_bias else None
-    actual = linear_w4a16(x, pack_w4a16(weight), bias)
-    assert_close(actual, linear_w4a16_reference(x, weight, bias), scale=depth**0.5)
+    expected = Format().multiply_reference(KERNELS, x, weight, bias, x.dtype)
+    assert_close(pack(weight)(x, bias), expected, scale=depth**0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,21 +48,22 @@ def test_matches_reference(rng, rows, columns, depth, group_size, with_bias):
 def test_bits_are_those_of_a_dense_linear(rng, rows, columns, depth, group_size, dtype):
     x, weight = randn(rows, depth, dtype=dtype, rng=rng), random_weight(rng, columns, depth, group_size)
     expected = torch.full((rows, columns), torch.nan, dtype=dtype)
-    ops.linear(x, weight.dequantized(dtype), None, expected)
-    assert_same_bits(linear_w4a16(x, pack_w4a16(weight)), expected)
+    KERNELS.linear(x, weight.dequantize(dtype), None, expected)
+    assert_same_bits(pack(weight)(x), expected)
 
 
 def test_rows_tiles_and_shards_do_not_matter(rng):
     x, weight = randn(70, 160, rng=rng), random_weight(rng, 50, 160, 32)
-    packed = pack_w4a16(weight)
-    whole = linear_w4a16(x, packed)
+    linear = pack(weight)
+    assert isinstance(linear, W4A16Linear)
+    whole, packed = linear(x), linear.weight
     for row in (0, 63, 69):
-        assert_same_bits(linear_w4a16(x[row : row + 1], packed), whole[row : row + 1])
+        assert_same_bits(linear(x[row : row + 1]), whole[row : row + 1])
     for tile in (Tile(64, 32, 4, 2), Tile(128, 64, 8, 3)):
         out = torch.full_like(whole, torch.nan)
         launch(x, packed.values, packed.scales, packed.zeros, 32, None, out, tile=tile)
         assert_same_bits(out, whole)
     shards = [rows_of(weight, slice(0, 13)), rows_of(weight, slice(13, 50))]
-    parts = [linear_w4a16(x, pack_w4a16(shard)) for shard in shards]
+    parts = [pack(shard)(x) for shard in shards]
     assert_same_bits(torch.cat(parts, dim=1), whole)
-    assert_same_bits(linear_w4a16(x, pack_w4a16(stacked_weights(shards))), whole)
+    assert_same_bits(pack(*shards)(x), whole)

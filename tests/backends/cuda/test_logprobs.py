@@ -3,17 +3,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.runtime.ops import triton as ops
-from shardline.runtime.ops.logprobs import Logprobs, logprobs_reference
-
-from ..helpers import assert_same_bits, randn
+from shardline.runtime.ops.sampling.logprobs import Logprobs, logprobs_reference
+from tests.backends.cuda.helpers import KERNELS
+from tests.ops.helpers import assert_same_bits, randn
 
 
 def logprobs(logits: torch.Tensor, chosen: torch.Tensor, top_n: int) -> Logprobs:
     rows = len(logits)
     floats, ids = torch.full((2, rows), torch.nan), torch.full((rows, top_n), -9)
     result = Logprobs(floats[0], torch.full((rows,), -9), ids, torch.full((rows, top_n), torch.nan))
-    ops.logprobs(logits, chosen, top_n, *result)
+    KERNELS.logprobs(logits, chosen, top_n, *result)
     return result
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops import triton as ops
-from shardline.runtime.ops.kv_cache import QuantizedLatents, write_latent_reference
-from shardline.runtime.ops.linear_heads import linear_heads_reference
-from shardline.runtime.ops.mla_attention import mla_attention_reference
-
-from ..helpers import assert_close, assert_same_bits, randn
-from ..test_mla_attention import attend, random_sequence
+from shardline.runtime.backends.cuda.kernels import attention as launchers
+from shardline.runtime.ops.attention.kv_cache import QuantizedLatents, write_latent_reference
+from shardline.runtime.ops.attention.latent import mla_attention_reference
+from shardline.runtime.ops.attention.linear_heads import linear_heads_reference
+from tests.backends.cuda.helpers import KERNELS
+from tests.ops.attention.test_latent import attend, random_sequence
+from tests.ops.helpers import assert_close, assert_same_bits, randn
 
 
 def mla_attention(
@@ -28,7 +28,7 @@ def mla_attention(
 ) -> Tensor:
     out = torch.full_like(query_latent, torch.nan)
     index = (block_tables, query_starts, context_lens)
-    ops.mla_attention(query_latent, query_rope, cache, *index, out, scale, spread_splits=spread_splits)
+    launchers.mla_attention(query_latent, query_rope, cache, *index, out, scale, spread_splits=spread_splits)
     return out
 
 
@@ -92,7 +92,7 @@ def test_write_quantized_latent(rng, stored):
     down, slots = randn(9, 5 + 20 + 6, rng=rng), torch.randperm(8 * 16, generator=rng)[:9]
     slots[4] = -1
     ours, theirs = (quantized_latents(8, 20, 6, stored) for _ in range(2))
-    ops.write_quantized_latent(down[:, 5:25], down[:, 25:], *ours, slots)
+    KERNELS.write_latent(down[:, 5:25], down[:, 25:], ours, slots)
     write_latent_reference(down[:, 5:25], down[:, 25:], theirs, slots)
     for actual, expected in zip(ours, theirs, strict=True):
         assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
@@ -112,7 +112,7 @@ def test_quantized_latents_are_those_that_they_stand_for(rng, stored, dtype, hea
         queries = sequence.query_latent[begin:end], sequence.query_rope[begin:end]
         outs = [torch.full_like(queries[0], torch.nan) for _ in range(2)]
         for out, spread_splits in zip(outs, (False, True), strict=True):
-            ops.quantized_mla_attention(*queries, *cache, *index, out, 0.2, spread_splits=spread_splits)
+            launchers.quantized_mla_attention(*queries, *cache, *index, out, 0.2, spread_splits=spread_splits)
         assert_same_bits(*outs)
         expected = mla_attention_reference(*queries, cache, *index, 0.2)
         if dtype == torch.float32:
@@ -125,7 +125,7 @@ def test_write_latent(rng):
     down, slots = randn(9, 5 + 20 + 6, rng=rng), torch.randperm(8 * 16, generator=rng)[:9]
     slots[4] = -1
     caches = [torch.zeros(8, 16, 26) for _ in range(2)]
-    ops.write_latent(down[:, 5:25], down[:, 25:], caches[0], slots)
+    KERNELS.write_latent(down[:, 5:25], down[:, 25:], caches[0], slots)
     write_latent_reference(down[:, 5:25], down[:, 25:], caches[1], slots)
     assert_same_bits(*caches)
 
@@ -134,9 +134,9 @@ def test_write_latent(rng):
 def test_linear_heads(rng, heads, columns, depth):
     weights, x = randn(heads, columns, depth, rng=rng), randn(70, heads, depth + 5, rng=rng)[..., :depth]
     out = torch.full((70, heads, columns), torch.nan)
-    ops.linear_heads(x, weights, out)
+    KERNELS.linear_heads(x, weights, out)
     assert_close(out, linear_heads_reference(x, weights), scale=depth**0.5)
     for rows in (slice(0, 1), slice(3, 30)):
         alone = torch.full_like(out[rows, 1:], torch.nan)
-        ops.linear_heads(x[rows, 1:], weights[1:].contiguous(), alone)
+        KERNELS.linear_heads(x[rows, 1:], weights[1:].contiguous(), alone)
         assert_same_bits(alone, out[rows, 1:].contiguous())

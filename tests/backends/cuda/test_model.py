@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.models.sizes import weight_bytes
-from shardline.models.weight_formats import WeightFormat
-from shardline.runtime.cuda_graphs import PaddedStep
-from shardline.runtime.device import DeviceCounters, Uploader
+from shardline.runtime.backends.base import Backend, Kernels, StepSizes
+from shardline.runtime.backends.cuda.graphs import PaddedStep
+from shardline.runtime.backends.cuda.transfers import DeviceCounters, Uploader
+from shardline.runtime.backends.host.backend import HostBackend
+from shardline.runtime.backends.host.kernels import HostKernels
 from shardline.runtime.layers import attention, mla
-from shardline.runtime.ops import kv_cache
-from shardline.runtime.ops.attention import paged_attention_reference
-from shardline.runtime.ops.kv_cache import write_kv_reference, write_latent_reference
-from shardline.runtime.ops.linear_fp8 import linear_fp8, linear_fp8_reference
-from shardline.runtime.ops.mla_attention import mla_attention_reference
-from shardline.runtime.parallel.groups import alone
-from shardline.runtime.quantization import fp8
-from shardline.runtime.quantization.w4a16 import W4A16Linear
+from shardline.runtime.ops.activation import ActivationName, gated_activation_reference
+from shardline.runtime.ops.attention.kv_cache import write_kv_reference, write_latent_reference
+from shardline.runtime.ops.attention.latent import mla_attention_reference
+from shardline.runtime.ops.attention.paged import paged_attention_reference
+from shardline.runtime.ops.attention.rope import apply_rope
+from shardline.runtime.parallel.groups import join_nobody
 from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from shardline.runtime.worker import Worker
-
-from ...loader.packer import pack_checkpoint
-from ...models.checkpoints import make_checkpoint
-from ..helpers import assert_same_bits
+from shardline.weights.base import FormatChoice
+from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
+from shardline.weights.formats.w4a16 import W4A16Linear
+from tests.backends.cuda.helpers import CPU, KERNELS, InterpretedBackend
+from tests.loader.packer import pack_checkpoint
+from tests.models.checkpoints import make_checkpoint
+from tests.ops.helpers import assert_same_bits
 
 PROMPT = [5, 17, 80, 3, 44, 9, 61, 2, 33, 70, 12, 8, 90, 25, 1, 7, 19]
 CASES: dict[str, tuple[str, dict[str, object]]] = {
@@ -50,20 +56,20 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 """Family and engine options."""
 
 
-def load(folder: Path, options: dict[str, object]) -> Worker:
-    """A loaded worker of one rank, with the same weights every time."""
+def load(folder: Path, options: dict[str, object], backend: Backend | None = None) -> Worker:
+    """A loaded worker of one rank, with the same weights every time; by default on a GPU in the interpreter."""
     chosen = {"dtype": "float32", "device": "cpu", "cpu_threads": 1, "num_gpu_blocks_override": 8, "max_model_len": 64}
     # What resolve refuses on the CPU.
     accepted = {name: value for name, value in options.items() if value not in ("fp8", "w4a16_32")}
     setup = resolve_here(EngineConfig.from_options(model=str(folder), **chosen, **accepted))
     if options.get("quantization") == "w4a16_32":
-        setup = replace(setup, weight_format=WeightFormat("w4a16", 32))
+        setup = replace(setup, weight_format=FormatChoice("w4a16", 32))
     elif options.get("quantization") == "fp8":
-        setup = replace(setup, weight_format=WeightFormat("fp8"))
+        setup = replace(setup, weight_format=FormatChoice("fp8"))
     if options.get("kv_cache_dtype") == "fp8":
         setup = replace(setup, cache=replace(setup.cache, dtype="float8_e4m3fn"))
-    groups = alone(len(setup.spec.layers) if setup.num_experts else 0, setup.num_experts)
-    worker = Worker(setup, groups)
+    groups = join_nobody(len(setup.spec.layers) if setup.num_experts else 0, setup.num_experts)
+    worker = Worker(setup, backend or InterpretedBackend(), groups)
     worker.load()
     return worker
 
@@ -90,23 +96,20 @@ def logits(worker: Worker, padded_size: int) -> list[torch.Tensor]:
     stage = worker.stage
     results = []
     for tokens, start in ((PROMPT[:10], 0), (PROMPT[10:], 10), ([40], 17)):
-        step = Uploader(torch.device("cpu")).upload(step_of(tokens, start))
+        step = Uploader(CPU).upload(step_of(tokens, start))
         results.append(stage.forward(step, stage.embed(step)))
-    padded = PaddedStep(
-        torch.device("cpu"), max_seqs=4, max_blocks=5, num_kv_groups=1, hidden_size=64, dtype=torch.float32
-    )
-    step = step_of([41], 18)
-    padded.fill(step, stage.embed(step), padded_size)
-    return [*results, stage.forward(*padded.first(padded_size))[:1]]
+    sizes = StepSizes(max_seqs=4, max_blocks=5, num_kv_groups=1, block_size=16, hidden_size=64, dtype=torch.float32)
+    padded, step = PaddedStep(CPU, sizes), step_of([41], 18)
+    padded.fill_step(step, stage.embed(step), padded_size)
+    return [*results, stage.forward(*padded.first_sequences(padded_size))[:1]]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_the_cpus(tmp_path, request, case):
+def test_logits_are_the_cpus(tmp_path, case):
     family, options = CASES[case]
     make_checkpoint(family, tmp_path, num_hidden_layers=2)
-    cpu = load(tmp_path, options)
+    cpu = load(tmp_path, options, HostBackend())
     expected = logits(cpu, 1)
-    request.getfixturevalue("gpu_kernels")
     gpu = load(tmp_path, options)
     for ours, theirs in zip(logits(gpu, 4), expected, strict=True):
         assert (ours - theirs).norm() < 1e-5 * theirs.norm()
@@ -115,12 +118,27 @@ def test_logits_are_the_cpus(tmp_path, request, case):
     assert np.array_equal(gpu._groups.expert_load, cpu._groups.expert_load)
 
 
-def test_fp8_is_its_oracle(tmp_path, monkeypatch, request):
+class Fp8Oracle(HostKernels):
+    """The CPU's kernels, and fp8's in plain torch with sums in fp64."""
+
+    fp8_empty = KERNELS.fp8_empty
+    pack_fp8 = staticmethod(KERNELS.pack_fp8)
+
+    @staticmethod
+    def linear_fp8(
+        x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor, gate: ActivationName | None = None
+    ) -> None:
+        rows, row_scales = quantize_rows_fp8_reference(x, values.dtype)
+        product = (rows.double() @ values.double().T) * (row_scales.double()[:, None] * scales.double())
+        rounded = (product if bias is None else product + bias.double()).to(out.dtype)
+        out.copy_(rounded if gate is None else gated_activation_reference(rounded, gate))
+
+
+def test_fp8_is_its_oracle(tmp_path):
     make_checkpoint("llama", tmp_path, num_hidden_layers=2)
-    monkeypatch.setattr(fp8, "linear_fp8", linear_fp8_reference)
-    expected = logits(load(tmp_path, {"quantization": "fp8"}), 1)
-    monkeypatch.setattr(fp8, "linear_fp8", linear_fp8)
-    request.getfixturevalue("gpu_kernels")
+    oracle = HostBackend()
+    oracle.kernels = Fp8Oracle()
+    expected = logits(load(tmp_path, {"quantization": "fp8"}, oracle), 1)
     actual = logits(load(tmp_path, {"quantization": "fp8"}), 4)
     error = torch.cat([(a - e).norm(dim=1) / e.norm(dim=1) for a, e in zip(actual, expected, strict=True)])
     # An activation about halfway between two of fp8's few values may go either way, and that row is then another.
@@ -130,7 +148,7 @@ def test_fp8_is_its_oracle(tmp_path, monkeypatch, request):
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
-def test_packed_weights_have_the_bits_of_dense_ones(tmp_path, gpu_kernels, family, method):
+def test_packed_weights_have_the_bits_of_dense_ones(tmp_path, family, method):
     # Whole pairs of groups: padding is not what the formula counts.
     model = make_checkpoint(family, tmp_path / "model", num_hidden_layers=2, intermediate_size=128)
     config = {"quant_method": method, "bits": 4, "group_size": 32}
@@ -138,24 +156,50 @@ def test_packed_weights_have_the_bits_of_dense_ones(tmp_path, gpu_kernels, famil
     worker = load(tmp_path / "packed", {"quantization": "w4a16_32"})
     for ours, theirs in zip(logits(worker, 4), logits(load(tmp_path / "plain", {}), 4), strict=True):
         assert_same_bits(ours, theirs)
-    assert isinstance(worker.stage.layers[0].attention._qkv._linear, W4A16Linear)
-    setup = worker._setup
-    expected = weight_bytes(setup.spec, alone().place, setup.stages, "float32", weight_format=WeightFormat("w4a16", 32))
+    assert isinstance(worker.stage.layers[0].attention.qkv.packed, W4A16Linear)
+    setup = worker._deployment
+    expected = weight_bytes(
+        setup.spec, join_nobody().place, setup.stages, "float32", weight_format=FormatChoice("w4a16", 32)
+    )
     assert worker.load().weight_bytes == expected
 
 
+def without_kernels(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """An oracle in the place of its op."""
+    return lambda kernels, *args, **options: reference(*args, **options)
+
+
+def rotate_and_write(
+    kernels: Kernels,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    *,
+    interleaved: bool,
+    **scales: Tensor | None,
+) -> None:
+    """`rope_and_write_kv` with the oracle of its second half."""
+    apply_rope(kernels, query, key, positions, table, interleaved=interleaved)
+    write_kv_reference(key, value, key_cache, value_cache, slots, **scales)
+
+
 @pytest.mark.parametrize(("family", "layers"), [("mistral", 2), ("deepseek_v2", 1)])
-def test_keys_and_values_in_fp8_are_the_oracles(tmp_path, monkeypatch, gpu_kernels, family, layers):
+def test_keys_and_values_in_fp8_are_the_oracles(tmp_path, monkeypatch, family, layers):
     make_checkpoint(family, tmp_path, num_hidden_layers=layers)
     options: dict[str, object] = {"kv_cache_dtype": "fp8"}
     worker = load(tmp_path, options)
     cached = worker.stage.layers[0].attention
-    assert (cached._cache if family == "deepseek_v2" else cached._pages)[0].dtype == torch.float8_e4m3fn
+    assert (cached._cache if family == "deepseek_v2" else cached.pages)[0].dtype == torch.float8_e4m3fn
     actual, plain = logits(worker, 4), logits(load(tmp_path, {}), 4)
-    monkeypatch.setattr(attention, "paged_attention", paged_attention_reference)
-    monkeypatch.setattr(kv_cache, "write_kv", write_kv_reference)
-    monkeypatch.setattr(mla, "mla_attention", mla_attention_reference)
-    monkeypatch.setattr(mla, "write_latent", write_latent_reference)
+    monkeypatch.setattr(attention, "paged_attention", without_kernels(paged_attention_reference))
+    monkeypatch.setattr(attention, "rope_and_write_kv", rotate_and_write)
+    monkeypatch.setattr(mla, "mla_attention", without_kernels(mla_attention_reference))
+    monkeypatch.setattr(mla, "write_latent", without_kernels(write_latent_reference))
     expected = logits(load(tmp_path, options), 1)
     error = torch.cat([(a - e).norm(dim=1) / e.norm(dim=1) for a, e in zip(actual, expected, strict=True)])
     # An element about halfway between two of fp8's few values may go either way.
@@ -166,13 +210,13 @@ def test_keys_and_values_in_fp8_are_the_oracles(tmp_path, monkeypatch, gpu_kerne
 
 def test_counters_are_published_now_and_then():
     host = torch.zeros(3, dtype=torch.int64)
-    counters = DeviceCounters(host, torch.device("cpu"))
-    assert counters.on_device is host
-    counters.on_device = torch.tensor([1, 2, 3])  # as of another device
-    counters.publish()
+    counters = DeviceCounters(host, CPU)
+    assert counters.counts is host
+    counters.counts = torch.tensor([1, 2, 3])  # as of another device
+    counters.publish_counts()
     assert host.tolist() == [1, 2, 3]
-    counters.on_device += 1
-    counters.publish()
+    counters.counts += 1
+    counters.publish_counts()
     assert host.tolist() == [1, 2, 3], "too early for another copy"
 
 
@@ -182,7 +226,7 @@ def test_uploaded_steps_are_the_steps():
     last = SampledTokens(torch.tensor([2]), torch.tensor([0, 1]), step.context_lens, (tables,))
     for sampled in (None, last):
         given = dataclasses.replace(step, sampled=sampled)
-        moved = Uploader(torch.device("cpu")).upload(given)
+        moved = Uploader(CPU).upload(given)
         for name in ("token_ids", "positions", "query_starts", "context_lens"):
             assert_same = torch.equal(getattr(moved, name), getattr(given, name))
             assert assert_same, name

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,28 +17,27 @@ from triton.runtime.interpreter import InterpretedFunction
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.engine.executor.uni import UniExecutor
-from shardline.runtime import worker as worker_module
-from shardline.runtime.cuda_graphs import GraphReplay, Recording
-from shardline.runtime.device import Device
-from shardline.runtime.ops import dispatch
-from shardline.runtime.ops import triton as ops
-from shardline.runtime.parallel.groups import alone
+from shardline.runtime.backends.base import LoadedProducts
+from shardline.runtime.backends.cuda.backend import CudaBackend
+from shardline.runtime.backends.cuda.graphs import GraphReplay, Recording
+from shardline.runtime.parallel.groups import join_nobody
 from shardline.runtime.pending import PendingStep
 from shardline.runtime.worker import Worker
 from shardline.types import RankStep, SamplingParams, SequenceStart, SequenceStep, StepPlan
-
-from ...exactness.harness import make_requests, run, start_engine
-from ...models.checkpoints import make_checkpoint
+from tests.exactness.harness import make_requests, run, start_engine
+from tests.models.checkpoints import make_checkpoint
 
 META = torch.device("meta")
 """Tensors without values: whoever reads one cannot go on, as whoever reads from a GPU has to wait."""
 
 
-@dataclasses.dataclass(frozen=True)
-class FakeGPU(Device):
+class ValuelessBackend(CudaBackend):
     """Steps are launched on it, and their results downloaded."""
 
-    is_host = False  # type: ignore[assignment]
+    def __init__(self) -> None:
+        super().__init__(META, "none", "none")
+
+    def finish_loading(self, products: LoadedProducts) -> None: ...
 
 
 class NoWaiting(TorchDispatchMode):
@@ -89,19 +86,13 @@ def test_waiting_is_noticed(name):
 @pytest.fixture
 def valueless_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU on which nothing is computed; kernels are launched, graphs are replayed."""
-    kernels = SimpleNamespace(**{name: getattr(ops, name) for name in ops.__all__})
-    kernels.activation_empty = lambda dtype, *sizes: torch.empty(sizes, dtype=dtype, device=META)
-    monkeypatch.setitem(dispatch._BACK_ENDS, "meta", lambda: kernels)
     monkeypatch.setattr(InterpretedFunction, "run", lambda *args, **options: None)
-    monkeypatch.setattr(worker_module, "open_device", lambda kind, rank: FakeGPU(META, "none", "none"))
-
-    monkeypatch.setattr(Worker, "_choose_products", lambda *args: None)
 
     def capture(self: GraphReplay) -> None:
         for size in self.sizes:
-            self._recordings[size] = Recording(lambda: None, self.forward(*self._padded.first(size)))
+            self._recordings[size] = Recording(lambda: None, self.forward(*self._padded.first_sequences(size)))
 
-    monkeypatch.setattr(GraphReplay, "capture", capture)
+    monkeypatch.setattr(GraphReplay, "capture_steps", capture)
 
 
 SAMPLING: list[dict[str, Any]] = [
@@ -118,7 +109,7 @@ def load_worker(model: Path, **options: Any) -> Worker:
     chosen = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "num_gpu_blocks_override": 32, "max_num_seqs": 8}
     setup = resolve_here(EngineConfig.from_options(model=str(model), **{**chosen, **options}))
     layers = len(setup.spec.layers) if setup.num_experts else 0
-    worker = Worker(setup, alone(layers, setup.num_experts))
+    worker = Worker(setup, ValuelessBackend(), join_nobody(layers, setup.num_experts))
     worker.load()
     return worker
 
@@ -151,19 +142,17 @@ def test_launches_do_not_wait(tmp_path, family, asked):
     worker = load_worker(model)
     params = [SAMPLING[index] for index in asked]
     with NoWaiting():
-        steps = [worker.launch(rank_step(number, params, len(worker._setup.groups))) for number in range(4)]
+        steps = [worker.launch_step(rank_step(number, params, len(worker._setup.groups))) for number in range(4)]
     for step in steps:
         result = step.result()
         assert result is not None
         assert [len(one.token_ids) for one in result.results] == [1] * len(params)
 
 
-def test_steps_launched_behind_another_have_the_answers_of_steps_alone(tmp_path, monkeypatch, gpu_kernels):
+@pytest.mark.usefixtures("interpreted_gpu")
+def test_steps_launched_behind_another_have_the_answers_of_steps_alone(tmp_path, monkeypatch):
     """The host knows of every token a step late; penalties, draws and positions do not show it."""
     model = make_checkpoint("llama", tmp_path, num_hidden_layers=1)
-    monkeypatch.setattr(worker_module, "open_device", lambda kind, rank: FakeGPU(torch.device("cpu"), "none", "none"))
-    monkeypatch.setattr(Worker, "_choose_products", lambda *args: None)
-    monkeypatch.setattr(GraphReplay, "capture", lambda self: None)
     requests = [
         msgspec.structs.replace(r, sampling=msgspec.structs.replace(r.sampling, max_tokens=6, logprobs=2))
         for r in make_requests(256, count=6)
@@ -173,7 +162,7 @@ def test_steps_launched_behind_another_have_the_answers_of_steps_alone(tmp_path,
     def answers(max_in_flight: int) -> dict[str, Any]:
         engine, executor = start_engine(model, dtype="float32")
         assert isinstance(executor, UniExecutor)
-        executor._launches, executor.max_in_flight = max_in_flight > 1, max_in_flight
+        executor._overlaps_steps, executor.max_in_flight = max_in_flight > 1, max_in_flight
         for scheduler in engine._schedulers:
             scheduler._max_in_flight = max_in_flight
 

@@ -3,17 +3,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.runtime.ops import triton as ops
-from shardline.runtime.ops.penalties import Penalties, no_penalties, penalize_reference
-
-from ..helpers import assert_same_bits, randn
-from ..test_penalties import random_penalties
+from shardline.runtime.ops.sampling.penalties import Penalties, no_penalties, penalize_reference
+from tests.backends.cuda.helpers import KERNELS
+from tests.ops.helpers import assert_same_bits, randn
+from tests.ops.sampling.test_penalties import random_penalties
 
 
 def penalized(logits: torch.Tensor, p: Penalties) -> torch.Tensor:
     out = logits.clone()
     given = (p.repetition, p.presence, p.frequency, p.offsets, p.ids, p.output_counts, p.in_prompt, p.bias)
-    ops.penalize(out, *given, p.uncounted)
+    KERNELS.penalize(out, *given, p.uncounted)
     return out
 
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.runtime.ops import sampling
-from shardline.runtime.ops import triton as ops
-
-from ..helpers import assert_same_bits, randn
+from shardline.runtime.ops.sampling import sample as sampling
+from tests.backends.cuda.helpers import KERNELS
+from tests.ops.helpers import KERNELS as HOST_KERNELS
+from tests.ops.helpers import assert_same_bits, randn
 
 
 def test_greedy_takes_the_lowest_id_on_ties(rng):
@@ -15,8 +15,8 @@ def test_greedy_takes_the_lowest_id_on_ties(rng):
     logits[2] = -torch.inf
     logits[3, [4500, 100]] = torch.inf
     ids, values = torch.full((5,), -1), torch.full((5,), torch.nan)
-    ops.greedy_argmax(logits[:, :4900], ids, values)
-    expected_ids, expected_values = sampling.greedy_argmax(logits[:, :4900])
+    KERNELS.greedy_argmax(logits[:, :4900], ids, values)
+    expected_ids, expected_values = sampling.greedy_argmax(HOST_KERNELS, logits[:, :4900])
     assert torch.equal(ids, expected_ids)
     assert_same_bits(values, expected_values)
 
@@ -57,8 +57,8 @@ def test_chooses_the_tokens_of_the_cpu(rng, has_ties, vocab_size):
     logits[1, 7], logits[2, 3] = torch.nan, -torch.inf
     arguments = parameters(*rows, rng=rng)
     tokens = torch.full((len(rows),), -1)
-    ops.sample(logits, *arguments.values(), 0, tokens)
-    assert torch.equal(tokens, sampling.sample(logits, **arguments))
+    KERNELS.sample(logits, *arguments.values(), 0, tokens)
+    assert torch.equal(tokens, sampling.sample(HOST_KERNELS, logits, **arguments))
 
 
 def test_rows_without_a_finite_maximum(rng):
@@ -66,5 +66,5 @@ def test_rows_without_a_finite_maximum(rng):
     logits[0, 60], logits[1], logits[2] = torch.inf, -torch.inf, torch.nan
     arguments = parameters(*[(1.0, 5, 0.9, 0.0)] * 3, rng=rng)
     tokens = torch.full((3,), -1)
-    ops.sample(logits, *arguments.values(), 0, tokens)
-    assert torch.equal(tokens, sampling.sample(logits, **arguments))
+    KERNELS.sample(logits, *arguments.values(), 0, tokens)
+    assert torch.equal(tokens, sampling.sample(HOST_KERNELS, logits, **arguments))

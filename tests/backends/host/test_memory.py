@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline import _cpu
-from shardline.runtime.ops.storage import activation_empty, streamed_empty
+from shardline.runtime.backends.host.memory import streamed_empty
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (1 << 20, 3), (7, 1 << 18, 2)])
@@ -29,9 +29,9 @@ def test_it_holds_what_is_written(shape: tuple[int, ...], dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.int32, torch.int64, torch.uint8])
 def test_activations_of_every_dtype(dtype: torch.dtype) -> None:
-    tensor = activation_empty(3, 0, 5, dtype=dtype)
+    tensor = _cpu.activation_empty(dtype, 3, 0, 5)
     assert (tensor.shape, tensor.dtype) == ((3, 0, 5), dtype)
-    tensor = activation_empty(3, 2, 5, dtype=dtype)
+    tensor = _cpu.activation_empty(dtype, 3, 2, 5)
     assert tensor.shape == (3, 2, 5)
     assert tensor.is_contiguous()
     assert tensor.data_ptr() % 64 == 0
@@ -46,7 +46,7 @@ def test_activations_keep_what_they_hold(actions: list[tuple[int, int]]) -> None
         if index < len(held):
             held.pop(index)
         else:
-            held.append(activation_empty(size, dtype=torch.uint8).fill_(number % 251))
+            held.append(_cpu.activation_empty(torch.uint8, size).fill_(number % 251))
         assert all(t.numel() == 0 or bool(t[0] == t[-1]) for t in held)
         spans = sorted((t.data_ptr(), t.data_ptr() + t.numel()) for t in held)
         assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
@@ -56,7 +56,7 @@ def test_activations_keep_what_they_hold(actions: list[tuple[int, int]]) -> None
 
 def test_a_view_keeps_its_memory() -> None:
     before = _cpu.activation_bytes()
-    view = activation_empty(4, 64, dtype=torch.float32)[2:]
+    view = _cpu.activation_empty(torch.float32, 4, 64)[2:]
     assert _cpu.activation_bytes() == before + 4 * 64 * 4
     del view
     assert _cpu.activation_bytes() == before
@@ -65,9 +65,9 @@ def test_a_view_keeps_its_memory() -> None:
 @pytest.mark.parametrize("sizes", [(-1,), (2, -3)])
 def test_no_negative_sizes(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="negative"):
-        activation_empty(*sizes, dtype=torch.float32)
+        _cpu.activation_empty(torch.float32, *sizes)
 
 
 def test_no_activations_of_odd_dtypes() -> None:
     with pytest.raises(TypeError, match=r"complex64"):
-        activation_empty(2, dtype=torch.complex64)
+        _cpu.activation_empty(torch.complex64, 2)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.ops.dispatch import set_num_threads
-from shardline.runtime.ops.gated_linear import pack_gate_up, pack_gate_up_int4, pack_gate_up_int8
-from shardline.runtime.ops.linear import pack_weight, panel_shape
-from shardline.runtime.ops.linear_int4 import int4_empty, pack_int4
-from shardline.runtime.ops.linear_int8 import int8_empty, int8_weight_reference, pack_int8
-from shardline.runtime.quantization.base import quantization
-
-from .helpers import randn
+from shardline.runtime.backends.host.panels import panel_shape
+from shardline.weights.base import weight_format
+from shardline.weights.formats import int4, int8, plain
+from shardline.weights.formats.int8 import int8_weight_reference
+from tests.ops.helpers import KERNELS, randn
 
 PARTS = [(64,), (1,), (130,), (64, 64), (100, 28, 28), (7, 3, 1, 90), (65, 0, 64), (17, 47, 200)]
 
@@ -33,6 +30,14 @@ def split(weight: Tensor, parts: Sequence[int]) -> list[Tensor]:
     return [torch.nn.functional.pad(part, (1, 2))[:, 1:-2] for part in torch.split(weight, list(parts))]
 
 
+def pack_parts(pack: Callable[..., None], parts: Sequence[Tensor], *into: Tensor) -> None:
+    """One part after another."""
+    first = 0
+    for part in parts:
+        pack(part, *into, first)
+        first += len(part)
+
+
 def halves_in_turn(gate: Tensor, up: Tensor) -> Tensor:
     """32 rows of the gate, 32 of up, and so on, filled up with zeros."""
     halves = [torch.nn.functional.pad(part, (0, 0, 0, -len(part) % 32)).unflatten(0, (-1, 32)) for part in (gate, up)]
@@ -46,9 +51,9 @@ def halves_in_turn(gate: Tensor, up: Tensor) -> Tensor:
 def test_panels_of_parts(dtype, rng, parts, depth, threads):
     weight = randn(sum(parts), depth, dtype=dtype, rng=rng)
     panels = torch.full(panel_shape(*weight.shape, dtype), torch.nan, dtype=dtype)
-    set_num_threads(threads)
-    pack_weight(*split(weight, parts), panels=panels)
-    set_num_threads(1)
+    _cpu.set_num_threads(threads)
+    pack_parts(KERNELS.pack_weight, split(weight, parts), panels)
+    _cpu.set_num_threads(1)
     assert torch.equal(panels.flatten(), panels_of(weight, 2 if dtype == torch.bfloat16 else 1).flatten())
 
 
@@ -57,8 +62,8 @@ def test_panels_of_parts(dtype, rng, parts, depth, threads):
 @pytest.mark.usefixtures("isa")
 def test_int8_panels_of_parts(dtype, rng, parts, depth):
     weight = randn(sum(parts), depth, dtype=dtype, rng=rng)
-    panels, scales = int8_empty(weight)
-    pack_int8(*split(weight, parts), panels=panels.fill_(7), scales=scales.fill_(7))
+    panels, scales = KERNELS.int8_empty(*weight.shape)
+    pack_parts(KERNELS.pack_int8, split(weight, parts), panels.fill_(7), scales.fill_(7))
     values, row_scales = int8_weight_reference(weight)
     assert torch.equal(panels.flatten(), (panels_of(values, 4).to(torch.int16) + 128).to(torch.uint8).flatten())
     assert torch.equal(scales, torch.nn.functional.pad(row_scales, (0, len(scales) - len(row_scales))))
@@ -68,14 +73,14 @@ def test_int8_panels_of_parts(dtype, rng, parts, depth):
 @pytest.mark.parametrize("depth", [1, 16, 77, 256])
 @pytest.mark.usefixtures("isa")
 def test_int4_panels_of_parts(dtype, rng, parts, depth):
-    """What comes of one column alone (`test_linear_int4.py` says what), in its place."""
+    """What comes of one column alone (`tests/weights/test_int4.py` says what), in its place."""
     weight = randn(sum(parts), depth, dtype=dtype, rng=rng)
-    panels, scales = int4_empty(weight)
-    pack_int4(*split(weight, parts), panels=panels.fill_(7), scales=scales.fill_(7))
+    panels, scales = KERNELS.int4_empty(*weight.shape)
+    pack_parts(KERNELS.pack_int4, split(weight, parts), panels.fill_(7), scales.fill_(7))
     groups = panels.view(len(panels), -1, 1088)
     for column in {0, len(weight) // 2, len(weight) - 1, len(scales) - 1}:
         row = weight[column : column + 1] if column < len(weight) else torch.zeros(1, depth, dtype=dtype)
-        alone, panel, place = pack_int4(row), groups[column // 64], column % 64
+        alone, panel, place = int4.Format().pack_linear(KERNELS, row).weight, groups[column // 64], column % 64
         assert torch.equal(
             panel[:, :1024].view(-1, 4, 64, 4)[:, :, place], alone.panels[0, :, :1024].view(-1, 4, 64, 4)[:, :, 0]
         )
@@ -89,26 +94,26 @@ def test_int4_panels_of_parts(dtype, rng, parts, depth):
 def test_halves_of_panels(dtype, rng, width, depth):
     gate, up = (randn(width, depth, dtype=dtype, rng=rng) for _ in range(2))
     stacked, parts = halves_in_turn(gate, up), [split(weight, [width])[0] for weight in (gate, up)]
-    packed, expected = pack_gate_up(*parts), pack_weight(stacked)
+    packed, expected = plain.Format().pack_gated(KERNELS, *parts), plain.Format().pack_linear(KERNELS, stacked)
     assert torch.equal(packed.panels, expected.panels)
-    assert packed.out_features == expected.out_features
-    int8, expected_int8 = pack_gate_up_int8(*parts), pack_int8(stacked)
-    assert torch.equal(int8.panels, expected_int8.panels)
-    assert torch.equal(int8.scales, expected_int8.scales)
-    int4, expected_int4 = pack_gate_up_int4(*parts), pack_int4(stacked)
-    assert torch.equal(int4.panels, expected_int4.panels)
-    assert torch.equal(int4.scales, expected_int4.scales)
+    assert packed.out_features == width
+    for form in (int8.Format(), int4.Format()):
+        scaled, expected_scaled = form.pack_gated(KERNELS, *parts).weight, form.pack_linear(KERNELS, stacked).weight
+        assert torch.equal(scaled.panels, expected_scaled.panels)
+        assert torch.equal(scaled.scales, expected_scaled.scales)
 
 
-@pytest.mark.parametrize("scheme", ["none", "int8", "int4"])
-def test_schemes_take_parts(dtype, rng, scheme):
+@pytest.mark.parametrize("name", ["plain", "int8", "int4"])
+def test_formats_take_parts(dtype, rng, name):
     weight, x = randn(150, 70, dtype=dtype, rng=rng), randn(3, 70, dtype=dtype, rng=rng)
-    scheme_of = quantization(scheme)
-    assert torch.equal(scheme_of.pack(*split(weight, [70, 50, 30]))(x), scheme_of.pack(weight)(x))
-    stack, whole = scheme_of.allocate_experts(2, *split(weight, [70, 80])), scheme_of.allocate_experts(2, weight)
+    form = weight_format(name)
+    in_parts, at_once = form.pack_linear(KERNELS, *split(weight, [70, 50, 30])), form.pack_linear(KERNELS, weight)
+    assert torch.equal(in_parts(x), at_once(x))
+    stack = form.allocate_experts(KERNELS, 2, *split(weight, [70, 80]))
+    whole = form.allocate_experts(KERNELS, 2, weight)
     for index in range(2):
-        scheme_of.pack_expert(stack, index, *split(weight, [70, 80]))
-        scheme_of.pack_expert(whole, index, weight)
+        form.pack_expert(KERNELS, stack, index, *split(weight, [70, 80]))
+        form.pack_expert(KERNELS, whole, index, weight)
     assert stack.out_features == 150
     assert torch.equal(stack.panels, whole.panels)
     if stack.scales is not None and whole.scales is not None:

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.backends.base import StepSizes
+from shardline.runtime.backends.host.replay import DecodeReplay
 from shardline.runtime.decoder import DecoderStage
-from shardline.runtime.ops.linear import linear, pack_weight
 from shardline.runtime.ops.norm import rms_norm
-from shardline.runtime.replay import DecodeReplay
 from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
+from shardline.weights.formats.plain import Format
 from tests.exactness.harness import make_requests, run, start_engine
 from tests.models.checkpoints import FAMILIES, make_checkpoint
+from tests.ops.helpers import KERNELS
 
 HIDDEN = 24
 
@@ -29,14 +31,14 @@ class Layers:
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
-        self._weight = pack_weight(torch.randn(HIDDEN, HIDDEN, generator=generator))
+        self._weight = Format().pack_linear(KERNELS, torch.randn(HIDDEN, HIDDEN, generator=generator))
         self._scale = torch.rand(HIDDEN, generator=generator)
         self.runs = 0
 
     def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
         self.runs += 1
         for _ in range(3):
-            hidden = linear(rms_norm(hidden, self._scale, 1e-6), self._weight)
+            hidden = self._weight(rms_norm(KERNELS, hidden, self._scale, 1e-6))
         return hidden
 
 
@@ -44,11 +46,12 @@ def decode_step(count: int) -> StepInput:
     index = torch.arange(count)
     groups = (KVGroupInput(torch.zeros(count, 1, dtype=torch.int32), index),)
     starts = torch.arange(count + 1, dtype=torch.int32)
-    return StepInput(index, index, starts, index.int() + 1, groups, (count,), (count,), None, stays=True)
+    return StepInput(index, index, starts, index.int() + 1, groups, (count,), (count,), None, is_replayable=True)
 
 
 def replay_of(forward: object) -> DecodeReplay:
-    return DecodeReplay(forward, max_seqs=8, hidden_size=HIDDEN, dtype=torch.float32)  # type: ignore[arg-type]
+    sizes = StepSizes(max_seqs=8, max_blocks=1, num_kv_groups=1, block_size=16, hidden_size=HIDDEN, dtype=torch.float32)
+    return DecodeReplay(forward, sizes)  # type: ignore[arg-type]
 
 
 def test_python_runs_once_per_number_of_sequences() -> None:
@@ -65,7 +68,7 @@ def test_what_does_not_decode_runs_anew() -> None:
     layers = Layers()
     replay = replay_of(layers)
     for _ in range(2):
-        elsewhere = dataclasses.replace(decode_step(9), stays=False)
+        elsewhere = dataclasses.replace(decode_step(9), is_replayable=False)
         replay(elsewhere, torch.randn(9, HIDDEN))  # more than there is room for
         step = decode_step(2)
         chunk = StepInput(

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from shardline import _cpu
-from shardline.runtime.ops.storage import streamed_empty
-from shardline.runtime.reserve import HUGE_PAGE, Reserve, map_memory, weight_reserve
+from shardline.runtime.backends.host.memory import streamed_empty
+from shardline.runtime.backends.host.reserve import Reserve, weight_reserve
+from shardline.runtime.loader.mapped_memory import HUGE_PAGE, map_memory
 
 SIZE = 32 * HUGE_PAGE
 
@@ -31,7 +32,7 @@ def address_of(memory: mmap.mmap) -> int:
 @pytest.fixture
 def reserve() -> Iterator[Reserve]:
     yield weight_reserve
-    weight_reserve.release()
+    weight_reserve.release_rest()
 
 
 def test_touching_takes_pages_and_changes_nothing() -> None:
@@ -60,7 +61,7 @@ def test_touching_ends_when_it_is_stopped_or_dropped() -> None:
 
 
 def test_tensors_are_taken_from_the_reserve_in_order(reserve: Reserve) -> None:
-    reserve.fill(SIZE, SIZE // 2)
+    reserve.fill_memory(SIZE, SIZE // 2)
     first, second = streamed_empty((100, 30), torch.bfloat16), streamed_empty((HUGE_PAGE,), torch.float32)
     assert second.data_ptr() - first.data_ptr() == 6016, "aligned to 64 bytes"
     too_large = streamed_empty((SIZE,), torch.uint8)
@@ -74,10 +75,10 @@ def test_tensors_are_taken_from_the_reserve_in_order(reserve: Reserve) -> None:
 
 
 def test_what_nobody_takes_is_given_back(reserve: Reserve) -> None:
-    reserve.fill(SIZE, SIZE)
+    reserve.fill_memory(SIZE, SIZE)
     tensor = streamed_empty((SIZE // 2,), torch.uint8).fill_(3)
     address = tensor.data_ptr()
-    reserve.release()
+    reserve.release_rest()
     assert resident(address) == SIZE // 2
     assert bool((tensor == 3).all()), "tensors outlive the reserve that they are from"
     assert not address <= streamed_empty((5,), torch.uint8).data_ptr() < address + SIZE
@@ -87,8 +88,8 @@ def test_what_nobody_takes_is_given_back(reserve: Reserve) -> None:
 
 def test_an_empty_reserve_has_nothing() -> None:
     reserve = Reserve()
-    assert reserve.take(1) is None
-    reserve.fill(0, 0)
-    assert reserve.take(HUGE_PAGE + 1) is None
-    reserve.release()
-    assert reserve.take(1) is None
+    assert reserve.take_memory(1) is None
+    reserve.fill_memory(0, 0)
+    assert reserve.take_memory(HUGE_PAGE + 1) is None
+    reserve.release_rest()
+    assert reserve.take_memory(1) is None

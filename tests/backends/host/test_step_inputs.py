@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline import _cpu
+from shardline.runtime.backends.base import StepSizes
+from shardline.runtime.backends.host.step_inputs import StepLayout
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.step import StepInput
-from shardline.runtime.step_inputs import StepInputs
 from shardline.types import RankStep, SamplingParams, SequenceStart, SequenceStep, StepPlan
 
 BLOCK_SIZE, MAX_BLOCKS, NUM_GROUPS, MAX_SEQS = 4, 8, 2, 5
@@ -27,22 +28,25 @@ def block_of(group: int, seq_id: int, index: int) -> int:
     return 1000 * group + 20 * seq_id + index
 
 
-def make(shares: Shares, *, stays: bool = True, greedy: bool = False) -> StepInput:
+def layout_of(table: SequenceTable, *, num_groups: int = NUM_GROUPS, reuses_memory: bool = True) -> StepLayout:
+    sizes = StepSizes(MAX_SEQS, MAX_BLOCKS, num_groups, BLOCK_SIZE, hidden_size=1, dtype=torch.float32)
+    return StepLayout(table, sizes, reuses_memory=reuses_memory)
+
+
+def make(shares: Shares, *, reuses_memory: bool = True, greedy: bool = False) -> StepInput:
     """The step of sequences that take up rows in another order than they are stepped in."""
     table = SequenceTable(NUM_GROUPS, MAX_BLOCKS)
-    inputs = StepInputs(
-        table, num_kv_groups=NUM_GROUPS, block_size=BLOCK_SIZE, max_blocks=MAX_BLOCKS, max_seqs=MAX_SEQS, stays=stays
-    )
+    layout = layout_of(table, reuses_memory=reuses_memory)
     steps = []
     for seq_id, (start, length, sample) in reversed(list(enumerate(shares))):
         tokens = [token_of(seq_id, position) for position in range(start + length)]
-        table.start(SequenceStart(seq_id, tokens, len(tokens), SamplingParams(), 0, ()))
+        table.start_sequence(SequenceStart(seq_id, tokens, len(tokens), SamplingParams(), 0, ()))
         num_blocks = -(-len(tokens) // BLOCK_SIZE)
         blocks = [[block_of(group, seq_id, index) for index in range(num_blocks)] for group in range(NUM_GROUPS)]
         steps.insert(0, SequenceStep(seq_id, start, length, blocks, -1, sample))
     counts = (sum(step.num_tokens for step in steps),), (sum(step.sample for step in steps),)
-    sequences = [table.advance(step) for step in steps]
-    return inputs.make(RankStep(StepPlan(1, [], steps, []), *counts), sequences, greedy)
+    sequences = [table.advance_sequence(step) for step in steps]
+    return layout.make_step(RankStep(StepPlan(1, [], steps, []), *counts), sequences, greedy)
 
 
 shares_of_steps = st.lists(
@@ -52,8 +56,8 @@ shares_of_decodes = st.lists(st.tuples(st.integers(0, 31), st.just(1), st.just(T
 
 
 @given(shares_of_steps | shares_of_decodes, st.booleans())
-def test_every_token_is_where_the_plan_says(shares: Shares, stays: bool) -> None:
-    step = make(shares, stays=stays)
+def test_every_token_is_where_the_plan_says(shares: Shares, reuses_memory: bool) -> None:
+    step = make(shares, reuses_memory=reuses_memory)
     places = [(seq_id, start + i) for seq_id, (start, length, _) in enumerate(shares) for i in range(length)]
     assert step.token_ids.tolist() == [token_of(*place) for place in places]
     assert step.positions.tolist() == [position for _, position in places]
@@ -86,18 +90,18 @@ def test_the_last_tokens_of_some_sequences_are_sampled(shares: Shares) -> None:
 
 def test_decode_steps_of_a_kind_share_their_memory() -> None:
     table = SequenceTable(1, MAX_BLOCKS)
-    inputs = StepInputs(
-        table, num_kv_groups=1, block_size=BLOCK_SIZE, max_blocks=MAX_BLOCKS, max_seqs=MAX_SEQS, stays=True
-    )
-    table.start(SequenceStart(7, [3, 4, 5], 3, SamplingParams(), 0, ()))
+    layout = layout_of(table, num_groups=1)
+    table.start_sequence(SequenceStart(7, [3, 4, 5], 3, SamplingParams(), 0, ()))
 
     def step_at(start: int, greedy: bool) -> StepInput:
         entry = SequenceStep(7, start, 1, [[9] if start == 0 else []], -1, True)
-        return inputs.make(RankStep(StepPlan(1, [], [entry], []), (1,), (1,)), [table.advance(entry)], greedy)
+        return layout.make_step(
+            RankStep(StepPlan(1, [], [entry], []), (1,), (1,)), [table.advance_sequence(entry)], greedy
+        )
 
     first, second, other = step_at(0, True), step_at(1, True), step_at(2, False)
     assert first is second
-    assert (first.stays, first.greedy, other.stays, other.greedy) == (True, True, True, False)
+    assert (first.is_replayable, first.greedy, other.is_replayable, other.greedy) == (True, True, True, False)
     assert first.token_ids.data_ptr() == other.token_ids.data_ptr()
     assert other.token_ids.tolist() == [5]
 

@@ -3,10 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.runtime.ops.kv_cache import rope_and_write_kv, write_kv, write_kv_reference
-from shardline.runtime.ops.rope import apply_rope, rotary_table
-
-from .helpers import assert_same_bits, randn
+from shardline.runtime.ops.attention.kv_cache import rope_and_write_kv, write_kv, write_kv_reference
+from shardline.runtime.ops.attention.rope import apply_rope, rotary_table
+from tests.ops.helpers import KERNELS, assert_same_bits, randn
 
 BLOCK_SIZE = 16
 MAX_POSITIONS = 500
@@ -32,11 +31,11 @@ class Call:
         scales = [torch.zeros(self.num_blocks, 2, BLOCK_SIZE) for _ in range(2)]
         named = {"key_scales": scales[0], "value_scales": scales[1]} if as_bytes else {}
         if one_after_the_other:
-            apply_rope(query, key, self.positions, self.table, interleaved=interleaved)
-            write_kv(key, value, *caches, self.slots, **named)
+            apply_rope(KERNELS, query, key, self.positions, self.table, interleaved=interleaved)
+            write_kv(KERNELS, key, value, *caches, self.slots, **named)
         else:
             where = (*caches, self.slots, self.positions, self.table)
-            rope_and_write_kv(query, key, value, *where, interleaved=interleaved, **named)
+            rope_and_write_kv(KERNELS, query, key, value, *where, interleaved=interleaved, **named)
         return heads, *caches, *scales
 
 
@@ -80,7 +79,7 @@ def test_what_lies_outside_is_refused():
 
     def call(slot: int, position: int, table: torch.Tensor = table) -> None:
         where = (torch.tensor([slot]), torch.tensor([position]), table)
-        rope_and_write_kv(heads, heads, heads, cache, cache, *where, interleaved=False)
+        rope_and_write_kv(KERNELS, heads, heads, heads, cache, cache, *where, interleaved=False)
 
     call(63, 9)
     with pytest.raises(ValueError, match="a slot lies outside"):

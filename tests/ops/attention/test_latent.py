@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops.dispatch import set_num_threads
-from shardline.runtime.ops.kv_cache import write_latent, write_latent_reference
-from shardline.runtime.ops.mla_attention import mla_attention, mla_attention_reference
-
-from .helpers import assert_close, assert_same_bits, randn
+from shardline import _cpu
+from shardline.runtime.ops.attention.kv_cache import write_latent, write_latent_reference
+from shardline.runtime.ops.attention.latent import mla_attention, mla_attention_reference
+from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
 BLOCK_SIZE = 16
+
+host_attention = partial(mla_attention, KERNELS)
 
 
 @dataclass
@@ -37,7 +39,11 @@ def random_sequence(rng, length, dtype, *, heads=4, latent=48, rope=16) -> Seque
 
 
 def attend(
-    sequences: list[tuple[Sequence, int, int]], *, shuffle: int | None = None, poison: bool = True, op=mla_attention
+    sequences: list[tuple[Sequence, int, int]],
+    *,
+    shuffle: int | None = None,
+    poison: bool = True,
+    op=host_attention,
 ) -> list[Tensor]:
     """One call for queries [begin, end) of each sequence, its keys being [0, end); returns one output per sequence.
 
@@ -55,7 +61,7 @@ def attend(
         tables[s, : counts[s]], ids = ids[: counts[s]].int(), ids[counts[s] :]
         positions = torch.arange(end)
         slots = tables[s, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
-        write_latent(sequence.latent[:end], sequence.rope[:end], cache, slots)
+        write_latent(KERNELS, sequence.latent[:end], sequence.rope[:end], cache, slots)
     query_latent = torch.cat([sequence.query_latent[begin:end] for sequence, begin, end in sequences])
     # As in a layer: the rotated part is a slice of each head.
     rope = torch.cat([sequence.query_rope[begin:end] for sequence, begin, end in sequences])
@@ -117,9 +123,9 @@ def test_threads_that_share_the_splits_of_one_tile_do_not_matter(dtype, rng):
     sequences = [random_sequence(rng, 1100, dtype), random_sequence(rng, 30, dtype)]
     batch = [(sequences[0], 1090, 1100), (sequences[1], 29, 30)]
     expected = attend(batch)
-    set_num_threads(5)
+    _cpu.set_num_threads(5)
     actual = attend(batch)
-    set_num_threads(1)
+    _cpu.set_num_threads(1)
     for a, e in zip(actual, expected, strict=True):
         assert_same_bits(a, e)
 
@@ -158,6 +164,7 @@ def test_wrong_indices_are_refused():
 
     def call(table: list[int], context_len: int, num_tokens: int = 1) -> Tensor:
         return mla_attention(
+            KERNELS,
             torch.zeros(num_tokens, 1, 8),
             torch.zeros(num_tokens, 1, 4),
             cache,
@@ -175,7 +182,7 @@ def test_wrong_indices_are_refused():
     with pytest.raises(ValueError, match="context length 1 "):
         call([3, 1], 1, num_tokens=2)
     with pytest.raises(ValueError, match="a slot lies outside"):
-        write_latent(torch.zeros(1, 8), torch.zeros(1, 4), cache, torch.tensor([64]))
+        write_latent(KERNELS, torch.zeros(1, 8), torch.zeros(1, 4), cache, torch.tensor([64]))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 50])
@@ -185,6 +192,6 @@ def test_write_latent(dtype, rng, num_tokens):
     slots = torch.randperm(8 * BLOCK_SIZE, generator=rng)[:num_tokens]
     slots[num_tokens // 2] = -1
     caches = [torch.zeros(8, BLOCK_SIZE, 40, dtype=dtype) for _ in range(2)]
-    write_latent(latent, rope, caches[0], slots)
+    write_latent(KERNELS, latent, rope, caches[0], slots)
     write_latent_reference(latent, rope, caches[1], slots)
     assert_same_bits(caches[0], caches[1])

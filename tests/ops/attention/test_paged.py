@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from shardline.runtime.ops.attention import paged_attention, paged_attention_reference
-from shardline.runtime.ops.dispatch import set_num_threads
-from shardline.runtime.ops.kv_cache import write_kv, write_kv_reference
-
-from .helpers import assert_close, assert_same_bits, randn
+from shardline import _cpu
+from shardline.runtime.ops.attention.kv_cache import write_kv, write_kv_reference
+from shardline.runtime.ops.attention.paged import paged_attention, paged_attention_reference
+from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
 BLOCK_SIZE = 16
+
+host_attention = partial(paged_attention, KERNELS)
 
 
 @dataclass
@@ -56,7 +58,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     poison: bool = True,
-    op=paged_attention,
+    op=host_attention,
 ) -> list[Tensor]:
     """One call for queries [begin, end) of each sequence, its keys being [0, end); returns one output per sequence.
 
@@ -75,7 +77,7 @@ def attend(
         for _ in range(2)
     ]
     names = ("key_scales", "value_scales") if stored else ()
-    write = write_kv_reference if stored == torch.float8_e4m3fn else write_kv  # the CPU has no fp8
+    write = write_kv_reference if stored == torch.float8_e4m3fn else partial(write_kv, KERNELS)  # the CPU has no fp8
     scales = {name: torch.full(shape[:3], unseen) for name in names}
     tables = torch.zeros(len(sequences), max(counts) + 1, dtype=torch.int32)
     for s, (sequence, begin, end) in enumerate(sequences):
@@ -171,9 +173,9 @@ def test_threads_that_share_the_splits_of_one_row_do_not_matter(stored, dtype, r
     sequences = [random_sequence(rng, 1100, dtype), random_sequence(rng, 30, dtype)]
     batch = [(sequences[0], 1090, 1100), (sequences[1], 29, 30)]
     expected = attend(batch, stored=stored, window=window)
-    set_num_threads(5)
+    _cpu.set_num_threads(5)
     actual = attend(batch, stored=stored, window=window)
-    set_num_threads(1)
+    _cpu.set_num_threads(1)
     for a, e in zip(actual, expected, strict=True):
         assert_same_bits(a, e)
 
@@ -212,8 +214,8 @@ def test_value_heads_may_be_narrower(rng):
         torch.tensor([20], dtype=torch.int32),
         0.2,
     )
-    whole = paged_attention(sequence.query, key_cache, value_cache, *arguments)
-    narrow = paged_attention(sequence.query, key_cache, value_cache[..., :40].contiguous(), *arguments)
+    whole = paged_attention(KERNELS, sequence.query, key_cache, value_cache, *arguments)
+    narrow = paged_attention(KERNELS, sequence.query, key_cache, value_cache[..., :40].contiguous(), *arguments)
     assert_same_bits(narrow, whole[..., :40])
 
 
@@ -222,6 +224,7 @@ def test_wrong_indices_are_refused(rng):
 
     def call(table: list[int], context_len: int, num_tokens: int = 1) -> Tensor:
         return paged_attention(
+            KERNELS,
             torch.zeros(num_tokens, 1, 8),
             cache,
             cache,
@@ -239,7 +242,7 @@ def test_wrong_indices_are_refused(rng):
     with pytest.raises(ValueError, match="context length 1 "):
         call([3, 1], 1, num_tokens=2)
     with pytest.raises(ValueError, match="a slot lies outside"):
-        write_kv(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), cache, cache, torch.tensor([64]))
+        write_kv(KERNELS, torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), cache, cache, torch.tensor([64]))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 50])
@@ -250,7 +253,7 @@ def test_write_kv(dtype, rng, num_tokens):
     slots = torch.randperm(8 * BLOCK_SIZE, generator=rng)[:num_tokens]
     slots[num_tokens // 2] = -1
     caches = [torch.zeros(8, 3, BLOCK_SIZE, 20, dtype=dtype) for _ in range(4)]
-    write_kv(key, value, caches[0], caches[1], slots)
+    write_kv(KERNELS, key, value, caches[0], caches[1], slots)
     write_kv_reference(key, value, caches[2], caches[3], slots)
     assert_same_bits(caches[0], caches[2])
     assert_same_bits(caches[1], caches[3])
@@ -264,7 +267,7 @@ def test_write_kv_int8(dtype, rng, num_tokens):
     slots = torch.randperm(8 * BLOCK_SIZE, generator=rng)[:num_tokens]
     slots[num_tokens // 2] = -1
     written = []
-    for op in (write_kv, write_kv_reference):
+    for op in (partial(write_kv, KERNELS), write_kv_reference):
         caches = [torch.zeros(8, 3, BLOCK_SIZE, 20, dtype=torch.int8) for _ in range(2)]
         scales = [torch.zeros(8, 3, BLOCK_SIZE) for _ in range(2)]
         op(kv[:, 0], kv[:, 1], *caches, slots, key_scales=scales[0], value_scales=scales[1])
@@ -277,6 +280,6 @@ def test_a_row_that_is_not_finite_makes_its_scale_nan(rng):
     kv = randn(2, 1, 20, rng=rng)
     kv[0, 0, 3] = torch.inf
     cache, scales = torch.zeros(1, 1, BLOCK_SIZE, 20, dtype=torch.int8), torch.zeros(1, 1, BLOCK_SIZE)
-    write_kv(kv, kv, cache, cache, torch.tensor([0, 1]), key_scales=scales, value_scales=scales)
+    write_kv(KERNELS, kv, kv, cache, cache, torch.tensor([0, 1]), key_scales=scales, value_scales=scales)
     assert scales[0, 0, 0].isnan()
     assert scales[0, 0, 1].isfinite()

@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.runtime.ops.rope import apply_rope, apply_rope_reference, rotary_table
-
-from .helpers import assert_close, assert_same_bits, randn
+from shardline.runtime.ops.attention.rope import apply_rope, apply_rope_reference, rotary_table
+from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
 
 def table_for(rot: int, max_positions: int = 1000) -> torch.Tensor:
@@ -29,7 +28,7 @@ def test_matches_reference(dtype, rng, head_dim, rot, interleaved, position_dtyp
     query, key = randn(9, 4, head_dim, dtype=dtype, rng=rng), randn(9, 2, head_dim, dtype=dtype, rng=rng)
     positions = torch.randint(0, 1000, (9,), generator=rng, dtype=position_dtype)
     expected = [apply_rope_reference(x, positions, table, interleaved=interleaved) for x in (query, key)]
-    apply_rope(query, key, positions, table, interleaved=interleaved)
+    apply_rope(KERNELS, query, key, positions, table, interleaved=interleaved)
     assert_close(query, expected[0], scale=4.0)
     assert_close(key, expected[1], scale=4.0)
     assert_same_bits(query[..., rot:], expected[0][..., rot:])
@@ -41,8 +40,8 @@ def test_slices_of_a_fused_projection_and_neighbours(dtype, rng):
     qkv = randn(300, 6 * 64, dtype=dtype, rng=rng)
     query, key = qkv[:, :256].clone().view(300, 4, 64), qkv[:, 256:320].clone().view(300, 1, 64)
     value = qkv[:, 320:].clone()
-    apply_rope(query, key, positions, table)
-    apply_rope(qkv[:, :256].unflatten(1, (4, 64)), qkv[:, 256:320].unflatten(1, (1, 64)), positions, table)
+    apply_rope(KERNELS, query, key, positions, table)
+    apply_rope(KERNELS, qkv[:, :256].unflatten(1, (4, 64)), qkv[:, 256:320].unflatten(1, (1, 64)), positions, table)
     assert_same_bits(qkv[:, :256], query.flatten(1))
     assert_same_bits(qkv[:, 256:320], key.flatten(1))
     assert_same_bits(qkv[:, 320:], value)
@@ -51,4 +50,4 @@ def test_slices_of_a_fused_projection_and_neighbours(dtype, rng):
 def test_positions_outside_the_table_are_refused():
     query = torch.ones(1, 1, 8)
     with pytest.raises(ValueError, match="position 1000"):
-        apply_rope(query, query, torch.tensor([1000]), table_for(8))
+        apply_rope(KERNELS, query, query, torch.tensor([1000]), table_for(8))

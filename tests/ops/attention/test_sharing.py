@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shardline.runtime.ops.attention import paged_attention
-from shardline.runtime.ops.dispatch import set_num_threads
-from shardline.runtime.ops.kv_cache import write_kv
-
-from .helpers import assert_same_bits
-from .test_attention import BLOCK_SIZE, Sequence, attend, random_sequence
+from shardline import _cpu
+from shardline.runtime.ops.attention.kv_cache import write_kv
+from shardline.runtime.ops.attention.paged import paged_attention
+from tests.ops.attention.test_paged import BLOCK_SIZE, Sequence, attend, random_sequence
+from tests.ops.helpers import KERNELS, assert_same_bits
 
 # Tokens in common with the others, keys, queries.
 REQUESTS = [
@@ -50,9 +49,10 @@ def assert_the_bits_they_have_alone(sequences: list[Sequence], *, int8: bool, wi
         if common == 1030 and len(common_blocks) == 0:
             common_blocks = tables[s, : common // BLOCK_SIZE].clone()
         slots = tables[s, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
-        write_kv(sequence.key, sequence.value, *caches, slots, **scales)
+        write_kv(KERNELS, sequence.key, sequence.value, *caches, slots, **scales)
     lengths = [num_queries for _, _, num_queries in REQUESTS]
     together = paged_attention(
+        KERNELS,
         torch.cat([sequence.query[-length:] for sequence, length in zip(sequences, lengths, strict=True)]),
         *caches,
         tables,
@@ -70,9 +70,9 @@ def assert_the_bits_they_have_alone(sequences: list[Sequence], *, int8: bool, wi
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    set_num_threads(request.param)
+    _cpu.set_num_threads(request.param)
     yield
-    set_num_threads(1)
+    _cpu.set_num_threads(1)
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])

@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.runtime.ops.penalties import Penalties, no_penalties, penalize_, penalize_reference
-
-from .helpers import randn
+from shardline.runtime.ops.sampling.penalties import Penalties, no_penalties, penalize_, penalize_reference
+from tests.ops.helpers import KERNELS, randn
 
 
 def random_penalties(rng: torch.Generator, num_rows: int, vocab_size: int) -> Penalties:
@@ -29,14 +28,14 @@ def random_penalties(rng: torch.Generator, num_rows: int, vocab_size: int) -> Pe
 def test_matches_reference(rng):
     logits, penalties = randn(6, 50, rng=rng), random_penalties(rng, 6, 50)
     expected = penalize_reference(logits, penalties)
-    assert penalize_(logits, penalties) is logits
+    assert penalize_(KERNELS, logits, penalties) is logits
     torch.testing.assert_close(logits, expected)
     assert torch.isinf(logits).any()
 
 
 def test_nothing_to_change(rng):
     logits = randn(3, 50, rng=rng)
-    assert torch.equal(penalize_(logits.clone(), no_penalties(3)), logits)
+    assert torch.equal(penalize_(KERNELS, logits.clone(), no_penalties(3)), logits)
 
 
 def test_one_of_each():
@@ -51,10 +50,10 @@ def test_one_of_each():
         presence=torch.tensor([0.25]),
         frequency=torch.tensor([0.5]),
     )
-    assert penalize_(logits, penalties).tolist() == [[1.0, -4.0, 0.5 - 2 * 0.5 - 0.25, 1.5, -torch.inf]]
+    assert penalize_(KERNELS, logits, penalties).tolist() == [[1.0, -4.0, 0.5 - 2 * 0.5 - 0.25, 1.5, -torch.inf]]
 
 
 def test_ids_outside_the_vocabulary_are_refused(rng):
     penalties = random_penalties(rng, 3, 50)
     with pytest.raises(ValueError, match="outside the vocabulary"):
-        penalize_(randn(3, 20, rng=rng), penalties)
+        penalize_(KERNELS, randn(3, 20, rng=rng), penalties)

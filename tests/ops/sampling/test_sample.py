@@ -8,15 +8,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.ops.sampling import (
+from shardline.runtime.ops.sampling.sample import (
     greedy_argmax,
     kept_tokens_reference,
     sample,
     sample_reference,
-    uniform,
 )
-
-from .helpers import assert_same_bits, randn
+from tests.ops.helpers import KERNELS, assert_same_bits, randn
 
 
 def sample_rows(logits: Tensor, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=0, choices=0, positions=0):
@@ -26,6 +24,7 @@ def sample_rows(logits: Tensor, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.
         return torch.as_tensor(value).to(dtype).expand(logits.shape[0]).contiguous()
 
     return sample(
+        KERNELS,
         logits,
         temperature=per_row(temperature, torch.float32),
         top_k=per_row(top_k, torch.int32),
@@ -53,7 +52,7 @@ def test_philox_known_answers(counter, key, expected):
 
 def test_uniform_depends_on_every_part_of_the_key():
     draws = {
-        uniform(seed, choice, position, purpose)
+        _cpu.uniform(seed, choice, position, purpose)
         for seed in (0, 1, 1 << 63)
         for choice in (0, 1)
         for position in (0, 1, 1 << 40)
@@ -67,7 +66,7 @@ def test_uniform_depends_on_every_part_of_the_key():
 def test_greedy_takes_the_lowest_id_on_ties(rng):
     for vocab_size in (1, 3, 64, 1000):
         logits = torch.randint(0, 5, (20, vocab_size), generator=rng).float()
-        ids, values = greedy_argmax(logits)
+        ids, values = greedy_argmax(KERNELS, logits)
         expected = torch.from_numpy(logits.numpy().argmax(axis=1))
         assert torch.equal(ids, expected)
         assert torch.equal(values, logits.amax(1))
@@ -94,7 +93,7 @@ def test_greedy_ignores_nan_and_survives_rows_of_nothing():
 def test_filters_against_brute_force(logits, temperature, top_k, top_p, min_p, seed):
     row = torch.tensor(logits, dtype=torch.float32) / 2
     filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    expected = sample_reference(row.numpy(), uniform(seed, 3, 7), **filters)
+    expected = sample_reference(row.numpy(), _cpu.uniform(seed, 3, 7, 0), **filters)
     assert sample_rows(row[None], **filters, seeds=seed, choices=3, positions=7).item() == expected
 
 
@@ -110,7 +109,7 @@ def test_a_large_vocabulary(rng, top_k, top_p, min_p, spread):
         values, filters = logits[row].numpy(), {"temperature": 1.0, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         weights = kept_tokens_reference(values, **filters)
         assert weights[token] > 0
-        agree += token == sample_reference(values, uniform(0, 0, row), **filters)
+        agree += token == sample_reference(values, _cpu.uniform(0, 0, row, 0), **filters)
     assert agree >= 19  # a draw may fall between the fp32 and the fp64 weights
 
 
@@ -155,6 +154,7 @@ def test_wrong_arrays_are_named(rng):
         sample_rows(randn(2, 5, dtype=torch.bfloat16, rng=rng))
     with pytest.raises(ValueError, match="temperature has shape"):
         sample(
+            KERNELS,
             randn(2, 5, rng=rng),
             temperature=torch.ones(3),
             top_k=torch.zeros(2, dtype=torch.int32),

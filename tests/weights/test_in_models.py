@@ -1,68 +1,39 @@
-"""Every quantization scheme found: the contract, the bytes it takes, and what it makes of the demo model."""
+"""Every weight format found: its option, the bytes that a model takes in it, and what it makes of the demo model."""
 
 from __future__ import annotations
 
 import json
-import pkgutil
 from pathlib import Path
 
 import pytest
 import torch
 
-import shardline.runtime.quantization
 from shardline import LLM, SamplingParams, _cpu
 from shardline.config.engine import EngineConfig, ModelConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import resolve_here
 from shardline.models.sizes import weight_bytes
-from shardline.models.weight_formats import FORMATS, PLAIN, weight_format
-from shardline.runtime.ops.quantize_rows import quantize_rows
-from shardline.runtime.parallel.groups import alone
-from shardline.runtime.quantization.base import quantization
+from shardline.runtime.backends import open_backend
+from shardline.runtime.backends.host.kernels import HostKernels
+from shardline.runtime.parallel.groups import join_nobody
 from shardline.runtime.worker import Worker
+from shardline.weights.base import PLAIN, FormatChoice, format_names
 from tests.exactness.harness import make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
-from tests.ops.helpers import assert_same_bits
+from tests.weights.test_contract import WITHOUT_HOST_KERNELS
 
-ALL = {module.name for module in pkgutil.iter_modules(shardline.runtime.quantization.__path__)} - {"base"}
-SCHEMES = sorted(ALL - {"fp8", "w4a16"})
-"""Those that the CPU has; tests/ops/triton has the others."""
+SCHEMES = ["none", *sorted(set(format_names()) - {"plain"} - WITHOUT_HOST_KERNELS)]
+"""The values of --quantization that the CPU has; tests/backends/cuda has the others."""
 
 
-def test_schemes_are_options_and_have_a_format() -> None:
-    assert set(ModelConfig.__dataclass_fields__["quantization"].metadata["choices"]) == ALL
-    assert {"none", *FORMATS} == ALL
+def test_formats_are_options() -> None:
+    schemes = {"none", *format_names()} - {"plain"}
+    assert set(ModelConfig.__dataclass_fields__["quantization"].metadata["choices"]) == schemes
 
 
 def test_fp8_is_refused_on_the_cpu() -> None:
     with pytest.raises(ValueError, match="fp8 needs a GPU"):
         resolve_here(EngineConfig.from_options(quantization="fp8", device="cpu"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", SCHEMES)
-def test_contract(name: str, dtype: torch.dtype) -> None:
-    rng = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(9, 100, generator=rng).to(dtype), torch.randn(150, 100, generator=rng).to(dtype)
-    bias = torch.randn(150, generator=rng).to(dtype)
-    exact = x.double() @ weight.double().T + bias.double()
-    scheme = quantization(name)
-    for pack in (scheme.pack, scheme.pack_lm_head):
-        packed = pack(weight)
-        out = packed(x, bias)
-        assert out.dtype == dtype
-        assert packed(x, out_dtype=torch.float32).dtype == torch.float32
-        assert (out.double() - exact).norm() / exact.norm() < 0.12
-        assert torch.equal(pack(weight[37:])(x[3:], bias[37:]), out[3:, 37:])
-        assert packed.nbytes > 0
-        if packed.takes == "quantized":
-            assert_same_bits(packed(quantize_rows(x), bias), out)
-    gated = scheme.pack_gated(weight[:75], weight[75:])
-    if gated.takes == "quantized":
-        assert_same_bits(gated(quantize_rows(x), bias, "silu"), gated(x, bias, "silu"))
-    head = scheme.pack_lm_head(weight)
-    if head.takes == "quantized":
-        assert_same_bits(head.argmax(quantize_rows(x), bias), head.argmax(x, bias))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
@@ -78,7 +49,7 @@ def test_only_what_no_norm_precedes_is_quantized_alone(
         widths.append(x.shape[1])
         quantize(x, *rows)
 
-    monkeypatch.setattr(_cpu, "quantize_rows", counted)
+    monkeypatch.setattr(HostKernels, "quantize_rows", staticmethod(counted))
     make_checkpoint(family, tmp_path)
     engine, executor = start_engine(tmp_path, quantization=name)
     run(engine, make_requests(256, count=1), "alone")
@@ -108,10 +79,11 @@ def dummy_setup(folder: Path, scheme: str, **overrides: object) -> Deployment:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_reported_bytes_are_those_of_the_formula(name: str, tied: bool, tmp_path: Path) -> None:
     setup = dummy_setup(tmp_path, name, tie_word_embeddings=tied)
-    report = Worker(setup, alone()).load()
-    held = PLAIN if name == "none" else weight_format(name)
+    worker = Worker(setup, open_backend("cpu", 0, threads=1), join_nobody())
+    report = worker.load()
+    held = PLAIN if name == "none" else FormatChoice(name)
     assert setup.weight_format == held
-    expected = weight_bytes(setup.spec, alone().place, setup.stages, "bfloat16", weight_format=held)
+    expected = weight_bytes(setup.spec, join_nobody().place, setup.stages, "bfloat16", weight_format=held)
     assert report.weight_bytes == pytest.approx(expected, rel=0.02)
 
 
@@ -129,7 +101,7 @@ def test_the_demo_model_still_knows_its_answers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_fast_numerics_take_every_scheme(name: str) -> None:
+def test_fast_numerics_take_every_format(name: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=16)
     with LLM(model="demo", quantization=name, numerics="fast", tensor_parallel_size=2, max_model_len=256) as llm:
         (output,) = llm.chat([{"role": "user", "content": "What is ArithmeticError?"}], params, use_tqdm=False)

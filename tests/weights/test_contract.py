@@ -1,0 +1,227 @@
+"""What every weight format promises (see `weights.base`), for each that there is a file of."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardline.runtime.ops.activation import gated_activation
+from shardline.runtime.ops.moe.experts import expert_up
+from shardline.runtime.ops.sampling.sample import find_best
+from shardline.weights.base import PackedExperts, WeightFormat, format_names, weight_format
+from shardline.weights.rows import quantize_rows
+from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
+
+WITHOUT_HOST_KERNELS = {"fp8", "w4a16"}
+"""Formats that only GPUs multiply; tests/backends/cuda has them."""
+EXACT_ORACLES = {"int8", "int4"}
+"""Formats whose oracle has the product's very bits; the others' sums are in fp64."""
+
+PARTS = [(150,), (1, 149), (64, 64, 22), (65, 0, 85), (7, 3, 1, 139)]
+SLICES = [(0, 1), (0, 67), (67, 134), (134, 150), (149, 150), (63, 129)]
+
+
+@pytest.fixture(params=[name for name in format_names() if name not in WITHOUT_HOST_KERNELS])
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def form(name: str) -> WeightFormat:
+    return weight_format(name)
+
+
+def held_tensors(packed: object) -> list[Tensor]:
+    """All tensors in a packed weight, in the order of its fields."""
+    found = []
+    for field in dataclasses.fields(packed):  # type: ignore[arg-type]
+        value = getattr(packed, field.name)
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif dataclasses.is_dataclass(value):
+            found += held_tensors(value)
+    return found
+
+
+def assert_same_bytes(packed: object, expected: object) -> None:
+    pairs = list(zip(held_tensors(packed), held_tensors(expected), strict=True))
+    assert pairs
+    for mine, theirs in pairs:
+        assert torch.equal(mine, theirs)
+
+
+def strided(weight: Tensor, parts: tuple[int, ...]) -> list[Tensor]:
+    """Parts of a weight, with strided rows, as they lie in a file."""
+    return [torch.nn.functional.pad(part, (1, 2))[:, 1:-2] for part in torch.split(weight, list(parts))]
+
+
+def packed_experts(form: WeightFormat, weights: Tensor, parts: tuple[int, ...]) -> PackedExperts:
+    """weights: [E, out, in]"""
+    experts = form.allocate_experts(KERNELS, len(weights), *strided(weights[0], parts))
+    for index, weight in enumerate(weights):
+        form.pack_expert(KERNELS, experts, index, *strided(weight, parts))
+    return experts
+
+
+def test_formats_that_the_host_lacks_are_named() -> None:
+    assert {name for name in format_names() if name != "plain" and not hasattr(KERNELS, f"pack_{name}")} == (
+        WITHOUT_HOST_KERNELS
+    )
+    assert set(format_names()) >= EXACT_ORACLES | {"plain"}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.usefixtures("isa")
+def test_parts_are_packed_like_the_whole(form, dtype, rng, parts):
+    weight = randn(150, 77, dtype=dtype, rng=rng)
+    packed, whole = form.pack_linear(KERNELS, *strided(weight, parts)), form.pack_linear(KERNELS, weight)
+    assert packed.out_features == whole.out_features == 150
+    assert_same_bytes(packed, whole)
+    stack = torch.stack([weight, weight.flip(0), 2 * weight])
+    experts, whole_experts = packed_experts(form, stack, parts), packed_experts(form, stack, (150,))
+    assert (experts.out_features, experts.in_features) == (150, 77)
+    assert_same_bytes(experts, whole_experts)
+
+
+@pytest.mark.usefixtures("isa")
+def test_an_output_depends_on_its_row_of_x_only(form, dtype, rng):
+    weight, bias = randn(70, 150, dtype=dtype, rng=rng), randn(70, dtype=dtype, rng=rng)
+    x = randn(130, 150, dtype=dtype, rng=rng)
+    for packed in (form.pack_linear(KERNELS, weight), form.pack_lm_head(KERNELS, weight)):
+        whole = packed(x, bias, out_dtype=torch.float32)
+        for m in range(1, 131):
+            assert_same_bits(packed(x[:m], bias, out_dtype=torch.float32), whole[:m])
+        for start in (1, 5, 77, 129):
+            assert_same_bits(packed(x[start : start + 1], bias, out_dtype=torch.float32), whole[start : start + 1])
+
+
+@pytest.mark.usefixtures("isa")
+def test_an_output_depends_on_its_row_of_the_weight_only(form, dtype, rng):
+    weight, x = randn(150, 1100, dtype=dtype, rng=rng), randn(9, 1100, dtype=dtype, rng=rng)
+    bias = randn(150, dtype=dtype, rng=rng)
+    for pack in (form.pack_linear, form.pack_lm_head):
+        whole = pack(KERNELS, weight)(x, bias, out_dtype=torch.float32)
+        for begin, end in SLICES:
+            part = pack(KERNELS, weight[begin:end])(x, bias[begin:end], out_dtype=torch.float32)
+            assert_same_bits(part, whole[:, begin:end])
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 64), (3, 77, 100), (6, 1, 1), (13, 1500, 65), (31, 130, 640)])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.usefixtures("isa")
+def test_products_are_those_of_the_oracle(name, form, dtype, rng, m, k, n, with_bias):
+    x, weight = randn(m, k, dtype=dtype, rng=rng), randn(n, k, dtype=dtype, rng=rng)
+    bias = randn(n, dtype=dtype, rng=rng) if with_bias else None
+    packed = form.pack_linear(KERNELS, weight)
+    for out_dtype in (dtype, torch.float32):
+        actual = packed(x, bias, out_dtype=out_dtype)
+        expected = form.multiply_reference(KERNELS, x, weight, bias, out_dtype)
+        if name in EXACT_ORACLES:
+            assert_same_bits(actual, expected)
+        else:
+            assert_close(actual, expected, scale=x.double().abs() @ weight.double().abs().T + 1)
+    assert_same_bits(packed(x, bias), packed(x, bias, out_dtype=dtype))
+
+
+def test_products_are_near_those_of_the_dense_weight(form, dtype, rng):
+    x, weight = randn(9, 100, dtype=dtype, rng=rng), randn(150, 100, dtype=dtype, rng=rng)
+    bias = randn(150, dtype=dtype, rng=rng)
+    exact = x.double() @ weight.double().T + bias.double()
+    for pack in (form.pack_linear, form.pack_lm_head):
+        packed = pack(KERNELS, weight)
+        out = packed(x, bias)
+        assert out.dtype == dtype
+        assert packed(x, out_dtype=torch.float32).dtype == torch.float32
+        assert (out.double() - exact).norm() / exact.norm() < 0.12
+        assert torch.equal(pack(KERNELS, weight[37:])(x[3:], bias[37:]), out[3:, 37:])
+
+
+@pytest.mark.usefixtures("isa")
+def test_rows_may_come_quantized_where_the_format_says_so(form, dtype, rng):
+    x, weight = randn(9, 100, dtype=dtype, rng=rng), randn(150, 100, dtype=dtype, rng=rng)
+    bias, rows = randn(150, dtype=dtype, rng=rng), quantize_rows(KERNELS, x)
+    for packed in (form.pack_linear(KERNELS, weight), form.pack_lm_head(KERNELS, weight)):
+        assert packed.input_form in ("tensor", "quantized")
+        if packed.input_form == "quantized":
+            assert_same_bits(packed(rows, bias), packed(x, bias))
+            assert_same_bits(packed(rows, bias, out_dtype=torch.float32), packed(x, bias, out_dtype=torch.float32))
+    gated = form.pack_gated(KERNELS, weight[:75], weight[75:])
+    if gated.input_form == "quantized":
+        assert_same_bits(gated(rows, bias, "silu"), gated(x, bias, "silu"))
+    head = form.pack_lm_head(KERNELS, weight)
+    if head.input_form == "quantized":
+        assert_same_bits(head.argmax(rows, bias), head.argmax(x, bias))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.usefixtures("isa")
+def test_gated_products_are_rounded_once(form, dtype, rng, with_bias):
+    x, gate, up = (randn(rows, 150, dtype=dtype, rng=rng) for rows in (90, 101, 101))
+    bias = randn(2 * 101, dtype=dtype, rng=rng) if with_bias else None
+    product = form.pack_linear(KERNELS, gate, up)(x, bias, out_dtype=torch.float32)
+    expected = gated_activation(KERNELS, product, "silu").to(dtype)
+    packed = form.pack_gated(KERNELS, gate, up)
+    for m in (*range(1, 34), 90):
+        assert_same_bits(packed(x[:m], bias, "silu"), expected[:m])
+    for begin, end in [(0, 1), (0, 34), (34, 68), (68, 101), (100, 101), (31, 65)]:
+        both = None if bias is None else torch.cat([bias[begin:end], bias[101 + begin : 101 + end]])
+        part = form.pack_gated(KERNELS, gate[begin:end], up[begin:end])
+        assert_same_bits(part(x, both, "silu"), expected[:, begin:end].contiguous())
+
+
+@pytest.mark.usefixtures("isa")
+def test_rows_of_experts_have_the_bits_of_one_linear(form, dtype, rng):
+    weights, x = randn(3, 140, 96, dtype=dtype, rng=rng), randn(40, 96, dtype=dtype, rng=rng)
+    ids = torch.rand(40, 3, generator=rng).topk(2)[1].to(torch.int32)
+    ids[:30, 0], ids[:30, 1] = 2, 1  # many rows for some, few for one
+    whole = expert_up(KERNELS, x, ids, packed_experts(form, weights, (70, 70)), "silu", gated=True)
+    begin = 0
+    for expert, weight in enumerate(weights):
+        rows = x[(ids == expert).any(1)]
+        alone = gated_activation(KERNELS, form.pack_linear(KERNELS, weight)(rows), "silu")
+        assert_same_bits(whole[begin : begin + len(rows)], alone)
+        begin += len(rows)
+    assert begin == ids.numel()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 1), (3, 77, 63), (9, 40, 65), (50, 130, 1000)])
+@pytest.mark.usefixtures("isa")
+def test_the_best_output_is_the_first_largest_of_all(form, dtype, rng, with_bias, m, k, n):
+    x, weight = randn(m, k, dtype=dtype, rng=rng), randn(n, k, dtype=dtype, rng=rng)
+    weight[n // 2 :] = weight[: n - n // 2].clone()  # ties
+    bias = randn(n, dtype=dtype, rng=rng) if with_bias else None
+    head = form.pack_lm_head(KERNELS, weight)
+    logits = head(x, bias, out_dtype=torch.float32)
+    best = head.argmax(x, bias)
+    assert_same_bits(best, find_best(KERNELS, logits))
+    assert_same_bits(best[:, 0].contiguous(), logits.amax(1))
+    is_largest = logits == logits.amax(1, keepdim=True)
+    assert torch.equal(best[:, 1].contiguous().view(torch.int32), is_largest.int().argmax(1).int())
+
+
+def test_bytes_are_those_of_the_formula(form, dtype):
+    """For sizes that need no padding."""
+    weight, size = torch.ones(192, 128, dtype=dtype), dtype.itemsize
+    assert form.pack_linear(KERNELS, weight).nbytes == form.num_bytes(192, 128, size)
+    assert form.pack_gated(KERNELS, weight, weight).nbytes == form.num_bytes(2 * 192, 128, size)
+    assert form.pack_lm_head(KERNELS, weight).nbytes == form.num_bytes(192, 128, size, "lm_head")
+    experts = packed_experts(form, torch.stack([weight] * 3), (64, 128))
+    assert experts.nbytes == 3 * form.num_bytes(192, 128, size, "expert")
+
+
+def test_rows_of_another_width_are_refused(form):
+    weight = torch.ones(5, 8)
+    for packed in (form.pack_linear(KERNELS, weight), form.pack_lm_head(KERNELS, weight)):
+        with pytest.raises(ValueError, match="x has 9 features, the weight takes 8"):
+            packed(torch.ones(2, 9))
+    with pytest.raises(ValueError, match="x has 9 features, the weight takes 8"):
+        form.pack_gated(KERNELS, weight, weight)(torch.ones(2, 9), None, "silu")
+
+
+def test_no_rows_give_no_outputs(form, dtype):
+    weight = torch.ones(5, 8, dtype=dtype)
+    assert form.pack_linear(KERNELS, weight)(torch.empty(0, 8, dtype=dtype)).shape == (0, 5)
