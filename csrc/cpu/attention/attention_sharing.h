@@ -2,6 +2,7 @@
 // Their rows meet the split together, and its keys are read once; a split's partial results do not depend on that.
 #pragma once
 
+#include "attention/attention_args.h"
 #include "attention/attention_operands.h"
 
 namespace shardline::SHARDLINE_ISA {

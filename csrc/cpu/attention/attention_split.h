@@ -6,7 +6,8 @@
 // order. Rows share packed keys and values, never arithmetic: a row does not notice which rows are beside it.
 #pragma once
 
-#include "attention/attention_operands.h"
+#include "attention/attention_args.h"
+#include "attention/packed_split.h"
 #include "simd/vec_math.h"
 
 namespace shardline::SHARDLINE_ISA {
@@ -36,8 +37,8 @@ constexpr int tile_vectors(int rows) {
 }
 
 // Scores of kRows rows against whole vectors of keys, `begin` to `end` of a group.
-template <class T, int kRows, int kVectors, class Stored>
-void score_group(const Row* rows, const Split<T, Stored>& split, const int32_t* group, int64_t first_key,
+template <class W, int kRows, int kVectors, class Stored>
+void score_group(const Row* rows, const PackedSplit<W, Stored>& split, const int32_t* group, int64_t first_key,
                  Range vectors) {
   const int64_t words = split.key_words(), panel_words = split.panel_words();
   int64_t at = vectors.begin;
@@ -52,7 +53,7 @@ void score_group(const Row* rows, const Split<T, Stored>& split, const int32_t* 
       for (int r = 0; r < kRows; ++r) {
         const I32 query = broadcast_int(rows[r].query[word]);
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_words<T>(sum[r][v], query, key[v]);
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_words<W>(sum[r][v], query, key[v]);
       }
     }
 #pragma GCC unroll 8
@@ -60,23 +61,23 @@ void score_group(const Row* rows, const Split<T, Stored>& split, const int32_t* 
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         const int64_t place = first_key + (at + v) * kLanes;
-        if constexpr (Split<T, Stored>::kScaled) sum[r][v] = sum[r][v] * split.key_scales(place);
+        if constexpr (PackedSplit<W, Stored>::kScaled) sum[r][v] = sum[r][v] * split.key_scales(place);
         store_words(rows[r].scores + place, (I32)sum[r][v]);
       }
     }
   }
   if constexpr (kVectors > 1) {
-    if (at < vectors.end) score_group<T, kRows, kVectors / 2>(rows, split, group, first_key, {at, vectors.end});
+    if (at < vectors.end) score_group<W, kRows, kVectors / 2>(rows, split, group, first_key, {at, vectors.end});
   }
 }
 
-template <class T, int kRows, class Stored>
-void score_keys(const Row* rows, Split<T, Stored>& split, Range keys) {
+template <class W, int kRows, class Stored>
+void score_keys(const Row* rows, PackedSplit<W, Stored>& split, Range keys) {
   for (int64_t g = keys.begin / kGroupKeys; g * kGroupKeys < keys.end; ++g) {
     const int64_t first_key = g * kGroupKeys;
     const Range vectors = {max64(0, keys.begin - first_key) / kLanes,
                            ceil_div(min64(kGroupKeys, keys.end - first_key), kLanes)};
-    score_group<T, kRows, tile_vectors(kRows)>(rows, split, split.key_group(g), first_key, vectors);
+    score_group<W, kRows, tile_vectors(kRows)>(rows, split, split.key_group(g), first_key, vectors);
   }
 }
 
@@ -99,7 +100,7 @@ inline void hide(int32_t* scores, int64_t first_key, Range visible) {
 }
 
 // Finds the maximum of a row's scores, after the softcap and the scale; hidden keys get the lowest score.
-template <class T>
+template <class W>
 void find_maximum(Row& row, const AttentionArgs& args) {
   const float lowest = -__builtin_inff();
   const Range keys = padded(row.keys);
@@ -127,13 +128,13 @@ inline F32 scaled_weights(F32 weights, const Split& split, int64_t place) {
 
 // Turns a row's scores into weights and their sum. Where pairs are multiplied, what is summed is what the values are
 // multiplied by, so that the weights add up to one however they were rounded; scaled ones are summed unscaled.
-template <class T, class Stored>
-void weigh_scores(Row& row, const Split<T, Stored>& split, const AttentionArgs& args) {
+template <class W, class Stored>
+void weigh_scores(Row& row, const PackedSplit<W, Stored>& split, const AttentionArgs& args) {
   const Range keys = padded(row.keys);
   const float scale = args.softcap != 0.0f ? 1.0f : args.scale;
   const float max = row.partial.max == -__builtin_inff() ? 0.0f : row.partial.max;
   F32 sum = {};
-  if constexpr (kPerWord<T> == 2) {
+  if constexpr (kPerWord<W> == 2) {
 #if defined(__AVX512BF16__)
     constexpr float kLog2e = 1.44269504f;
     const F32 factor = broadcast(scale * kLog2e), shift = broadcast(max * -kLog2e);
@@ -142,7 +143,7 @@ void weigh_scores(Row& row, const Split<T, Stored>& split, const AttentionArgs& 
       const F32 second = exp2_coarse(fma(load_score(row.scores + i + kLanes), factor, shift));
       const I32 pairs = rounded_pairs(scaled_weights(first, split, i), scaled_weights(second, split, i + kLanes));
       store_words(row.scores + (i >> 1), pairs);
-      if constexpr (Split<T, Stored>::kScaled) {
+      if constexpr (PackedSplit<W, Stored>::kScaled) {
         return sum + (first + second);
       } else {
         return dot_pairs(sum, pairs, broadcast_int(0x3f803f80));  // ones
@@ -170,7 +171,7 @@ void weigh_scores(Row& row, const Split<T, Stored>& split, const AttentionArgs& 
 // Adds weights * values to the outputs of kRows rows, over columns [column, column + kVectors * kLanes). `visible`
 // names the halves of the values' pairs to take: a weight of zero would not do for a hidden one, since it turns
 // an infinite value of a later token into NaN.
-template <class T, int kRows, int kVectors>
+template <class W, int kRows, int kVectors>
 inline void add_columns(Row* rows, const int32_t* values, int64_t width, int64_t column, Range words, I32 visible) {
   F32 sum[kRows][kVectors];
 #pragma GCC unroll 8
@@ -189,7 +190,7 @@ inline void add_columns(Row* rows, const int32_t* values, int64_t width, int64_t
     for (int r = 0; r < kRows; ++r) {
       const I32 weight = broadcast_int(rows[r].scores[word]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_words<T>(sum[r][v], weight, value[v]);
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_words<W>(sum[r][v], weight, value[v]);
     }
   }
 #pragma GCC unroll 8
@@ -200,75 +201,75 @@ inline void add_columns(Row* rows, const int32_t* values, int64_t width, int64_t
 }
 
 // The same over all columns.
-template <class T, int kRows, int kVectors = tile_vectors(kRows)>
+template <class W, int kRows, int kVectors = tile_vectors(kRows)>
 void add_group(Row* rows, const int32_t* values, int64_t width, int64_t column, Range words, I32 visible) {
   for (; column + kVectors * kLanes <= width; column += kVectors * kLanes) {
-    add_columns<T, kRows, kVectors>(rows, values, width, column, words, visible);
+    add_columns<W, kRows, kVectors>(rows, values, width, column, words, visible);
   }
   if constexpr (kVectors > 1) {
-    if (column < width) add_group<T, kRows, kVectors / 2>(rows, values, width, column, words, visible);
+    if (column < width) add_group<W, kRows, kVectors / 2>(rows, values, width, column, words, visible);
   }
 }
 
-template <class T, int kRows, class Stored>
-void add_values(Row* rows, Split<T, Stored>& split, Range words, I32 visible) {
-  constexpr int64_t kGroupWords = kGroupKeys / kPerWord<T>;
+template <class W, int kRows, class Stored>
+void add_values(Row* rows, PackedSplit<W, Stored>& split, Range words, I32 visible) {
+  constexpr int64_t kGroupWords = kGroupKeys / kPerWord<W>;
   while (!words.empty()) {
     const int64_t group = words.begin / kGroupWords;
     const int32_t* values = split.value_group(group) + (words.begin - group * kGroupWords) * split.value_width();
     int64_t end = (group + 1) * kGroupWords;
     while (end < words.end && split.has_values(end / kGroupWords)) end += kGroupWords;
     end = min64(end, words.end);
-    add_group<T, kRows>(rows, values, split.value_width(), 0, {words.begin, end}, visible);
+    add_group<W, kRows>(rows, values, split.value_width(), 0, {words.begin, end}, visible);
     words.begin = end;
   }
 }
 
 // Adds the values of `words` that one row sees.
-template <class T, class Stored>
-void add_visible_values(Row& row, Split<T, Stored>& split, Range words) {
+template <class W, class Stored>
+void add_visible_values(Row& row, PackedSplit<W, Stored>& split, Range words) {
   for (; words.begin < words.end; ++words.begin) {
     uint32_t visible = 0xffffffffu;
-    if constexpr (kPerWord<T> == 2) {
+    if constexpr (kPerWord<W> == 2) {
       if (words.begin * 2 < row.keys.begin) visible &= 0xffff0000u;
       if (words.begin * 2 + 2 > row.keys.end) visible &= 0x0000ffffu;
     }
-    add_values<T, 1>(&row, split, {words.begin, words.begin + 1}, broadcast_int(static_cast<int32_t>(visible)));
+    add_values<W, 1>(&row, split, {words.begin, words.begin + 1}, broadcast_int(static_cast<int32_t>(visible)));
   }
 }
 
 // One split for kRows rows, each of which sees some of it: fills each row's partial. This is also the unit that context
 // parallelism hands out.
-template <class T, int kRows, class Stored>
-void attend_split(Row* rows, Split<T, Stored>& split, const AttentionArgs& args) {
+template <class W, int kRows, class Stored>
+void attend_split(Row* rows, PackedSplit<W, Stored>& split, const AttentionArgs& args) {
   Range any = rows[0].keys, all = rows[0].keys;
   for (int r = 1; r < kRows; ++r) {
     any = {min64(any.begin, rows[r].keys.begin), max64(any.end, rows[r].keys.end)};
     all = {max64(all.begin, rows[r].keys.begin), min64(all.end, rows[r].keys.end)};
   }
-  score_keys<T, kRows>(rows, split, any);
-  for (int r = 0; r < kRows; ++r) find_maximum<T>(rows[r], args);
+  score_keys<W, kRows>(rows, split, any);
+  for (int r = 0; r < kRows; ++r) find_maximum<W>(rows[r], args);
   for (int r = 0; r < kRows; ++r) {
     weigh_scores(rows[r], split, args);
     __builtin_memset(rows[r].partial.output, 0, static_cast<size_t>(split.value_width()) * sizeof(float));
   }
   const auto words_seen = [](const Row& row) {
-    return Range{row.keys.begin / kPerWord<T>, words_of<T>(row.keys.end)};
+    return Range{row.keys.begin / kPerWord<W>, words_of<W>(row.keys.end)};
   };
-  const Range whole = {words_of<T>(all.begin), all.end / kPerWord<T>};  // that every row sees all of
+  const Range whole = {words_of<W>(all.begin), all.end / kPerWord<W>};  // that every row sees all of
   if (whole.empty()) {
     for (int r = 0; r < kRows; ++r) add_visible_values(rows[r], split, words_seen(rows[r]));
     return;
   }
   for (int r = 0; r < kRows; ++r) add_visible_values(rows[r], split, {words_seen(rows[r]).begin, whole.begin});
-  add_values<T, kRows>(rows, split, whole, broadcast_int(-1));
+  add_values<W, kRows>(rows, split, whole, broadcast_int(-1));
   for (int r = 0; r < kRows; ++r) add_visible_values(rows[r], split, {whole.end, words_seen(rows[r]).end});
 }
 
-template <class T, int kRows = kMaxRows, class Stored>
-void attend_rows(int num_rows, Row* rows, Split<T, Stored>& split, const AttentionArgs& args) {
-  if (num_rows == kRows) return attend_split<T, kRows>(rows, split, args);
-  if constexpr (kRows > 1) attend_rows<T, kRows - 1>(num_rows, rows, split, args);
+template <class W, int kRows = kMaxRows, class Stored>
+void attend_rows(int num_rows, Row* rows, PackedSplit<W, Stored>& split, const AttentionArgs& args) {
+  if (num_rows == kRows) return attend_split<W, kRows>(rows, split, args);
+  if constexpr (kRows > 1) attend_rows<W, kRows - 1>(num_rows, rows, split, args);
 }
 
 // Folds a row's share of the next split into what was merged so far; `shrink` is exp(-|difference of the maxima|).

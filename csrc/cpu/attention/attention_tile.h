@@ -11,7 +11,8 @@ struct TileIndex {
   int64_t first_position;  // of the sequence's first token
 };
 
-// Row r of a sequence's rows for one KV head is token r / group, head r % group. The caches hold elements of Stored.
+// Row r of a sequence's rows for one KV head is token r / group, head r % group. The model computes in T, and the caches
+// hold elements of type Stored.
 template <class T, class Stored>
 class RowTile {
  public:
@@ -27,7 +28,7 @@ class RowTile {
   static size_t scratch_words(const AttentionArgs& args, int64_t num_rows) {
     const int64_t row_words = kSplitKeys + output_width(args);
     return static_cast<size_t>(num_rows * query_width(args) + kMaxRows * row_words) +
-           Split<T, Stored>::scratch_words(args.key_dim, args.value_dim);
+           PackedSplit<W, Stored>::scratch_words(args.key_dim, args.value_dim);
   }
 
   // Takes scratch_words() of memory, 64-byte aligned, and returns what follows them.
@@ -41,14 +42,14 @@ class RowTile {
     }
     split_.prepare(memory, args_.key_dim, args_.value_dim);
     load_queries();
-    return memory + Split<T, Stored>::scratch_words(args_.key_dim, args_.value_dim);
+    return memory + PackedSplit<W, Stored>::scratch_words(args_.key_dim, args_.value_dim);
   }
 
   int64_t first_split() const { return visible(0).begin / kSplitKeys; }
   int64_t end_split() const { return end_split(index_.num_rows - 1); }
   int64_t end_split(int64_t r) const { return ceil_div(visible(r).end, kSplitKeys); }
 
-  // Calls take(first_row, num_rows, rows) for the rows that see something of the split, kMaxRows of them at most.
+  // Calls take(first_row, num_rows, rows) for the rows that see a part of the split, at most kMaxRows of them at a time.
   template <class Take>
   void attend(int64_t split, const Take& take) {
     const int64_t split_begin = split * kSplitKeys;
@@ -64,12 +65,12 @@ class RowTile {
         rows_[r].query = queries_ + (first + r) * query_width(args_);
         rows_[r].keys = seen(first + r, split_begin);
       }
-      attend_rows<T>(num_rows, rows_, split_, args_);
+      attend_rows<W>(num_rows, rows_, split_, args_);
       take(first, num_rows, rows_);
     }
   }
 
-  // Counted over tokens, then heads, of the whole call.
+  // The row's place among the rows of the whole call, counted over tokens, then heads.
   int64_t place(int64_t r) const { return (first_token_ + token(r)) * args_.num_heads + head(r); }
 
   void store_output(int64_t r, const Partial& merged) const {
@@ -81,7 +82,9 @@ class RowTile {
   }
 
  private:
-  static int64_t query_width(const AttentionArgs& args) { return whole_vectors(words_of<T>(args.key_dim)); }
+  using W = typename WordElement<T>::Type;
+
+  static int64_t query_width(const AttentionArgs& args) { return whole_vectors(words_of<W>(args.key_dim)); }
 
   int64_t token(int64_t r) const { return (index_.first_row + r) / group_; }
   int64_t head(int64_t r) const { return index_.kv_head * group_ + (index_.first_row + r) % group_; }
@@ -101,10 +104,10 @@ class RowTile {
     int32_t* to = queries_;
     for (int64_t r = 0; r < index_.num_rows; ++r, to += query_width(args_)) {
       const T* from = token_row + (index_.kv_head * group_ + in_group) * args_.key_dim;
-      // The next token's, which the hardware may not guess; past the last one it asks for nothing that is used.
+      // The hardware may not guess where the next token's row is. The last token asks for a row that nobody uses.
       prefetch(from + args_.query_stride, args_.key_dim);
-      for (int64_t d = 0; d < args_.key_dim; d += kLanes * kPerWord<T>) {
-        store_words(to + d / kPerWord<T>, load_elements<T>(from + d, args_.key_dim - d));
+      for (int64_t d = 0; d < args_.key_dim; d += kLanes * kPerWord<W>) {
+        store_words(to + d / kPerWord<W>, load_elements<W>(from + d, args_.key_dim - d));
       }
       if (++in_group == group_) {
         in_group = 0;
@@ -113,7 +116,7 @@ class RowTile {
     }
   }
 
-  // Only blocks that some row sees are looked up: those before the window may be freed already.
+  // Looks up only the blocks that some row sees: blocks before the window may be free already.
   void find_keys(int64_t split_begin, bool keep_groups) {
     const int64_t begin = max64(split_begin, visible(0).begin);
     const int64_t end = min64(split_begin + kSplitKeys, visible(index_.num_rows - 1).end);
@@ -129,7 +132,7 @@ class RowTile {
       for (int64_t i = 0; i < block_end - position; ++i) {
         const int64_t place = position - split_begin + i;
         split_.set(place, key + i * args_.key_dim, value + i * args_.value_dim);
-        if constexpr (Split<T, Stored>::kScaled) {
+        if constexpr (PackedSplit<W, Stored>::kScaled) {
           split_.set_scales(place, args_.key_scales[slot + i], args_.value_scales[slot + i]);
         }
       }
@@ -142,10 +145,10 @@ class RowTile {
   const int64_t group_, first_token_;
   int32_t* queries_ = nullptr;
   Row rows_[kMaxRows];
-  Split<T, Stored> split_;
+  PackedSplit<W, Stored> split_;
 };
 
-// Partials that outlive the tile which made them.
+// Partials that outlive the tile that computed them.
 class PartialMemory {
  public:
   PartialMemory(int64_t count, int64_t value_width)
@@ -169,7 +172,7 @@ class PartialMemory {
   Partial get(int64_t place) const { return {at(place)[0], at(place)[1], at(place) + kHeader}; }
 
  private:
-  static constexpr int64_t kHeader = 16;  // max, sum, whether there is one; padded to keep outputs aligned
+  static constexpr int64_t kHeader = 16;  // maximum, sum, whether there is a partial; padded to keep outputs aligned
 
   float* at(int64_t place) const { return memory_ + place * stride_; }
 

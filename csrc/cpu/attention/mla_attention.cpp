@@ -8,8 +8,6 @@
 namespace shardline::SHARDLINE_ISA {
 namespace {
 
-using namespace mla;
-
 constexpr int64_t kMaxPartialBytes = 64 << 20;
 
 // The tiles of a call, counted over sequences, then rows.
@@ -17,14 +15,14 @@ class Tiles {
  public:
   explicit Tiles(const MlaAttentionArgs& args) : args_(args), first_(new int64_t[args.num_sequences + 1]) {
     first_[0] = 0;
-    for (int64_t s = 0; s < args.num_sequences; ++s) first_[s + 1] = first_[s] + ceil_div(rows(s), kMaxRows);
+    for (int64_t s = 0; s < args.num_sequences; ++s) first_[s + 1] = first_[s] + ceil_div(rows(s), kMlaTileRows);
   }
   ~Tiles() { delete[] first_; }
   Tiles(const Tiles&) = delete;
 
   int64_t count() const { return first_[args_.num_sequences]; }
 
-  TileIndex at(int64_t tile) const {
+  MlaTileIndex at(int64_t tile) const {
     int64_t low = 0, high = args_.num_sequences - 1;
     while (low < high) {
       const int64_t middle = (low + high + 1) / 2;
@@ -34,8 +32,8 @@ class Tiles {
         high = middle - 1;
       }
     }
-    const int64_t first_row = (tile - first_[low]) * kMaxRows;
-    return {low, first_row, static_cast<int>(min64(kMaxRows, rows(low) - first_row))};
+    const int64_t first_row = (tile - first_[low]) * kMlaTileRows;
+    return {low, first_row, static_cast<int>(min64(kMlaTileRows, rows(low) - first_row))};
   }
 
   int64_t longest_context() const {
@@ -55,12 +53,12 @@ class Tiles {
 
 // All splits of a tile, one after another.
 template <class T>
-void attend_tile(const MlaAttentionArgs& args, const TileIndex& index) {
-  Tile<T> tile(args, index);
-  Memory memory(static_cast<char*>(thread_scratch(Tile<T>::scratch_bytes(args))));
+void attend_tile(const MlaAttentionArgs& args, const MlaTileIndex& index) {
+  MlaTile<T> tile(args, index);
+  ScratchMemory memory(static_cast<char*>(thread_scratch(MlaTile<T>::scratch_bytes(args))));
   tile.prepare(memory);
-  Partial partial = memory.take_partial(Tile<T>::output_size(args));
-  Partial merged = memory.take_partial(Tile<T>::output_size(args));
+  MlaPartial partial = memory.take_partial(MlaTile<T>::output_size(args));
+  MlaPartial merged = memory.take_partial(MlaTile<T>::output_size(args));
   for (int64_t split = 0; split < tile.end_split(); ++split) {
     tile.attend(split, split == 0 ? merged : partial);
     if (split > 0) tile.merge(merged, partial, split);
@@ -72,24 +70,24 @@ void attend_tile(const MlaAttentionArgs& args, const TileIndex& index) {
 // as always.
 template <class T>
 void attend_wide(const MlaAttentionArgs& args, const Tiles& tiles, int64_t num_splits) {
-  const int64_t size = Tile<T>::output_size(args), stride = size + 2 * kMaxRows;
+  const int64_t size = MlaTile<T>::output_size(args), stride = size + 2 * kMlaTileRows;
   float* partials = new float[static_cast<size_t>(tiles.count() * num_splits * stride)];
   const auto place = [&](int64_t tile, int64_t split) {
     float* at = partials + (tile * num_splits + split) * stride;
-    return Partial{at, at + kMaxRows, at + 2 * kMaxRows};
+    return MlaPartial{at, at + kMlaTileRows, at + 2 * kMlaTileRows};
   };
   parallel_for(tiles.count() * num_splits, [&](int64_t task) {
     const int64_t index = task / num_splits, split = task % num_splits;
-    Tile<T> tile(args, tiles.at(index));
+    MlaTile<T> tile(args, tiles.at(index));
     if (split >= tile.end_split()) return;
-    Memory memory(static_cast<char*>(thread_scratch(Tile<T>::scratch_bytes(args))));
+    ScratchMemory memory(static_cast<char*>(thread_scratch(MlaTile<T>::scratch_bytes(args))));
     tile.prepare(memory);
-    Partial partial = place(index, split);
+    MlaPartial partial = place(index, split);
     tile.attend(split, partial);
   });
   parallel_for(tiles.count(), [&](int64_t index) {
-    const Tile<T> tile(args, tiles.at(index));
-    Partial merged = place(index, 0);
+    const MlaTile<T> tile(args, tiles.at(index));
+    MlaPartial merged = place(index, 0);
     for (int64_t split = 1; split < tile.end_split(); ++split) tile.merge(merged, place(index, split), split);
     tile.store_output(merged);
   });
@@ -101,7 +99,7 @@ void attend(const MlaAttentionArgs& args) {
   const Tiles tiles(args);
   if (tiles.count() == 0) return;
   const int64_t num_splits = ceil_div(tiles.longest_context(), kSplitKeys);
-  const int64_t partial_bytes = tiles.count() * num_splits * (Tile<T>::output_size(args) + 2 * kMaxRows) * 4;
+  const int64_t partial_bytes = tiles.count() * num_splits * (MlaTile<T>::output_size(args) + 2 * kMlaTileRows) * 4;
   if (num_splits > 1 && tiles.count() < 2 * num_threads() && num_threads() > 1 && partial_bytes <= kMaxPartialBytes) {
     return attend_wide<T>(args, tiles, num_splits);
   }

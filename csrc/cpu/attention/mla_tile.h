@@ -1,73 +1,53 @@
-// One tile of latent attention: rows of one sequence against its keys, split by split. The unit whose arithmetic never
+// One tile of latent attention: rows of one sequence meet its keys, split by split. The arithmetic of this unit never
 // changes.
 //
-// As in attention.cpp, keys are cut into splits of 512 anchored at absolute position and merged in index order. The
-// arithmetic of a lane is the same whichever rows are beside it: scores add over the dims in order, outputs over the
-// split's keys in order. For bf16 caches, weights are rounded to bf16 before they are added up and meet the values.
+// As in attention.cpp, keys are cut into splits of 512 anchored at absolute position, and splits are merged in index
+// order. The arithmetic of a lane does not depend on the rows beside it: scores are summed over the dims in order, and
+// outputs over the split's keys in order. If the cache is bf16, words are pairs on every ISA, and weights are rounded to
+// bf16 before they are summed and multiplied by the values.
 #pragma once
 
-#include "dispatch/kernels.h"
-#include "simd/transpose.h"
+#include "attention/attention_args.h"
+#include "attention/attention_operands.h"
 #include "simd/vec_math.h"
 
-namespace shardline::SHARDLINE_ISA::mla {
+namespace shardline::SHARDLINE_ISA {
 
-constexpr int64_t kSplitKeys = 512;
-constexpr int64_t kPackedKeys = 128;  // whose values are packed at a time, so that they stay in L2
+constexpr int64_t kPackedKeys = 128;  // keys whose values are packed at a time, so that they stay in L2
 constexpr int64_t kPanelDims = 16;
 constexpr int64_t kPanelStride = (kPackedKeys + 1) * kPanelDims;  // no power of two: panels would share cache sets
-constexpr int kMaxVectors = 4;  // of rows in a tile
-constexpr int64_t kMaxRows = kMaxVectors * kLanes;
+constexpr int kMlaTileVectors = 4;  // of rows in a tile
+constexpr int64_t kMlaTileRows = kMlaTileVectors * kLanes;
 
-// Sums of a register tile: these, the operands of one side and one of the other must fit the registers.
+// Sums of a register tile. The registers must hold these, the operands of one side and one operand of the other.
 constexpr int kSums = kLanes == 16 ? 16 : 8;
 constexpr int broadcasts(int vectors) { return vectors == 3 ? kSums / 4 : kSums / vectors; }
 
-// Everything is multiplied in words of four bytes: one float, or a pair of bf16 whose products are added together.
-template <class T>
-constexpr int64_t kPerWord = 4 / static_cast<int64_t>(sizeof(T));
-
-template <class T>
-inline F32 multiply_add(F32 sum, I32 a, I32 b) {
-  if constexpr (sizeof(T) == 4) {
-    return fma((F32)a, (F32)b, sum);
-  } else {
-    return dot_pairs(sum, a, b);
-  }
-}
-
-inline I32 load_words(const void* p) {
-  I32 v;
-  __builtin_memcpy(&v, p, sizeof v);
-  return v;
-}
-inline void store_words(int32_t* p, I32 v) { __builtin_memcpy(p, &v, sizeof v); }
-
-// Up to kMaxRows rows of one sequence: row r is token r / num_heads, head r % num_heads.
-struct TileIndex {
+// Up to kMlaTileRows rows of one sequence: row r is token r / num_heads, head r % num_heads.
+struct MlaTileIndex {
   int64_t sequence, first_row;
   int num_rows;
 };
 
-// A tile's share of a split, and also of all splits merged so far.
-struct Partial {
-  float* max;     // [kMaxRows]
-  float* sum;     // [kMaxRows]
+// A tile's result for one split, or for all splits merged so far.
+struct MlaPartial {
+  float* max;     // [kMlaTileRows]
+  float* sum;     // [kMlaTileRows]
   float* output;  // [dims padded to panels][lanes of the tile], not yet divided by the sums
 };
 
-// The caller owns the memory: what one thread needs for a tile, cut out of its scratch.
-class Memory {
+// Cuts a thread's scratch memory into the arrays that a tile needs. The caller owns the memory.
+class ScratchMemory {
  public:
-  explicit Memory(char* memory) : next_(memory) {}
+  explicit ScratchMemory(char* memory) : next_(memory) {}
   template <class V>
   V* take(int64_t count) {
     V* taken = reinterpret_cast<V*>(next_);
     next_ += ceil_div(count * static_cast<int64_t>(sizeof(V)), 64) * 64;
     return taken;
   }
-  Partial take_partial(int64_t output_size) {
-    return {take<float>(kMaxRows), take<float>(kMaxRows), take<float>(output_size)};
+  MlaPartial take_partial(int64_t output_size) {
+    return {take<float>(kMlaTileRows), take<float>(kMlaTileRows), take<float>(output_size)};
   }
 
  private:
@@ -75,9 +55,9 @@ class Memory {
 };
 
 template <class T>
-class Tile {
+class MlaTile {
  public:
-  Tile(const MlaAttentionArgs& args, const TileIndex& index)
+  MlaTile(const MlaAttentionArgs& args, const MlaTileIndex& index)
       : args_(args),
         index_(index),
         vectors_(static_cast<int>(ceil_div(index.num_rows, kLanes))),
@@ -88,19 +68,19 @@ class Tile {
   static int64_t padded_dims(const MlaAttentionArgs& args) {
     return ceil_div(args.latent_dim, kPanelDims) * kPanelDims;
   }
-  static int64_t output_size(const MlaAttentionArgs& args) { return padded_dims(args) * kMaxRows; }
+  static int64_t output_size(const MlaAttentionArgs& args) { return padded_dims(args) * kMlaTileRows; }
   static size_t scratch_bytes(const MlaAttentionArgs& args) {
-    const int64_t words = (2 * kLanes + kMaxRows) * query_words(args) + (2 * kSplitKeys + kSums) * kMaxRows +
-                          kPanelStride * padded_dims(args) / kPanelDims + 2 * output_size(args) + 4 * kMaxRows;
+    const int64_t words = (2 * kLanes + kMlaTileRows) * query_words(args) + (2 * kSplitKeys + kSums) * kMlaTileRows +
+                          kPanelStride * padded_dims(args) / kPanelDims + 2 * output_size(args) + 4 * kMlaTileRows;
     return static_cast<size_t>(words) * 4 + kSplitKeys * sizeof(T*) + 16 * 64;
   }
 
-  // Takes what attend() needs, and packs the queries.
-  void prepare(Memory& memory) {
-    queries_ = memory.take<int32_t>(kMaxRows * query_words(args_));
+  // Takes the memory that attend() needs, and packs the queries.
+  void prepare(ScratchMemory& memory) {
+    queries_ = memory.take<int32_t>(kMlaTileRows * query_words(args_));
     packed_keys_ = memory.take<int32_t>(kLanes * query_words(args_));
-    scores_ = memory.take<float>((kSplitKeys + kSums) * kMaxRows);
-    weights_ = memory.take<int32_t>(kSplitKeys * kMaxRows);
+    scores_ = memory.take<float>((kSplitKeys + kSums) * kMlaTileRows);
+    weights_ = memory.take<int32_t>(kSplitKeys * kMlaTileRows);
     values_ = memory.take<int32_t>(kPanelStride * padded_dims(args_) / kPanelDims);
     keys_ = memory.take<const T*>(kSplitKeys);
     int32_t* rows = memory.take<int32_t>(kLanes * query_words(args_));
@@ -109,7 +89,7 @@ class Tile {
 
   int64_t end_split() const { return ceil_div(visible_end(index_.num_rows - 1), kSplitKeys); }
 
-  void attend(int64_t split, Partial& partial) {
+  void attend(int64_t split, MlaPartial& partial) {
     switch (vectors_) {
       case 1: return attend_split<1>(split, partial);
       case 2: return attend_split<2>(split, partial);
@@ -118,8 +98,8 @@ class Tile {
     }
   }
 
-  // Folds the next split into what was merged so far, from split 1 on: every row sees split 0 and begins with it.
-  void merge(Partial& merged, const Partial& next, int64_t split) const {
+  // Merges the next split, from split 1 on, into the ones before. Every row sees split 0, so merging begins with it.
+  void merge(MlaPartial& merged, const MlaPartial& next, int64_t split) const {
     const int64_t dims = padded_dims(args_), width = vectors_ * kLanes;
     for (int v = 0; v < vectors_; ++v) {
       const int64_t lane = v * kLanes;
@@ -138,7 +118,7 @@ class Tile {
     }
   }
 
-  void store_output(const Partial& merged) const {
+  void store_output(const MlaPartial& merged) const {
     const int64_t dims = padded_dims(args_), width = vectors_ * kLanes;
     for (int v = 0; v < vectors_; ++v) {
       const int64_t rows = min64(kLanes, index_.num_rows - v * kLanes);
@@ -167,7 +147,7 @@ class Tile {
   int64_t head(int64_t row) const { return (index_.first_row + row) % args_.num_heads; }
   int64_t visible_end(int64_t row) const { return first_position_ + token(row) - first_token_ + 1; }
 
-  // How many keys of a split the rows of vector v see; lanes without a row see what the last row sees.
+  // How many keys of a split each row of vector v sees. Lanes without a row see as many as the last row.
   I32 ends(int64_t split, int v) const {
     I32 lanes;
     for (int i = 0; i < kLanes; ++i) {
@@ -191,12 +171,8 @@ class Tile {
                        static_cast<size_t>(args_.rope_dim) * sizeof(T));
     }
     for (int64_t word = 0; word < words; word += kLanes) {
-      I32 block[kLanes];
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) block[i] = load_words(rows + i * words + word);
-      transpose(block);
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) store_words(queries_ + (word + i) * width + v * kLanes, block[i]);
+      pack_words(queries_ + word * width + v * kLanes, width,
+                 [&](int i) { return load_words(rows + i * words + word); });
     }
   }
 
@@ -213,7 +189,7 @@ class Tile {
   }
 
   template <int kVectors>
-  void attend_split(int64_t split, Partial& partial) {
+  void attend_split(int64_t split, MlaPartial& partial) {
     I32 end[kVectors];
     int64_t least = kSplitKeys, most = 0;
     for (int v = 0; v < kVectors; ++v) {
@@ -223,13 +199,13 @@ class Tile {
     }
     find_keys(split, most);
     for (int64_t key = 0; key < most; key += kLanes) {
-      pack_keys(key, most);
+      pack_next_keys(key, most);
       const int64_t stop = min64(kLanes, most - key);
       for (int64_t j = 0; j < stop; j += broadcasts(kVectors)) score_keys<kVectors>(key + j, j, most);
     }
     for (int v = 0; v < kVectors; ++v) weigh_scores<kVectors>(v, end[v], most, partial);
-    // Words of keys that all rows see, and of those that some do. One that a row does not see must not be added with a
-    // weight of zero, which would turn an infinite value of a later token into NaN.
+    // First the words of keys that all rows see, then those that only some rows see. A hidden key must not be added with
+    // a weight of zero: that would turn an infinite value of a later token into NaN.
     const int64_t num_words = ceil_div(most, kPerWord<T>);
     const int64_t common = least == most ? num_words : least / kPerWord<T>;
     for (int64_t first = 0; first < num_words; first += kPackedKeys / kPerWord<T>) {
@@ -239,44 +215,16 @@ class Tile {
     }
   }
 
-  // The keys [first, first + kLanes) as [word][key], so that one address reaches all of them; past `num_keys` the last.
-  void pack_keys(int64_t first, int64_t num_keys) {
-    const int64_t dims = args_.latent_dim + args_.rope_dim, whole = dims / (kLanes * kPerWord<T>) * kLanes;
-    const T* key[kLanes];
-    for (int j = 0; j < kLanes; ++j) key[j] = keys_[min64(first + j, num_keys - 1)];
-    for (int64_t word = 0; word < whole; word += kLanes) {
-      pack_words(word, [&](int j) { return load_words(key[j] + word * kPerWord<T>); });
-    }
-    if (whole == words_) return;
-    pack_words(whole, [&](int j) {
-      alignas(64) T padded[kLanes * kPerWord<T>] = {};
-      const int64_t from = whole * kPerWord<T>;
-      __builtin_memcpy(padded, key[j] + from, static_cast<size_t>(dims - from) * sizeof(T));
-      return load_words(padded);
-    });
+  // The keys [first, first + kLanes) as [word][key], so that one address reaches all of them. Past `num_keys` the last
+  // key is repeated.
+  void pack_next_keys(int64_t first, int64_t num_keys) {
+    const T* keys[kLanes];
+    for (int j = 0; j < kLanes; ++j) keys[j] = keys_[min64(first + j, num_keys - 1)];
+    pack_keys<T>(keys, args_.latent_dim + args_.rope_dim, packed_keys_);
   }
 
-  template <class Load>
-  void pack_words(int64_t word, const Load& load) {
-    I32 block[kLanes];
-#pragma GCC unroll 16
-    for (int j = 0; j < kLanes; ++j) block[j] = load(j);
-    transpose(block);
-#pragma GCC unroll 16
-    for (int j = 0; j < kLanes; ++j) store_words(packed_keys_ + (word + j) * kLanes, block[j]);
-  }
-
-  // Blocks lie anywhere in memory, so the hardware cannot guess which comes next.
-  void prefetch_key(int64_t key, int64_t num_keys) const {
-    if (key >= num_keys) return;
-    const int64_t row_bytes = (args_.latent_dim + args_.rope_dim) * static_cast<int64_t>(sizeof(T));
-    for (int64_t byte = 0; byte < row_bytes; byte += 64) {
-      __builtin_prefetch(reinterpret_cast<const char*>(keys_[key]) + byte);
-    }
-  }
-
-  // Scores of the kKeys packed keys from `offset` on, which are the split's from `first` on, not yet scaled; meanwhile
-  // the keys that are packed next are fetched.
+  // Computes the scores, not yet scaled, of kKeys keys: the packed ones from `offset` on, the split's from `first` on.
+  // Meanwhile it fetches the keys that are packed next: blocks lie anywhere, so the hardware cannot guess them.
   template <int kVectors>
   void score_keys(int64_t first, int64_t offset, int64_t num_keys) {
     constexpr int kKeys = broadcasts(kVectors);
@@ -285,7 +233,8 @@ class Tile {
     const int32_t* key = packed_keys_ + offset;
     int64_t word = 0;
     for (int piece = 0; piece < kKeys; ++piece) {
-      prefetch_key(first + kLanes + piece, num_keys);
+      const int64_t next = first + kLanes + piece;
+      if (next < num_keys) prefetch(keys_[next], args_.latent_dim + args_.rope_dim);
       for (const int64_t end = words_ * (piece + 1) / kKeys; word < end; ++word) {
         I32 column[kVectors];
 #pragma GCC unroll 4
@@ -294,7 +243,7 @@ class Tile {
         for (int j = 0; j < kKeys; ++j) {
           const I32 dim = broadcast_int(key[j]);
 #pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) sums[j][v] = multiply_add<T>(sums[j][v], dim, column[v]);
+          for (int v = 0; v < kVectors; ++v) sums[j][v] = multiply_words<T>(sums[j][v], dim, column[v]);
         }
         query += kVectors * kLanes;
         key += kLanes;
@@ -307,9 +256,9 @@ class Tile {
     }
   }
 
-  // Scores of vector v into weights exp(score - max), as words of keys, and their maxima and sums.
+  // Turns the scores of vector v into weights exp(score - max), as words of keys, and stores their maxima and sums.
   template <int kVectors>
-  void weigh_scores(int v, I32 end, int64_t num_keys, Partial& partial) {
+  void weigh_scores(int v, I32 end, int64_t num_keys, MlaPartial& partial) {
     const F32 lowest = broadcast(-__builtin_inff());
     F32 largest = lowest;
     for (int64_t key = 0; key < num_keys; ++key) {
@@ -328,14 +277,14 @@ class Tile {
     };
     for (int64_t word = 0; word * kPerWord<T> < num_keys; ++word) {
       I32 packed = (I32)weight(word * kPerWord<T>);
-      if constexpr (kPerWord<T> == 2) packed = (I32)((U32)packed >> 16 | (U32)weight(word * 2 + 1));
+      if constexpr (kPerWord<T> == 2) packed = join_pairs((F32)packed, weight(word * 2 + 1));
       store_words(weights_ + (word * kVectors + v) * kLanes, packed);
     }
     store(partial.max + v * kLanes, largest);
     store(partial.sum + v * kLanes, sum);
   }
 
-  // Values of the words [first, last) of keys, as [panel of dims][word][dim]; zeros from key `num_keys` on.
+  // Packs the values of the words [first, last) of keys as [panel of dims][word][dim], with zeros from key `num_keys` on.
   void pack_values(int64_t first, int64_t last, int64_t num_keys) {
     const int64_t dims = args_.latent_dim;
     for (int64_t word = first; word < last; ++word) {
@@ -345,12 +294,12 @@ class Tile {
         int32_t* to = values_ + panel * kPanelStride + (word - first) * kPanelDims;
         for (int64_t i = 0; i < kPanelDims; i += kLanes) {
           const int64_t dim = panel * kPanelDims + i, n = max64(0, dims - dim);
-          I32 packed = (I32)load_n(keys_[key] + dim, n);
+          const F32 first_key = load_n(keys_[key] + dim, n);
           if constexpr (kPerWord<T> == 2) {
-            const F32 odd = whole ? load_n(keys_[key + 1] + dim, n) : F32{};
-            packed = (I32)((U32)packed >> 16 | (U32)odd);
+            store_words(to + i, join_pairs(first_key, whole ? load_n(keys_[key + 1] + dim, n) : F32{}));
+          } else {
+            store_words(to + i, (I32)first_key);
           }
-          store_words(to + i, packed);
         }
       }
     }
@@ -378,7 +327,7 @@ class Tile {
         for (int d = 0; d < kDims; ++d) {
           const I32 broadcasted = broadcast_int(value[d]);
 #pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) sums[d][v] = multiply_add<T>(sums[d][v], broadcasted, weight[v]);
+          for (int v = 0; v < kVectors; ++v) sums[d][v] = multiply_words<T>(sums[d][v], broadcasted, weight[v]);
         }
       }
       for (int64_t word = max64(first, common); word < last; ++word) {
@@ -392,7 +341,7 @@ class Tile {
     }
   }
 
-  // One word of keys, added in the lanes that see it; of a pair, some lanes may see the first key only.
+  // Adds one word of keys in the lanes that see it. Some lanes may see only the first key of a pair.
   template <int kDims, int kVectors>
   void add_seen(const int32_t* value, int64_t word, const I32 (&end)[kVectors], F32 (&sums)[kDims][kVectors]) const {
     const int32_t key = static_cast<int32_t>(word * kPerWord<T>);
@@ -403,10 +352,10 @@ class Tile {
 #pragma GCC unroll 16
       for (int d = 0; d < kDims; ++d) {
         const F32 sum = sums[d][v];
-        const F32 with_all = multiply_add<T>(sum, broadcast_int(value[d]), weight);
+        const F32 with_all = multiply_words<T>(sum, broadcast_int(value[d]), weight);
         F32 other = sum;
         if constexpr (kPerWord<T> == 2) {
-          other = first ? multiply_add<T>(sum, broadcast_int(value[d] & 0xffff), weight) : sum;
+          other = first ? multiply_words<T>(sum, broadcast_int(value[d] & 0xffff), weight) : sum;
         }
         sums[d][v] = all ? with_all : other;
       }
@@ -414,7 +363,7 @@ class Tile {
   }
 
   const MlaAttentionArgs& args_;
-  const TileIndex index_;
+  const MlaTileIndex index_;
   const int vectors_;
   const int64_t first_token_, first_position_;
   const int64_t words_;         // of a query or key
@@ -426,4 +375,4 @@ class Tile {
   const T** keys_ = nullptr;    // the split's rows of the cache
 };
 
-}  // namespace shardline::SHARDLINE_ISA::mla
+}  // namespace shardline::SHARDLINE_ISA
