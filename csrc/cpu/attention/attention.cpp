@@ -1,4 +1,5 @@
-// Causal attention over a paged KV cache, for prefill and decode alike: which rows meet which splits, and where.
+// Causal attention over a paged KV cache, for prefill and decode alike. This file decides which rows meet which splits,
+// and on which thread.
 #include "attention/attention_sharing.h"
 #include "attention/attention_tile.h"
 #include "dispatch/variant.h"
@@ -7,14 +8,14 @@
 namespace shardline::SHARDLINE_ISA {
 namespace {
 
-// Rows that pass over a split together, at most: they share the work of packing it, and their outputs stay in L2.
+// The most rows that pass over a split together: they share the work of packing it, and their outputs stay in L2.
 constexpr int64_t kMostTileRows = 480;
 constexpr size_t kMaxPartialBytes = 64 << 20;
 
-// Rows of a call over all heads.
+// The number of rows of a call, over all heads.
 int64_t num_places(const AttentionArgs& args) { return args.query_starts[args.num_sequences] * args.num_heads; }
 
-// All splits of a tile, one after another; those that the sequence shares are computed already.
+// Computes all splits of a tile, one after another, except those that the sequence shares: they are computed already.
 template <class T, class Stored>
 void attend_tile(const AttentionArgs& args, const TileIndex& index, int64_t num_shared, const PartialMemory* shared) {
   const int64_t width = RowTile<T, Stored>::output_width(args), num_rows = index.num_rows;
@@ -47,8 +48,8 @@ void attend_tile(const AttentionArgs& args, const TileIndex& index, int64_t num_
   }
 }
 
-// The tiles of a call, counted over sequences, then rows, then KV heads. How many rows a tile has does not matter to
-// any of them, so it is as many as leave each thread some tiles.
+// The tiles of a call, counted over sequences, then rows, then KV heads. The number of rows in a tile changes no
+// result, so tiles have as many rows as leave each thread some tiles.
 class Tiles {
  public:
   explicit Tiles(const AttentionArgs& args) : args_(args), first_(new int64_t[args.num_sequences + 1]) {
@@ -83,7 +84,7 @@ class Tiles {
   }
 
  private:
-  // Whether tiles of tile_rows_ rows will do.
+  // Whether tiles of tile_rows_ rows leave each thread enough tiles.
   bool divide() {
     first_[0] = 0;
     for (int64_t s = 0; s < args_.num_sequences; ++s) {
@@ -97,8 +98,8 @@ class Tiles {
   int64_t tile_rows_;
 };
 
-// Few tiles, long contexts: every (tile, split) is a task of its own, then every tile merges its splits, in index order
-// as always.
+// For a few tiles with long contexts, every (tile, split) is a task of its own. Then every tile merges its splits, in
+// index order as always.
 template <class T, class Stored>
 void attend_wide(const AttentionArgs& args, const Tiles& tiles, int64_t num_splits) {
   const int64_t width = RowTile<T, Stored>::output_width(args), tile_rows = tiles.tile_rows();
@@ -134,7 +135,7 @@ void attend_wide(const AttentionArgs& args, const Tiles& tiles, int64_t num_spli
   });
 }
 
-// Rows of all the sequences that share a split meet it as one tile.
+// The rows of all sequences that share a split meet it as one tile.
 template <class T, class Stored>
 void attend_shared(const AttentionArgs& args, const SharedRun& run, PartialMemory& partials) {
   const int64_t first_token = args.query_starts[run.first_sequence];
@@ -145,7 +146,7 @@ void attend_shared(const AttentionArgs& args, const SharedRun& run, PartialMemor
   while (tile_rows > kFewestTileRows && num_tiles() * args.num_kv_heads < 4 * num_threads()) tile_rows /= 2;
   parallel_for(num_tiles() * args.num_kv_heads, [&](int64_t task) {
     const int64_t first_row = task / args.num_kv_heads * tile_rows;
-    // Later than all of the split, as every row is.
+    // A position that sees the whole split, as every row here does.
     const int64_t position = (run.split + 1) * kSplitKeys - 1;
     RowTile<T, Stored> tile(args, {run.first_sequence, task % args.num_kv_heads, first_row,
                                    min64(tile_rows, num_rows - first_row), position});
@@ -175,7 +176,7 @@ void attend(const AttentionArgs& args) {
   const SharedSplits sharing(args, most_shared);
   PartialMemory shared(sharing.num_splits() * num_places(args), width);
   for (int64_t i = 0; i < sharing.num_runs(); ++i) attend_shared<T, Stored>(args, sharing.run(i), shared);
-  // Late tiles of a prompt see the most keys: they go first, so that no thread is left with one at the end.
+  // Late tiles of a prompt see the most keys. They go first, so that no thread is left with one at the end.
   parallel_for(tiles.count(), [&](int64_t task) {
     const TileIndex index = tiles.at(tiles.count() - 1 - task);
     attend_tile<T, Stored>(args, index, sharing.splits_of(index.sequence), &shared);

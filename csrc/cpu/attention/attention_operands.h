@@ -1,8 +1,8 @@
 // Words: what the products of attention multiply. Keys and values are packed into words once per split, and every row
 // of a tile uses them.
 //
-// A word has 32 bits: one fp32, or a pair of bf16 of which both products are added. The template parameter W is the type
-// of a word's elements. Packing never rounds.
+// A word has 32 bits: one fp32, or a pair of bf16 of which both products are added. The template parameter W is the
+// type of a word's elements. Packing never rounds.
 #pragma once
 
 #include "simd/transpose.h"

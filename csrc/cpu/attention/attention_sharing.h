@@ -1,5 +1,5 @@
-// Which sequences of a call keep the keys of a split in the same blocks, as requests do whose prompts begin alike.
-// Their rows meet the split together, and its keys are read once; a split's partial results do not depend on that.
+// Finds the sequences of a call that keep the keys of a split in the same blocks, as requests with a common prefix do.
+// Their rows meet the split together, and its keys are read once. A split's partial results do not depend on that.
 #pragma once
 
 #include "attention/attention_args.h"
@@ -7,9 +7,9 @@
 
 namespace shardline::SHARDLINE_ISA {
 
-constexpr int64_t kFewestTileRows = 30;  // fewer do not pay for packing a split
+constexpr int64_t kFewestTileRows = 30;  // fewer rows are not worth packing a split
 
-// Query rows of a sequence that share a KV head.
+// The number of a sequence's query rows that share a KV head.
 inline int64_t rows_of(const AttentionArgs& args, int64_t sequence) {
   return (args.query_starts[sequence + 1] - args.query_starts[sequence]) * (args.num_heads / args.num_kv_heads);
 }
@@ -22,7 +22,7 @@ struct SharedRun {
   int64_t split, first_sequence, end_sequence;
 };
 
-// Arrays of its own: a file compiled for an ISA uses no containers of the standard library, see vec.h.
+// Has arrays of its own: a file compiled for an ISA uses no containers of the standard library, see vec.h.
 class SharedSplits {
  public:
   // Looks at each sequence's first `most_splits` splits.
@@ -39,7 +39,7 @@ class SharedSplits {
   SharedSplits(const SharedSplits&) = delete;
 
   int64_t num_splits() const { return num_splits_; }
-  // That a sequence shares with others, counted from its first.
+  // How many splits the sequence shares with others, counted from its first.
   int64_t splits_of(int64_t sequence) const { return num_splits_ == 0 ? 0 : splits_of_[sequence]; }
 
   int64_t num_runs() const { return num_runs_; }
@@ -60,7 +60,8 @@ class SharedSplits {
     return found;
   }
 
-  // All rows of the sequence see all of the split, they are too few to use it well, and it shares what is before.
+  // Whether all rows of the sequence see all of the split, the rows are too few to use it well alone, and the sequence
+  // shares all splits before it.
   bool may_share(int64_t sequence, int64_t split) const {
     const int64_t num_rows = rows_of(args_, sequence);
     return splits_of_[sequence] == split && num_rows > 0 && num_rows < kFewestTileRows &&

@@ -1,9 +1,10 @@
-// Attention of a few query rows to one split of the keys: the unit whose arithmetic never changes.
+// Attention of a few query rows to one split of the keys. The arithmetic of this unit never changes.
 //
-// Keys are cut into splits of 512 anchored at absolute position. One query row meets one split in a fixed order:
-// scores, each a sum over the head's width from its start; then their maximum; then weights exp(score - maximum), as
-// bf16 where pairs of it are multiplied; then the weighted sum of the values, key after key. Splits merge in index
-// order. Rows share packed keys and values, never arithmetic: a row does not notice which rows are beside it.
+// Keys are cut into splits of 512 anchored at absolute position. One query row meets one split in a fixed order. First
+// come the scores, each a sum over the head's width from its start, and their maximum. Then come the weights, which are
+// exp(score - maximum), as bf16 if pairs of bf16 are multiplied, and the weighted sum of the values, key after key.
+// Splits merge in index order. Rows share packed keys and values, never arithmetic: the result of a row does not depend
+// on the rows beside it.
 #pragma once
 
 #include "attention/attention_args.h"
@@ -12,11 +13,11 @@
 
 namespace shardline::SHARDLINE_ISA {
 
-// Rows that share each load of packed keys and values: as many as fill the registers with sums, or all of a tile if
-// it has a few more, so that nothing is loaded twice.
+// How many rows share each load of packed keys and values: as many as fill the registers with sums, or all rows of a
+// tile that has a few more, so that nothing is loaded twice.
 constexpr int kBestRows = 6, kMaxRows = 8;
 
-// One query row's share of a split, and also of all splits merged so far.
+// The result of one query row for one split, or for all splits merged so far.
 struct Partial {
   float max;
   float sum;
@@ -25,18 +26,18 @@ struct Partial {
 
 struct Row {
   const int32_t* query;  // [key_words]
-  int32_t* scores;       // [kSplitKeys], fp32; weights, [words_of(kSplitKeys)], take their place: they stay in L1
-  Range keys;            // visible in this split
+  int32_t* scores;       // fp32 [kSplitKeys]; the weights [words_of(kSplitKeys)] replace them, and stay in L1
+  Range keys;            // those visible in this split
   Partial partial;
 };
 
-// Vectors that a tile of `rows` sums in registers: 32 with AVX-512, else 16.
+// How many vectors a tile of `rows` sums in registers. AVX-512 has 32 registers, other ISAs have 16.
 constexpr int tile_vectors(int rows) {
   if (rows > kBestRows) return kLanes == 16 ? 2 : 1;
   return kLanes == 16 || rows <= 3 ? 4 : 2;
 }
 
-// Scores of kRows rows against whole vectors of keys, `begin` to `end` of a group.
+// Computes the scores of kRows rows against whole vectors of keys, `begin` to `end` of a group.
 template <class W, int kRows, int kVectors, class Stored>
 void score_group(const Row* rows, const PackedSplit<W, Stored>& split, const int32_t* group, int64_t first_key,
                  Range vectors) {
@@ -83,7 +84,7 @@ void score_keys(const Row* rows, PackedSplit<W, Stored>& split, Range keys) {
 
 inline F32 load_score(const int32_t* p) { return (F32)load_words(p); }
 
-// The visible keys and as many hidden ones as fill pairs of vectors.
+// The visible keys, and enough hidden keys to fill pairs of vectors.
 inline Range padded(Range keys) {
   constexpr int64_t kStep = 2 * kLanes;
   return {keys.begin / kStep * kStep, ceil_div(keys.end, kStep) * kStep};
@@ -119,15 +120,15 @@ void find_maximum(Row& row, const AttentionArgs& args) {
   row.partial.max = max_lanes(maximum(largest[0], largest[1])) * (args.softcap != 0.0f ? 1.0f : args.scale);
 }
 
-// Weights times the scales of their values. Hidden keys have a weight of zero, and perhaps no scale.
+// Weights times the scales of their values. A hidden key has a weight of zero, and its scale may be anything.
 template <class Split>
 inline F32 scaled_weights(F32 weights, const Split& split, int64_t place) {
   if constexpr (Split::kScaled) return weights == 0.0f ? F32{} : weights * split.value_scales(place);
   return weights;
 }
 
-// Turns a row's scores into weights and their sum. Where pairs are multiplied, what is summed is what the values are
-// multiplied by, so that the weights add up to one however they were rounded; scaled ones are summed unscaled.
+// Turns a row's scores into weights and their sum. If pairs are multiplied, the sum is that of the rounded weights,
+// which multiply the values, so that the weights add up to one. Weights with scales are summed without the scales.
 template <class W, class Stored>
 void weigh_scores(Row& row, const PackedSplit<W, Stored>& split, const AttentionArgs& args) {
   const Range keys = padded(row.keys);
@@ -169,8 +170,8 @@ void weigh_scores(Row& row, const PackedSplit<W, Stored>& split, const Attention
 }
 
 // Adds weights * values to the outputs of kRows rows, over columns [column, column + kVectors * kLanes). `visible`
-// names the halves of the values' pairs to take: a weight of zero would not do for a hidden one, since it turns
-// an infinite value of a later token into NaN.
+// masks the halves of the values' pairs. Hidden values must be masked: a weight of zero would turn an infinite value of
+// a later token into NaN.
 template <class W, int kRows, int kVectors>
 inline void add_columns(Row* rows, const int32_t* values, int64_t width, int64_t column, Range words, I32 visible) {
   F32 sum[kRows][kVectors];
@@ -225,7 +226,7 @@ void add_values(Row* rows, PackedSplit<W, Stored>& split, Range words, I32 visib
   }
 }
 
-// Adds the values of `words` that one row sees.
+// Adds the values of those words that one row sees.
 template <class W, class Stored>
 void add_visible_values(Row& row, PackedSplit<W, Stored>& split, Range words) {
   for (; words.begin < words.end; ++words.begin) {
@@ -238,8 +239,8 @@ void add_visible_values(Row& row, PackedSplit<W, Stored>& split, Range words) {
   }
 }
 
-// One split for kRows rows, each of which sees some of it: fills each row's partial. This is also the unit that context
-// parallelism hands out.
+// Computes one split for kRows rows, each of which sees a part of it, and fills each row's partial. This is also the
+// unit that context parallelism distributes.
 template <class W, int kRows, class Stored>
 void attend_split(Row* rows, PackedSplit<W, Stored>& split, const AttentionArgs& args) {
   Range any = rows[0].keys, all = rows[0].keys;
@@ -256,7 +257,7 @@ void attend_split(Row* rows, PackedSplit<W, Stored>& split, const AttentionArgs&
   const auto words_seen = [](const Row& row) {
     return Range{row.keys.begin / kPerWord<W>, words_of<W>(row.keys.end)};
   };
-  const Range whole = {words_of<W>(all.begin), all.end / kPerWord<W>};  // that every row sees all of
+  const Range whole = {words_of<W>(all.begin), all.end / kPerWord<W>};  // words that every row sees in full
   if (whole.empty()) {
     for (int r = 0; r < kRows; ++r) add_visible_values(rows[r], split, words_seen(rows[r]));
     return;
@@ -272,7 +273,7 @@ void attend_rows(int num_rows, Row* rows, PackedSplit<W, Stored>& split, const A
   if constexpr (kRows > 1) attend_rows<W, kRows - 1>(num_rows, rows, split, args);
 }
 
-// Folds a row's share of the next split into what was merged so far; `shrink` is exp(-|difference of the maxima|).
+// Merges a row's partial of the next split into those before; `shrink` is exp(-|difference of the maxima|).
 inline void merge(Partial& merged, const Partial& next, F32 shrink, int64_t dim) {
   const bool higher = next.max > merged.max;
   const F32 keep = higher ? shrink : broadcast(1.0f), take = higher ? broadcast(1.0f) : shrink;
@@ -283,7 +284,7 @@ inline void merge(Partial& merged, const Partial& next, F32 shrink, int64_t dim)
   }
 }
 
-// The same for rows that meet one split together, up to kMaxRows; a row whose first split it is has nothing merged yet.
+// The same for up to kMaxRows rows that meet one split together. A row marked `first` has nothing merged yet.
 inline void merge_rows(Partial* merged, const Row* rows, int num_rows, const bool* first, int64_t dim) {
   float differences[ceil_div(kMaxRows, kLanes) * kLanes] = {};
   for (int r = 0; r < num_rows; ++r) {

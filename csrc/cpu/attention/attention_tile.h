@@ -11,8 +11,8 @@ struct TileIndex {
   int64_t first_position;  // of the sequence's first token
 };
 
-// Row r of a sequence's rows for one KV head is token r / group, head r % group. The model computes in T, and the caches
-// hold elements of type Stored.
+// Row r of a sequence's rows for one KV head is token r / group, head r % group. The model computes in T, and the
+// caches hold elements of type Stored.
 template <class T, class Stored>
 class RowTile {
  public:
@@ -49,7 +49,8 @@ class RowTile {
   int64_t end_split() const { return end_split(index_.num_rows - 1); }
   int64_t end_split(int64_t r) const { return ceil_div(visible(r).end, kSplitKeys); }
 
-  // Calls take(first_row, num_rows, rows) for the rows that see a part of the split, at most kMaxRows of them at a time.
+  // Calls take(first_row, num_rows, rows) for the rows that see a part of the split, at most kMaxRows of them at a
+  // time.
   template <class Take>
   void attend(int64_t split, const Take& take) {
     const int64_t split_begin = split * kSplitKeys;

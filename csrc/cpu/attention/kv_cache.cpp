@@ -1,5 +1,5 @@
-// New keys and values into the paged cache, as they are or as signed bytes with one scale per token and head. A head's
-// bytes depend on that head only. Queries and keys are rotated on the way, while their lines are at hand.
+// Writes new keys and values into the paged cache, as they are or as signed bytes with one scale per token and head.
+// The bytes of a head depend on that head only. Queries and keys are rotated on the way, while they are in the cache.
 #include "attention/rotate_head.h"
 #include "dispatch/variant.h"
 #include "runtime/thread_pool.h"
@@ -27,7 +27,7 @@ void rotate_heads(T* heads, int64_t num_heads, int64_t dim, const float* angles,
   for (int64_t h = 0; h < num_heads; ++h) rotate_head(heads + h * dim, angles, rotation);
 }
 
-// `place`: of the token in its block's first head.
+// `place` is the token's place in its block's first head.
 template <class T>
 void store_heads(const T* heads, int64_t dim, int64_t place, void* cache, float* scales, const WriteKvArgs& args) {
   for (int64_t head = 0; head < args.num_kv_heads; ++head, heads += dim, place += args.block_size) {

@@ -1,4 +1,4 @@
-// New latents into the paged cache of multi-head latent attention.
+// Writes new latents into the paged cache of multi-head latent attention.
 #include <cstring>
 
 #include "attention/latent_cache.h"

@@ -1,4 +1,5 @@
-// Writes latents into the paged cache of multi-head latent attention. Moves memory only, so it exists once for all ISAs.
+// Writes latents into the paged cache of multi-head latent attention. It only moves memory, so it exists once for all
+// ISAs.
 #pragma once
 
 #include "runtime/types.h"

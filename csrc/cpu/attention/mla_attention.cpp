@@ -1,6 +1,7 @@
-// Attention over latents (MLA, absorbed): one cached row per token is the key of all heads, and its first part their
-// value. Tokens x heads of a sequence are rows, and rows lie in the lanes of vectors: scores are [key][row], so that a
-// softmax never crosses lanes, and outputs [dim][row]. Here: which rows form a tile, and where tiles meet splits.
+// Attention over latents (MLA, absorbed): one cached row per token is the key of all heads, and its first part is their
+// value. A row is one head of one token, and rows lie in the lanes of vectors. Scores are [key][row], so that a softmax
+// never crosses lanes, and outputs are [dim][row]. This file decides which rows form a tile, and which tiles meet which
+// splits.
 #include "attention/mla_tile.h"
 #include "dispatch/variant.h"
 #include "runtime/thread_pool.h"
@@ -51,7 +52,7 @@ class Tiles {
   int64_t* first_;
 };
 
-// All splits of a tile, one after another.
+// Computes all splits of a tile, one after another.
 template <class T>
 void attend_tile(const MlaAttentionArgs& args, const MlaTileIndex& index) {
   MlaTile<T> tile(args, index);
@@ -66,8 +67,8 @@ void attend_tile(const MlaAttentionArgs& args, const MlaTileIndex& index) {
   tile.store_output(merged);
 }
 
-// Few tiles, long contexts: every (tile, split) is a task of its own, then every tile merges its splits, in index order
-// as always.
+// For a few tiles with long contexts, every (tile, split) is a task of its own. Then every tile merges its splits, in
+// index order as always.
 template <class T>
 void attend_wide(const MlaAttentionArgs& args, const Tiles& tiles, int64_t num_splits) {
   const int64_t size = MlaTile<T>::output_size(args), stride = size + 2 * kMlaTileRows;
@@ -103,7 +104,7 @@ void attend(const MlaAttentionArgs& args) {
   if (num_splits > 1 && tiles.count() < 2 * num_threads() && num_threads() > 1 && partial_bytes <= kMaxPartialBytes) {
     return attend_wide<T>(args, tiles, num_splits);
   }
-  // Late tiles of a prompt see the most keys: they go first, so that no thread is left with one at the end.
+  // Late tiles of a prompt see the most keys. They go first, so that no thread is left with one at the end.
   parallel_for(tiles.count(), [&](int64_t task) { attend_tile<T>(args, tiles.at(tiles.count() - 1 - task)); });
 }
 

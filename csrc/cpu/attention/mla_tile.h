@@ -3,8 +3,8 @@
 //
 // As in attention.cpp, keys are cut into splits of 512 anchored at absolute position, and splits are merged in index
 // order. The arithmetic of a lane does not depend on the rows beside it: scores are summed over the dims in order, and
-// outputs over the split's keys in order. If the cache is bf16, words are pairs on every ISA, and weights are rounded to
-// bf16 before they are summed and multiplied by the values.
+// outputs over the split's keys in order. If the cache is bf16, words are pairs on every ISA, and weights are rounded
+// to bf16 before they are summed and multiplied by the values.
 #pragma once
 
 #include "attention/attention_args.h"
@@ -204,8 +204,8 @@ class MlaTile {
       for (int64_t j = 0; j < stop; j += broadcasts(kVectors)) score_keys<kVectors>(key + j, j, most);
     }
     for (int v = 0; v < kVectors; ++v) weigh_scores<kVectors>(v, end[v], most, partial);
-    // First the words of keys that all rows see, then those that only some rows see. A hidden key must not be added with
-    // a weight of zero: that would turn an infinite value of a later token into NaN.
+    // First the words of keys that all rows see, then those that only some rows see. A hidden key must not be added
+    // with a weight of zero: that would turn an infinite value of a later token into NaN.
     const int64_t num_words = ceil_div(most, kPerWord<T>);
     const int64_t common = least == most ? num_words : least / kPerWord<T>;
     for (int64_t first = 0; first < num_words; first += kPackedKeys / kPerWord<T>) {
@@ -284,7 +284,8 @@ class MlaTile {
     store(partial.sum + v * kLanes, sum);
   }
 
-  // Packs the values of the words [first, last) of keys as [panel of dims][word][dim], with zeros from key `num_keys` on.
+  // Packs the values of the words [first, last) of keys as [panel of dims][word][dim], with zeros from key `num_keys`
+  // on.
   void pack_values(int64_t first, int64_t last, int64_t num_keys) {
     const int64_t dims = args_.latent_dim;
     for (int64_t word = first; word < last; ++word) {

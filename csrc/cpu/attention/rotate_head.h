@@ -1,5 +1,5 @@
-// Rotary position embedding of one head in place: pairs (i, i + half), or (2i, 2i + 1) if interleaved, of its first
-// 2 * half elements; the rest is left alone. In fp32, rounded once.
+// Rotary position embedding of one head, in place. It rotates the pairs (i, i + half), or (2i, 2i + 1) if interleaved,
+// of the first 2 * half elements; the rest stays as it is. It is computed in fp32 and rounded once.
 #pragma once
 
 #include "dispatch/kernels.h"

@@ -1,5 +1,5 @@
-// Checks of what a step's tensors name: a wrong index would read or write foreign memory. They are part of a recorded
-// call, since a replay has other values in the same places.
+// Checks of the indices in a step's tensors: a wrong index would read or write foreign memory. The checks are part of a
+// recorded call, since a replay has other values in the same places.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ inline void check_slots(const int64_t* slots, int64_t num_tokens, int64_t num_sl
   }
 }
 
-// Args: AttentionArgs or MlaAttentionArgs; `window` 0: none.
+// Args is AttentionArgs or MlaAttentionArgs. A `window` of 0 stands for none.
 template <class Args>
 void check_sequences(const Args& args, int64_t window, int64_t num_tokens, int64_t max_blocks, int64_t num_blocks) {
   if (args.query_starts[0] != 0 || args.query_starts[args.num_sequences] != num_tokens) {

@@ -1,4 +1,4 @@
-// The part of DLPack 1.x that we use; the layout is fixed by its specification, so that no torch header is needed.
+// The part of DLPack 1.x that we use. The specification fixes the layout, so no torch header is needed.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,4 @@
-// SharedGroup and Mailbox for Python. Waiting releases the GIL; Ctrl-C is noticed within a slice of the wait.
+// SharedGroup and Mailbox for Python. Waiting releases the GIL; a wait notices Ctrl-C within a slice of time.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -26,7 +26,7 @@ using namespace nanobind::literals;
 
 PyObject* collective_aborted = nullptr;
 
-// Bytes of a contiguous CPU tensor or of any object with the buffer protocol, held for as long as this lives.
+// The bytes of a contiguous CPU tensor or of any object with the buffer protocol. The object is held while this lives.
 class Memory {
  public:
   Memory(nb::handle object, bool writable) : owner_(nb::borrow(object)) {
@@ -66,7 +66,7 @@ bool interrupted() {
 
 double seconds(std::optional<double> timeout_s) { return timeout_s.value_or(INFINITY); }
 
-// More threads than cores must not burn them: then spin only briefly.
+// If there are more threads than cores, spinning threads take cores from the others: spin only briefly.
 int spin_iterations_for(std::optional<int> wanted, int size) {
   return wanted.value_or(size <= allowed_cpus() ? 20000 : 50);
 }
@@ -76,7 +76,8 @@ int spin_iterations_for(std::optional<int> wanted, int size) {
   throw nb::python_error();
 }
 
-// Quantizes rows [first, first + count) of args, each made of a piece of every rank: joined, a row is in a cache only.
+// Quantizes rows [first, first + count) of args. Each row is made of a piece from every rank, and the joined row exists
+// only in the cache.
 void quantize_joined(const QuantizeRowsArgs& args, const std::vector<int64_t>& row_bytes, int64_t first, int64_t count,
                      const std::vector<const char*>& pieces) {
   constexpr int64_t kRowsAtOnce = 4;
@@ -109,7 +110,8 @@ class PySharedGroup {
                spin_iterations_for(spin_iterations, size)) {
     if (progress.is_none()) return;
     progress_.emplace(progress, true);
-    if (progress_->size() < 2 * static_cast<int64_t>(sizeof(int64_t))) raise_value_error("progress takes two int64");
+    constexpr int64_t kLeastBytes = 2 * static_cast<int64_t>(sizeof(int64_t));
+    if (progress_->size() < kLeastBytes) raise_value_error("progress must have room for two int64");
   }
 
   void barrier(std::optional<double> timeout_s) {
@@ -215,7 +217,7 @@ class PySharedGroup {
     if (group_.rank() < 0) raise_value_error("an observer takes no part in collectives");
   }
 
-  // counts [size, size]: rows that each rank sends to each other.
+  // counts [size, size]: the rows that each rank sends to each other.
   void check_exchange(const int64_t* counts, int64_t local_rows, int64_t out_rows) const {
     const int64_t size = group_.size(), rank = group_.rank();
     int64_t sent = 0, received = 0;
@@ -242,8 +244,8 @@ class PySharedGroup {
     });
   }
 
-  // Runs a collective, or keeps it in a program. While it waits the progress line says so; a rank whose exchange failed
-  // is still one that waited.
+  // Runs a collective, and keeps it if a program records. The progress line says whether the rank waits. A rank whose
+  // exchange failed still counts as waiting.
   template <class Collective>
   void exchange(std::optional<double> timeout_s, Collective collective) {
     perform([this, timeout_s, collective] {

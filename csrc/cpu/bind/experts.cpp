@@ -33,7 +33,7 @@ void route_experts(nb::handle logits_object, nb::handle bias_object, nb::handle 
   args.num_groups = num_groups;
   args.top_groups = top_groups;
   if (num_groups < 1 || top_groups < 1 || top_groups > num_groups || num_experts % num_groups != 0) {
-    raise_value_error("groups must be of equal size, and at least one of them eligible");
+    raise_value_error("groups must have equal sizes, and at least one group must be eligible");
   }
   if (ids.size(1) < 1 || ids.size(1) > num_experts / num_groups * top_groups) {
     raise_value_error("a token must choose at least one expert, and at most those that are eligible");
@@ -61,7 +61,7 @@ void route_experts(nb::handle logits_object, nb::handle bias_object, nb::handle 
 
 int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-// Panels as pack_weight, pack_int8 and pack_int4 make them, with the experts in front.
+// Checks panels that pack_weight, pack_int8 or pack_int4 made, with the experts as the first dimension.
 ExpertStack stack_of(nb::handle panels_object, nb::handle scales_object, DType dtype, int64_t columns, int64_t depth) {
   const Tensor panels(panels_object, "panels");
   const int64_t num_panels = round_up(columns, kPanelColumns) / kPanelColumns;
@@ -144,7 +144,7 @@ ExpertDownArgs down_args(const Tensor& x, nb::handle panels, nb::handle scales, 
   return args;
 }
 
-// All but rows and places; `out` has a row per token of `weights`.
+// Fills in all arguments except rows and places; `out` has a row per token of `weights`.
 CombineArgs combine_args(const Tensor& weights, nb::handle shared_object, nb::handle shared_scale_object,
                          const Tensor& out) {
   weights.is(DType::kFloat32).has_shape({-1, -1}).is_contiguous();

@@ -16,7 +16,7 @@ namespace {
 
 using namespace nanobind::literals;
 
-// num_panels -1: any.
+// num_panels -1 stands for any number.
 void check_panels_shape(const Tensor& panels, int64_t num_panels, int64_t depth) {
   const bool pairs = panels.dtype() == DType::kBFloat16;
   const int64_t padded_depth = pairs ? (depth + 1) / 2 * 2 : depth;
@@ -59,7 +59,7 @@ void packed_rows_of(nb::handle panels_object, nb::handle indices_object, nb::han
   packed_rows(args);
 }
 
-// All but the output.
+// Fills in all arguments except the output.
 LinearArgs linear_args(const Tensor& x, const Tensor& panels, nb::handle bias_object, int64_t num_columns, bool gated) {
   x.is_floating().has_shape({-1, -1}).has_rows().same_dtype(panels);
   check_panels(panels, gated ? gated_weight_columns(num_columns) : num_columns, x.size(1));

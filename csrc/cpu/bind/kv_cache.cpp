@@ -22,13 +22,13 @@ void check_positions(const Rotation& rotation, int64_t num_tokens, int64_t num_p
   }
 }
 
-// Of heads x [num_tokens, num_heads, head_dim].
+// The rotation of heads x [num_tokens, num_heads, head_dim].
 Rotation rotation_of(const Tensor& x, const Tensor& positions, const Tensor& table, bool interleaved) {
   positions.has_shape({x.size(0)}).is_contiguous();
   table.is(DType::kFloat32).has_shape({-1, -1}).is_contiguous();
   if (positions.dtype() != DType::kInt32) positions.is(DType::kInt64);
   if (table.size(1) % 2 != 0 || table.size(1) > x.size(2)) {
-    raise_value_error("the table's width must be even and at most the head's");
+    raise_value_error("the table's width must be even and at most the head's width");
   }
   return {positions.data(), positions.dtype() == DType::kInt64, table.as<float>(), table.size(1) / 2, interleaved};
 }
@@ -44,7 +44,7 @@ void apply_rope(nb::handle x_object, nb::handle positions_object, nb::handle tab
   });
 }
 
-// All but query and rotation.
+// Fills in all arguments except the query and the rotation.
 WriteKvArgs write_args(const Tensor& key, nb::handle value_object, const Tensor& key_cache,
                        nb::handle value_cache_object, nb::handle slots_object, nb::handle key_scales_object,
                        nb::handle value_scales_object) {

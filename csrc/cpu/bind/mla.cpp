@@ -1,4 +1,4 @@
-// Python entry points of multi-head latent attention: check the tensors, fill in the arguments, let go of the GIL.
+// Python entry points of multi-head latent attention: check the tensors, fill in the arguments, release the GIL.
 #include <string>
 
 #include "attention/latent_cache.h"

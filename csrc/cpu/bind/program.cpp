@@ -1,4 +1,4 @@
-// Activation tensors out of the thread's arena, and programs of recorded kernel calls, for Python.
+// Activation tensors from the thread's arena, and programs of recorded kernel calls, for Python.
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -38,7 +38,7 @@ const DTypeEntry& entry_of(nb::handle torch_dtype) {
   for (int i = 0; i < kNumDTypes; ++i) {
     if (torch_dtype.ptr() == known[i]) return kDTypes[i];
   }
-  raise_type_error("no activations of dtype " + std::string(nb::str(torch_dtype).c_str()));
+  raise_type_error("activations cannot have the dtype " + std::string(nb::str(torch_dtype).c_str()));
 }
 
 const DLPackExchangeApi& torch_api() {
@@ -58,7 +58,7 @@ size_t num_bytes_of(const std::vector<int64_t>& shape, const DTypeEntry& entry) 
   return bytes;
 }
 
-// A block of the arena on its way to torch, which gives it back with the tensor's last user.
+// A block of the arena that torch owns. Torch gives it back with the tensor's last user.
 struct ArenaTensor {
   DLManagedTensor managed = {};
   std::shared_ptr<Arena> arena;
@@ -104,11 +104,11 @@ nb::object activation_empty(nb::handle dtype, nb::args sizes) {
   return tensor_over(arena, arena->take(num_bytes_of(shape, entry)), shape, entry);
 }
 
-// A program with the tensor that it computes.
+// A program, and the tensor that it computes.
 class PyProgram {
  public:
   void begin() {
-    if (Program::recording() != nullptr) raise_value_error("this thread is recording already");
+    if (Program::recording() != nullptr) raise_value_error("this thread is already recording a program");
     program_.begin();
   }
 
@@ -126,7 +126,7 @@ class PyProgram {
   }
 
   nb::object replay() const {
-    if (entry_ == nullptr) raise_value_error("a program needs an output");
+    if (entry_ == nullptr) raise_value_error("set_output must be called before replay");
     bool done;
     {
       nb::gil_scoped_release release;

@@ -17,7 +17,7 @@ using namespace nanobind::literals;
 
 int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-// Sums of products of bytes stay within int32 up to here, offsets included: 128 * 127 * 2^17 < 2^31.
+// Up to this depth sums of products of bytes stay within int32, offsets included: 128 * 127 * 2^17 < 2^31.
 void check_depth(int64_t depth) {
   constexpr int64_t kMaxDepth = 1 << 17;
   if (depth < 1 || depth > kMaxDepth) {
@@ -26,13 +26,13 @@ void check_depth(int64_t depth) {
   }
 }
 
-// Panels and scales of a weight, as what they are called with.
+// The panels and scales of a weight, with the types that the kernels take.
 struct Weight {
   uint8_t* panels;
   float* scales;
 };
 
-// num_panels -1: any.
+// num_panels -1 stands for any number.
 Weight int8_panels(nb::handle panels_object, nb::handle scales_object, int64_t num_panels, int64_t depth) {
   const Tensor panels(panels_object, "panels"), scales(scales_object, "column_scales");
   check_depth(depth);
@@ -95,7 +95,7 @@ void pack_int4(nb::handle weight, nb::handle panels, nb::handle scales, int64_t 
   kernels().pack_int4(args);
 }
 
-// All but the weight and the output.
+// Fills in all arguments except the weight and the output.
 QuantizedLinearArgs linear_args(nb::handle values_object, nb::handle scales_object, nb::handle sums_object,
                                 int64_t depth, nb::handle bias_object, int64_t num_columns, bool gated) {
   const Tensor values(values_object, "values"), scales(scales_object, "scales"), sums(sums_object, "sums");
@@ -117,7 +117,7 @@ QuantizedLinearArgs linear_args(nb::handle values_object, nb::handle scales_obje
   return args;
 }
 
-// All but the weight.
+// Fills in all arguments except the weight.
 QuantizedLinearArgs linear_args(nb::handle values, nb::handle scales, nb::handle sums, int64_t depth, nb::handle bias,
                                 nb::handle out_object, const std::optional<std::string>& gate) {
   const Tensor out(out_object, "out");

@@ -13,10 +13,10 @@ namespace {
 
 using namespace nanobind::literals;
 
-// Where a norm's rows go: into a tensor like x, or, given three, as values, scales and sums of quantized rows.
+// Sets where a norm's rows go: a tensor like x, or a tuple of three, the values, scales and sums of quantized rows.
 void set_output(NormArgs& args, const Tensor& x, nb::handle out_object) {
   if (nb::isinstance<nb::tuple>(out_object)) {
-    if (nb::len(out_object) != 3) raise_value_error("quantized rows are values, scales and sums");
+    if (nb::len(out_object) != 3) raise_value_error("out must be a tensor, or a tuple of values, scales and sums");
     const Tensor values(out_object[0], "values"), scales(out_object[1], "scales"), sums(out_object[2], "sums");
     x.has_shape({-1, -1});
     check_quantized_rows(values, scales, sums, args.num_rows, args.width);

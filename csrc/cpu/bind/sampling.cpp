@@ -21,11 +21,13 @@ using namespace nanobind::literals;
 
 const Tensor& check_logits(const Tensor& logits) {
   logits.is(DType::kFloat32).has_shape({-1, -1}).has_rows();
-  if (logits.size(1) < 1 || logits.size(1) > INT32_MAX) raise_value_error("logits must have a vocabulary");
+  if (logits.size(1) < 1 || logits.size(1) > INT32_MAX) {
+    raise_value_error("logits must have between 1 and 2^31 - 1 columns");
+  }
   return logits;
 }
 
-// One value per row of logits.
+// A tensor with one value per row of logits.
 template <class T>
 T* per_row(nb::handle object, const char* name, DType dtype, const Tensor& logits) {
   return Tensor(object, name).is(dtype).has_shape({logits.size(0)}).is_contiguous().as<T>();
@@ -141,7 +143,7 @@ void choose_best(nb::handle best_object, nb::handle pairs_object) {
   const Tensor best(best_object, "best"), pairs(pairs_object, "pairs");
   best.is(DType::kFloat32).has_shape({-1, 2, -1}).is_contiguous();
   pairs.is(DType::kFloat32).has_shape({best.size(0), 2}).is_contiguous();
-  if (best.size(2) < 1) raise_value_error("there must be a column to choose");
+  if (best.size(2) < 1) raise_value_error("best must have at least one column");
   const int64_t num_rows = best.size(0), count = best.size(2);
   const float* rows = best.as<float>();
   float* chosen = pairs.as<float>();

@@ -1,5 +1,5 @@
-// A step's inputs out of what is known of its sequences: positions, lengths, block tables and slots, in one call each,
-// since whoever prepares a decode step finds cold caches.
+// Writes a step's inputs from what is known of its sequences: positions and lengths in one call, block tables and slots
+// in another. More calls would be slow, because the thread that prepares a decode step finds cold caches.
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
@@ -58,7 +58,7 @@ void lay_out_blocks(nb::handle table_object, const Integers& rows, const Integer
     const int64_t end = starts[s] + lengths[s], num_blocks = (end + block_size - 1) / block_size;
     if (rows[s] < 0 || rows[s] >= table.size(0)) raise_value_error("a row lies outside the table");
     if (num_blocks > table.size(1) || num_blocks > block_tables.size(1)) {
-      raise_value_error("a sequence has more blocks than the tables have room for");
+      raise_value_error("a sequence has more blocks than the table or block_tables have columns");
     }
     const int32_t* blocks = table.as<int32_t>() + rows[s] * table.size(1);
     std::memcpy(block_tables.as<int32_t>() + static_cast<int64_t>(s) * block_tables.size(1), blocks,

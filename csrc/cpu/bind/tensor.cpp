@@ -32,14 +32,14 @@ const DLPackExchangeApi* find_exchange_api(PyTypeObject* type) {
 
 }  // namespace
 
-// Types come one or two at a time (Tensor, Parameter): remember the last.
+// Calls use one or two types (Tensor, Parameter), so remember the last one.
 const DLPackExchangeApi* exchange_api(PyTypeObject* type) {
   thread_local PyTypeObject* last_type = nullptr;
   thread_local const DLPackExchangeApi* last_api = nullptr;
   if (type != last_type) {
     const DLPackExchangeApi* api = find_exchange_api(type);
     if (api == nullptr) return nullptr;
-    Py_INCREF(type);  // never freed, so that its address cannot become another type's
+    Py_INCREF(type);  // never freed, so that no other type can get its address
     last_type = type;
     last_api = api;
   }
@@ -70,7 +70,7 @@ Tensor::Tensor(nb::handle object, const char* name) : name_(name) {
   }
   DLTensor view;
   const bool exported = api->tensor_from_py_object(object.ptr(), &view) == 0;
-  if (!exported) PyErr_Clear();  // torch's message is its C++ stack; meta and sparse tensors end up here
+  if (!exported) PyErr_Clear();  // torch's message is a C++ stack; meta and sparse tensors come here
   if (!exported || (view.device.type != kDLCpu && view.device.type != kDLCudaHost)) {
     raise_type_error(std::string(name) + " must be a dense tensor on the CPU");
   }
@@ -129,14 +129,14 @@ bool Tensor::inner_contiguous(int first_dim) const {
 
 const Tensor& Tensor::has_rows() const {
   if (num_elements() != 0 && !inner_contiguous()) {
-    raise_value_error(std::string(name_) + " must be contiguous but for its first stride");
+    raise_value_error(std::string(name_) + " must be contiguous, except for its first stride");
   }
   return *this;
 }
 
 const Tensor& Tensor::has_heads() const {
   if (num_elements() != 0 && !inner_contiguous(2)) {
-    raise_value_error(std::string(name_) + " must be contiguous but for its first two strides");
+    raise_value_error(std::string(name_) + " must be contiguous, except for its first two strides");
   }
   return *this;
 }

@@ -12,7 +12,8 @@ namespace shardline {
 
 namespace nb = nanobind;
 
-// Valid while the Python object lives and is not resized. The checks raise TypeError or ValueError naming the argument.
+// Valid while the Python object lives and is not resized. The checks raise TypeError or ValueError and name the
+// argument.
 class Tensor {
  public:
   Tensor(nb::handle object, const char* name);
@@ -23,9 +24,9 @@ class Tensor {
   // One entry per dimension; -1 matches any size.
   const Tensor& has_shape(std::initializer_list<int64_t> sizes) const;
   const Tensor& is_contiguous() const;
-  // Contiguous but for the first dimension's stride, as in a slice of columns.
+  // Contiguous except for the first dimension's stride, like a slice of columns.
   const Tensor& has_rows() const;
-  // Contiguous but for the first two dimensions' strides, as in a slice of each head.
+  // Contiguous except for the first two dimensions' strides, like a slice of each head.
   const Tensor& has_heads() const;
 
   void* data() const { return data_; }

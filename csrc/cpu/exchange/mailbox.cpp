@@ -8,14 +8,14 @@ namespace shardline {
 namespace {
 
 constexpr size_t kLine = 128;
-constexpr int64_t kLengthBytes = 8;  // each message is preceded by its length
+constexpr int64_t kLengthBytes = 8;  // the length before each message
 
 }  // namespace
 
 struct Mailbox::Header {
   alignas(kLine) std::atomic<uint64_t> shape;
-  alignas(kLine) std::atomic<uint64_t> written;  // bytes ever; moved by the sender only
-  alignas(kLine) std::atomic<uint64_t> taken;    // bytes ever; moved by the receiver only
+  alignas(kLine) std::atomic<uint64_t> written;  // total bytes; only the sender changes it
+  alignas(kLine) std::atomic<uint64_t> taken;    // total bytes; only the receiver changes it
   alignas(kLine) WaitCell cell;
 };
 
@@ -39,7 +39,7 @@ WaitLimits Mailbox::limits(double timeout_s, bool (*interrupted)()) {
   return {deadline_after(timeout_s), &spin_, interrupted};
 }
 
-// Giving up inside a message leaves half of it in the ring, so nobody may use the mailbox any more.
+// A wait that ends inside a message leaves half of the message in the ring, so nobody may use the mailbox any more.
 WaitStatus Mailbox::broken(WaitStatus status) {
   if (status != WaitStatus::kAborted) abort();
   return status;
@@ -49,7 +49,7 @@ WaitStatus Mailbox::write(const char* from, int64_t num_bytes, const WaitLimits&
   uint64_t written = header_->written.load();
   while (num_bytes > 0) {
     const auto room = [&] { return capacity_ - static_cast<int64_t>(written - header_->taken.load()); };
-    // The length goes in whole or not at all, so that a send that found no room can be tried again.
+    // The length is written whole or not at all, so that a send that found no room can be tried again.
     const int64_t needed = started ? 1 : num_bytes;
     const WaitStatus status = wait_until(cell_, limits, [&] { return room() >= needed; });
     if (status != WaitStatus::kDone) return started ? broken(status) : status;

@@ -1,6 +1,6 @@
 // Messages from one sender to one receiver, in order, through a ring of bytes in shared memory. A message longer than
-// the ring streams through it. The memory may be mapped by two processes or belong to two threads; it must be
-// zero-filled at first.
+// the ring streams through it. Two processes may map the memory, or two threads may share it. It must start filled with
+// zeros.
 #pragma once
 
 #include <cstddef>
@@ -17,9 +17,9 @@ class Mailbox {
   Mailbox(void* memory, size_t num_bytes, int spin_iterations);
 
   WaitStatus send(const void* data, int64_t num_bytes, double timeout_s, bool (*interrupted)());
-  // Waits for a message and tells its length, without taking it.
+  // Waits for a message and returns its length, without taking the message.
   WaitStatus peek(int64_t* num_bytes, double timeout_s, bool (*interrupted)());
-  // Takes the message that peek() told of; `out` holds as many bytes.
+  // Takes the message that peek() announced; `out` must have room for its length.
   WaitStatus receive(void* out, int64_t num_bytes, double timeout_s, bool (*interrupted)());
 
   void abort() { abort_waiters(cell_, -1); }

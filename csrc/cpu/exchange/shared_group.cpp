@@ -7,7 +7,7 @@
 namespace shardline {
 namespace {
 
-constexpr size_t kLine = 128;  // two cache lines: adjacent ones are fetched together
+constexpr size_t kLine = 128;  // two cache lines, since the hardware fetches adjacent ones together
 constexpr size_t kPage = 4096;
 
 float widen(float x) { return x; }
@@ -25,7 +25,7 @@ void narrow(float x, bf16* out) {
   out->bits = static_cast<uint16_t>((x == x ? rounded : bits | 0x400000) >> 16);
 }
 
-// Bytes [begin, end) of a rank's contribution go to their places in the result.
+// Copies bytes [begin, end) of a rank's contribution to their places in the result.
 void scatter(const char* from, int64_t begin, int64_t end, const GatherPart& part, char* out) {
   while (begin < end) {
     const int64_t row = begin / part.row_bytes, column = begin % part.row_bytes;
@@ -54,13 +54,13 @@ void sum_in_rank_order(const std::vector<const T*>& sources, int64_t count, T* o
 }  // namespace
 
 struct SharedGroup::Header {
-  alignas(kLine) std::atomic<uint64_t> shape;  // size and data bytes, so that a stranger is noticed
+  alignas(kLine) std::atomic<uint64_t> shape;  // size and data bytes, to detect a group of another shape
   alignas(kLine) WaitCell cell;
 };
 
 struct SharedGroup::RankLine {
-  alignas(kLine) std::atomic<uint64_t> epoch;  // barriers this rank has reached
-  std::atomic<int64_t> announced_bytes[2];     // what it brought to the collective, by parity
+  alignas(kLine) std::atomic<uint64_t> epoch;  // barriers that this rank has reached
+  std::atomic<int64_t> announced_bytes[2];     // the size of its contribution, by the barrier's parity
 };
 
 size_t SharedGroup::required_bytes(int size, size_t data_bytes) {
@@ -99,12 +99,12 @@ WaitStatus SharedGroup::arrive_and_wait(const WaitLimits& limits) {
   if (rank_ == kObserver) throw std::invalid_argument("an observer takes no part in collectives");
   const uint64_t goal = ++epoch_;
   lines_[rank_].epoch.store(goal);
-  int next = 0;  // ranks before it have arrived
+  int next = 0;  // all ranks before this one have arrived
   const auto all_arrived = [&] {
     while (next < size_ && lines_[next].epoch.load() >= goal) ++next;
     return next == size_;
   };
-  if (all_arrived()) {  // the last to arrive wakes the others
+  if (all_arrived()) {  // the last rank to arrive wakes the others
     notify(cell_);
     return cell_->aborted.load() != 0 ? WaitStatus::kAborted : WaitStatus::kDone;
   }
@@ -115,7 +115,7 @@ WaitStatus SharedGroup::barrier(double timeout_s, bool (*interrupted)()) {
   return arrive_and_wait(limits(timeout_s, interrupted));
 }
 
-// The coming barrier's half.
+// The half of the data area that belongs to the next barrier.
 char* SharedGroup::slab(int rank) const {
   const int64_t half = static_cast<int64_t>(epoch_ & 1);
   return data_ + (half * size_ + rank) * slab_bytes_;
@@ -185,9 +185,12 @@ WaitStatus SharedGroup::gather_rows(const void* local, int64_t num_rows, const s
 WaitStatus SharedGroup::all_to_all_rows(const void* local, const int64_t* counts, int64_t row_bytes, void* out,
                                         double timeout_s, bool (*interrupted)()) {
   const WaitLimits limits = this->limits(timeout_s, interrupted);
-  // A rank's rows for itself stay where they are: `skipped` of its bytes, from `start` on, are not sent.
+  // A rank's rows for itself stay where they are: from `start` on, `skipped` of its bytes are not sent.
   struct Stream {
-    int64_t bytes = 0, mine = 0, start = 0, skipped = 0;  // sent; first for this rank; first for itself; for itself
+    int64_t bytes = 0;    // sent
+    int64_t mine = 0;     // where those for this rank start
+    int64_t start = 0;    // where its rows for itself start
+    int64_t skipped = 0;  // bytes for itself
   };
   std::vector<Stream> streams(static_cast<size_t>(size_));
   int64_t longest = 0;

@@ -1,21 +1,22 @@
 // out[M, N] = x[M, K] weight[N, K]^T + bias. Every output is one chain of multiply-adds over k = 0..K-1 in that order,
-// in fp32, then one rounding: tiling over rows, columns and blocks of K only decides when a link is added, never which.
+// in fp32, and then one rounding. Tiling over rows, columns and blocks of K decides when a product is added, never in
+// which order.
 #include "gemm/gemm_tiles.h"
 
 namespace shardline::SHARDLINE_ISA {
 namespace {
 
-// Rows of a tile, so that sums and operands fit the registers: bf16 without a dot instruction needs more operands.
+// Rows of a tile. Sums and operands must fit the registers; bf16 without a dot instruction needs more operands.
 template <class T>
 constexpr int kTileRows = sizeof(T) == 4 || kHasBf16Dot ? 6 : kLanes == 16 ? 5 : 4;
 
 template <class T>
 constexpr int64_t kStep = sizeof(T) == 2 ? 2 : 1;  // bf16 advances by pairs of k
 
-// Rows whose tile is wide, see gemm_tiles.h.
+// The numbers of rows whose tile is wide, see gemm_tiles.h.
 constexpr int kWideMin = 7, kWideMax = kLanes == 16 ? 10 : 0;
 
-// How many vectors of columns a tile of `rows` holds in registers: 32 with AVX-512, else 16.
+// How many vectors of columns a tile of `rows` holds in registers. AVX-512 has 32 registers, other ISAs have 16.
 constexpr int tile_vectors(int rows, bool wide) {
   if (kLanes == 16) return wide ? kWideVectors : 4;
   return rows == 1 ? 8 : rows <= 3 ? 4 : 2;
@@ -66,7 +67,7 @@ inline void accumulate(const bf16* x, int64_t x_stride, const bf16* w, int64_t b
       for (int v = 0; v < kVectors; ++v) sum[r][v] = dot_pairs(sum[r][v], row, column[v]);
     }
   }
-  if (whole_end < end) {  // an odd K ends with half a pair; the panel holds a zero there
+  if (whole_end < end) {  // an odd K ends with half a pair; the panel has a zero there
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const I32 row = broadcast_pair(x + r * x_stride + whole_end * 2, false);
@@ -104,7 +105,7 @@ void add_tile(const LinearArgs& args, const Tile& tile) {
   }
 }
 
-// Sums that are values already, for gemm_finish.h.
+// Sums that need no conversion, for gemm_finish.h.
 class FloatSums {
  public:
   FloatSums(const LinearArgs&, const FinishedTile& tile) : sums_(static_cast<const float*>(tile.sums)) {}

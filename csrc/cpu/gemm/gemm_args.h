@@ -9,8 +9,8 @@
 namespace shardline {
 
 constexpr int64_t kPanelColumns = 64;
-// A gated GEMM writes act(gate) * up, rounded once. Each panel then has 32 columns of the gate's weight, followed by the
-// same 32 columns of up's weight. num_columns counts the columns that are written.
+// A gated GEMM writes act(gate) * up, rounded once. Each panel then has 32 columns of the gate's weight, followed by
+// the same 32 columns of up's weight. num_columns counts the columns that are written.
 constexpr int64_t kGatedColumns = kPanelColumns / 2;
 
 // Where the columns of a weight go in panels that several weights may share: the weight fills columns

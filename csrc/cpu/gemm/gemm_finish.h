@@ -1,8 +1,9 @@
-// How a tile's sums become outputs, rounded once: value + bias; or gated, or the best of the panel, see kernels.h.
+// How the sums of a tile become outputs, rounded once: value + bias, or gated, or the best of the panel, see
+// gemm_args.h.
 //
-// `Values` is what a GEMM makes of its sums: Values(args, tile).at(c)(r) are the values of row r of the tile and kLanes
-// columns of the panel from c on. Which of the functions here finishes a GEMM's tiles is chosen once (`finish_of`): a
-// tile is done in less than a microsecond.
+// `Values` converts a GEMM's sums: Values(args, tile).at(c)(r) are the values of row r of the tile and of kLanes
+// columns of the panel from c on. `finish_of` chooses once per GEMM which of these functions finishes its tiles, since
+// a tile takes less than a microsecond.
 #pragma once
 
 #include "dispatch/kernels.h"
@@ -12,7 +13,7 @@
 
 namespace shardline::SHARDLINE_ISA {
 
-// Sums [rows][64] of rows [row, row + rows) and a panel.
+// The sums [rows][64] of rows [row, row + rows) and a panel.
 struct FinishedTile {
   int64_t row, rows, panel;
   void* sums;
@@ -21,7 +22,7 @@ struct FinishedTile {
 template <class Args>
 using Finish = void (*)(const Args&, const FinishedTile&);
 
-// A constant that a lambda may take, as its template argument.
+// A constant that a lambda can take as an argument and use as a template argument.
 template <auto kConstant>
 struct Constant {
   static constexpr auto kValue = kConstant;
@@ -35,7 +36,8 @@ struct Biased {
   inline F32 operator()(int64_t r) const { return column(r) + bias; }
 };
 
-// Columns of a tile with their biases. Only the first `columns` of the panel are the weight's, or of either half of it.
+// Columns of a tile with their biases. Only the first size() columns of the panel, or of each half of it, belong to the
+// weight.
 template <class Values, class Args, bool kBias>
 class Columns {
  public:
@@ -46,7 +48,7 @@ class Columns {
         bias_(static_cast<const char*>(args.bias) + (kBias ? tile.panel * width * bias_bytes() : 0)),
         up_bias_(bias_ + (kBias ? args.num_columns * bias_bytes() : 0)) {}
 
-  int64_t size() const { return num_columns_; }  // more than the panel has, but for the last
+  int64_t size() const { return num_columns_; }  // more than the panel has, except for the last panel
 
   inline auto at(int64_t c) const { return biased(c, bias_, c); }
   inline auto up_at(int64_t c) const { return biased(kGatedColumns + c, up_bias_, c); }
@@ -91,7 +93,7 @@ void write_tile(const Args& args, const FinishedTile& tile) {
   }
 }
 
-// act(gate) * up, from what was not rounded before.
+// act(gate) * up, of values that were not rounded before.
 template <class Values, class T, class Act, bool kBias, class Args>
 void write_gated_tile(const Args& args, const FinishedTile& tile) {
   const Columns<Values, Args, kBias> columns(args, tile, kGatedColumns);
@@ -120,18 +122,19 @@ void write_gated_tile(const Args& args, const FinishedTile& tile) {
       Act::apply(factor);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        store_two(out + (first + r) * stride + c, factor[2 * r] * up(first + r), factor[2 * r + 1] * next_up(first + r));
+        T* to = out + (first + r) * stride + c;
+        store_two(to, factor[2 * r] * up(first + r), factor[2 * r + 1] * next_up(first + r));
       }
     };
-    constexpr int kTogether = kLanes == 16 ? 2 : 1;  // latencies overlap, registers suffice
+    constexpr int kTogether = kLanes == 16 ? 2 : 1;  // latencies overlap, and the registers suffice
     int64_t r = 0;
     for (; r + kTogether <= rows; r += kTogether) gate_rows(r, Constant<kTogether>());
     if (r < rows) gate_rows(r, Constant<1>());
   }
 }
 
-// Each row's largest value, and half an output row further its column; the lowest column on ties. As in `argmax`, NaN
-// loses to everything else.
+// Writes each row's largest value and, half an output row further, its column; the lowest column on ties. As in
+// `argmax`, NaN loses to everything else.
 template <class Values, bool kBias, class Args>
 void write_best_of_tile(const Args& args, const FinishedTile& tile) {
   const Columns<Values, Args, kBias> all(args, tile, kPanelColumns);
@@ -174,7 +177,7 @@ Finish<Args> finish_with(const Args& args) {
                                            : finish_as<Values, bf16, kBias>(args);
 }
 
-// What finishes the tiles of a GEMM.
+// The function that finishes the tiles of a GEMM.
 template <class Values, class Args>
 Finish<Args> finish_of(const Args& args) {
   return args.bias == nullptr ? finish_with<Values, false>(args) : finish_with<Values, true>(args);

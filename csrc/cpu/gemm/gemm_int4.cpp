@@ -1,10 +1,11 @@
 // out[M, N] = x[M, K] weight[N, K]^T + bias with bytes for x and 4-bit weights. 32 neighbours along K share a whole
-// number as their scale, so that value x scale is a byte and the sum over all of K is exact in int32, in any order; then
-// one multiplication by the scales of row and column, one addition, one rounding, as in int8. (Such scales of two levels:
-// QServe, arXiv 2405.04532.) Few rows multiply the values group by group; many multiply bytes that are unpacked once.
+// number as their scale. So value x scale is a byte, and the sum over all of K is exact in int32, in any order. Then
+// come one multiplication by the scales of row and column, one addition, and one rounding, as in int8. (Scales of two
+// levels are from QServe, arXiv 2405.04532.) A few rows multiply the values group by group; many rows multiply bytes
+// that are unpacked once.
 //
-// A value q in [-8, 7] is stored as q + 8. A group of a panel is 64 columns x 4 bytes, four times: quad 2i of k in the
-// low halves, quad 2i + 1 in the high ones; then the columns' scales, bytes from -15 to 15.
+// A value q in [-8, 7] is stored as q + 8. A group of a panel is four times 64 columns x 4 bytes: the low halves hold
+// quad 2i of k, the high halves quad 2i + 1. The scales of the columns follow, bytes from -15 to 15.
 #include "gemm/gemm_int8_tile.h"
 
 namespace shardline::SHARDLINE_ISA {
@@ -14,17 +15,18 @@ constexpr int kTileRows = kLanes == 16 ? 6 : 3;
 constexpr int64_t kValueBytes = kGroupDepth * kPanelColumns / 2, kQuadsOfGroup = kGroupDepth / kQuad;
 constexpr float kMaxScale = 15.0f;
 
-// From how many rows on a panel is unpacked: it costs as much as about 50 rows save. Without the dot instruction bytes
-// of at most 15 are multiplied faster than others.
+// From this many rows on a panel is unpacked: unpacking costs as much as about 50 rows save. Without the dot
+// instruction, bytes of at most 15 are multiplied faster than others.
 constexpr int64_t kUnpackRows = kHasByteDot ? 56 : int64_t{1} << 62;
 
 // Without the dot instruction gcc 12 reorders the sums of unrolled steps until they no longer fit the registers.
 constexpr int kPairUnroll = kHasByteDot ? 4 : 1;
 
-// Rows whose tile is wide, see gemm_tiles.h.
+// The numbers of rows whose tile is wide, see gemm_tiles.h.
 constexpr int kWideMin = 4, kWideMax = kLanes == 16 ? 6 : 0;
 
-// How many vectors of columns a tile of `rows` holds in registers, twice: a group's sums and all of them.
+// How many vectors of columns a tile of `rows` holds in registers. It holds them twice: the sums of a group and of all
+// groups.
 constexpr int tile_vectors(int rows) {
   if (kLanes == 16) return rows <= 3 ? 4 : kWideVectors;
   return rows == 1 ? 4 : 2;
@@ -101,7 +103,7 @@ void add_tile(const QuantizedLinearArgs& args, const Tile& tile) {
   }
 }
 
-// Values x scales as the GEMM over bytes wants them, 128 added.
+// Values x scales as the GEMM over bytes takes them, with 128 added.
 void unpack_groups(const char* steps, int64_t count, void* to) {
   const uint8_t* group = reinterpret_cast<const uint8_t*>(steps);
   uint8_t* bytes = static_cast<uint8_t*>(to);
@@ -110,7 +112,7 @@ void unpack_groups(const char* steps, int64_t count, void* to) {
       const U32 scale = (U32)load_bytes(reinterpret_cast<const int8_t*>(group + kValueBytes) + column);
       const UHalfLanes factor = (UHalfLanes)((scale & 0xffffu) | scale << 16);
       const ByteLanes offset = (ByteLanes)(((128u - 8u * scale) & 0xffu) * 0x01010101u);
-      // Bytes in turn, since a product's upper half must not reach the byte above.
+      // Even and odd bytes in turn, since the upper half of a product must not reach the next byte.
       const auto scaled = [&](U32 halves) {
         const U32 even = (U32)((UHalfLanes)(halves & 0x000f000fu) * factor) & 0x00ff00ffu;
         const U32 odd = (U32)((UHalfLanes)(halves & 0x0f000f00u) * factor);
@@ -127,7 +129,7 @@ void unpack_groups(const char* steps, int64_t count, void* to) {
   }
 }
 
-// 32 weights of a column that share a scale, as floats and then as integers.
+// The 32 weights of a column that share a scale, as floats and then as integers.
 struct Group {
   F32 values[kGroupDepth / kLanes];
   I32 levels[kGroupDepth / kLanes];
@@ -142,7 +144,7 @@ inline Group load_group(const T* weight, int64_t known) {
   return group;
 }
 
-// The weight of the largest magnitude.
+// The weight with the largest magnitude.
 inline float extreme_of(const Group& group) {
   F32 high = group.values[0], low = -group.values[0];
   for (const F32& values : group.values) {
@@ -153,7 +155,7 @@ inline float extreme_of(const Group& group) {
   return highest >= lowest ? highest : -lowest;
 }
 
-// Levels in [-8, 7] for a step, and the squared error.
+// Levels in [-8, 7] for a step, and their squared error.
 float set_levels(Group& group, float step) {
   const F32 inverse = broadcast(1.0f / step);
   F32 error = {};
@@ -165,8 +167,8 @@ float set_levels(Group& group, float step) {
   return sum_lanes(error);
 }
 
-// Of the three scales under which the group's extreme weight falls next to -8, the larger end of the range, the one that
-// gives the least squared error.
+// The best of three scales, each of which puts the group's extreme weight near -8, the larger end of the range. The
+// best one has the least squared error.
 int quantize_group(Group& group, float column_scale) {
   const float extreme = extreme_of(group), magnitude = __builtin_fabsf(extreme) / (8.0f * column_scale);
   const int middle = static_cast<int>(magnitude + 0.5f), sign = extreme > 0.0f ? -1 : 1;
@@ -184,11 +186,12 @@ int quantize_group(Group& group, float column_scale) {
   return best;
 }
 
-// One column of a panel, null for one of zeros; its scale.
+// Packs one column of a panel and returns its scale; null stands for a column of zeros.
 template <class T>
 float pack_column(const T* weight, int64_t depth, uint8_t* packed, int64_t c) {
   const float magnitude = weight == nullptr ? 0.0f : largest_magnitude(weight, depth);
-  // As in int8: what is computed from a weight that is not finite is NaN, and one too small counts as zero.
+  // As in int8: everything computed from a weight that is not finite is NaN, and a weight that is too small counts as
+  // zero.
   const bool empty = !(magnitude - magnitude == 0.0f) || magnitude < 1e-34f;
   const float column_scale = magnitude / (8.0f * kMaxScale);
   for (int64_t k = 0; k < depth; k += kGroupDepth, packed += kInt4GroupBytes) {
@@ -212,7 +215,7 @@ template <class T>
 void pack_panel(const PackQuantizedArgs& args, int64_t panel_index) {
   uint8_t* panel = args.panels + panel_index * ceil_div(args.depth, kGroupDepth) * kInt4GroupBytes;
   float* scales = args.scales + panel_index * kPanelColumns;
-  // The panel's columns before the weight's are another's, those behind become zero.
+  // The panel's columns before this weight's belong to another one, those behind become zero.
   const int64_t first_column = panel_index * args.place.width - args.place.first;
   for (int64_t c = max64(0, -first_column); c < args.place.width; ++c) {
     const int64_t column = first_column + c, place = args.place.begin + c;

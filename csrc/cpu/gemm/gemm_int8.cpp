@@ -6,12 +6,13 @@ namespace {
 
 template <class T>
 void pack_panel(const PackQuantizedArgs& args, int64_t panel_index) {
-  constexpr int64_t kChunk = 64;  // a chunk of the panel stays in L1 while the columns are read one after another
+  constexpr int64_t kChunk = 64;  // a chunk of the panel stays in L1 while one column after another is read
   const int64_t num_quads = ceil_div(args.depth, kQuad);
   uint8_t* panel = args.panels + panel_index * num_quads * kQuad * kPanelColumns;
   panel += args.place.begin * kQuad;
   float* scales = args.scales + panel_index * kPanelColumns + args.place.begin;
-  // Columns [taken, columns) of this panel's are the weight's; those before are another's, those behind become zero.
+  // Columns [taken, columns) of the panel belong to this weight. Those before belong to another one, those behind
+  // become zero.
   const int64_t first_column = panel_index * args.place.width - args.place.first;
   const int64_t taken = max64(0, -first_column), columns = args.num_columns - first_column;
   const T* weight = static_cast<const T*>(args.weight) + first_column * args.weight_stride;
@@ -32,7 +33,7 @@ void pack_panel(const PackQuantizedArgs& args, int64_t panel_index) {
       for (int64_t k = 0; k < kChunk && begin + k < num_quads * kQuad; k += kQuad) {
         uint32_t quad;
         __builtin_memcpy(&quad, bytes + k, sizeof quad);
-        quad ^= 0x80808080;  // 128 more in each byte
+        quad ^= 0x80808080;  // adds 128 to each byte
         __builtin_memcpy(panel + ((begin + k) / kQuad * kPanelColumns + c) * kQuad, &quad, sizeof quad);
       }
     }

@@ -1,8 +1,8 @@
-// Tiles of the GEMM over bytes: sums in int32, where no order matters and nothing is lost; then one multiplication by
-// the scales of row and column, one addition, one rounding.
+// Tiles of the GEMM over bytes. Sums are int32, so they are exact in any order. Then come one multiplication by the
+// scales of row and column, one addition, and one rounding.
 //
-// Weights come with 128 added, as the unsigned operand of the dot instruction: a sum starts at -128 times that of the
-// row's bytes.
+// Weights are stored with 128 added, as the unsigned operand of the dot instruction. So a sum starts at -128 times the
+// sum of the row's bytes.
 #pragma once
 
 #include "gemm/gemm_tiles.h"
@@ -12,10 +12,10 @@ namespace shardline::SHARDLINE_ISA {
 
 constexpr int kInt8TileRows = kLanes == 16 ? 6 : 4;
 
-// Rows whose tile is wide, see gemm_tiles.h.
+// The numbers of rows whose tile is wide, see gemm_tiles.h.
 constexpr int kInt8WideMin = 7, kInt8WideMax = kLanes == 16 ? 10 : 0;
 
-// How many vectors of columns a tile of `rows` holds in registers: 32 with AVX-512, else 16.
+// How many vectors of columns a tile of `rows` holds in registers. AVX-512 has 32 registers, other ISAs have 16.
 constexpr int int8_tile_vectors(int rows, bool wide) {
   if (kLanes == 16) return wide ? kWideVectors : 4;
   return rows == 1 ? 4 : 2;
@@ -61,7 +61,7 @@ void add_int8_tile(const QuantizedLinearArgs& args, const Tile& tile) {
   }
 }
 
-// Values of such sums, for gemm_finish.h.
+// Converts such sums to values, for gemm_finish.h.
 class Int8Sums {
  public:
   Int8Sums(const QuantizedLinearArgs& args, const FinishedTile& tile)

@@ -1,5 +1,5 @@
-// What the GEMMs share: how the work is cut into tasks, blocks of K and tiles of rows, what is fetched into the caches
-// meanwhile. Nothing here decides in which order an output's products are added.
+// What the GEMMs share: how the work is cut into tasks, blocks of K and tiles of rows, and what is prefetched
+// meanwhile. Nothing here decides in which order the products of an output are added.
 #pragma once
 
 #include "dispatch/kernels.h"
@@ -12,15 +12,15 @@ namespace shardline::SHARDLINE_ISA {
 
 constexpr int64_t kCacheLine = 64;
 
-// A panel as memory: `num_steps` steps of K (a k, a pair, a quad or a group), one after another. If a step becomes
-// `unpacked_bytes` before it is multiplied, unpack(steps, count, to) is what does it, block by block of K.
+// The memory of a panel: `num_steps` steps of K (a k, a pair, a quad or a group), one after another. If a step takes
+// `unpacked_bytes` for its multiplication, unpack(steps, count, to) unpacks one block of K after another.
 struct PanelLayout {
   int64_t num_steps, step_bytes, unpacked_bytes = 0;
 };
 
-// Rows [row, row + rows) of x times steps [begin, end) of a panel, of which `steps` is the first. Sums [rows][64], fp32
-// or int32, begin at step 0 and wait in `sums` between blocks of K. `ahead` is what a later tile reads, for this one to
-// ask for, step by step.
+// Rows [row, row + rows) of x times the steps [begin, end) of a panel; `steps` points to step `begin`. The sums
+// [rows][64], fp32 or int32, begin at step 0 and wait in `sums` between blocks of K. `ahead` is memory that a later
+// tile reads, and that this tile prefetches step by step.
 struct Tile {
   int64_t row;
   int rows;
@@ -32,13 +32,13 @@ struct Tile {
   int64_t ahead_stride;
 };
 
-// A wide tile reads half of a panel's columns at a time, and meanwhile asks for all of the panel after it: when weights
+// A wide tile reads half of a panel's columns at a time, and meanwhile prefetches all of the next panel. When weights
 // come from memory, that is up to twice as fast as two tiles, of which only the first would read memory.
 constexpr int kWideVectors = 2;
 
 constexpr bool asks_ahead(int rows, bool wide) { return kLanes == 16 && (wide || rows >= 3); }
 
-// Asks for a tile's `ahead`, two lines at a time.
+// Prefetches a tile's `ahead`, two cache lines at a time.
 class Ahead {
  public:
   Ahead(const Tile& tile, int64_t requests_per_step)
@@ -71,8 +71,8 @@ void with_wide_rows(const Tile& tile, const Body& body) {
   }
 }
 
-// One panel for some rows. What is asked for ahead follows in memory: the next block of K, or the panel of the thread's
-// next task. A block leaves room for it in L2.
+// Multiplies some rows by one panel. The memory that is prefetched follows: the next block of K, or the panel of the
+// thread's next task. A block leaves room for it in L2.
 template <int kTileRows, int kWideMin, int kWideMax, class Args, class Add, class Unpack>
 void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index, int64_t row_begin, int64_t rows,
                 const Add& add, Finish<Args> finish, const Unpack& unpack) {
@@ -110,13 +110,13 @@ void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index
 
 inline void keep_packed(const char*, int64_t, void*) {}
 
-// Calls add(tile, Constant<rows>, Constant<wide>) over all of the output and its K, and finish(args, FinishedTile)
-// for each tile when its sums are complete.
+// Calls add(tile, Constant<rows>, Constant<wide>) over all of the output and its K, and finish(args, FinishedTile) for
+// each tile when its sums are complete.
 template <int kTileRows, int kWideMin, int kWideMax, class Args, class Add,
           class Unpack = decltype(keep_packed)>
 void for_each_tile(const Args& args, const PanelLayout& layout, const Add& add, Finish<Args> finish,
                    const Unpack& unpack = keep_packed) {
-  constexpr int64_t kTaskRows = 240;  // at most: their slice of x stays in L2 while a panel passes
+  constexpr int64_t kTaskRows = 240;  // at most, so that their slice of x stays in L2 while a panel passes
   constexpr int64_t kSmallWork = 1 << 16;
   if (args.num_rows == 0 || args.num_columns == 0) return;
   const int64_t num_panels = ceil_div(args.num_columns, args.gated ? kGatedColumns : kPanelColumns);

@@ -1,5 +1,5 @@
-// The absorbed products of MLA: a small GEMM for every head, each with a weight of its own. Every output is one chain of
-// multiply-adds in the order of K, since each piece is a call of `linear`, whose bits do not depend on its shape.
+// The absorbed products of MLA: a small GEMM for every head, each with its own weight. Every piece is a call of
+// `linear`, whose bits do not depend on its shape. So every output is one chain of multiply-adds in the order of K.
 #include "dispatch/kernels.h"
 #include "gemm/head_gemm.h"
 #include "runtime/thread_pool.h"

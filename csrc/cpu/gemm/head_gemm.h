@@ -1,4 +1,4 @@
-// A product of its own for every head, made of calls of the GEMM.
+// One product per head, made of calls of the GEMM.
 #pragma once
 
 #include "runtime/types.h"

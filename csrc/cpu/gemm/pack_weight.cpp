@@ -1,5 +1,5 @@
-// A weight [N, K] in the order in which linear() reads it. Elements move as 32-bit words, a pair of bf16 or a float, in
-// square blocks: lines are read and written whole.
+// Packs a weight [N, K] in the order in which linear() reads it. Elements move as 32-bit words (a pair of bf16, or a
+// float) in square blocks, so that cache lines are read and written whole.
 #include "dispatch/kernels.h"
 #include "dispatch/variant.h"
 #include "runtime/thread_pool.h"
@@ -9,18 +9,18 @@
 namespace shardline::SHARDLINE_ISA {
 namespace {
 
-// A panel's columns are far apart in the weight, more streams than the hardware follows: so they are asked for this far
-// ahead.
+// A panel's columns are far apart in the weight, and they are more streams than the hardware follows. So they are
+// prefetched this far ahead.
 constexpr int64_t kAheadBytes = 512;
 
-// Where a block comes from and goes to.
+// A block's source and destination.
 struct Block {
-  const char* rows;  // of its first column, at its first word
-  int64_t row_bytes; // from one column to the next
-  int32_t* panel;    // a word of all columns after the other
+  const char* rows;   // the first word of its first column
+  int64_t row_bytes;  // from one column to the next
+  int32_t* panel;     // one word of all columns, then the next word
 };
 
-// kLanes words of kLanes columns, all of them there.
+// Packs kLanes words of kLanes columns; the weight has all of them.
 inline void pack_whole(const Block& block) {
   I32 words[kLanes];
 #pragma GCC unroll 16
@@ -34,8 +34,8 @@ inline void pack_whole(const Block& block) {
   for (int w = 0; w < kLanes; ++w) __builtin_memcpy(block.panel + w * kPanelColumns, &words[w], sizeof words[w]);
 }
 
-// num_words words, of which the weight has `bytes`, of columns [first, kLanes), of which it has those before `known`;
-// zeros stand for the others.
+// Packs num_words words of the columns [first, kLanes). The weight has `bytes` bytes of these words, and only the
+// columns before `known`; zeros stand for the rest.
 inline void pack_part(const Block& block, int64_t first, int64_t known, int64_t num_words, int64_t bytes) {
   for (int64_t c = first; c < kLanes; ++c) {
     int32_t words[kLanes] = {};
@@ -55,7 +55,7 @@ void pack_panel(const PackArgs& args, int64_t panel_index) {
   for (int64_t word = 0; word < num_words; word += kLanes) {
     for (int64_t c = 0; c < args.place.width; c += kLanes) {
       const int64_t column = first_column + c, known = args.num_columns - column, bytes = depth_bytes - word * 4;
-      if (column <= -kLanes) continue;  // another weight's
+      if (column <= -kLanes) continue;  // belongs to another weight
       const char* rows = static_cast<const char*>(args.weight) + column * row_bytes + word * 4;
       const Block block = {rows, row_bytes, panel + word * kPanelColumns + c};
       if (column >= 0 && known >= kLanes && bytes >= kLanes * 4) {

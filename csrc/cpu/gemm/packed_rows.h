@@ -1,11 +1,12 @@
-// Reads rows back from a packed weight. Moves memory only, so it exists once for all ISAs.
+// Reads rows back from a packed weight. It only moves memory, so it exists once for all ISAs.
 #pragma once
 
 #include "runtime/types.h"
 
 namespace shardline {
 
-// Rows of a packed weight, as they were before packing. A step of a panel is 4 bytes a column: a pair of bf16, or a float.
+// The rows of a packed weight, as they were before packing. A step of a panel has 4 bytes per column: a pair of bf16,
+// or a float.
 struct PackedRowsArgs {
   const void* panels;  // [num_panels][num_steps][64][4 bytes]
   const int64_t* indices;

@@ -1,4 +1,4 @@
-// The sum over a token's slots, in their order, in fp32; then the block that every token passes; one rounding.
+// Sums a token's slots in their order, in fp32, adds the shared block, and rounds once.
 #include "dispatch/variant.h"
 #include "runtime/thread_pool.h"
 #include "simd/vec.h"

@@ -10,11 +10,11 @@
 namespace shardline {
 namespace {
 
-// More rows than this are worth the GEMM's own blocking; fewer are computed panel by panel, all experts at once.
+// More rows than this are worth the GEMM's own blocking. Fewer rows are computed panel by panel, all experts at once.
 constexpr int64_t kWholeRows = 48;
 constexpr int64_t kCopyTaskBytes = 1 << 16;
 
-// Memory of the calling thread that stays from call to call: fresh pages cost more than what is done in them.
+// Memory of the calling thread that stays from call to call: fresh pages would cost more than the work done in them.
 class Buffer {
  public:
   ~Buffer() { std::free(data_); }
@@ -37,8 +37,8 @@ class Buffer {
 };
 
 struct Workspace {
-  Buffer rows, scales, sums;                       // x as it came: quantized
-  Buffer sorted_rows, sorted_scales, sorted_sums;  // x by expert
+  Buffer rows, scales, sums;                       // x in the order of tokens, quantized
+  Buffer sorted_rows, sorted_scales, sorted_sums;  // x sorted by expert
   Buffer products;
   SortedSlots slots;
   std::vector<int64_t> next;
@@ -48,7 +48,7 @@ thread_local Workspace workspace;
 
 int64_t bytes_of(DType dtype) { return static_cast<int64_t>(element_size(dtype)); }
 
-// Rows to multiply, sorted by expert: as they are, or as bytes with their scales and sums.
+// The rows to multiply, sorted by expert: as they are, or as bytes with their scales and sums.
 struct ExpertRows {
   DType dtype;
   const void* x;
@@ -109,7 +109,7 @@ struct GroupedLinear {
   int64_t depth, width;
 };
 
-// Rows [begin, begin + count) times panels [panel, panel + num_panels) of an expert.
+// Multiplies rows [begin, begin + count) by panels [panel, panel + num_panels) of an expert.
 void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int64_t count, int64_t panel,
                     int64_t num_panels) {
   const int64_t column = panel * kPanelColumns;
@@ -154,7 +154,7 @@ void grouped_linear(const GroupedLinear& job, const std::vector<int64_t>& begins
     if (count > kWholeRows) expert_product(job, expert, begin, count, 0, job.weight.num_panels);
     if (count > 0 && count <= kWholeRows) few.push_back(expert);
   }
-  // A task multiplies by itself: the GEMM inside finds its thread busy and does not wake others.
+  // A task multiplies on its own thread: the GEMM inside finds that the thread runs a task and wakes no others.
   parallel_for(static_cast<int64_t>(few.size()) * job.weight.num_panels, [&](int64_t task) {
     const int64_t expert = few[static_cast<size_t>(task / job.weight.num_panels)];
     const int64_t begin = begins[static_cast<size_t>(expert)];
@@ -267,7 +267,8 @@ void count_exchanged(const ExpertRanks& ranks, const int32_t* ids, int64_t exper
     for (int64_t token = ranks.token_bounds[owner]; token < ranks.token_bounds[owner + 1]; ++token) {
       for_each_rank(
           ranks, ids + token * experts_per_token, experts_per_token,
-          [&](int64_t rank) { ++slot_counts[rank * n + owner]; }, [&](int64_t rank) { ++row_counts[owner * n + rank]; });
+          [&](int64_t rank) { ++slot_counts[rank * n + owner]; },
+          [&](int64_t rank) { ++row_counts[owner * n + rank]; });
     }
   }
 }

@@ -1,4 +1,4 @@
-// Which experts a token chooses: plain fp32 arithmetic in a fixed order, one token at a time.
+// Chooses the experts of each token: plain fp32 arithmetic in a fixed order, one token at a time.
 #include <cmath>
 #include <limits>
 
@@ -23,7 +23,7 @@ void softmax(const float* logits, int64_t count, float* out) {
   for (int64_t i = 0; i < count; ++i) out[i] /= sum;
 }
 
-// The largest and the lowest index that has it; an index even where all are NaN or used up.
+// The lowest index of the largest value. It is a valid index even if all values are NaN or used up.
 int64_t best_of(const float* values, int64_t count) {
   int64_t best = 0;
   for (int64_t i = 1; i < count; ++i) {
@@ -66,7 +66,7 @@ void route_token(const RouteArgs& args, int64_t token) {
   float sum = 0.0f;
   for (int64_t slot = 0; slot < chosen; ++slot) {
     const int64_t best = best_of(eligible, count);
-    eligible[best] = NAN;  // below even what is not eligible, so that no expert is chosen twice
+    eligible[best] = NAN;  // less than an expert that is not eligible, so that no expert is chosen twice
     ids[slot] = static_cast<int32_t>(best);
     weights[slot] = scores[best];
     sum += weights[slot];

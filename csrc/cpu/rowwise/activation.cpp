@@ -1,5 +1,5 @@
-// Activations, alone or gating: act(gate) * up. In fp32; a gated bf16 result is rounded after the activation and again
-// after the product, as eager torch does.
+// Activations, alone or as gates: act(gate) * up. They are computed in fp32. A gated bf16 result is rounded after the
+// activation and again after the product, as in eager torch.
 #include "dispatch/variant.h"
 #include "rowwise/activations.h"
 #include "runtime/thread_pool.h"

@@ -1,4 +1,4 @@
-// The activations themselves, and how they gate.
+// The activation functions, and how they gate.
 #pragma once
 
 #include "dispatch/kernels.h"
@@ -6,7 +6,7 @@
 
 namespace shardline::SHARDLINE_ISA {
 
-// Each replaces some vectors by their activations.
+// Each class replaces some vectors by their activations.
 struct Silu {
   template <int kCount>
   static void apply(F32 (&x)[kCount]) {
@@ -19,7 +19,7 @@ struct Silu {
   }
 };
 struct GeluTanh {
-  // (1 + tanh(u)) / 2 is sigmoid(2u), which does not cancel on the left.
+  // (1 + tanh(u)) / 2 is sigmoid(2u), which does not cancel for negative u.
   template <int kCount>
   static void apply(F32 (&x)[kCount]) {
     F32 factor[kCount];
@@ -47,7 +47,7 @@ struct Relu {
   }
 };
 
-// Calls body(Silu()), or whichever it is.
+// Calls body(Silu()), or body with another of the classes above.
 template <class Body>
 void with_activation(Activation activation, const Body& body) {
   switch (activation) {
@@ -67,7 +67,8 @@ inline F32 activated(Act, F32 x) {
 
 constexpr int64_t kPair = 2 * kLanes;
 
-// out[p] = act(gate[p]) * up[p] for kPair neighbours at each pointer, the activation rounded to T first.
+// out[p] = act(gate[p]) * up[p] for kPair neighbours at each pointer. The activation is rounded to T before the
+// product.
 template <int kPairs, class Act, class T>
 inline void gate_pairs(Act, const T* const (&gate)[kPairs], const T* const (&up)[kPairs], T* const (&out)[kPairs]) {
   F32 values[2 * kPairs];
@@ -84,7 +85,7 @@ inline void gate_pairs(Act, const T* const (&gate)[kPairs], const T* const (&up)
   }
 }
 
-// The same for the first n of kLanes.
+// The same for the first n of kLanes elements.
 template <class Act, class T>
 inline void gate_n(Act act, F32 gate, F32 up, T* out, int64_t n) {
   store_n(out, rounded_to<T>(activated(act, gate)) * up, n);

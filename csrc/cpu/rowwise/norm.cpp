@@ -1,5 +1,5 @@
-// RMSNorm and LayerNorm over rows, alone or after adding to the residual stream; and that addition alone. Norms before
-// a quantized product quantize their rows while they are at hand.
+// RMSNorm and LayerNorm over rows, with or without adding to the residual stream first, and that addition alone. A norm
+// before a quantized product quantizes its rows while they are in the cache.
 #include "dispatch/variant.h"
 #include "rowwise/quantize_row.h"
 #include "runtime/thread_pool.h"
@@ -9,8 +9,8 @@ namespace {
 
 constexpr int64_t kSmallWork = 1 << 14;
 
-// Sums function(chunk, valid lanes, sum so far) over a row, in an order set by the width alone: chunk c goes to sum
-// c % 4, then the four are added, then the lanes.
+// Sums function(chunk, valid lanes, sum so far) over a row. The order depends on the width alone: chunk c goes to sum c
+// % 4, then the four sums are added, then the lanes.
 template <class T, class Function>
 inline float reduce_row(const T* row, int64_t width, const Function& function) {
   F32 sum[4] = {};
@@ -29,7 +29,7 @@ inline float reduce_row(const T* row, int64_t width, const Function& function) {
 
 inline float root(float x) { return __builtin_sqrtf(x); }
 
-// Two vectors at a time: they are rounded to bf16 in one instruction.
+// Two vectors at a time, since one instruction rounds two to bf16.
 template <class T>
 void add_row(const T* x, const T* residual, T* summed, int64_t width) {
   int64_t i = 0;

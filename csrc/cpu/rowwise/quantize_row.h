@@ -1,4 +1,4 @@
-// A row of activations as signed bytes with one scale. Its bytes depend on that row only.
+// Turns a row of activations into signed bytes with one scale. The bytes depend on that row only.
 #pragma once
 
 #include "dispatch/kernels.h"
@@ -14,7 +14,7 @@ void quantize_row(const T* x, int64_t depth, int64_t row, int8_t* values, float*
   sums += row * (num_groups + 1);
   const ByteScale scale = byte_scale(largest_magnitude(x, depth));
   scales[row] = scale.scale;
-  if (scale.inverse == 0.0f) {  // of nothing but zeros, or not finite
+  if (scale.inverse == 0.0f) {  // all zeros, or not finite
     __builtin_memset(values, 0, static_cast<size_t>(num_groups * kGroupDepth));
     __builtin_memset(sums, 0, static_cast<size_t>(num_groups + 1) * sizeof *sums);
     return;

@@ -26,13 +26,14 @@ Arena::~Arena() {
 
 void Arena::grow(size_t num_bytes) {
   const size_t size = rounded(num_bytes < kLeastChunk ? kLeastChunk : num_bytes, kHugePage);
-  // One huge page more than needed, so that the chunk can begin on one.
-  void* memory = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  // Maps one huge page more than needed, so that the chunk can begin at a huge page.
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* memory = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, kFlags, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   chunks_.push_back({memory, size + kHugePage});
   char* begin = reinterpret_cast<char*>(rounded(reinterpret_cast<size_t>(memory), kHugePage));
 #ifdef MADV_HUGEPAGE
-  madvise(begin, size, MADV_HUGEPAGE);  // nothing depends on it but speed
+  madvise(begin, size, MADV_HUGEPAGE);  // only for speed
 #endif
   free_.emplace(begin, size);
 }

@@ -6,7 +6,7 @@ PageToucher::PageToucher(void* memory, size_t num_bytes) {
   thread_ = std::thread([this, first = static_cast<char*>(memory), num_bytes] {
     constexpr size_t kSmallestPage = 4096;
     for (size_t offset = 0; offset < num_bytes && !stopped_.load(std::memory_order_relaxed); offset += kSmallestPage) {
-      // A page is only taken by a write, and this one changes nothing: a zero for a zero.
+      // Only a write takes a page. This one changes nothing: it replaces a zero by a zero.
       char zero = 0;
       __atomic_compare_exchange_n(first + offset, &zero, char{0}, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
     }

@@ -9,13 +9,13 @@ namespace shardline {
 
 class PageToucher {
  public:
-  // Begins with the first page. What lies in the memory stays as it is, also what others write meanwhile.
+  // Begins with the first page. The contents of the memory stay, also what others write meanwhile.
   PageToucher(void* memory, size_t num_bytes);
   ~PageToucher() { stop(); }
   PageToucher(const PageToucher&) = delete;
 
   void stop();
-  void wait();  // until all is touched, or it was stopped
+  void wait();  // until all pages are touched, or stop() was called
 
  private:
   std::atomic<bool> stopped_{false};

@@ -18,7 +18,8 @@
 namespace shardline {
 namespace {
 
-// Long enough to bridge the gaps between the ops of one step (about 200 us), short enough to free an idle core.
+// This is long enough to bridge the gaps between the ops of one step (about 200 us), and short enough to free an idle
+// core.
 constexpr int kSpinIterations = 20000;
 constexpr int64_t kSleepSliceNs = 1000000000;
 
@@ -29,7 +30,7 @@ cpu_set_t process_cpus() {
   sched_getaffinity(0, sizeof cpus, &cpus);
   return cpus;
 }
-// Taken at import: a new thread inherits its creator's mask, which may be one pinned CPU by then.
+// Read at import: a new thread inherits its creator's mask, which may be a single pinned CPU by then.
 const cpu_set_t kProcessCpus = process_cpus();
 
 void set_thread_cpu(const std::vector<int>& pin, size_t index) {
@@ -65,8 +66,9 @@ class ThreadPool {
 
   int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-  // A round is opened, worked on by the caller and by every worker that comes in time, and closed. A worker that is
-  // late (asleep, or without a core) finds the round closed, so the caller never waits for one that did not enter.
+  // A round is opened, then the caller and every worker that comes in time work on it, then it is closed. A worker that
+  // is late (asleep, or without a core) finds the round closed, so the caller never waits for a worker that did not
+  // enter.
   void run(int64_t num_tasks, TaskFunction function, void* context) {
     function_ = function;
     context_ = context;
@@ -91,13 +93,13 @@ class ThreadPool {
   }
 
  private:
-  // Consecutive tasks, which mostly read consecutive memory: each thread streams through a part of its own.
+  // Consecutive tasks. They mostly read consecutive memory, so each thread streams through a part of its own.
   struct alignas(128) Share {
     std::atomic<int64_t> next{0};
     int64_t end = 0;
   };
 
-  // The thread's own share first, then what others have not come to.
+  // Takes the tasks of the thread's own share first, then tasks that other threads have not begun.
   void take_tasks(size_t self) {
     for (size_t offset = 0; offset < shares_.size(); ++offset) {
       Share& share = shares_[(self + offset) % shares_.size()];
@@ -130,7 +132,7 @@ class ThreadPool {
       seen = round_.load();
       if (stop_.load()) return;
       active_.fetch_add(1);
-      if (open_.load()) take_tasks(self);  // once entered, the caller waits for us before it reuses the fields
+      if (open_.load()) take_tasks(self);  // the caller waits for workers that entered before it reuses the fields
       if (active_.fetch_sub(1) == 1 && caller_sleeps_.load()) wake_all(&active_, WordScope::kProcess);
     }
   }
@@ -148,7 +150,7 @@ class ThreadPool {
 };
 
 thread_local std::unique_ptr<ThreadPool> pool;
-// Whether the calling thread is inside of a task of its pool, which cannot open a second round.
+// Whether the calling thread runs a task of its pool. Such a thread cannot open a second round.
 thread_local bool in_task = false;
 
 struct Scratch {

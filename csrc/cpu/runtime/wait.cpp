@@ -32,7 +32,7 @@ void wake_all(std::atomic<uint32_t>* word, WordScope scope) {
 
 #else
 
-// No portable futex between processes: poll gently.
+// There is no portable futex between processes, so poll with short sleeps.
 void wait_on_word(std::atomic<uint32_t>* word, uint32_t expected, int64_t timeout_ns, WordScope) {
   if (word->load() == expected) usleep(static_cast<useconds_t>(std::min<int64_t>(timeout_ns / 1000 + 1, 100)));
 }
@@ -66,7 +66,7 @@ void notify(WaitCell* cell) {
 }
 
 void abort_waiters(WaitCell* cell, int rank) {
-  uint32_t not_aborted = 0;  // the first to give up is the one to name
+  uint32_t not_aborted = 0;  // the first rank that gives up is the one that errors name
   cell->aborted.compare_exchange_strong(not_aborted, static_cast<uint32_t>(rank + 2));
   cell->word.fetch_add(1);
   wake_all(&cell->word, WordScope::kShared);

@@ -1,4 +1,4 @@
-// Waiting for memory that another thread or process will change: spin for a while, then sleep in the kernel.
+// Waits for memory that another thread or process will change: spins for a while, then sleeps in the kernel.
 #pragma once
 
 #include <atomic>
@@ -16,24 +16,24 @@ inline void cpu_pause() {
 #endif
 }
 
-// Returns when *word != expected, when woken, or after timeout_ns, whichever is first; may return early.
+// Returns when *word != expected, when woken, or after timeout_ns, whichever comes first. It may return earlier.
 void wait_on_word(std::atomic<uint32_t>* word, uint32_t expected, int64_t timeout_ns, WordScope scope);
 void wake_all(std::atomic<uint32_t>* word, WordScope scope);
 
 int64_t monotonic_ns();
 int allowed_cpus();
 
-// What waiters of one group share, in zero-filled shared memory.
+// What the waiters of one group share. The memory is shared and starts filled with zeros.
 struct WaitCell {
   std::atomic<uint32_t> word;      // changes at every notify()
-  std::atomic<uint32_t> sleepers;  // may stay too high after a waiter was killed: that costs a system call, no more
-  std::atomic<uint32_t> aborted;   // 0, or 2 + the rank that gave up (1: an observer)
+  std::atomic<uint32_t> sleepers;  // stays too high after a waiter was killed, which only costs system calls
+  std::atomic<uint32_t> aborted;   // 0, or 2 + the rank that gave up; an observer is rank -1
 };
 
 enum class WaitStatus { kDone, kTimeout, kAborted, kInterrupted };
 
-// How long one waiter spins before it sleeps: no longer than pays off. Where peers answer soon it grows back to `most`;
-// where they do not run at all, because the cores are taken, spinning only keeps them from running.
+// How long one waiter spins before it sleeps: only as long as it pays. If peers answer soon, it grows back to `most`.
+// If peers do not run at all because the cores are taken, spinning would only keep them from running.
 struct Spin {
   explicit Spin(int iterations) : most(iterations), now(iterations) {}
   void learn(int64_t slept_ns) {
@@ -46,20 +46,20 @@ struct Spin {
 };
 
 struct WaitLimits {
-  int64_t deadline_ns;  // of monotonic_ns()
+  int64_t deadline_ns;  // on the clock of monotonic_ns()
   Spin* spin;
-  bool (*interrupted)();  // asked at least every 100 ms; true gives up
+  bool (*interrupted)();  // called at least every 100 ms; true ends the wait
 };
 
-// Deadline of a wait that starts now; a timeout too long to count is none.
+// The deadline of a wait that starts now. A timeout too long to count means no deadline.
 int64_t deadline_after(double timeout_s);
 
 void notify(WaitCell* cell);
 void abort_waiters(WaitCell* cell, int rank);
-// Sleeps until the next notify() after `seen`, at most for a slice of time.
+// Sleeps until the next notify() after `seen`, but at most for a slice of time.
 void sleep_until_notified(WaitCell* cell, uint32_t seen, int64_t deadline_ns);
 
-// Waits until ready(); whoever makes it true must notify() afterwards.
+// Waits until ready() is true. Whoever makes it true must call notify() afterwards.
 template <class Ready>
 WaitStatus wait_until(WaitCell* cell, const WaitLimits& limits, const Ready& ready) {
   for (int spin = 0; spin < limits.spin->now; ++spin) {
@@ -69,7 +69,7 @@ WaitStatus wait_until(WaitCell* cell, const WaitLimits& limits, const Ready& rea
   }
   const int64_t began_ns = monotonic_ns();
   for (;;) {
-    cell->sleepers.fetch_add(1);  // before the last look, so that a notify() after it knows of us
+    cell->sleepers.fetch_add(1);  // before the last check, so that a later notify() sees this sleeper
     const uint32_t seen = cell->word.load();
     const bool aborted = cell->aborted.load() != 0;
     const bool done = !aborted && ready();

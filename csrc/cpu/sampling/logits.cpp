@@ -1,4 +1,4 @@
-// The vector passes over a row of logits that sampling and log-probabilities are made of.
+// Passes over a row of logits, from which sampling and log-probabilities are made.
 #include "dispatch/variant.h"
 #include "runtime/thread_pool.h"
 #include "simd/vec_math.h"
@@ -37,7 +37,7 @@ int64_t argmax(const float* logits, int64_t count) {
   for (int64_t id = 0; id < count; ++id) {
     if (logits[id] == largest) return id;
   }
-  return 0;  // nothing but NaN
+  return 0;  // all are NaN
 }
 
 }  // namespace shardline::SHARDLINE_ISA

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kBlock = 1024;
 
-// log(sum(exp(logit))), in id order: exponentials in fp32, their sum in fp64.
+// log(sum(exp(logit))), in the order of ids: exponentials in fp32, their sum in fp64.
 double log_sum_exp(const float* logits, int64_t vocab_size, float largest) {
   float weights[kBlock];
   double sum = 0.0;

@@ -3,7 +3,8 @@
 
 namespace shardline {
 
-// The bias first, then the penalties: repetition over prompt and output, presence and frequency over the output.
+// Adds the bias first, then applies the penalties: repetition over prompt and output, presence and frequency over the
+// output.
 void penalize(const PenaltyArgs& args) {
   parallel_for_if(args.num_rows > 1 && args.offsets[args.num_rows] > 4096, args.num_rows, [&](int64_t row) {
     float* logits = args.logits + row * args.logits_stride;

@@ -1,5 +1,5 @@
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"): a random number is a function of a
-// counter and a key, so that a token's draw does not depend on what was drawn before it.
+// counter and a key, so that a token's draw does not depend on earlier draws.
 #pragma once
 
 #include <array>

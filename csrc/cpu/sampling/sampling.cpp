@@ -1,4 +1,5 @@
-// One token per row of logits: greedy, or the inverse of the cumulative distribution of what the filters keep.
+// Chooses one token per row of logits: the largest logit, or the inverse of the cumulative distribution over the tokens
+// that the filters keep.
 #include "sampling/sampling.h"
 
 #include <algorithm>
@@ -16,7 +17,7 @@ namespace {
 constexpr int64_t kSumBlock = 512;
 constexpr float kGreedyBelow = 1e-5f;
 
-// What the filters keep: logits above `logit`, and those equal to it up to `last_id`.
+// What a filter keeps: logits above `logit`, and logits equal to it with ids up to `last_id`.
 struct Cutoff {
   float logit;
   int32_t last_id;
@@ -25,7 +26,7 @@ struct Cutoff {
 
 constexpr Cutoff kKeepAll = {-INFINITY, INT32_MAX};
 
-// In id order by eights: a fixed order that the compiler can vectorise.
+// Sums in the order of ids, in eight lanes: a fixed order that the compiler can vectorise.
 double block_sum(const float* weights, int64_t count) {
   double part[8] = {};
   int64_t i = 0;
@@ -58,19 +59,19 @@ int64_t find_quantile(const float* weights, int64_t count, double target) {
         sum += weights[id];
         if (here && sum > target) return id;
       }
-      if (here) return last_possible;  // the two orders of adding differ in the last bit
+      if (here) return last_possible;  // the two orders of summation differ in the last bit
     }
     before = after;
   }
   return last_possible;
 }
 
-// What equals the k-th largest is kept too, as in other engines.
+// Logits equal to the k-th largest are kept too, as in other engines.
 Cutoff top_k_cutoff(const float* logits, int64_t vocab_size, int64_t k) {
   return {kth_largest(logits, vocab_size, k), INT32_MAX};
 }
 
-// The shortest prefix, strongest first, that holds top_p of the mass of `weights`; at least one token.
+// The shortest prefix, largest logits first, that holds top_p of the mass of `weights`. It has at least one token.
 Cutoff top_p_cutoff(const float* logits, const float* weights, int64_t vocab_size, float top_p) {
   const double target = static_cast<double>(top_p) * total(weights, vocab_size);
   const Candidate last = prefix_end(logits, weights, vocab_size, target);
@@ -85,7 +86,7 @@ void drop(const float* logits, float* weights, int64_t vocab_size, Cutoff cutoff
 
 int64_t sample_row(const float* logits, int64_t vocab_size, const SamplingRow& row, uint32_t purpose) {
   const int64_t best = kernels().argmax(logits, vocab_size);
-  // An infinite logit has all the mass; with nothing but -inf or NaN there is nothing to choose from.
+  // An infinite logit has all the mass. If all logits are -inf or NaN, there is nothing to choose from.
   if (row.temperature < kGreedyBelow || !std::isfinite(logits[best])) return best;
   static thread_local std::vector<float> weight_memory;
   weight_memory.resize(static_cast<size_t>(vocab_size));

@@ -1,4 +1,4 @@
-// What is computed from rows of logits: penalties, sampled tokens, log-probabilities.
+// Functions of rows of logits: penalties, sampling, log-probabilities.
 #pragma once
 
 #include "runtime/types.h"
@@ -27,7 +27,7 @@ struct SampleArgs {
 };
 void sample(const SampleArgs& args);
 
-// Entries of row r are [offsets[r], offsets[r + 1]); a token id appears at most once in a row.
+// Row r has the entries [offsets[r], offsets[r + 1]). A token id appears at most once in a row.
 struct PenaltyArgs {
   float* logits;  // [num_rows, vocab_size], in place
   int64_t logits_stride, num_rows, vocab_size;

@@ -14,18 +14,18 @@ bool stronger(const Candidate& a, const Candidate& b) {
   return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
-// Rises with the logit. NaN is in bucket 0, alone.
+// The bucket rises with the logit. Bucket 0 holds NaN and nothing else.
 uint32_t bucket_of(float logit) {
   if (logit != logit) return 0;
   logit += 0.0f;  // -0 and 0 are equal
   uint32_t bits;
   std::memcpy(&bits, &logit, sizeof bits);
-  const uint32_t negative = 0u - (bits >> 31);  // all ones or none: signs are random, a branch would be guessed wrong
+  const uint32_t negative = 0u - (bits >> 31);  // all ones or none; a branch would be mispredicted
   return (bits ^ (negative | 0x80000000u)) >> kShift;
 }
 
-// The highest bucket that, with those above it, holds `count` logits (1 if there are not so many), and how many of them
-// lie above it.
+// The highest bucket that, together with all buckets above it, holds `count` logits (bucket 1 if there are fewer), and
+// the number of logits above it.
 struct Boundary {
   uint32_t bucket;
   int64_t num_above;
@@ -67,7 +67,7 @@ float kth_largest(const float* logits, int64_t vocab_size, int64_t k) {
   std::vector<Candidate>& bucket = bucket_memory;
   collect(logits, vocab_size, bucket, [&](uint32_t b) { return b == boundary.bucket; });
   const size_t place = static_cast<size_t>(k - 1 - boundary.num_above);
-  if (place >= bucket.size()) return -INFINITY;  // NaN made the row shorter
+  if (place >= bucket.size()) return -INFINITY;  // NaN leaves fewer logits
   std::nth_element(bucket.begin(), bucket.begin() + static_cast<std::ptrdiff_t>(place), bucket.end(), stronger);
   return bucket[place].logit;
 }

@@ -1,7 +1,7 @@
-// The strongest logits of a row, in the one order used everywhere: larger logit first, then lower id.
+// The strongest logits of a row. One order is used everywhere: larger logit first, then lower id.
 //
-// Nothing here sorts a whole row: logits are counted into coarse buckets by magnitude, and only the bucket in which the
-// answer lies (or those above it, if they are wanted) is sorted.
+// Nothing here sorts a whole row. Logits are counted in coarse buckets by magnitude, and only the bucket with the
+// answer (or those above it, if they are wanted) is sorted.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,15 @@ struct Candidate {
   int32_t id;
 };
 
-// The `count` strongest of the row (all, if it has fewer), sorted; NaN is left out.
+// The `count` strongest logits of the row, sorted; all of them if the row has fewer. NaN is left out.
 void strongest(const float* logits, int64_t vocab_size, int64_t count, std::vector<Candidate>& out);
 
 // The k-th largest logit, 1 <= k <= vocab_size.
 float kth_largest(const float* logits, int64_t vocab_size, int64_t k);
 
-// The weakest token of the shortest prefix, strongest first, whose weights sum to `target`; id -1 if all of them do
-// not. Sums are fp64: bucket by bucket, in id order within one, and in the order of strength where the prefix ends.
+// The weakest token of the shortest prefix, strongest first, whose weights sum to `target`; id -1 if the whole row sums
+// to less. Sums are fp64: bucket by bucket, in the order of ids within a bucket, and in the order of strength in the
+// last one.
 Candidate prefix_end(const float* logits, const float* weights, int64_t vocab_size, double target);
 
 }  // namespace shardline

@@ -1,7 +1,7 @@
 // One vector of floats of the ISA that this file is compiled for, and the few operations that need intrinsics.
 //
 // Kernel sources are compiled several times, once per ISA, inside `namespace shardline::SHARDLINE_ISA`. They use no
-// inline function of the standard library: the linker would keep one copy, perhaps the one with AVX-512 in it.
+// inline function of the standard library: the linker would keep only one copy of it, perhaps one compiled for AVX-512.
 #pragma once
 
 #include "runtime/types.h"
@@ -71,7 +71,7 @@ inline I32 broadcast_int(int32_t x) {
 #endif
 }
 
-// a * b + c, fused where the ISA has it; elsewhere rounded twice, always.
+// a * b + c, fused where the ISA can fuse. Elsewhere it is always rounded twice.
 inline F32 fma(F32 a, F32 b, F32 c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
@@ -86,10 +86,10 @@ inline F32 fma(F32 a, F32 b, F32 c) {
 #endif
 }
 
-// b where either is NaN.
+// The larger of a and b; b if one of them is NaN.
 inline F32 maximum(F32 a, F32 b) {
 #if defined(__AVX512F__)
-  return _mm512_maskz_max_ps(0xffff, a, b);  // gcc 12 warns about the plain one
+  return _mm512_maskz_max_ps(0xffff, a, b);  // gcc 12 warns about the unmasked one
 #elif defined(__AVX2__)
   return _mm256_max_ps(a, b);
 #else
@@ -107,7 +107,8 @@ inline F32 minimum(F32 a, F32 b) {
 }
 inline F32 absolute(F32 a) { return (F32)((U32)a & 0x7fffffffu); }
 
-// bf16 bits as floats. gcc 12 takes __builtin_convertvector apart into pieces, so it is spelled out here and below.
+// bf16 bits as floats. gcc 12 splits __builtin_convertvector into pieces, so the conversion is written out here and
+// below.
 inline F32 shifted_up(U16 v) {
 #if defined(__AVX512F__)
   return (F32)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)v), 16);
@@ -120,7 +121,7 @@ inline F32 shifted_up(U16 v) {
 #endif
 }
 
-// Values below 2^16, without their zero halves.
+// Drops the upper halves, which are zero, of values below 2^16.
 inline U16 low_halves(U32 v) {
 #if defined(__AVX512F__)
   return (U16)_mm512_cvtepi32_epi16((__m512i)v);
@@ -166,7 +167,7 @@ inline F32 load(const int8_t* p) {
 inline void store(float* p, F32 v) { __builtin_memcpy(p, &v, sizeof v); }
 
 #if defined(__AVX512BF16__)
-// The instructions that round to bf16 take subnormal numbers for zeros, and are right everywhere else.
+// The instructions that round to bf16 take subnormal numbers for zeros. Everything else they round correctly.
 constexpr int kSubnormal = 0x20;
 inline bool has_subnormal(F32 v) { return __builtin_expect(_mm512_fpclass_ps_mask(v, kSubnormal) != 0, 0); }
 inline bool has_subnormal(F32 a, F32 b) {
@@ -175,7 +176,7 @@ inline bool has_subnormal(F32 a, F32 b) {
 }
 #endif
 
-// As bf16, to the nearest even; NaN stays NaN.
+// Rounds to bf16, to even on ties; NaN stays NaN.
 inline U16 rounded_halves(F32 v) {
 #if defined(__AVX512BF16__)
   if (!has_subnormal(v)) return (U16)(__m256i)_mm512_cvtneps_pbh(v);
@@ -190,7 +191,7 @@ inline void store(bf16* p, F32 v) {
   __builtin_memcpy(p, &halves, sizeof halves);
 }
 
-// 2 * kLanes neighbours.
+// Stores 2 * kLanes neighbours.
 template <class T>
 inline void store_two(T* p, F32 first, F32 second) {
 #if defined(__AVX512BF16__)
@@ -206,7 +207,8 @@ inline void store_two(T* p, F32 first, F32 second) {
   store(p + kLanes, second);
 }
 
-// The first n lanes; the others read as zero and are not written. Tails go through the arithmetic of whole vectors.
+// The first n lanes; the other lanes are read as zero and not written. So the end of a row is computed as a whole
+// vector.
 template <class T>
 inline F32 load_n(const T* p, int64_t n) {
   if (n >= kLanes) return load(p);
@@ -222,7 +224,7 @@ inline void store_n(T* p, F32 v, int64_t n) {
   __builtin_memcpy(p, padded, static_cast<size_t>(n) * sizeof(T));
 }
 
-// What a value becomes when it passes through memory of type T.
+// The value that remains when a value is stored as type T.
 template <class T>
 inline F32 rounded_to(F32 v) {
   if constexpr (sizeof(T) == sizeof(float)) {
@@ -258,7 +260,7 @@ inline F32 rotated(F32 v, Lanes<kLane...>) {
   return __builtin_shufflevector(v, v, ((kLane + kStep) % kLanes)...);
 }
 
-// Lane i pairs with lane i + half, then halves again: the one order in which lanes are ever added.
+// Adds lane i to lane i + half, then halves again. This is the only order in which lanes are ever added.
 inline float sum_lanes(F32 v) {
   if constexpr (kLanes > 8) v = v + rotated<8>(v, AllLanes{});
   if constexpr (kLanes > 4) v = v + rotated<4>(v, AllLanes{});
@@ -281,7 +283,7 @@ inline I32 load_pairs(const bf16* p) {
 inline F32 even_of(I32 pairs) { return (F32)((U32)pairs << 16); }
 inline F32 odd_of(I32 pairs) { return (F32)((U32)pairs & 0xffff0000u); }
 
-// 2 * kLanes floats as bf16, in order, to the nearest even.
+// 2 * kLanes floats rounded to bf16, to even on ties, in order.
 inline I32 rounded_pairs(F32 first, F32 second) {
 #if defined(__AVX512BF16__)
   return (I32)(__m512i)_mm512_cvtne2ps_pbh(second, first);

@@ -1,4 +1,4 @@
-// Integers in the lanes of vec.h: products of bytes, four at a time, and the ways between floats and bytes.
+// Integers in the lanes of vec.h: products of bytes, four at a time, and conversions between floats and bytes.
 #pragma once
 
 #include "simd/vec.h"
@@ -35,7 +35,7 @@ inline F32 to_float(I32 v) {
 }
 
 #if !defined(__AVX512VNNI__) && defined(__SSE2__)
-// Products of 16-bit lanes, each pair's two added.
+// Products of 16-bit lanes; the two products of each pair are added.
 inline I32 multiply_pairs(HalfLanes a, HalfLanes b) {
 #if defined(__AVX512BW__)
   return (I32)_mm512_madd_epi16((__m512i)a, (__m512i)b);
@@ -47,7 +47,7 @@ inline I32 multiply_pairs(HalfLanes a, HalfLanes b) {
 }
 #endif
 
-// sum + the four products of unsigned bytes of `w` with signed bytes of `x`, exactly: no ISA saturates here.
+// sum + the four products of the unsigned bytes of `w` and the signed bytes of `x`. It is exact: no ISA saturates here.
 inline I32 dot_quads(I32 sum, I32 w, I32 x) {
 #if defined(__AVX512VNNI__)
   return (I32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
@@ -63,8 +63,9 @@ inline I32 dot_quads(I32 sum, I32 w, I32 x) {
 #endif
 }
 
-// Sums of 32 products per lane, as dot_quads, for unsigned bytes of at most 15: eight steps of add_small_quads between
-// begin_small and end_small. Without the dot instruction they fit 16 bits meanwhile: 8 x 2 x 15 x 127 < 2^15.
+// Sums of 32 products per lane, as dot_quads, for unsigned bytes of at most 15. A sum takes eight calls of
+// add_small_quads between begin_small and end_small. Without the dot instruction the intermediate sums fit 16 bits:
+// 8 x 2 x 15 x 127 < 2^15.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
 inline I32 begin_small(I32) { return I32{}; }
 inline I32 add_small_quads(I32 sum, I32 w, I32 x) {
@@ -83,7 +84,7 @@ inline I32 add_small_quads(I32 sum, I32 w, I32 x) { return dot_quads(sum, w, x);
 inline I32 end_small(I32 sum, I32) { return sum; }
 #endif
 
-// kLanes bytes, one in each lane.
+// Loads kLanes bytes, one into each lane.
 inline I32 load_bytes(const int8_t* p) {
 #if defined(__AVX512F__)
   return (I32)_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -107,10 +108,10 @@ inline I32 add_scaled(I32 total, I32 value, I32 scale) {
 #endif
 }
 
-// The nearest integers, ties to even; |v| below 2^22.
+// The nearest integers, to even on ties; |v| must be below 2^22.
 inline I32 nearest(F32 v) {
 #if defined(__AVX512F__)
-  return (I32)_mm512_maskz_cvtps_epi32(0xffff, v);  // gcc 12 warns about the plain one
+  return (I32)_mm512_maskz_cvtps_epi32(0xffff, v);  // gcc 12 warns about the unmasked one
 #elif defined(__AVX2__)
   return (I32)_mm256_cvtps_epi32(v);
 #else
@@ -119,7 +120,7 @@ inline I32 nearest(F32 v) {
 #endif
 }
 
-// Lanes within [-128, 127] as bytes.
+// Stores lanes within [-128, 127] as bytes.
 inline void store_bytes(int8_t* p, I32 v) {
 #if defined(__AVX512F__)
   const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)v);
@@ -148,7 +149,7 @@ inline int32_t sum_lanes(I32 v) {
 #endif
 }
 
-// The bits of a row's largest magnitude, which order as magnitudes do. Four chains hide the latency.
+// The bits of a row's largest magnitude. Bits without the sign order as magnitudes do. Four chains hide the latency.
 template <class Bits, class Element>
 inline Element largest_bits(const void* row, int64_t width, Element sign_off) {
   constexpr int64_t kCount = sizeof(Bits) / sizeof(Element);
@@ -177,7 +178,7 @@ inline Element largest_bits(const void* row, int64_t width, Element sign_off) {
   return largest;
 }
 
-// The largest magnitude of a row; NaN if the row holds a NaN, since a NaN's bits are above infinity's.
+// The largest magnitude of a row. It is NaN if the row holds a NaN, since a NaN's bits are above those of infinity.
 inline float largest_magnitude(const float* row, int64_t width) {
   const int32_t bits = largest_bits<I32, int32_t>(row, width, 0x7fffffff);
   float magnitude;
@@ -188,8 +189,8 @@ inline float largest_magnitude(const bf16* row, int64_t width) {
   return to_float(bf16{static_cast<uint16_t>(largest_bits<HalfLanes, int16_t>(row, width, 0x7fff))});
 }
 
-// How a row becomes bytes: value = scale * byte. A row that is not finite gets a scale of NaN, so that what is computed
-// from it is NaN too; one so small that its reciprocal overflows counts as zero.
+// How a row becomes bytes: value = scale * byte. A row that is not finite gets a scale of NaN, so that everything
+// computed from it is NaN too. A row so small that its reciprocal overflows counts as zero.
 struct ByteScale {
   float scale, inverse;
 };
@@ -200,7 +201,7 @@ inline ByteScale byte_scale(float magnitude) {
   return {scale, 127.0f / magnitude};
 }
 
-// Bytes of values; lanes that a zero inverse turned into NaN become 0.
+// Values as bytes. Lanes that a zero inverse turned into NaN become 0.
 inline I32 quantized(F32 values, F32 inverse) {
   const F32 scaled = values * inverse;
   return nearest(scaled == scaled ? scaled : F32{});

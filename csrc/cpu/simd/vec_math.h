@@ -1,4 +1,5 @@
-// Transcendental functions, lane by lane: the same polynomial for every lane, so a value never depends on its place.
+// Transcendental functions, lane by lane. Every lane evaluates the same polynomial, so a value never depends on its
+// place.
 #pragma once
 
 #include "simd/vec.h"
@@ -23,15 +24,15 @@ inline F32 exp(F32 x) {
   const F32 tail = polynomial(r, broadcast(1.381459837e-3f), 8.368716898e-3f, 4.166838805e-2f, 1.666652063e-1f,
                               4.999999345e-1f);
   const F32 mantissa = fma(r * r, tail, r) + 1.0f;
-  // 2^(n-1), then doubled: n = 128 has no exponent field of its own.
+  // 2^(n-1), then doubled: 2^128 has no exponent field.
   const I32 exponent = (I32)shifted - (I32)magic + 126;
   const F32 y = mantissa * (F32)(exponent << 23) * 2.0f;
   return x < -86.9f ? F32{} : y;
 }
 
 #if defined(__AVX512F__)
-// 2^x for x <= 0 (rounding may leave it a little above), for what bf16 will round: relative error below 1.1e-4, a
-// twentieth of what that rounding may add; exact at 0, and 0 for minus infinity.
+// 2^x for x <= 0 (rounding may leave x a little above 0), for results that will be rounded to bf16. The relative error
+// is below 1.1e-4, a twentieth of what that rounding may add. It is exact at 0, and 0 for minus infinity.
 inline F32 exp2_coarse(F32 x) {
   const F32 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const F32 mantissa = polynomial(x - n, broadcast(5.500877e-2f), 0.24221098f, 0.69328295f, 1.0f);
@@ -63,8 +64,8 @@ inline F32 tanh(F32 x) {
 }
 
 #if defined(__AVX512F__)
-// x = 1 / (1 + 2^(-x log2(e))), relative error below 3e-7; from 128 up it is 1, and 2^n is infinite where it is 0. Several
-// vectors take each step together: one after another, their latencies would add up.
+// x = 1 / (1 + 2^(-x log2(e))), with a relative error below 3e-7. From 128 up it is 1; where it is 0, 2^n is infinite.
+// All vectors take each step together: one vector after another, their latencies would add up.
 template <int kCount>
 inline void sigmoid(F32 (&x)[kCount]) {
   F32 n[kCount], r[kCount], power[kCount];
@@ -90,8 +91,9 @@ inline void sigmoid(F32 (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) x[i] = 1.0f / (1.0f + (F32)_mm512_maskz_scalef_ps(0xffff, power[i], n[i]));
 }
 #else
-// x = 1 / (1 + exp(-x)), with the steps of exp on negated numbers, which has the same bits: all are odd or even. From
-// 87 up 1 swallows exp(-x). Several vectors take each step together: one after another, their latencies would add up.
+// x = 1 / (1 + exp(-x)). The steps are those of exp on negated numbers, with the same bits, since each step is odd or
+// even. From 87 up, adding exp(-x) to 1 changes nothing. All vectors take each step together: one vector after another,
+// their latencies would add up.
 template <int kCount>
 inline void sigmoid(F32 (&x)[kCount]) {
   const F32 magic = broadcast(12582912.0f);
@@ -119,8 +121,8 @@ inline void sigmoid(F32 (&x)[kCount]) {
 }
 #endif
 
-// The standard normal's distribution function. erfc(z) = exp(-z^2) P(t), t = 1 / (1 + 0.4 z), keeps the left tail exact
-// where 1 + erf would cancel.
+// The distribution function of the standard normal. erfc(z) = exp(-z^2) P(t), with t = 1 / (1 + 0.4 z), keeps the left
+// tail exact, where 1 + erf would cancel.
 inline F32 normal_cdf(F32 x) {
   const F32 z = absolute(x) * 0.707106781f;
   const F32 t = 1.0f / fma(z, broadcast(0.4f), broadcast(1.0f));
