@@ -41,7 +41,7 @@ def parse(signature: str) -> ast.FunctionDef:
 
 
 def bound_signature(function: Any) -> ast.FunctionDef:
-    """The signature that nanobind wrote down when the module was built; it writes a default as `\\0`, `\\1` and so on."""
+    """The signature that nanobind wrote when the module was built; it writes a default as `\\0`, `\\1` and so on."""
     [(text, *_)] = function.__nb_signature__
     return parse(re.sub(r"\\\d+", "...", text) + ": ...")
 

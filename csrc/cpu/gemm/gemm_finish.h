@@ -122,8 +122,8 @@ void write_gated_tile(const Args& args, const FinishedTile& tile) {
       Act::apply(factor);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        T* to = out + (first + r) * stride + c;
-        store_two(to, factor[2 * r] * up(first + r), factor[2 * r + 1] * next_up(first + r));
+        store_two(out + (first + r) * stride + c, factor[2 * r] * up(first + r),
+                  factor[2 * r + 1] * next_up(first + r));
       }
     };
     constexpr int kTogether = kLanes == 16 ? 2 : 1;  // latencies overlap, and the registers suffice
