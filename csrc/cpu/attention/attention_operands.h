@@ -61,25 +61,19 @@ inline I32 load_elements(const Stored* p, int64_t n) {
   }
 }
 
-// Writes kLanes words of each of kLanes rows as [word][row], `stride` words apart; load(i) has those of row i.
-template <class Load>
-inline void pack_words(int32_t* to, int64_t stride, const Load& load) {
-  I32 block[kLanes];
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) block[i] = load(i);
-  transpose(block);
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) store_words(to + i * stride, block[i]);
-}
-
 // kLanes keys become [words of a key][kLanes].
 template <class W, class Stored>
 inline void pack_keys(const Stored* const* keys, int64_t dim, int32_t* packed) {
   const int64_t words = words_of<W>(dim);
   for (int64_t word = 0; word < words; word += kLanes) {
-    pack_words(packed + word * kLanes, kLanes, [&](int i) {
-      return load_elements<W>(keys[i] + word * kPerWord<W>, dim - word * kPerWord<W>);
-    });
+    I32 rows[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+      rows[i] = load_elements<W>(keys[i] + word * kPerWord<W>, dim - word * kPerWord<W>);
+    }
+    transpose(rows);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) store_words(packed + (word + i) * kLanes, rows[i]);
   }
 }
 

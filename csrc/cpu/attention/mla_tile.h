@@ -171,8 +171,12 @@ class MlaTile {
                        static_cast<size_t>(args_.rope_dim) * sizeof(T));
     }
     for (int64_t word = 0; word < words; word += kLanes) {
-      pack_words(queries_ + word * width + v * kLanes, width,
-                 [&](int i) { return load_words(rows + i * words + word); });
+      I32 block[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) block[i] = load_words(rows + i * words + word);
+      transpose(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) store_words(queries_ + (word + i) * width + v * kLanes, block[i]);
     }
   }
 
