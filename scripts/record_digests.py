@@ -98,21 +98,19 @@ def start_engine(options: dict[str, Any]) -> RunningEngine:
 
 
 def use_gpu_kernels() -> None:
-    """From here on, tensors in host memory go through the GPU's kernels, in Triton's interpreter.
+    """From here on, every rank is a GPU in Triton's interpreter, with its memory in the host's.
 
     TRITON_INTERPRET=1 must have been set before the process started.
     """
-    from types import SimpleNamespace
-
     import numpy as np
-    from tests.ops.triton import conftest as hardware
+    from tests.backends.cuda import conftest as hardware
+    from tests.backends.cuda.helpers import InterpretedBackend
     from triton.runtime import interpreter
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-    from shardline import _cpu
-    from shardline.runtime.ops import dispatch
-    from shardline.runtime.ops import triton as gpu
-    from shardline.runtime.replay import DecodeReplay
+    from shardline.runtime import backends
+    from shardline.runtime.backends.base import Backend
+    from shardline.runtime.backends.host.backend import use_threads
 
     InterpreterBuilder.create_dot = hardware._dot
     InterpreterBuilder.create_fma = hardware._fma
@@ -126,10 +124,12 @@ def use_gpu_kernels() -> None:
             run_grid(self, *arguments, **keywords)
 
     GridExecutor.__call__ = run_locked
-    kernels: Any = SimpleNamespace(**{name: getattr(gpu, name) for name in gpu.__all__})
-    kernels.activation_empty = _cpu.activation_empty
-    dispatch._BACK_ENDS["cpu"] = lambda: kernels
-    DecodeReplay.__call__ = lambda self, *step: self.forward(*step)  # type: ignore[method-assign]
+
+    def open_backend(kind: str, rank: int, threads: int) -> Backend:
+        use_threads(threads)
+        return InterpretedBackend()
+
+    backends.open_backend = open_backend
 
 
 # ── Cases ────────────────────────────────────────────────────────────────────────────────────────────────────────────
