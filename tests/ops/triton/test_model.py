@@ -139,7 +139,7 @@ def test_packed_weights_have_the_bits_of_dense_ones(tmp_path, gpu_kernels, famil
     for ours, theirs in zip(logits(worker, 4), logits(load(tmp_path / "plain", {}), 4), strict=True):
         assert_same_bits(ours, theirs)
     assert isinstance(worker.stage.layers[0].attention._qkv._linear, W4A16Linear)
-    setup = worker._setup
+    setup = worker._deployment
     expected = weight_bytes(setup.spec, alone().place, setup.stages, "float32", weight_format=WeightFormat("w4a16", 32))
     assert worker.load().weight_bytes == expected
 
