@@ -12,7 +12,7 @@ from collections import deque
 
 from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
 from shardline.engine.scheduler import Scheduler
-from shardline.models.partition import KVGroup
+from shardline.models.kv_groups import KVGroup
 from shardline.types import Request, SamplingParams, SequenceResult, StepPlan, StepResult
 
 BLOCK_SIZE = 16

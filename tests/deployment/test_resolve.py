@@ -20,8 +20,8 @@ from shardline.deployment.deployment import Deployment, FixedPool
 from shardline.deployment.here import resolve_here
 from shardline.deployment.resolve import resolve
 from shardline.models.description import read_model
+from shardline.models.kv_groups import KVGroup
 from shardline.models.lookup import decoder_spec
-from shardline.models.partition import KVGroup
 from shardline.models.spec import DecoderSpec
 from tests.deployment.machines import GIB, machine, resolve_on
 from tests.models.checkpoints import FAMILIES, make_checkpoint, make_variant

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shardline.models.partition import KVGroup
+from shardline.models.kv_groups import KVGroup
 from shardline.types import Request, SamplingParams, SequenceResult, SequenceStep, StepPlan, StepResult
 
 VOCAB = 5

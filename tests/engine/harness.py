@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
 from shardline.engine.scheduler import Scheduler
-from shardline.models.partition import KVGroup
+from shardline.models.kv_groups import KVGroup
 from shardline.types import Request, SequenceOutput, StepPlan, StepResult
 from tests.engine.fake_worker import FakeWorker, reference
 

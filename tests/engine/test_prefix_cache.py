@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.engine.prefix_cache import BlockHasher, longest_hit, num_window_blocks
-from shardline.models.partition import KVGroup
+from shardline.models.kv_groups import KVGroup
 
 
 def chain(hasher: BlockHasher, tokens: list[int], salt: str = "") -> list[bytes]:

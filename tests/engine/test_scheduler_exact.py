@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardline.engine import scheduler as scheduler_module
-from shardline.models.kv_capacity import blocks_per_request
-from shardline.models.partition import KVGroup
+from shardline.models.kv_groups import KVGroup, blocks_per_request
 from shardline.types import Request
 from tests.engine.fake_worker import VOCAB, make_request
 from tests.engine.harness import Engine, Shape

@@ -13,7 +13,7 @@ from shardline.deployment.here import resolve_here
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor
-from shardline.models.kv_capacity import blocks_per_request
+from shardline.models.kv_groups import blocks_per_request
 from shardline.runtime.backends.host.replay import DecodeReplay
 from shardline.types import EngineStats, Request, SamplingParams
 from tests.exactness.cases import WHOLE_EXPERTS, Case

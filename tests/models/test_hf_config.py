@@ -122,7 +122,7 @@ def test_models_and_the_front_half_of_the_loader_import_no_torch() -> None:
     code = """
 import sys
 from shardline.deployment import fingerprint
-from shardline.models import checkpoint, description, hub, kv_capacity, lookup, sizes
+from shardline.models import checkpoint, description, hub, kv_groups, lookup, sizes
 for name in lookup.known_families():
     lookup.family(name)
 heavy = {"torch", "transformers", "huggingface_hub", "safetensors"} & set(sys.modules)

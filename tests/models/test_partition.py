@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.models.kv_capacity import blocks_per_request, longest_request
+from shardline.models.kv_groups import blocks_per_request, kv_groups, longest_request
 from shardline.models.partition import (
     Span,
     balance_stages,
     check_tensor_parallel,
-    kv_groups,
     parse_stages,
     split_dim,
     split_heads,

@@ -10,7 +10,8 @@ from shardline.deployment.kv_budget import check_host_memory, fitting_blocks, is
 from shardline.deployment.layout import Layout
 from shardline.deployment.length import choose_length
 from shardline.deployment.machine import Machine
-from shardline.models.partition import Span, kv_groups
+from shardline.models.kv_groups import kv_groups
+from shardline.models.partition import Span
 from shardline.models.sizes import kv_block_bytes
 from shardline.models.spec import DecoderSpec, KVDType
 

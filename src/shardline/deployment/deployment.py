@@ -8,8 +8,9 @@ import msgspec
 
 from shardline.config.topology import RankGrid
 from shardline.deployment.machine import DeviceKind, Machine
+from shardline.models.kv_groups import KVGroup
 from shardline.models.packed_weights import PackedFormat
-from shardline.models.partition import KVGroup, Span
+from shardline.models.partition import Span
 from shardline.models.sharding import Numerics
 from shardline.models.spec import DecoderSpec, DType, KVDType
 from shardline.weights.base import FormatChoice

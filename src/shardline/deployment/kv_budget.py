@@ -10,8 +10,7 @@ from shardline.deployment.deployment import Deployment, FixedPool, KVAllocation,
 from shardline.deployment.layout import Layout
 from shardline.deployment.machine import Device, Machine
 from shardline.deployment.messages import MemoryUse
-from shardline.models.kv_capacity import blocks_per_request, longest_request
-from shardline.models.partition import KVGroup
+from shardline.models.kv_groups import KVGroup, blocks_per_request, longest_request
 from shardline.models.sizes import step_bytes
 from shardline.models.spec import DecoderSpec, DType
 

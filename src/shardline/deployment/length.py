@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardline.config.engine import EngineConfig
-from shardline.models.kv_capacity import longest_request
-from shardline.models.partition import KVGroup
+from shardline.models.kv_groups import KVGroup, longest_request
 from shardline.models.spec import DecoderSpec
 
 

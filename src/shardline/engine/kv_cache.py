@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardline.engine.block_pool import NULL_BLOCK, BlockPool
 from shardline.engine.prefix_cache import BlockHasher, longest_hit, num_window_blocks
 from shardline.engine.sequence import KVState, LiveSequence
-from shardline.models.partition import KVGroup
+from shardline.models.kv_groups import KVGroup
 
 
 @dataclass(frozen=True)

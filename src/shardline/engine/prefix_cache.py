@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
-from shardline.models.partition import KVGroup
+from shardline.models.kv_groups import KVGroup
 
 _DIGEST_BYTES = 16
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from shardline.engine.kv_cache import KVCache
 from shardline.engine.sequence import LiveSequence
-from shardline.models.kv_capacity import blocks_per_request
-from shardline.models.partition import KVGroup
+from shardline.models.kv_groups import KVGroup, blocks_per_request
 from shardline.types import Request, SequenceOutput, SequenceResult
 
 

@@ -13,7 +13,7 @@ from shardline.engine.preemption import PreemptionLog, cheapest_victim
 from shardline.engine.registry import RequestRegistry
 from shardline.engine.sequence import LiveSequence, State
 from shardline.engine.waiting_queue import WaitingQueue
-from shardline.models.kv_capacity import blocks_per_request
+from shardline.models.kv_groups import blocks_per_request
 from shardline.types import (
     EngineStats,
     Request,

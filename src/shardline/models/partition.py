@@ -209,29 +209,3 @@ def parse_stages(text: str, num_layers: int, num_stages: int) -> tuple[Span, ...
         spans.append(Span(start, start + count))
         start += count
     return tuple(spans)
-
-
-class KVGroup(msgspec.Struct, frozen=True):
-    """Layers that share one block table: same shape, same window."""
-
-    layers: tuple[int, ...]
-    window: int | None
-
-
-def kv_groups(spec: DecoderSpec) -> tuple[KVGroup, ...]:
-    """The model's layers in groups of at most as many layers as its rarest kind of attention has.
-
-    All groups draw blocks from one pool: a block is `max(len(group.layers))` layers deep, so that groups of like
-    depth waste little (the idea of vLLM's hybrid KV cache manager). A group takes every n-th layer of its kind, so
-    that each pipeline stage has an equal share of it. Full attention comes first.
-    """
-    by_window: dict[int | None, list[int]] = {}
-    for index, layer in enumerate(spec.layers):
-        by_window.setdefault(layer.attention.window, []).append(index)
-    depth = min(len(layers) for layers in by_window.values())
-    groups: list[KVGroup] = []
-    for window in sorted(by_window, key=lambda w: (w is not None, w or 0)):
-        layers = by_window[window]
-        num_groups = -(-len(layers) // depth)
-        groups.extend(KVGroup(tuple(layers[first::num_groups]), window) for first in range(num_groups))
-    return tuple(groups)

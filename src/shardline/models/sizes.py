@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from shardline.config.topology import RankPlace
+from shardline.models.kv_groups import KVGroup
 from shardline.models.kv_shapes import kv_parts
 from shardline.models.parameters import (
     Shape,
@@ -17,15 +18,7 @@ from shardline.models.parameters import (
     parse_name,
     stage_parameters,
 )
-from shardline.models.partition import (
-    ExpertShare,
-    KVGroup,
-    Span,
-    balance_stages,
-    parse_stages,
-    split_dim,
-    split_heads,
-)
+from shardline.models.partition import ExpertShare, Span, balance_stages, parse_stages, split_dim, split_heads
 from shardline.models.sharding import Numerics, shard, shard_shape
 from shardline.models.spec import DTYPE_BYTES, MLA, Attention, DecoderSpec, Dense, DType, KVDType, Layer, MoE
 from shardline.weights.base import PLAIN, FormatChoice, Role, WeightFormat

@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from shardline.models.partition import KVGroup, Span, split_dim
+from shardline.models.kv_groups import KVGroup
+from shardline.models.partition import Span, split_dim
 from shardline.runtime.decoder import DecoderLayer
 from shardline.runtime.layers.kv_pages import CachePart
 from shardline.runtime.parallel.groups import RankGroups

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shardline.models.kv_groups import KVGroup
 from shardline.models.parameters import is_kept_in_float32
-from shardline.models.partition import ExpertShare, KVGroup, Span
+from shardline.models.partition import ExpertShare, Span
 from shardline.models.sharding import Numerics, Spans, shard
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.backends.base import Backend, Kernels, LoadedProducts

@@ -1,0 +1,61 @@
+"""KV groups: which layers share a block table, and how many blocks requests need in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shardline.models.spec import DecoderSpec
+
+
+class KVGroup(msgspec.Struct, frozen=True):
+    """Layers that share one block table: same shape, same window."""
+
+    layers: tuple[int, ...]
+    window: int | None
+
+
+def kv_groups(spec: DecoderSpec) -> tuple[KVGroup, ...]:
+    """The model's layers in groups; no group has more layers than the rarest kind of attention has.
+
+    All groups draw blocks from one pool. A block is `max(len(group.layers))` layers deep, so groups of similar depth
+    waste little memory (the idea of vLLM's hybrid KV cache manager). A group has every n-th layer of its kind, so that
+    every pipeline stage has an equal share of it. Groups with full attention come first.
+    """
+    by_window: dict[int | None, list[int]] = {}
+    for index, layer in enumerate(spec.layers):
+        by_window.setdefault(layer.attention.window, []).append(index)
+    depth = min(len(layers) for layers in by_window.values())
+    groups: list[KVGroup] = []
+    for window in sorted(by_window, key=lambda w: (w is not None, w or 0)):
+        layers = by_window[window]
+        num_groups = -(-len(layers) // depth)
+        groups.extend(KVGroup(tuple(layers[first::num_groups]), window) for first in range(num_groups))
+    return tuple(groups)
+
+
+def blocks_per_request(groups: Sequence[KVGroup], num_tokens: int, block_size: int, max_step_tokens: int) -> int:
+    """The most blocks that one request of `num_tokens` holds at a time, over all KV groups.
+
+    A windowed group gives back blocks that slid out of the window, but holds the window and a whole step's new tokens.
+    """
+    total = 0
+    for group in groups:
+        held = num_tokens if group.window is None else min(num_tokens, group.window + max_step_tokens + block_size)
+        total += -(-held // block_size)
+    return total
+
+
+def longest_request(
+    groups: Sequence[KVGroup], num_blocks: int, block_size: int, max_step_tokens: int, most: int
+) -> int:
+    """Length of the longest request, in tokens up to `most`, that `num_blocks` blocks can hold; 0: none fits."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_per_request(groups, middle, block_size, max_step_tokens) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
