@@ -163,6 +163,13 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True):
     """For each replica in lockstep, this one included: the number of tokens that its plan samples."""
 
 
+def rank_steps(plans: Sequence[StepPlan]) -> list[RankStep]:
+    """For each replica in lockstep, the message that starts the step with these plans, one of each replica."""
+    replica_tokens = tuple(plan.num_tokens for plan in plans)
+    replica_samples = tuple(plan.num_samples for plan in plans)
+    return [RankStep(plan, replica_tokens, replica_samples) for plan in plans]
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log probabilities of one generated token, from the raw logits (before temperature and penalties)."""
 

@@ -24,7 +24,7 @@ from shardline.deployment.messages import (
     WorkerRequest,
 )
 from shardline.runtime import worker_process
-from shardline.runtime.pending import PendingStep
+from shardline.runtime.runner import PendingStep
 from shardline.types import RankStep, StepPlan, StepResult
 
 

@@ -24,16 +24,15 @@ class BlockHasher:
         self._namespace = namespace
         self._secret = secrets.token_bytes(32)
 
-    def root(self, salt: str) -> bytes:
-        """The parent of the first block of every sequence with this salt."""
-        text = f"{len(self._namespace)}:{self._namespace}{salt}"
-        return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, key=self._secret).digest()
-
     def extend(self, hashes: list[bytes], salt: str, token_ids: Sequence[int], num_blocks: int) -> None:
         """Append the hashes of blocks len(hashes) .. num_blocks - 1 of `token_ids`, whose first ones are given."""
         if len(hashes) >= num_blocks:
             return
-        parent = hashes[-1] if hashes else self.root(salt)
+        if hashes:
+            parent = hashes[-1]
+        else:
+            root = f"{len(self._namespace)}:{self._namespace}{salt}".encode("utf-8", "surrogatepass")
+            parent = blake2b(root, digest_size=_DIGEST_BYTES, key=self._secret).digest()
         size = self._block_size
         for start in range(len(hashes) * size, num_blocks * size, size):
             tokens = array("q", token_ids[start : start + size]).tobytes()

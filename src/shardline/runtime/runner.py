@@ -4,20 +4,46 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.base import Backend, Forward, StepSizes
+from shardline.runtime.backends.base import Backend, Download, Forward, StepSizes
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.finite import FiniteWatch, with_errors
 from shardline.runtime.parallel.groups import RankGroups
-from shardline.runtime.pending import PendingStep
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.sequences import SequenceTable, WorkerSequence
 from shardline.types import RankStep, SequenceResult, StepResult
+
+
+class PendingStep:
+    """A step that was launched and may still run on a device."""
+
+    def __init__(self, download: Download, finish: Callable[[list[Tensor]], StepResult | None]) -> None:
+        """`finish` makes the result from what was downloaded."""
+        self._download = download
+        self._finish: Callable[[list[Tensor]], StepResult | None] | None = finish
+        self._result: StepResult | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step was over when it was launched, so that nobody need wait for it."""
+        return self._download.is_immediate
+
+    def wait(self) -> None:
+        """Until the device has finished the step; from any thread."""
+        self._download.wait()
+
+    def result(self) -> StepResult | None:
+        """What Runner.run returns, once it is there; in the runner's thread, oldest steps first."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._result = finish(self._download.wait())
+        return self._result
 
 
 class _Launched(NamedTuple):

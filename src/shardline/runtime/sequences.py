@@ -61,6 +61,11 @@ class WorkerSequence:
         """Whether the next token must not end the sequence."""
         return self.num_tokens - self.num_prompt_tokens < self.sampling.min_tokens
 
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether penalties, biases or bans change the logits before the next token is sampled."""
+        return self.has_penalties or bool(self.sampling.logit_bias) or self.ends_are_banned
+
     def append_token(self, token_id: int) -> None:
         """A token that was generated."""
         self._place(token_id)

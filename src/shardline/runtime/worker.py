@@ -21,8 +21,7 @@ from shardline.runtime.layers.context import LayerLoader, StageContext
 from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.memory_profile import largest_step
 from shardline.runtime.parallel.groups import RankGroups
-from shardline.runtime.pending import PendingStep
-from shardline.runtime.runner import Runner
+from shardline.runtime.runner import PendingStep, Runner
 from shardline.types import RankStep, StepResult
 
 _PROGRESS_BYTES = 256 << 20

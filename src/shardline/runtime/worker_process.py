@@ -38,7 +38,7 @@ from shardline.runtime.backends import open_backend, reserve_memory
 from shardline.types import RankStep
 
 if TYPE_CHECKING:
-    from shardline.runtime.pending import PendingStep
+    from shardline.runtime.runner import PendingStep
     from shardline.runtime.worker import Agree, Worker
 
 _PR_SET_PDEATHSIG = 1

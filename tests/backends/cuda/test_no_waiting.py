@@ -21,7 +21,7 @@ from shardline.runtime.backends.base import LoadedProducts
 from shardline.runtime.backends.cuda.backend import CudaBackend
 from shardline.runtime.backends.cuda.graphs import GraphReplay, Recording
 from shardline.runtime.parallel.groups import join_nobody
-from shardline.runtime.pending import PendingStep
+from shardline.runtime.runner import PendingStep
 from shardline.runtime.worker import Worker
 from shardline.types import RankStep, SamplingParams, SequenceStart, SequenceStep, StepPlan
 from tests.exactness.harness import make_requests, run, start_engine

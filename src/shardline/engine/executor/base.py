@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from shardline.deployment.deployment import KVAllocation
 from shardline.deployment.messages import RankReport
 from shardline.segment.expert_load import Counts
-from shardline.types import RankStep, StepPlan, StepResult
+from shardline.types import StepPlan, StepResult
 
 
 class ExecutorFailure(RuntimeError):
@@ -74,10 +74,3 @@ class Executor(ABC):
     def kill(self) -> None:
         """End every rank at once, from any thread, when nobody is left to close the executor."""
         self.close()
-
-
-def rank_steps(plans: Sequence[StepPlan]) -> list[RankStep]:
-    """What the ranks of each replica are told of a step."""
-    replica_tokens = tuple(plan.num_tokens for plan in plans)
-    replica_samples = tuple(plan.num_samples for plan in plans)
-    return [RankStep(plan, replica_tokens, replica_samples) for plan in plans]

@@ -36,10 +36,10 @@ from shardline.deployment.messages import (
 )
 from shardline.deployment.segment import segment_layout
 from shardline.engine.children import describe_end, start_child
-from shardline.engine.executor.base import Executor, ExecutorFailure, rank_steps
+from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.segment.expert_load import Counts
 from shardline.segment.progress import ProgressBoard
-from shardline.types import StepPlan, StepResult
+from shardline.types import StepPlan, StepResult, rank_steps
 
 _FRAME_TIMEOUT = 10.0
 """Seconds without a byte after which a rank in the middle of a frame counts as gone."""
@@ -57,6 +57,7 @@ class MultiprocessExecutor(Executor):
         self._deployment = deployment
         self._engine = engine
         self.max_in_flight = deployment.max_in_flight
+        self._replica_size = deployment.grid.replica_size
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel[WorkerReply]] = []
         self._submitted: list[int] = []
@@ -119,7 +120,7 @@ class MultiprocessExecutor(Executor):
         self._submitted.append(plans[0].step_id)
         for rank, channel in enumerate(self._channels):
             try:
-                channel.send_encoded(messages[rank // self._deployment.grid.replica_size])
+                channel.send_encoded(messages[rank // self._replica_size])
             except BlockingIOError:
                 raise ExecutorFailure(f"{self._name(rank)} does not read its plans{self._at_step()}") from None
             except OSError:
@@ -134,7 +135,7 @@ class MultiprocessExecutor(Executor):
             for rank in ready:
                 reply = self._receive(rank)
                 if isinstance(reply, StepDone):
-                    self._results[rank // self._deployment.grid.replica_size].append(reply.result)
+                    self._results[rank // self._replica_size].append(reply.result)
             if not ready:
                 raise ExecutorFailure(self._missed_deadline())
         self._submitted.pop(0)

@@ -12,9 +12,9 @@ from shardline.deployment.deployment import Deployment
 from shardline.deployment.kv_budget import fixed_allocation
 from shardline.deployment.messages import RankReport
 from shardline.deployment.segment import segment_layout
-from shardline.engine.executor.base import Executor, ExecutorFailure, rank_steps
+from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.segment.expert_load import Counts, ExpertLoadBoard
-from shardline.types import RankStep, StepPlan, StepResult
+from shardline.types import RankStep, StepPlan, StepResult, rank_steps
 
 
 class ThreadExecutor(Executor):

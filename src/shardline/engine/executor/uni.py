@@ -11,13 +11,13 @@ from shardline.deployment.deployment import Deployment, KVAllocation
 from shardline.deployment.kv_budget import agree_allocation, fixed_allocation
 from shardline.deployment.messages import MemoryUse, RankReport
 from shardline.deployment.segment import segment_layout
-from shardline.engine.executor.base import Executor, ExecutorFailure, rank_steps
+from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.runtime.backends import open_backend, reserve_memory
 from shardline.segment.expert_load import Counts
-from shardline.types import RankStep, StepPlan, StepResult
+from shardline.types import RankStep, StepPlan, StepResult, rank_steps
 
 if TYPE_CHECKING:
-    from shardline.runtime.pending import PendingStep
+    from shardline.runtime.runner import PendingStep
     from shardline.runtime.worker import Worker
 
 

@@ -16,14 +16,12 @@ from shardline.runtime.sequences import NO_TOKEN, WorkerSequence, stand_in
 _NO_IDS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
-def penalties_of(sequences: Sequence[WorkerSequence]) -> Penalties | None:
-    """What the requests ask for to be done to a row of logits each; None: nothing.
+def penalties_of(sequences: Sequence[WorkerSequence]) -> Penalties:
+    """How sampling changes the row of logits of each sequence.
 
-    Repetition penalty over prompt and output, presence and frequency penalties over the output, logit biases, and
-    end tokens banned until min_tokens.
+    There are the repetition penalty over prompt and output, the presence and frequency penalties over the output,
+    logit biases, and the end tokens that are banned until min_tokens.
     """
-    if not any(needs_adjustment(sequence) for sequence in sequences):
-        return None
     rows = [_row(sequence) for sequence in sequences]
     offsets = np.cumsum([0, *(len(row.ids) for row in rows)], dtype=np.int32)
     params = [sequence.sampling for sequence in sequences]
@@ -51,11 +49,6 @@ def _uncounted(sequences: Sequence[WorkerSequence]) -> Tensor | None:
         for sequence, is_pending in zip(sequences, pending, strict=True)
     ]
     return torch.tensor(tokens, dtype=torch.int64)
-
-
-def needs_adjustment(sequence: WorkerSequence) -> bool:
-    """Whether anything but the raw logits decides this sequence's next token."""
-    return sequence.has_penalties or bool(sequence.sampling.logit_bias) or sequence.ends_are_banned
 
 
 class _Row(NamedTuple):

@@ -78,7 +78,7 @@ class Sampler:
     def __init__(self, kernels: Kernels, spans: Sequence[Span], group: Collectives, device: torch.device) -> None:
         """`spans`: the vocabulary range of each rank of `group`; `device`: where logits are."""
         self._kernels = kernels
-        self._spans = tuple(spans)
+        self._widths = [span.size for span in spans]
         self._group = group
         self._first = torch.tensor([span.start for span in spans], device=device)
 
@@ -100,7 +100,8 @@ class Sampler:
         if not any(sequence.wants_whole_rows or sequence.ends_are_banned for sequence in sequences):
             count = len(sequences)
             return SamplingPlan(seq_ids, [None] * count, [False] * count, SamplingInput(rows, None, None))
-        inputs = SamplingInput(rows, _draws(sequences), penalties_of(sequences))
+        penalties = penalties_of(sequences) if any(sequence.adjusts_logits for sequence in sequences) else None
+        inputs = SamplingInput(rows, _draws(sequences), penalties)
         params = [sequence.sampling for sequence in sequences]
         return SamplingPlan(seq_ids, [p.logprobs for p in params], [p.logits_digest for p in params], inputs)
 
@@ -111,7 +112,7 @@ class Sampler:
         """
         if inputs.draws is None:
             return self.choose_best(find_best(self._kernels, local_logits))
-        logits = self._group.all_gather_columns(local_logits, [span.size for span in self._spans])
+        logits = self._group.all_gather_columns(local_logits, self._widths)
         widest = max((count for count in plan.top_logprobs if count is not None), default=None)
         raw = logits
         if inputs.penalties is not None:
