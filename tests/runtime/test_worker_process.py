@@ -36,11 +36,13 @@ class SlowDevice:
         self._may_finish = [threading.Event() for _ in range(3)]
         self._changed = threading.Condition()
 
-    def launch(self, step: RankStep) -> PendingStep:
+    def launch_step(self, step: RankStep) -> PendingStep:
         number = step.plan.step_id
         device = self
 
         class Download:
+            is_immediate = False
+
             def wait(self) -> list[Any]:
                 device._may_finish[number].wait(10)
                 if number == 2:
