@@ -17,16 +17,16 @@ from dataclasses import replace
 from itertools import cycle
 
 import torch
-from shardline.runtime.ops.dispatch import set_num_threads
-from shardline.runtime.ops.linear import linear, pack_weight
-from shardline.runtime.ops.linear_int4 import linear_int4, pack_int4
-from shardline.runtime.ops.linear_int8 import linear_int8, pack_int8
-from shardline.runtime.ops.quantize_rows import quantize_rows
-from shardline.runtime.ops.storage import streamed_empty
-from shardline.runtime.quantization.base import quantization
 from torch import Tensor
 
+from shardline import _cpu
+from shardline.runtime.backends.host.kernels import HostKernels
+from shardline.runtime.backends.host.memory import streamed_empty
 from shardline.runtime.ops.activation import gated_activation
+from shardline.weights.base import weight_format
+from shardline.weights.formats import plain
+from shardline.weights.rows import quantize_rows
+from shardline.weights.scaled import ScaledFormat
 
 SHAPES = {
     "q05": [(1152, 896), (896, 896), (9728, 896), (896, 4864), (151936, 896)],
@@ -34,8 +34,9 @@ SHAPES = {
 }
 GATE_UP = {"q05": (9728, 896), "llama1b": (16384, 2048)}
 ROWS = (1, 8, 32, 128, 512, 2048)
-SCHEMES = {"bf16": None, "int8": "int8", "int4": "int4"}
-DTYPES = tuple(SCHEMES)
+FORMATS = {"bf16": "plain", "int8": "int8", "int4": "int4"}
+DTYPES = tuple(FORMATS)
+KERNELS = HostKernels()
 COLD_BYTES = 96 << 20  # of copies: more than the caches hold
 MIN_SECONDS = 0.02  # of calls per measurement
 SETTLE_SECONDS = 0.1  # of calls before it: the other library's idle threads spin on our cores for a while
@@ -72,17 +73,15 @@ def cold_copies(panels: Tensor) -> list[Tensor]:
 def our_call(dtype: str, x: Tensor, weight: Tensor) -> tuple[Call, int]:
     """The kernel over copies of a packed weight, and the bytes of one."""
     if dtype == "bf16":
-        bf16 = pack_weight(weight)
+        bf16 = plain.Format().pack_linear(KERNELS, weight)
         turn = cycle([bf16, *(replace(bf16, panels=p) for p in cold_copies(bf16.panels))])
-        return lambda: linear(x, next(turn)), bf16.panels.nbytes
-    rows = quantize_rows(x)
-    if dtype == "int8":
-        int8 = pack_int8(weight)
-        int8_turn = cycle([int8, *(replace(int8, panels=p) for p in cold_copies(int8.panels))])
-        return lambda: linear_int8(rows, next(int8_turn), out_dtype=x.dtype), int8.nbytes
-    int4 = pack_int4(weight)
-    int4_turn = cycle([int4, *(replace(int4, panels=p) for p in cold_copies(int4.panels))])
-    return lambda: linear_int4(rows, next(int4_turn), out_dtype=x.dtype), int4.nbytes
+        return lambda: next(turn)(x), bf16.nbytes
+    rows = quantize_rows(KERNELS, x)
+    form = weight_format(FORMATS[dtype])
+    assert isinstance(form, ScaledFormat)
+    packed = form.pack_linear(KERNELS, weight).weight
+    copies = cycle([packed, *(replace(packed, panels=p) for p in cold_copies(packed.panels))])
+    return lambda: next(copies).multiply(rows, None, x.dtype), packed.nbytes
 
 
 def torch_call(dtype: str, x: Tensor, weight: Tensor) -> Call:
@@ -114,14 +113,14 @@ def report(dtype: str, n: int, k: int, m: int, bandwidth: float, rounds: int) ->
 
 def report_gated(dtype: str, n: int, k: int, m: int, rounds: int) -> str:
     """Gate and up of n / 2 columns each: fused with SiLU, against a linear and the activation after it."""
-    scheme = quantization(SCHEMES[dtype])
+    form = weight_format(FORMATS[dtype])
     gate, up = torch.randn(n, k).to(torch.bfloat16).chunk(2)
     x = torch.randn(m, k).to(torch.bfloat16)
-    copies = 1 + COLD_BYTES // scheme.pack_gated(gate, up).nbytes
-    fused = cycle([scheme.pack_gated(gate, up) for _ in range(copies)])
-    plain = cycle([scheme.pack(torch.cat([gate, up])) for _ in range(copies)])
+    copies = 1 + COLD_BYTES // form.pack_gated(KERNELS, gate, up).nbytes
+    fused = cycle([form.pack_gated(KERNELS, gate, up) for _ in range(copies)])
+    separate = cycle([form.pack_linear(KERNELS, torch.cat([gate, up])) for _ in range(copies)])
     own, two_ops = medians(
-        [lambda: next(fused)(x, None, "silu"), lambda: gated_activation(next(plain)(x), "silu")], rounds
+        [lambda: next(fused)(x, None, "silu"), lambda: gated_activation(KERNELS, next(separate)(x), "silu")], rounds
     )
     giga_ops = 2 * m * n * k / 1e9
     line = f"{dtype} N={n:6d} K={k:5d} M={m:5d}"
@@ -137,7 +136,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    set_num_threads(args.threads)
+    _cpu.set_num_threads(args.threads)
     bandwidth = read_bandwidth(args.rounds)
     print(f"{args.threads} threads, reads {bandwidth / 1e9:.1f} GB/s", flush=True)
     for dtype in args.dtypes:

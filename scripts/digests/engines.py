@@ -68,14 +68,11 @@ def use_gpu_kernels() -> None:
     TRITON_INTERPRET=1 must have been set before the process started.
     """
     import numpy as np
-    import torch
     from tests.backends.cuda import conftest as hardware
+    from tests.backends.cuda.helpers import InterpretedBackend
     from triton.runtime import interpreter
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-    from shardline.runtime.backends.cuda.backend import NoReplay
-    from shardline.runtime.backends.cuda.fused_layers import CudaFusedLayers
-    from shardline.runtime.backends.cuda.gpu_kernels import CudaKernels
     from shardline.runtime.backends.host import backend as host
 
     InterpreterBuilder.create_dot = hardware._dot
@@ -91,15 +88,4 @@ def use_gpu_kernels() -> None:
 
     GridExecutor.__call__ = run_locked
 
-    class InterpretedBackend(host.HostBackend):
-        def __init__(self, num_threads: int) -> None:
-            super().__init__(num_threads)
-            self.kernels: Any = CudaKernels(torch.device("cpu"))
-
-        def make_replay(self, forward: Any, sizes: Any, *, can_capture: bool) -> Any:
-            return NoReplay(forward)
-
-        def fuse_layers(self, stage: Any) -> Any:
-            return CudaFusedLayers(self.kernels, stage)
-
-    host.HostBackend = InterpretedBackend  # type: ignore[misc]
+    host.open_backend = lambda rank, threads: InterpretedBackend()

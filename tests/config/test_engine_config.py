@@ -29,7 +29,7 @@ def test_every_option_lands_where_it_belongs() -> None:
         ("tensor_parallel_size", "2", "whole number"),
         ("numerics", "sloppy", "exact, fast"),
         ("dtype", "int3", "bfloat16"),
-        ("quantization", "int3", "none, int8, int4"),
+        ("quantization", "int3", "none, fp8, int4, int8, w4a16"),
         ("gpu_memory_utilization", 1.5, "(0, 1]"),
         ("kv_cache_memory", "4 parsecs", "4GiB"),
         ("max_model_len", "long", "auto"),

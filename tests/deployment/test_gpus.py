@@ -186,7 +186,7 @@ def test_every_gpu_holds_all_latents(tmp_path: Path) -> None:
 
 def test_a_gpu_that_is_not_there_is_refused_with_the_fix() -> None:
     for collectives in ("auto", "gloo"):
-        with pytest.raises(ValueError, match="needs a GPU: nvidia-smi shows no GPU on this host, or use --device cpu"):
+        with pytest.raises(ValueError, match="needs a GPU, and nvidia-smi shows none on this host; use --device cpu"):
             resolve_on(machine(), device="cuda", collectives=collectives)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.parallel.shared_group import CollectiveAborted, Mailbox, SharedGroup
-from shardline.weights.rows import QuantizedRows, quantize_rows, quantize_rows_reference, quantized_empty
+from shardline.weights.rows import QuantizedRows, quantize_rows, quantize_rows_reference
 from tests.ops.helpers import KERNELS, assert_same_bits
 
 PATIENCE_S = 30.0
@@ -70,7 +70,7 @@ def test_gathered_rows_are_quantized_as_a_whole(size, num_rows, dtype):
 
     def body(group: SharedGroup) -> QuantizedRows:
         local = torch.split(x, widths, dim=1)[group.rank].contiguous()
-        rows = quantized_empty(local, sum(widths))
+        rows = KERNELS.quantized_empty(num_rows, sum(widths), dtype)
         group.all_gather_quantized(local, widths, rows.values.fill_(9), rows.scales, rows.sums.fill_(9), PATIENCE_S)
         return rows._replace(values=rows.values.clone(), scales=rows.scales.clone(), sums=rows.sums.clone())
 
@@ -83,7 +83,7 @@ def test_gathered_rows_are_quantized_as_a_whole(size, num_rows, dtype):
 def test_a_row_that_the_memory_cannot_hold_is_refused():
     def body(group: SharedGroup) -> None:
         local = torch.ones(1, 5000)
-        rows = quantized_empty(local, 10000)
+        rows = KERNELS.quantized_empty(1, 10000, local.dtype)
         group.all_gather_quantized(local, [5000, 5000], rows.values, rows.scales, rows.sums, PATIENCE_S)
 
     for error in run_ranks(2, body):

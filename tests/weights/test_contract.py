@@ -11,7 +11,8 @@ from torch import Tensor
 from shardline.runtime.ops.activation import gated_activation
 from shardline.runtime.ops.moe.experts import expert_up
 from shardline.runtime.ops.sampling.sample import find_best
-from shardline.weights.base import PackedExperts, WeightFormat, format_names, weight_format
+from shardline.weights.base import PackedExperts, WeightFormat, weight_format
+from shardline.weights.formats import format_names
 from shardline.weights.rows import quantize_rows
 from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 

@@ -17,7 +17,8 @@ from shardline.runtime.backends import open_backend
 from shardline.runtime.backends.host.kernels import HostKernels
 from shardline.runtime.parallel.groups import join_nobody
 from shardline.runtime.worker import Worker
-from shardline.weights.base import PLAIN, FormatChoice, format_names
+from shardline.weights.base import PLAIN, FormatChoice
+from shardline.weights.formats import format_names
 from tests.exactness.harness import make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 from tests.weights.test_contract import WITHOUT_HOST_KERNELS

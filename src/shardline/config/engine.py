@@ -11,7 +11,7 @@ from typing import Any
 
 from shardline.config.fields import option
 from shardline.config.units import parse_bytes
-from shardline.weights.base import PLAIN, format_names
+from shardline.weights.formats import format_names
 
 _LONGEST_STEP = 86400.0
 
@@ -40,7 +40,7 @@ class ModelConfig:
         None,
         "hold linear weights in fewer bits and compute in int8 (on GPUs also fp8: in fp8, and w4a16: a GPTQ or AWQ "
         "checkpoint's own 4 bits, the default for one there); none: in the activations' dtype",
-        choices=("none", *(name for name in format_names() if name != PLAIN.name)),
+        choices=("none", *(name for name in format_names() if name != "plain")),
     )
     check_finite: bool = option(False, "look for NaN and Inf in weights and after every layer, and say where; slower")
     seed: int = option(0, "seed of dummy weights and of requests that set none")

@@ -92,6 +92,6 @@ def _check_devices(wanted: str, capability: int | None, alternatives: str, devic
         number = device.capability.removeprefix("sm_")
         if number.isdecimal() and int(number) < capability:
             raise ValueError(
-                f"{wanted} needs a GPU of architecture sm_{capability} or later, and {device.name} is "
+                f"{wanted} needs a GPU that computes in it (sm_{capability} or later), and {device.name} is "
                 f"{device.capability}; use {alternatives}"
             )

@@ -95,8 +95,9 @@ def _choose_device(parallel: ParallelConfig, host: Host) -> tuple[DeviceKind, li
             return "cuda" if has_gpus else "cpu", []
         return "cpu", [f"{host.unusable_gpus}; until then ranks compute on the CPU (--device cpu says so on purpose)"]
     if parallel.device == "cuda" and not has_gpus:
-        why = host.unusable_gpus or "nvidia-smi shows no GPU on this host"
-        raise ValueError(f"device cuda needs a GPU: {why}, or use --device cpu")
+        if host.unusable_gpus:
+            raise ValueError(f"device cuda: {host.unusable_gpus}, or use --device cpu")
+        raise ValueError("device cuda needs a GPU, and nvidia-smi shows none on this host; use --device cpu")
     return cast(DeviceKind, parallel.device), []
 
 

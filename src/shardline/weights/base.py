@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
@@ -170,14 +169,3 @@ class WeightFormat(ABC):
 def weight_format(name: str) -> WeightFormat:
     """The format of this name, with the group size that it has by itself."""
     return FormatChoice(name).open_format()
-
-
-def format_names() -> list[str]:
-    """Every format there is a file of."""
-    return sorted(module.name for module in pkgutil.iter_modules(formats.__path__))
-
-
-def check_features(features: int, expected: int) -> None:
-    """Refuse rows that a weight does not fit."""
-    if features != expected:
-        raise ValueError(f"x has {features} features, the weight takes {expected}")

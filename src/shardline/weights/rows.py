@@ -69,3 +69,9 @@ def as_tensor(x: LinearInput) -> Tensor:
     """x, for a product that reads nothing but tensors."""
     assert not isinstance(x, QuantizedRows)
     return x
+
+
+def check_features(features: int, expected: int) -> None:
+    """Refuse rows that a weight does not fit."""
+    if features != expected:
+        raise ValueError(f"x has {features} features, the weight takes {expected}")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, WeightFormat, check_features
-from shardline.weights.rows import InputForm, quantize_rows
+from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, WeightFormat
+from shardline.weights.rows import InputForm, check_features, quantize_rows
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ class InterpretedBackend(CudaBackend):
     """A GPU whose memory is the host's. It captures no graphs, and does not try the library's products."""
 
     def __init__(self) -> None:
-        super().__init__(CPU, "Triton's interpreter", "interpreter")
+        super().__init__(CPU, "Triton's interpreter", "interpreter", num_threads=1)
 
     def finish_loading(self, products: LoadedProducts) -> None: ...
 

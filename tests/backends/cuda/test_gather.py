@@ -21,7 +21,7 @@ from shardline.runtime.parallel import distributed
 from shardline.runtime.parallel.groups import RankGroups, join_nobody
 from shardline.runtime.parallel.shared_memory import SharedCollectives
 from shardline.runtime.worker import Worker
-from tests.backends.cuda.helpers import KERNELS
+from tests.backends.cuda.helpers import CPU, KERNELS
 from tests.backends.cuda.test_layouts import on_ranks, setup_of
 from tests.backends.cuda.test_model import PROMPT, step_of
 from tests.models.checkpoints import make_checkpoint
@@ -106,7 +106,7 @@ def test_small_and_equal_parts_go_over_symmetric_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr(distributed.dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(distributed.dist, "get_world_size", lambda group: 1)
     progress = join_nobody().progress
-    collectives = distributed.DistributedCollectives(KERNELS, nccl, "nccl", progress, symmetric)  # type: ignore[arg-type]
+    collectives = distributed.DistributedCollectives(KERNELS, nccl, CPU, progress, symmetric)  # type: ignore[arg-type]
     small, large = torch.arange(100.0).view(4, 25), torch.arange(104.0).view(4, 26)
     for part, over_nccl in ((small, 0), (large, 2)):
         assert torch.equal(collectives.all_gather_columns(part, [part.shape[1]]), part)

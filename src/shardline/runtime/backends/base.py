@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from shardline.runtime.backends.kernels import CommonKernels
 from shardline.weights.rows import QuantizedRows
 
 if TYPE_CHECKING:
@@ -26,219 +27,6 @@ if TYPE_CHECKING:
 
 LatentCache = Tensor | tuple[Tensor, Tensor, Tensor]
 """A cache of latents: one tensor, or the parts of `ops.attention.kv_cache.QuantizedLatents`."""
-
-
-class ComputeKernels(Protocol):
-    """What computes. The ops say what each kernel computes; here outputs are arguments."""
-
-    def activation_empty(self, dtype: torch.dtype, /, *sizes: int) -> Tensor:
-        """An uninitialised tensor that dies within its step."""
-
-    def quantized_empty(self, num_rows: int, in_features: int, dtype: torch.dtype, /) -> QuantizedRows:
-        """Room for the quantized rows of activations of `dtype`."""
-
-    def quantize_rows(self, x: Tensor, values: Tensor, scales: Tensor, sums: Tensor, /) -> None: ...
-    def rms_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        out: Tensor | tuple[Tensor, Tensor, Tensor],
-        eps: float,
-        weight_offset: float,
-        residual: Tensor | None,
-        summed: Tensor | None,
-        /,
-    ) -> None: ...
-    def layer_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        out: Tensor | tuple[Tensor, Tensor, Tensor],
-        eps: float,
-        residual: Tensor | None,
-        summed: Tensor | None,
-        /,
-    ) -> None: ...
-    def add(self, x: Tensor, y: Tensor, out: Tensor, /) -> None: ...
-    def apply_rope(self, x: Tensor, positions: Tensor, table: Tensor, interleaved: bool, /) -> None: ...
-    def activation(self, x: Tensor, out: Tensor, name: str, gated: bool, /) -> None: ...
-    def write_kv(
-        self,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slots: Tensor,
-        key_scales: Tensor | None,
-        value_scales: Tensor | None,
-        /,
-    ) -> None: ...
-    def rope_and_write_kv(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        table: Tensor,
-        interleaved: bool,
-        key_scales: Tensor | None,
-        value_scales: Tensor | None,
-        /,
-    ) -> None: ...
-    def paged_attention(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        query_starts: Tensor,
-        context_lens: Tensor,
-        out: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        key_scales: Tensor | None,
-        value_scales: Tensor | None,
-        /,
-    ) -> None: ...
-    def linear_heads(self, x: Tensor, panels: Tensor, out: Tensor, /) -> None: ...
-    def write_latent(self, latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor, /) -> None: ...
-    def mla_attention(
-        self,
-        query_latent: Tensor,
-        query_rope: Tensor,
-        cache: LatentCache,
-        block_tables: Tensor,
-        query_starts: Tensor,
-        context_lens: Tensor,
-        out: Tensor,
-        scale: float,
-        /,
-    ) -> None: ...
-
-
-class ExpertKernels(Protocol):
-    """Mixtures of experts; see ops.moe."""
-
-    def route_experts(
-        self,
-        logits: Tensor,
-        bias: Tensor | None,
-        ids: Tensor,
-        weights: Tensor,
-        shared_scale: Tensor | None,
-        counts: Tensor | None,
-        sigmoid: bool,
-        normalized: bool,
-        scale: float,
-        num_experts: int,
-        num_groups: int,
-        top_groups: int,
-        top2_sum: bool,
-        slots: Tensor | None,
-        /,
-    ) -> None: ...
-    def expert_up(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        first_expert: int,
-        compact: bool,
-        panels: Tensor,
-        scales: Tensor | None,
-        activation: str,
-        gated: bool,
-        out: Tensor,
-        /,
-    ) -> None: ...
-    def expert_down(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        first_expert: int,
-        panels: Tensor,
-        scales: Tensor | None,
-        shared: Tensor | None,
-        shared_scale: Tensor | None,
-        out: Tensor,
-        /,
-    ) -> None: ...
-    def count_exchanged(self, ids: Tensor, token_bounds: list[int], expert_bounds: Tensor, /) -> tuple[Tensor, Tensor]:
-        """See ops.moe.exchange.ExchangeCounts; the bounds are in host memory."""
-
-    def pack_dispatch(self, x: Tensor, ids: Tensor, expert_bounds: Tensor, out: Tensor, /) -> None: ...
-    def expert_slots(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        first_expert: int,
-        panels: Tensor,
-        scales: Tensor | None,
-        out: Tensor,
-        /,
-    ) -> None: ...
-    def combine_slots(
-        self,
-        rows: Tensor,
-        ids: Tensor,
-        slot_weights: Tensor,
-        expert_bounds: Tensor,
-        shared: Tensor | None,
-        shared_scale: Tensor | None,
-        out: Tensor,
-        /,
-    ) -> None: ...
-
-
-class SamplingKernels(Protocol):
-    """From logits to tokens; see ops.sampling."""
-
-    def softcap(self, logits: Tensor, cap: float, /) -> None: ...
-    def greedy_argmax(self, logits: Tensor, ids: Tensor, values: Tensor, /) -> None: ...
-    def penalize(
-        self,
-        logits: Tensor,
-        repetition: Tensor,
-        presence: Tensor,
-        frequency: Tensor,
-        offsets: Tensor,
-        ids: Tensor,
-        output_counts: Tensor,
-        in_prompt: Tensor,
-        bias: Tensor,
-        uncounted: Tensor | None,
-        /,
-    ) -> None: ...
-    def logprobs(
-        self,
-        logits: Tensor,
-        chosen: Tensor,
-        top_n: int,
-        chosen_logprobs: Tensor,
-        chosen_ranks: Tensor,
-        top_ids: Tensor,
-        top_logprobs: Tensor,
-        /,
-    ) -> None: ...
-    def sample(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        seeds: Tensor,
-        choices: Tensor,
-        positions: Tensor,
-        purpose: int,
-        tokens: Tensor,
-        /,
-    ) -> None: ...
 
 
 class WeightKernels(Protocol):
@@ -266,9 +54,6 @@ class WeightKernels(Protocol):
     def unpack_rows(self, panels: Tensor, indices: Tensor, in_features: int, /) -> Tensor:
         """Rows of a packed weight as they were, [len(indices), in_features]."""
 
-    def linear(
-        self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, gate: str | None = ..., /
-    ) -> None: ...
     def linear_argmax(self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, /) -> Tensor:
         """See PackedLinear.argmax."""
 
@@ -276,8 +61,60 @@ class WeightKernels(Protocol):
         """Weights [num_heads, out_features, in_features] as `linear_heads` reads them."""
 
 
-class Kernels(ComputeKernels, ExpertKernels, SamplingKernels, WeightKernels, Protocol):
-    """All kernels of a back end."""
+class Kernels(CommonKernels, WeightKernels, Protocol):
+    """All kernels of a back end. The ops say what each computes."""
+
+    def quantized_empty(self, num_rows: int, in_features: int, dtype: torch.dtype, /) -> QuantizedRows:
+        """Room for the quantized rows of activations of `dtype`."""
+
+    def write_latent(self, latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor, /) -> None: ...
+    def mla_attention(
+        self,
+        query_latent: Tensor,
+        query_rope: Tensor,
+        cache: LatentCache,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        out: Tensor,
+        scale: float,
+        /,
+    ) -> None: ...
+    def route_experts(
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        weights: Tensor,
+        shared_scale: Tensor | None,
+        counts: Tensor | None,
+        sigmoid: bool,
+        normalized: bool,
+        scale: float,
+        num_experts: int,
+        num_groups: int,
+        top_groups: int,
+        top2_sum: bool,
+        slots: Tensor | None,
+        /,
+    ) -> None: ...
+    def count_exchanged(self, ids: Tensor, token_bounds: list[int], expert_bounds: Tensor, /) -> tuple[Tensor, Tensor]:
+        """See ops.moe.exchange.ExchangeCounts; the bounds are in host memory."""
+
+    def penalize(
+        self,
+        logits: Tensor,
+        repetition: Tensor,
+        presence: Tensor,
+        frequency: Tensor,
+        offsets: Tensor,
+        ids: Tensor,
+        output_counts: Tensor,
+        in_prompt: Tensor,
+        bias: Tensor,
+        uncounted: Tensor | None,
+        /,
+    ) -> None: ...
 
 
 class Counters(Protocol):

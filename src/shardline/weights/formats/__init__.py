@@ -1,1 +1,10 @@
 """One file a weight format, found by its name; `weights.base.WeightFormat` is the contract."""
+
+from __future__ import annotations
+
+import pkgutil
+
+
+def format_names() -> list[str]:
+    """Every format there is a file of."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))

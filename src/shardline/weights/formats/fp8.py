@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
-from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat, check_features
+from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
 from shardline.weights.formats import int8
-from shardline.weights.rows import as_tensor
+from shardline.weights.rows import as_tensor, check_features
 
 if TYPE_CHECKING:
     import torch

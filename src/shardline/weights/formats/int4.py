@@ -30,8 +30,8 @@ class Int4Kernels(Protocol):
         self, weight: Tensor, panels: Tensor, scales: Tensor, first: int = ..., half: int | None = ..., /
     ) -> None: ...
     def unpack_int4(self, panels: Tensor, scales: Tensor, out_features: int, /) -> tuple[Tensor, Tensor, Tensor]:
-        """Values [N, K padded to whole groups] int8, scales of groups [N, number of groups] int8 and of columns [N]
-        float32: the inverse of `pack_int4`, for its oracle."""
+        """Values [N, K padded to whole groups or pairs of them] int8, scales of groups [N, number of groups] int8 and
+        of columns [N] float32: the inverse of `pack_int4`, for its oracle."""
 
     def linear_int4(
         self,
@@ -86,5 +86,6 @@ def int4_reference(
     """x [M, K] times a weight as `Kernels.unpack_int4` gives it."""
     rows = quantize_rows_reference(x)
     levels = values.long() * group_scales.long().repeat_interleave(GROUP_SIZE, dim=1)
-    out = (rows.values.long() @ levels.T).float() * (rows.scales[:, None] * column_scales)
+    # A back end may hold pairs of groups: what pads the last pair is zeros.
+    out = (rows.values.long() @ levels[:, : rows.values.shape[1]].T).float() * (rows.scales[:, None] * column_scales)
     return (out if bias is None else out + bias.float()).to(out_dtype)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
-from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat, check_features
+from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
 from shardline.weights.formats import plain
 from shardline.weights.grouped import GroupedWeight
-from shardline.weights.rows import as_tensor
+from shardline.weights.rows import as_tensor, check_features
 
 if TYPE_CHECKING:
     import torch

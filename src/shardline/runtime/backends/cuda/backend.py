@@ -45,7 +45,7 @@ class CudaBackend:
     overlaps_steps = True
     draws_dummy_weights = True
 
-    def __init__(self, device: torch.device, name: str, kernel_path: str, num_threads: int) -> None:
+    def __init__(self, device: torch.device, name: str, kernel_path: str, num_threads: int = 1) -> None:
         self.num_threads = num_threads
         self.device = device
         self.name = name

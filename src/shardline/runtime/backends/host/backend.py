@@ -38,7 +38,7 @@ class HostBackend:
     overlaps_steps = False
     draws_dummy_weights = False
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int = 1) -> None:
         self.num_threads = num_threads
         self.kernels = HostKernels()
         self.kernel_path = f"{platform.machine()}-{_cpu.isa()}"

@@ -1,0 +1,77 @@
+// Arguments of attention, of rotary position embedding, and of the kernels that write the KV cache.
+//
+// "Rows" are row-major with contiguous elements in a row; a stride counts elements between rows.
+#pragma once
+
+#include "runtime/types.h"
+
+namespace shardline {
+
+// The angles by which tokens are rotated, see rotate_head.h.
+struct Rotation {
+  const void* positions;  // [num_tokens]
+  bool positions_are_int64;
+  const float* table;  // [max_positions, 2 * half]: cosines, then sines
+  int64_t half;
+  bool interleaved;
+};
+
+struct RopeArgs {
+  DType dtype;
+  void* x;  // [num_tokens, num_heads, at least 2 * half], in place
+  int64_t x_stride, head_stride;
+  Rotation rotation;
+  int64_t num_tokens, num_heads;
+};
+
+// Writes new keys and values into the cache. If there is a rotation, queries and keys are first rotated in place.
+struct WriteKvArgs {
+  DType dtype;
+  Rotation rotation;  // if its table is null, nothing is rotated and there is no query
+  void* query;        // [num_tokens, num_heads, key_dim]
+  void* key;          // [num_tokens, num_kv_heads, key_dim]
+  const void* value;  // [num_tokens, num_kv_heads, value_dim]
+  int64_t query_stride, key_stride, value_stride;
+  void *key_cache, *value_cache;  // [num_blocks, num_kv_heads, block_size, key_dim or value_dim]
+  // [num_blocks, num_kv_heads, block_size] if the caches are int8 (value = scale * byte); null if they are in dtype
+  float *key_scales, *value_scales;
+  const int64_t* slots;  // [num_tokens]; negative: not stored
+  int64_t num_tokens, num_heads, num_kv_heads, key_dim, value_dim, block_size;
+};
+
+struct AttentionArgs {
+  DType dtype;
+  const void* query;  // [num_tokens, num_heads, key_dim]
+  int64_t query_stride;
+  const void* key_cache;    // [num_blocks, num_kv_heads, block_size, key_dim]
+  const void* value_cache;  // [num_blocks, num_kv_heads, block_size, value_dim]
+  const int32_t* block_tables;
+  int64_t block_table_stride;
+  const int32_t* query_starts;  // [num_sequences + 1]
+  const int32_t* context_lens;  // [num_sequences]
+  void* out;                    // [num_tokens, num_heads, value_dim], contiguous
+  int64_t num_sequences, num_heads, num_kv_heads, key_dim, value_dim, block_size;
+  int64_t window;  // 0 for none
+  float scale;
+  float softcap;  // 0 for none
+  // [num_blocks, num_kv_heads, block_size] if the caches are int8; null if they are in dtype
+  const float *key_scales, *value_scales;
+};
+
+struct MlaAttentionArgs {
+  DType dtype;
+  const void* query_latent;  // [num_tokens, num_heads, latent_dim], contiguous in a token
+  int64_t query_latent_stride;
+  const void* query_rope;  // [num_tokens, num_heads, rope_dim]
+  int64_t query_rope_stride, query_rope_head_stride;
+  const void* cache;  // [num_blocks, block_size, latent_dim + rope_dim]
+  const int32_t* block_tables;
+  int64_t block_table_stride;
+  const int32_t* query_starts;  // [num_sequences + 1]
+  const int32_t* context_lens;  // [num_sequences]
+  void* out;                    // [num_tokens, num_heads, latent_dim], contiguous
+  int64_t num_sequences, num_heads, latent_dim, rope_dim, block_size;
+  float scale;
+};
+
+}  // namespace shardline

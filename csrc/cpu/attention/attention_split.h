@@ -1,0 +1,307 @@
+// Attention of a few query rows to one split of the keys. The arithmetic of this unit never changes.
+//
+// Keys are cut into splits of 512 anchored at absolute position. One query row meets one split in a fixed order. First
+// come the scores, each a sum over the head's width from its start, and their maximum. Then come the weights, which are
+// exp(score - maximum), as bf16 if pairs of bf16 are multiplied, and the weighted sum of the values, key after key.
+// Splits merge in index order. Rows share packed keys and values, never arithmetic: the result of a row does not depend
+// on the rows beside it.
+#pragma once
+
+#include "attention/attention_args.h"
+#include "attention/packed_split.h"
+#include "simd/vec_math.h"
+
+namespace shardline::SHARDLINE_ISA {
+
+// How many rows share each load of packed keys and values: as many as fill the registers with sums, or all rows of a
+// tile that has a few more, so that nothing is loaded twice.
+constexpr int kBestRows = 6, kMaxRows = 8;
+
+// The result of one query row for one split, or for all splits merged so far.
+struct Partial {
+  float max;
+  float sum;
+  float* output;  // [value_width], not yet divided by sum
+};
+
+struct Row {
+  const int32_t* query;  // [key_words]
+  int32_t* scores;       // fp32 [kSplitKeys]; the weights [words_of(kSplitKeys)] replace them, and stay in L1
+  Range keys;            // those visible in this split
+  Partial partial;
+};
+
+// How many vectors a tile of `rows` sums in registers. AVX-512 has 32 registers, other ISAs have 16.
+constexpr int tile_vectors(int rows) {
+  if (rows > kBestRows) return kLanes == 16 ? 2 : 1;
+  return kLanes == 16 || rows <= 3 ? 4 : 2;
+}
+
+// Computes the scores of kRows rows against whole vectors of keys, `begin` to `end` of a group.
+template <class W, int kRows, int kVectors, class Stored>
+void score_group(const Row* rows, const PackedSplit<W, Stored>& split, const int32_t* group, int64_t first_key,
+                 Range vectors) {
+  const int64_t words = split.key_words(), panel_words = split.panel_words();
+  int64_t at = vectors.begin;
+  for (; at + kVectors <= vectors.end; at += kVectors) {
+    const int32_t* panel = group + at * panel_words;
+    F32 sum[kRows][kVectors] = {};
+    for (int64_t word = 0; word < words; ++word) {
+      I32 key[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) key[v] = load_words(panel + v * panel_words + word * kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const I32 query = broadcast_int(rows[r].query[word]);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_words<W>(sum[r][v], query, key[v]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t place = first_key + (at + v) * kLanes;
+        if constexpr (PackedSplit<W, Stored>::kScaled) sum[r][v] = sum[r][v] * split.key_scales(place);
+        store_words(rows[r].scores + place, (I32)sum[r][v]);
+      }
+    }
+  }
+  if constexpr (kVectors > 1) {
+    if (at < vectors.end) score_group<W, kRows, kVectors / 2>(rows, split, group, first_key, {at, vectors.end});
+  }
+}
+
+template <class W, int kRows, class Stored>
+void score_keys(const Row* rows, PackedSplit<W, Stored>& split, Range keys) {
+  for (int64_t g = keys.begin / kGroupKeys; g * kGroupKeys < keys.end; ++g) {
+    const int64_t first_key = g * kGroupKeys;
+    const Range vectors = {max64(0, keys.begin - first_key) / kLanes,
+                           ceil_div(min64(kGroupKeys, keys.end - first_key), kLanes)};
+    score_group<W, kRows, tile_vectors(kRows)>(rows, split, split.key_group(g), first_key, vectors);
+  }
+}
+
+inline F32 load_score(const int32_t* p) { return (F32)load_words(p); }
+
+// The visible keys, and enough hidden keys to fill pairs of vectors.
+inline Range padded(Range keys) {
+  constexpr int64_t kStep = 2 * kLanes;
+  return {keys.begin / kStep * kStep, ceil_div(keys.end, kStep) * kStep};
+}
+
+// Gives hidden keys among kLanes scores the lowest score.
+inline void hide(int32_t* scores, int64_t first_key, Range visible) {
+  const F32 lowest = broadcast(-__builtin_inff());
+  const I32 key = lane_numbers(AllLanes{}) + static_cast<int32_t>(first_key);
+  F32 score = load_score(scores + first_key);
+  score = key < static_cast<int32_t>(visible.end) ? score : lowest;
+  score = key >= static_cast<int32_t>(visible.begin) ? score : lowest;
+  store_words(scores + first_key, (I32)score);
+}
+
+// Finds the maximum of a row's scores, after the softcap and the scale; hidden keys get the lowest score.
+template <class W>
+void find_maximum(Row& row, const AttentionArgs& args) {
+  const float lowest = -__builtin_inff();
+  const Range keys = padded(row.keys);
+  if (args.softcap != 0.0f) {
+    for (int64_t i = keys.begin; i < keys.end; i += kLanes) {
+      const F32 capped = tanh(load_score(row.scores + i) * args.scale / args.softcap) * args.softcap;
+      store_words(row.scores + i, (I32)capped);
+    }
+  }
+  for (int64_t i = keys.begin; i < row.keys.begin; i += kLanes) hide(row.scores, i, row.keys);
+  for (int64_t i = row.keys.end / kLanes * kLanes; i < keys.end; i += kLanes) hide(row.scores, i, row.keys);
+  F32 largest[2] = {broadcast(lowest), broadcast(lowest)};
+  for (int64_t i = keys.begin; i < keys.end; i += 2 * kLanes) {
+    for (int v = 0; v < 2; ++v) largest[v] = maximum(load_score(row.scores + i + v * kLanes), largest[v]);
+  }
+  row.partial.max = max_lanes(maximum(largest[0], largest[1])) * (args.softcap != 0.0f ? 1.0f : args.scale);
+}
+
+// Weights times the scales of their values. A hidden key has a weight of zero, and its scale may be anything.
+template <class Split>
+inline F32 scaled_weights(F32 weights, const Split& split, int64_t place) {
+  if constexpr (Split::kScaled) return weights == 0.0f ? F32{} : weights * split.value_scales(place);
+  return weights;
+}
+
+// Turns a row's scores into weights and their sum. If pairs are multiplied, the sum is that of the rounded weights,
+// which multiply the values, so that the weights add up to one. Weights with scales are summed without the scales.
+template <class W, class Stored>
+void weigh_scores(Row& row, const PackedSplit<W, Stored>& split, const AttentionArgs& args) {
+  const Range keys = padded(row.keys);
+  const float scale = args.softcap != 0.0f ? 1.0f : args.scale;
+  const float max = row.partial.max == -__builtin_inff() ? 0.0f : row.partial.max;
+  F32 sum = {};
+  if constexpr (kPerWord<W> == 2) {
+#if defined(__AVX512BF16__)
+    constexpr float kLog2e = 1.44269504f;
+    const F32 factor = broadcast(scale * kLog2e), shift = broadcast(max * -kLog2e);
+    const auto weigh = [&](F32 sum, int64_t i) {
+      const F32 first = exp2_coarse(fma(load_score(row.scores + i), factor, shift));
+      const F32 second = exp2_coarse(fma(load_score(row.scores + i + kLanes), factor, shift));
+      const I32 pairs = rounded_pairs(scaled_weights(first, split, i), scaled_weights(second, split, i + kLanes));
+      store_words(row.scores + (i >> 1), pairs);
+      if constexpr (PackedSplit<W, Stored>::kScaled) {
+        return sum + (first + second);
+      } else {
+        return dot_pairs(sum, pairs, broadcast_int(0x3f803f80));  // ones
+      }
+    };
+    F32 other_sum = {};
+    int64_t i = keys.begin;
+    for (; i + 4 * kLanes <= keys.end; i += 4 * kLanes) {
+      sum = weigh(sum, i);
+      other_sum = weigh(other_sum, i + 2 * kLanes);
+    }
+    if (i < keys.end) sum = weigh(sum, i);
+    sum = sum + other_sum;
+#endif
+  } else {
+    for (int64_t i = keys.begin; i < keys.end; i += kLanes) {
+      const F32 weight = exp(fma(load_score(row.scores + i), broadcast(scale), broadcast(-max)));
+      store_words(row.scores + i, (I32)scaled_weights(weight, split, i));
+      sum = sum + weight;
+    }
+  }
+  row.partial.sum = sum_lanes(sum);
+}
+
+// Adds weights * values to the outputs of kRows rows, over columns [column, column + kVectors * kLanes). `visible`
+// masks the halves of the values' pairs. Hidden values must be masked: a weight of zero would turn an infinite value of
+// a later token into NaN.
+template <class W, int kRows, int kVectors>
+inline void add_columns(Row* rows, const int32_t* values, int64_t width, int64_t column, Range words, I32 visible) {
+  F32 sum[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = load(rows[r].partial.output + column + v * kLanes);
+  }
+  for (int64_t word = words.begin; word < words.end; ++word, values += width) {
+    I32 value[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      value[v] = load_words(values + column + v * kLanes);
+      if constexpr (kRows == 1) value[v] &= visible;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const I32 weight = broadcast_int(rows[r].scores[word]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_words<W>(sum[r][v], weight, value[v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) store(rows[r].partial.output + column + v * kLanes, sum[r][v]);
+  }
+}
+
+// The same over all columns.
+template <class W, int kRows, int kVectors = tile_vectors(kRows)>
+void add_group(Row* rows, const int32_t* values, int64_t width, int64_t column, Range words, I32 visible) {
+  for (; column + kVectors * kLanes <= width; column += kVectors * kLanes) {
+    add_columns<W, kRows, kVectors>(rows, values, width, column, words, visible);
+  }
+  if constexpr (kVectors > 1) {
+    if (column < width) add_group<W, kRows, kVectors / 2>(rows, values, width, column, words, visible);
+  }
+}
+
+template <class W, int kRows, class Stored>
+void add_values(Row* rows, PackedSplit<W, Stored>& split, Range words, I32 visible) {
+  constexpr int64_t kGroupWords = kGroupKeys / kPerWord<W>;
+  while (!words.empty()) {
+    const int64_t group = words.begin / kGroupWords;
+    const int32_t* values = split.value_group(group) + (words.begin - group * kGroupWords) * split.value_width();
+    int64_t end = (group + 1) * kGroupWords;
+    while (end < words.end && split.has_values(end / kGroupWords)) end += kGroupWords;
+    end = min64(end, words.end);
+    add_group<W, kRows>(rows, values, split.value_width(), 0, {words.begin, end}, visible);
+    words.begin = end;
+  }
+}
+
+// Adds the values of those words that one row sees.
+template <class W, class Stored>
+void add_visible_values(Row& row, PackedSplit<W, Stored>& split, Range words) {
+  for (; words.begin < words.end; ++words.begin) {
+    uint32_t visible = 0xffffffffu;
+    if constexpr (kPerWord<W> == 2) {
+      if (words.begin * 2 < row.keys.begin) visible &= 0xffff0000u;
+      if (words.begin * 2 + 2 > row.keys.end) visible &= 0x0000ffffu;
+    }
+    add_values<W, 1>(&row, split, {words.begin, words.begin + 1}, broadcast_int(static_cast<int32_t>(visible)));
+  }
+}
+
+// Computes one split for kRows rows, each of which sees a part of it, and fills each row's partial. This is also the
+// unit that context parallelism distributes.
+template <class W, int kRows, class Stored>
+void attend_split(Row* rows, PackedSplit<W, Stored>& split, const AttentionArgs& args) {
+  Range any = rows[0].keys, all = rows[0].keys;
+  for (int r = 1; r < kRows; ++r) {
+    any = {min64(any.begin, rows[r].keys.begin), max64(any.end, rows[r].keys.end)};
+    all = {max64(all.begin, rows[r].keys.begin), min64(all.end, rows[r].keys.end)};
+  }
+  score_keys<W, kRows>(rows, split, any);
+  for (int r = 0; r < kRows; ++r) find_maximum<W>(rows[r], args);
+  for (int r = 0; r < kRows; ++r) {
+    weigh_scores(rows[r], split, args);
+    __builtin_memset(rows[r].partial.output, 0, static_cast<size_t>(split.value_width()) * sizeof(float));
+  }
+  const auto words_seen = [](const Row& row) {
+    return Range{row.keys.begin / kPerWord<W>, words_of<W>(row.keys.end)};
+  };
+  const Range whole = {words_of<W>(all.begin), all.end / kPerWord<W>};  // words that every row sees in full
+  if (whole.empty()) {
+    for (int r = 0; r < kRows; ++r) add_visible_values(rows[r], split, words_seen(rows[r]));
+    return;
+  }
+  for (int r = 0; r < kRows; ++r) add_visible_values(rows[r], split, {words_seen(rows[r]).begin, whole.begin});
+  add_values<W, kRows>(rows, split, whole, broadcast_int(-1));
+  for (int r = 0; r < kRows; ++r) add_visible_values(rows[r], split, {whole.end, words_seen(rows[r]).end});
+}
+
+template <class W, int kRows = kMaxRows, class Stored>
+void attend_rows(int num_rows, Row* rows, PackedSplit<W, Stored>& split, const AttentionArgs& args) {
+  if (num_rows == kRows) return attend_split<W, kRows>(rows, split, args);
+  if constexpr (kRows > 1) attend_rows<W, kRows - 1>(num_rows, rows, split, args);
+}
+
+// Merges a row's partial of the next split into those before; `shrink` is exp(-|difference of the maxima|).
+inline void merge(Partial& merged, const Partial& next, F32 shrink, int64_t dim) {
+  const bool higher = next.max > merged.max;
+  const F32 keep = higher ? shrink : broadcast(1.0f), take = higher ? broadcast(1.0f) : shrink;
+  merged.sum = fma(broadcast(merged.sum), keep, broadcast(next.sum) * take)[0];
+  merged.max = higher ? next.max : merged.max;
+  for (int64_t i = 0; i < dim; i += kLanes) {
+    store(merged.output + i, fma(load(merged.output + i), keep, load(next.output + i) * take));
+  }
+}
+
+// The same for up to kMaxRows rows that meet one split together. A row marked `first` has nothing merged yet.
+inline void merge_rows(Partial* merged, const Row* rows, int num_rows, const bool* first, int64_t dim) {
+  float differences[ceil_div(kMaxRows, kLanes) * kLanes] = {};
+  for (int r = 0; r < num_rows; ++r) {
+    const float next = rows[r].partial.max;
+    if (!first[r]) differences[r] = next > merged[r].max ? merged[r].max - next : next - merged[r].max;
+  }
+  for (int r = 0; r < num_rows; r += kLanes) store(differences + r, exp(load(differences + r)));
+  for (int r = 0; r < num_rows; ++r) {
+    const Partial& next = rows[r].partial;
+    if (!first[r]) {
+      merge(merged[r], next, broadcast(differences[r]), dim);
+      continue;
+    }
+    merged[r].max = next.max;
+    merged[r].sum = next.sum;
+    for (int64_t i = 0; i < dim; i += kLanes) store(merged[r].output + i, load(next.output + i));
+  }
+}
+
+}  // namespace shardline::SHARDLINE_ISA

@@ -1,0 +1,184 @@
+// Query rows that pass over the splits together.
+#pragma once
+
+#include "attention/attention_split.h"
+
+namespace shardline::SHARDLINE_ISA {
+
+// Query rows that share a KV head and a block table.
+struct TileIndex {
+  int64_t sequence, kv_head, first_row, num_rows;
+  int64_t first_position;  // of the sequence's first token
+};
+
+// Row r of a sequence's rows for one KV head is token r / group, head r % group. The model computes in T, and the
+// caches hold elements of type Stored.
+template <class T, class Stored>
+class RowTile {
+ public:
+  RowTile(const AttentionArgs& args, const TileIndex& index)
+      : args_(args),
+        index_(index),
+        group_(args.num_heads / args.num_kv_heads),
+        first_token_(args.query_starts[index.sequence]) {}
+
+  static int64_t output_width(const AttentionArgs& args) { return whole_vectors(args.value_dim); }
+
+  // Four-byte words of scratch memory, for tiles of up to num_rows rows.
+  static size_t scratch_words(const AttentionArgs& args, int64_t num_rows) {
+    const int64_t row_words = kSplitKeys + output_width(args);
+    return static_cast<size_t>(num_rows * query_width(args) + kMaxRows * row_words) +
+           PackedSplit<W, Stored>::scratch_words(args.key_dim, args.value_dim);
+  }
+
+  // Takes scratch_words() of memory, 64-byte aligned, and returns what follows them.
+  int32_t* prepare(int32_t* memory) {
+    queries_ = memory;
+    memory += index_.num_rows * query_width(args_);
+    for (int r = 0; r < kMaxRows; ++r) {
+      rows_[r].scores = memory;
+      rows_[r].partial.output = reinterpret_cast<float*>(memory + kSplitKeys);
+      memory += kSplitKeys + output_width(args_);
+    }
+    split_.prepare(memory, args_.key_dim, args_.value_dim);
+    load_queries();
+    return memory + PackedSplit<W, Stored>::scratch_words(args_.key_dim, args_.value_dim);
+  }
+
+  int64_t first_split() const { return visible(0).begin / kSplitKeys; }
+  int64_t end_split() const { return end_split(index_.num_rows - 1); }
+  int64_t end_split(int64_t r) const { return ceil_div(visible(r).end, kSplitKeys); }
+
+  // Calls take(first_row, num_rows, rows) for the rows that see a part of the split, at most kMaxRows of them at a
+  // time.
+  template <class Take>
+  void attend(int64_t split, const Take& take) {
+    const int64_t split_begin = split * kSplitKeys;
+    int64_t begin = 0, end = index_.num_rows;
+    while (begin < end && seen(begin, split_begin).empty()) ++begin;
+    while (begin < end && seen(end - 1, split_begin).empty()) --end;
+    const int64_t num_parts = end - begin <= kMaxRows ? 1 : ceil_div(end - begin, kBestRows);
+    find_keys(split_begin, num_parts > 1);
+    for (int64_t part = 0; part < num_parts; ++part) {  // evenly: 8 rows are 4 + 4, not 6 + 2
+      const int64_t first = begin + (end - begin) * part / num_parts;
+      const int num_rows = static_cast<int>(begin + (end - begin) * (part + 1) / num_parts - first);
+      for (int r = 0; r < num_rows; ++r) {
+        rows_[r].query = queries_ + (first + r) * query_width(args_);
+        rows_[r].keys = seen(first + r, split_begin);
+      }
+      attend_rows<W>(num_rows, rows_, split_, args_);
+      take(first, num_rows, rows_);
+    }
+  }
+
+  // The row's place among the rows of the whole call, counted over tokens, then heads.
+  int64_t place(int64_t r) const { return (first_token_ + token(r)) * args_.num_heads + head(r); }
+
+  void store_output(int64_t r, const Partial& merged) const {
+    T* out = static_cast<T*>(args_.out) + place(r) * args_.value_dim;
+    const F32 factor = broadcast(1.0f / merged.sum);
+    for (int64_t d = 0; d < args_.value_dim; d += kLanes) {
+      store_n(out + d, load(merged.output + d) * factor, args_.value_dim - d);
+    }
+  }
+
+ private:
+  using W = typename WordElement<T>::Type;
+
+  static int64_t query_width(const AttentionArgs& args) { return whole_vectors(words_of<W>(args.key_dim)); }
+
+  int64_t token(int64_t r) const { return (index_.first_row + r) / group_; }
+  int64_t head(int64_t r) const { return index_.kv_head * group_ + (index_.first_row + r) % group_; }
+
+  Range visible(int64_t r) const {
+    const int64_t position = index_.first_position + token(r);
+    return {args_.window > 0 ? max64(0, position - args_.window + 1) : 0, position + 1};
+  }
+  Range seen(int64_t r, int64_t split_begin) const {
+    const Range range = visible(r);
+    return {max64(0, range.begin - split_begin), min64(kSplitKeys, range.end - split_begin)};
+  }
+
+  void load_queries() {
+    const T* token_row = static_cast<const T*>(args_.query) + (first_token_ + token(0)) * args_.query_stride;
+    int64_t in_group = index_.first_row % group_;
+    int32_t* to = queries_;
+    for (int64_t r = 0; r < index_.num_rows; ++r, to += query_width(args_)) {
+      const T* from = token_row + (index_.kv_head * group_ + in_group) * args_.key_dim;
+      // The hardware may not guess where the next token's row is. The last token asks for a row that nobody uses.
+      prefetch(from + args_.query_stride, args_.key_dim);
+      for (int64_t d = 0; d < args_.key_dim; d += kLanes * kPerWord<W>) {
+        store_words(to + d / kPerWord<W>, load_elements<W>(from + d, args_.key_dim - d));
+      }
+      if (++in_group == group_) {
+        in_group = 0;
+        token_row += args_.query_stride;
+      }
+    }
+  }
+
+  // Looks up only the blocks that some row sees: blocks before the window may be free already.
+  void find_keys(int64_t split_begin, bool keep_groups) {
+    const int64_t begin = max64(split_begin, visible(0).begin);
+    const int64_t end = min64(split_begin + kSplitKeys, visible(index_.num_rows - 1).end);
+    split_.begin({begin - split_begin, end - split_begin}, keep_groups);
+    const int32_t* block_table = args_.block_tables + index_.sequence * args_.block_table_stride;
+    for (int64_t position = begin; position < end;) {
+      const int64_t block = block_table[position / args_.block_size];
+      const int64_t block_end = min64(end, (position / args_.block_size + 1) * args_.block_size);
+      const int64_t head = block * args_.num_kv_heads + index_.kv_head;
+      const int64_t slot = head * args_.block_size + position % args_.block_size;
+      const Stored* key = static_cast<const Stored*>(args_.key_cache) + slot * args_.key_dim;
+      const Stored* value = static_cast<const Stored*>(args_.value_cache) + slot * args_.value_dim;
+      for (int64_t i = 0; i < block_end - position; ++i) {
+        const int64_t place = position - split_begin + i;
+        split_.set(place, key + i * args_.key_dim, value + i * args_.value_dim);
+        if constexpr (PackedSplit<W, Stored>::kScaled) {
+          split_.set_scales(place, args_.key_scales[slot + i], args_.value_scales[slot + i]);
+        }
+      }
+      position = block_end;
+    }
+  }
+
+  const AttentionArgs& args_;
+  const TileIndex index_;
+  const int64_t group_, first_token_;
+  int32_t* queries_ = nullptr;
+  Row rows_[kMaxRows];
+  PackedSplit<W, Stored> split_;
+};
+
+// Partials that outlive the tile that computed them.
+class PartialMemory {
+ public:
+  PartialMemory(int64_t count, int64_t value_width)
+      : stride_(kHeader + value_width), memory_(new float[static_cast<size_t>(count * stride_)]) {}
+  ~PartialMemory() { delete[] memory_; }
+  PartialMemory(const PartialMemory&) = delete;
+
+  static size_t num_bytes(int64_t count, int64_t value_width) {
+    return static_cast<size_t>(count * (kHeader + value_width)) * sizeof(float);
+  }
+
+  void clear(int64_t place) { at(place)[2] = 0.0f; }
+  bool has(int64_t place) const { return at(place)[2] != 0.0f; }
+  void put(int64_t place, const Partial& partial) {
+    float* to = at(place);
+    to[0] = partial.max;
+    to[1] = partial.sum;
+    to[2] = 1.0f;
+    __builtin_memcpy(to + kHeader, partial.output, static_cast<size_t>(stride_ - kHeader) * sizeof(float));
+  }
+  Partial get(int64_t place) const { return {at(place)[0], at(place)[1], at(place) + kHeader}; }
+
+ private:
+  static constexpr int64_t kHeader = 16;  // maximum, sum, whether there is a partial; padded to keep outputs aligned
+
+  float* at(int64_t place) const { return memory_ + place * stride_; }
+
+  const int64_t stride_;
+  float* const memory_;
+};
+
+}  // namespace shardline::SHARDLINE_ISA

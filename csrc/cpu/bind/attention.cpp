@@ -1,0 +1,63 @@
+// The Python entry point of paged attention: checks the tensors, fills in the arguments, releases the GIL.
+#include <nanobind/stl/optional.h>
+
+#include <optional>
+
+#include "bind/bind.h"
+#include "bind/checks.h"
+#include "bind/tensor.h"
+#include "dispatch/kernels.h"
+#include "runtime/program.h"
+
+namespace shardline {
+namespace {
+
+using namespace nanobind::literals;
+
+void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::handle value_cache_object,
+                     nb::handle block_tables_object, nb::handle query_starts_object, nb::handle context_lens_object,
+                     nb::handle out_object, float scale, std::optional<int64_t> window, std::optional<float> softcap,
+                     nb::handle key_scales_object, nb::handle value_scales_object) {
+  const Tensor query(query_object, "query"), out(out_object, "out");
+  const Tensor key_cache(key_cache_object, "key_cache"), value_cache(value_cache_object, "value_cache");
+  const Tensor block_tables(block_tables_object, "block_tables"), query_starts(query_starts_object, "query_starts");
+  const Tensor context_lens(context_lens_object, "context_lens");
+  query.is_floating().has_shape({-1, -1, -1}).has_rows();
+  const bool scaled = !key_scales_object.is_none();
+  for (const Tensor* cache : {&key_cache, &value_cache}) scaled ? cache->is(DType::kInt8) : cache->same_dtype(query);
+  key_cache.has_shape({-1, -1, -1, query.size(2)}).is_contiguous();
+  value_cache.has_shape({key_cache.size(0), key_cache.size(1), key_cache.size(2), -1})
+      .is_contiguous();
+  out.same_dtype(query).has_shape({query.size(0), query.size(1), value_cache.size(3)}).is_contiguous();
+  context_lens.is(DType::kInt32).has_shape({-1}).is_contiguous();
+  block_tables.is(DType::kInt32).has_shape({context_lens.size(0), -1}).has_rows();
+  query_starts.is(DType::kInt32).has_shape({context_lens.size(0) + 1}).is_contiguous();
+  if (key_cache.size(1) == 0 || query.size(1) % key_cache.size(1) != 0) {
+    raise_value_error("the number of query heads must be a multiple of the number of KV heads");
+  }
+  if (!(scale > 0)) raise_value_error("scale must be positive");
+  if (window && *window < 1) raise_value_error("window must be at least 1, or None");
+  AttentionArgs args = {query.dtype(), query.data(), query.row_stride(), key_cache.data(), value_cache.data(),
+                              block_tables.as<int32_t>(), block_tables.row_stride(), query_starts.as<int32_t>(),
+                              context_lens.as<int32_t>(), out.data(), context_lens.size(0), query.size(1),
+                              key_cache.size(1), query.size(2), value_cache.size(3), key_cache.size(2),
+                              window.value_or(0), scale, softcap.value_or(0.0f), nullptr, nullptr};
+  if (scaled) {
+    args.key_scales = cache_scales(key_scales_object, "key_scales", key_cache);
+    args.value_scales = cache_scales(value_scales_object, "value_scales", value_cache);
+  }
+  perform([args, num_tokens = query.size(0), max_blocks = block_tables.size(1), num_blocks = key_cache.size(0)] {
+    check_sequences(args, args.window, num_tokens, max_blocks, num_blocks);
+    kernels().paged_attention(args);
+  });
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& m) {
+  m.def("paged_attention", &paged_attention, "query"_a, "key_cache"_a, "value_cache"_a, "block_tables"_a,
+        "query_starts"_a, "context_lens"_a, "out"_a, "scale"_a, "window"_a.none(), "softcap"_a.none(),
+        "key_scales"_a.none(), "value_scales"_a.none());
+}
+
+}  // namespace shardline

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+
+#include <optional>
+#include <string>
+
+#include "bind/tensor.h"
+#include "dispatch/kernels.h"
+
+namespace shardline {
+
+Activation activation_named(const std::string& name);
+
+// How many columns the weight of a gated GEMM that writes num_columns has: whole panels, half of each the gate's.
+inline int64_t gated_weight_columns(int64_t num_columns) {
+  return (num_columns + kGatedColumns - 1) / kGatedColumns * kPanelColumns;
+}
+
+// Checks and returns the scales of an int8 KV cache.
+float* cache_scales(nanobind::handle object, const char* name, const Tensor& cache);
+
+// Checks rows [num_rows, depth] as in QuantizeRowsArgs.
+void check_quantized_rows(const Tensor& values, const Tensor& scales, const Tensor& sums, int64_t num_rows,
+                          int64_t depth);
+
+// Where pack_weight, pack_int8 and pack_int4 put a weight's columns: into the panels from column `first` on, or, if
+// `half` is given, into the first or second half of every panel.
+inline PanelColumns panel_columns(const Tensor& panels, int64_t num_columns, int64_t first,
+                                  std::optional<int64_t> half) {
+  if (half.has_value() && (first != 0 || *half < 0 || *half > 1)) {
+    raise_value_error("half is 0 or 1, and both halves of the panels are filled from their first column on");
+  }
+  const int64_t width = half.has_value() ? kGatedColumns : kPanelColumns;
+  const PanelColumns place = {first, half.value_or(0) * kGatedColumns, width};
+  if (first < 0 || place.end_panel(num_columns) > panels.size(0)) raise_value_error("panels have too few columns");
+  return place;
+}
+
+void bind_attention(nanobind::module_& m);
+void bind_exchange(nanobind::module_& m);
+void bind_experts(nanobind::module_& m);
+void bind_gemm(nanobind::module_& m);
+void bind_kv_cache(nanobind::module_& m);
+void bind_memory(nanobind::module_& m);
+void bind_mla(nanobind::module_& m);
+void bind_program(nanobind::module_& m);
+void bind_quantized(nanobind::module_& m);
+void bind_rowwise(nanobind::module_& m);
+void bind_sampling(nanobind::module_& m);
+void bind_steps(nanobind::module_& m);
+
+}  // namespace shardline

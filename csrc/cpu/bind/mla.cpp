@@ -1,0 +1,83 @@
+// Python entry points of multi-head latent attention: check the tensors, fill in the arguments, release the GIL.
+#include <string>
+
+#include "attention/latent_cache.h"
+#include "bind/bind.h"
+#include "bind/checks.h"
+#include "bind/tensor.h"
+#include "dispatch/kernels.h"
+#include "gemm/head_gemm.h"
+#include "runtime/program.h"
+
+namespace shardline {
+namespace {
+
+using namespace nanobind::literals;
+
+void linear_heads(nb::handle x_object, nb::handle panels_object, nb::handle out_object) {
+  const Tensor x(x_object, "x"), panels(panels_object, "panels"), out(out_object, "out");
+  x.is_floating().has_shape({-1, -1, -1}).has_heads().same_dtype(panels);
+  out.same_dtype(x).has_shape({x.size(0), x.size(1), -1}).has_heads();
+  const int64_t padded_depth = x.dtype() == DType::kBFloat16 ? (x.size(2) + 1) / 2 * 2 : x.size(2);
+  const int64_t num_panels = (out.size(2) + kPanelColumns - 1) / kPanelColumns;
+  panels.has_shape({x.size(1), num_panels, padded_depth, kPanelColumns}).is_contiguous();
+  if (x.size(2) < 1) raise_value_error("a weight needs at least one input feature");
+  const HeadLinearArgs args = {x.dtype(), x.data(), x.row_stride(), x.head_stride(), panels.data(), out.data(),
+                               out.row_stride(), out.head_stride(), x.size(0), x.size(1), out.size(2), x.size(2)};
+  perform([args] { linear_heads(args); });
+}
+
+void write_latent(nb::handle latent_object, nb::handle rope_key_object, nb::handle cache_object,
+                  nb::handle slots_object) {
+  const Tensor latent(latent_object, "latent"), rope_key(rope_key_object, "rope_key");
+  const Tensor cache(cache_object, "cache"), slots(slots_object, "slots");
+  latent.is_floating().has_shape({-1, -1}).has_rows();
+  rope_key.same_dtype(latent).has_shape({latent.size(0), -1}).has_rows();
+  cache.same_dtype(latent).has_shape({-1, -1, latent.size(1) + rope_key.size(1)}).is_contiguous();
+  slots.is(DType::kInt64).has_shape({latent.size(0)}).is_contiguous();
+  const WriteLatentArgs args = {element_size(latent.dtype()), latent.data(), rope_key.data(), latent.row_stride(),
+                                rope_key.row_stride(), cache.data(), slots.as<int64_t>(), latent.size(0),
+                                latent.size(1), rope_key.size(1)};
+  perform([args, num_slots = cache.size(0) * cache.size(1)] {
+    check_slots(args.slots, args.num_tokens, num_slots);
+    write_latent(args);
+  });
+}
+
+void mla_attention(nb::handle query_latent_object, nb::handle query_rope_object, nb::handle cache_object,
+                   nb::handle block_tables_object, nb::handle query_starts_object, nb::handle context_lens_object,
+                   nb::handle out_object, float scale) {
+  const Tensor latent(query_latent_object, "query_latent"), rope(query_rope_object, "query_rope");
+  const Tensor cache(cache_object, "cache"), out(out_object, "out");
+  const Tensor block_tables(block_tables_object, "block_tables"), query_starts(query_starts_object, "query_starts");
+  const Tensor context_lens(context_lens_object, "context_lens");
+  latent.is_floating().has_shape({-1, -1, -1}).has_rows();
+  rope.same_dtype(latent).has_shape({latent.size(0), latent.size(1), -1}).has_heads();
+  cache.same_dtype(latent).has_shape({-1, -1, latent.size(2) + rope.size(2)}).is_contiguous();
+  out.same_dtype(latent).has_shape({latent.size(0), latent.size(1), latent.size(2)}).is_contiguous();
+  context_lens.is(DType::kInt32).has_shape({-1}).is_contiguous();
+  block_tables.is(DType::kInt32).has_shape({context_lens.size(0), -1}).has_rows();
+  query_starts.is(DType::kInt32).has_shape({context_lens.size(0) + 1}).is_contiguous();
+  const MlaAttentionArgs args = {latent.dtype(), latent.data(), latent.row_stride(), rope.data(), rope.row_stride(),
+                                 rope.head_stride(), cache.data(), block_tables.as<int32_t>(),
+                                 block_tables.row_stride(), query_starts.as<int32_t>(), context_lens.as<int32_t>(),
+                                 out.data(), context_lens.size(0), latent.size(1), latent.size(2), rope.size(2),
+                                 cache.size(1), scale};
+  perform([args, num_tokens = latent.size(0), max_blocks = block_tables.size(1), num_blocks = cache.size(0)] {
+    check_sequences(args, 0, num_tokens, max_blocks, num_blocks);
+    kernels().mla_attention(args);
+  });
+}
+
+}  // namespace
+
+void bind_mla(nb::module_& m) {
+  m.def("linear_heads", static_cast<void (*)(nb::handle, nb::handle, nb::handle)>(&linear_heads), "x"_a, "panels"_a,
+        "out"_a);
+  m.def("write_latent", static_cast<void (*)(nb::handle, nb::handle, nb::handle, nb::handle)>(&write_latent),
+        "latent"_a, "rope_key"_a, "cache"_a, "slots"_a);
+  m.def("mla_attention", &mla_attention, "query_latent"_a, "query_rope"_a, "cache"_a, "block_tables"_a,
+        "query_starts"_a, "context_lens"_a, "out"_a, "scale"_a);
+}
+
+}  // namespace shardline

@@ -1,0 +1,66 @@
+#include "dispatch/dispatch.h"
+
+#include <atomic>
+#include <stdexcept>
+
+#include "dispatch/kernels.h"
+
+namespace shardline {
+
+namespace portable { extern const Kernels kKernels; }
+#if defined(SHARDLINE_X86)
+namespace avx2 { extern const Kernels kKernels; }
+namespace avx512 { extern const Kernels kKernels; }
+namespace avx512_bf16 { extern const Kernels kKernels; }
+#endif
+
+namespace {
+
+std::vector<const Kernels*> find_available() {
+  std::vector<const Kernels*> found = {&portable::kKernels};
+#if defined(SHARDLINE_X86)
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return found;
+  found.push_back(&avx2::kKernels);
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl")) {
+    return found;
+  }
+  found.push_back(&avx512::kKernels);
+  if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
+    found.push_back(&avx512_bf16::kKernels);
+  }
+#endif
+  return found;
+}
+
+const std::vector<const Kernels*>& available() {
+  static const std::vector<const Kernels*> found = find_available();
+  return found;
+}
+
+std::atomic<const Kernels*> active{available().back()};
+
+}  // namespace
+
+const Kernels& kernels() { return *active.load(std::memory_order_relaxed); }
+
+std::vector<std::string> available_isas() {
+  std::vector<std::string> names;
+  for (const Kernels* candidate : available()) names.emplace_back(candidate->isa);
+  return names;
+}
+
+void set_isa(const std::string& name) {
+  for (const Kernels* candidate : available()) {
+    if (name == candidate->isa) {
+      active.store(candidate);
+      return;
+    }
+  }
+  std::string known;
+  for (const std::string& isa : available_isas()) known += (known.empty() ? "" : ", ") + isa;
+  throw std::invalid_argument("this CPU has no kernels for '" + name + "'; it has: " + known);
+}
+
+}  // namespace shardline

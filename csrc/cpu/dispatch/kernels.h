@@ -1,0 +1,24 @@
+// The kernels that exist once per ISA, and the table through which the rest of the code calls them.
+#pragma once
+
+#include "attention/attention_args.h"
+#include "dispatch/kernel_list.h"
+#include "gemm/gemm_args.h"
+#include "moe/combine_args.h"
+#include "rowwise/rowwise_args.h"
+
+namespace shardline {
+
+// exp_shifted: out[i] = exp((logits[i] - shift) * scale), and 0 for NaN; out may be logits.
+// argmax: the largest logit's index, the lowest on ties; NaN never wins.
+struct Kernels {
+  const char* isa;
+#define SHARDLINE_KERNEL(result, name, ...) result (*name)(__VA_ARGS__);
+  SHARDLINE_FOR_EACH_KERNEL(SHARDLINE_KERNEL)
+#undef SHARDLINE_KERNEL
+};
+
+// The table of the ISA in use.
+const Kernels& kernels();
+
+}  // namespace shardline

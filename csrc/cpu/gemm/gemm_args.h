@@ -1,0 +1,95 @@
+// Arguments of the matrix products, of the kernels that pack their weights, and of the one that quantizes their inputs.
+//
+// "Rows" are row-major with contiguous elements in a row; a stride counts elements between rows.
+#pragma once
+
+#include "rowwise/rowwise_args.h"
+#include "runtime/types.h"
+
+namespace shardline {
+
+constexpr int64_t kPanelColumns = 64;
+// A gated GEMM writes act(gate) * up, rounded once. Each panel then has 32 columns of the gate's weight, followed by
+// the same 32 columns of up's weight. num_columns counts the columns that are written.
+constexpr int64_t kGatedColumns = kPanelColumns / 2;
+
+// Where the columns of a weight go in panels that several weights may share: the weight fills columns
+// [begin, begin + width) of each panel, one panel after another, starting at the `first` of these columns. The rest of
+// the weight's last panel becomes zero, and the next weight overwrites it: so weights are packed in their order.
+struct PanelColumns {
+  int64_t first, begin, width;
+
+  int64_t first_panel() const { return first / width; }
+  int64_t end_panel(int64_t num_columns) const { return (first + num_columns + width - 1) / width; }
+};
+
+// weight [N, K] becomes panels of 64 columns: [panel][k][column], or for bf16 [panel][k / 2][column][k % 2]; padded
+// with zeros to whole panels and whole pairs.
+struct PackArgs {
+  DType dtype;
+  const void* weight;
+  int64_t weight_stride;
+  void* panels;
+  int64_t num_columns, depth;
+  PanelColumns place;
+};
+
+struct LinearArgs {
+  DType dtype, out_dtype, bias_dtype;
+  const void* x;
+  int64_t x_stride;
+  const void* panels;
+  const void* bias;  // null for none; the gate's, then up's
+  void* out;
+  int64_t out_stride;
+  int64_t num_rows, num_columns, depth;
+  bool gated;
+  Activation activation;  // of the gate
+  bool best;              // out [num_rows][2][num_panels]: the largest output of each panel; its column, as int32
+};
+
+// How many bytes of k one column contributes to a step of the quantized GEMMs, and how many weights share a scale in
+// int4.
+constexpr int64_t kQuad = 4, kGroupDepth = 32;
+// A group of a panel in int4: 4-bit values, two in a byte, then one byte per column as its scale.
+constexpr int64_t kInt4GroupBytes = kGroupDepth * kPanelColumns / 2 + kPanelColumns;
+
+struct QuantizeRowsArgs {
+  DType dtype;
+  const void* x;
+  int64_t x_stride;
+  int8_t* values;  // [num_rows, depth padded with zeros to whole groups]
+  float* scales;   // [num_rows]
+  int32_t* sums;   // [num_rows, 1 + number of groups]: the sum of the row's values, then the sum of each group
+  int64_t num_rows, depth;
+};
+
+// weight [N, K] becomes panels of 64 columns, and a scale per column: in int8 [panel][k / 4][column][k % 4] with 128
+// added; in int4 [panel][k / 32], each kInt4GroupBytes.
+struct PackQuantizedArgs {
+  DType dtype;
+  const void* weight;
+  int64_t weight_stride;
+  uint8_t* panels;
+  float* scales;  // [N padded to whole panels]
+  int64_t num_columns, depth;
+  PanelColumns place;
+};
+
+struct QuantizedLinearArgs {
+  DType out_dtype, bias_dtype;
+  const int8_t* x;  // as in QuantizeRowsArgs
+  const float* row_scales;
+  const int32_t* row_sums;
+  const uint8_t* panels;
+  const float* column_scales;
+  const void* bias;  // null for none; the gate's, then up's
+  void* out;
+  int64_t out_stride;
+  int64_t num_rows, num_columns, depth;
+  bool gated;
+  Activation activation;  // of the gate
+  bool best;              // int8 only, see LinearArgs
+};
+
+}  // namespace shardline

@@ -1,0 +1,60 @@
+// out[M, N] = x[M, K] weight[N, K]^T + bias with bytes for x and weight.
+#include "gemm/gemm_int8_tile.h"
+
+namespace shardline::SHARDLINE_ISA {
+namespace {
+
+template <class T>
+void pack_panel(const PackQuantizedArgs& args, int64_t panel_index) {
+  constexpr int64_t kChunk = 64;  // a chunk of the panel stays in L1 while one column after another is read
+  const int64_t num_quads = ceil_div(args.depth, kQuad);
+  uint8_t* panel = args.panels + panel_index * num_quads * kQuad * kPanelColumns;
+  panel += args.place.begin * kQuad;
+  float* scales = args.scales + panel_index * kPanelColumns + args.place.begin;
+  // Columns [taken, columns) of the panel belong to this weight. Those before belong to another one, those behind
+  // become zero.
+  const int64_t first_column = panel_index * args.place.width - args.place.first;
+  const int64_t taken = max64(0, -first_column), columns = args.num_columns - first_column;
+  const T* weight = static_cast<const T*>(args.weight) + first_column * args.weight_stride;
+  float inverse[kPanelColumns] = {};
+  for (int64_t c = taken; c < args.place.width; ++c) {
+    const float magnitude = c < columns ? largest_magnitude(weight + c * args.weight_stride, args.depth) : 0.0f;
+    const ByteScale scale = byte_scale(magnitude);
+    scales[c] = scale.scale;
+    inverse[c] = scale.inverse;
+  }
+  for (int64_t begin = 0; begin < num_quads * kQuad; begin += kChunk) {
+    for (int64_t c = taken; c < args.place.width; ++c) {
+      int8_t bytes[kChunk] = {};
+      for (int64_t k = 0; k < kChunk && c < columns && begin + k < args.depth; k += kLanes) {
+        const F32 values = load_n(weight + c * args.weight_stride + begin + k, args.depth - begin - k);
+        store_bytes(bytes + k, quantized(values, broadcast(inverse[c])));
+      }
+      for (int64_t k = 0; k < kChunk && begin + k < num_quads * kQuad; k += kQuad) {
+        uint32_t quad;
+        __builtin_memcpy(&quad, bytes + k, sizeof quad);
+        quad ^= 0x80808080;  // adds 128 to each byte
+        __builtin_memcpy(panel + ((begin + k) / kQuad * kPanelColumns + c) * kQuad, &quad, sizeof quad);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void pack_int8(const PackQuantizedArgs& args) {
+  const int64_t first = args.place.first_panel();
+  parallel_for(args.place.end_panel(args.num_columns) - first, [&](int64_t task) {
+    args.dtype == DType::kFloat32 ? pack_panel<float>(args, first + task) : pack_panel<bf16>(args, first + task);
+  });
+}
+
+void linear_int8(const QuantizedLinearArgs& args) {
+  const PanelLayout layout = {ceil_div(args.depth, kQuad), kQuad * kPanelColumns};
+  const auto add = [&](const Tile& tile, auto rows, auto wide) {
+    add_int8_tile<rows.kValue, wide.kValue>(args, tile);
+  };
+  for_each_tile<kInt8TileRows, kInt8WideMin, kInt8WideMax>(args, layout, add, finish_of<Int8Sums>(args));
+}
+
+}  // namespace shardline::SHARDLINE_ISA

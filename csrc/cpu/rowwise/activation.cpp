@@ -1,0 +1,50 @@
+// Activations, alone or as gates: act(gate) * up. They are computed in fp32. A gated bf16 result is rounded after the
+// activation and again after the product, as in eager torch.
+#include "dispatch/variant.h"
+#include "rowwise/activations.h"
+#include "runtime/thread_pool.h"
+
+namespace shardline::SHARDLINE_ISA {
+namespace {
+
+constexpr int64_t kTaskElements = 1 << 13;
+
+template <class T, class Act>
+void activate_row(Act act, const T* x, T* out, int64_t width) {
+  for (int64_t i = 0; i < width; i += kLanes) store_n(out + i, activated(act, load_n(x + i, width - i)), width - i);
+}
+
+template <class T, class Act>
+void gate_row(Act act, const T* gate, const T* up, T* out, int64_t width) {
+  int64_t i = 0;
+  for (; i + 2 * kPair <= width; i += 2 * kPair) {
+    gate_pairs<2>(act, {gate + i, gate + i + kPair}, {up + i, up + i + kPair}, {out + i, out + i + kPair});
+  }
+  for (; i < width; i += kLanes) {
+    gate_n(act, load_n(gate + i, width - i), load_n(up + i, width - i), out + i, width - i);
+  }
+}
+
+template <class T, class Act>
+void activate(Act act, const ActivationArgs& args) {
+  const int64_t chunks = ceil_div(args.width, kTaskElements);
+  const bool parallel = args.num_rows * args.width > kTaskElements;
+  parallel_for_if(parallel, args.num_rows * chunks, [&](int64_t task) {
+    const int64_t row = task / chunks;
+    const int64_t begin = task % chunks * kTaskElements;
+    const T* x = static_cast<const T*>(args.x) + row * args.x_stride + begin;
+    T* out = static_cast<T*>(args.out) + row * args.width + begin;
+    const int64_t width = min64(args.width - begin, kTaskElements);
+    args.gated ? gate_row(act, x, x + args.width, out, width) : activate_row(act, x, out, width);
+  });
+}
+
+}  // namespace
+
+void activation(const ActivationArgs& args) {
+  with_activation(args.activation, [&](auto act) {
+    args.dtype == DType::kFloat32 ? activate<float>(act, args) : activate<bf16>(act, args);
+  });
+}
+
+}  // namespace shardline::SHARDLINE_ISA

@@ -1,0 +1,43 @@
+// Passes over a row of logits, from which sampling and log-probabilities are made.
+#include "dispatch/variant.h"
+#include "runtime/thread_pool.h"
+#include "simd/vec_math.h"
+
+namespace shardline::SHARDLINE_ISA {
+
+void softcap(float* logits, int64_t count, float cap) {
+  constexpr int64_t kTaskElements = 1 << 13;
+  parallel_for_if(count > kTaskElements, ceil_div(count, kTaskElements), [&](int64_t task) {
+    const int64_t end = min64(count, (task + 1) * kTaskElements);
+    for (int64_t i = task * kTaskElements; i < end; i += kLanes) {
+      store_n(logits + i, tanh(load_n(logits + i, end - i) / cap) * cap, end - i);
+    }
+  });
+}
+
+void exp_shifted(const float* logits, int64_t count, float shift, float scale, float* out) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const F32 y = exp((load_n(logits + i, count - i) - shift) * scale);
+    store_n(out + i, y == y ? y : F32{}, count - i);
+  }
+}
+
+int64_t argmax(const float* logits, int64_t count) {
+  const F32 lowest = broadcast(-__builtin_inff());
+  F32 best[4] = {lowest, lowest, lowest, lowest};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
+    for (int v = 0; v < 4; ++v) {
+      const F32 x = load(logits + i + v * kLanes);
+      best[v] = x > best[v] ? x : best[v];
+    }
+  }
+  float largest = max_lanes(maximum(maximum(best[0], best[1]), maximum(best[2], best[3])));
+  for (; i < count; ++i) largest = logits[i] > largest ? logits[i] : largest;
+  for (int64_t id = 0; id < count; ++id) {
+    if (logits[id] == largest) return id;
+  }
+  return 0;  // all are NaN
+}
+
+}  // namespace shardline::SHARDLINE_ISA
