@@ -178,14 +178,14 @@ def _few_rows_calls(
 
 def time_quantized(rows: int, columns: int, depth: int, bits: int) -> float:
     """Seconds of one product of bytes with a weight of 8 or 4 bits."""
-    shape = (columns, depth) if bits == 8 else (depth // 64, 36 * columns)
+    shape = (columns, depth) if bits == 8 else (depth // 64, 34 * columns)
     dtype = torch.int8 if bits == 8 else torch.uint8
     weights = [
         torch.randint(0, 100, shape, device="cuda", dtype=dtype)
         for _ in range(max(2, -(-_ROTATED_BYTES // (columns * depth * bits // 8))))
     ]
     x, scales = torch.randint(-127, 127, (rows, depth), device="cuda", dtype=torch.int8), _randn(rows).float()
-    out, column_scales = _randn(rows, columns), _randn(columns).float() if bits == 8 else None
+    out, column_scales = _randn(rows, columns), _randn(columns).float()
     return seconds([partial(launch_linear, x, weight, None, out, scales, column_scales) for weight in weights])
 
 

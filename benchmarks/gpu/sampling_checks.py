@@ -130,8 +130,8 @@ def _answers(model: str, device: str, in_flight: int, together: bool) -> dict[st
     config = EngineConfig.from_options(model=model, device=device, dtype="bfloat16", max_num_seqs=16)
     setup = resolve_here(config)
     executor = make_executor(setup)
-    executor.max_in_flight = in_flight
     executor.start()
+    executor.max_in_flight = in_flight
     engine = Engine(setup, executor)
     answers: dict[str, list[Any]] = {}
     waiting = _requests()

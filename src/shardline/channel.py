@@ -1,11 +1,12 @@
 """Typed messages over a socketpair: front, engine and workers on a host talk over nothing else.
 
 A frame is a 4-byte little-endian length and a msgpack body of a declared type. The death of a process shows at once as
-end of file, so no heartbeat is necessary.
+end of file; a process that lives but hangs is found by probes (engine/watchdog.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -97,6 +98,11 @@ class Channel(Generic[Incoming]):
     def fileno(self) -> int:
         """The socket's file descriptor, for `select` and for child processes."""
         return self._socket.fileno()
+
+    def shutdown(self) -> None:
+        """End the connection from any thread: one that waits in `receive` gets EOFError, as the peer does."""
+        with contextlib.suppress(OSError):  # the peer is gone, or this end is closed
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close this end; the peer sees end of file."""

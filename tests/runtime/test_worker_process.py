@@ -14,6 +14,8 @@ from shardline.channel import Channel
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.deployment.messages import (
+    Probe,
+    ProbeDone,
     RankFailed,
     RankReady,
     RankReport,
@@ -37,11 +39,13 @@ class SlowDevice:
         self._may_finish = [threading.Event() for _ in range(3)]
         self._changed = threading.Condition()
 
-    def launch(self, step: RankStep) -> PendingStep:
+    def launch_step(self, step: RankStep) -> PendingStep:
         number = step.plan.step_id
         device = self
 
         class Download:
+            is_immediate = False
+
             def wait(self) -> list[Any]:
                 device._may_finish[number].wait(10)
                 if number == 2:
@@ -120,3 +124,26 @@ def test_a_plan_is_launched_while_the_one_before_runs(serve: Callable[[SlowDevic
     failure = engine.receive()
     assert isinstance(failure, RankFailed)
     assert failure.message == "RuntimeError: the device is lost"
+
+
+def test_a_probe_is_answered_between_steps(serve: Callable[[SlowDevice], Channel[WorkerReply]]) -> None:
+    """A thread that hangs in a step must not answer; steps that run on the device do not delay the answer."""
+    may_launch = threading.Event()
+
+    class HangingDevice(SlowDevice):
+        def launch_step(self, step: RankStep) -> PendingStep:
+            may_launch.wait(10)
+            return super().launch_step(step)
+
+    device = HangingDevice()
+    engine = serve(device)
+    engine.send(Probe(1))
+    assert engine.receive(timeout=10) == ProbeDone(1)
+    engine.send(plan(0))
+    engine.send(Probe(2))
+    with pytest.raises(TimeoutError):
+        engine.receive(timeout=0.2)
+    may_launch.set()
+    assert engine.receive(timeout=10) == ProbeDone(2)
+    device.finish(0)
+    assert isinstance(engine.receive(timeout=10), StepDone)

@@ -76,7 +76,10 @@ class ParallelConfig:
     disable_nccl_for_dp_synchronization: bool = option(
         False, "accepted for compatibility: no effect, since replicas synchronise over sockets, never over NCCL"
     )
-    step_timeout: float = option(300.0, "seconds after which a step that did not finish ends the engine")
+    step_timeout: float = option(
+        300.0,
+        "seconds that a step may take, and within which an idle rank must answer; an engine that exceeds them is ended",
+    )
     cpu_threads: int | None = option(None, "threads per rank; default: this process's cores divided by its ranks")
 
     @property

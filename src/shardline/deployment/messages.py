@@ -67,7 +67,13 @@ class AllocateCache(msgspec.Struct, frozen=True, tag=True):
     allocation: KVAllocation
 
 
-WorkerRequest = StartWorker | RunStep | AllocateCache
+class Probe(msgspec.Struct, frozen=True, tag=True):
+    """Engine to worker, and front to engine: answer with ProbeDone, from the thread that runs steps."""
+
+    number: int
+
+
+WorkerRequest = StartWorker | RunStep | AllocateCache | Probe
 
 
 class RankMeasured(msgspec.Struct, frozen=True, tag=True):
@@ -99,4 +105,10 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     """It only lost touch with another rank, which is the one to name."""
 
 
-WorkerReply = RankMeasured | RankReady | StepDone | RankFailed
+class ProbeDone(msgspec.Struct, frozen=True, tag=True):
+    """The answer to the Probe with this number."""
+
+    number: int
+
+
+WorkerReply = RankMeasured | RankReady | StepDone | RankFailed | ProbeDone

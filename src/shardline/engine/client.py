@@ -14,6 +14,7 @@ import msgspec
 
 from shardline.channel import Channel, encode_message
 from shardline.deployment.deployment import Deployment
+from shardline.deployment.messages import Probe, ProbeDone
 from shardline.engine.children import describe_end, start_child
 from shardline.engine.ipc import (
     AbortRequests,
@@ -25,7 +26,11 @@ from shardline.engine.ipc import (
     StartEngine,
     StopEngine,
 )
+from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
 from shardline.types import Request
+
+_GRACE = 2.0
+"""Seconds beyond the step's deadline that an engine has to answer: it can say which of its ranks is late."""
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +40,7 @@ class EngineClient:
 
     `on_message` is called from a reader thread of this client, once per
     EngineOutputs, and once with EngineFailed when the engine has failed, or its process has ended unasked, after it
-    was ready.
+    was ready. An engine that is ready and does not answer a probe in time is killed, and has failed.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class EngineClient:
         with theirs:
             process = start_child("shardline.engine.process", [theirs.fileno()], deployment.gpus_of(replica))
         self._process = process
+        self._deployment = deployment
         self._replica = replica
         self._channel: Channel[EngineMessage] = Channel(ours, EngineMessage)  # type: ignore[arg-type]
         self._channel.send(StartEngine(deployment, replica))
@@ -52,6 +58,11 @@ class EngineClient:
         self._first: queue.SimpleQueue[EngineReady | EngineFailed] = queue.SimpleQueue()
         self._answer: EngineReady | EngineFailed | None = None
         self._closing = False
+        self._ended = threading.Event()
+        """Nobody need watch the engine any more: it has ended, or it is to end."""
+        self._killed_because = ""
+        interval, patience = probe_interval(deployment.step_timeout), deployment.step_timeout + _GRACE
+        self._watchdog = Watchdog(interval, patience)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         threading.Thread(target=self._write, name=f"engine-{replica}-writer", daemon=True).start()
         self._reader = threading.Thread(target=self._read, name=f"engine-{replica}-reader", daemon=True)
@@ -91,6 +102,7 @@ class EngineClient:
     def close(self, timeout: float = 10.0) -> None:
         """End the engine process and wait for it; killed where it does not end in time."""
         self._closing = True
+        self._ended.set()
         self._outbox.put(encode_message(StopEngine()))
         self._outbox.put(None)
         try:
@@ -109,21 +121,48 @@ class EngineClient:
             while (body := self._outbox.get()) is not None:
                 self._channel.send_encoded(body)
 
+    def _watch_engine(self) -> None:
+        """Kill the engine if it does not answer; the reader thread then reports why."""
+        number = 0
+        self._watchdog.restart()
+        while not self._ended.wait(self._watchdog.seconds_to_check()):
+            verdict = self._watchdog.check()
+            if verdict is Verdict.PROBE:
+                number += 1
+                self._outbox.put(encode_message(Probe(number)))
+            elif verdict is Verdict.LOST:
+                waited = f"{self._watchdog.patience:g} s"
+                self._killed_because = (
+                    f"{self._name()} did not answer within {waited}: it is stopped or hangs in a step"
+                )
+                self._process.kill()
+                # A process that hangs in a driver outlives even this; the front must not wait for its end.
+                self._channel.shutdown()
+                return
+
+    def _name(self) -> str:
+        """The engine, and its rank if it has no more than one: that runs in the engine's process."""
+        grid = self._deployment.grid
+        rank = f"{grid.place(0)} " if grid.world_size == 1 else ""
+        return f"engine {self._replica} ({rank}on {socket.gethostname()}, pid {self._process.pid})"
+
     def _read(self) -> None:
         ready = False
         while True:
             try:
                 message = self._channel.receive()
             except (EOFError, OSError, msgspec.MsgspecError):
-                message = EngineFailed(
-                    f"engine {self._replica} (pid {self._process.pid}) {describe_end(self._process)}"
-                )
+                message = EngineFailed(self._killed_because or f"{self._name()} {describe_end(self._process)}")
+            self._watchdog.note_life()
             if isinstance(message, EngineReady):
                 ready = True
+                name = f"engine-{self._replica}-watchdog"
+                threading.Thread(target=self._watch_engine, name=name, daemon=True).start()
                 self._first.put(message)
             elif isinstance(message, EngineOutputs):
                 self._on_message(message)
-            else:
+            elif not isinstance(message, ProbeDone):
+                self._ended.set()
                 if not ready:
                     self._first.put(message)
                 elif not self._closing:

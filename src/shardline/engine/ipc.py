@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shardline.deployment.deployment import Deployment
+from shardline.deployment.messages import Probe, ProbeDone
 from shardline.types import EngineStats, Request, SequenceOutput
 
 
@@ -34,7 +35,7 @@ class StopEngine(msgspec.Struct, frozen=True, tag=True):
     """Front to engine: end now."""
 
 
-FrontMessage = StartEngine | AddRequests | AbortRequests | StopEngine
+FrontMessage = StartEngine | AddRequests | AbortRequests | Probe | StopEngine
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
@@ -65,4 +66,4 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     """The configuration is at fault, not the program."""
 
 
-EngineMessage = EngineReady | EngineOutputs | EngineFailed
+EngineMessage = EngineReady | EngineOutputs | EngineFailed | ProbeDone

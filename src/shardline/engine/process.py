@@ -15,6 +15,7 @@ import traceback
 
 from shardline.channel import Channel
 from shardline.deployment.fingerprint import fingerprint
+from shardline.deployment.messages import Probe, ProbeDone
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor, ExecutorFailure
@@ -99,20 +100,35 @@ class EngineProcess:
     def _serve(self, engine: Engine, executor: Executor) -> None:
         while not self._stopping:
             if not engine.busy:
-                ready, _, _ = select.select([self._channel.fileno(), *executor.watched_fds()], [], [])
-                if ready != [self._channel.fileno()]:
-                    executor.check_ranks()
-            self._take_messages(engine)
+                self._await_message(executor)
+            changed = self._take_messages(engine)
             if self._stopping:
                 return
+            if not changed and not engine.busy:
+                continue
             is_time = self._outbox.put_outputs(engine.step(), time.monotonic())
             # The last message before a rest has the gauges of that rest: blocks may come back without an output.
             if is_time or not engine.busy:
                 self._channel.send(EngineOutputs(self._outbox.take_outputs(), engine.stats()))
 
-    def _take_messages(self, engine: Engine) -> None:
+    def _await_message(self, executor: Executor) -> None:
+        """Wait for a message of the front, and look after the ranks meanwhile."""
+        front = self._channel.fileno()
+        while True:
+            pause = executor.check_ranks()
+            ready, _, _ = select.select([front, *executor.watched_fds()], [], [], pause)
+            if ready == [front]:
+                return
+
+    def _take_messages(self, engine: Engine) -> bool:
+        """Whether a message came that may change what the engine does or reports; a probe changes nothing."""
+        changed = False
         while not self._stopping and select.select([self._channel.fileno()], [], [], 0)[0]:
             message = self._channel.receive()
+            if isinstance(message, Probe):
+                self._channel.send(ProbeDone(message.number))
+                continue
+            changed = True
             if isinstance(message, AddRequests):
                 self._outbox.expect_requests(message.requests)
                 for request in message.requests:
@@ -123,6 +139,7 @@ class EngineProcess:
                 self._channel.send(EngineOutputs([], engine.stats()))
             elif isinstance(message, StopEngine):
                 self._stopping = True
+        return changed
 
     def _tell(self, error: Exception) -> None:
         user_error = isinstance(error, ValueError) and not self._ready

@@ -39,10 +39,10 @@ class PendingStep:
         self._download.wait()
 
     def result(self) -> StepResult | None:
-        """What Runner.run returns, once it is there; in the runner's thread, oldest steps first."""
+        """What `Runner.run_step` returns, once it is there; in the runner's thread, oldest steps first."""
         if self._finish is not None:
-            finish, self._finish = self._finish, None
-            self._result = finish(self._download.wait())
+            self._result = self._finish(self._download.wait())
+            self._finish = None  # only now: a step that failed fails again
         return self._result
 
 

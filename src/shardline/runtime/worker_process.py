@@ -22,6 +22,8 @@ from shardline.deployment.deployment import KVAllocation
 from shardline.deployment.messages import (
     AllocateCache,
     MemoryUse,
+    Probe,
+    ProbeDone,
     RankFailed,
     RankMeasured,
     RankReady,
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from shardline.runtime.runner import PendingStep
     from shardline.runtime.worker import Agree, Worker
 
+    _Event = RankStep | PendingStep | Probe
+    """What the thread that runs steps waits for: a plan, a step that is over, or a probe."""
+
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
 
@@ -49,7 +54,7 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
     """Load, then run plans until the engine ends; a failure is told to the engine in words."""
     start = channel.receive()
     assert isinstance(start, StartWorker)
-    events: queue.SimpleQueue[RankStep | PendingStep] = queue.SimpleQueue()
+    events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
     allocations: queue.SimpleQueue[KVAllocation] = queue.SimpleQueue()
     # The reader is up before torch is imported: an engine that ends meanwhile ends its workers too.
     threading.Thread(target=_read_messages, args=(channel, events, allocations), daemon=True).start()
@@ -71,6 +76,9 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
         threading.Thread(target=_await_steps, args=(launched, events), daemon=True).start()
         while True:
             event = events.get()
+            if isinstance(event, Probe):
+                channel.send(ProbeDone(event.number))
+                continue
             pending = worker.launch_step(event) if isinstance(event, RankStep) else event
             if isinstance(event, RankStep) and not pending.is_over:
                 launched.put(pending)
@@ -116,7 +124,7 @@ def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Worker
     return worker, worker.load(agree), start.rank in deployment.grid.drivers
 
 
-def _await_steps(launched: queue.SimpleQueue[PendingStep], events: queue.SimpleQueue[RankStep | PendingStep]) -> None:
+def _await_steps(launched: queue.SimpleQueue[PendingStep], events: queue.SimpleQueue[_Event]) -> None:
     """Waits for a device beside the thread that launches, so that a plan is launched as soon as it comes."""
     while True:
         pending = launched.get()
@@ -127,7 +135,7 @@ def _await_steps(launched: queue.SimpleQueue[PendingStep], events: queue.SimpleQ
 
 def _read_messages(
     channel: Channel[WorkerRequest],
-    steps: queue.SimpleQueue[RankStep | PendingStep],
+    events: queue.SimpleQueue[_Event],
     allocations: queue.SimpleQueue[KVAllocation],
 ) -> None:
     """Runs beside the steps, so that the engine's end is noticed even in the middle of an exchange."""
@@ -136,9 +144,11 @@ def _read_messages(
             message = channel.receive()
             if isinstance(message, AllocateCache):
                 allocations.put(message.allocation)
+            elif isinstance(message, Probe):
+                events.put(message)
             else:
                 assert isinstance(message, RunStep)
-                steps.put(message.step)
+                events.put(message.step)
     except (EOFError, OSError):
         os._exit(0)
     except BaseException:

@@ -52,16 +52,19 @@ class Executor(ABC):
         """
 
     def watched_fds(self) -> list[int]:
-        """File descriptors that become readable when a rank dies while nothing is in flight."""
+        """File descriptors that become readable when a rank answers or dies while nothing is in flight."""
         return []
 
-    def check_ranks(self) -> None:
+    def check_ranks(self) -> float | None:
         """Check that all ranks are alive while nothing is in flight.
 
+        Returns the seconds after which to call it again, if no file descriptor becomes readable before; None: never.
+
         Raises:
-            ExecutorFailure: a rank is gone.
+            ExecutorFailure: a rank is gone, or does not answer.
         """
         assert not self.watched_fds(), "an executor that names file descriptors overrides this"
+        return None
 
     @abstractmethod
     def expert_load(self) -> Counts:

@@ -25,6 +25,8 @@ from shardline.deployment.kv_budget import agree_allocation, fixed_allocation
 from shardline.deployment.messages import (
     AllocateCache,
     MemoryUse,
+    Probe,
+    ProbeDone,
     RankFailed,
     RankMeasured,
     RankReady,
@@ -37,6 +39,7 @@ from shardline.deployment.messages import (
 from shardline.deployment.segment import segment_layout
 from shardline.engine.children import describe_end, start_child
 from shardline.engine.executor.base import Executor, ExecutorFailure
+from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
 from shardline.segment.expert_load import Counts
 from shardline.segment.progress import ProgressBoard
 from shardline.types import StepPlan, StepResult, rank_steps
@@ -51,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 
 class MultiprocessExecutor(Executor):
-    """Starts the ranks, watches their pipes, names the one that dies or is late."""
+    """Starts the ranks, watches their pipes, and names the one that dies, is late or does not answer."""
 
     def __init__(self, deployment: Deployment, engine: int) -> None:
         self._deployment = deployment
@@ -62,6 +65,11 @@ class MultiprocessExecutor(Executor):
         self._channels: list[Channel[WorkerReply]] = []
         self._submitted: list[int] = []
         self._results: list[deque[StepResult]] = [deque() for _ in deployment.grid.drivers]
+        interval = probe_interval(deployment.step_timeout)
+        self._watchdog = Watchdog(interval, deployment.step_timeout - interval)
+        self._probe_number = 0
+        self._unanswered: set[int] = set()
+        """Ranks that have not answered the last probe."""
         # An anonymous file is gone with its last user, however that ends: nothing to clean up in /dev/shm.
         self._segment_fd = os.memfd_create("shardline")
         layout = segment_layout(deployment)
@@ -118,15 +126,18 @@ class MultiprocessExecutor(Executor):
     def submit_step(self, plans: Sequence[StepPlan]) -> None:
         messages = [encode_message(RunStep(step)) for step in rank_steps(plans)]
         self._submitted.append(plans[0].step_id)
-        for rank, channel in enumerate(self._channels):
-            try:
-                channel.send_encoded(messages[rank // self._replica_size])
-            except BlockingIOError:
-                raise ExecutorFailure(f"{self._name(rank)} does not read its plans{self._at_step()}") from None
-            except OSError:
-                # It is gone; what it said last, if anything, is still to be read.
-                self._receive(rank)
-                raise ExecutorFailure(self._death(rank)) from None
+        for rank in range(len(self._channels)):
+            self._send(rank, messages[rank // self._replica_size])
+
+    def _send(self, rank: int, body: bytes) -> None:
+        try:
+            self._channels[rank].send_encoded(body)
+        except BlockingIOError:
+            raise ExecutorFailure(f"{self._name(rank)} does not read its plans{self._at_step()}") from None
+        except OSError:
+            # It is gone; what it said last, if anything, is still to be read.
+            self._receive(rank)
+            raise ExecutorFailure(self._death(rank)) from None
 
     def collect_results(self) -> list[StepResult]:
         deadline = time.monotonic() + self._deployment.step_timeout
@@ -139,14 +150,33 @@ class MultiprocessExecutor(Executor):
             if not ready:
                 raise ExecutorFailure(self._missed_deadline())
         self._submitted.pop(0)
+        self._watchdog.restart()
         return [results.popleft() for results in self._results]
 
     def watched_fds(self) -> list[int]:
         return [channel.fileno() for channel in self._channels]
 
-    def check_ranks(self) -> None:
+    def check_ranks(self) -> float:
         for rank in self._readable(range(len(self._channels)), 0.0):
-            self._receive(rank)
+            reply = self._receive(rank)
+            if isinstance(reply, ProbeDone) and reply.number == self._probe_number:
+                self._unanswered.discard(rank)
+                if not self._unanswered:
+                    self._watchdog.note_life()
+        verdict = self._watchdog.check()
+        if verdict is Verdict.PROBE:
+            self._probe_ranks()
+        elif verdict is Verdict.LOST:
+            names = " ".join(self._name(rank) for rank in sorted(self._unanswered))
+            raise ExecutorFailure(f"{names} did not answer a probe within {self._watchdog.patience:g} s while idle")
+        return self._watchdog.seconds_to_check()
+
+    def _probe_ranks(self) -> None:
+        self._probe_number += 1
+        self._unanswered = set(range(len(self._channels)))
+        body = encode_message(Probe(self._probe_number))
+        for rank in sorted(self._unanswered):
+            self._send(rank, body)
 
     def expert_load(self) -> Counts:
         return self._load.total()

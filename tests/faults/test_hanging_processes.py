@@ -1,0 +1,126 @@
+"""Processes that live but do not answer: they are named in time, with and without requests; slow ones are spared."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from shardline.api.async_llm import AsyncLLM
+from shardline.api.errors import EngineDead
+from shardline.config.engine import EngineConfig
+from shardline.engine import client
+from shardline.engine.ipc import EngineFailed, EngineOutputs
+from shardline.types import Request, SamplingParams
+from tests.faults.processes import Replica, assert_all_end, clean_up
+
+SLOW_STEPS = """
+import time
+from shardline.engine.executor.uni import UniExecutor
+
+seconds = iter([0.7, 0.7, 0.7, 0.7, 60.0])
+collect_results = UniExecutor.collect_results
+
+def sleep_first(self):
+    time.sleep(next(seconds))
+    return collect_results(self)
+
+UniExecutor.collect_results = sleep_first
+from shardline.engine.process import main
+main()
+"""
+
+
+@pytest.fixture
+def replica() -> Iterator[Replica]:
+    replica = Replica(step_timeout=2.0)
+    yield replica
+    clean_up(replica)
+
+
+def count_open_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def test_a_stopped_rank_is_named_without_a_request(replica: Replica) -> None:
+    processes = [replica.engine_pid, *replica.worker_pids]
+    open_files = [count_open_files(pid) for pid in processes]
+    time.sleep(0.8)  # a probe or two
+    for _ in range(3):  # requests between probes
+        replica.start_long_request(max_tokens=1)
+        time.sleep(0.3)
+    while not replica.messages.empty():
+        assert isinstance(replica.messages.get(), EngineOutputs)
+    time.sleep(0.6)
+    assert replica.messages.empty(), "probes reach nobody but the client"
+    assert [count_open_files(pid) for pid in processes] == open_files
+    os.kill(replica.worker_pids[1], signal.SIGSTOP)
+    message = replica.failure(timeout=2.0 + 1.0)
+    assert "rank 1 (pp 0, tp 1)" in message
+    assert f"pid {replica.worker_pids[1]}" in message
+    assert "did not answer a probe within 1.5 s while idle" in message
+    assert "rank 0" not in message
+    assert_all_end(processes, within=10)
+
+
+def test_stopped_engines_of_one_rank_are_named_and_end_their_streams() -> None:
+    """One engine is in the middle of a stream, the other one is idle."""
+
+    async def run() -> None:
+        llm = AsyncLLM(EngineConfig.from_options(model="demo", data_parallel_size=2, step_timeout=1.0))
+        try:
+            await llm.wait_ready()
+            pids = [int(pid) for pid in re.findall(r"rank 0: .*pid (\d+)", "\n".join(llm.report))]
+            stream = await llm.submit("Once", SamplingParams(max_tokens=1500, ignore_eos=True))
+            await anext(stream)
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            [last async for last in stream]
+            assert stream.output.outputs[0].finish_reason == "error"
+            await llm.wait_dead()
+            assert llm.state() == "dead"
+            assert not any(llm.replicas_alive())
+            for engine, pid in enumerate(pids):
+                assert re.search(
+                    rf"engine {engine} \(rank 0 \(pp 0, tp 0\) on \S+, pid {pid}\) did not answer within 3 s",
+                    llm.dead_reason,
+                )
+            with pytest.raises(EngineDead):
+                await llm.submit("Once", SamplingParams())
+        finally:
+            await llm.close()
+        assert_all_end(pids, within=5)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_slow_steps_are_spared_and_one_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slow step is shorter than the deadline of 1 s; together they are much longer."""
+
+    def start_slow_child(module: str, fds: Sequence[int], gpus: str | None = None) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", SLOW_STEPS, *map(str, fds)], pass_fds=fds)
+
+    monkeypatch.setattr(client, "start_child", start_slow_child)
+    monkeypatch.setattr(client, "_GRACE", 0.5)
+    replica = Replica(step_timeout=1.0, tensor_parallel_size=1)
+    try:
+        sampling = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        replica.client.add([Request(request_id="slow", prompt_token_ids=[100], sampling=sampling, streamed=False)])
+        num_tokens = 0
+        while isinstance(message := replica.messages.get(timeout=10), EngineOutputs):
+            num_tokens += sum(len(output.token_ids) for output in message.outputs)
+        assert isinstance(message, EngineFailed)
+        assert "did not answer within 1.5 s: it is stopped or hangs in a step" in message.message
+        # The fourth token waits for more to go with it.
+        assert num_tokens in (3, 4)
+        assert_all_end([replica.engine_pid], within=5)
+    finally:
+        clean_up(replica)
