@@ -42,9 +42,8 @@ def generate(
     setup = resolve_here(EngineConfig.from_options(model=str(model), **options))
     worker = Worker(setup, open_backend("cpu", 0, threads=1), join_nobody())
     worker.load()
-    assert worker._runner is not None
     recorder = RecordingSampler()
-    worker._runner._sampler = recorder
+    worker.runner._sampler = recorder
     # A digest takes all logits.
     start = SequenceStart(1, prompt, len(prompt), SamplingParams(temperature=0.0, logits_digest=True), 0, ())
     num_blocks = -(-(len(prompt) + num_tokens) // BLOCK_SIZE)
@@ -60,7 +59,7 @@ def generate(
             1, position, size, tables if first else [[] for _ in tables], -1, position + size >= len(prompt)
         )
         plan = StepPlan(1, [start] if first else [], [entry], [])
-        result = worker.run_step(RankStep(plan, (size,), (plan.num_samples,)))
+        result = worker.runner.run_step(RankStep(plan, (size,), (plan.num_samples,)))
         position += size
         assert result is not None
         for sampled in result.results:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.base import Backend, Download, Forward, StepSizes
+from shardline.runtime.backends.base import Backend, Counters, Download, Forward, StepSizes
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.finite import FiniteWatch, with_errors
 from shardline.runtime.parallel.groups import RankGroups
@@ -71,13 +71,15 @@ class Runner:
         forward: Forward,
         sizes: StepSizes,
         watch: FiniteWatch | None,
+        expert_load: Counters | None = None,
     ) -> None:
-        """`forward`: the stage's, or what replays it."""
+        """`forward`: the stage's, or what replays it. `expert_load`: published at each step."""
         self._stage = stage
         self._groups = groups
         self._forward = forward
         self._sizes = sizes
         self._watch = watch
+        self._expert_load = expert_load
         self._sampler: Sampler | None = None
         if stage.lm_head is not None:
             self._sampler = Sampler(backend.kernels, stage.lm_head.spans, groups.tensor, backend.device)
@@ -116,6 +118,8 @@ class Runner:
         self._in_flight.append(pending)
         if pending.is_over:
             pending.result()
+        if self._expert_load is not None:
+            self._expert_load.publish_counts()
         return pending
 
     def _finish(self, step_id: int, started: float, launched: _Launched, downloaded: list[Tensor]) -> StepResult | None:

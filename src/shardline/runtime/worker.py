@@ -21,8 +21,7 @@ from shardline.runtime.layers.context import LayerLoader, StageContext
 from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.memory_profile import largest_step
 from shardline.runtime.parallel.groups import RankGroups
-from shardline.runtime.runner import PendingStep, Runner
-from shardline.types import RankStep, StepResult
+from shardline.runtime.runner import Runner
 
 _PROGRESS_BYTES = 256 << 20
 """Smaller models load faster than a progress bar can be read."""
@@ -72,7 +71,7 @@ class Worker:
         with torch.inference_mode():
             replay.capture_steps()
         forward = replay if self._watch is None else stage.forward
-        self._runner = Runner(backend, stage, self._groups, forward, self._sizes, self._watch)
+        self._runner = Runner(backend, stage, self._groups, forward, self._sizes, self._watch, self._expert_load)
         return RankReport(
             rank=place.rank,
             host=socket.gethostname(),
@@ -92,17 +91,11 @@ class Worker:
         assert self._stage is not None
         return self._stage
 
-    def run_step(self, step: RankStep) -> StepResult | None:
-        """Run one step; see Runner.run_step."""
-        return self.launch_step(step).result()
-
-    def launch_step(self, step: RankStep) -> PendingStep:
-        """Begin one step; see Runner.launch_step."""
+    @property
+    def runner(self) -> Runner:
+        """What runs the steps, once the layers are loaded."""
         assert self._runner is not None
-        pending = self._runner.launch_step(step)
-        if self._expert_load is not None:
-            self._expert_load.publish_counts()
-        return pending
+        return self._runner
 
     def _load_stage(self) -> tuple[DecoderStage, int]:
         deployment, place, backend = self._deployment, self._groups.place, self._backend

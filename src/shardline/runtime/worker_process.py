@@ -40,8 +40,8 @@ from shardline.runtime.backends import open_backend, reserve_memory
 from shardline.types import RankStep
 
 if TYPE_CHECKING:
-    from shardline.runtime.runner import PendingStep
-    from shardline.runtime.worker import Agree, Worker
+    from shardline.runtime.runner import PendingStep, Runner
+    from shardline.runtime.worker import Agree
 
     _Event = RankStep | PendingStep | Probe
     """What the thread that runs steps waits for: a plan, a step that is over, or a probe."""
@@ -67,7 +67,7 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
     loaded = False
     try:
         gc.disable()  # what is imported and loaded stays: a tenth of the time would go into looking at it
-        worker, report, is_driver = _load(start, segment, agree)
+        runner, report, is_driver = _load(start, segment, agree)
         channel.send(RankReady(report))
         loaded = True
         gc.freeze()
@@ -79,7 +79,7 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
             if isinstance(event, Probe):
                 channel.send(ProbeDone(event.number))
                 continue
-            pending = worker.launch_step(event) if isinstance(event, RankStep) else event
+            pending = runner.launch_step(event) if isinstance(event, RankStep) else event
             if isinstance(event, RankStep) and not pending.is_over:
                 launched.put(pending)
             elif (result := pending.result()) is not None and is_driver:
@@ -94,7 +94,7 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
             channel.send(RankFailed(start.rank, message, user_error, consequence))
 
 
-def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Worker, RankReport, bool]:
+def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Runner, RankReport, bool]:
     deployment, layout = start.deployment, segment_layout(start.deployment)
     place, weights = deployment.grid.place(start.rank), deployment.weights[start.rank]
     replica = start.engine * deployment.grid.data + place.dp_rank
@@ -121,7 +121,8 @@ def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Worker
     else:
         groups = join_shared(backend.kernels, segment, layout, start.rank, timeout)
     worker = Worker(deployment, backend, groups)
-    return worker, worker.load(agree), start.rank in deployment.grid.drivers
+    report = worker.load(agree)
+    return worker.runner, report, start.rank in deployment.grid.drivers
 
 
 def _await_steps(launched: queue.SimpleQueue[PendingStep], events: queue.SimpleQueue[_Event]) -> None:

@@ -143,7 +143,8 @@ def test_launches_do_not_wait(tmp_path, family, asked):
     params = [SAMPLING[index] for index in asked]
     with NoWaiting():
         steps = [
-            worker.launch_step(rank_step(number, params, len(worker._deployment.cache.groups))) for number in range(4)
+            worker.runner.launch_step(rank_step(number, params, len(worker._deployment.cache.groups)))
+            for number in range(4)
         ]
     for step in steps:
         result = step.result()
@@ -170,9 +171,8 @@ def test_steps_launched_behind_another_have_the_answers_of_steps_alone(tmp_path,
 
         def counted(self: PendingStep) -> Any:
             nonlocal most
-            assert executor._worker is not None
-            assert executor._worker._runner is not None
-            most = max(most, len(executor._worker._runner._in_flight))
+            assert executor._runner is not None
+            most = max(most, len(executor._runner._in_flight))
             return finish(self)
 
         monkeypatch.setattr(PendingStep, "result", counted)

@@ -69,7 +69,7 @@ class ThreadExecutor(Executor):
             worker = Worker(deployment, backend, groups)
             self._replies.put(worker.load(lambda memory: self.allocation))
             while (step := steps.get()) is not None:
-                result = worker.run_step(step)
+                result = worker.runner.run_step(step)
                 if result is not None and rank in self._deployment.grid.drivers:
                     self._replies.put((rank, result))
         except Exception as error:  # carried to the engine's thread

@@ -17,8 +17,7 @@ from shardline.segment.expert_load import Counts
 from shardline.types import RankStep, StepPlan, StepResult, rank_steps
 
 if TYPE_CHECKING:
-    from shardline.runtime.runner import PendingStep
-    from shardline.runtime.worker import Worker
+    from shardline.runtime.runner import PendingStep, Runner
 
 
 class UniExecutor(Executor):
@@ -29,7 +28,7 @@ class UniExecutor(Executor):
         self._engine = engine
         self._overlaps_steps = False
         self.max_in_flight = 1
-        self._worker: Worker | None = None
+        self._runner: Runner | None = None
         self._steps: deque[RankStep] = deque()
         """Not launched yet."""
         self._pending: deque[PendingStep] = deque()
@@ -47,8 +46,10 @@ class UniExecutor(Executor):
             self._overlaps_steps, self.max_in_flight = True, deployment.max_in_flight
         groups = join_nobody(layout.num_layers, layout.num_experts)
         self._expert_load = groups.expert_load
-        self._worker = Worker(deployment, backend, groups)
-        return [self._worker.load(self._agree)]
+        worker = Worker(deployment, backend, groups)
+        report = worker.load(self._agree)
+        self._runner = worker.runner
+        return [report]
 
     def _agree(self, memory: MemoryUse | None) -> KVAllocation:
         measured = [] if memory is None else [memory]
@@ -70,16 +71,16 @@ class UniExecutor(Executor):
         return [result]
 
     def _launch(self) -> None:
-        assert self._worker is not None
+        assert self._runner is not None
         with _named_failure():
-            self._pending.append(self._worker.launch_step(self._steps.popleft()))
+            self._pending.append(self._runner.launch_step(self._steps.popleft()))
 
     def expert_load(self) -> Counts:
         assert self._expert_load is not None
         return self._expert_load
 
     def close(self) -> None:
-        self._worker = None
+        self._runner = None
 
 
 @contextmanager
