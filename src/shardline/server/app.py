@@ -15,9 +15,11 @@ from starlette.responses import Response
 from shardline import __version__
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
+from shardline.server.access_log import AccessMiddleware
+from shardline.server.admission import AuthMiddleware, BodyLimitMiddleware
 from shardline.server.errors import ApiError, internal_error
 from shardline.server.health import health_routes
-from shardline.server.middleware import AccessMiddleware, AuthMiddleware, BodyLimitMiddleware, InFlightMiddleware
+from shardline.server.in_flight import InFlightMiddleware
 from shardline.server.openai.chat import chat_routes
 from shardline.server.openai.completions import completion_routes
 from shardline.server.openai.models import model_routes

@@ -176,3 +176,18 @@ class InFlight:
         for exchange in self._exchanges:
             exchange.interrupt(error)
         return len(self._exchanges)
+
+
+class InFlightMiddleware:
+    """Adds requests that may take long (POST) to `in_flight`."""
+
+    def __init__(self, app: ASGIApp, in_flight: InFlight) -> None:
+        self._app = app
+        self._in_flight = in_flight
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            await self._in_flight.run(self._app, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)

@@ -5,7 +5,6 @@ A template comes with the weights and is not trusted: it must not reach Python, 
 
 from __future__ import annotations
 
-import datetime
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -13,19 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.exceptions
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
-import jinja2.utils
 
-from shardline.text.tokenizer import Tokenizer, read_json
+from shardline.text.template_sandbox import MAX_RENDERED_CHARS, compile_templates
+from shardline.text.tokenizer import Tokenizer
+from shardline.text.tokenizer_files import read_json
 
 Message = Mapping[str, Any]
 
-MAX_RENDERED_CHARS = 16_000_000
 MAX_RENDER_SECONDS = 10.0
 
 
@@ -42,19 +35,9 @@ class ChatTemplate:
 
     def __init__(self, templates: str | Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
         sources = {"default": templates} if isinstance(templates, str) else dict(templates)
-        environment = _Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        environment.globals["namespace"] = _Namespace
         self._special_tokens = dict(special_tokens or {})
         self.sources = sources
-        try:
-            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template is broken: {error}") from error
+        self._templates = compile_templates(sources)
 
     @classmethod
     def from_folder(cls, folder: Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
@@ -196,53 +179,6 @@ def _parsed_call(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with a limit on the results of "*" and "**"."""
-
-    intercepted_binops = frozenset(["*", "**"])
-
-    def call_binop(
-        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
-    ) -> Any:  # as in the base class
-        if operator == "**" and not (abs(left) <= 2**64 and abs(right) <= 64):
-            raise jinja2.TemplateRuntimeError("a power in the template is too large")
-        for sized, factor in ((left, right), (right, left)):
-            repeats = isinstance(sized, (str, list, tuple)) and isinstance(factor, int)
-            if repeats and len(sized) * factor > MAX_RENDERED_CHARS:
-                raise jinja2.TemplateRuntimeError("a repetition in the template is too long")
-        return super().call_binop(context, operator, left, right)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """jinja's namespace without underscored names, which could shadow attributes that Python looks up."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # "self" may be an attribute's name
-        self, *rest = args
-        values = dict(*rest, **kwargs)
-        for name in values:
-            _check_name(name)
-        jinja2.utils.Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: Any) -> None:
-    if str(name).startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"the template sets {name!r}; names must not begin with an underscore")
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %}...{% endgeneration %}: training code needs the tag, a prompt needs only its content."""
-
-    tags = {"generation"}  # noqa: RUF012  as the base class declares it
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 def _render_bounded(template: jinja2.Template, values: Mapping[str, Any]) -> str:
     deadline = time.monotonic() + MAX_RENDER_SECONDS
     pieces: list[str] = []
@@ -255,22 +191,3 @@ def _render_bounded(template: jinja2.Template, values: Mapping[str, Any]) -> str
         if time.monotonic() > deadline:
             raise ValueError(f"the chat template took more than {MAX_RENDER_SECONDS:.0f} s")
     return "".join(pieces)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja's own filter escapes HTML characters, and models were not trained on the escapes.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import tokenizers
+
+from shardline.text.tokenizer_files import read_eos_token_ids, read_json, read_special_tokens
 
 MAX_INLINE_CHARS = 2048
 """Longest text that is encoded on the event loop. It takes about 0.3 ms; a longer text would delay every stream."""
 
 _REPLACEMENT = "\ufffd"
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -64,8 +63,8 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"{path} is not a tokenizer: {error}") from error
-        special = _special_tokens(read_json(folder / "special_tokens_map.json"))
-        special.update(_special_tokens(read_json(folder / "tokenizer_config.json")))
+        special = read_special_tokens(read_json(folder / "special_tokens_map.json"))
+        special.update(read_special_tokens(read_json(folder / "tokenizer_config.json")))
         return cls(backend, special_tokens=special, eos_token_ids=read_eos_token_ids(folder))
 
     @property
@@ -132,43 +131,3 @@ def _byte_alphabet() -> dict[str, int]:
     rest = [byte for byte in range(256) if byte not in set(printable)]
     alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(rest)})
     return alphabet
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if the file is missing.
-
-    Raises:
-        ValueError: the file does not hold a JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return value
-
-
-def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The ids that end a text: none, one or several, from generation_config.json, else from config.json."""
-    for name in ("generation_config.json", "config.json"):
-        value = read_json(folder / name).get("eos_token_id")
-        if isinstance(value, int):
-            return (value,)
-        if isinstance(value, list) and value:
-            return tuple(int(token_id) for token_id in value)
-    return ()
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The named special tokens of a configuration: each is a string or an object with "content"."""
-    found: dict[str, str] = {}
-    for name in _SPECIAL_NAMES:
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            found[name] = value
-    return found
