@@ -216,43 +216,6 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
-class ExpertLoad(msgspec.Struct, frozen=True, array_like=True):
-    """How many tokens each expert got since the engine's start; a token counts once for each expert it chose."""
-
-    expert_tokens: list[int]
-    """For each expert, its tokens, summed over layers."""
-    rank_tokens: list[int]
-    """For each rank of the replica, the tokens of its experts, summed over its layers."""
-    expert_imbalance: float
-    """Tokens of a layer's busiest expert divided by the mean of its experts, averaged over layers; 1 is even."""
-    rank_imbalance: float
-    """The same for the ranks that share a layer."""
-
-
-class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """Counters of one engine since its start, and its current gauges."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_blocks_total: int = 0
-    kv_blocks_used: int = 0
-    """Blocks referenced by a live sequence; cached but unreferenced blocks are free."""
-    num_steps: int = 0
-    num_preemptions: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_queries: int = 0
-    """Prompt tokens looked up in the prefix cache."""
-    prefix_hits: int = 0
-    """How many of them were found."""
-    step_seconds: float = 0.0
-    """Sum of the workers' step times."""
-    engine_seconds: float = 0.0
-    """Sum of the engine loop's own time, without waiting for workers."""
-    experts: ExpertLoad | None = None
-    """While the engine is busy, these are about a second old. None: the model has no experts."""
-
-
 class CompletionOutput(msgspec.Struct, kw_only=True):
     """One choice of a finished or running request."""
 

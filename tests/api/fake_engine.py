@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from shardline.api.engines import EngineEvent
 from shardline.api.model_text import ModelText
-from shardline.api.replicas import EngineEvent
 from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
+from shardline.stats import EngineStats
 from shardline.text.chat_template import ChatTemplate
-from shardline.types import EngineStats, Request, SequenceOutput, TokenLogprobs
+from shardline.types import Request, SequenceOutput, TokenLogprobs
 from tests.text import builders
 
 MAX_MODEL_LEN = 64

@@ -7,12 +7,14 @@ import random
 
 import pytest
 
+from shardline.api.engines import Client, EngineEvent
 from shardline.api.errors import EngineDead, QueueFull
-from shardline.api.replicas import Client, EngineEvent, Replicas, merge_stats
+from shardline.api.replicas import Replicas
 from shardline.api.requests import RequestBuilder
 from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import EngineFailed, EngineOutputs
-from shardline.types import EngineStats, Request, SamplingParams, SequenceOutput
+from shardline.stats import EngineStats, merge_stats
+from shardline.types import Request, SamplingParams, SequenceOutput
 from tests.api.fake_engine import FakeCluster, FakeEngineClient
 
 

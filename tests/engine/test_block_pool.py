@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shardline.engine.block_pool import NULL_BLOCK, BlockPool
+from shardline.engine.kv_cache import NULL_BLOCK, BlockPool
 
 NUM_BLOCKS = 7
 

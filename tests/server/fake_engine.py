@@ -13,9 +13,10 @@ from shardline.api.async_llm import AsyncLLM
 from shardline.api.model_text import ModelText
 from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
+from shardline.stats import EngineStats
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
-from shardline.types import EngineStats, Request, SequenceOutput, TokenLogprobs
+from shardline.types import Request, SequenceOutput, TokenLogprobs
 from tests.text.builders import TEMPLATE, byte_level_json, tokenizer
 
 REPLY = "Hello, wörld 🙂! Bye."

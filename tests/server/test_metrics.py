@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
-from shardline.types import EngineStats, ExpertLoad
+from shardline.stats import EngineStats, ExpertLoad
 from tests.server.conftest import serve
 from tests.server.fake_engine import REPLY
 from tests.text.builders import byte_level_json, tokenizer

@@ -10,15 +10,17 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Literal
 
+from shardline.api.engines import Connect, EngineEvent
 from shardline.api.errors import EngineDead, EngineDraining, QueueFull
 from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.output_processor import OutputProcessor, RequestState
-from shardline.api.replicas import Connect, EngineEvent, Replicas, merge_stats
+from shardline.api.replicas import Replicas
 from shardline.api.requests import Prompt, RequestBuilder, split_prompt
 from shardline.config.engine import EngineConfig
+from shardline.stats import EngineStats, merge_stats
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
-from shardline.types import EngineStats, RequestOutput, SamplingParams
+from shardline.types import RequestOutput, SamplingParams
 
 State = Literal["starting", "ready", "draining", "dead"]
 

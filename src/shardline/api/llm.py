@@ -15,16 +15,18 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
 
+from shardline.api.engines import Connect, EngineEvent
 from shardline.api.errors import EngineDead
 from shardline.api.model_text import ModelText, load_model_text
 from shardline.api.output_processor import OutputProcessor, RequestState
 from shardline.api.progress_bar import ProgressBar
-from shardline.api.replicas import Connect, EngineEvent, Replicas
+from shardline.api.replicas import Replicas
 from shardline.api.requests import PreparedRequest, Prompt, TokensPrompt
 from shardline.config.engine import EngineConfig
+from shardline.stats import EngineStats
 from shardline.text.chat_template import Message, render_and_encode
 from shardline.text.tokenizer import Tokenizer
-from shardline.types import EngineStats, RequestOutput, SamplingParams
+from shardline.types import RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol
 
 import msgspec
 
+from shardline.api.engines import Client, Connect, EngineEvent, Engines
 from shardline.api.errors import EngineDead, QueueFull
 from shardline.config.engine import EngineConfig
-from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
-from shardline.types import EngineStats, Request, SequenceOutput
+from shardline.engine.ipc import EngineOutputs
+from shardline.stats import EngineStats
+from shardline.types import Request, SequenceOutput
 
 logger = logging.getLogger(__name__)
-
-EngineEvent = EngineOutputs | EngineFailed
-
-_POLL_SECONDS = 0.2
-
-
-class Client(Protocol):
-    """The handle on one replica; the real one is shardline.engine.client.EngineClient."""
-
-    def wait_ready(self, timeout: float | None = None) -> EngineReady: ...
-    def add(self, requests: Sequence[Request]) -> None: ...
-    def abort(self, request_ids: Sequence[str]) -> None: ...
-    def close(self, timeout: float = 10.0) -> None: ...
-
-
-Connect = Callable[[EngineConfig, int, Callable[[EngineEvent], None]], Client]
-"""Starts the replica with this number, and calls the callable with its events, on a thread of its own."""
 
 
 @dataclass
@@ -64,55 +43,18 @@ class Replicas:
     def __init__(
         self, config: EngineConfig, on_event: Callable[[int, EngineEvent], None], connect: Connect | None = None
     ) -> None:
-        """Start all replicas, without waiting for them.
-
-        If `connect` is None, the configuration is resolved first, and the replicas are real engines.
+        """Start all replicas, without waiting for them; see `Engines`.
 
         Raises:
             ValueError: the configuration is invalid; nothing was started.
         """
-        if connect is None:
-            connect, config = _deploy(config)
-        self.config = config
-        self._max_running = config.max_running
-        self._replicas: list[_Replica] = []
-        self._open: list[_Replica] = []
-        self._closing = threading.Lock()
+        engines = Engines(config, on_event, connect)
+        self.config = engines.config
+        self.wait_ready = engines.wait_ready
+        self.close = engines.close
+        self._max_running = self.config.max_running
+        self._replicas = [_Replica(client) for client in engines.clients]
         self._home: dict[str, int] = {}
-        try:
-            for index in range(config.parallel.num_engines):
-                replica = _Replica(connect(config, index, partial(on_event, index)))
-                self._replicas.append(replica)
-                self._open.append(replica)
-        except BaseException:
-            self.close()
-            raise
-
-    def wait_ready(self) -> list[EngineReady]:
-        """Block until every replica is ready; may run on another thread, before any other method is called.
-
-        Raises:
-            ValueError: the configuration is at fault.
-            RuntimeError: a replica failed, or the replicas would give different answers.
-        """
-        with ThreadPoolExecutor(len(self._replicas), "wait-ready") as pool:
-            waits = [pool.submit(self._wait_ready, replica.client) for replica in self._replicas]
-            try:
-                done, _ = wait(waits, return_when=FIRST_EXCEPTION)
-            except BaseException:  # ctrl-C: closing the clients also ends the threads that wait for them
-                self.close()
-                raise
-            failed = [error for error in (future.exception() for future in done) if error is not None]
-            if failed:
-                self.close()
-        if failed:
-            raise next((error for error in failed if isinstance(error, ValueError)), failed[0])
-        ready = [future.result() for future in waits]
-        if len({one.fingerprint for one in ready}) > 1:
-            self.close()
-            prints = ", ".join(f"replica {index}: {one.fingerprint}" for index, one in enumerate(ready))
-            raise RuntimeError(f"the replicas would give different answers ({prints})")
-        return ready
 
     def add_requests(self, children: Sequence[Request], *, bounded: bool = True) -> None:
         """Run all choices of one user request on the replica with the least load.
@@ -204,50 +146,11 @@ class Replicas:
         reasons = [replica.dead for replica in self._replicas]
         return "; ".join(dict.fromkeys(reasons)) if reasons and all(reasons) else ""
 
-    def close(self) -> None:
-        """End the processes of all replicas; may be called again, and from any thread."""
-        with self._closing:
-            replicas, self._open = self._open, []
-            if replicas:
-                with ThreadPoolExecutor(len(replicas), "close") as pool:
-                    list(pool.map(lambda replica: replica.client.close(), replicas))
-
-    def _wait_ready(self, client: Client) -> EngineReady:
-        # Waits are short, since a client that is closed meanwhile may never answer.
-        while self._open:
-            with contextlib.suppress(TimeoutError):
-                return client.wait_ready(_POLL_SECONDS)
-        raise RuntimeError("the engine was closed while it started")
-
     def _forget_request(self, request_id: str) -> None:
         index = self._home.pop(request_id, None)
         if index is not None:
             replica = self._replicas[index]
             replica.tokens -= _num_tokens(replica.in_flight.pop(request_id))
-
-
-def _deploy(config: EngineConfig) -> tuple[Connect, EngineConfig]:
-    """What starts the engines of a deployment, and the configuration with its model named by the folder that was found.
-
-    Raises:
-        ValueError: the configuration cannot be.
-    """
-    from shardline.deployment.here import resolve_here
-    from shardline.engine.client import EngineClient
-
-    deployment = resolve_here(config)
-
-    def connect(config: EngineConfig, index: int, on_event: Callable[[EngineEvent], None]) -> Client:
-        return EngineClient(deployment, index, on_event)
-
-    found = dataclasses.replace(config.model, model=deployment.model.folder)
-    return connect, dataclasses.replace(config, model=found)
-
-
-def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
-    """The sums of the counters and gauges of several replicas."""
-    names = set(EngineStats.__struct_fields__) - {"experts"}  # expert loads of different engines have no sum
-    return EngineStats(**{name: sum(getattr(one, name) for one in stats) for name in names})
 
 
 def _num_tokens(request: Request) -> int:

@@ -12,7 +12,8 @@ from shardline.deployment.deployment import Deployment
 from shardline.engine.executor.base import Executor
 from shardline.engine.expert_load import expert_load
 from shardline.engine.scheduler import Scheduler
-from shardline.types import EngineStats, ExpertLoad, Request, SequenceOutput, StepPlan
+from shardline.stats import EngineStats, ExpertLoad
+from shardline.types import Request, SequenceOutput, StepPlan
 
 _LOAD_SECONDS = 1.0
 """How old the load of experts may be while the engine is busy: adding it up takes longer than all other counters."""

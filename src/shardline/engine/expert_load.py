@@ -10,7 +10,7 @@ import numpy.typing as npt
 from shardline.config.topology import RankGrid
 from shardline.models.partition import Span, split_dim
 from shardline.segment.expert_load import Counts
-from shardline.types import ExpertLoad
+from shardline.stats import ExpertLoad
 
 
 def expert_load(counts: Counts, grid: RankGrid, stages: Sequence[Span], whole_experts: bool) -> ExpertLoad | None:

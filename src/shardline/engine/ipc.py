@@ -8,7 +8,8 @@ import msgspec
 
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.messages import Probe, ProbeDone
-from shardline.types import EngineStats, Request, SequenceOutput
+from shardline.stats import EngineStats
+from shardline.types import Request, SequenceOutput
 
 
 class StartEngine(msgspec.Struct, frozen=True, tag=True):

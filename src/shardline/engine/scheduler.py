@@ -14,16 +14,8 @@ from shardline.engine.registry import RequestRegistry
 from shardline.engine.sequence import LiveSequence, State
 from shardline.engine.waiting_queue import WaitingQueue
 from shardline.models.kv_groups import blocks_per_request
-from shardline.types import (
-    EngineStats,
-    Request,
-    SequenceOutput,
-    SequenceResult,
-    SequenceStart,
-    SequenceStep,
-    StepPlan,
-    StepResult,
-)
+from shardline.stats import EngineStats
+from shardline.types import Request, SequenceOutput, SequenceResult, SequenceStart, SequenceStep, StepPlan, StepResult
 
 MIN_PREFILL_TOKENS = 128
 """A pipeline's prefill is not cut finer than this to keep its stages busy: tiny steps cost more than they overlap."""

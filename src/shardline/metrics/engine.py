@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from shardline.types import EngineStats, ExpertLoad
+from shardline.stats import EngineStats, ExpertLoad
 
 _LABELS = ("model_name", "engine")
 

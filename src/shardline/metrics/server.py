@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.exposition import choose_encoder
 
 from shardline.metrics.engine import EngineCollector
-from shardline.types import EngineStats, RequestOutput
+from shardline.stats import EngineStats
+from shardline.types import RequestOutput
 
 _FIRST_TOKEN_SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,

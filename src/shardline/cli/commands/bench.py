@@ -15,7 +15,8 @@ from shardline.cli.workloads import WORKLOADS, random_prompts
 
 if TYPE_CHECKING:
     from shardline.api.llm import LLM, RequestTimes
-    from shardline.types import EngineStats, RequestOutput
+    from shardline.stats import EngineStats
+    from shardline.types import RequestOutput
 
 _PERCENTILES = (50, 90, 99)
 
@@ -155,7 +156,7 @@ class _Measurement:
         )
 
     def _stats(self) -> EngineStats:
-        from shardline.api.replicas import merge_stats
+        from shardline.stats import merge_stats
 
         return merge_stats(self._llm.stats())
 

@@ -38,9 +38,9 @@ def add_rms_norm(
 
     `quantized`: the norm as `quantize_rows` would give it, with the same bits, but never written itself.
     """
-    out, summed = _normed_empty(kernels, x, quantized), _sum_empty(kernels, x, residual)
-    kernels.rms_norm(x, weight, _parts(out), eps, weight_offset, residual, summed)
-    return out, x if summed is None else summed
+    normed, parts, summed = _outputs(kernels, x, residual, quantized)
+    kernels.rms_norm(x, weight, parts, eps, weight_offset, residual, summed)
+    return normed, x if summed is None else summed
 
 
 def layer_norm(kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -61,25 +61,23 @@ def add_layer_norm(
     quantized: bool = False,
 ) -> tuple[Tensor | QuantizedRows, Tensor]:
     """(layer_norm(s), s), as `add_rms_norm`."""
-    out, summed = _normed_empty(kernels, x, quantized), _sum_empty(kernels, x, residual)
-    kernels.layer_norm(x, weight, bias, _parts(out), eps, residual, summed)
-    return out, x if summed is None else summed
+    normed, parts, summed = _outputs(kernels, x, residual, quantized)
+    kernels.layer_norm(x, weight, bias, parts, eps, residual, summed)
+    return normed, x if summed is None else summed
 
 
-def _normed_empty(kernels: Kernels, x: Tensor, quantized: bool) -> Tensor | QuantizedRows:
-    return (
-        kernels.quantized_empty(x.shape[0], x.shape[1], x.dtype)
-        if quantized
-        else kernels.activation_empty(x.dtype, *x.shape)
-    )
-
-
-def _sum_empty(kernels: Kernels, x: Tensor, residual: Tensor | None) -> Tensor | None:
-    return None if residual is None else kernels.activation_empty(x.dtype, *x.shape)
-
-
-def _parts(out: Tensor | QuantizedRows) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    return out[:3] if isinstance(out, QuantizedRows) else out
+def _outputs(
+    kernels: Kernels, x: Tensor, residual: Tensor | None, quantized: bool
+) -> tuple[Tensor | QuantizedRows, Tensor | tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """Empty memory for a norm's result, the same memory as kernels take it, and memory for x + residual."""
+    normed: Tensor | QuantizedRows
+    parts: Tensor | tuple[Tensor, Tensor, Tensor]
+    if quantized:
+        normed = kernels.quantized_empty(x.shape[0], x.shape[1], x.dtype)
+        parts = normed[:3]
+    else:
+        normed = parts = kernels.activation_empty(x.dtype, *x.shape)
+    return normed, parts, None if residual is None else kernels.activation_empty(x.dtype, *x.shape)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:

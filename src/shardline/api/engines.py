@@ -1,0 +1,123 @@
+"""The engine processes behind one front: how they are started, awaited and closed together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Protocol
+
+from shardline.config.engine import EngineConfig
+from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
+from shardline.types import Request
+
+EngineEvent = EngineOutputs | EngineFailed
+
+_POLL_SECONDS = 0.2
+
+
+class Client(Protocol):
+    """The handle on one replica; the real one is shardline.engine.client.EngineClient."""
+
+    def wait_ready(self, timeout: float | None = None) -> EngineReady: ...
+    def add(self, requests: Sequence[Request]) -> None: ...
+    def abort(self, request_ids: Sequence[str]) -> None: ...
+    def close(self, timeout: float = 10.0) -> None: ...
+
+
+Connect = Callable[[EngineConfig, int, Callable[[EngineEvent], None]], Client]
+"""Starts the replica with this number, and calls the callable with its events, on a thread of its own."""
+
+
+class Engines:
+    """One engine for each replica, or for each set of replicas in lockstep.
+
+    `config` is the configuration that they run, and `clients` are the handles on them.
+    """
+
+    def __init__(
+        self, config: EngineConfig, on_event: Callable[[int, EngineEvent], None], connect: Connect | None = None
+    ) -> None:
+        """Start all engines, without waiting for them.
+
+        If `connect` is None, the configuration is resolved first, and the engines are real ones.
+
+        Raises:
+            ValueError: the configuration is invalid; nothing was started.
+        """
+        if connect is None:
+            connect, config = _deploy(config)
+        self.config = config
+        self.clients: list[Client] = []
+        self._open: list[Client] = []
+        self._closing = threading.Lock()
+        try:
+            for index in range(config.parallel.num_engines):
+                client = connect(config, index, partial(on_event, index))
+                self.clients.append(client)
+                self._open.append(client)
+        except BaseException:
+            self.close()
+            raise
+
+    def wait_ready(self) -> list[EngineReady]:
+        """Block until every engine is ready; may run on another thread, before any request is sent.
+
+        Raises:
+            ValueError: the configuration is at fault.
+            RuntimeError: a replica failed, or the replicas would give different answers.
+        """
+        with ThreadPoolExecutor(len(self.clients), "wait-ready") as pool:
+            waits = [pool.submit(self._wait_ready, client) for client in self.clients]
+            try:
+                done, _ = wait(waits, return_when=FIRST_EXCEPTION)
+            except BaseException:  # ctrl-C: closing the clients also ends the threads that wait for them
+                self.close()
+                raise
+            failed = [error for error in (future.exception() for future in done) if error is not None]
+            if failed:
+                self.close()
+        if failed:
+            raise next((error for error in failed if isinstance(error, ValueError)), failed[0])
+        ready = [future.result() for future in waits]
+        if len({one.fingerprint for one in ready}) > 1:
+            self.close()
+            prints = ", ".join(f"replica {index}: {one.fingerprint}" for index, one in enumerate(ready))
+            raise RuntimeError(f"the replicas would give different answers ({prints})")
+        return ready
+
+    def close(self) -> None:
+        """End the processes of all engines; may be called again, and from any thread."""
+        with self._closing:
+            clients, self._open = self._open, []
+            if clients:
+                with ThreadPoolExecutor(len(clients), "close") as pool:
+                    list(pool.map(lambda client: client.close(), clients))
+
+    def _wait_ready(self, client: Client) -> EngineReady:
+        # Waits are short, since a client that is closed meanwhile may never answer.
+        while self._open:
+            with contextlib.suppress(TimeoutError):
+                return client.wait_ready(_POLL_SECONDS)
+        raise RuntimeError("the engine was closed while it started")
+
+
+def _deploy(config: EngineConfig) -> tuple[Connect, EngineConfig]:
+    """What starts the engines of a deployment, and the configuration with its model named by the folder that was found.
+
+    Raises:
+        ValueError: the configuration cannot be.
+    """
+    from shardline.deployment.here import resolve_here
+    from shardline.engine.client import EngineClient
+
+    deployment = resolve_here(config)
+
+    def connect(config: EngineConfig, index: int, on_event: Callable[[EngineEvent], None]) -> Client:
+        return EngineClient(deployment, index, on_event)
+
+    found = dataclasses.replace(config.model, model=deployment.model.folder)
+    return connect, dataclasses.replace(config, model=found)
