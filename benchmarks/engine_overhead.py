@@ -13,7 +13,8 @@ from collections import deque
 from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
 from shardline.engine.scheduler import Scheduler
 from shardline.models.kv_groups import KVGroup
-from shardline.types import Request, SamplingParams, SequenceResult, StepPlan, StepResult
+from shardline.sampling_params import SamplingParams
+from shardline.types import Request, SequenceResult, StepPlan, StepResult
 
 BLOCK_SIZE = 16
 

@@ -17,7 +17,8 @@ from shardline.engine.executor import make_executor
 from shardline.runtime.backends.host.kernels import HostKernels
 from shardline.runtime.ops.sampling import logprobs, penalties, sample
 from shardline.runtime.runner import Runner
-from shardline.types import Request, SamplingParams
+from shardline.sampling_params import SamplingParams
+from shardline.types import Request
 
 from .inputs import Inputs, relative_error
 

@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
     from shardline.api.llm import LLM
     from shardline.config.engine import EngineConfig
-    from shardline.types import CompletionOutput, RequestOutput, SamplingParams
+    from shardline.sampling_params import SamplingParams
+    from shardline.types import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams"]
@@ -19,7 +20,7 @@ _HOMES = {
     "EngineConfig": "shardline.config.engine",
     "CompletionOutput": "shardline.types",
     "RequestOutput": "shardline.types",
-    "SamplingParams": "shardline.types",
+    "SamplingParams": "shardline.sampling_params",
 }
 
 

@@ -14,7 +14,8 @@ import shardline
 from shardline.api.async_llm import AsyncLLM
 from shardline.api.errors import EngineDead, EngineDraining, QueueFull
 from shardline.config.engine import EngineConfig
-from shardline.types import RequestOutput, SamplingParams
+from shardline.sampling_params import SamplingParams
+from shardline.types import RequestOutput
 from tests.api.fake_engine import MAX_MODEL_LEN, FakeCluster, load_text, next_token, scripted
 
 Test = Callable[..., Coroutine[Any, Any, None]]

@@ -13,7 +13,7 @@ from shardline.api.errors import EngineDead
 from shardline.api.llm import LLM
 from shardline.api.requests import Prompt
 from shardline.config.engine import EngineConfig
-from shardline.types import SamplingParams
+from shardline.sampling_params import SamplingParams
 from tests.api.fake_engine import FakeCluster, load_text, next_token, scripted
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from shardline.api.output_processor import OutputProcessor
 from shardline.api.requests import RequestBuilder
 from shardline.config.engine import EngineConfig
-from shardline.types import CompletionOutput, SamplingParams, SequenceOutput, TokenLogprobs
+from shardline.sampling_params import SamplingParams
+from shardline.types import CompletionOutput, SequenceOutput, TokenLogprobs
 from tests.api.fake_engine import EOS, load_text
 
 TEXT = load_text(EngineConfig())

@@ -13,8 +13,9 @@ from shardline.api.replicas import Replicas
 from shardline.api.requests import RequestBuilder
 from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import EngineFailed, EngineOutputs
+from shardline.sampling_params import SamplingParams
 from shardline.stats import EngineStats, merge_stats
-from shardline.types import Request, SamplingParams, SequenceOutput
+from shardline.types import Request, SequenceOutput
 from tests.api.fake_engine import FakeCluster, FakeEngineClient
 
 

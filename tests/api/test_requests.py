@@ -10,7 +10,7 @@ import pytest
 from shardline.api.errors import ContextLengthExceeded
 from shardline.api.requests import RequestBuilder
 from shardline.config.engine import EngineConfig
-from shardline.types import SamplingParams
+from shardline.sampling_params import SamplingParams
 from tests.api.fake_engine import load_text
 
 TEXT = load_text(EngineConfig())

@@ -17,7 +17,7 @@ from shardline.cli.chat_backends import ChatBackend, LocalBackend, RemoteBackend
 from shardline.cli.commands.chat import Messages, talk
 from shardline.cli.main import main
 from shardline.config.engine import EngineConfig
-from shardline.types import SamplingParams
+from shardline.sampling_params import SamplingParams
 from tests.api.fake_engine import FakeCluster, load_text, scripted
 
 

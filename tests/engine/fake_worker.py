@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shardline.models.kv_groups import KVGroup
-from shardline.types import Request, SamplingParams, SequenceResult, SequenceStep, StepPlan, StepResult
+from shardline.sampling_params import SamplingParams
+from shardline.types import Request, SequenceResult, SequenceStep, StepPlan, StepResult
 
 VOCAB = 5
 EOS = 0

@@ -15,8 +15,9 @@ from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor
 from shardline.models.kv_groups import blocks_per_request
 from shardline.runtime.backends.host.replay import DecodeReplay
+from shardline.sampling_params import SamplingParams
 from shardline.stats import EngineStats
-from shardline.types import Request, SamplingParams
+from shardline.types import Request
 from tests.exactness.cases import WHOLE_EXPERTS, Case
 
 BLOCK_SIZE = 4

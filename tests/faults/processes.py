@@ -12,7 +12,8 @@ from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.engine.client import EngineClient
 from shardline.engine.ipc import EngineFailed, EngineOutputs
-from shardline.types import Request, SamplingParams
+from shardline.sampling_params import SamplingParams
+from shardline.types import Request
 
 
 class Replica:

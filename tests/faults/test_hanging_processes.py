@@ -19,7 +19,8 @@ from shardline.api.errors import EngineDead
 from shardline.config.engine import EngineConfig
 from shardline.engine import client
 from shardline.engine.ipc import EngineFailed, EngineOutputs
-from shardline.types import Request, SamplingParams
+from shardline.sampling_params import SamplingParams
+from shardline.types import Request
 from tests.faults.processes import Replica, assert_all_end, clean_up
 
 SLOW_STEPS = """

@@ -16,7 +16,8 @@ from shardline.runtime.parallel.groups import join_nobody
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.worker import Worker
-from shardline.types import RankStep, SamplingParams, SequenceStart, SequenceStep, StepPlan
+from shardline.sampling_params import SamplingParams
+from shardline.types import RankStep, SequenceStart, SequenceStep, StepPlan
 from tests.models.checkpoints import FAMILIES, VARIANTS, has_experts, make_checkpoint, make_variant
 
 BLOCK_SIZE = 8

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardline.runtime.finite import FiniteWatch
-from shardline.types import Request, SamplingParams, SequenceStep, StepPlan
+from shardline.sampling_params import SamplingParams
+from shardline.types import Request, SequenceStep, StepPlan
 from tests.exactness.harness import start_engine
 from tests.models.checkpoints import make_checkpoint
 

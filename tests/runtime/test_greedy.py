@@ -10,7 +10,8 @@ import pytest
 from torch import Tensor
 
 from shardline.runtime.layers.lm_head import LMHead
-from shardline.types import Request, SamplingParams
+from shardline.sampling_params import SamplingParams
+from shardline.types import Request
 from tests.exactness.harness import make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 

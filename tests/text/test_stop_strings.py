@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.text.detokenizer import StopMatcher
+from shardline.text.stop_strings import StopMatcher
 
 
 def brute_force(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:

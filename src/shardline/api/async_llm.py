@@ -17,10 +17,11 @@ from shardline.api.output_processor import OutputProcessor, RequestState
 from shardline.api.replicas import Replicas
 from shardline.api.requests import Prompt, RequestBuilder, split_prompt
 from shardline.config.engine import EngineConfig
+from shardline.sampling_params import SamplingParams
 from shardline.stats import EngineStats, merge_stats
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
-from shardline.types import RequestOutput, SamplingParams
+from shardline.types import RequestOutput
 
 State = Literal["starting", "ready", "draining", "dead"]
 

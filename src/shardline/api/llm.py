@@ -23,10 +23,11 @@ from shardline.api.progress_bar import ProgressBar
 from shardline.api.replicas import Replicas
 from shardline.api.requests import PreparedRequest, Prompt, TokensPrompt
 from shardline.config.engine import EngineConfig
+from shardline.sampling_params import SamplingParams
 from shardline.stats import EngineStats
 from shardline.text.chat_template import Message, render_and_encode
 from shardline.text.tokenizer import Tokenizer
-from shardline.types import RequestOutput, SamplingParams
+from shardline.types import RequestOutput
 
 logger = logging.getLogger(__name__)
 

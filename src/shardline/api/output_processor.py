@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shardline.api.requests import PreparedRequest
-from shardline.text.detokenizer import Detokenizer, StopMatcher
+from shardline.sampling_params import SamplingParams
+from shardline.text.detokenizer import Detokenizer
+from shardline.text.stop_strings import StopMatcher
 from shardline.text.tokenizer import Tokenizer
-from shardline.types import CompletionOutput, FinishReason, RequestOutput, SamplingParams, SequenceOutput
+from shardline.types import CompletionOutput, FinishReason, RequestOutput, SequenceOutput
 
 
 class ChoiceState:
@@ -23,7 +25,9 @@ class ChoiceState:
             if tokenizer is not None
             else None
         )
-        self._matcher = StopMatcher(params.stop_strings, params.include_stop_str_in_output)
+        self._matcher: StopMatcher | None = None
+        if params.stop_strings:
+            self._matcher = StopMatcher(params.stop_strings, params.include_stop_str_in_output)
         self._eos_token_ids = () if params.ignore_eos else request.children[output.index].eos_token_ids
 
     def add_output(self, step: SequenceOutput) -> bool:
@@ -33,6 +37,7 @@ class ChoiceState:
             self._append_token(step, index)
             ends = index == last and step.finish_reason == "stop"
             if not (ends and self._hides_stop_token(step)) and self._append_text(token_id):
+                assert self._matcher is not None
                 self._set_finished("stop", self._matcher.found)
                 return step.finish_reason is None
         if step.finish_reason is not None:
@@ -58,7 +63,7 @@ class ChoiceState:
         if self._detokenizer is None:
             return False
         text = self._detokenizer.add_tokens([token_id])
-        if len(self.output.token_ids) <= self._params.min_tokens:
+        if self._matcher is None or len(self.output.token_ids) <= self._params.min_tokens:
             self.output.text += text
             return False
         self.output.text += self._matcher.add_text(text)
@@ -70,7 +75,7 @@ class ChoiceState:
     def _end_with_step(self, step: SequenceOutput) -> None:
         assert step.finish_reason is not None
         self._flush_text()
-        if self._matcher.found is not None:
+        if self._matcher is not None and self._matcher.found is not None:
             self._set_finished("stop", self._matcher.found)
         elif step.finish_reason == "error":
             self.output.error = step.error
@@ -81,8 +86,12 @@ class ChoiceState:
 
     def _flush_text(self) -> None:
         """Add the text that was held back: incomplete characters become U+FFFD."""
-        if self._detokenizer is not None:
-            self.output.text += self._matcher.add_text(self._detokenizer.flush_text()) + self._matcher.flush_text()
+        if self._detokenizer is None:
+            return
+        text = self._detokenizer.flush_text()
+        if self._matcher is not None:
+            text = self._matcher.add_text(text) + self._matcher.flush_text()
+        self.output.text += text
 
     def _set_finished(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.output.finish_reason = reason

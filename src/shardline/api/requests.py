@@ -11,8 +11,9 @@ from typing import Any, TypedDict
 import msgspec
 
 from shardline.api.errors import ContextLengthExceeded
+from shardline.sampling_params import SamplingParams
 from shardline.text.tokenizer import Tokenizer
-from shardline.types import Request, SamplingParams
+from shardline.types import Request
 
 
 class TextPrompt(TypedDict):

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from shardline import env
 from shardline.api.async_llm import AsyncLLM, RequestStream
 from shardline.config.engine import EngineConfig
+from shardline.sampling_params import SamplingParams
 from shardline.text.chat_template import render_and_encode
-from shardline.types import SamplingParams
 
 _CONNECT_SECONDS = 600.0
 """Longest wait for the next byte from a server."""

@@ -29,7 +29,9 @@ class Outbox:
 
     def expect_requests(self, requests: Iterable[Request]) -> None:
         """Note requests whose outputs will come."""
-        self._patient.update((request.request_id, request.choice) for request in requests if not request.streamed)
+        for request in requests:
+            if not request.streamed:
+                self._patient.add((request.request_id, request.choice))
 
     def put_outputs(self, outputs: Sequence[SequenceOutput], now: float) -> bool:
         """Add a step's outputs; `now` in seconds. Whether it is time to `take_outputs`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from shardline.deployment.deployment import Deployment
 from shardline.models.partition import split_dim
-from shardline.types import RankStep, SamplingParams, SequenceStart, SequenceStep, StepPlan
+from shardline.sampling_params import SamplingParams
+from shardline.types import RankStep, SequenceStart, SequenceStep, StepPlan
 
 PROFILE_STEP_ID = -1
 

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardline.types import SamplingParams, SequenceStart, SequenceStep
+from shardline.sampling_params import SamplingParams
+from shardline.types import SequenceStart, SequenceStep
 
 NO_TOKEN = torch.iinfo(torch.int64).max
 """In the place of a token id: there is none, and none will come."""

@@ -15,7 +15,7 @@ import jinja2
 
 from shardline.text.template_sandbox import MAX_RENDERED_CHARS, compile_templates
 from shardline.text.tokenizer import Tokenizer
-from shardline.text.tokenizer_files import read_json
+from shardline.text.tokenizer_files import read_chat_templates
 
 Message = Mapping[str, Any]
 
@@ -43,22 +43,10 @@ class ChatTemplate:
     def from_folder(cls, folder: Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
         """The chat template in `folder`. None: the model has no template.
 
-        chat_template.jinja takes precedence over chat_template.json, and that over tokenizer_config.json.
-
         Raises:
             ValueError: a file is broken.
         """
-        sources: dict[str, str] = {}
-        entry = read_json(folder / "tokenizer_config.json").get("chat_template")
-        entry = read_json(folder / "chat_template.json").get("chat_template", entry)
-        if isinstance(entry, str):
-            sources["default"] = entry
-        elif isinstance(entry, list):
-            sources.update({str(named["name"]): str(named["template"]) for named in entry})
-        for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-            sources[path.stem] = path.read_text(encoding="utf-8")
-        if (folder / "chat_template.jinja").is_file():
-            sources["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        sources = read_chat_templates(folder)
         return cls(sources, special_tokens) if sources else None
 
     def render(

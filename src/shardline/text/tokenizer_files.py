@@ -1,4 +1,4 @@
-"""The JSON files beside a tokenizer: special tokens and the ids that end a text."""
+"""The files beside a tokenizer: special tokens, the ids that end a text, and chat templates."""
 
 from __future__ import annotations
 
@@ -47,3 +47,25 @@ def read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(value, str):
             found[name] = value
     return found
+
+
+def read_chat_templates(folder: Path) -> dict[str, str]:
+    """The jinja sources of the chat templates by name; empty if the model has no template.
+
+    chat_template.jinja takes precedence over chat_template.json, and that over tokenizer_config.json.
+
+    Raises:
+        ValueError: a file is broken.
+    """
+    sources: dict[str, str] = {}
+    entry = read_json(folder / "tokenizer_config.json").get("chat_template")
+    entry = read_json(folder / "chat_template.json").get("chat_template", entry)
+    if isinstance(entry, str):
+        sources["default"] = entry
+    elif isinstance(entry, list):
+        sources.update({str(named["name"]): str(named["template"]) for named in entry})
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        sources[path.stem] = path.read_text(encoding="utf-8")
+    if (folder / "chat_template.jinja").is_file():
+        sources["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    return sources

@@ -23,7 +23,8 @@ from shardline.runtime.backends.cuda.graphs import GraphReplay, Recording
 from shardline.runtime.parallel.groups import join_nobody
 from shardline.runtime.runner import PendingStep
 from shardline.runtime.worker import Worker
-from shardline.types import RankStep, SamplingParams, SequenceStart, SequenceStep, StepPlan
+from shardline.sampling_params import SamplingParams
+from shardline.types import RankStep, SequenceStart, SequenceStep, StepPlan
 from tests.exactness.harness import make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 

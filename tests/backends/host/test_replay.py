@@ -110,7 +110,8 @@ from shardline.config.engine import EngineConfig, ModelConfig
 from shardline.engine.engine import Engine
 from shardline.engine.executor.uni import UniExecutor
 from shardline.deployment.here import resolve_here
-from shardline.types import Request, SamplingParams
+from shardline.sampling_params import SamplingParams
+from shardline.types import Request
 
 setup = resolve_here(EngineConfig(model=ModelConfig(model="demo")))
 executor = UniExecutor(setup, 0)

@@ -12,7 +12,8 @@ from shardline.runtime.backends.base import StepSizes
 from shardline.runtime.backends.host.step_inputs import StepLayout
 from shardline.runtime.sequences import SequenceTable
 from shardline.runtime.step import StepInput
-from shardline.types import RankStep, SamplingParams, SequenceStart, SequenceStep, StepPlan
+from shardline.sampling_params import SamplingParams
+from shardline.types import RankStep, SequenceStart, SequenceStep, StepPlan
 
 BLOCK_SIZE, MAX_BLOCKS, NUM_GROUPS, MAX_SEQS = 4, 8, 2, 5
 

@@ -225,7 +225,7 @@ def _open_llm(args: argparse.Namespace) -> LLM:
 
 def _make_workload(args: argparse.Namespace, llm: LLM, count: int) -> tuple[list[list[int]], Any]:
     """`count` prompts of random tokens, and parameters with which every output has exactly --output-len tokens."""
-    from shardline.types import SamplingParams
+    from shardline.sampling_params import SamplingParams
 
     prompts = random_prompts(args.prompts, llm.vocab_size, count, args.input_len, args.shared_len)
     return prompts, SamplingParams(temperature=args.temperature, max_tokens=args.output_len, ignore_eos=True)

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             max_tokens=args.max_tokens,
         )
     else:
-        from shardline.types import SamplingParams
+        from shardline.sampling_params import SamplingParams
 
         params = SamplingParams(temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens)
         config = engine_config(args)

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import mmap
-import os
 import select
-import shutil
-import socket
-import struct
-import subprocess
-import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -32,13 +23,12 @@ from shardline.deployment.messages import (
     RankReady,
     RankReport,
     RunStep,
-    StartWorker,
     StepDone,
     WorkerReply,
 )
 from shardline.deployment.segment import segment_layout
-from shardline.engine.children import describe_end, start_child
 from shardline.engine.executor.base import Executor, ExecutorFailure
+from shardline.engine.executor.rank_processes import RankProcesses
 from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
 from shardline.segment.expert_load import Counts
 from shardline.segment.progress import ProgressBoard
@@ -58,10 +48,9 @@ class MultiprocessExecutor(Executor):
 
     def __init__(self, deployment: Deployment, engine: int) -> None:
         self._deployment = deployment
-        self._engine = engine
         self.max_in_flight = deployment.max_in_flight
         self._replica_size = deployment.grid.replica_size
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes = RankProcesses(deployment, engine, _FRAME_TIMEOUT)
         self._channels: list[Channel[WorkerReply]] = []
         self._submitted: list[int] = []
         self._results: list[deque[StepResult]] = [deque() for _ in deployment.grid.drivers]
@@ -70,18 +59,13 @@ class MultiprocessExecutor(Executor):
         self._probe_number = 0
         self._unanswered: set[int] = set()
         """Ranks that have not answered the last probe."""
-        # An anonymous file is gone with its last user, however that ends: nothing to clean up in /dev/shm.
-        self._segment_fd = os.memfd_create("shardline")
         layout = segment_layout(deployment)
-        os.ftruncate(self._segment_fd, layout.num_bytes)
-        self._segment = mmap.mmap(self._segment_fd, layout.num_bytes)
-        self._progress = ProgressBoard(layout.progress(memoryview(self._segment)), deployment.grid)
-        self._load = layout.expert_load(memoryview(self._segment))
-        self._store_folder = tempfile.mkdtemp(prefix="shardline-") if deployment.collectives != "shm" else None
+        self._progress = ProgressBoard(layout.progress(self._processes.segment), deployment.grid)
+        self._load = layout.expert_load(self._processes.segment)
 
     def start(self) -> list[RankReport]:
-        for rank in range(self._deployment.grid.world_size):
-            self._spawn(rank)
+        for _ in range(self._deployment.grid.world_size):
+            self._channels.append(self._processes.spawn_rank())
         if (fixed := fixed_allocation(self._deployment)) is not None:
             self._allocate(fixed)
         reports: dict[int, RankReport] = {}
@@ -90,7 +74,7 @@ class MultiprocessExecutor(Executor):
             waiting = [rank for rank in range(len(self._channels)) if rank not in reports]
             ready = self._readable(waiting, _LOADING_NOTICE)
             if not ready:
-                _log.info("still loading: %s", "; ".join(self._name(rank).rstrip(",") for rank in waiting))
+                _log.info("still loading: %s", self._processes.name_ranks(waiting))
             for rank in ready:
                 reply = self._receive(rank)
                 if isinstance(reply, RankReady):
@@ -99,7 +83,7 @@ class MultiprocessExecutor(Executor):
                     measured[rank] = reply.memory
                     if len(measured) == len(self._channels):
                         self._allocate(agree_allocation(self._deployment, [measured[r] for r in sorted(measured)]))
-        self._remove_store()
+        self._processes.remove_store()
         return [reports[rank] for rank in sorted(reports)]
 
     def _allocate(self, allocation: KVAllocation) -> None:
@@ -111,18 +95,6 @@ class MultiprocessExecutor(Executor):
                 self._receive(rank)  # what it said last, if anything
                 raise ExecutorFailure(self._death(rank)) from None
 
-    def _spawn(self, rank: int) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = start_child("shardline.runtime.worker_process", [theirs.fileno(), self._segment_fd])
-        self._processes.append(process)
-        # A worker reads at once whatever it is doing; one that does not has stopped, and must not stop the engine.
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_FRAME_TIMEOUT), 0))
-        channel: Channel[WorkerReply] = Channel(ours, WorkerReply)  # type: ignore[arg-type]
-        self._channels.append(channel)
-        store = str(Path(self._store_folder) / "store") if self._store_folder else ""
-        channel.send(StartWorker(self._deployment, self._engine, rank, store))
-
     def submit_step(self, plans: Sequence[StepPlan]) -> None:
         messages = [encode_message(RunStep(step)) for step in rank_steps(plans)]
         self._submitted.append(plans[0].step_id)
@@ -133,7 +105,9 @@ class MultiprocessExecutor(Executor):
         try:
             self._channels[rank].send_encoded(body)
         except BlockingIOError:
-            raise ExecutorFailure(f"{self._name(rank)} does not read its plans{self._at_step()}") from None
+            raise ExecutorFailure(
+                f"{self._processes.name_rank(rank)} does not read its plans{self._at_step()}"
+            ) from None
         except OSError:
             # It is gone; what it said last, if anything, is still to be read.
             self._receive(rank)
@@ -150,7 +124,7 @@ class MultiprocessExecutor(Executor):
             if not ready:
                 raise ExecutorFailure(self._missed_deadline())
         self._submitted.pop(0)
-        self._watchdog.restart()
+        self._watchdog.note_life()
         return [results.popleft() for results in self._results]
 
     def watched_fds(self) -> list[int]:
@@ -167,7 +141,7 @@ class MultiprocessExecutor(Executor):
         if verdict is Verdict.PROBE:
             self._probe_ranks()
         elif verdict is Verdict.LOST:
-            names = " ".join(self._name(rank) for rank in sorted(self._unanswered))
+            names = " ".join(self._processes.name_rank(rank) for rank in sorted(self._unanswered))
             raise ExecutorFailure(f"{names} did not answer a probe within {self._watchdog.patience:g} s while idle")
         return self._watchdog.seconds_to_check()
 
@@ -184,26 +158,10 @@ class MultiprocessExecutor(Executor):
     def close(self) -> None:
         for channel in self._channels:
             channel.close()
-        deadline = time.monotonic() + 2.0
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self._remove_store()
-        with contextlib.suppress(OSError):
-            os.close(self._segment_fd)
+        self._processes.close()
 
     def kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-
-    def _remove_store(self) -> None:
-        """The ranks need it to meet, and not afterwards."""
-        if self._store_folder is not None:
-            shutil.rmtree(self._store_folder, ignore_errors=True)
-            self._store_folder = None
+        self._processes.kill()
 
     def _readable(self, ranks: range | list[int], timeout: float | None) -> list[int]:
         fds = {self._channels[rank].fileno(): rank for rank in ranks}
@@ -218,32 +176,20 @@ class MultiprocessExecutor(Executor):
         if isinstance(reply, RankFailed):
             if reply.user_error:
                 raise ValueError(reply.message)
-            if reply.consequence:
-                self._raise_cause(rank)
-            raise ExecutorFailure(f"{self._name(rank)} failed{self._at_step()}: {reply.message}")
+            if reply.consequence and (crashed := self._processes.find_crashed(rank)) is not None:
+                # The rank only noticed that the other one has died.
+                raise ExecutorFailure(self._death(crashed))
+            raise ExecutorFailure(f"{self._processes.name_rank(rank)} failed{self._at_step()}: {reply.message}")
         return reply
-
-    def _raise_cause(self, complaining: int) -> None:
-        """Name the rank that has died, where there is one, instead of the one that noticed it."""
-        deadline = time.monotonic() + 0.5
-        others = [rank for rank in range(len(self._processes)) if rank != complaining]
-        while time.monotonic() < deadline:
-            for rank in others:
-                if self._processes[rank].poll() not in (None, 0):
-                    raise ExecutorFailure(self._death(rank))
-            time.sleep(0.01)
-
-    def _name(self, rank: int) -> str:
-        return f"{self._deployment.grid.place(rank)} on {socket.gethostname()}, pid {self._processes[rank].pid},"
 
     def _at_step(self) -> str:
         return f" at step {self._submitted[0]}" if self._submitted else ""
 
     def _death(self, rank: int) -> str:
-        return f"{self._name(rank)} {describe_end(self._processes[rank])}{self._at_step()}"
+        return self._processes.describe_end(rank) + self._at_step()
 
     def _missed_deadline(self) -> str:
         step = self._submitted[0]
         late = self._progress.late_ranks(step)
-        names = "; ".join(self._name(rank).rstrip(",") for rank in late) or "no rank"
+        names = self._processes.name_ranks(late) or "no rank"
         return f"step {step} missed its deadline of {self._deployment.step_timeout:g} s; did not arrive: {names}"

@@ -32,7 +32,7 @@ class ThreadExecutor(Executor):
         self._load: ExpertLoadBoard | None = None
 
     def start(self) -> list[RankReport]:
-        from shardline.runtime.backends.host.replay import resolve_operators
+        from shardline.runtime.backends.host.torch_detector import resolve_operators
 
         resolve_operators()
         allocation = fixed_allocation(self._deployment)

@@ -16,7 +16,9 @@ from shardline.server.errors import ERROR_RESPONSES, bad_request
 from shardline.server.in_flight import EventStream, make_event
 from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter, TokenPieces
-from shardline.server.openai.protocol import SamplingFields, StrictRoute, TokenIds, Usage, refuse_if, usage_of
+from shardline.server.openai.protocol import SamplingFields, TokenIds, refuse_if
+from shardline.server.openai.strict_json import StrictRoute
+from shardline.server.openai.usage import Usage, usage_of
 from shardline.server.service import Service, new_id
 from shardline.types import CompletionOutput, RequestOutput
 

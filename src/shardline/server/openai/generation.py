@@ -9,14 +9,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from shardline.api.errors import ContextLengthExceeded, EngineDead, EngineDraining, QueueFull
+from shardline.sampling_params import SamplingParams
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.openai.protocol import bad_parameter
 from shardline.server.service import Service, draining, engine_dead
-from shardline.types import CompletionOutput, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from shardline.types import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import Prompt, RequestStream
-    from shardline.metrics.server import RequestTimer
+    from shardline.metrics.requests import RequestTimer
 
 RETRY_QUEUE_FULL_SECONDS = 1
 

@@ -1,46 +1,18 @@
-"""What the endpoints' requests and answers have in common, and the strict parsing of their bodies."""
+"""What the requests of the generating endpoints have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
-import pydantic_core
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.requests import Request
-from starlette.responses import Response
 
+from shardline.sampling_params import SamplingParams
 from shardline.server.errors import ApiError, bad_request
-from shardline.types import RequestOutput, SamplingParams
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 MAX_CHOICES_PER_HTTP_REQUEST = 128
 """Largest `n` that a client may ask for, as at OpenAI."""
-
-
-class _StrictRequest(Request):
-    async def json(self) -> Any:
-        # The standard library's parser accepts NaN and lone surrogates, which break tokenizers and answers.
-        try:
-            return pydantic_core.from_json(await self.body(), allow_inf_nan=False)
-        except ValueError as error:
-            raise bad_request(f"We could not parse the JSON body of your request: {error}.") from error
-
-
-class StrictRoute(APIRoute):
-    """A route whose JSON body must not contain NaN, infinity or half a surrogate pair."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, behind the strict parser."""
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            return await handler(_StrictRequest(request.scope, request.receive))
-
-        return handle
 
 
 class RequestModel(BaseModel):
@@ -151,26 +123,3 @@ def refuse_if(asked: bool, param: str, message: str) -> None:
     """
     if asked:
         raise bad_request(message, param, "unsupported_parameter")
-
-
-class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """How many prompt tokens came from the prefix cache."""
-
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """Number of tokens of one API request, over all its prompts and choices."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
-    """The usage so far. A prompt counts once, even if it has several choices."""
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
-    cached = sum(output.num_cached_tokens for output in outputs)
-    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))

@@ -8,7 +8,8 @@ from starlette.responses import Response
 
 from shardline.server.errors import ERROR_RESPONSES, bad_request
 from shardline.server.openai.chat import ConversationFields, Messages
-from shardline.server.openai.protocol import RequestModel, StrictRoute, TokenIds
+from shardline.server.openai.protocol import RequestModel, TokenIds
+from shardline.server.openai.strict_json import StrictRoute
 from shardline.server.service import Service
 
 

@@ -7,63 +7,20 @@ shape have their inputs in the same memory (`step_inputs.py`) and run these call
 
 from __future__ import annotations
 
-import functools
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardline import _cpu
 from shardline.runtime.backends.base import Forward, StepSizes
+from shardline.runtime.backends.host.torch_detector import TorchDetector
 from shardline.runtime.step import StepInput
 
 _log = logging.getLogger(__name__)
 
 _MAX_PROGRAMS = 1024
 """A program takes some ten kilobytes; replicas in lockstep have many combinations of counts."""
-
-
-class _TorchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices operations of torch's own, which no program can replay. Views compute nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.computed: str | None = None
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: to be skipped by torch.compile, torch would first import it, for a second and a half."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        # `reshape` and `to` may be views, or copies.
-        if not func.is_view or _storages(result) - _storages(args):
-            self.computed = str(func)
-        return result
-
-
-@functools.cache
-def resolve_operators() -> None:
-    """Look all of torch's operators up, for a process in which several threads record.
-
-    Under a mode torch finds an operator's Python object at its first use and keeps a pointer that does not own it: of
-    two threads that are first at once, one's object takes the other's place, which dies.
-    """
-    for name in torch._C._dispatch_get_all_op_names():
-        namespace, _, operator = name.partition("::")
-        if namespace == "aten":
-            packet, _, overload = operator.partition(".")
-            getattr(getattr(torch.ops.aten, packet), overload or "default")
-
-
-def _storages(values: Any) -> set[int]:
-    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
 
 
 class DecodeReplay:
@@ -96,16 +53,16 @@ class DecodeReplay:
         program = _cpu.Program()
         program.begin()
         try:
-            with _TorchWatch() as watch:
+            with TorchDetector() as detector:
                 output = self.forward(step, hidden)
         finally:
             program.end()
-        if watch.computed is None:
+        if detector.computed is None:
             program.set_output(output)
             self._programs[_shape(step)] = program
         else:
             self._possible = False
-            _log.debug("decode steps are not replayed: a layer computes with %s", watch.computed)
+            _log.debug("decode steps are not replayed: a layer computes with %s", detector.computed)
         return output
 
 

@@ -1,0 +1,99 @@
+"""Latencies and sizes of requests, as clients see them."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from shardline.types import RequestOutput
+
+_FIRST_TOKEN_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+_TOKEN_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0,
+)  # fmt: skip
+_REQUEST_SECONDS = (
+    0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0, 7680.0,
+)  # fmt: skip
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_PARAMS_N = (1, 2, 5, 10, 20)
+
+
+class RequestMetrics:
+    """Histograms and counters of requests, labelled `model_name`."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            family = Histogram(f"shardline:{name}", text, ["model_name"], buckets=buckets, registry=registry)
+            return family.labels(model_name)
+
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", _FIRST_TOKEN_SECONDS
+        )
+        self.inter_token = histogram(
+            "inter_token_latency_seconds", "Seconds between two outputs of a request.", _TOKEN_SECONDS
+        )
+        self.end_to_end = histogram(
+            "e2e_request_latency_seconds", "Seconds from a request's arrival to its end.", _REQUEST_SECONDS
+        )
+        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self.generation_tokens = histogram(
+            "request_generation_tokens", "Tokens generated for a request, all its choices together.", _TOKENS
+        )
+        self.choices = histogram("request_params_n", "Choices asked for in a request.", _PARAMS_N)
+        self._ended = Counter(
+            "shardline:request_success",
+            "Choices that ended, by reason; abort: the client disconnected or the server stopped.",
+            ["model_name", "finished_reason"],
+            registry=registry,
+        )
+        self._model_name = model_name
+
+    def count_end(self, reason: str, amount: int = 1) -> None:
+        """Count choices that ended for this reason."""
+        self._ended.labels(self._model_name, reason).inc(amount)
+
+
+class RequestTimer:
+    """Measures one request (one prompt with all its choices), from the construction of this object on."""
+
+    def __init__(self, metrics: RequestMetrics, choices: int) -> None:
+        self._metrics = metrics
+        self._choices = choices
+        self._start = time.perf_counter()
+        self._last = self._start
+        self._tokens = 0
+        self._output: RequestOutput | None = None
+
+    def observe_output(self, output: RequestOutput) -> None:
+        """Record the arrival of an output. The call is cheap, since every output makes it."""
+        tokens = sum(len(choice.token_ids) for choice in output.outputs)
+        if tokens > self._tokens:
+            now = time.perf_counter()
+            if self._tokens:
+                self._metrics.inter_token.observe(now - self._last)
+            else:
+                self._metrics.first_token.observe(now - self._start)
+            self._last = now
+            self._tokens = tokens
+        self._output = output
+
+    def finish(self) -> None:
+        """Record the whole request. Call this after its last output, also if the client has disconnected.
+
+        A refused request has no output and is not recorded.
+        """
+        output = self._output
+        if output is None:
+            return
+        self._metrics.end_to_end.observe(time.perf_counter() - self._start)
+        self._metrics.prompt_tokens.observe(len(output.prompt_token_ids))
+        self._metrics.generation_tokens.observe(self._tokens)
+        self._metrics.choices.observe(self._choices)
+        for choice in output.outputs:
+            self._metrics.count_end(choice.finish_reason or "abort")

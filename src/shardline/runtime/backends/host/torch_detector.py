@@ -1,0 +1,51 @@
+"""Notices where a step computes with torch instead of our own kernels."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class TorchDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices operations of torch's own, which no program can replay. Views compute nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.computed: str | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: to be skipped by torch.compile, torch would first import it, for a second and a half."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # `reshape` and `to` may be views, or copies.
+        if not func.is_view or _storages(result) - _storages(args):
+            self.computed = str(func)
+        return result
+
+
+@functools.cache
+def resolve_operators() -> None:
+    """Look all of torch's operators up, for a process in which several threads record.
+
+    Under a mode torch finds an operator's Python object at its first use and keeps a pointer that does not own it: of
+    two threads that are first at once, one's object takes the other's place, which dies.
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, operator = name.partition("::")
+        if namespace == "aten":
+            packet, _, overload = operator.partition(".")
+            getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _storages(values: Any) -> set[int]:
+    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}

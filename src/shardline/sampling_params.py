@@ -1,0 +1,76 @@
+"""How a user wants the tokens of a request to be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the tokens of one request are chosen. Names and meanings are vLLM's.
+
+    Raises:
+        ValueError: a value is out of its range; the message says which range is allowed.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: all tokens."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    """None: a seed is drawn at admission and kept for the whole request."""
+    stop: Sequence[str] | str = ()
+    stop_token_ids: Sequence[int] = ()
+    max_tokens: int | None = 16
+    """None: up to the model's maximum length."""
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Number of most likely tokens reported in addition to the chosen one; None: no log probabilities."""
+    logit_bias: dict[int, float] = {}
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logits_digest: bool = False
+    """Report a digest of the fp32 logits of every step: equal digests mean equal bits."""
+
+    def __post_init__(self) -> None:
+        def require(holds: bool, message: str) -> None:
+            if not holds:
+                raise ValueError(message)
+
+        require(self.n >= 1, f"n must be at least 1, got {self.n}")
+        require(0.0 <= self.temperature <= 100.0, f"temperature must be in [0, 100], got {self.temperature}")
+        require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
+        require(self.top_k >= -1, f"top_k must be -1 or 0 (off) or at least 1, got {self.top_k}")
+        require(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}")
+        require(
+            0.0 < self.repetition_penalty <= 100.0,
+            f"repetition_penalty must be in (0, 100], got {self.repetition_penalty}",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            require(-2.0 <= value <= 2.0, f"{name} must be in [-2, 2], got {value}")
+        require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed must fit in 64 bits")
+        require(
+            self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"
+        )
+        require(self.min_tokens >= 0, f"min_tokens must be at least 0, got {self.min_tokens}")
+        require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            f"min_tokens ({self.min_tokens}) must not be larger than max_tokens ({self.max_tokens})",
+        )
+        require(self.logprobs is None or 0 <= self.logprobs <= 20, f"logprobs must be in [0, 20], got {self.logprobs}")
+        for bias in self.logit_bias.values():
+            require(-100.0 <= bias <= 100.0, "logit_bias values must be in [-100, 100]")
+        require(all(self.stop_strings), "stop strings must not be empty")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings as a tuple, also if `stop` is one string."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
