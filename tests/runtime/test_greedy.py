@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from shardline.runtime.layers.lm_head import LMHead
+from shardline.runtime.layers.vocabulary import LMHead
 from shardline.sampling_params import SamplingParams
 from shardline.types import Request
 from tests.exactness.harness import make_requests, run, start_engine

@@ -1,4 +1,4 @@
-"""Latencies and sizes of requests, as clients see them."""
+"""Latencies and sizes of requests, as clients see them, and the number of HTTP answers."""
 
 from __future__ import annotations
 
@@ -57,6 +57,19 @@ class RequestMetrics:
     def count_end(self, reason: str, amount: int = 1) -> None:
         """Count choices that ended for this reason."""
         self._ended.labels(self._model_name, reason).inc(amount)
+
+
+class ResponseMetrics:
+    """Counts HTTP answers."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._responses = Counter(
+            "shardline:http_requests", "HTTP requests answered.", ["handler", "method", "status"], registry=registry
+        )
+
+    def count_response(self, handler: str, method: str, status: int) -> None:
+        """Count one answer. `handler` is the route, not the path: the number of paths has no limit."""
+        self._responses.labels(handler, method, str(status)).inc()
 
 
 class RequestTimer:

@@ -9,12 +9,11 @@ from shardline.models.partition import Span
 from shardline.models.spec import MLA, Attention, MoE, Norm
 from shardline.runtime.layers.attention import AttentionLayer, RotaryTables
 from shardline.runtime.layers.context import LayerLoader
-from shardline.runtime.layers.embedding import TokenEmbedding
 from shardline.runtime.layers.feed_forward import DenseFeedForward
-from shardline.runtime.layers.lm_head import LMHead
 from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.moe import MoEFeedForward
 from shardline.runtime.layers.norm import InputNorm, NormLayer
+from shardline.runtime.layers.vocabulary import LMHead, TokenEmbedding
 from shardline.runtime.ops.add import add
 from shardline.runtime.step import Queries, StepInput
 from shardline.weights.rows import LinearInput

@@ -65,7 +65,7 @@ def _middleware(service: Service) -> list[Middleware]:
     stack = [
         Middleware(
             AccessMiddleware,
-            count=service.metrics.count_response if config.enable_metrics else None,
+            count=service.metrics.responses.count_response if config.enable_metrics else None,
             log=not config.disable_access_log,
         )
     ]

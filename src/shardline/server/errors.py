@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
+RETRY_DRAINING_SECONDS = 5
 
 
 class ApiError(HTTPException):
@@ -53,6 +54,16 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 def unavailable(message: str, code: str, retry_after: int | None = None) -> ApiError:
     """A 503: the server cannot run the request now, or has stopped for good."""
     return ApiError(503, message, type=SERVER_ERROR, code=code, retry_after=retry_after)
+
+
+def draining() -> ApiError:
+    """The answer to new requests during shutdown."""
+    return unavailable("The server is shutting down and takes no new requests.", "draining", RETRY_DRAINING_SECONDS)
+
+
+def engine_dead(reason: str) -> ApiError:
+    """The answer to requests after the engine's death."""
+    return unavailable(f"The engine has stopped: {reason or 'its process has ended'}", "engine_dead")
 
 
 def internal_error() -> ApiError:

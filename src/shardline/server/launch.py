@@ -185,7 +185,7 @@ def _log_startup(llm: AsyncLLM, service: Service, listener: socket.socket, secon
 
 async def _report_death(llm: AsyncLLM, service: Service) -> int:
     """Tell the clients that the engine has died; returns the exit code."""
-    from shardline.server.service import engine_dead
+    from shardline.server.errors import engine_dead
 
     await service.in_flight.wait_empty(_DEATH_GRACE_SECONDS)
     service.in_flight.interrupt(engine_dead(llm.dead_reason))
@@ -195,7 +195,7 @@ async def _report_death(llm: AsyncLLM, service: Service) -> int:
 
 async def _drain(llm: AsyncLLM, service: Service, stop: _StopSignals) -> int:
     """Let running requests finish, then end those that have not; returns the exit code."""
-    from shardline.server.service import draining
+    from shardline.server.errors import draining
 
     llm.drain()
     timeout = service.config.shutdown_timeout

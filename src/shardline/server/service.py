@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
-from shardline.server.errors import ApiError, bad_request, unavailable
+from shardline.server.errors import ApiError, bad_request, draining, engine_dead, unavailable
 from shardline.server.in_flight import InFlight
 from shardline.text.chat_template import ChatTemplate, render_and_encode
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from shardline.text.tokenizer import Tokenizer
 
 RETRY_STARTING_SECONDS = 2
-RETRY_DRAINING_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -156,13 +155,3 @@ class Service:
 def new_id(prefix: str) -> str:
     """A new id, for example cmpl-1f0c…; the client's own id may not be unique."""
     return f"{prefix}-{uuid.uuid4().hex}"
-
-
-def draining() -> ApiError:
-    """The answer to new requests during shutdown."""
-    return unavailable("The server is shutting down and takes no new requests.", "draining", RETRY_DRAINING_SECONDS)
-
-
-def engine_dead(reason: str) -> ApiError:
-    """The answer to requests after the engine's death."""
-    return unavailable(f"The engine has stopped: {reason or 'its process has ended'}", "engine_dead")

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from shardline.api.errors import ContextLengthExceeded, EngineDead, EngineDraining, QueueFull
+from shardline.metrics.requests import RequestTimer
 from shardline.sampling_params import SamplingParams
-from shardline.server.errors import ApiError, bad_request
-from shardline.server.openai.protocol import bad_parameter
-from shardline.server.service import Service, draining, engine_dead
+from shardline.server.errors import bad_request, engine_dead
+from shardline.server.openai.engine_errors import as_api_error
+from shardline.server.openai.merging import merge_updates
+from shardline.server.service import Service
 from shardline.types import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import Prompt, RequestStream
-    from shardline.metrics.requests import RequestTimer
-
-RETRY_QUEUE_FULL_SECONDS = 1
 
 
 class Generation:
@@ -28,8 +26,7 @@ class Generation:
     Use it as an async context manager: leaving it aborts unfinished requests and records the metrics.
     """
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self) -> None:
         self._streams: list[RequestStream] = []
         self._timers: list[RequestTimer] = []
 
@@ -57,10 +54,10 @@ class Generation:
                 f"most {most} are taken in one request (--max-num-waiting).",
                 prompt_param,
             )
-        generation = cls(service)
+        generation = cls()
         try:
             for index, prompt in enumerate(prompts):
-                timer = service.metrics.start_timer(params.n)
+                timer = RequestTimer(service.metrics.requests, params.n)
                 stream = await service.llm.submit(
                     prompt,
                     params,
@@ -72,7 +69,7 @@ class Generation:
                 generation._timers.append(timer)
         except BaseException as error:
             await generation.aclose()
-            answer = _as_api_error(error, prompt_param)
+            answer = as_api_error(error, prompt_param)
             if answer is None:
                 raise
             raise answer from error
@@ -111,25 +108,11 @@ class Generation:
                 self._check_output(0, output)
                 yield 0, output
             return
-        # One slot for each prompt: if the reader is slow, the forwarders wait, and the streams merge their updates.
-        queue: asyncio.Queue[int | BaseException | None] = asyncio.Queue(len(self._streams))
-        forwarders = [asyncio.create_task(self._forward_updates(index, queue)) for index in range(len(self._streams))]
-        try:
-            running = len(forwarders)
-            while running:
-                item = await queue.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if item is None:
-                    running -= 1
-                    continue
-                output = self._streams[item].output
-                self._check_output(item, output)
-                yield item, output
-        finally:
-            for forwarder in forwarders:
-                forwarder.cancel()
-            await asyncio.gather(*forwarders, return_exceptions=True)
+        async with aclosing(merge_updates(self._streams)) as merged:
+            async for index in merged:
+                output = self._streams[index].output
+                self._check_output(index, output)
+                yield index, output
 
     async def wait_finished(self) -> list[RequestOutput]:
         """For each prompt, the whole output.
@@ -141,36 +124,11 @@ class Generation:
             pass
         return self.outputs
 
-    async def _forward_updates(self, index: int, queue: asyncio.Queue[int | BaseException | None]) -> None:
-        try:
-            async for _ in self._streams[index]:
-                await queue.put(index)
-        except Exception as error:  # the reader raises it again
-            await queue.put(error)
-        await queue.put(None)
-
     def _check_output(self, index: int, output: RequestOutput) -> None:
         self._timers[index].observe_output(output)
         for choice in output.outputs:
             if choice.finish_reason == "error":
                 raise engine_dead(choice.error)
-
-
-def _as_api_error(error: BaseException, prompt_param: str) -> ApiError | None:
-    """The answer to a request that was not admitted. None: the error is not meant for clients."""
-    if isinstance(error, EngineDraining):
-        return draining()
-    if isinstance(error, EngineDead):
-        return engine_dead(str(error))
-    if isinstance(error, QueueFull):
-        return ApiError(
-            429, str(error), type="rate_limit_error", code="rate_limit_exceeded", retry_after=RETRY_QUEUE_FULL_SECONDS
-        )
-    if isinstance(error, ContextLengthExceeded):
-        return bad_request(str(error), prompt_param, "context_length_exceeded")
-    if isinstance(error, ValueError):
-        return bad_parameter(str(error))
-    return None
 
 
 @dataclass

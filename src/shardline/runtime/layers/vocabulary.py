@@ -1,4 +1,7 @@
-"""Token embeddings, vocab-parallel: each rank owns rows of the table and sends those that a step needs."""
+"""The token embedding and the lm_head, vocab-parallel: each rank owns a range of the vocabulary.
+
+A rank sends the rows of the embedding that a step needs, and computes the logits of its own range.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.layers.context import LayerLoader
+from shardline.runtime.ops.sampling.softcap import softcap_
+from shardline.weights.formats.plain import PlainLinear
+from shardline.weights.rows import InputForm, LinearInput
 
 
 class TokenEmbedding:
@@ -44,3 +50,41 @@ class TokenEmbedding:
         mine = self._look_up((token_ids - self._start).clamp_(0, self._last))
         gathered = self._group.all_gather_rows(mine, [count] * self._group.size)
         return torch.index_select(gathered, 0, owners * count + torch.arange(count, device=token_ids.device))
+
+
+class LMHead:
+    """hidden [R, hidden_size] -> this rank's columns of the fp32 logits [R, vocab_size]."""
+
+    def __init__(self, loader: LayerLoader) -> None:
+        stage = loader.stage
+        name = "embed.weight" if stage.spec.tied_embeddings else "lm_head.weight"
+        self.spans = stage.spans(name)
+        """Vocabulary range of each rank."""
+        self._kernels = stage.kernels
+        self._packed = loader.pack_lm_head(name)
+        self._bias = loader.load("lm_head.bias") if stage.spec.lm_head_bias else None
+        self._softcap = stage.spec.logits_softcap
+        self.fuses_argmax = stage.backend.fuses_argmax and stage.watch is None and self._softcap is None
+        """Whether `find_best` serves greedy steps. A softcap rounds logits to equal ones, so it needs all of them; so
+        does whoever looks for NaN."""
+
+    @property
+    def look_up_rows(self) -> Callable[[Tensor], Tensor] | None:
+        """Gives rows of the weight by their index in this rank's range; None where the format has changed them."""
+        return self._packed.unpack_rows if isinstance(self._packed, PlainLinear) else None
+
+    @property
+    def input_form(self) -> InputForm:
+        """What the hidden states should be."""
+        return self._packed.input_form
+
+    def __call__(self, hidden: LinearInput) -> Tensor:
+        logits = self._packed(hidden, self._bias, out_dtype=torch.float32)
+        if self._softcap is not None:
+            softcap_(self._kernels, logits, self._softcap)
+        return logits
+
+    def find_best(self, hidden: LinearInput) -> Tensor:
+        """The largest of this rank's logits of each row, and the bits of its index in this rank's range: [R, 2]."""
+        assert self._softcap is None
+        return self._packed.argmax(hidden, self._bias)

@@ -1,0 +1,26 @@
+"""Errors of the engine as answers to clients."""
+
+from __future__ import annotations
+
+from shardline.api.errors import ContextLengthExceeded, EngineDead, EngineDraining, QueueFull
+from shardline.server.errors import ApiError, bad_request, draining, engine_dead
+from shardline.server.openai.protocol import bad_parameter
+
+RETRY_QUEUE_FULL_SECONDS = 1
+
+
+def as_api_error(error: BaseException, prompt_param: str) -> ApiError | None:
+    """The answer to a request that was not admitted. None: the error is not meant for clients."""
+    if isinstance(error, EngineDraining):
+        return draining()
+    if isinstance(error, EngineDead):
+        return engine_dead(str(error))
+    if isinstance(error, QueueFull):
+        return ApiError(
+            429, str(error), type="rate_limit_error", code="rate_limit_exceeded", retry_after=RETRY_QUEUE_FULL_SECONDS
+        )
+    if isinstance(error, ContextLengthExceeded):
+        return bad_request(str(error), prompt_param, "context_length_exceeded")
+    if isinstance(error, ValueError):
+        return bad_parameter(str(error))
+    return None
