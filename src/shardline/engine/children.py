@@ -1,4 +1,4 @@
-"""Child processes: how they are started, and what became of them, in words."""
+"""Child processes: how they are started, and how they ended, in words."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from shardline import env
 
 
 def start_child(module: str, fds: Sequence[int], gpus: str | None = None) -> subprocess.Popen[bytes]:
-    """A Python process that runs `module.main()`, with these file descriptors, by their numbers, as its arguments.
+    """Start a Python process that runs `module.main()`; its arguments are the numbers of these file descriptors.
 
-    `gpus` as in `env.for_children`. A plain child rather than multiprocessing: the user's script needs no __main__
-    guard. The current directory is taken off the import path, since a model's folder must not be able to bring code
-    along.
+    `gpus` is as in `env.for_children`. This is not multiprocessing, so the user's script needs no __main__ guard. The
+    current directory is removed from the import path: otherwise a model's folder could contain code that is imported.
     """
     code = f"import sys; sys.path[:] = [p for p in sys.path if p]; from {module} import main; main()"
     command = [sys.executable, "-c", code, *map(str, fds)]
@@ -22,7 +21,7 @@ def start_child(module: str, fds: Sequence[int], gpus: str | None = None) -> sub
 
 
 def describe_end(process: subprocess.Popen[bytes]) -> str:
-    """How a process ended that has just closed its channel; waits a second for its exit code."""
+    """How a process that has just closed its channel ended; waits up to a second for its exit code."""
     try:
         code = process.wait(1.0)
     except subprocess.TimeoutExpired:

@@ -38,9 +38,9 @@ _log = logging.getLogger(__name__)
 class EngineClient:
     """Starts an engine process and talks to it.
 
-    `on_message` is called from a reader thread of this client, once per
-    EngineOutputs, and once with EngineFailed when the engine has failed, or its process has ended unasked, after it
-    was ready. An engine that is ready and does not answer a probe in time is killed, and has failed.
+    A reader thread of this client calls `on_message` with every EngineOutputs. It calls it once with EngineFailed if
+    the engine fails after it was ready, or if its process ends without being asked to. An engine that is ready but does
+    not answer a probe in time is killed, and has failed.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class EngineClient:
             self._outbox.put(body)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Forget requests; outputs already under way may still arrive."""
+        """Abort requests; outputs that have already been sent may still arrive."""
         self._outbox.put(encode_message(AbortRequests(list(request_ids))))
 
     def close(self, timeout: float = 10.0) -> None:
-        """End the engine process and wait for it; killed where it does not end in time."""
+        """End the engine process and wait for it; it is killed if it does not end in time."""
         self._closing = True
         self._ended.set()
         self._outbox.put(encode_message(StopEngine()))
@@ -115,7 +115,7 @@ class EngineClient:
         self._channel.close()
 
     def _write(self) -> None:
-        """Runs beside the front, which must not wait while the engine is in the middle of a step."""
+        """Send messages on a thread, so that the front does not wait while the engine is in the middle of a step."""
         # The reader thread sees the end of file and reports it, once.
         with contextlib.suppress(OSError):
             while (body := self._outbox.get()) is not None:

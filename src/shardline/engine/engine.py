@@ -16,7 +16,7 @@ from shardline.stats import EngineStats, ExpertLoad
 from shardline.types import Request, SequenceOutput, StepPlan
 
 _LOAD_SECONDS = 1.0
-"""How old the load of experts may be while the engine is busy: adding it up takes longer than all other counters."""
+"""Age that the load of experts may have while the engine is busy: it is the only counter that takes long to sum."""
 
 _ADDED = (
     "num_running",
@@ -29,18 +29,18 @@ _ADDED = (
     "prefix_queries",
     "prefix_hits",
 )
-"""Counters of each replica's own; the others count steps, which replicas in lockstep share."""
+"""Counters that each replica has for itself; the others count steps, which replicas in lockstep share."""
 
 
 class Engine:
-    """One replica, or several that step together: a scheduler each, and the executor that runs their plans.
+    """One replica, or several in lockstep: a scheduler for each, and the executor that runs their plans.
 
-    Replicas in lockstep share experts, so that no rank can go through a layer alone: one that has nothing to do takes
-    an empty step with the others.
+    Replicas in lockstep share experts, so a rank cannot run a layer without the others. A replica that has nothing to
+    do takes part with an empty step.
     """
 
     def __init__(self, deployment: Deployment, executor: Executor) -> None:
-        """`executor` has started."""
+        """`executor` must have started."""
         self._deployment = deployment
         self._executor = executor
         self._schedulers = [
@@ -61,11 +61,11 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` would do anything."""
+        """Whether `step` has anything to do."""
         return bool(self._in_flight) or any(scheduler.has_unfinished for scheduler in self._schedulers)
 
     def add_request(self, request: Request) -> None:
-        """Queue a request, on the replica that has the fewest."""
+        """Queue a request on the replica that has the fewest."""
         min(self._schedulers, key=lambda scheduler: scheduler.num_unfinished).add_request(request)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
@@ -74,7 +74,7 @@ class Engine:
             scheduler.abort_requests(request_ids)
 
     def step(self) -> list[SequenceOutput]:
-        """Keep the executor's pipeline full, wait for its oldest step and say what that produced.
+        """Submit as many steps as the executor takes, wait for the oldest one, and return its outputs.
 
         Raises:
             ExecutorFailure: a rank died, failed or missed its deadline.
@@ -101,14 +101,14 @@ class Engine:
         return outputs
 
     def _schedule(self) -> list[StepPlan]:
-        """The next plan of every replica; none where no replica can run anything."""
+        """The next plan of every replica; empty if no replica can run anything."""
         plans = [scheduler.schedule() for scheduler in self._schedulers]
         if not any(plans):
             return []
         return [plan or scheduler.schedule_idle() for plan, scheduler in zip(plans, self._schedulers, strict=True)]
 
     def stats(self) -> EngineStats:
-        """Counters since the start, gauges of now."""
+        """Counters since the start, and current gauges."""
         now = time.monotonic()
         deployment = self._deployment
         if deployment.num_experts and (not self.busy or now - self._expert_load_time > _LOAD_SECONDS):

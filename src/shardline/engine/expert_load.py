@@ -1,4 +1,4 @@
-"""From tokens per layer and expert to what the metrics show."""
+"""The load of experts and ranks, from the tokens of each layer and expert."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardline.stats import ExpertLoad
 
 
 def expert_load(counts: Counts, grid: RankGrid, stages: Sequence[Span], whole_experts: bool) -> ExpertLoad | None:
-    """What `counts` [num_layers, num_experts] says of the load of experts and ranks; None: the model has no experts.
+    """The load of experts and ranks from `counts` [num_layers, num_experts]; None: the model has no experts.
 
-    With `whole_experts` the experts are shared out over the ranks of a stage, those of all replicas in lockstep; else
-    every rank has a part of each, and all ranks of a stage the same load.
+    With `whole_experts`, each rank of a stage, over all replicas in lockstep, has some of the experts. Otherwise every
+    rank has a part of each expert, and all ranks of a stage have the same load.
     """
     if counts.size == 0:
         return None
@@ -38,6 +38,6 @@ def expert_load(counts: Counts, grid: RankGrid, stages: Sequence[Span], whole_ex
 
 
 def _imbalance(counts: npt.NDArray[np.int64]) -> float:
-    """Largest over mean of each row, averaged over the rows that count anything; 1 where none does."""
+    """The largest count of each row over its mean, averaged over rows that are not zero; 1 if all are zero."""
     busy = counts[counts.sum(axis=1) > 0]
     return float((busy.max(axis=1) / busy.mean(axis=1)).mean()) if len(busy) else 1.0

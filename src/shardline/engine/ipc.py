@@ -1,4 +1,4 @@
-"""What travels between a front and its engine processes."""
+"""The messages between a front and its engine processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AddRequests(msgspec.Struct, frozen=True, tag=True):
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag=True):
-    """Front to engine: requests whose client is gone or satisfied; unknown ids are ignored."""
+    """Front to engine: requests whose output nobody needs any more; unknown ids are ignored."""
 
     request_ids: list[str]
 

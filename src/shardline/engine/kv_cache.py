@@ -12,14 +12,14 @@ from shardline.engine.sequence import KVState, LiveSequence
 from shardline.models.kv_groups import KVGroup
 
 NULL_BLOCK = 0
-"""Stands in block tables where there is nothing to read; never handed out."""
+"""Fills places of block tables that are never read; it is never handed out."""
 
 
 class BlockPool:
     """Reference-counted blocks 1 .. num_blocks - 1, every operation O(1).
 
-    A block that nobody holds is free. A free block keeps its published content, and can be shared again, until it is
-    taken for something else: blocks without content are taken first, then the least recently released.
+    A block that nobody holds is free. A free block keeps its published content until it is handed out again, and can
+    be shared until then. Blocks without content are handed out first, then the least recently released ones.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -34,7 +34,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `take_block` can hand out, cached content or not."""
+        """Blocks that `take_block` can hand out, with cached content or without."""
         return len(self._blank) + len(self._cached)
 
     @property
@@ -43,11 +43,11 @@ class BlockPool:
         return self.num_usable - self.num_free
 
     def num_references(self, block: int) -> int:
-        """How many hold the block."""
+        """How many holders the block has."""
         return self._references[block]
 
     def take_block(self) -> int:
-        """A block without content, held once by the caller. There must be a free one."""
+        """Hand out a block without content, with the caller as its only holder. There must be a free one."""
         if self._blank:
             block = self._blank.pop()
         else:
@@ -60,13 +60,13 @@ class BlockPool:
         return block
 
     def share_block(self, block: int) -> None:
-        """Hold a published block once more."""
+        """Add a holder to a published block."""
         if self._references[block] == 0:
             del self._cached[block]
         self._references[block] += 1
 
     def release_block(self, block: int) -> None:
-        """Undo one `take_block` or `share_block`. Of blocks released one after another, the first is re-used first."""
+        """Undo one `take_block` or `share_block`. Blocks with content are re-used in the order of release."""
         references = self._references[block] - 1
         assert references >= 0, "a free block was released"
         self._references[block] = references
@@ -77,8 +77,8 @@ class BlockPool:
                 self._cached[block] = None
 
     def publish_block(self, block: int, content: bytes) -> None:
-        """Make a held block findable by its content. If another block has the same
-        content already, that one stays the one to be found."""
+        """Let `find_block` find a held block by its content. If another block has the same content, that one is found
+        as before."""
         assert self._references[block] > 0, "a free block was published"
         assert self._contents[block] is None, "a block was published twice"
         if content not in self._published:
@@ -92,25 +92,25 @@ class BlockPool:
 
 @dataclass(frozen=True)
 class PrefixHit:
-    """The cached blocks that a sequence can start with; valid until the pool changes."""
+    """The cached blocks with which a sequence can start; valid until the pool changes."""
 
     tables: list[list[int]]
-    """Per group, as they will stand in the block table: NULL_BLOCK before a window."""
+    """The block table of each group, with NULL_BLOCK before a window."""
     num_tokens: int
     num_blocks: int
     """Blocks in the tables that are not null."""
     num_free: int
-    """Of these, blocks that nobody holds."""
+    """How many of these blocks nobody holds."""
 
 
 class KVCache:
-    """Gives sequences their blocks and takes them back, in all KV groups at once.
+    """Gives sequences their blocks and takes them back, in all KV groups at once. Nothing else writes the pool.
 
-    Relies on workers running plans in the order in which they were scheduled, and storing all of a step's tokens before
-    any is attended to: a block that plan n writes may be read by plan n, and by later ones. So content is published as
-    soon as the step that completes it is part of a plan and its tokens are known: requests that arrive together compute
-    a common prefix once. Should a scheduled plan not be run, throw the scheduler away, cache and all. Published blocks
-    are full and never written again.
+    Workers run plans in the order in which they were scheduled, and store all tokens of a step before any token attends
+    to them. So plan n and later ones may read a block that plan n writes. Content is published as soon as its tokens
+    are known and a plan completes it, so requests that arrive together compute a common prefix only once. If a
+    scheduled plan is not run, the scheduler and its cache cannot be used any more. Published blocks are full and are
+    never written again.
     """
 
     def __init__(
@@ -175,8 +175,10 @@ class KVCache:
         return (len(sequence.kv.tables[0]) + self.pool.num_free // len(self._groups)) * self._block_size
 
     def grow_tables(self, sequence: LiveSequence, num_tokens: int) -> list[list[int]]:
-        """Give the sequence blocks for its first `num_tokens` tokens: the entries of each group's table that no plan
-        has carried yet, to be sent with the next one and not to be changed."""
+        """Give the sequence blocks for its first `num_tokens` tokens.
+
+        Returns the entries of each group's table that no plan has carried yet, for the next plan; do not change them.
+        """
         kv = sequence.kv
         length = -(-num_tokens // self._block_size)
         if length <= kv.num_sent:
@@ -189,7 +191,7 @@ class KVCache:
         return unsent
 
     def publish_blocks(self, sequence: LiveSequence) -> None:
-        """Make the full blocks findable whose tokens are scheduled and known."""
+        """Publish the full blocks whose tokens are scheduled and known."""
         kv = sequence.kv
         full = min(sequence.num_scheduled, len(sequence.tokens)) // self._block_size
         if full <= kv.num_published or self._hasher is None:
@@ -202,7 +204,7 @@ class KVCache:
         kv.num_published = full
 
     def slide_windows(self, sequence: LiveSequence) -> None:
-        """Take back the blocks that no plan in flight and no later one will see through their group's window."""
+        """Take back the blocks that lie before their group's window for all plans in flight and all later ones."""
         kv = sequence.kv
         for group, window in self._windows:
             first = (sequence.num_computed - window + 1) // self._block_size
@@ -212,7 +214,7 @@ class KVCache:
             kv.num_slid[group] = max(first, kv.num_slid[group])
 
     def free_blocks(self, sequence: LiveSequence) -> None:
-        """Take back every block, the tail to be re-used before the head. No plan in flight may use them."""
+        """Take back every block; the last ones are re-used first. No plan in flight may use them."""
         kv = sequence.kv
         for blocks in zip(*(reversed(table) for table in kv.tables), strict=True):
             for block in blocks:
@@ -223,9 +225,9 @@ class KVCache:
             kv.num_slid[group] = 0
 
     def recompute_cost(self, sequence: LiveSequence) -> int:
-        """Tokens that must be computed again if the sequence loses its blocks: all but what others hold as well.
+        """Tokens to compute again if the sequence loses its blocks: all but those in blocks that others hold too.
 
-        O(log(blocks)): what is shared is always a prefix.
+        This takes O(log(number of blocks)), since shared blocks always form a prefix.
         """
         table, first = sequence.kv.tables[0], sequence.kv.num_slid[0]
         shared = bisect_left(table, True, lo=first, key=lambda block: self.pool.num_references(block) == 1)

@@ -1,6 +1,6 @@
-"""Outputs on their way to the front: sent at once if somebody reads along, a few steps together if nobody does.
+"""Outputs on their way to the front: sent at once if a user reads them as they come, else a few steps together.
 
-Every message wakes the front, which takes a core from the step that runs. A batch job gains nothing from a message
+Every message wakes the front, which then takes a core from the running step. A batch job gains nothing from a message
 for each token.
 """
 
@@ -13,28 +13,28 @@ import msgspec
 from shardline.types import Request, SequenceOutput
 
 HOLD_SECONDS = 0.05
-"""How long an output may wait for the next."""
+"""How long an output may wait for further ones."""
 
 
 class Outbox:
-    """The outputs that were not sent yet, one per choice."""
+    """The outputs that have not been sent, one per choice."""
 
     def __init__(self) -> None:
         self._patient: set[tuple[str, int]] = set()
         """Choices whose tokens are read only at their end."""
         self._begun: set[tuple[str, int]] = set()
-        """Those of them that have had their first output: it is sent at once, since it says when they began."""
+        """Those of them whose first output has been put; it is sent at once, since it gives the time to first token."""
         self._held: dict[tuple[str, int], SequenceOutput] = {}
         self._held_since = 0.0
 
     def expect_requests(self, requests: Iterable[Request]) -> None:
-        """Note requests whose outputs will come."""
+        """Note requests whose outputs will be put."""
         for request in requests:
             if not request.streamed:
                 self._patient.add((request.request_id, request.choice))
 
     def put_outputs(self, outputs: Sequence[SequenceOutput], now: float) -> bool:
-        """Add a step's outputs; `now` in seconds. Whether it is time to `take_outputs`."""
+        """Add a step's outputs; `now` is in seconds. Returns whether it is time to call `take_outputs`."""
         if outputs and not self._held:
             self._held_since = now
         urgent = False
@@ -52,7 +52,7 @@ class Outbox:
         return urgent or (bool(self._held) and now - self._held_since >= HOLD_SECONDS)
 
     def take_outputs(self) -> list[SequenceOutput]:
-        """All outputs since the last call."""
+        """The outputs that have been put since the last call."""
         outputs = list(self._held.values())
         self._held.clear()
         return outputs

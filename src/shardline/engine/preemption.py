@@ -18,9 +18,9 @@ def cheapest_victim(
 ) -> LiveSequence | None:
     """The running sequence to preempt so that `needy` gets blocks, perhaps `needy` itself; None if there is none.
 
-    Candidates are of the least important priority class, at most as important as `needy`. Among them the cheapest is
-    the one with the fewest tokens to compute again (`cost`), then the latest arrival. The first of `running`, which is
-    in order, is never preempted: so it always goes on, and with it the whole engine. A preempted sequence starts again
+    Candidates are of the least important priority class, and at most as important as `needy`. The cheapest of them has
+    the fewest tokens to compute again (`cost`); among equals it is the latest arrival. `running` is in order, and its
+    first sequence is never preempted, so there is always one that makes progress. A preempted sequence starts again
     only when there is room for all of its tokens (see Scheduler), so two sequences cannot preempt each other for ever.
     """
     priority = needy.order[0]

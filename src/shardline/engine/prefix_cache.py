@@ -1,4 +1,4 @@
-"""What makes two KV blocks interchangeable, and how long a cached prefix is usable."""
+"""Which KV blocks have the same content, and how much of a cached prefix a sequence can use."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _DIGEST_BYTES = 16
 class BlockHasher:
     """Chained hashes of full token blocks: equal hashes mean equal namespace, salt, position and tokens so far.
 
-    The chains start from a secret of this process, so that nobody can compute a collision, or a salt's chain,
-    beforehand.
+    The chains start from a secret of this process, so that nobody can compute a collision or the chain of a salt in
+    advance.
     """
 
     def __init__(self, block_size: int, namespace: str = "") -> None:
@@ -25,7 +25,7 @@ class BlockHasher:
         self._secret = secrets.token_bytes(32)
 
     def extend(self, hashes: list[bytes], salt: str, token_ids: Sequence[int], num_blocks: int) -> None:
-        """Append the hashes of blocks len(hashes) .. num_blocks - 1 of `token_ids`, whose first ones are given."""
+        """Extend `hashes`, those of the first blocks of `token_ids`, to `num_blocks` blocks."""
         if len(hashes) >= num_blocks:
             return
         if hashes:
@@ -41,21 +41,21 @@ class BlockHasher:
 
 
 def num_window_blocks(window: int, block_size: int) -> int:
-    """Full blocks before a block boundary that the token at the boundary sees, itself and `window` - 1 before it."""
+    """Full blocks before a block boundary that the token at the boundary attends to with this window."""
     return -(-(window - 1) // block_size)
 
 
 def longest_hit(groups: Sequence[KVGroup], block_size: int, num_blocks: int, cached: Callable[[int, int], bool]) -> int:
     """The largest number of blocks, at most `num_blocks`, that a sequence can skip.
 
-    `cached(group, block)` tells whether a block of the sequence is there. Full attention needs every skipped block,
-    a window only those that the first token after them sees.
+    `cached(group, block)` tells whether a block of the sequence is cached. Full attention needs every skipped block. A
+    windowed group needs only the blocks to which the first token after them attends.
     """
     length = num_blocks
     for index, group in enumerate(groups):
         if group.window is None:
             length = next((block for block in range(length) if not cached(index, block)), length)
-    # A shorter length moves every other window, so repeat until all agree.
+    # A shorter length moves the windows of all groups, so repeat until the length does not change.
     while True:
         before = length
         for index, group in enumerate(groups):
@@ -66,7 +66,7 @@ def longest_hit(groups: Sequence[KVGroup], block_size: int, num_blocks: int, cac
 
 
 def _window_hit(group: int, needed: int, length: int, cached: Callable[[int, int], bool]) -> int:
-    """The largest length whose last `needed` blocks (or all, where there are fewer) are cached in `group`."""
+    """The largest length whose last `needed` blocks (all of them, if there are fewer) are cached in `group`."""
     if needed == 0:
         return length
     for block in range(length - 1, -1, -1):

@@ -35,7 +35,7 @@ from shardline.log import configure_logging
 from shardline.process_title import set_process_title
 
 _GRACE = 5.0
-"""Seconds that the orderly way out has once the front is gone."""
+"""Seconds in which the engine may end in the usual way once the front is gone."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,12 +51,12 @@ class EngineProcess:
         self._outbox = Outbox()
 
     def run(self) -> None:
-        """Start, serve, end; every failure is told to the front in words."""
+        """Start, serve and end; the front gets every failure as a message for people."""
         try:
             start = self._channel.receive()
             assert isinstance(start, StartEngine)
             set_process_title(f"engine {start.replica}")
-            gc.disable()  # what is imported and loaded stays: a tenth of the time would go into looking at it
+            gc.disable()  # almost nothing is garbage while loading; collections would take a tenth of the time
             began = time.perf_counter()
             deployment = start.deployment
             self._executor = executor = make_executor(deployment, start.replica)
@@ -88,7 +88,7 @@ class EngineProcess:
                 self._executor.close()
 
     def end_with_front(self) -> None:
-        """Wait for the front's end, then end this process, even in the middle of a load or of a step that hangs."""
+        """Wait until the front ends, then end this process, even while it loads or while a step hangs."""
         poll = select.poll()
         poll.register(self._channel.fileno(), select.POLLRDHUP)
         poll.poll()
@@ -107,12 +107,12 @@ class EngineProcess:
             if not changed and not engine.busy:
                 continue
             is_time = self._outbox.put_outputs(engine.step(), time.monotonic())
-            # The last message before a rest has the gauges of that rest: blocks may come back without an output.
+            # The last message before a pause has the gauges of the pause: blocks may be freed without an output.
             if is_time or not engine.busy:
                 self._channel.send(EngineOutputs(self._outbox.take_outputs(), engine.stats()))
 
     def _await_message(self, executor: Executor) -> None:
-        """Wait for a message of the front, and look after the ranks meanwhile."""
+        """Wait for a message of the front, and check the ranks meanwhile."""
         front = self._channel.fileno()
         while True:
             pause = executor.check_ranks()

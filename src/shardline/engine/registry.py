@@ -23,7 +23,7 @@ class Totals:
 
 
 class RequestRegistry:
-    """Turns requests into sequences and their results into outputs, and counts tokens on the way."""
+    """Turns requests into sequences and results into outputs, and counts their tokens."""
 
     def __init__(self, kv: KVCache, groups: tuple[KVGroup, ...], *, block_size: int, max_model_len: int) -> None:
         self.totals = Totals()
@@ -47,7 +47,7 @@ class RequestRegistry:
         return bool(self._outputs)
 
     def add_request(self, request: Request) -> LiveSequence | None:
-        """A new sequence; None if the request can never run: `take_outputs` then has an error for it."""
+        """The request as a new sequence. None: it can never run, and `take_outputs` has an error for it."""
         prompt = request.prompt_token_ids
         most = request.sampling.max_tokens
         limit = self._max_model_len if most is None else min(len(prompt) + most, self._max_model_len)
@@ -74,7 +74,7 @@ class RequestRegistry:
                 f"the prompt has {num_prompt_tokens} tokens, and prompt and output together may have "
                 f"{self._max_model_len}; send a shorter prompt or raise --max-model-len"
             )
-        # The last token is never computed. A step can be as short as one token where blocks are short.
+        # The last token is never computed. If blocks are short, a step may have only one token.
         needed = blocks_per_request(self._groups, limit - 1, self._block_size, 1)
         if needed > self._kv.pool.num_usable:
             return (
@@ -89,14 +89,14 @@ class RequestRegistry:
         return [sequence for request_id in request_ids for sequence in self._by_id.get(request_id, ())]
 
     def count_start(self, sequence: LiveSequence, num_cached_tokens: int) -> None:
-        """Count what a sequence found in the prefix cache when it first began to run."""
+        """Count the tokens that a sequence found in the prefix cache at its first start."""
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_cached_tokens
             self.totals.prefix_queries += len(sequence.tokens)
             self.totals.prefix_hits += num_cached_tokens
 
     def take_result(self, sequence: LiveSequence, result: SequenceResult) -> SequenceOutput:
-        """Give a live sequence what a step sampled for it."""
+        """Append what a step sampled to a live sequence; returns the output for the front."""
         if sequence.num_output_tokens == 0:
             self.totals.prompt_tokens += len(sequence.tokens)
         count, reason = sequence.append_tokens(result.token_ids)
@@ -115,7 +115,7 @@ class RequestRegistry:
         )
 
     def fail_sequence(self, sequence: LiveSequence, error: str) -> SequenceOutput:
-        """End a live sequence whose computation went wrong."""
+        """End a live sequence whose computation failed; returns its last output."""
         self._forget(sequence)
         request = sequence.request
         return SequenceOutput(request.request_id, request.choice, [], finish_reason="error", error=error)

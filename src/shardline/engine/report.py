@@ -1,4 +1,4 @@
-"""The start-up log: what was chosen, where each rank stands, what fits."""
+"""The start-up log: what was decided, where each rank runs, and what the KV cache can hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardline.weights.base import PLAIN
 def startup_report(
     deployment: Deployment, allocation: KVAllocation, ranks: Sequence[RankReport], seconds: dict[str, float]
 ) -> list[str]:
-    """Lines for people; the KV cache and concurrency lines have the wording that vLLM's users look for."""
+    """Lines for people; those about the KV cache and the concurrency are worded as in vLLM."""
     grid, spec, cache, stages = deployment.grid, deployment.spec, deployment.cache, deployment.stages
     num_engines, length = len(deployment.placements), deployment.max_model_len
     lines = [
@@ -58,7 +58,7 @@ def startup_report(
 
 
 def _quantization(deployment: Deployment) -> str:
-    """The format of linear weights, and what became of a checkpoint's own quantization."""
+    """The format of linear weights, and what happens to a checkpoint's own quantization."""
     held, packed = deployment.weight_format, deployment.model.packed
     name = "none" if held == PLAIN else held.name
     if not packed.is_packed or deployment.model.load_format == "dummy":

@@ -21,7 +21,7 @@ MIN_PREFILL_TOKENS = 128
 """A pipeline's prefill is not cut finer than this to keep its stages busy: tiny steps cost more than they overlap."""
 
 STEPS_BETWEEN_LOOKUPS = 16
-"""How often a sequence that lacks blocks asks whether others have computed its prefix: asking costs O(prompt)."""
+"""How often a sequence that lacks blocks looks its prefix up again; a look-up costs O(prompt)."""
 
 
 @dataclass
@@ -33,39 +33,39 @@ class _Draft:
     starts: list[SequenceStart] = field(default_factory=list)
     steps: list[SequenceStep] = field(default_factory=list)
     sequences: list[LiveSequence] = field(default_factory=list)
-    """Those of `steps`."""
+    """The sequences of `steps`."""
     preempted: bool = False
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill over a paged KV cache. Decides only: it never waits, knows no clock and
-    no tensor.
+    """Continuous batching with chunked prefill over a paged KV cache. It only decides: it never waits, and uses no
+    clock and no tensor.
 
     The caller's loop, with at most `max_in_flight` plans scheduled and not yet updated, updates in plan order:
 
         plan = scheduler.schedule()  ->  run it  ->  outputs = scheduler.update(plan, result)
 
-    Every scheduled plan must be run, by workers that run plans in the order of their `step_id`; if one cannot be
-    run, the scheduler must be thrown away. What workers may rely on:
+    Every scheduled plan must be run, by workers that run plans in the order of their `step_id`. If one cannot be run,
+    the scheduler cannot be used any more. Workers may rely on this:
 
-    * A sequence is in `starts` of the first plan that steps it, with all tokens known then; its `seq_id` is new, also
+    * The first plan that steps a sequence has it in `starts`, with all tokens known then; its `seq_id` is new, also
       after a preemption. A `seq_id` is in `ends` once, when no plan that steps it is in flight.
-    * The steps of a sequence are consecutive: each begins where the one before ended. `new_blocks` extend each group's
-      block table so that it covers the step's last token; NULL_BLOCK entries lie before the group's window. A step
+    * The steps of a sequence are consecutive: each begins where the previous one ended. `new_blocks` extend each
+      group's block table so that it covers the step's last token; NULL_BLOCK entries lie before the group's window. A step
       may read what its own plan or an earlier one writes for another sequence: layers store the keys and values of all
       tokens of a step before they attend.
-    * `sample` is set where the step's last token is the last there is. The result then has one token for it, or
-      several where no other plan in flight steps the sequence (these are not yet computed: later steps do that).
-    * `token_id` is the token at `start` wherever the scheduler knows it, else -1.
+    * `sample` is set if the step ends with the sequence's last token. The result then has one token for it, or several
+      if no other plan in flight steps the sequence (later steps compute the KV of these).
+    * `token_id` is the token at `start` if the scheduler knows it, else -1.
 
-    `last_token_known=True` is for pipelines, whose first stage never sees what the last one samples: a sequence whose
-    next token is unknown is not stepped, so that plans in flight decode disjoint sets of sequences, each about 1 /
-    max_in_flight of all; and generated tokens are stepped one at a time, so that `token_id` names every one of them.
-    `last_token_known=False` is for workers that keep what they sample: a step may start from a token that a plan in
-    flight will sample (-1). A stop is then noticed late, the surplus results are dropped. In both modes consecutive
+    `last_token_known=True` is for pipelines, whose first stage never sees what the last one samples. A sequence whose
+    next token is unknown is not stepped, so plans in flight decode disjoint sets of sequences, each about
+    1 / max_in_flight of all. Generated tokens are stepped one at a time, so that `token_id` names every one of them.
+    `last_token_known=False` is for workers that keep what they sample. A step may start from a token that a plan in
+    flight will sample (-1). A stop is then noticed late, and the surplus results are dropped. In both modes consecutive
     prefill chunks of one sequence may be in flight, and no sequence is stepped beyond its length limit.
 
-    A block goes back to the pool when no plan in flight reads or writes it.
+    A block returns to the pool when no plan in flight reads or writes it.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Scheduler:
         last_token_known: bool,
         namespace: str = "",
     ) -> None:
-        """`num_blocks` counts the null block. `namespace` sets apart whose KV may be shared (weights, adapter)."""
+        """`num_blocks` includes the null block. Only sequences of the same `namespace` (weights, adapter) share KV."""
         self._budget = limits.max_num_batched_tokens
-        # One token for everyone that runs: a decode never waits for another.
+        # The budget has a token for every running sequence, so a decode never waits for another one.
         self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._groups = cache.groups
         self._block_size = cache.block_size
@@ -97,7 +97,7 @@ class Scheduler:
         self._running: list[LiveSequence] = []
         """In order."""
         self._draining: set[LiveSequence] = set()
-        """No longer running, but with plans in flight, and so with blocks."""
+        """Sequences that left the running ones but have plans in flight, and therefore blocks."""
         self._in_flight: deque[tuple[StepPlan, list[LiveSequence]]] = deque()
         self._ends: list[int] = []
         self._num_starts = 0
@@ -105,19 +105,19 @@ class Scheduler:
         self._preemptions = PreemptionLog()
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. One that can never run is answered with an error by the next `take_outputs`."""
+        """Queue a request. If it can never run, the next `take_outputs` has an error for it."""
         sequence = self._registry.add_request(request)
         if sequence is not None:
             self._waiting.push(sequence)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """End all choices of these requests, with outputs by the next `take_outputs`; unknown ids are ignored."""
+        """End all choices of these requests; `take_outputs` has their last outputs. Unknown ids are ignored."""
         for sequence in self._registry.find_sequences(request_ids):
             self._leave(sequence, State.FINISHED)
             self._registry.abort_sequence(sequence)
 
     def take_outputs(self) -> list[SequenceOutput]:
-        """The outputs that belong to no step: errors and aborts since the last call, or since the last `update`."""
+        """Outputs that belong to no step: errors and aborts since the last call of this method or of `update`."""
         return self._registry.take_outputs()
 
     @property
@@ -131,7 +131,7 @@ class Scheduler:
         return self._registry.num_live > 0 or bool(self._in_flight) or self._registry.has_outputs
 
     def stats(self) -> EngineStats:
-        """Counters and gauges; `engine_seconds` is the engine loop's to fill in."""
+        """Counters and gauges; the engine loop fills in `engine_seconds`."""
         totals = self._registry.totals
         return EngineStats(
             num_running=len(self._running),
@@ -148,9 +148,9 @@ class Scheduler:
         )
 
     def schedule(self) -> StepPlan | None:
-        """The next plan; None where nothing can run before another result is in, or at all.
+        """The next plan; None if nothing can run, or not before another result has come.
 
-        With no plan in flight and a request unfinished there is always a plan.
+        If a request is unfinished and no plan is in flight, there is always a plan.
         """
         if len(self._in_flight) >= self._max_in_flight:
             return None
@@ -166,8 +166,8 @@ class Scheduler:
         return plan
 
     def schedule_idle(self) -> StepPlan:
-        """An empty plan, for a step that other replicas take and this one has to join; `update` gets its result too."""
-        assert len(self._in_flight) < self._max_in_flight, "no plan can be in flight beside so many"
+        """An empty plan, for a step that only other replicas need; its result must be passed to `update` too."""
+        assert len(self._in_flight) < self._max_in_flight, "too many plans are in flight"
         plan = StepPlan(self._num_steps, [], [], self._ends)
         self._ends = []
         self._num_steps += 1
@@ -175,7 +175,7 @@ class Scheduler:
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
-        """Take the result of the oldest plan in flight: an output for every sequence that got tokens or ended."""
+        """Apply the result of the oldest plan in flight; returns outputs of the sequences that got tokens or ended."""
         flying, sequences = self._in_flight.popleft()
         assert flying.step_id == plan.step_id == result.step_id, "results must come in the order of their plans"
         self._registry.totals.step_seconds += result.seconds
@@ -208,7 +208,7 @@ class Scheduler:
         return output
 
     def _schedule_decodes(self, draft: _Draft) -> list[LiveSequence]:
-        """Step every sequence that has one token to compute, or a pipeline's share of them; returns the others."""
+        """Step the sequences that have one token to compute, in a pipeline a share of them; returns all others."""
         decodes: list[LiveSequence] = []
         prefills: list[LiveSequence] = []
         for sequence in self._running:
@@ -217,18 +217,18 @@ class Scheduler:
         if self._last_token_known:
             share = -(-share // self._max_in_flight)
             decodes = [sequence for sequence in decodes if sequence.num_pending == 0]
-            # Whoever waited longest goes first, so that no sequence is left out for good.
+            # The sequence that waited longest goes first, so that none waits for ever.
             decodes.sort(key=lambda sequence: sequence.last_step)
         for sequence in decodes:
             if len(draft.steps) == share:
                 break
-            # What is pending may bring the sequence to its limit: then there is nothing left to compute.
+            # If the pending token is the last one that the limit allows, there is nothing left to compute.
             if sequence.num_pending == 0 or sequence.num_tokens < sequence.limit:
                 self._place(draft, sequence, 1)
         return prefills
 
     def _schedule_prefills(self, draft: _Draft, prefills: list[LiveSequence]) -> None:
-        """Fill the plan with chunks of prompts, those that run first, then those that wait."""
+        """Fill the plan with chunks of prompts: first those of running sequences, then those of waiting ones."""
         if self._last_token_known and (prefills or self._waiting):
             unscheduled = sum(sequence.num_uncomputed for sequence in prefills) + self._waiting.num_tokens
             share = -(-unscheduled // (self._max_in_flight - len(self._in_flight)))
@@ -245,7 +245,7 @@ class Scheduler:
                 return
 
     def _place(self, draft: _Draft, sequence: LiveSequence, num_tokens: int) -> None:
-        """Step a running sequence by up to `num_tokens`, fewer where blocks are short, none where there are none."""
+        """Step a running sequence by up to `num_tokens`; by fewer, or not at all, if there are too few blocks."""
         if sequence.state is not State.RUNNING:
             return
         start = sequence.num_scheduled
@@ -270,19 +270,19 @@ class Scheduler:
     def _start(self, draft: _Draft, sequence: LiveSequence) -> bool:
         """Start a waiting sequence, if there is room for all of its tokens and for every running one to grow.
 
-        The looks for room keep a newcomer from being preempted, or preempting, at once. One alone needs none. There is
-        only one unfinished prompt to look after: while another one uses up the budget, this method is not called.
+        Otherwise it would soon be preempted, or preempt another one. If no other sequence has blocks, it always starts.
+        No other prompt needs room: while one uses up the budget, this method is not called.
         """
         room = self._kv.pool.num_free
-        alone = not self._running and not self._draining
-        if not alone and sequence.blocks_wanted > room and draft.step_id < sequence.next_lookup:
+        others_have_blocks = bool(self._running or self._draining)
+        if others_have_blocks and sequence.blocks_wanted > room and draft.step_id < sequence.next_lookup:
             return False
         hit = self._kv.lookup_prefix(sequence)
         sequence.next_lookup = draft.step_id + STEPS_BETWEEN_LOOKUPS
         start_blocks = blocks_per_request(self._groups, len(sequence.tokens), self._block_size, self._budget)
         spare = len(self._groups) * len(self._running)
         sequence.blocks_wanted = start_blocks - hit.num_blocks + hit.num_free + spare
-        if not alone and sequence.blocks_wanted > room:
+        if others_have_blocks and sequence.blocks_wanted > room:
             return False
         self._change_state(sequence, State.RUNNING)
         self._kv.share_prefix(sequence, hit)
@@ -305,7 +305,7 @@ class Scheduler:
         return True
 
     def _make_room(self, draft: _Draft, needy: LiveSequence) -> bool:
-        """Preempt until each group can have one more block; False where that takes results still in flight."""
+        """Preempt until each group can get one more block; False: that is impossible before further results."""
         while self._kv.pool.num_free < len(self._groups):
             if self._draining:
                 return False
@@ -320,14 +320,14 @@ class Scheduler:
         return True
 
     def _leave(self, sequence: LiveSequence, state: State) -> None:
-        """End or preempt a sequence; its blocks go back now or when its plans in flight are collected."""
+        """End or preempt a sequence; its blocks return now, or once its plans in flight are collected."""
         ran = sequence.state is State.RUNNING
         self._change_state(sequence, state)
         if ran and sequence.num_in_flight == 0:
             self._release(sequence)
 
     def _release(self, sequence: LiveSequence) -> None:
-        """Take back the blocks of a sequence that left and has no plan in flight."""
+        """Take back the blocks of a sequence that has left and has no plan in flight."""
         self._draining.remove(sequence)
         self._kv.free_blocks(sequence)
         self._ends.append(sequence.seq_id)
@@ -336,7 +336,7 @@ class Scheduler:
             self._change_state(sequence, State.WAITING)
 
     def _change_state(self, sequence: LiveSequence, state: State) -> None:
-        """The only writer of a sequence's state, which says in which of the queues it is."""
+        """Set a sequence's state and move it between the queues; nothing else writes a state."""
         before, sequence.state = sequence.state, state
         if before is State.WAITING:
             self._waiting.remove(sequence)

@@ -15,9 +15,9 @@ class State(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()
-    """Will wait again as soon as its plans in flight are collected; their results still count."""
+    """It waits again as soon as its plans in flight are collected; their results still count."""
     FINISHED = enum.auto()
-    """Told so to the front; what its plans in flight still bring is dropped."""
+    """The front has its last output; further results of its plans in flight are dropped."""
 
 
 @dataclass(eq=False)
@@ -31,9 +31,9 @@ class KVState:
     num_slid: list[int]
     """Per group, leading entries that are null."""
     hashes: list[bytes] = field(default_factory=list)
-    """Of the full blocks of tokens; stays valid when blocks are freed."""
+    """Hashes of the full blocks of tokens; they stay valid when blocks are freed."""
     num_published: int = 0
-    """Leading blocks whose content is published, or was when they slid out."""
+    """Leading blocks whose content is published, or was published before they slid out of a window."""
     num_sent: int = 0
     """Leading entries of each table that a plan has carried."""
 
@@ -42,27 +42,27 @@ class KVState:
 class LiveSequence:
     """One request in the engine, from its arrival to its last output. Only the Scheduler changes its state.
 
-    Invariants: num_computed <= num_scheduled <= num_tokens; len(tokens) < limit until it is finished; what lies
-    between num_computed and num_scheduled is in plans in flight.
+    Invariants: num_computed <= num_scheduled <= num_tokens, and len(tokens) < limit until it is finished. Plans in
+    flight compute the tokens from num_computed to num_scheduled.
     """
 
     request: Request
     limit: int
-    """Most tokens, prompt and output, that it may come to."""
+    """The most tokens that prompt and output may have together."""
     order: tuple[int, float, int]
-    """(priority, arrival, number): the smallest goes first."""
+    """(priority, arrival time, number); the sequence with the smallest order goes first."""
     tokens: list[int]
-    """Prompt and all output that is known."""
+    """The prompt, then the output as far as it is known."""
     kv: KVState
     seq_id: int = -1
-    """The workers' name for it, a new one at each start."""
+    """The id by which workers know it; each start gives it a new one."""
     state: State = State.WAITING
     num_start_tokens: int = 0
-    """Tokens that the workers were given at the start."""
+    """Tokens that the workers got when it last started."""
     num_computed: int = 0
-    """Tokens whose KV is in the cache, as far as results have been collected."""
+    """Tokens whose KV is in the cache according to the collected results."""
     num_scheduled: int = 0
-    """The same once all plans in flight are collected."""
+    """Tokens whose KV is in the cache once all plans in flight are collected."""
     num_pending: int = 0
     """Tokens that plans in flight will sample."""
     num_in_flight: int = 0
@@ -72,9 +72,9 @@ class LiveSequence:
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache when it first started; None before."""
     blocks_wanted: int = 0
-    """Free blocks that its start takes, as far as the last look into the prefix cache tells."""
+    """Free blocks that it needs to start, according to its last look-up in the prefix cache."""
     next_lookup: int = 0
-    """The step from which on it is worth looking again, though there are too few free blocks by the last look."""
+    """The first step in which it may look its prefix up again while there are too few free blocks."""
     stop_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class LiveSequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that no plan has computed or will compute."""
+        """Tokens that are not part of any plan yet."""
         return len(self.tokens) + self.num_pending - self.num_scheduled
 
     @property
@@ -98,19 +98,20 @@ class LiveSequence:
         return len(self.tokens) - len(self.request.prompt_token_ids)
 
     def begin_run(self, seq_id: int, num_cached_tokens: int) -> None:
-        """Note that the workers are given all tokens known now; the first `num_cached_tokens` need no computation."""
+        """Note that workers get all tokens known now, and that the first `num_cached_tokens` need no computation."""
         self.seq_id = seq_id
         self.num_start_tokens = len(self.tokens)
         self.num_computed = self.num_scheduled = num_cached_tokens
 
     def forget_computed(self) -> None:
-        """Note that its blocks are gone, and with them all that was computed."""
+        """Note that it has lost its blocks, and so everything that was computed."""
         self.num_computed = self.num_scheduled = self.blocks_wanted = self.next_lookup = 0
 
     def append_tokens(self, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """Take generated tokens up to the one that finishes the sequence: how many were taken, and what finished it.
+        """Append generated tokens, up to the one that finishes the sequence.
 
-        A stop token stops from `min_tokens` generated tokens on, itself counted.
+        Returns how many were appended, and the reason if the sequence is finished. A stop token finishes it only if
+        there are at least `min_tokens` generated tokens, the stop token included.
         """
         tokens = self.tokens
         for count, token_id in enumerate(token_ids, 1):

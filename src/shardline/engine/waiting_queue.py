@@ -1,4 +1,4 @@
-"""Sequences that wait for a place, best first."""
+"""Sequences that wait until they can run, in order of priority and arrival."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from shardline.engine.sequence import LiveSequence
 class WaitingQueue:
     """A priority queue by `LiveSequence.order` from which any sequence can be removed.
 
-    A preempted sequence comes back with its old order, that is before all that arrived later in its class.
+    A preempted sequence keeps its order, so it comes before all that arrived later in its priority class.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, float, int], LiveSequence]] = []
         self._members: set[LiveSequence] = set()
         self.num_tokens = 0
-        """Tokens to compute before the waiting sequences generate any, cached ones included."""
+        """Prompt tokens and earlier output of all waiting sequences, cached tokens included."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -30,7 +30,7 @@ class WaitingQueue:
         self.num_tokens += len(sequence.tokens)
 
     def peek(self) -> LiveSequence | None:
-        """The best sequence; None if the queue is empty."""
+        """The first sequence in order; None if the queue is empty."""
         while self._heap:
             sequence = self._heap[0][1]
             if sequence in self._members:
@@ -39,7 +39,7 @@ class WaitingQueue:
         return None
 
     def remove(self, sequence: LiveSequence) -> None:
-        """Take a sequence out, wherever it stands."""
+        """Remove a sequence, whatever its position."""
         self._members.remove(sequence)
         self.num_tokens -= len(sequence.tokens)
         if self._heap[0][1] is sequence:

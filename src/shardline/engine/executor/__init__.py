@@ -1,4 +1,4 @@
-"""Executors: one file per way of placing ranks, chosen by name."""
+"""Executors: one file for each way of running ranks; a deployment names one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seam between deciding and computing."""
+"""What an engine needs of whatever runs its steps."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class ExecutorFailure(RuntimeError):
 
 
 class Executor(ABC):
-    """Runs steps on all ranks of an engine: each is one StepPlan per replica, and all of one step id.
+    """Runs steps on all ranks of an engine. A step is one StepPlan per replica, all with the same step id.
 
-    `submit_step` hands a step over and returns; `collect_results` waits for the oldest step's results. Results come in
-    the order of submission. At most `max_in_flight` steps may be submitted and not collected.
+    `submit_step` hands a step over and returns; `collect_results` waits for the results of the oldest step. Results
+    come in the order of submission. At most `max_in_flight` steps may be submitted and not collected.
     """
 
     max_in_flight: int
@@ -75,5 +75,5 @@ class Executor(ABC):
         """End every rank. Never raises, never waits for long."""
 
     def kill(self) -> None:
-        """End every rank at once, from any thread, when nobody is left to close the executor."""
+        """End every rank at once; any thread may call this when nobody is left to close the executor."""
         self.close()

@@ -38,7 +38,7 @@ _FRAME_TIMEOUT = 10.0
 """Seconds without a byte after which a rank in the middle of a frame counts as gone."""
 
 _LOADING_NOTICE = 30.0
-"""Seconds of loading after which the ranks that are awaited are named, again and again."""
+"""Seconds of loading after which the log names the ranks that are not ready, again and again."""
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class MultiprocessExecutor(Executor):
             try:
                 channel.send(AllocateCache(allocation))
             except OSError:
-                self._receive(rank)  # what it said last, if anything
+                self._receive(rank)  # raises its last words, if there are any
                 raise ExecutorFailure(self._death(rank)) from None
 
     def submit_step(self, plans: Sequence[StepPlan]) -> None:
@@ -109,7 +109,7 @@ class MultiprocessExecutor(Executor):
                 f"{self._processes.name_rank(rank)} does not read its plans{self._at_step()}"
             ) from None
         except OSError:
-            # It is gone; what it said last, if anything, is still to be read.
+            # It is gone, but its last words, if there are any, have not been read.
             self._receive(rank)
             raise ExecutorFailure(self._death(rank)) from None
 

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the whole parallel matrix runs in a test within minutes."""
+"""Ranks as threads of one process, so that a test can run all parallel layouts within minutes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardline.types import RankStep, StepPlan, StepResult, rank_steps
 
 
 class ThreadExecutor(Executor):
-    """Same groups, same segment layout and same worker as with processes; only the memory is private."""
+    """The groups, the segment's layout and the workers are those of processes; only the memory is private."""
 
     def __init__(self, deployment: Deployment, engine: int) -> None:
         self._deployment = deployment

@@ -1,4 +1,4 @@
-"""One rank, in the engine's own process: no hop between plan and step."""
+"""One rank in the engine's own process, so that a plan reaches it without a message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class UniExecutor(Executor):
-    """Runs a step when its result is asked for; on a GPU launches it at once, while the one before runs."""
+    """Runs a step when its result is collected; a GPU's step is launched at once, while the previous one runs."""
 
     def __init__(self, deployment: Deployment, engine: int) -> None:
         self._deployment = deployment
@@ -30,7 +30,7 @@ class UniExecutor(Executor):
         self.max_in_flight = 1
         self._runner: Runner | None = None
         self._steps: deque[RankStep] = deque()
-        """Not launched yet."""
+        """Submitted, but not launched yet."""
         self._pending: deque[PendingStep] = deque()
         self._expert_load: Counts | None = None
 
