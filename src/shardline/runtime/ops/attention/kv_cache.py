@@ -24,10 +24,10 @@ def write_kv(
 ) -> None:
     """Stores key and value [T, Hk, D] at slots [T] (int64) of the caches [num_blocks, Hk, block_size, D].
 
-    slot = block_id * block_size + offset; a negative slot is skipped. The token stride of key and value is free.
-    With scales, fp32 [num_blocks, Hk, block_size], the caches are int8: a token's head becomes round(x / scale), its
-    scale the largest |x| / 127, so that bytes depend on that row only. On a GPU they may be float8_e4m3fn, with 448 in
-    the place of 127.
+    slot = block_id * block_size + offset; a negative slot is skipped. The token stride of key and value is free. With
+    scales, fp32 [num_blocks, Hk, block_size], the caches are int8. A token's head is stored as round(x / scale), with
+    the largest |x| / 127 as its scale, so its bytes depend on that head only. On a GPU the caches may be float8_e4m3fn,
+    with 448 in place of 127.
     """
     kernels.write_kv(key, value, key_cache, value_cache, slots, key_scales, value_scales)
 
