@@ -51,9 +51,9 @@ class Scheduler:
     * The first plan that steps a sequence has it in `starts`, with all tokens known then; its `seq_id` is new, also
       after a preemption. A `seq_id` is in `ends` once, when no plan that steps it is in flight.
     * The steps of a sequence are consecutive: each begins where the previous one ended. `new_blocks` extend each
-      group's block table so that it covers the step's last token; NULL_BLOCK entries lie before the group's window. A step
-      may read what its own plan or an earlier one writes for another sequence: layers store the keys and values of all
-      tokens of a step before they attend.
+      group's block table so that it covers the step's last token; NULL_BLOCK entries lie before the group's window. A
+      step may read what its own plan or an earlier one writes for another sequence: layers store the keys and values of
+      all tokens of a step before they attend.
     * `sample` is set if the step ends with the sequence's last token. The result then has one token for it, or several
       if no other plan in flight steps the sequence (later steps compute the KV of these).
     * `token_id` is the token at `start` if the scheduler knows it, else -1.

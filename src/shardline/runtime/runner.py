@@ -24,22 +24,23 @@ class PendingStep:
     """A step that was launched and may still run on a device."""
 
     def __init__(self, download: Download, finish: Callable[[list[Tensor]], StepResult | None]) -> None:
-        """`finish` makes the result from what was downloaded."""
+        """`finish` makes the result from the downloaded tensors."""
         self._download = download
         self._finish: Callable[[list[Tensor]], StepResult | None] | None = finish
         self._result: StepResult | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether the step was over when it was launched, so that nobody need wait for it."""
+        """Whether the step was over when its launch returned, so that no wait is needed."""
         return self._download.is_immediate
 
     def wait(self) -> None:
-        """Until the device has finished the step; from any thread."""
+        """Wait until the device has finished the step; may be called from any thread."""
         self._download.wait()
 
     def result(self) -> StepResult | None:
-        """What `Runner.run_step` returns, once it is there; in the runner's thread, oldest steps first."""
+        """The result of the step, as `Runner.run_step` returns it; waits for it. Call it in the runner's thread, for
+        the oldest step first."""
         if self._finish is not None:
             self._result = self._finish(self._download.wait())
             self._finish = None  # only now: a step that failed fails again
@@ -47,20 +48,20 @@ class PendingStep:
 
 
 class _Launched(NamedTuple):
-    """What a step's launch leaves for its end."""
+    """What `_finish` needs from a step's launch."""
 
     sampling: SamplingPlan | None
     sampled: Sampled | None
     sequences: list[WorkerSequence]
-    """Those that are sampled."""
+    """The sequences that are sampled."""
     errors: dict[int, str]
 
 
 class Runner:
-    """Runs the steps of one rank in the order in which they were planned; a device may run two at once.
+    """Runs the steps of one rank in the order in which they were planned; two steps may be in flight on a device.
 
-    Every rank keeps the tokens of all its sequences. The ranks of the last stage append what they sample themselves, so
-    that the next plan may name a token that the engine does not know yet.
+    Every rank keeps the tokens of all its sequences. The ranks of the last stage append their sampled tokens
+    themselves, so the next plan may refer to a token that the engine does not know yet.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Runner:
         watch: FiniteWatch | None,
         expert_load: Counters | None = None,
     ) -> None:
-        """`forward`: the stage's, or what replays it. `expert_load`: published at each step."""
+        """`forward`: the stage's forward pass, or a `Replay` of it. `expert_load` is published after each launch."""
         self._stage = stage
         self._groups = groups
         self._forward = forward
@@ -87,19 +88,20 @@ class Runner:
         self._inputs = backend.make_step_inputs(self._sequences, sizes)
         self._in_flight: deque[PendingStep] = deque()
         self._finished = 0.0
-        """When the last step did."""
+        """When the last step finished, by `time.perf_counter`."""
 
     def run_step(self, rank_step: RankStep) -> StepResult | None:
-        """Run one step. The last stage's ranks return what was sampled, the others None."""
+        """Run one step. Ranks of the last stage return the sampled tokens, other ranks return None."""
         return self.launch_step(rank_step).result()
 
     @torch.inference_mode()
     def launch_step(self, rank_step: RankStep) -> PendingStep:
-        """Begin one step: on the host it is over then; a device may still run it, and the previous step.
+        """Launch one step. On the CPU, the step is over when this returns; a device may still run this step and the
+        previous one.
 
-        Later steps can use at once what it samples: stand-ins hold the places of its tokens.
+        Later steps can use its sampled tokens at once: stand-ins hold their places.
         """
-        # A sequence may have one unknown token at most, see SamplingInput.
+        # A sequence may have at most one unknown token, see `Penalties.uncounted`.
         while len(self._in_flight) > 1:
             self._in_flight[0].result()
         started = time.perf_counter()
@@ -137,7 +139,7 @@ class Runner:
                     sequence.settle_token(token_id)
         if launched.errors:
             results = with_errors(results, launched.errors)
-        # A step that was launched behind another began when that one ended.
+        # A step that was launched during another step began when that step ended.
         now = time.perf_counter()
         seconds, self._finished = now - max(started, self._finished), now
         return StepResult(step_id, results, seconds)

@@ -18,10 +18,10 @@ from shardline.weights.rows import InputForm, LinearInput
 
 
 class TokenEmbedding:
-    """token ids [T] (and positions, where they are learned) -> [T, hidden_size] on every rank."""
+    """token ids [T] (and positions, if position embeddings are learned) -> [T, hidden_size] on every rank."""
 
     def __init__(self, loader: LayerLoader, look_up_rows: Callable[[Tensor], Tensor] | None) -> None:
-        """`look_up_rows`: gives rows of this rank's part of the table, where a tied lm_head already holds them."""
+        """`look_up_rows`: returns rows of this rank's part of the table, if a tied lm_head already holds them."""
         stage = loader.stage
         self._group = stage.group
         self._look_up = look_up_rows or partial(torch.index_select, loader.load("embed.weight"), 0)
@@ -44,7 +44,7 @@ class TokenEmbedding:
     def _rows(self, token_ids: Tensor) -> Tensor:
         if self._group.size == 1:
             return self._look_up(token_ids)
-        # Every rank sends a row for every token, so that nobody waits to learn how many tokens each rank owns.
+        # Every rank sends a row for every token, so that no rank waits to learn how many tokens the others own.
         count = len(token_ids)
         owners = torch.bucketize(token_ids, self._stops, right=True)
         mine = self._look_up((token_ids - self._start).clamp_(0, self._last))
@@ -65,17 +65,18 @@ class LMHead:
         self._bias = loader.load("lm_head.bias") if stage.spec.lm_head_bias else None
         self._softcap = stage.spec.logits_softcap
         self.fuses_argmax = stage.backend.fuses_argmax and stage.watch is None and self._softcap is None
-        """Whether `find_best` serves greedy steps. A softcap rounds logits to equal ones, so it needs all of them; so
-        does whoever looks for NaN."""
+        """Whether `find_best` serves greedy steps. A softcap may round different logits to equal values, so it needs
+        all logits; so does the search for NaN."""
 
     @property
     def look_up_rows(self) -> Callable[[Tensor], Tensor] | None:
-        """Gives rows of the weight by their index in this rank's range; None where the format has changed them."""
+        """A function that returns rows of the weight by their index in this rank's range; None if the format does not
+        keep them unchanged."""
         return self._packed.unpack_rows if isinstance(self._packed, PlainLinear) else None
 
     @property
     def input_form(self) -> InputForm:
-        """What the hidden states should be."""
+        """The form in which this layer reads hidden states best."""
         return self._packed.input_form
 
     def __call__(self, hidden: LinearInput) -> Tensor:
@@ -85,6 +86,6 @@ class LMHead:
         return logits
 
     def find_best(self, hidden: LinearInput) -> Tensor:
-        """The largest of this rank's logits of each row, and the bits of its index in this rank's range: [R, 2]."""
+        """[R, 2]: the largest of this rank's logits in each row, and the bits of its index in this rank's range."""
         assert self._softcap is None
         return self._packed.argmax(hidden, self._bias)

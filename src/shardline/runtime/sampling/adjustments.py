@@ -1,4 +1,4 @@
-"""Penalties, biases and bans of a batch of rows, as the ragged arrays that one kernel call takes."""
+"""Penalties, biases and bans of a batch of rows, as the ragged arrays for one kernel call."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NO_IDS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 def penalties_of(sequences: Sequence[WorkerSequence]) -> Penalties:
-    """How sampling changes the row of logits of each sequence.
+    """The changes that each sequence's request asks for in its row of logits.
 
-    There are the repetition penalty over prompt and output, the presence and frequency penalties over the output,
-    logit biases, and the end tokens that are banned until min_tokens.
+    These are: repetition penalty over prompt and output, presence and frequency penalties over the output, logit
+    biases, and a ban of end tokens until min_tokens.
     """
     rows = [_row(sequence) for sequence in sequences]
     offsets = np.cumsum([0, *(len(row.ids) for row in rows)], dtype=np.int32)
@@ -39,10 +39,10 @@ def penalties_of(sequences: Sequence[WorkerSequence]) -> Penalties:
 
 
 def _uncounted(sequences: Sequence[WorkerSequence]) -> Tensor | None:
-    """The tokens that steps in flight sample, which are in no counts yet."""
+    """Stand-ins for tokens that steps in flight sample; the counts do not include these tokens yet."""
     if not any(sequence.has_penalties and sequence.num_pending for sequence in sequences):
         return None
-    assert all(sequence.num_pending <= 1 for sequence in sequences), "one more token can be added to the counts"
+    assert all(sequence.num_pending <= 1 for sequence in sequences), "a row can have only one uncounted token"
     pending = [sequence.has_penalties and sequence.num_pending > 0 for sequence in sequences]
     tokens = [
         stand_in(sequence.row) if is_pending else NO_TOKEN
@@ -52,7 +52,7 @@ def _uncounted(sequences: Sequence[WorkerSequence]) -> Tensor | None:
 
 
 class _Row(NamedTuple):
-    """The tokens of one row whose logits change, and how."""
+    """The tokens of one row whose logits change, and their changes."""
 
     ids: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int32]
@@ -61,7 +61,8 @@ class _Row(NamedTuple):
 
 
 def _row(sequence: WorkerSequence) -> _Row:
-    """Costs a copy of the prompt's distinct tokens, and Python only for the few that were generated or have a bias."""
+    """Copies the prompt's distinct tokens, and loops in Python only over the few tokens that were generated or have a
+    bias."""
     in_prompt_ids = sequence.prompt_ids if sequence.sampling.repetition_penalty != 1.0 else _NO_IDS
     biases = _biases(sequence)
     few = np.array(sorted(sequence.output_counts.keys() | biases.keys()), dtype=np.int64)

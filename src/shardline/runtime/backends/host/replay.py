@@ -1,8 +1,9 @@
-"""Decode steps, recorded once per number of sequences and replayed in one call into C++: the CPU's CUDA graph.
+"""Decode steps, recorded once per number of sequences and replayed in one call into C++: the CPU's counterpart of a
+CUDA graph.
 
-The layers are ordinary Python that calls kernels. Which kernels they call, and on what memory, follows from the step's
-shape alone. So the first decode step of a shape runs as usual, and its kernel calls are recorded. Later steps of that
-shape have their inputs in the same memory (`step_inputs.py`) and run these calls without Python.
+The layers are ordinary Python that calls kernels. The step's shape alone determines which kernels they call, and on
+which memory. So the first decode step of a shape runs as usual, and its kernel calls are recorded. Later steps of that
+shape have their inputs in the same memory (`step_inputs.py`) and repeat these calls without Python.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shardline.runtime.step import StepInput
 _log = logging.getLogger(__name__)
 
 _MAX_PROGRAMS = 1024
-"""A program takes some ten kilobytes; replicas in lockstep have many combinations of counts."""
+"""A program takes about ten kilobytes, and replicas in lockstep have many combinations of counts."""
 
 
 class DecodeReplay:
@@ -30,7 +31,7 @@ class DecodeReplay:
         self.forward = forward
         self._hidden = torch.zeros(sizes.max_seqs, sizes.hidden_size, dtype=sizes.dtype)
         self._programs: dict[object, _cpu.Program] = {}
-        """By what the layers' calls follow from, see `_shape`."""
+        """Recorded programs by step shape, see `_shape`."""
         self._possible = True
 
     def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ class DecodeReplay:
         return self.forward(step, placed) if output is None else output
 
     def capture_steps(self) -> None:
-        """Nothing: a step is recorded as it runs for the first time."""
+        """Does nothing: a step is recorded when it first runs."""
 
     def _record(self, step: StepInput, hidden: Tensor) -> Tensor:
         if _cpu.activation_bytes() > 0 or len(self._programs) == _MAX_PROGRAMS:
@@ -67,5 +68,6 @@ class DecodeReplay:
 
 
 def _shape(step: StepInput) -> object:
-    """What the kernel calls of a decode step follow from; replicas in lockstep exchange as much as they compute."""
+    """Everything that determines the kernel calls of a decode step. The counts of all replicas in lockstep belong to
+    it, because they determine the exchanges."""
     return step.replica_tokens, step.replica_samples, step.greedy

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class TorchDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices operations of torch's own, which no program can replay. Views compute nothing."""
+    """Detects torch's own operations, which no program can replay. Views compute nothing, so they are allowed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -20,14 +20,14 @@ class TorchDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: to be skipped by torch.compile, torch would first import it, for a second and a half."""
+        """False, because True would make torch import torch.compile, which takes one and a half seconds."""
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # `reshape` and `to` may be views, or copies.
+        # `reshape` and `to` may return views or copies.
         if not func.is_view or _storages(result) - _storages(args):
             self.computed = str(func)
         return result
@@ -35,10 +35,11 @@ class TorchDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def resolve_operators() -> None:
-    """Look all of torch's operators up, for a process in which several threads record.
+    """Look up all of torch's operators, for a process in which several threads record.
 
-    Under a mode torch finds an operator's Python object at its first use and keeps a pointer that does not own it: of
-    two threads that are first at once, one's object takes the other's place, which dies.
+    Under a dispatch mode, torch creates an operator's Python object at its first use and keeps a pointer without owning
+    the object. If two threads do this at once, one object replaces the other, which is freed while its thread still
+    uses it.
     """
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, operator = name.partition("::")
