@@ -97,7 +97,7 @@ def packed_format(config: HFConfig) -> PackedFormat:
             raise refusal("zero_point", "must be true")
         return PackedFormat("awq", groups)
     if section.flag("desc_act", False):
-        raise refusal("desc_act", "must be false: otherwise the columns of a group are not neighbours")
+        raise refusal("desc_act", "must be false: groups of columns that are not neighbours")
     layout = section.text("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise refusal("checkpoint_format", f"must be gptq or gptq_v2, got {layout}")
