@@ -10,18 +10,18 @@ from shardline.models.spec import DecoderSpec
 
 
 class KVGroup(msgspec.Struct, frozen=True):
-    """Layers that share one block table: same shape, same window."""
+    """Layers that share one block table. They have the same shape and the same window."""
 
     layers: tuple[int, ...]
     window: int | None
 
 
 def kv_groups(spec: DecoderSpec) -> tuple[KVGroup, ...]:
-    """The model's layers in groups; no group has more layers than the rarest kind of attention has.
+    """The model's layers in groups. A group has at most as many layers as the model's rarest kind of attention.
 
-    All groups draw blocks from one pool. A block is `max(len(group.layers))` layers deep, so groups of similar depth
-    waste little memory (the idea of vLLM's hybrid KV cache manager). A group has every n-th layer of its kind, so that
-    every pipeline stage has an equal share of it. Groups with full attention come first.
+    All groups use blocks of one pool, and a block is `max(len(group.layers))` layers deep. So groups of similar depth
+    waste little memory (the idea of vLLM's hybrid KV cache manager). A group takes every n-th layer of its kind, so
+    each pipeline stage has an equal share of it. Groups of full attention come first.
     """
     by_window: dict[int | None, list[int]] = {}
     for index, layer in enumerate(spec.layers):
@@ -36,9 +36,10 @@ def kv_groups(spec: DecoderSpec) -> tuple[KVGroup, ...]:
 
 
 def blocks_per_request(groups: Sequence[KVGroup], num_tokens: int, block_size: int, max_step_tokens: int) -> int:
-    """The most blocks that one request of `num_tokens` holds at a time, over all KV groups.
+    """The most blocks that one request of `num_tokens` holds at once, summed over all KV groups.
 
-    A windowed group gives back blocks that slid out of the window, but holds the window and a whole step's new tokens.
+    A windowed group gives back the blocks that slid out of the window. It still holds the window and the new tokens of
+    a whole step.
     """
     total = 0
     for group in groups:
@@ -50,7 +51,7 @@ def blocks_per_request(groups: Sequence[KVGroup], num_tokens: int, block_size: i
 def longest_request(
     groups: Sequence[KVGroup], num_blocks: int, block_size: int, max_step_tokens: int, most: int
 ) -> int:
-    """Length of the longest request, in tokens up to `most`, that `num_blocks` blocks can hold; 0: none fits."""
+    """Tokens of the longest request that fits in `num_blocks` blocks, at most `most`; 0 if no request fits."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
