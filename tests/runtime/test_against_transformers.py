@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.runtime.backends import open_backend
-from shardline.runtime.parallel.groups import join_nobody
+from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.worker import Worker
@@ -41,7 +41,7 @@ def generate(
     # Some rope scalings follow max_model_len here and the current length in transformers: make them one.
     options = {"dtype": dtype, "block_size": BLOCK_SIZE, "max_model_len": len(prompt) + num_tokens}
     setup = resolve_here(EngineConfig.from_options(model=str(model), **options))
-    worker = Worker(setup, open_backend("cpu", 0, threads=1), join_nobody())
+    worker = Worker(setup, open_backend("cpu", 0, threads=1), make_single_rank_groups())
     worker.load()
     recorder = RecordingSampler()
     worker.runner._sampler = recorder

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardline.runtime.finite import FiniteWatch
+from shardline.runtime.finite import FiniteChecker
 from shardline.sampling_params import SamplingParams
 from shardline.types import Request, SequenceStep, StepPlan
 from tests.exactness.harness import start_engine
@@ -72,25 +72,25 @@ def test_a_sound_model_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_the_first_place_of_each_sequence() -> None:
-    watch = FiniteWatch(rank=3)
+    finite_checker = FiniteChecker(rank=3)
     steps = [
         SequenceStep(seq_id, start, count, [[]], -1, True)
         for seq_id, start, count in ((8, 0, 2), (9, 40, 3), (7, 5, 1))
     ]
-    watch.begin_step(6)
+    finite_checker.begin_step(6)
     hidden = torch.zeros(6, 4)
-    watch.look_at("layer 0", hidden)
+    finite_checker.check_tensor("layer 0", hidden)
     hidden[4, 1] = torch.inf
-    watch.look_at("layer 1", hidden)
+    finite_checker.check_tensor("layer 1", hidden)
     hidden[3:5] = torch.nan
-    watch.look_at("layer 2", hidden)
+    finite_checker.check_tensor("layer 2", hidden)
     logits = torch.zeros(3, 9)
     logits[0, 8] = logits[1, 0] = torch.nan
-    watch.look_at("the logits", logits, torch.tensor([1, 4, 5]))
-    assert watch.report_step(StepPlan(1, [], steps, [])) == {
+    finite_checker.check_tensor("the logits", logits, torch.tensor([1, 4, 5]))
+    assert finite_checker.report_step(StepPlan(1, [], steps, [])) == {
         8: "NaN or Inf in the logits on rank 3, at position 1",
         9: "NaN or Inf in layer 1 on rank 3, at position 42",
     }
-    watch.begin_step(6)
-    watch.look_at("layer 0", torch.zeros(6, 4))
-    assert watch.report_step(StepPlan(2, [], steps, [])) == {}
+    finite_checker.begin_step(6)
+    finite_checker.check_tensor("layer 0", torch.zeros(6, 4))
+    assert finite_checker.report_step(StepPlan(2, [], steps, [])) == {}

@@ -15,7 +15,7 @@ from shardline.deployment.here import resolve_here
 from shardline.models.sizes import weight_bytes
 from shardline.runtime.backends import open_backend
 from shardline.runtime.backends.host.kernels import HostKernels
-from shardline.runtime.parallel.groups import join_nobody
+from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.worker import Worker
 from shardline.weights.base import PLAIN, FormatChoice
 from shardline.weights.formats import format_names
@@ -80,11 +80,11 @@ def dummy_setup(folder: Path, scheme: str, **overrides: object) -> Deployment:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_reported_bytes_are_those_of_the_formula(name: str, tied: bool, tmp_path: Path) -> None:
     setup = dummy_setup(tmp_path, name, tie_word_embeddings=tied)
-    worker = Worker(setup, open_backend("cpu", 0, threads=1), join_nobody())
+    worker = Worker(setup, open_backend("cpu", 0, threads=1), make_single_rank_groups())
     report = worker.load()
     held = PLAIN if name == "none" else FormatChoice(name)
     assert setup.weight_format == held
-    expected = weight_bytes(setup.spec, join_nobody().place, setup.stages, "bfloat16", weight_format=held)
+    expected = weight_bytes(setup.spec, make_single_rank_groups().place, setup.stages, "bfloat16", weight_format=held)
     assert report.weight_bytes == pytest.approx(expected, rel=0.02)
 
 

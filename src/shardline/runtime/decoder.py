@@ -72,8 +72,10 @@ class DecoderLayer:
         rows = self._rows_of_replicas(step.replica_tokens, step.replica_samples)
         return self.feed_forward(normed, rows, slots if queries.rows is None else None)
 
-    def take_part(self, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...], nothing: Tensor) -> None:
-        """Run the exchanges of a step in which this replica has no token; `nothing`: empty hidden states [0, H]."""
+    def run_empty_step(
+        self, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...], nothing: Tensor
+    ) -> None:
+        """Run the exchanges of a step in which this replica has no token; `nothing` is empty hidden states [0, H]."""
         if isinstance(self.feed_forward, MoEFeedForward):
             self.feed_forward(nothing, self._rows_of_replicas(replica_tokens, replica_samples))
 
@@ -104,12 +106,12 @@ class DecoderStage:
         tied = self.lm_head.look_up_rows if self.lm_head is not None and spec.tied_embeddings else None
         self._embedding = TokenEmbedding(loader, tied) if first else None
         self.layers = [DecoderLayer(loader, index, tables) for index in range(layers.start, layers.stop)]
-        self._watch = stage.watch
+        self._finite_checker = stage.finite_checker
         self._first_layer, self._last_layer = layers.start, len(spec.layers) - 1
         self._final_norm: InputNorm | None = None
         if self.lm_head is not None:
             self._final_norm = InputNorm(loader, "final_norm", spec.final_norm, input_form=self.lm_head.input_form)
-        self._fused = None if self._watch is not None else stage.backend.fuse_layers(self)
+        self._fused = None if self._finite_checker is not None else stage.backend.fuse_layers(self)
 
     def embed(self, step: StepInput) -> Tensor:
         """The embedded tokens, hidden states [T, H]; only the first stage has them."""
@@ -129,29 +131,31 @@ class DecoderStage:
         if step.greedy:
             return self.lm_head.find_best(normed)
         logits = self.lm_head(normed)
-        if self._watch is not None:
-            self._watch.look_at("the logits", logits, _sampled_rows(step))
+        if self._finite_checker is not None:
+            self._finite_checker.check_tensor("the logits", logits, _sampled_rows(step))
         return logits
 
     def run_layers(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, H] after the layers, and the tensor that the next norm adds to it; None: it adds
         nothing."""
         delta: Tensor | None = None
-        watch = self._watch
-        if watch is not None:
-            watch.begin_step(len(hidden))
-            watch.look_at("the embedding" if self._embedding else "what the previous stage sent", hidden)
+        finite_checker = self._finite_checker
+        if finite_checker is not None:
+            finite_checker.begin_step(len(hidden))
+            finite_checker.check_tensor("the embedding" if self._embedding else "what the previous stage sent", hidden)
         for index, layer in enumerate(self.layers, self._first_layer):
             hidden, delta = layer(hidden, delta, step)
-            if watch is not None:
-                watch.look_at(f"layer {index}", delta, _sampled_rows(step) if index == self._last_layer else None)
+            if finite_checker is not None:
+                finite_checker.check_tensor(
+                    f"layer {index}", delta, _sampled_rows(step) if index == self._last_layer else None
+                )
         return hidden, delta
 
-    def take_part(self, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...]) -> None:
+    def run_empty_step(self, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...]) -> None:
         """Run the exchanges of a step in which this replica has no token: its ranks hold experts that other replicas
         need."""
         for layer in self.layers:
-            layer.take_part(replica_tokens, replica_samples, self._nothing)
+            layer.run_empty_step(replica_tokens, replica_samples, self._nothing)
 
 
 def _sampled_rows(step: StepInput) -> Tensor | None:

@@ -13,7 +13,7 @@ from shardline.types import SequenceResult, StepPlan
 _log = logging.getLogger(__name__)
 
 
-class FiniteWatch:
+class FiniteChecker:
     """Checks the output of each layer of a rank's stage, and keeps for every token the first place that is not finite.
 
     NaN spreads through the residual stream to later layers, and through attention to later tokens. So a sequence's
@@ -30,7 +30,7 @@ class FiniteWatch:
         self._places = []
         self._first = torch.full((num_tokens,), -1)
 
-    def look_at(self, place: str, x: Tensor, rows: Tensor | None = None) -> None:
+    def check_tensor(self, place: str, x: Tensor, rows: Tensor | None = None) -> None:
         """Check `x` [R, N], computed at `place` for the tokens `rows` [R] of the step (None: for all tokens)."""
         self._places.append(place)
         wrong = ~torch.isfinite(x).all(1).cpu()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardline.runtime.backends.base import Backend, Counters, Download, Forward, StepSizes
 from shardline.runtime.decoder import DecoderStage
-from shardline.runtime.finite import FiniteWatch, with_errors
+from shardline.runtime.finite import FiniteChecker, with_errors
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.sequences import SequenceTable, WorkerSequence
@@ -71,7 +71,7 @@ class Runner:
         groups: RankGroups,
         forward: Forward,
         sizes: StepSizes,
-        watch: FiniteWatch | None,
+        finite_checker: FiniteChecker | None,
         expert_load: Counters | None = None,
     ) -> None:
         """`forward`: the stage's forward pass, or a `Replay` of it. `expert_load` is published after each launch."""
@@ -79,7 +79,7 @@ class Runner:
         self._groups = groups
         self._forward = forward
         self._sizes = sizes
-        self._watch = watch
+        self._finite_checker = finite_checker
         self._expert_load = expert_load
         self._sampler: Sampler | None = None
         if stage.lm_head is not None:
@@ -114,7 +114,7 @@ class Runner:
         if plan.steps:
             launched = self._compute(rank_step)
         elif any(rank_step.replica_tokens):
-            self._stage.take_part(rank_step.replica_tokens, rank_step.replica_samples)
+            self._stage.run_empty_step(rank_step.replica_tokens, rank_step.replica_samples)
         download = self._inputs.download([] if launched.sampled is None else launched.sampled.list_tensors())
         pending = PendingStep(download, partial(self._finish, plan.step_id, started, launched))
         self._in_flight.append(pending)
@@ -160,7 +160,7 @@ class Runner:
         output = self._forward(step, hidden)
         if self._groups.to_next is not None:
             self._groups.to_next.send(output)
-        errors = self._watch.report_step(plan) if self._watch is not None else {}
+        errors = self._finite_checker.report_step(plan) if self._finite_checker is not None else {}
         if sampler is None or sampling is None:
             return _Launched(None, None, [], errors)
         inputs = sampling.inputs if step.sampling is None else step.sampling

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardline.deployment.deployment import Deployment, KVAllocation
 from shardline.runtime.backends import open_backend
-from shardline.runtime.parallel.groups import join_nobody
+from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from shardline.runtime.worker import Worker
 
@@ -47,7 +47,7 @@ class Scorer:
         self._num_groups = len(deployment.cache.groups)
         num_blocks = 1 + self._num_groups * -(-longest // self._block_size)
         backend = open_backend(deployment.device, 0, deployment.placements[0][0].threads)
-        worker = Worker(deployment, backend, join_nobody())
+        worker = Worker(deployment, backend, make_single_rank_groups())
         worker.load(lambda memory: KVAllocation(num_blocks))
         self._stage = worker.stage
 

@@ -15,7 +15,7 @@ from shardline.deployment.kv_budget import fixed_allocation
 from shardline.deployment.messages import MemoryUse, RankReport
 from shardline.runtime.backends.base import Backend, Counters, Replay, StepSizes
 from shardline.runtime.decoder import DecoderStage
-from shardline.runtime.finite import FiniteWatch
+from shardline.runtime.finite import FiniteChecker
 from shardline.runtime.kv_pool import KVPool
 from shardline.runtime.layers.context import LayerLoader, StageContext
 from shardline.runtime.loader.weights import open_weights
@@ -40,7 +40,7 @@ class Worker:
         self._runner: Runner | None = None
         self._stage: DecoderStage | None = None
         self._expert_load: Counters | None = None
-        self._watch = FiniteWatch(groups.place.rank) if deployment.check_finite else None
+        self._finite_checker = FiniteChecker(groups.place.rank) if deployment.check_finite else None
         self._sizes = StepSizes(
             max_seqs=deployment.limits.max_num_seqs,
             max_blocks=deployment.cache.max_blocks,
@@ -70,8 +70,10 @@ class Worker:
         kv_bytes = self._allocate_cache(stage, allocation.num_blocks)
         with torch.inference_mode():
             replay.capture_steps()
-        forward = replay if self._watch is None else stage.forward
-        self._runner = Runner(backend, stage, self._groups, forward, self._sizes, self._watch, self._expert_load)
+        forward = replay if self._finite_checker is None else stage.forward
+        self._runner = Runner(
+            backend, stage, self._groups, forward, self._sizes, self._finite_checker, self._expert_load
+        )
         return RankReport(
             rank=place.rank,
             host=socket.gethostname(),
@@ -120,7 +122,7 @@ class Worker:
                 numerics=deployment.numerics,
                 dtype=self._sizes.dtype,
                 max_model_len=deployment.max_model_len,
-                watch=self._watch,
+                finite_checker=self._finite_checker,
                 expert_parallel=deployment.expert_parallel,
                 expert_load=self._expert_load.counts if self._expert_load is not None else None,
             )
@@ -138,13 +140,13 @@ class Worker:
         """The back end's replay of decode steps over the stage's forward pass."""
         # With whole experts, the host waits for the counts of each exchange, so it cannot be captured.
         waits = self._deployment.expert_parallel and self._groups.experts.size > 1
-        can_capture = self._groups.tensor.is_capturable and not waits and self._watch is None
+        can_capture = self._groups.tensor.is_capturable and not waits and self._finite_checker is None
         return self._backend.make_replay(stage.forward, self._sizes, can_capture=can_capture)
 
     def _measure(self, stage: DecoderStage, replay: Replay) -> MemoryUse:
         """The memory that a step needs, measured by running the largest step on a cache of one block."""
         self._allocate_cache(stage, 1)
-        runner = Runner(self._backend, stage, self._groups, stage.forward, self._sizes, self._watch)
+        runner = Runner(self._backend, stage, self._groups, stage.forward, self._sizes, self._finite_checker)
         step = largest_step(self._deployment)
         with torch.inference_mode():
             use = self._backend.measure_step(lambda: runner.run_step(step), replay)

@@ -101,14 +101,14 @@ def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Runner
     set_process_title(f"rank {place.rank} (dp {replica} pp {place.pp_rank} tp {place.tp_rank})")
     # Start this before torch is imported: the import takes long enough to touch most of the memory.
     reserve_memory(weights.num_bytes, weights.touched_bytes)
-    from shardline.runtime.parallel.groups import join_distributed, join_shared
+    from shardline.runtime.parallel.groups import connect_distributed, connect_shared_memory
     from shardline.runtime.worker import Worker
 
     # The engine's deadline comes first, since the engine can name the late rank. This one is the fallback.
     timeout = 2 * deployment.step_timeout + 5.0
     backend = open_backend(deployment.device, start.rank, deployment.placements[start.engine][start.rank].threads)
     if start.store_path:
-        groups = join_distributed(
+        groups = connect_distributed(
             backend,
             deployment.collectives,
             Path(start.store_path),
@@ -119,7 +119,7 @@ def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Runner
             tries_symmetric_memory=deployment.tries_symmetric_memory,
         )
     else:
-        groups = join_shared(backend.kernels, segment, layout, start.rank, timeout)
+        groups = connect_shared_memory(backend.kernels, segment, layout, start.rank, timeout)
     worker = Worker(deployment, backend, groups)
     report = worker.load(agree)
     return worker.runner, report, start.rank in deployment.grid.drivers

@@ -18,7 +18,7 @@ from shardline.runtime.backends.cuda import symmetric as symmetric_module
 from shardline.runtime.backends.cuda.kernels.gather import collect_columns, put_columns
 from shardline.runtime.backends.cuda.symmetric import SymmetricGather
 from shardline.runtime.parallel import distributed
-from shardline.runtime.parallel.groups import RankGroups, join_nobody
+from shardline.runtime.parallel.groups import RankGroups, make_single_rank_groups
 from shardline.runtime.parallel.shared_memory import SharedCollectives
 from shardline.runtime.worker import Worker
 from tests.backends.cuda.helpers import CPU, KERNELS
@@ -105,7 +105,7 @@ def test_small_and_equal_parts_go_over_symmetric_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr(distributed, "all_gather", nccl)
     monkeypatch.setattr(distributed.dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(distributed.dist, "get_world_size", lambda group: 1)
-    progress = join_nobody().progress
+    progress = make_single_rank_groups().progress
     collectives = distributed.DistributedCollectives(KERNELS, nccl, CPU, progress, symmetric)  # type: ignore[arg-type]
     small, large = torch.arange(100.0).view(4, 25), torch.arange(104.0).view(4, 26)
     for part, over_nccl in ((small, 0), (large, 2)):

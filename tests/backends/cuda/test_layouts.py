@@ -27,7 +27,7 @@ from shardline.runtime.backends.cuda.backend import CudaBackend, NoReplay
 from shardline.runtime.backends.cuda.fused_layers import CudaFusedLayers
 from shardline.runtime.backends.cuda.fused_layers import _Stream as Stream
 from shardline.runtime.backends.cuda.graphs import GraphReplay, PaddedStep, Recording, batch_sizes
-from shardline.runtime.parallel.groups import RankGroups, join_nobody, join_shared
+from shardline.runtime.parallel.groups import RankGroups, connect_shared_memory, make_single_rank_groups
 from shardline.runtime.worker import Worker
 from tests.backends.cuda.helpers import CPU, KERNELS, InterpretedBackend
 from tests.backends.cuda.test_model import PROMPT, step_of
@@ -51,7 +51,7 @@ def on_ranks(setup: Deployment, work: Callable[[Worker, RankGroups], list[Tensor
     segment = memoryview(mmap.mmap(-1, layout.num_bytes))
 
     def run(rank: int) -> list[Tensor]:
-        groups = join_shared(KERNELS, segment, layout, rank, 60.0)
+        groups = connect_shared_memory(KERNELS, segment, layout, rank, 60.0)
         worker = Worker(setup, InterpretedBackend(), groups)
         worker.load()
         with torch.inference_mode():
@@ -74,7 +74,7 @@ def logits(worker: Worker, groups: RankGroups) -> list[Tensor]:
 
 def logits_of_one(model: Path) -> list[Tensor]:
     setup = setup_of(model)
-    groups = join_nobody(len(setup.spec.layers) if setup.num_experts else 0, setup.num_experts)
+    groups = make_single_rank_groups(len(setup.spec.layers) if setup.num_experts else 0, setup.num_experts)
     worker = Worker(setup, InterpretedBackend(), groups)
     worker.load()
     with torch.inference_mode():
@@ -188,7 +188,7 @@ def test_launches_of_a_layer(tmp_path: Path, family: str, monkeypatch: pytest.Mo
     name, _, quantization = family.partition("-")
     make_checkpoint(name, tmp_path, num_hidden_layers=3, head_dim=32)
     setup = setup_of(tmp_path, **({"quantization": quantization} if quantization else {}))
-    worker = Worker(setup, InterpretedBackend(), join_nobody(3, setup.num_experts))
+    worker = Worker(setup, InterpretedBackend(), make_single_rank_groups(3, setup.num_experts))
     worker.load()
     launched: list[str] = []
     run = GridExecutor.__call__
@@ -222,7 +222,7 @@ def test_launches_of_a_layer(tmp_path: Path, family: str, monkeypatch: pytest.Mo
 def test_what_is_captured(tmp_path: Path, capturable: bool, layout: dict[str, object], is_replayed: bool) -> None:
     """Everything but exchanges over host memory, and those for whose sizes the host waits."""
     setup = setup_of(make_checkpoint("mixtral", tmp_path), **layout)
-    groups = join_nobody()
+    groups = make_single_rank_groups()
     tensor = dataclasses.replace(groups, tensor=Group(capturable, setup.grid.tensor))
     backend = CudaBackend(CPU, "none", "none")
     worker = Worker(setup, backend, dataclasses.replace(tensor, experts=tensor.tensor))

@@ -27,7 +27,7 @@ from shardline.runtime.ops.attention.kv_cache import write_kv_reference, write_l
 from shardline.runtime.ops.attention.latent import mla_attention_reference
 from shardline.runtime.ops.attention.paged import paged_attention_reference
 from shardline.runtime.ops.attention.rope import apply_rope
-from shardline.runtime.parallel.groups import join_nobody
+from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from shardline.runtime.worker import Worker
 from shardline.weights.base import FormatChoice
@@ -68,7 +68,7 @@ def load(folder: Path, options: dict[str, object], backend: Backend | None = Non
         setup = replace(setup, weight_format=FormatChoice("fp8"))
     if options.get("kv_cache_dtype") == "fp8":
         setup = replace(setup, cache=replace(setup.cache, dtype="float8_e4m3fn"))
-    groups = join_nobody(len(setup.spec.layers) if setup.num_experts else 0, setup.num_experts)
+    groups = make_single_rank_groups(len(setup.spec.layers) if setup.num_experts else 0, setup.num_experts)
     worker = Worker(setup, backend or InterpretedBackend(), groups)
     worker.load()
     return worker
@@ -159,7 +159,7 @@ def test_packed_weights_have_the_bits_of_dense_ones(tmp_path, family, method):
     assert isinstance(worker.stage.layers[0].attention.qkv.packed, W4A16Linear)
     setup = worker._deployment
     expected = weight_bytes(
-        setup.spec, join_nobody().place, setup.stages, "float32", weight_format=FormatChoice("w4a16", 32)
+        setup.spec, make_single_rank_groups().place, setup.stages, "float32", weight_format=FormatChoice("w4a16", 32)
     )
     assert worker.load().weight_bytes == expected
 

@@ -20,7 +20,7 @@ from shardline.engine.executor.uni import UniExecutor
 from shardline.runtime.backends.base import LoadedProducts
 from shardline.runtime.backends.cuda.backend import CudaBackend
 from shardline.runtime.backends.cuda.graphs import GraphReplay, Recording
-from shardline.runtime.parallel.groups import join_nobody
+from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.runner import PendingStep
 from shardline.runtime.worker import Worker
 from shardline.sampling_params import SamplingParams
@@ -110,7 +110,7 @@ def load_worker(model: Path, **options: Any) -> Worker:
     chosen = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "num_gpu_blocks_override": 32, "max_num_seqs": 8}
     setup = resolve_here(EngineConfig.from_options(model=str(model), **{**chosen, **options}))
     layers = len(setup.spec.layers) if setup.num_experts else 0
-    worker = Worker(setup, ValuelessBackend(), join_nobody(layers, setup.num_experts))
+    worker = Worker(setup, ValuelessBackend(), make_single_rank_groups(layers, setup.num_experts))
     worker.load()
     return worker
 

@@ -58,14 +58,14 @@ class ThreadExecutor(Executor):
 
     def _run_rank(self, rank: int, segment: memoryview, steps: queue.SimpleQueue[RankStep | None]) -> None:
         from shardline.runtime.backends import open_backend
-        from shardline.runtime.parallel.groups import join_shared
+        from shardline.runtime.parallel.groups import connect_shared_memory
         from shardline.runtime.worker import Worker
 
         try:
             deployment = self._deployment
             threads = deployment.placements[self._engine][rank].threads
             backend = open_backend(deployment.device, rank, threads)
-            groups = join_shared(backend.kernels, segment, self._layout, rank, deployment.step_timeout)
+            groups = connect_shared_memory(backend.kernels, segment, self._layout, rank, deployment.step_timeout)
             worker = Worker(deployment, backend, groups)
             self._replies.put(worker.load(lambda memory: self.allocation))
             while (step := steps.get()) is not None:

@@ -37,14 +37,14 @@ class UniExecutor(Executor):
     def start(self) -> list[RankReport]:
         (weights,) = self._deployment.weights
         reserve_memory(weights.num_bytes, weights.touched_bytes)
-        from shardline.runtime.parallel.groups import join_nobody
+        from shardline.runtime.parallel.groups import make_single_rank_groups
         from shardline.runtime.worker import Worker
 
         deployment, layout = self._deployment, segment_layout(self._deployment)
         backend = open_backend(deployment.device, 0, deployment.placements[self._engine][0].threads)
         if backend.overlaps_steps:
             self._overlaps_steps, self.max_in_flight = True, deployment.max_in_flight
-        groups = join_nobody(layout.num_layers, layout.num_experts)
+        groups = make_single_rank_groups(layout.num_layers, layout.num_experts)
         self._expert_load = groups.expert_load
         worker = Worker(deployment, backend, groups)
         report = worker.load(self._agree)

@@ -14,7 +14,7 @@ from shardline.models.partition import ExpertShare, Span
 from shardline.models.sharding import Numerics, Spans, shard
 from shardline.models.spec import DecoderSpec
 from shardline.runtime.backends.base import Backend, Kernels, LoadedProducts
-from shardline.runtime.finite import FiniteWatch
+from shardline.runtime.finite import FiniteChecker
 from shardline.runtime.loader.weights import WeightSource
 from shardline.runtime.parallel.collectives import Collectives
 from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, WeightFormat
@@ -37,7 +37,7 @@ class StageContext:
     dtype: torch.dtype
     """The dtype of activations."""
     max_model_len: int
-    watch: FiniteWatch | None
+    finite_checker: FiniteChecker | None
     """Set with `--check-finite`."""
     expert_parallel: bool = False
     """Whether each expert is held whole, by one rank of `expert_group`."""
@@ -161,7 +161,7 @@ class LayerLoader:
         return self.stage.shard(name, self.stage.group.rank)
 
     def _check_finite(self, name: str, tensor: Tensor) -> None:
-        if self.stage.watch is not None and not bool(torch.isfinite(tensor).all()):
+        if self.stage.finite_checker is not None and not bool(torch.isfinite(tensor).all()):
             raise ValueError(
                 f"{name} holds NaN or Inf in {tensor.dtype}: the checkpoint is damaged, or needs a wider --dtype"
             )

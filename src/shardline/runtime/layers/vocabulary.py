@@ -64,7 +64,7 @@ class LMHead:
         self._packed = loader.pack_lm_head(name)
         self._bias = loader.load("lm_head.bias") if stage.spec.lm_head_bias else None
         self._softcap = stage.spec.logits_softcap
-        self.fuses_argmax = stage.backend.fuses_argmax and stage.watch is None and self._softcap is None
+        self.fuses_argmax = stage.backend.fuses_argmax and stage.finite_checker is None and self._softcap is None
         """Whether `find_best` serves greedy steps. A softcap may round different logits to equal values, so it needs
         all logits; so does the search for NaN."""
 

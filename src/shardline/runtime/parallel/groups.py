@@ -34,7 +34,9 @@ class RankGroups:
     """Memory for the KV pool that all ranks of the TP group map; None: each has a pool of its own."""
 
 
-def join_shared(kernels: Kernels, segment: memoryview, layout: SegmentLayout, rank: int, timeout: float) -> RankGroups:
+def connect_shared_memory(
+    kernels: Kernels, segment: memoryview, layout: SegmentLayout, rank: int, timeout: float
+) -> RankGroups:
     """Groups over a segment that all ranks of the replica map (see SegmentLayout)."""
     from shardline.runtime.parallel.shared_memory import SharedCollectives, SharedLink
 
@@ -64,7 +66,7 @@ def join_shared(kernels: Kernels, segment: memoryview, layout: SegmentLayout, ra
     )
 
 
-def join_distributed(
+def connect_distributed(
     backend: Backend,
     transport: str,
     store_path: Path,
@@ -113,7 +115,7 @@ def join_distributed(
     )
 
 
-def join_nobody(num_layers: int = 0, num_experts: int = 0) -> RankGroups:
+def make_single_rank_groups(num_layers: int = 0, num_experts: int = 0) -> RankGroups:
     """The groups of a replica of one rank, with token counts of shape [num_layers, num_experts]."""
     grid = RankGrid(tensor=1, pipeline=1)
     board = ProgressBoard(memoryview(bytearray(ProgressBoard.num_bytes(1))), grid)
