@@ -6,22 +6,23 @@ import math
 
 import torch
 
+from shardline.models.kv_shapes import KVPart
 from shardline.models.partition import KVGroup, Span, split_dim
+from shardline.models.spec import KVDType
 from shardline.runtime.decoder import DecoderLayer
-from shardline.runtime.layers.kv_pages import CachePart
 from shardline.runtime.parallel.groups import RankGroups
 
 
 class KVPool:
     """A rank's pages. Slot d of the pool serves the d-th layer that the rank's stage has of each group."""
 
-    def __init__(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, num_blocks: int, block_size: int, dtype: KVDType, device: torch.device) -> None:
         """`dtype`: of keys and values."""
         self.num_blocks = num_blocks
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
-        self._slots: list[tuple[tuple[CachePart, ...], tuple[torch.Tensor, ...]]] = []
+        self._slots: list[tuple[tuple[KVPart, ...], tuple[torch.Tensor, ...]]] = []
         self._num_bytes = 0
 
     def bind_layers(
@@ -43,11 +44,11 @@ class KVPool:
         assert self._num_bytes == len(ranks.kv_pool), "the segment was cut for this pool"
         return split_dim(self._num_bytes, ranks.tensor.size)[ranks.tensor.rank].size
 
-    def _allocate(self, part: CachePart, shared: memoryview | None) -> torch.Tensor:
+    def _allocate(self, part: KVPart, shared: memoryview | None) -> torch.Tensor:
         """An uninitialised tensor; pages that nobody touches take no memory."""
-        offset = self._num_bytes
+        offset, dtype = self._num_bytes, getattr(torch, part.dtype)
         self._num_bytes += part.num_bytes
         if shared is None:
-            return torch.empty(part.shape, dtype=part.dtype, device=self._device)
+            return torch.empty(part.shape, dtype=dtype, device=self._device)
         count = math.prod(part.shape)
-        return torch.frombuffer(shared, dtype=part.dtype, count=count, offset=offset).view(part.shape)
+        return torch.frombuffer(shared, dtype=dtype, count=count, offset=offset).view(part.shape)

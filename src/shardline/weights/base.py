@@ -84,8 +84,7 @@ class PackedGatedLinear(ABC):
     def __call__(self, x: LinearInput, bias: Tensor | None, activation: str) -> Tensor:
         """act(x gate^T + bias[:out_features]) * (x up^T + bias[out_features:]): [M, out_features] of x's dtype.
 
-        A back end rounds once, or as one linear followed by `ops.activation.gated_activation`; see
-        `Kernels.rounds_gated_once`.
+        A back end rounds once, or as one linear followed by `ops.activation.gated_activation`.
         """
 
 

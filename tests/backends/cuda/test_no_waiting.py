@@ -142,7 +142,9 @@ def test_launches_do_not_wait(tmp_path, family, asked):
     worker = load_worker(model)
     params = [SAMPLING[index] for index in asked]
     with NoWaiting():
-        steps = [worker.launch_step(rank_step(number, params, len(worker._deployment.cache.groups))) for number in range(4)]
+        steps = [
+            worker.launch_step(rank_step(number, params, len(worker._deployment.cache.groups))) for number in range(4)
+        ]
     for step in steps:
         result = step.result()
         assert result is not None

@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-
-class CachePart(NamedTuple):
-    """A tensor that a layer caches in."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class KVPages(NamedTuple):
