@@ -1,6 +1,6 @@
-"""What the scheduler itself costs per step: `python benchmarks/engine_overhead.py`.
+"""The scheduler's own time per step: `python benchmarks/engine_overhead.py`.
 
-No model and no worker: every result is made up at once, so that all the time measured is schedule + update.
+There is no model and no worker. Results are made up at once, so the measured time is only schedule + update.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ BLOCK_SIZE = 16
 
 
 def run_plan(plan: StepPlan) -> StepResult:
-    """What a worker would answer."""
+    """The answer that a worker could give."""
     return StepResult(plan.step_id, [SequenceResult(step.seq_id, [7]) for step in plan.steps if step.sample])
 
 
 def decode_microseconds(
     num_seqs: int, context: int, steps: int, groups: tuple[KVGroup, ...], max_in_flight: int, pipeline: bool
 ) -> list[float]:
-    """Microseconds of each step that only decodes, with every sequence `context` tokens long."""
+    """Microseconds of each step that only decodes. Every sequence has `context` tokens."""
     num_blocks = 2 + len(groups) * num_seqs * ((context + steps) // BLOCK_SIZE + 2)
     scheduler = Scheduler(
         StepLimits(max_num_seqs=num_seqs, max_num_batched_tokens=8192),

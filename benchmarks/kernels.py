@@ -1,10 +1,11 @@
-"""The GEMM kernels against torch and against the machine: `python benchmarks/kernels.py`.
+"""The GEMM kernels compared with torch and with the machine: `python benchmarks/kernels.py`.
 
-Per shape and rows M: our GOP/s, torch's in the same process (bf16 and int4: its bf16 linear; int8: `torch._int_mm`, or
-the bf16 linear below 128 rows), and the ratio. At M = 1: GB/s of weights, as a share of the read bandwidth of
-`torch.sum`. Calls alternate, figures are medians; every call takes the next of several copies of the weight, so that
-weights come from memory, as they do in a model. Last, gate and up with SiLU in one kernel, against two. With
-`--threads 1` the thread's CPU time is measured, which other programs on the machine disturb less.
+For each shape and number of rows M, it prints our GOP/s, torch's GOP/s in the same process, and the ratio. For bf16
+and int4 torch runs its bf16 linear; for int8 it runs `torch._int_mm`, or the bf16 linear below 128 rows. For M = 1, it
+prints GB/s of weights as a share of the read bandwidth of `torch.sum`. Calls alternate, and figures are medians. Every
+call uses the next of several copies of the weight, so weights come from memory, as in a model. Last, it compares gate
+and up with SiLU in one kernel with two ops. With `--threads 1` it measures the thread's CPU time, which other programs
+on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ ROWS = (1, 8, 32, 128, 512, 2048)
 FORMATS = {"bf16": "plain", "int8": "int8", "int4": "int4"}
 DTYPES = tuple(FORMATS)
 KERNELS = HostKernels()
-COLD_BYTES = 96 << 20  # of copies: more than the caches hold
+COLD_BYTES = 96 << 20  # of all copies: more than the caches hold
 MIN_SECONDS = 0.02  # of calls per measurement
-SETTLE_SECONDS = 0.1  # of calls before it: the other library's idle threads spin on our cores for a while
+SETTLE_SECONDS = 0.1  # of calls before a measurement: the other library's idle threads spin on our cores for a while
 
 Call = Callable[[], object]
 
@@ -59,19 +60,19 @@ def seconds_per_call(call: Call) -> float:
 
 
 def medians(calls: Sequence[Call], rounds: int) -> list[float]:
-    """Median seconds of each call, measured in turn."""
+    """Median seconds of each call. The calls are measured in turns."""
     times = [[seconds_per_call(call) for call in calls] for _ in range(rounds)]
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
 def cold_copies(panels: Tensor) -> list[Tensor]:
-    """Copies on huge pages, as packed weights are."""
+    """Copies on huge pages, where packed weights are too."""
     count = COLD_BYTES // panels.nbytes
     return [streamed_empty(tuple(panels.shape), panels.dtype).copy_(panels) for _ in range(count)]
 
 
 def our_call(dtype: str, x: Tensor, weight: Tensor) -> tuple[Call, int]:
-    """The kernel over copies of a packed weight, and the bytes of one."""
+    """A call of the kernel with copies of a packed weight, and the bytes of one copy."""
     if dtype == "bf16":
         bf16 = plain.Format().pack_linear(KERNELS, weight)
         turn = cycle([bf16, *(replace(bf16, panels=p) for p in cold_copies(bf16.panels))])
@@ -93,7 +94,7 @@ def torch_call(dtype: str, x: Tensor, weight: Tensor) -> Call:
 
 
 def read_bandwidth(rounds: int) -> float:
-    """Bytes a second of `torch.sum` over memory that no cache holds: the best of some rounds."""
+    """Bytes per second of `torch.sum` over more memory than the caches hold: the best of some rounds."""
     memory = torch.ones(64 << 20)
     return memory.nbytes / min(seconds_per_call(memory.sum) for _ in range(rounds))
 
@@ -112,7 +113,7 @@ def report(dtype: str, n: int, k: int, m: int, bandwidth: float, rounds: int) ->
 
 
 def report_gated(dtype: str, n: int, k: int, m: int, rounds: int) -> str:
-    """Gate and up of n / 2 columns each: fused with SiLU, against a linear and the activation after it."""
+    """Compare gate and up (n / 2 columns each) fused with SiLU with a linear and a separate activation."""
     form = weight_format(FORMATS[dtype])
     gate, up = torch.randn(n, k).to(torch.bfloat16).chunk(2)
     x = torch.randn(m, k).to(torch.bfloat16)

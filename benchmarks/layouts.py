@@ -1,6 +1,6 @@
-"""What a layout costs against its alternative, taking turns: `python benchmarks/layouts.py FOLDER [CASE ...]`.
+"""Compares a layout with its alternative, in turns: `python benchmarks/layouts.py FOLDER [CASE ...]`.
 
-FOLDER keeps the random checkpoints. Needs an environment with transformers. Cases:
+FOLDER keeps the random checkpoints. The environment needs transformers. Cases:
 
 experts    whole experts on 2 ranks / every expert split over 2 ranks
 lockstep   2 replicas that share experts in lockstep / 2 replicas with all experts each
@@ -31,7 +31,7 @@ from shardline.engine.executor import make_executor
 from shardline.types import Request
 
 Run = Callable[[list[list[int]], int], None]
-"""Prompts and the number of tokens to generate for each, greedily."""
+"""Takes prompts and a number of tokens, and generates this number for each prompt greedily."""
 
 ROUNDS = 5
 PROMPT_LEN = 32
@@ -87,7 +87,7 @@ LATENT = transformers.DeepseekV2Config(
 
 
 def checkpoint(folder: Path, config: transformers.PreTrainedConfig) -> str:
-    """The folder of a random checkpoint in bfloat16, made where there is none."""
+    """The folder of a random checkpoint in bfloat16. The checkpoint is made if it does not exist."""
     path = folder / config.model_type
     if not (path / "config.json").exists():
         torch.manual_seed(0)
@@ -99,7 +99,7 @@ def checkpoint(folder: Path, config: transformers.PreTrainedConfig) -> str:
 
 @contextlib.contextmanager
 def offline(model: str, **options: Any) -> Iterator[Run]:
-    """`LLM` with a layout."""
+    """Run `LLM` with a layout."""
     with LLM(model, max_model_len=512, enable_prefix_caching=False, **options) as llm:
 
         def run(prompts: list[list[int]], output_len: int) -> None:
@@ -111,7 +111,7 @@ def offline(model: str, **options: Any) -> Iterator[Run]:
 
 @contextlib.contextmanager
 def pipeline(model: str, *, micro_batches: int, in_flight: int) -> Iterator[Run]:
-    """Two stages of one thread each; requests are shared out over `micro_batches`, of which so many are in flight."""
+    """Run two stages of one thread each. Requests are split over `micro_batches`; at most `in_flight` run at once."""
     options = {"pipeline_parallel_size": 2, "cpu_threads": 1, "max_model_len": 512, "enable_prefix_caching": False}
     setup = resolve_here(EngineConfig.from_options(model=model, **options))
     executor = make_executor(setup)
@@ -133,7 +133,7 @@ def pipeline(model: str, *, micro_batches: int, in_flight: int) -> Iterator[Run]
 
 @contextlib.contextmanager
 def reference(model: str) -> Iterator[Run]:
-    """transformers, all prompts as one batch."""
+    """Run transformers with all prompts in one batch."""
     module = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
 
     def run(prompts: list[list[int]], output_len: int) -> None:
@@ -153,7 +153,7 @@ def reference(model: str) -> Iterator[Run]:
 def compare(
     name: str, first: Run, second: Run, rng: random.Random, *, num_prompts: int = 32, output_len: int = 32
 ) -> None:
-    """Print tokens/s of both and the ratio of each round, taking turns."""
+    """Run both in turns; print their tokens/s and the ratio over the rounds."""
     speeds: tuple[list[float], list[float]] = ([], [])
     for round_ in range(ROUNDS + 1):
         prompts = [[rng.randrange(10, VOCAB_SIZE) for _ in range(PROMPT_LEN)] for _ in range(num_prompts)]
@@ -194,7 +194,7 @@ def main() -> None:
             both = pipeline(model, micro_batches=2, in_flight=2)
             one = pipeline(model, micro_batches=micro_batches, in_flight=1)
             with both as a, one as b:
-                # Micro-batches that compute, rather than wait for memory; long enough to forget how the pipeline fills.
+                # Micro-batches should compute rather than wait for memory, and run long after the pipeline has filled.
                 compare(name, a, b, rng, num_prompts=64, output_len=96)
 
 

@@ -1,4 +1,4 @@
-"""Write what follows from csrc/cpu/kernels.toml: the C++ kernel table, `_cpu.pyi` and the `Kernels` protocol.
+"""Generate files from csrc/cpu/kernels.toml: the C++ kernel table, `_cpu.pyi` and the `CommonKernels` protocol.
 
 `python scripts/generate_kernel_stubs.py` writes the files that changed. With `--check` it writes nothing, and fails if
 a file is out of date. It needs Python 3.11 or newer.
@@ -66,7 +66,7 @@ TABLE_HEAD = f"""\
 
 
 def split_parameters(parameters: str) -> list[str]:
-    """The parameters of a Python signature, each as source text, with a slash where positional-only ones end."""
+    """The parameters of a Python signature, each as source text."""
     function = ast.parse(f"def f({parameters}): ...").body[0]
     assert isinstance(function, ast.FunctionDef)
     arguments = function.args
@@ -82,7 +82,7 @@ def split_parameters(parameters: str) -> list[str]:
 
 
 def positional_only(parameters: list[str]) -> list[str]:
-    """The same with the mark that callers must not name parameters."""
+    """The parameters of a method that takes them by position only: with `self` before, and a slash after them."""
     if not parameters:
         return []
     named = [text for text in parameters if not text.startswith("*")]
@@ -90,7 +90,7 @@ def positional_only(parameters: list[str]) -> list[str]:
 
 
 def format_function(name: str, parameters: list[str], returns: str, indent: str, body: str) -> str:
-    """A function's source as `ruff format` lays it out: on one line, or its parameters on one, or one on each."""
+    """A function's source in the layout of `ruff format`: on one line, or with parameters on one or several lines."""
     joined = ", ".join(parameters)
     line = f"{indent}def {name}({joined}) -> {returns}:{body}"
     if len(line.splitlines()[0]) <= LINE_LENGTH:

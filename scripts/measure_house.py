@@ -1,18 +1,19 @@
-"""Prints how well the source tree keeps apart what should be apart. It runs on any state of the tree.
+"""Prints how well the source tree separates what should be separate. It runs on any state of the tree.
 
-    python scripts/measure_house.py            # all figures; --places and --files list what was counted
+    python scripts/measure_house.py            # all figures; --places and --files print the lists behind them
     python scripts/measure_house.py --json     # the same for programs
     python scripts/measure_house.py --no-chat  # leave out what needs a running server
 
 The figures, each defined in the docstring of its module in scripts/house/:
 
-- cycles: modules in import cycles at run time, imports in functions included, those under TYPE_CHECKING left out;
-- machine: places outside the back ends' rooms that ask what they run on (machine.py), and lines there that use a
+- cycles: modules in import cycles at run time, with imports in functions, without those under TYPE_CHECKING;
+- machine: places outside the back ends that ask on which machine they run (machine.py), and lines there that use a
   machine's own library;
-- chat: files, and lines of whole files, of which a function runs during one streamed chat on a server of the demo model
-  with two ranks (front, engine, two workers), and its spine: those of which four functions or more run (request.py);
-- formats, models: files that know a weight format by name, its own file included and kernels left out, and files that
-  know a model by name, its own file included (mentions.py).
+- chat: files with a function that runs during one streamed chat, and the lines of these files. The server has the demo
+  model and two ranks (front, engine, two workers). The spine is the files with four or more such functions
+  (request.py);
+- formats, models: files that know a weight format by name, without kernels, and files that know a model by name. The
+  format's or model's own file is included (mentions.py).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from scripts.house.request import num_lines, spine_files, touched_files, trace_c
 
 
 def measure(with_chat: bool = True) -> dict[str, Any]:
-    """All figures, with the lists behind them."""
+    """All figures and the lists behind them."""
     found = cycles(import_graph())
     formats = {name: 1 + len(files) for name, files in format_mentions().items()}
     models = {name: 1 + len(files) for name, files in model_mentions().items()}
@@ -85,7 +86,7 @@ def _lines(figures: dict[str, Any], with_places: bool, with_files: bool) -> list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON, with all lists")
-    parser.add_argument("--places", action="store_true", help="list the places where the machine shows")
+    parser.add_argument("--places", action="store_true", help="list the places that depend on the machine")
     parser.add_argument("--files", action="store_true", help="list the modules and files that were counted")
     parser.add_argument("--no-chat", action="store_true", help="start no server")
     arguments = parser.parse_args()

@@ -3,14 +3,14 @@
     python scripts/record_digests.py OUT.json                  # record
     python scripts/record_digests.py --compare A.json B.json   # exit 1 if anything differs
 
-A case is a checkpoint with engine options. Its record holds, for every request, the tokens, a hash of the digests of
-the fp32 logits of every step, a hash of the log-probabilities, and the finish reason. The cases cover every model
+A case is a checkpoint with engine options. Its record has, for every request, the tokens, a hash of the digests of the
+fp32 logits of every step, a hash of the log-probabilities, and the finish reason. The cases cover every model
 family in float32 and bfloat16 with every weight format and KV format of the CPU, packed checkpoints, layouts of
 several ranks (as threads), every instruction set of this CPU, and the GPU's kernels in Triton's interpreter.
 Run it from anywhere with the test extras installed; it imports `shardline` from src/ and `tests` from this checkout.
 
-The engines run in this script's own processes, since starting one process per case would take too long. Functions of
-the engine that are not public are used in scripts/digests/engines.py only.
+The engines run in this script's own processes, since one process per case would take too long. Only
+scripts/digests/engines.py uses functions of the engine that are not public.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_group(group: str, only: str, folder: Path, out: Path) -> None:
-    """All cases of a group, in this process."""
-    # Ranks that are threads hand the interpreter over at every exchange.
+    """Run all cases of a group in this process."""
+    # Ranks that are threads pass the interpreter lock to each other at every exchange.
     sys.setswitchinterval(1e-4)
     if group.startswith("triton"):
         use_gpu_kernels()
@@ -98,7 +98,7 @@ def record(out: Path, only: str, jobs: int) -> None:
 
 
 def compare(first: Path, second: Path, only: str) -> int:
-    """Print what differs between two files of records in the cases whose name has `only`; the exit status."""
+    """Print the differences of two records, for cases whose name contains `only`; returns the exit status."""
     one, other = json.loads(first.read_text()), json.loads(second.read_text())
     if one["machine"] != other["machine"]:
         print(f"not the same machine or libraries:\n{one['machine']}\n{other['machine']}")

@@ -2,13 +2,16 @@
 `python benchmarks/gpu/all.py --parts ceilings,families`, then `python benchmarks/gpu/all.py --parts
 ceilings,engine,layouts`.
 
-Needs the built kernels (`make dev`, PYTHONPATH=src) and a CUDA torch with Triton. Parts, each in a process and with a
-time limit of its own, so that one that fails or hangs hides no other: the card's ceilings; every Triton kernel against
-its oracle, and a row's bits against the batch; the demo model against the CPU, and that no launch of a step waits;
-kernel times; the library's products and what exact numerics cost. In the second call: experts, latent attention and
-quantization, tokens and times. In the third: the engine's bars; several ranks on the one GPU, which must answer as one
-rank does.
-Prints one JSON object (--output: to a file too), then a table. `--interpret` runs the checks of kernels on the CPU, at
+It needs the built kernels (`make dev`, PYTHONPATH=src) and a CUDA torch with Triton. Each part has its own process and
+time limit, so a part that fails or hangs does not hide the others.
+
+The first call measures the GPU's ceilings. It compares every Triton kernel with its oracle, and checks that a row's
+bits do not depend on the batch. It compares the demo model with the CPU, and checks that no launch of a step waits. It
+measures the kernels, the library's products and the cost of exact numerics. The second call checks and times experts,
+latent attention and quantization. The third call measures the engine against its bars, and checks that several ranks on
+one GPU answer like one rank.
+
+It prints one JSON object (with --output, also to a file), then a table. `--interpret` checks the kernels on the CPU, at
 small sizes, in Triton's interpreter.
 """
 
@@ -72,7 +75,7 @@ def measure_ceilings() -> dict[str, Any]:
 
 
 def run_part(name: str, device: str, ceilings: dict[str, float]) -> Any:
-    """One part, in this process."""
+    """Run one part in this process."""
     if name == "ceilings":
         return measure_ceilings()
     if name == "checks":
@@ -101,7 +104,7 @@ def run_part(name: str, device: str, ceilings: dict[str, float]) -> Any:
 
 
 def run_in_process(name: str, device: str, ceilings: dict[str, float]) -> dict[str, Any]:
-    """A part in a process of its own: {"seconds", and "result" or "error"}."""
+    """Run a part in its own process; returns {"seconds", and "result" or "error"}."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT / "src"), str(_ROOT)])}
     if device == "cpu":
         environment["TRITON_INTERPRET"] = "1"
@@ -124,7 +127,7 @@ def run_in_process(name: str, device: str, ceilings: dict[str, float]) -> dict[s
 
 
 def has_failed(result: Any) -> bool:
-    """Whether anything in it names a failure, is not ok, or is a traceback. A bar that is not met is no failure."""
+    """Whether a result contains a failure, a value that is not ok, or a traceback. A missed bar is not a failure."""
     if isinstance(result, dict):
         told = bool(result.get("failed")) or result.get("ok") is False
         return told or any(has_failed(one) for one in result.values())
@@ -132,7 +135,7 @@ def has_failed(result: Any) -> bool:
 
 
 def rows_of(value: Any, path: str = "") -> list[str]:
-    """The leaves of a result, one line each: entries that hold numbers only are one line together."""
+    """The lines of a result: one for each leaf, and one for an entry that holds only numbers."""
     if isinstance(value, dict) and value and any(isinstance(one, dict) for one in value.values()):
         return [row for name, one in value.items() for row in rows_of(one, f"{path} / {name}" if path else name)]
     if isinstance(value, dict):
@@ -143,7 +146,7 @@ def rows_of(value: Any, path: str = "") -> list[str]:
 
 
 def main() -> int:
-    """See the module."""
+    """See the docstring of this module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--interpret", action="store_true", help="check kernels on the CPU instead, at small sizes")
     parser.add_argument("--output", type=Path, help="also write the JSON here")

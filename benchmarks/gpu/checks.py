@@ -1,4 +1,4 @@
-"""Is every Triton kernel right, and are a row's bits its own? Against the oracles of shardline.runtime.ops, in fp64."""
+"""Checks every Triton kernel against an oracle of shardline.runtime.ops in fp64, and a row's bits against the batch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .sampling_checks import SamplingChecks
 from .tiles import LINEAR_TILES
 from .weight_checks import WeightChecks
 
-# Relative error in the Frobenius norm: what the arithmetic allows, with room for unlucky data.
+# Relative error in the Frobenius norm: the limit of the arithmetic, with a margin for unlucky data.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 ALLOWED = {
-    "sampling": 0.005,  # share of rows; exp differs in its last bit between the devices
+    "sampling": 0.005,  # share of rows, since the last bit of exp differs between the devices
     "linear_fp8": 2e-3,  # the tensor cores add 128 products with 14 bits or so before fp32 takes over
 }
 BUCKETS = (1, 2, 3, 7, 8, 16, 31, 33, 63, 64, 65, 100, 127, 128, 129, 200, 256, 257, 512, 1000, 1024, 2048, 4096)
@@ -59,7 +59,7 @@ class Checks(Inputs):
         return worst
 
     def gated_linear(self) -> float:
-        """Has the bits of a product and its activation; not in the interpreter, whose products go to BLAS."""
+        """The bits are those of a product and then its activation. The interpreter is exempt: its products use BLAS."""
         worst = 0.0
         shapes = [(3, 40, 70)] if self.small else [(1, 14336, 4096), (100, 768, 2048), (600, 896, 896)]
         for rows, width, depth in shapes:
@@ -113,7 +113,7 @@ class Checks(Inputs):
         return worst
 
     def write_kv_bytes(self) -> float:
-        """Bytes and scales are the oracle's."""
+        """Bytes and scales equal the oracle's."""
         tokens, heads, dim = (3, 2, 32) if self.small else (300, 8, 128)
         kv, slots = self.randn(2, tokens, heads, dim), torch.randperm(320, generator=self.rng)[:tokens]
         for stored in (torch.int8,) if self.small else (torch.int8, torch.float8_e4m3fn):
@@ -129,7 +129,7 @@ class Checks(Inputs):
         return 0.0
 
     def mla_attention(self) -> float:
-        """DeepSeek's dims; the absorbed projections and the writing of latents too."""
+        """With DeepSeek's dims. It includes the absorbed projections and the writing of latents."""
         tokens, heads, latent, rope_dim = (5, 2, 24, 8) if self.small else (600, 16, 512, 64)
         x, weights = self.randn(tokens, heads, 20), self.randn(heads, latent, 20)
         queries, query_rope = self.poison(tokens, heads, latent), self.randn(tokens, heads, rope_dim)
@@ -171,7 +171,7 @@ class Checks(Inputs):
 
 
 class PagedCall:
-    """A batch of sequences over shuffled blocks, of which queries [begin, end) are asked for."""
+    """A batch of sequences over shuffled blocks. The queries are [begin, end) of each sequence."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class PagedCall:
         lengths: list[tuple[int, int]],
         stored: torch.dtype | None = None,
     ) -> None:
-        """`stored`: type of a cache with scales."""
+        """`stored` is the type of a cache with scales."""
         self.on, self.dim = on, dim
         counts = [-(-end // 16) for _, end in lengths]
         ids = 1 + torch.randperm(sum(counts), generator=on.rng).int()
@@ -213,7 +213,7 @@ class PagedCall:
         return paged_attention_reference(*tensors, self.dim**-0.5, window=window, softcap=cap, **scales)
 
     def part(self, sequence: int, begin: int, end: int) -> PagedCall:
-        """Queries [begin, end) of one sequence alone, its context ending there."""
+        """Queries [begin, end) of one sequence alone. Its context ends at `end`."""
         tables, starts, lens = self.index
         first = int(starts[sequence]) - (int(lens[sequence]) - int(starts[sequence + 1] - starts[sequence]))
         other = object.__new__(PagedCall)
@@ -225,7 +225,7 @@ class PagedCall:
 
 
 def linear_invariance(device: str) -> dict[str, Any]:
-    """Whether rows of any batch have the bits they have in the largest, by weight shape; and the bits of every tile."""
+    """Whether rows have the same bits in every batch as in the largest, by weight shape; also for every tile."""
     result: dict[str, Any] = {}
     for columns, depth in [(6144, 4096), (4096, 14336), (28672, 4096), (1000, 1600)]:
         x = torch.randn(4096, depth, device=device).bfloat16()
@@ -246,7 +246,7 @@ def linear_invariance(device: str) -> dict[str, Any]:
             try:
                 launch_linear(x[:300], weight, None, out, tile=tile)
                 tiles[tile.name] = torch.equal(out, whole[:300])
-            except Exception as error:  # a tile that does not fit is a finding, not the end
+            except Exception as error:  # a tile that does not fit is a result, not the end
                 tiles[tile.name] = f"{type(error).__name__}: {str(error)[:80]}"
         library = torch.equal(torch.nn.functional.linear(x, weight)[:1], torch.nn.functional.linear(x[:1], weight))
         result[f"{columns}x{depth}"] = {
@@ -259,7 +259,7 @@ def linear_invariance(device: str) -> dict[str, Any]:
 
 
 def attention_invariance(device: str) -> dict[str, Any]:
-    """Whether chunks, decode, splits of their own and neighbours keep the bits of whole prompts."""
+    """Whether chunks, decode, separate splits and neighbours keep the bits of whole prompts."""
     result: dict[str, Any] = {}
     shapes = [(32, 8, 128, None, None), (8, 1, 64, None, None), (16, 8, 256, 700, None)]
     shapes += [(32, 8, 128, None, stored) for stored in (torch.int8, torch.float8_e4m3fn)]
@@ -287,7 +287,7 @@ def attention_invariance(device: str) -> dict[str, Any]:
 
 
 def mla_invariance(device: str) -> dict[str, Any]:
-    """Whether decode and chunks of latent attention, splits of their own or not, have the bits of the whole."""
+    """Whether decode and chunks of latent attention have the bits of whole prompts, also with separate splits."""
     on = Inputs(device, torch.bfloat16, False)
     queries, query_rope, cache = on.randn(1300, 16, 512), on.randn(1300, 16, 64), on.randn(83, 16, 576)
     table = (1 + torch.randperm(82, generator=on.rng)).int()[None].to(device)
@@ -310,7 +310,7 @@ def mla_invariance(device: str) -> dict[str, Any]:
 
 
 def run(device: str) -> dict[str, Any]:
-    """Every check; "cpu" means small sizes under Triton's interpreter, in fp32, without the questions of bits."""
+    """Run every check. "cpu" means small sizes in Triton's interpreter, in fp32, without the checks of bits."""
     small = device == "cpu"
     result: dict[str, Any] = {"errors": {}, "failed": []}
     for dtype in (torch.float32,) if small else (torch.float32, torch.bfloat16):
@@ -340,7 +340,7 @@ def run(device: str) -> dict[str, Any]:
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What it returns, or its traceback: one broken kernel must not hide the others."""
+    """The result of a call, or its traceback: one broken kernel must not hide the others."""
     try:
         return function(*arguments)
     except Exception:

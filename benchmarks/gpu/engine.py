@@ -41,7 +41,7 @@ _PROMPTS = ["What is a list?", "def add(a, b):", "Hello", "What does str.find do
 
 
 def same_tokens() -> dict[str, Any]:
-    """Greedy tokens of the demo model on both devices, in fp32; and on the GPU alone against in a batch, in bf16."""
+    """Compare greedy tokens of the demo model: GPU with CPU in fp32, and single requests with a batch in bf16."""
     params = SamplingParams(max_tokens=48, temperature=0.0)
     tokens = {}
     for device in ("cpu", "cuda"):
@@ -70,7 +70,7 @@ def shape_folder(name: str) -> Iterator[str]:
 
 
 def _weight_bytes(name: str) -> int:
-    """Bytes that one decode step reads: everything but the rows of an untied embedding."""
+    """Bytes that one decode step reads: all weights except an untied embedding."""
     shape: dict[str, Any] = SHAPES[name]
     hidden, head_dim = (
         shape["hidden_size"],
@@ -82,7 +82,7 @@ def _weight_bytes(name: str) -> int:
 
 
 def decode_bar(llm: LLM, name: str, bar: float, ceilings: dict[str, float]) -> dict[str, Any]:
-    """Batch-1 decode as a share of weight bytes over copy bandwidth."""
+    """Speed of batch-1 decode as a share of the bound: weight bytes divided by copy bandwidth."""
     params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
     prompt = {"prompt_token_ids": list(range(100, 164))}
     llm.generate(prompt, params, use_tqdm=False)
@@ -95,18 +95,18 @@ def decode_bar(llm: LLM, name: str, bar: float, ceilings: dict[str, float]) -> d
 
 
 def prefill_bar(llm: LLM, ceilings: dict[str, float]) -> dict[str, Any]:
-    """A prompt of 8,192 tokens in one step."""
+    """Measure a prompt of 8,192 tokens in one step."""
     spent = []
     for turn in range(4):
         prompt = {"prompt_token_ids": [(turn + 7 * i) % 50000 for i in range(8192)]}
         _, times = llm.generate_timed(prompt, SamplingParams(max_tokens=1, temperature=0.0))
         spent.append(times[0].first_token - times[0].submitted)
-    share = 8192 * _weight_bytes("8B") / min(spent) / ceilings["flops"]  # two operations a weight of two bytes
+    share = 8192 * _weight_bytes("8B") / min(spent) / ceilings["flops"]  # two operations per weight of two bytes
     return {"s": min(spent), "of_ceiling": share, "bar": 0.6, "met": share >= 0.6}
 
 
 def throughput_bar(llm: LLM, ceilings: dict[str, float], bar: float = 0.55) -> dict[str, Any]:
-    """256 requests of 1,024 in and 128 out, all at once (the bar: 1,000 of them, 256 at a time)."""
+    """Measure 256 requests of 1,024 in and 128 out, all at once (the bar has 1,000 of them, 256 at a time)."""
     prompts = [{"prompt_token_ids": [(31 * r + 7 * i) % 50000 for i in range(1024)]} for r in range(256)]
     _, times = llm.generate_timed(prompts, SamplingParams(max_tokens=128, temperature=0.0, ignore_eos=True))
     spent = max(t.finished for t in times) - min(t.submitted for t in times)
@@ -116,7 +116,7 @@ def throughput_bar(llm: LLM, ceilings: dict[str, float], bar: float = 0.55) -> d
 
 
 def memory_used() -> dict[str, Any]:
-    """The share of the GPU that is in use, after the largest steps: what was measured at the start must hold."""
+    """The share of the GPU's memory in use after the largest steps. The measurement at the start must still hold."""
     gpus, _ = probe_gpus()
     total, free = gpus[0].memory_total, gpus[0].memory_free
     share = 1.0 - free / total
@@ -124,7 +124,7 @@ def memory_used() -> dict[str, Any]:
 
 
 def shape_bars(name: str, ceilings: dict[str, float]) -> dict[str, Any]:
-    """The start, and the bars of one shape."""
+    """Measure the start and the bars of one shape."""
     options: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "enable_prefix_caching": False}
     started = time.perf_counter()
     with shape_folder(name) as folder, LLM(folder, device="cuda", load_format="dummy", **options) as llm:
@@ -139,5 +139,5 @@ def shape_bars(name: str, ceilings: dict[str, float]) -> dict[str, Any]:
 
 
 def run(ceilings: dict[str, float]) -> dict[str, Any]:
-    """The bars that the engine can be asked for today."""
+    """Run all bars of the engine."""
     return {name: attempt(shape_bars, name, ceilings) for name in ("1B", "8B")}

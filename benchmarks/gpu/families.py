@@ -1,4 +1,4 @@
-"""Experts, latent attention and fewer bits on the GPU: tokens against the CPU's and against batches, and times."""
+"""Experts, latent attention and quantization on the GPU: tokens against the CPU's and against batches, and times."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 @contextmanager
 def random_model(model_type: str) -> Iterator[str]:
-    """A checkpoint of a tiny model, with weights so large that every part of it shows in the logits."""
+    """Make a checkpoint of a tiny model. Its weights are so large that every part of the model affects the logits."""
     demo = Path(shardline.__file__).parent / "demo_model"
     config = {**CONFIGS[model_type], "model_type": model_type, "torch_dtype": "float32"}
     spec, rng, tensors = decoder_spec(config), torch.Generator().manual_seed(0), {}
@@ -98,10 +98,10 @@ def tokens_of(model: str, **options: Any) -> tuple[list[list[int]], list[list[in
 
 
 def same_tokens(model: str, device: str, **options: Any) -> dict[str, Any]:
-    """In fp32 against the CPU, where only rounding of quantized activations may differ; in bf16 alone against a batch.
+    """Compare the GPU with the CPU in fp32, and single requests with a batch in bf16.
 
-    Tokens of a quantized model may part from the CPU's: what a norm rounds otherwise in its last bit, a byte tells; and
-    the CPU has no fp8.
+    Tokens of a quantized model may differ from the CPU's: if a norm differs in its last bit, a quantized byte may
+    differ too. The CPU has no fp8.
     """
     on_cpu = {name: value for name, value in options.items() if value != "fp8"}
     cpu, _ = tokens_of(model, device="cpu", dtype="float32", **on_cpu)
@@ -119,7 +119,7 @@ def same_tokens(model: str, device: str, **options: Any) -> dict[str, Any]:
 
 
 def every_same_tokens(device: str) -> dict[str, Any]:
-    """`same_tokens` of every family, and of the demo model in fewer bits."""
+    """`same_tokens` for every family, and for the demo model with every quantization."""
     result = {}
     for model_type in CONFIGS:
         with random_model(model_type) as folder:
@@ -132,7 +132,7 @@ def every_same_tokens(device: str) -> dict[str, Any]:
 
 
 def precision_bars(ceilings: dict[str, float]) -> dict[str, Any]:
-    """8B with dummy weights in fewer bits: decode as a share of what bf16's bytes would take, and throughput."""
+    """8B with quantized dummy weights: decode as a share of the time for bf16's bytes, and throughput."""
     options: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "enable_prefix_caching": False}
     result: dict[str, Any] = {}
     for scheme in ("fp8", "int8"):
@@ -146,7 +146,7 @@ def precision_bars(ceilings: dict[str, float]) -> dict[str, Any]:
 
 
 def run(ceilings: dict[str, float]) -> dict[str, Any]:
-    """All of the above."""
+    """Run everything in this module."""
     return {
         "tokens": attempt(every_same_tokens, "cuda"),
         "quantized": attempt(kernel_times.quantized_times, ceilings),

@@ -1,4 +1,4 @@
-"""Have the products that a decode step fuses with norms, additions, rotation and KV writes the bits of separate ops?"""
+"""Checks that fused products (with norms, additions, rotation and KV writes) have the bits of separate ops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FewRowsChecks(Inputs):
     """Every method is a check that returns its relative error."""
 
     def added_and_normed(self) -> float:
-        """`add_linear`, then the norm of what it gives in a linear and in a gated one, against an op each."""
+        """`add_linear`, then a linear and a gated linear that norm its output, against separate ops."""
         worst, kernels = 0.0, self.kernels
         for rows, hidden, inner in (
             [(3, 70, 40)] if self.small else [(1, 4096, 14336), (17, 896, 4864), (64, 2048, 8192)]
@@ -42,7 +42,7 @@ class FewRowsChecks(Inputs):
         return worst
 
     def queries_keys_and_values(self) -> float:
-        """`qkv_linear` with and without norms of heads, against an op each."""
+        """`qkv_linear` with and without norms of heads, against separate ops."""
         worst, kernels = 0.0, self.kernels
         shapes = [(3, 70, 3, 2, 32)] if self.small else [(1, 4096, 32, 8, 128), (64, 896, 14, 2, 64)]
         for rows, hidden, heads, kv_heads, dim in shapes:

@@ -1,4 +1,4 @@
-"""What the checks compute on, and how they compare."""
+"""Inputs of the checks, and the comparison of their results."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """|actual - expected| / |expected|; infinite where anything is NaN."""
+    """|actual - expected| / |expected|; infinite if anything is NaN."""
     difference = (actual.double().cpu() - expected.double()).norm() / expected.double().norm()
     return float("inf") if difference.isnan() else difference.item()

@@ -1,7 +1,7 @@
-"""How fast each kernel is, against the card's own ceilings.
+"""The speed of each kernel, compared with the GPU's own ceilings.
 
-Inputs rotate through more memory than the L2 holds; many launches are captured in one CUDA graph, so that launching
-costs nothing that a captured decode step would not pay.
+Inputs rotate through more memory than the L2 holds. Many launches are captured in one CUDA graph, so a launch costs as
+much as in a captured decode step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "
 
 
 def seconds(calls: list[Callable[[], Any]], repeats: int = 20) -> float:
-    """Median seconds of one call, all of them captured in a graph and replayed."""
+    """Median seconds of one call. All calls are captured in a graph and replayed."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
@@ -55,7 +55,7 @@ def _randn(*shape: int) -> Tensor:
 
 
 def time_linear(rows: int, columns: int, depth: int, tile: Tile | None) -> float:
-    """Seconds of one product, with the tile that the kernel chooses or another."""
+    """Seconds of one product, with the tile that the kernel chooses or with another tile."""
     weight_bytes = 2 * columns * depth
     weights = [_randn(columns, depth) for _ in range(max(2, -(-_ROTATED_BYTES // weight_bytes)))]
     x, out = _randn(rows, depth), torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
@@ -63,21 +63,21 @@ def time_linear(rows: int, columns: int, depth: int, tile: Tile | None) -> float
 
 
 def time_gated(rows: int, width: int, depth: int) -> float:
-    """Seconds of both products of a gated block's first half and their activation, in one kernel."""
+    """Seconds of one kernel that computes gate, up and their activation."""
     weights = [_randn(2 * width, depth) for _ in range(max(2, -(-_ROTATED_BYTES // (4 * width * depth))))]
     x, out = _randn(rows, depth), torch.empty(rows, width, device="cuda", dtype=torch.bfloat16)
     return seconds([partial(launch_linear, x, weight, None, out, gate="silu") for weight in weights])
 
 
 def time_library(rows: int, columns: int, depth: int) -> float:
-    """Seconds of torch's product, which is not batch-invariant: what exactness may cost."""
+    """Seconds of torch's product, which is not batch-invariant. The difference is the cost of exactness."""
     weights = [_randn(columns, depth) for _ in range(max(2, -(-_ROTATED_BYTES // (2 * columns * depth))))]
     x, out = _randn(rows, depth), torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
     return seconds([partial(torch.mm, x, weight.T, out=out) for weight in weights])
 
 
 def _entry(spent: Any, floor: float | None = None) -> Any:
-    """Microseconds and the share of the ceiling, of seconds; what `attempt` gave otherwise."""
+    """Seconds as microseconds and as a share of the ceiling. A traceback from `attempt` is returned unchanged."""
     if isinstance(spent, str):
         return spent
     return {"us": spent * 1e6} if floor is None else {"us": spent * 1e6, "of_ceiling": floor / spent}
@@ -110,8 +110,8 @@ def linear_times(ceilings: dict[str, float]) -> dict[str, Any]:
 
 
 def few_rows_times(ceilings: dict[str, float]) -> dict[str, Any]:
-    """A decode step's launches that fuse norms, additions, rotation and KV writes, each beside the launches
-    that it stands for, with Llama-3.1-8B's weights and with Llama-3.2-1B's."""
+    """A decode step's launches that fuse norms, additions, rotation and KV writes, each beside the launches that it
+    replaces, with the weights of Llama-3.1-8B and of Llama-3.2-1B."""
     result: dict[str, Any] = {}
     for model, (hidden, inner, heads, dim) in {"8B": (4096, 14336, 32, 128), "1B": (2048, 8192, 32, 64)}.items():
         for rows in (1, 64):
@@ -126,7 +126,7 @@ def few_rows_times(ceilings: dict[str, float]) -> dict[str, Any]:
 def _few_rows_calls(
     rows: int, hidden: int, inner: int, heads: int, dim: int
 ) -> dict[str, tuple[int, dict[str, list[Callable[[], Any]]]]]:
-    """By product: its weight's bytes, and its calls, fused and not, over several weights."""
+    """For each product: the bytes of its weight, and its fused and separate calls over several weights."""
     residual, norm = _randn(rows, hidden), _randn(hidden)
     summed, normed, delta, gated = (_randn(rows, width) for width in (hidden, hidden, hidden, inner))
     sums = torch.rand(rows, runs_of_row(rows, hidden, torch.bfloat16), device="cuda")
@@ -177,7 +177,7 @@ def _few_rows_calls(
 
 
 def time_quantized(rows: int, columns: int, depth: int, bits: int) -> float:
-    """Seconds of one product of bytes with a weight of 8 or 4 bits."""
+    """Seconds of one product of int8 rows with a weight of 8 or 4 bits."""
     shape = (columns, depth) if bits == 8 else (depth // 64, 34 * columns)
     dtype = torch.int8 if bits == 8 else torch.uint8
     weights = [
@@ -202,7 +202,7 @@ def time_w4a16(rows: int, columns: int, depth: int) -> float:
 
 
 def quantized_times(ceilings: dict[str, float]) -> dict[str, Any]:
-    """Against the bytes of the weight, and twice the products that bf16 does."""
+    """Compare with the time for the weight's bytes, and with twice the arithmetic rate of bf16."""
     result: dict[str, Any] = {}
     for bits, stored in ((8, 8), (4, 4.5)):
         for rows in (1, 64, 2048):
@@ -220,11 +220,11 @@ def quantized_times(ceilings: dict[str, float]) -> dict[str, Any]:
 
 
 _EXPERTS = {"Mixtral-8x7B": (8, 2, 14336, 4096), "Qwen3-30B-A3B": (128, 8, 768, 2048)}
-"""Experts, experts of a token, intermediate and hidden size."""
+"""Number of experts, experts per token, intermediate size and hidden size."""
 
 
 def time_experts(num_tokens: int, num_experts: int, k: int, inner: int, hidden: int) -> float:
-    """Seconds of both grouped products of a layer, with what surrounds them; experts are chosen at random."""
+    """Seconds of both grouped products of a layer and the ops around them. Experts are chosen at random."""
     up, down = _randn(num_experts, 2 * inner, hidden), _randn(num_experts, hidden, inner)
     x, rows, out = _randn(num_tokens, hidden), _randn(num_tokens * k, inner), _randn(num_tokens, hidden)
     calls = []
@@ -237,7 +237,7 @@ def time_experts(num_tokens: int, num_experts: int, k: int, inner: int, hidden: 
 
 
 def expert_times(ceilings: dict[str, float]) -> dict[str, Any]:
-    """Against the bytes of the experts that are met (about), or the products."""
+    """Compare with the time for the chosen experts' bytes (estimated), or for the products."""
     result: dict[str, Any] = {}
     for name, (num_experts, k, inner, hidden) in _EXPERTS.items():
         for num_tokens in (1, 16, 64, 256, 4096):
@@ -252,7 +252,7 @@ def expert_times(ceilings: dict[str, float]) -> dict[str, Any]:
 
 
 def time_attention(num_seqs: int, context: int, num_queries: int, stored: torch.dtype | None = None) -> float:
-    """Seconds of one call of Llama-3.1-8B's heads; every sequence asks for its last `num_queries` positions."""
+    """Seconds of one call with Llama-3.1-8B's heads. The queries are the last `num_queries` positions."""
     heads, kv_heads, dim, blocks = 32, 8, 128, -(-context // 16)
     sets = max(1, _ROTATED_BYTES // (num_seqs * context * kv_heads * dim * 4))
     calls: list[Callable[[], Any]] = []
@@ -273,7 +273,7 @@ def time_attention(num_seqs: int, context: int, num_queries: int, stored: torch.
 
 
 def time_mla(num_seqs: int, context: int, num_queries: int, heads: int) -> float:
-    """Seconds of one call in DeepSeek's dims; every sequence asks for its last `num_queries` positions."""
+    """Seconds of one call with DeepSeek's dims. The queries are the last `num_queries` positions."""
     blocks, num_tokens = -(-context // 16), num_seqs * num_queries
     latent, rope, out = _randn(num_tokens, heads, 512), _randn(num_tokens, heads, 64), _randn(num_tokens, heads, 512)
     starts = torch.arange(num_seqs + 1, device="cuda", dtype=torch.int32) * num_queries
@@ -287,7 +287,7 @@ def time_mla(num_seqs: int, context: int, num_queries: int, heads: int) -> float
 
 
 def mla_times(ceilings: dict[str, float]) -> dict[str, Any]:
-    """Against the bytes of the latents, or the products of scores and values."""
+    """Compare with the time for the latents' bytes, or for the products of scores and values."""
     result: dict[str, Any] = {}
     for heads, num_seqs, context in [(16, 1, 8192), (16, 64, 4096), (128, 1, 8192), (128, 64, 4096)]:
         work = 2 * num_seqs * heads * context * (576 + 512)
@@ -300,7 +300,7 @@ def mla_times(ceilings: dict[str, float]) -> dict[str, Any]:
 
 
 def attention_times(ceilings: dict[str, float]) -> dict[str, Any]:
-    """Decode against the bytes of keys and values, prefill against the products of the causal half."""
+    """Compare decode with the time for the bytes of keys and values, and prefill with the causal products."""
     result: dict[str, Any] = {}
     for num_seqs, context in [(1, 1024), (1, 8192), (1, 65536), (16, 1024), (64, 1024), (256, 1024), (64, 8192)]:
         floor = num_seqs * context * 8 * 128 * 2 * 2 / ceilings["copy_bytes_per_s"]
@@ -320,7 +320,7 @@ def attention_times(ceilings: dict[str, float]) -> dict[str, Any]:
 
 
 def small_times() -> dict[str, Any]:
-    """Microseconds of what surrounds the products in a decode step, for 1 and 64 tokens of Llama-3.1-8B."""
+    """Microseconds of a decode step's ops other than products, for 1 and 64 tokens of Llama-3.1-8B."""
     result: dict[str, Any] = {}
     for rows in (1, 64):
         x, residual, out, summed = (_randn(rows, 4096) for _ in range(4))
@@ -350,7 +350,7 @@ def small_times() -> dict[str, Any]:
 
 
 def run(ceilings: dict[str, float]) -> dict[str, Any]:
-    """What a dense model in bf16 calls."""
+    """Measure the kernels that a dense model in bf16 calls."""
     return {
         "linear": attempt(linear_times, ceilings),
         "few rows": attempt(few_rows_times, ceilings),

@@ -1,4 +1,4 @@
-"""Several ranks on the one GPU, over gloo: every layout must give the tokens of a single rank, bit for bit."""
+"""Several ranks share one GPU over gloo. Every layout must give exactly the tokens of a single rank."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
     ],
     "deepseek_v3": [{"tensor_parallel_size": 2, "enable_expert_parallel": True}],
 }
-"""By model. A single rank replays decode steps from CUDA graphs and these do not: that is compared too."""
+"""Layouts by model. A single rank replays CUDA graphs and these layouts do not, so this compares graphs too."""
 
 
 def same_tokens(model: str, device: str, layouts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Greedy tokens in bf16, in a batch and alone."""
+    """Compare greedy tokens in bf16, in a batch and alone."""
     options = {"device": device, "dtype": "bfloat16", "max_num_seqs": 16, "kv_cache_memory": "256MiB"}
     expected = tokens_of(model, **options)
     result: dict[str, Any] = {}
@@ -37,7 +37,7 @@ def same_tokens(model: str, device: str, layouts: list[dict[str, Any]]) -> dict[
 
 
 def run(device: str) -> dict[str, Any]:
-    """All of them."""
+    """Run all layouts."""
     result = {}
     for model, layouts in LAYOUTS.items():
         if model == "demo":

@@ -1,4 +1,4 @@
-"""The library's matrix products: with which numbers of rows they have our bits, and what exact numerics cost."""
+"""The library's matrix products: for which numbers of rows they have our bits, and the cost of exact numerics."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .checks import BUCKETS, attempt
 from .engine import shape_folder, throughput_bar
 
 _SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
-"""Of Llama-3.1-8B."""
+"""Weight shapes of Llama-3.1-8B."""
 
 
 def trial() -> dict[str, Any]:
-    """The trial of a start; then whether linears have the bits of our kernel alone, whoever computes them."""
+    """Run the trial of a start. Then check that linears have our kernel's bits, even if the library computes them."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     device = torch.device("cuda")
     kernels = CudaKernels(device)
@@ -48,7 +48,7 @@ def trial() -> dict[str, Any]:
 
 
 def fast_throughput(ceilings: dict[str, float]) -> dict[str, Any]:
-    """The workload of `engine`'s bar with both numerics: exact ones may cost a tenth."""
+    """Run the workload of `engine`'s bar with both numerics. Exact numerics may cost a tenth."""
     options: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "enable_prefix_caching": False}
     rates = {}
     for numerics in ("exact", "fast"):
@@ -62,5 +62,5 @@ def fast_throughput(ceilings: dict[str, float]) -> dict[str, Any]:
 
 
 def run(ceilings: dict[str, float]) -> dict[str, Any]:
-    """Both."""
+    """Run both."""
     return {"trial": attempt(trial), "numerics": attempt(fast_throughput, ceilings)}

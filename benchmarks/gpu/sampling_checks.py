@@ -1,4 +1,4 @@
-"""Are tokens chosen right, and does a step that was launched never wait for the GPU?"""
+"""Checks that tokens are chosen correctly, and that launches never wait for the GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SamplingChecks(Inputs):
     """Every method is a check that returns its relative error."""
 
     def sampling(self) -> float:
-        """The share of rows whose token is not the CPU's."""
+        """The share of rows with another token than on the CPU."""
         rows, vocab = (4, 300) if self.small else (256, 128256)
         logits = (3 * torch.randn(rows, vocab, generator=self.rng)).float()
         arguments: dict[str, Tensor] = {
@@ -71,7 +71,7 @@ class SamplingChecks(Inputs):
         return relative_error(actual.cpu() - logits, expected)
 
     def logprobs(self) -> float:
-        """The worst log-probability; ids and ranks are exact."""
+        """The largest error of a log-probability. Ids and ranks are exact."""
         rows, vocab, top_n = (4, 300, 3) if self.small else (32, 128256, 20)
         logits = (3 * torch.randn(rows, vocab, generator=self.rng)).float()
         chosen = torch.randint(0, vocab, (rows,), generator=self.rng)
@@ -86,7 +86,7 @@ class SamplingChecks(Inputs):
 
 @contextmanager
 def _refusing_to_wait() -> Iterator[None]:
-    """Launches of steps in which torch would wait for the GPU fail."""
+    """Make a launch fail if torch would wait for the GPU in it."""
     launch = Runner.launch_step
 
     def watched(self: Runner, step: Any) -> Any:
@@ -126,7 +126,7 @@ def _requests() -> list[Request]:
 
 
 def _answers(model: str, device: str, in_flight: int, together: bool) -> dict[str, list[Any]]:
-    """Tokens, log-probabilities and digests of all requests, with so many steps in flight."""
+    """Tokens, log-probabilities and digests of all requests, with a number of steps in flight."""
     config = EngineConfig.from_options(model=model, device=device, dtype="bfloat16", max_num_seqs=16)
     setup = resolve_here(config)
     executor = make_executor(setup)
@@ -148,7 +148,7 @@ def _answers(model: str, device: str, in_flight: int, together: bool) -> dict[st
 
 
 def launches_do_not_wait(model: str = "demo", device: str = "cuda") -> dict[str, Any]:
-    """Every kind of sampling with two steps in flight and no wait in a launch; answers are those of one at a time."""
+    """Every kind of sampling with two steps in flight and no wait. Answers must equal those of one step at a time."""
     expected = _answers(model, device, 1, together=False)
     _answers(model, device, 2, together=True)  # compiles what is missing
     with _refusing_to_wait():

@@ -1,4 +1,4 @@
-"""Tiles of the linear kernel that are worth timing, beside the one it chooses."""
+"""Tiles of the linear kernel that are worth timing in addition to the one that it chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is what multiplies weights right? In every precision, for one weight and for those of many experts."""
+"""Checks the kernels that multiply weights, in every precision, for single weights and for many experts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WeightChecks(Inputs):
         return relative_error(fp8.pack_linear(self.kernels, weight)(x, out_dtype=torch.float32), expected)
 
     def linear_w4a16(self) -> float:
-        """The bits are those of `linear` with the weight dequantized, and a row's its own."""
+        """The bits equal those of `linear` with the dequantized weight, and a row's bits do not depend on others."""
         worst = 0.0
         for rows, columns, depth, size in (
             [(3, 40, 104, 32)] if self.small else [(300, 6144, 4096, 128), (1, 4096, 14336, 64), (70, 200, 4096, None)]
@@ -58,7 +58,7 @@ class WeightChecks(Inputs):
         return worst
 
     def routing(self) -> float:
-        """The worst weight; ids are exact."""
+        """The largest error of a routing weight. Ids are exact."""
         worst = 0.0
         for kind in (
             Routing(8, 2),
@@ -89,7 +89,7 @@ class WeightChecks(Inputs):
         return worst
 
     def experts(self) -> float:
-        """Both products of a layer, and whether a slot's row has the bits of a linear of its expert alone."""
+        """Both products of a layer, and whether a slot's row has the bits of a linear with its expert alone."""
         tokens, count, k, inner, hidden = (5, 3, 2, 24, 40) if self.small else (300, 8, 2, 768, 1024)
         x, up = self.randn(tokens, hidden), self.randn(count, 2 * inner, hidden) * hidden**-0.5
         down, shared = self.randn(count, hidden, inner) * inner**-0.5, self.randn(tokens, hidden)
@@ -103,7 +103,7 @@ class WeightChecks(Inputs):
             self.kernels.linear(x, up[expert], None, product)
             self.kernels.activation(product, alone, "silu", True)
             chosen = ids == expert
-            # The interpreter's products go to BLAS, whose bits follow the tile.
+            # The interpreter's products use BLAS, whose bits depend on the tile.
             same = self.small or torch.equal(rows[chosen.flatten()], alone[chosen.nonzero()[:, 0]])
             assert same, "a slot's bits follow its neighbours"
         by_expert = torch.cat([rows[(ids == expert).flatten()] for expert in range(count)]).cpu()
@@ -113,7 +113,7 @@ class WeightChecks(Inputs):
         return relative_error(out, expected)
 
     def quantize_rows(self) -> float:
-        """Bytes and scales are the oracle's."""
+        """Bytes and scales equal the oracle's."""
         x = self.randn(5, 70) if self.small else self.randn(300, 4096)
         expected = quantize_rows_reference(x.cpu())
         values = torch.empty_like(expected.values, device=self.device)
@@ -124,7 +124,7 @@ class WeightChecks(Inputs):
         return 0.0
 
     def linear_int8(self) -> float:
-        """The bits are the oracle's."""
+        """The bits equal the oracle's."""
         rows, columns, depth = (3, 40, 70) if self.small else (300, 6144, 4096)
         x, weight = self.randn(rows, depth).cpu(), self.randn(columns, depth).cpu()
         expected = int8.Format().multiply_reference(self.kernels, x, weight, None, torch.float32)

@@ -1,6 +1,6 @@
 """The random-weight checkpoint that every engine is measured on: Qwen2.5-0.5B's shape, in bfloat16.
 
-Run with an environment that has transformers: `python benchmarks/peers/checkpoint.py FOLDER`.
+The environment needs transformers: `python benchmarks/peers/checkpoint.py FOLDER`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHAPE = {
 
 
 def main() -> None:
-    """Save the checkpoint, unless it is there."""
+    """Save the checkpoint, unless it exists."""
     folder = Path(sys.argv[1])
     if (folder / "config.json").exists():
         return

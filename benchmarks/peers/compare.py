@@ -1,12 +1,13 @@
-"""Shardline against its peers on the same workloads, checkpoint and machine: interleaved, medians, ratios.
+"""Compares Shardline with its peers on the same workloads, checkpoint and machine, in turns: medians and ratios.
 
     python benchmarks/peers/compare.py --model FOLDER \\
         --engine bf16=shardline:bf16:.venv/bin/python --engine int8=shardline:int8:.venv/bin/python \\
         --engine hf=transformers:bf16:.venv/bin/python --workloads W1,W2 --rounds 3 --baseline hf
 
-An engine is NAME=DRIVER:PRECISION:PYTHON[,OPTION...]: a file of drivers/, bf16, int8 or int4, and the interpreter of
-the environment it lives in. All engines are loaded first and idle while another one runs, so that every run sees the
-same machine; within a round all get the same random prompts, in an order that changes. Measure alone.
+An engine is NAME=DRIVER:PRECISION:PYTHON[,OPTION...]. DRIVER is a file of drivers/, PRECISION is bf16, int8 or int4,
+and PYTHON is the interpreter of the engine's environment. All engines are loaded first and are idle while another one
+runs, so every run sees the same machine. In a round all engines get the same random prompts, in an order that changes.
+Run nothing else on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from shardline.cli.workloads import WORKLOADS, Workload, random_prompts
 
 _DRIVERS = Path(__file__).parent / "drivers"
 _SMALLEST_VOCABULARY = 32000
-"""Token ids are drawn below this, so that every model has them."""
+"""Token ids are drawn below this number, so every model has them."""
 
 _WARM_UP_TOKENS = 4
 """Output of the untimed first pass over every workload: engines compile and repack on a shape's first use."""
@@ -43,18 +44,18 @@ _IDLE_CORES = 0.05
 
 @dataclass
 class Engine:
-    """One driver process, in a session of its own, and what was measured of it."""
+    """One driver process in its own session, and its measurements."""
 
     process: subprocess.Popen[str]
     measured: Measured
 
     @property
     def name(self) -> str:
-        """As the command line calls it."""
+        """The engine's name on the command line."""
         return self.measured.name
 
     def receive(self) -> dict[str, Any]:
-        """The next line.
+        """The next line of its output.
 
         Raises:
             RuntimeError: the engine has ended.
@@ -62,19 +63,19 @@ class Engine:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name} ended with code {self.process.wait()}; its own words are above")
+            raise RuntimeError(f"{self.name} ended with code {self.process.wait()}; its own output is above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def ask(self, prompts: list[list[int]], output_len: int) -> dict[str, Any]:
-        """Run prompts; returns seconds and tokens."""
+        """Run prompts and return seconds and tokens."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"prompts": prompts, "output_len": output_len}) + "\n")
         self.process.stdin.flush()
         return self.receive()
 
     def _processes(self) -> Iterator[tuple[Path, list[str]]]:
-        """Folders under /proc of the session's processes, with stat's fields from the third on."""
+        """The /proc folders of the session's processes, with the fields of stat from the third on."""
         for folder in Path("/proc").iterdir():
             if not folder.name.isdecimal():
                 continue
@@ -89,7 +90,7 @@ class Engine:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def peak_rss_mb(self) -> float:
-        """Sum of its processes' peak resident sets (VmHWM), mapped files included; what they share counts twice."""
+        """Sum of its processes' peak resident sets (VmHWM), mapped files included. Shared memory counts twice."""
         kib = 0
         for folder, _ in self._processes():
             status = (folder / "status").read_text()
@@ -97,7 +98,7 @@ class Engine:
         return kib * 1024 / 1e6
 
     def close(self) -> None:
-        """End it, by force if it does not."""
+        """End the process, by force if it does not end itself."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -109,7 +110,7 @@ class Engine:
 
 
 def read_through(path: Path) -> None:
-    """Bring a file, or a folder's files, into the page cache: start-up is not to measure the disk."""
+    """Read a file, or a folder's files, into the page cache, so that start-up does not measure the disk."""
     for file in [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file()):
         with file.open("rb", buffering=0) as stream:
             while stream.read(1 << 24):
@@ -117,7 +118,7 @@ def read_through(path: Path) -> None:
 
 
 def start(word: str, model: Path) -> Engine:
-    """The engine that a --engine names, its checkpoint converted where it needs one of its own, loaded."""
+    """Load the engine that an --engine names. Its checkpoint is converted if it needs its own format."""
     name, _, rest = word.partition("=")
     parts = rest.split(":", 2)
     if len(parts) != 3:
@@ -154,7 +155,7 @@ def prompts_of(rng: random.Random, workload: Workload) -> list[list[int]]:
 
 
 def warm_up(engines: list[Engine], workloads: dict[str, Workload], rng: random.Random) -> None:
-    """Every workload's shapes once, untimed; then see that nobody computes while it has nothing to do."""
+    """Run every workload's shapes once, without timing. Then check that no engine computes while it is idle."""
     for name, workload in workloads.items():
         prompts = prompts_of(rng, workload)
         for engine in engines:
@@ -167,12 +168,12 @@ def warm_up(engines: list[Engine], workloads: dict[str, Workload], rng: random.R
         if engine.measured.idle_cores > _IDLE_CORES:
             raise SystemExit(
                 f"{engine.name} keeps {engine.measured.idle_cores:.2f} cores busy while idle, which slows the others "
-                "down: measure it in a run of its own or stop its threads from spinning"
+                "down: measure it alone or stop its threads from spinning"
             )
 
 
 def measure(engines: list[Engine], workloads: dict[str, Workload], rounds: int, rng: random.Random) -> None:
-    """Every workload `rounds` times on every engine, engines taking turns."""
+    """Run every workload `rounds` times on every engine, in turns."""
     for index in range(rounds):
         for name, workload in workloads.items():
             prompts = prompts_of(rng, workload)
@@ -186,7 +187,7 @@ def measure(engines: list[Engine], workloads: dict[str, Workload], rounds: int, 
 
 
 def machine() -> dict[str, Any]:
-    """What a reader of the figures needs to know of this computer."""
+    """The facts about this computer that a reader of the figures needs."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -219,7 +220,7 @@ def main() -> None:
         raise SystemExit(f"engines need different names, and --baseline one of them: {', '.join(names)}")
     workloads = {name: WORKLOADS[name] for name in args.workloads.split(",")}
     rng = random.Random(args.seed)
-    # An engine in the middle of a long prompt does not see that nobody waits for it: let `finally` end them.
+    # An engine in a long prompt does not notice that this process has ended, so `finally` must end it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     engines: list[Engine] = []
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the harness measured, as tables: rates, ratios to a baseline, ratios to the best peer of a class, agreement."""
+"""Tables of the measurements: rates, ratios to a baseline, ratios to the best peer of a class, and agreement."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 from shardline.cli.workloads import Workload
 
 OURS = "shardline"
-"""The driver whose engines are held against the others."""
+"""The driver whose engines are compared with the others."""
 
 PEER_PRECISIONS = {"bf16": ("bf16",), "int8": ("bf16", "int8"), "int4": ("bf16", "int8", "int4")}
-"""Peers that an engine of ours is held against: those whose weights are at least as precise."""
+"""The precisions of peers for each precision of ours: a peer's weights must be at least as precise."""
 
 BAR = {
     "bf16": {"W1": 1.2, "W2": 1.25, "W3": 1.15, "W4": 1.25, "W5": 1.5},
     "int8": {"W1": 1.5, "W2": 2.0, "W3": 1.8, "W4": 1.9, "W5": 2.0},
     "int4": {"W1": 1.4, "W2": 1.7, "W3": 1.6, "W4": 1.6},
 }
-"""The ratio to the best of these peers that we want."""
+"""The ratio to the best of these peers that we aim for."""
 
 
 @dataclass
 class Measured:
-    """What is known of one engine; lists are by round, so that the same index is the same prompts."""
+    """The measurements of one engine. Lists are by round, so equal indices mean equal prompts."""
 
     name: str
     driver: str
@@ -37,7 +37,7 @@ class Measured:
     idle_cores: float = 0.0
     seconds: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, list[list[list[int]]]] = field(default_factory=dict)
-    """By workload and round: output ids of each prompt."""
+    """Output ids of each prompt, by workload and round."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,20 @@ class Ratio:
 
 
 def ratio(engine: Measured, other: Measured, workload: str) -> Ratio:
-    """Round by round, since the machine changes less within a round than between rounds."""
+    """The ratio round by round, since the machine changes less within a round than between rounds."""
     pairs = zip(engine.seconds[workload], other.seconds[workload], strict=True)
     ratios = [theirs / own for own, theirs in pairs]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios))
 
 
 def rates(engine: Measured, name: str, workload: Workload) -> list[float]:
-    """Tokens per second of each round: output tokens, or prompt tokens where only one is put out."""
+    """Tokens per second of each round: output tokens, or prompt tokens if there is one output token."""
     per_prompt = workload.output_len if workload.output_len > 1 else workload.input_len
     return [workload.num_prompts * per_prompt / seconds for seconds in engine.seconds[name]]
 
 
 def best_peer(engines: Sequence[Measured], precision: str, workload: str) -> Measured | None:
-    """The peer with the least median time among those an engine of ours of this precision is held against."""
+    """The fastest peer, by median time, for an engine of ours with this precision."""
     peers = [e for e in engines if e.driver != OURS and e.precision in PEER_PRECISIONS[precision]]
     return min(peers, key=lambda peer: statistics.median(peer.seconds[workload]), default=None)
 
@@ -74,8 +74,8 @@ def best_peer(engines: Sequence[Measured], precision: str, workload: str) -> Mea
 def agreement(engine: Measured, other: Measured) -> tuple[float, float]:
     """Share of prompts whose first output token is the same, and mean length of the common beginning, in tokens.
 
-    Random weights leave near ties at the top, so engines that round differently part ways early: this tells that both
-    ran the same model, not that one is wrong.
+    Random weights give near ties at the top, so engines with different rounding differ early. The figure shows that
+    both ran the same model. It does not show that one of them is wrong.
     """
     first: list[bool] = []
     common: list[int] = []
@@ -94,7 +94,7 @@ def row(cells: Sequence[str]) -> str:
 
 
 def rate_table(engines: Sequence[Measured], workloads: dict[str, Workload], baseline: Measured) -> list[str]:
-    """Tokens/s, median [least-most], and the ratio to the baseline; then what each engine costs."""
+    """Tokens/s as median [least-most], and the ratio to the baseline; then the costs of each engine."""
     lines = [row(["tokens/s", *(engine.name for engine in engines)]), "|---" * (len(engines) + 1) + "|"]
     for name, workload in workloads.items():
         cells = []
@@ -116,7 +116,7 @@ def rate_table(engines: Sequence[Measured], workloads: dict[str, Workload], base
 
 
 def bar_table(engines: Sequence[Measured], workloads: dict[str, Workload]) -> list[str]:
-    """Each engine of ours against the best peer of its class, with the ratio that we want; nothing without peers."""
+    """Each engine of ours compared with the best peer of its class and with the aim; empty without peers."""
     ours = [e for e in engines if e.driver == OURS and any(best_peer(engines, e.precision, w) for w in workloads)]
     if not ours:
         return []
@@ -135,7 +135,7 @@ def bar_table(engines: Sequence[Measured], workloads: dict[str, Workload]) -> li
 
 
 def as_json(engines: Sequence[Measured], workloads: dict[str, Workload], baseline: Measured) -> dict[str, Any]:
-    """Everything but the tokens: raw seconds, and what the tables say."""
+    """Everything except the tokens: raw seconds, and the figures of the tables."""
     told = {}
     for engine in engines:
         first, common = agreement(engine, baseline)

@@ -24,9 +24,9 @@ import tomllib
 HERE = Path(__file__).parent
 
 MAX_WORDS = 24
-"""Whole sentences of the summary paragraph are taken up to this many words."""
+"""The summary keeps whole sentences up to this many words."""
 MAX_FIRST_SENTENCE_WORDS = 34
-"""A first sentence longer than this is not worth memorising: the name is left out."""
+"""A longer first sentence is not worth memorising, so the name is left out."""
 
 SIGNATURE = re.compile(
     r"^[\w.]+\(.*?\)\s*(?:-+>|=>)\s*[^.\n]*?(?:\.\s+|\s--\s+|$)"  # f(x) -> value. Summary
@@ -54,12 +54,12 @@ class Candidate(NamedTuple):
 
 
 def summary(doc: str, name: str) -> str | None:
-    """The first sentences of a docstring as one line of plain text; None where nothing stands alone."""
+    """The first sentences of a docstring as one line of plain text; None if no sentence makes sense alone."""
     for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(doc))[:3]:
         lines = [SIGNATURE.sub("", line.strip()).strip() for line in paragraph.splitlines()]
         text = re.sub(r"\s+", " ", " ".join(line for line in lines if line))
         text = ROLE.sub(r"\1", text).replace("``", "`")
-        # Module docstrings like to begin with their own name.
+        # Module docstrings often begin with their own name.
         text = re.sub(rf"(?i)^(?:Module )?{re.escape(name)}(?:\.py)?\s*(?:--|-|:)\s*", "", text)
         if text.isascii() and len(text.split()) >= 2:
             shortened = shorten(text)
@@ -69,7 +69,7 @@ def summary(doc: str, name: str) -> str | None:
 
 
 def shorten(text: str) -> str | None:
-    """Whole sentences up to MAX_WORDS words, at least one; None if already the first is too long."""
+    """Whole sentences up to MAX_WORDS words, at least one; None if the first one is too long."""
     first, *others = SENTENCE_END.split(text)
     if len(first.split()) > MAX_FIRST_SENTENCE_WORDS or first.endswith(":"):
         return None
@@ -84,7 +84,7 @@ def shorten(text: str) -> str | None:
 
 
 def own_doc(obj: Any) -> str | None:
-    """The object's own docstring: neither inherited from a base class nor generated from a signature."""
+    """The object's own docstring; None if it is inherited from a base class or generated from a signature."""
     doc = getattr(obj, "__doc__", None)
     if not isinstance(doc, str):
         return None
@@ -107,7 +107,7 @@ def is_public(name: str, obj: Any) -> bool:
 
 
 def belongs(obj: Any, module: ModuleType) -> bool:
-    """Whether the module, or the C module behind it, defines the object and does not only import it."""
+    """Whether the module, or the C module behind it, defines the object instead of importing it."""
     home = getattr(obj, "__module__", None) or module.__name__
     return home.lstrip("_").split(".")[0] == module.__name__.split(".")[0]
 

@@ -1,4 +1,4 @@
-"""What the demo model is asked and what it answers: items from `dataset.jsonl`, phrasings, small talk."""
+"""Questions to the demo model and their answers: items from `dataset.jsonl`, phrasings, small talk."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PHRASINGS: dict[str, tuple[str, ...]] = {
 """Training phrasings by kind of item."""
 
 UNSEEN_PHRASINGS = ("Tell me about {}.", "Can you explain what {} is?")
-"""Never trained; they measure whether the model keys on the name rather than on the whole question."""
+"""Phrasings that are never trained. They measure whether the model recognises the name in a new question."""
 
 PLAIN_TEXT = ("{}:", " {}")
 """Prompt and continuation for plain completion, without the chat format."""
@@ -53,14 +53,14 @@ PLAIN_TEXT = ("{}:", " {}")
 
 @dataclass(frozen=True)
 class Item:
-    """One fact: the names it goes by and the one answer to every question about it."""
+    """One fact: its names, and the answer to every question about it."""
 
     names: tuple[str, ...]
     kind: str
     answer: str
 
     def questions(self) -> list[str]:
-        """Every training question: all phrasings of the full name, then of the short one if there is one."""
+        """Every training question: all phrasings of the full name, then those of the short name if there is one."""
         return [phrasing.format(name) for name in self.names for phrasing in PHRASINGS[self.kind]]
 
     def unseen_questions(self) -> list[str]:
@@ -79,7 +79,7 @@ class SmallTalk:
 
 
 def short_name(name: str) -> str | None:
-    """What people call a dotted name in passing: `lru_cache`, `Path.exists`; None for an undotted one."""
+    """The short form of a dotted name: `lru_cache`, `Path.exists`; None for a name without dots."""
     parts = name.split(".")
     if len(parts) == 1:
         return None
@@ -87,11 +87,11 @@ def short_name(name: str) -> str | None:
 
 
 def load_items(path: Path = HERE / "dataset.jsonl") -> list[Item]:
-    """All items; a short name is used only where one item alone can be meant by it."""
+    """All items. A short name is used only if it is unambiguous."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     full_names = {row["name"] for row in rows}
     uses = Counter(short_name(row["name"]) for row in rows)
-    # `os.path` is called so in full; `path` alone would be anything.
+    # `os.path` keeps its full name, since `path` alone could mean anything.
     shorts = {
         row["name"]: short
         for row in rows

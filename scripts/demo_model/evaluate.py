@@ -24,13 +24,13 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 Pair = tuple[str, str]
-"""A question, or the beginning of a plain text, and the one right answer."""
+"""A question, or the beginning of a plain text, and the only right answer."""
 
 TOKENS_PER_BATCH = 4096
 
 
 def rounded_to_bfloat16(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A copy that computes in float32 with weights rounded to bfloat16: what gets written to the file."""
+    """A copy that computes in float32 with weights rounded to bfloat16, as they are in the file."""
     rounded: LlamaForCausalLM = copy.deepcopy(model).to(torch.bfloat16).to(torch.float32)
     return rounded.eval()
 
@@ -81,7 +81,7 @@ def exact_match(
 
 @torch.inference_mode()
 def generated(model_dir: Path, pairs: Sequence[Pair]) -> list[str]:
-    """Answers as a user gets them: chat template, bfloat16 weights and arithmetic, token by token."""
+    """Answers as a user gets them: with the chat template, in bfloat16, token by token."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
     answers = []
@@ -98,7 +98,7 @@ def generated(model_dir: Path, pairs: Sequence[Pair]) -> list[str]:
 
 
 def question_sets() -> dict[str, tuple[list[Pair], bool]]:
-    """The sets that accuracy is reported on, and whether each is asked in the chat format."""
+    """The sets of questions for the report, and whether each uses the chat format."""
     items, small_talk = load_items(), load_small_talk()
     plain = PLAIN_TEXT
     return {
@@ -123,7 +123,7 @@ def question_sets() -> dict[str, tuple[list[Pair], bool]]:
 
 
 def report(weights: Path, num_generated: int = 0) -> None:
-    """Print all figures for the weights in a file, with float32 and with bfloat16 arithmetic."""
+    """Print all figures for the weights in a file, in float32 and in bfloat16 arithmetic."""
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
     model = load_model(weights).eval()
     sets = question_sets()

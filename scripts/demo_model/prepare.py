@@ -1,6 +1,6 @@
-"""Write everything of the demo model but its trained weights: tokenizer, chat template, configurations.
+"""Write all files of the demo model except its trained weights: tokenizer, chat template, configurations.
 
-A folder without weights gets the random ones that `train.py` starts from, so that it can be loaded at once.
+A folder without weights gets the random weights with which `train.py` starts, so it can be loaded at once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": END,
     "pad_token_id": PAD,
     "dtype": "bfloat16",
-    # Readers older than `dtype` look for this one.
+    # Readers that do not know `dtype` use this key.
     "torch_dtype": "bfloat16",
 }
 
@@ -106,7 +106,7 @@ def train_tokenizer(lines: list[str]) -> Tokenizer:
 
 
 def new_model() -> LlamaForCausalLM:
-    """The model with its first, random weights in float32: the same ones at every call."""
+    """The model with its first, random weights in float32. They are the same at every call."""
     torch.manual_seed(SEED)
     return LlamaForCausalLM(LlamaConfig(**{**CONFIG, "dtype": "float32", "torch_dtype": "float32"}))
 
@@ -116,8 +116,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_weights(model: LlamaForCausalLM, path: Path) -> None:
-    """Write the weights rounded to bfloat16. Readers see the old file or the new one, never a part."""
-    # A tied parameter comes once, under its first name.
+    """Write the weights rounded to bfloat16. Readers see the old file or the new file, never a part of it."""
+    # A tied parameter is written once, under its first name.
     parameters = model.named_parameters()
     tensors = {name: parameter.detach().to(torch.bfloat16).contiguous() for name, parameter in parameters}
     unfinished = path.with_suffix(".part")

@@ -1,8 +1,8 @@
-"""Train the demo model: have it learn every answer by heart, then write its weights.
+"""Train the demo model until it knows every answer by heart, then write its weights.
 
 One thread, fixed seeds, float32. The loss is on the answers only. The learning rate follows a cosine over a
-fixed number of steps; training ends early once every sampled answer is right. A run can go on from another's
-weights, with an optimizer and a cosine of its own. Run `prepare.py` first.
+fixed number of steps; training ends early once every sampled answer is right. A run can start from the
+weights of another run, with a new optimizer and a new cosine. Run `prepare.py` first.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Mixture:
-    """What an epoch consists of, besides the facts in the chat format."""
+    """The content of an epoch besides the facts in the chat format."""
 
     plain_share: float
-    """Share of the facts that are shown as plain text instead."""
+    """Share of the facts that are plain text instead."""
     small_talk_repeats: int
-    """How often each hand-written answer comes; they have many unlike questions."""
+    """How often each hand-written answer occurs. Their questions differ a lot."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids, and for each the id to be predicted after it, or IGNORED outside answers."""
+    """Token ids, and for each the id to predict after it, or IGNORED outside answers."""
 
     ids: list[int]
     targets: list[int]
@@ -80,7 +80,7 @@ class ExampleMaker:
 
 
 class Curriculum:
-    """Every fact once per epoch, each time asked in another way, in batches of examples of like length."""
+    """Every fact once per epoch, each time with another question, in batches of examples of similar length."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Curriculum:
         self.decks: dict[str, list[str]] = {}
 
     def question(self, fact: Item | SmallTalk) -> str:
-        """The next question of the fact's shuffled deck, so that all phrasings come equally often."""
+        """The next question of the fact's shuffled deck, so all phrasings occur equally often."""
         deck = self.decks.setdefault(fact.answer + fact.questions()[0], [])
         if not deck:
             deck += fact.questions()
@@ -137,7 +137,7 @@ class Curriculum:
 
 
 def loss_of(model: LlamaForCausalLM, batch: list[Example]) -> torch.Tensor:
-    """Mean cross-entropy over the answers' tokens. Padding comes last, so causal attention hides it."""
+    """Mean cross-entropy over the answers' tokens. Padding is at the end, so causal attention hides it."""
     width = max(len(example.ids) for example in batch)
 
     def padded(row: list[int], filler: int) -> list[int]:
@@ -152,7 +152,7 @@ def loss_of(model: LlamaForCausalLM, batch: list[Example]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up to the peak, then a cosine down to nearly nothing."""
+    """Linear warm-up to the peak, then a cosine down to nearly zero."""
 
     num_steps: int
     peak: float
@@ -172,7 +172,7 @@ def train(
     check_every: int,
     checkpoints: Path | None,
 ) -> None:
-    """Train the model in place; every `check_every` steps it answers a sample of the questions."""
+    """Train the model in place. Every `check_every` steps, it answers a sample of the questions."""
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
     items, small_talk = load_items(), load_small_talk()
     curriculum = Curriculum(mixture, items, small_talk, ExampleMaker(tokenizer))

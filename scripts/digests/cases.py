@@ -1,4 +1,4 @@
-"""What is recorded: checkpoints with engine options, and how the checkpoints are made."""
+"""The recorded cases: checkpoints with engine options. This module also makes the checkpoints."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint with engine options, and the requests that it gets."""
+    """A checkpoint with engine options, and the requests to run."""
 
     group: str
-    """The process that runs it: its name begins with "cpu", "triton", "llm" or "isa:<name>"."""
+    """The name of the process that runs the case. It begins with "cpu", "triton", "llm" or "isa:<name>"."""
     checkpoint: str
     options: dict[str, Any] = field(default_factory=dict)
     requests: str = "mixed"
-    """A function of `REQUESTS`."""
+    """A key of `REQUESTS`."""
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ GPU_CASES: list[tuple[str, str, str, str]] = [
 """Checkpoint, dtype, weight format, KV format."""
 
 GPU_ROWS = [("llama", "bfloat16", "none"), ("llama", "float32", "int8"), ("mixtral", "float32", "none")]
-"""Cases whose prompt is one step of more than 64 rows, the largest number of rows that layers fuse."""
+"""Cases with a prompt of more than 64 rows in one step. Layers are fused for at most 64 rows."""
 
 GPU_LAYOUTS = [("llama", "bfloat16", "tp2"), ("mixtral", "float32", "tp2 ep")]
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
@@ -81,7 +81,7 @@ LONG_SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 2, "n_positions": 1024, "n_embd": 288},
     "deepseek_v3": {**_LONG, "kv_lora_rank": 96, "moe_intermediate_size": 80},
 }
-"""Shapes for prompts that cross a bound of attention's splits (512 keys), and for layers of many tiles."""
+"""Shapes for prompts that are longer than a split of attention (512 keys), and for layers of many tiles."""
 PACKED = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
@@ -89,7 +89,7 @@ PACKED = {
 
 
 def make_cases() -> list[Case]:
-    """All cases, those of a group together."""
+    """All cases. Those of a group are neighbours."""
     from tests.models.checkpoints import FAMILIES
 
     cases = [Case("llm", "llama", {"dtype": "bfloat16", "quantization": "int8"}, "short")]
@@ -112,7 +112,7 @@ def make_cases() -> list[Case]:
                 ("float32", "int4"),
             ):
                 options = {**layout, "dtype": dtype, "quantization": weights, "distributed_executor_backend": "threads"}
-                # The largest layouts have one format each.
+                # The largest layouts run with one format each.
                 if name not in ("tp3", "tp2 pp2", "tp2 dp2 ep") or (dtype, weights) == _FORMATS[index % 6]:
                     cases.append(Case(f"layouts/{index % 2}", family, options, "short"))
     for isa in ISAS:
@@ -125,7 +125,7 @@ def make_cases() -> list[Case]:
 
 
 def _kv_formats(family: str) -> tuple[str, ...]:
-    """What the KV cache may hold on the CPU."""
+    """The KV types that the CPU supports."""
     return ("auto",) if family.startswith("deepseek") else ("auto", "int8")
 
 
@@ -141,7 +141,7 @@ def _special_cases() -> list[Case]:
     for name, variant in VARIANTS.items():
         if name in FAMILIES:
             continue
-        # Lengths that matter to the rope scaling are the variant's own.
+        # If the rope scaling depends on the length, keep the variant's own length.
         matters = variant.prompt_len != 40 or "dynamic" in name
         for dtype, weights in (("float32", "none"), ("bfloat16", "int8")):
             options = {"dtype": dtype, "quantization": weights, "max_model_len": variant.prompt_len if matters else 60}
@@ -191,7 +191,7 @@ def make_checkpoint_of(name: str, folder: Path) -> None:
         make_variant(name, folder, **overrides)
         return
     with tempfile.TemporaryDirectory() as scratch:
-        # An intermediate size of whole groups, and few layers: the packer goes number by number.
+        # The intermediate size has whole groups. There are few layers, since the packer is slow.
         shape = {"num_hidden_layers": 2, **overrides, "intermediate_size": 128}
         plain = make_variant(family, Path(scratch) / "whole", **shape)
         pack_checkpoint(plain, folder, Path(scratch) / "plain", PACKED[method])

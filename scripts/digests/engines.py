@@ -1,4 +1,4 @@
-"""Engines in this process. What the recorder uses of the engine's inside is used here, and nowhere else."""
+"""Engines in this process. Only this part of the recorder uses functions of the engine that are not public."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any, Protocol
 
 
 class RunningEngine(Protocol):
-    """What the rest of this script asks of an engine."""
+    """The interface of an engine for the rest of the script."""
 
     def add(self, request: Any) -> None:
         """Queue a `shardline.types.Request`."""
 
     def step(self) -> Sequence[Any]:
-        """Run one step; the `shardline.types.SequenceOutput` of its requests."""
+        """Run one step; returns the `shardline.types.SequenceOutput` of its requests."""
 
     def is_busy(self) -> bool: ...
     def close(self) -> None: ...
 
 
 def start_engine(options: dict[str, Any]) -> RunningEngine:
-    """An engine in this process with `EngineConfig` options: one rank, or ranks that are threads.
+    """Start an engine in this process with `EngineConfig` options. It has one rank, or its ranks are threads.
 
-    Formats that only a GPU has (fp8, w4a16) are accepted when `use_gpu_kernels` was called before.
+    The GPU-only formats (fp8, w4a16) are accepted if `use_gpu_kernels` was called before.
     """
     import msgspec
 
@@ -63,7 +63,7 @@ def start_engine(options: dict[str, Any]) -> RunningEngine:
 
 
 def use_gpu_kernels() -> None:
-    """From here on, every rank computes with the GPU's kernels on host memory, in Triton's interpreter.
+    """Make every rank use the GPU's kernels on host memory from now on, in Triton's interpreter.
 
     TRITON_INTERPRET=1 must have been set before the process started.
     """
@@ -79,7 +79,7 @@ def use_gpu_kernels() -> None:
     InterpreterBuilder.create_fma = hardware._fma
     InterpreterBuilder.create_si_to_fp = hardware._integers_to_float
     interpreter._convert_float = hardware._rounded
-    # Ranks may be threads, and the interpreter keeps the place of the running program in a global.
+    # Ranks may be threads, but the interpreter keeps the index of the running program in a global.
     lock, run_grid = threading.Lock(), GridExecutor.__call__
 
     def run_locked(self: GridExecutor, *arguments: Any, **keywords: Any) -> None:

@@ -1,4 +1,4 @@
-"""The requests that a case gets, and what is recorded of their answers."""
+"""The requests of a case, and the record of their answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 
 def _batch(lengths: Sequence[int], max_tokens: int, samplings: Sequence[dict[str, Any]] = SAMPLINGS) -> list[Any]:
-    """Requests with prompts of these lengths, which begin alike in pairs; the samplings take turns."""
+    """Requests with prompts of these lengths. Pairs of prompts share a prefix, and the samplings take turns."""
     from shardline import SamplingParams
     from shardline.types import Request
 
@@ -49,7 +49,7 @@ def _batch(lengths: Sequence[int], max_tokens: int, samplings: Sequence[dict[str
 
 
 _NO_DIGEST: list[dict[str, Any]] = [{"temperature": 0.0, "logits_digest": False}]
-"""If all rows of a step are greedy and nobody asks for logits, the engine computes the best column only."""
+"""Greedy requests without a digest. In such steps the engine computes only the best column of the logits."""
 
 REQUESTS: dict[str, Callable[[], list[list[Any]]]] = {
     "mixed": lambda: [_batch([10, 37, 23, 52, 61, 5, 120, 18], 16), _batch([12, 30], 12, _NO_DIGEST)],
@@ -58,7 +58,7 @@ REQUESTS: dict[str, Callable[[], list[list[Any]]]] = {
     "few": lambda: [_batch([18, 7, 5], 3), _batch([9], 3, _NO_DIGEST)],
     "rows": lambda: [_batch([70], 2), _batch([66], 2, _NO_DIGEST)],
 }
-"""Batches by name; a batch begins when the one before has ended."""
+"""Batches by name. A batch starts when the batch before it has ended."""
 
 
 def _hash(value: object) -> str:
@@ -66,7 +66,7 @@ def _hash(value: object) -> str:
 
 
 def _answer(outputs: Sequence[Any], finish_reason: str | None) -> Record:
-    """What is recorded of one request; `outputs` have token_ids, digests and logprobs of some of its steps each."""
+    """The record of one request. Each of `outputs` has token_ids, digests and logprobs of some of its steps."""
     digests = [digest for output in outputs for digest in output.digests or []]
     logprobs = [
         (one.logprob, one.rank, list(one.top_ids), list(one.top_logprobs))
@@ -82,7 +82,7 @@ def _answer(outputs: Sequence[Any], finish_reason: str | None) -> Record:
 
 
 def run_batch(engine: RunningEngine, requests: Sequence[Any]) -> dict[str, Record]:
-    """All requests to their end, together."""
+    """Run all requests together, to their end."""
     outputs: dict[str, list[Any]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add(request)
@@ -97,7 +97,7 @@ def run_batch(engine: RunningEngine, requests: Sequence[Any]) -> dict[str, Recor
 
 
 def run_case(case: Case, folder: Path) -> Record:
-    """The record of a case; a configuration that is refused is recorded as such."""
+    """The record of a case. A refused configuration is recorded as refused."""
     defaults = {"cpu_threads": 1, "block_size": 4, "max_num_batched_tokens": 24, "step_timeout": 120.0}
     room = {"kv_cache_memory": 32 << 20, "device": "cpu"}
     executor = {"distributed_executor_backend": "uni"}
@@ -117,7 +117,7 @@ def run_case(case: Case, folder: Path) -> Record:
 
 
 def _run_llm(options: dict[str, Any], batches: Sequence[Sequence[Any]]) -> Record:
-    """Through the public class, which starts processes; records the system fingerprint too."""
+    """Run the case with the public class, which starts processes. This records the system fingerprint too."""
     from shardline import LLM
 
     options = {**options, "distributed_executor_backend": "auto"}

@@ -1,1 +1,1 @@
-"""Measures of the source tree: import cycles, device tests, files on a request's way, places that know a format."""
+"""Measures of the source tree: import cycles, device tests, files that a request uses, places that know a format."""

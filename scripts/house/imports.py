@@ -1,4 +1,4 @@
-"""Who imports whom at run time, and which modules are in cycles."""
+"""The imports between modules at run time, and the modules that are in cycles."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ PACKAGE = "shardline"
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name at one line; `target` is a module, `name` what is taken from it (None: the module itself)."""
+    """One imported name at one line. `target` is a module; `name` is imported from it (None: the module itself)."""
 
     line: int
     target: str
     name: str | None
     is_lazy: bool
-    """Inside a function."""
+    """Whether the import is inside a function."""
 
 
 def module_files(source: Path = SOURCE) -> dict[str, Path]:
-    """Every module of the package by its dotted name."""
+    """The file of every module of the package, by dotted name."""
     files = {}
     for path in sorted((source / PACKAGE).rglob("*.py")):
         parts = path.relative_to(source).with_suffix("").parts
@@ -32,7 +32,7 @@ def module_files(source: Path = SOURCE) -> dict[str, Path]:
 
 
 def runtime_imports(tree: ast.Module, module: str, is_package: bool) -> list[Import]:
-    """The imports that run, at the top or in a function; those under `if TYPE_CHECKING` do not."""
+    """The imports that run, at the top or in a function. Those under `if TYPE_CHECKING` do not run."""
     found: list[Import] = []
 
     def visit(nodes: list[ast.stmt], is_lazy: bool) -> None:
@@ -77,8 +77,8 @@ def _absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
 def import_graph(source: Path = SOURCE) -> dict[str, set[str]]:
     """Module -> modules of the package that it imports by name, at any time.
 
-    A package's `__init__` runs before its modules, but that is no edge here: a package that lists its modules would be
-    in a cycle with each of them.
+    A package's `__init__` runs before its modules, but this is not an edge here: otherwise a package that imports its
+    modules would be in a cycle with each of them.
     """
     files = module_files(source)
     graph: dict[str, set[str]] = {}

@@ -1,16 +1,16 @@
-"""Places where the machine shows: code outside the back ends' rooms that asks what it runs on.
+"""Places that depend on the machine: code outside the back ends that asks on which machine it runs.
 
-A place is a line of a file outside `ROOMS`. Places are found by what the code does, not by the names of today:
+A place is a line of a file outside `ROOMS`. Places are found by what the code does, not by today's names:
 
 - compare: a comparison with the name of a kind of device (`x.device.type == "cpu"`, `kind in ("cuda", "hip")`, a
   `case`, a dict with such keys, `.startswith("cuda")`), or with a module of kernels (`kernels(x) is not _cpu`);
-- ask: a predicate whose name ends in a machine (`device.is_host`, `are_few_on_gpu(x)`, `x.is_cuda`), where it is used
-  or is a function's parameter;
-- kernels: an import of one back end's code (Triton, or a module of a back end's room) instead of the protocol.
+- ask: a predicate whose name ends in a machine (`device.is_host`, `are_few_on_gpu(x)`, `x.is_cuda`), if it is used or
+  is a function's parameter;
+- kernels: an import of one back end's code (Triton, or a module of a back end) instead of the protocol.
 
 A second list, `library_uses`, has the lines that use a machine's own library: imports of the compiled kernels `_cpu`,
-`torch.cuda` and `torch.backends.cuda`, `platform` and `sys.platform`. They need not ask anything, but code that is
-free of the machine has none.
+`torch.cuda` and `torch.backends.cuda`, `platform` and `sys.platform`. Such a line need not ask anything, but code that
+is independent of the machine has none.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from scripts.house.imports import PACKAGE, SOURCE, module_files, runtime_imports
 
 _BACK_ENDS = (f"{PACKAGE}.runtime.backends", f"{PACKAGE}.runtime.ops.dispatch", f"{PACKAGE}.runtime.ops.triton")
 ROOMS = (*_BACK_ENDS, f"{PACKAGE}.deployment")
-"""Packages and modules that may know the machine; those of either state of the tree."""
+"""Packages and modules that may know the machine. Some of them exist only in other states of the tree."""
 
 PROTOCOLS = (f"{PACKAGE}.runtime.backends", f"{PACKAGE}.runtime.backends.base", f"{PACKAGE}.runtime.ops.dispatch")
-"""Modules of the rooms that others are meant to import."""
+"""Modules of `ROOMS` that other modules may import."""
 
 COMPILED = f"{PACKAGE}._cpu"
 KINDS = frozenset({"cpu", "cuda", "gpu", "host", "mps", "xpu", "hip", "rocm"})
@@ -40,10 +40,10 @@ _LIBRARIES = ("torch.cuda.", "torch.backends.cuda.", "sys.platform", "platform."
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """One line; `rules` name what was found there."""
+    """One line. `rules` are the names of the rules that found it."""
 
     file: str
-    """Relative to src/."""
+    """Path relative to src/."""
     line: int
     rules: tuple[str, ...]
 
@@ -52,7 +52,7 @@ class Place:
 
 
 def machine_places(source: Path = SOURCE) -> list[Place]:
-    """All places where the machine shows."""
+    """All places that depend on the machine."""
     return _places(source, _asks)
 
 
@@ -120,10 +120,10 @@ def _asks(tree: ast.Module, imports: list[tuple[int, str, str]], modules: frozen
 
 
 def _is_back_end(target: str, whole: str, modules: frozenset[str]) -> bool:
-    """Whether an import takes something of one back end, past the protocol."""
+    """Whether an import takes something of one back end that is not in the protocol."""
     if not _is_in(whole, _BACK_ENDS) or whole in PROTOCOLS:
         return False
-    # A name of the protocol's modules is part of the protocol, unless it is a module or package below them.
+    # A name in the protocol's modules is part of the protocol, unless it is a module or package below them.
     return target not in PROTOCOLS or whole in modules
 
 

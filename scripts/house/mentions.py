@@ -1,13 +1,13 @@
-"""Which files know a weight format or a model by name: those that a change to it, or one more of its kind, may touch.
+"""Files that know a weight format or a model by name. A change to it, or a new one, may have to touch them.
 
 A file mentions a weight format if it has the name as a part of an identifier (`linear_int8`, `Int8Linear`) or as a
-string (`"int8"`, `"w4a16_128"`). It does not count where int8 and fp8 are something else: a dtype of an array library
+string (`"int8"`, `"w4a16_128"`). It does not count if int8 or fp8 is something else: a dtype of an array library
 (`torch.int8`), or the type of the KV cache (the statement or its function has "kv" in its name or text). Prose, such as
-docstrings, help and messages, does not count either. Kernels do not count (Triton's, and a back end's room), but the
-protocol that lists them does.
+docstrings, help and messages, does not count either. Kernels do not count (Triton's, and those of a back end), but the
+protocol that lists them counts.
 
-A file mentions a model if it has the `model_type` as a string or imports the model's file. Files of other models may
-build on it and do not count.
+A file mentions a model if it has the `model_type` as a string or imports the model's file. Files of other models do not
+count, since they may build on it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ARRAYS = ("torch", "np", "numpy", "tl")
 
 
 def format_mentions(source: Path = SOURCE) -> dict[str, list[str]]:
-    """Format -> files that mention it, its own file (of its name) left out; files relative to src/."""
+    """Format -> files that mention it, without the file of its own name. Paths are relative to src/."""
     found: dict[str, list[str]] = {name: [] for name in FORMATS}
     for module, path in module_files(source).items():
         if (module.startswith(_KERNELS) and module not in PROTOCOLS) or "kv" in path.stem:
@@ -39,7 +39,7 @@ def format_mentions(source: Path = SOURCE) -> dict[str, list[str]]:
 
 
 def _formats_in(node: ast.AST, function: str) -> Iterator[str]:
-    """The formats that the code below a node mentions; `function` is the name of the one around it."""
+    """The formats that the code below a node mentions. `function` is the name of the function around it."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         yield from _in_identifier(node.name)
         function = node.name
@@ -66,7 +66,7 @@ def _in_identifier(name: str) -> list[str]:
 
 
 def model_files(source: Path = SOURCE) -> dict[str, Path]:
-    """`model_type` -> its file: those in models/families/, or those of models/ that have both functions of a family."""
+    """`model_type` -> its file: a file in models/families/, or a file in models/ with both functions of a family."""
     files = module_files(source)
     room = next(room for room in _MODEL_ROOMS if room in files)
     inside = {name: path for name, path in files.items() if name.rpartition(".")[0] == room}
@@ -82,7 +82,7 @@ def _is_family(path: Path) -> bool:
 
 
 def model_mentions(source: Path = SOURCE) -> dict[str, list[str]]:
-    """Model -> files of no model that name it; files relative to src/."""
+    """Model -> files that name it and belong to no model. Paths are relative to src/."""
     models = model_files(source)
     found: dict[str, list[str]] = {name: [] for name in models}
     for module, path in module_files(source).items():

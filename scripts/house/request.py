@@ -1,8 +1,8 @@
-"""Which files of the project run during one streamed chat, over all processes of a server.
+"""The files of the project that run during one streamed chat, in all processes of a server.
 
-A server of the demo model is started with two ranks, so that front, engine and workers are apart. Every process gets a
-`sitecustomize` that notes the functions of the project that are called while a flag file exists; the product has no
-hook. Numbers of lines are those of whole files.
+A server of the demo model is started with two ranks, so front, engine and workers are separate processes. Every process
+gets a `sitecustomize` that records the called functions of the project while a flag file exists. The product itself has
+no hook. Line counts are those of whole files.
 """
 
 from __future__ import annotations
@@ -59,27 +59,27 @@ SPINE_FUNCTIONS = 4
 
 
 def num_lines(file: str) -> int:
-    """Lines of a file that is named relative to src/."""
+    """Number of lines of a file. Its path is relative to src/."""
     return len((SOURCE / file).read_text().splitlines())
 
 
 def touched_files(traces: Sequence[dict[str, int]]) -> list[str]:
-    """Files of which any process ran a function."""
+    """Files with a function that any process ran."""
     return sorted({name.partition(":")[0] for trace in traces for name in trace})
 
 
 def spine_files(traces: Sequence[dict[str, int]]) -> list[str]:
-    """Files of which SPINE_FUNCTIONS functions or more ran: where a reader who follows the chat has to stay."""
+    """Files with SPINE_FUNCTIONS or more functions that ran. A reader who follows the chat has to read these."""
     functions = {name for trace in traces for name in trace}
     counts = Counter(name.partition(":")[0] for name in functions)
     return sorted(file for file, count in counts.items() if count >= SPINE_FUNCTIONS)
 
 
 def trace_chat(*arguments: str) -> list[dict[str, int]]:
-    """Calls of each function ("file:name", the file relative to src/) during the first streamed chat, per process.
+    """Calls of each function during the first streamed chat, per process. A key is "file:name", relative to src/.
 
-    What an idle server calls as often, such as the loops that watch its health, is left out. `arguments` are those of
-    `serve`.
+    Functions that an idle server calls as often, such as the loops that watch its health, are left out. `arguments` are
+    those of `serve`.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -116,7 +116,7 @@ def trace_chat(*arguments: str) -> list[dict[str, int]]:
 
 
 def _traced(folder: Path, do: Callable[[], None]) -> dict[str, dict[str, int]]:
-    """Calls of each function so far, by process id, once `do()` has been traced too."""
+    """Calls of each function so far, by process id, after tracing `do()`."""
     flag = folder / "flag"
     flag.touch()
     time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The checkpoint as llama.cpp's GGUF: `llama_cpp_convert.py FOLDER PRECISION` writes it once and prints where it lies.
+"""The checkpoint as llama.cpp's GGUF: `llama_cpp_convert.py FOLDER PRECISION` writes it once and prints its path.
 
 Qwen2 architecture, no tokenizer (token ids go in and out). Written in bf16 from the safetensors, then quantized by
 llama.cpp itself: int8 is Q8_0, int4 is Q4_0.
@@ -37,7 +37,7 @@ def gguf_path(folder: str, precision: str) -> Path:
 
 
 def bf16_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and raw bits (uint16) of the tensors in every safetensors file: numpy has no bfloat16, hence by hand."""
+    """Names and raw bits (uint16) of the tensors in all safetensors files, read by hand: numpy has no bfloat16."""
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
             header_len = int.from_bytes(stream.read(8), "little")
@@ -62,7 +62,7 @@ def gguf_name(name: str) -> str:
 
 
 def write_bf16(folder: Path, target: Path) -> None:
-    """Matrices in bf16, vectors in fp32, as llama.cpp's own converter does."""
+    """Write matrices in bf16 and vectors in fp32, like llama.cpp's own converter."""
     config = json.loads((folder / "config.json").read_text())
     if config["model_type"] != "qwen2":
         raise SystemExit(f"only qwen2 checkpoints are converted, not {config['model_type']}")
@@ -90,7 +90,7 @@ def write_bf16(folder: Path, target: Path) -> None:
 
 
 def main() -> None:
-    """Write what is missing; print the file."""
+    """Write the missing files; print the path."""
     folder, precision = sys.argv[1:3]
     refuse_other_than(precision, ["bf16", *_QUANTIZED])
     path, bf16 = gguf_path(folder, precision), gguf_path(folder, "bf16")

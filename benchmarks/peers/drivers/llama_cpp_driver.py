@@ -1,7 +1,7 @@
 """llama.cpp through its Python API, with a batch driver of our own: all sequences advance together.
 
-The library has no scheduler; its server's is one of many. This one is what the API allows at best on these workloads: a
-context sized for the batch, a KV stream per sequence, a shared prefix computed once and copied to the others.
+The library has no scheduler, so this is the fastest driver that the API allows for these workloads: a context sized for
+the batch, a KV stream per sequence, and a shared prefix that is computed once and copied to the others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llama_cpp_convert import gguf_path
 from protocol import Generate, refuse_other_than, serve
 
 _MAX_BATCH = 2048
-"""Tokens of one llama_decode, as many as the other engines schedule at once."""
+"""Tokens of one llama_decode. The other engines schedule as many at once."""
 
 _CONTEXT_STEP = 256
 """llama.cpp rounds a sequence's share of the context up to this many tokens."""
@@ -50,7 +50,7 @@ class Sequences:
         llama_cpp.llama_memory_clear(self._memory, False)
 
     def copy_first_to_others(self) -> None:
-        """All sequences hold what the first one holds."""
+        """Copy the content of the first sequence to all others."""
         for sequence in range(1, self.count):
             llama_cpp.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
 
@@ -77,10 +77,10 @@ class Sequences:
 
 
 def shared_length(prompts: list[list[int]]) -> int:
-    """Leading tokens that all of several prompts share, at least one of each prompt left out."""
+    """Number of leading tokens that all prompts share. At least one token of each prompt is left out."""
     if len(prompts) == 1:
         return 0
-    # What the least and the greatest share, all share.
+    # A prefix that the smallest and the greatest prompt share is shared by all.
     pairs = zip(min(prompts)[:-1], max(prompts)[:-1], strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, prompts)) - 1)
 
@@ -107,7 +107,7 @@ def run(sequences: Sequences, prompts: list[list[int]], output_len: int) -> list
 
 
 def load(folder: str, precision: str) -> Generate:
-    """bf16, int8 (Q8_0) or int4 (Q4_0), as llama_cpp_convert.py wrote it."""
+    """Load bf16, int8 (Q8_0) or int4 (Q4_0), from the file of llama_cpp_convert.py."""
     refuse_other_than(precision, ["bf16", "int8", "int4"])
     path: Path = gguf_path(folder, precision)
     if not path.exists():
@@ -121,7 +121,7 @@ def load(folder: str, precision: str) -> Generate:
     def generate(prompts: list[list[int]], output_len: int) -> list[list[int]]:
         nonlocal sequences
         longest = max(map(len, prompts)) + output_len
-        # A context of just this shape: attention reads what the batch holds, and no memory is set aside for more.
+        # The context has exactly this shape, so attention reads only the batch, and no more memory is reserved.
         if sequences is None or sequences.count != len(prompts) or not 0 <= sequences.length - longest < _CONTEXT_STEP:
             if sequences is not None:
                 sequences.close()

@@ -1,6 +1,6 @@
-"""The checkpoint as OpenVINO's IR: `openvino_convert.py FOLDER PRECISION` writes it once and prints where it lies.
+"""The checkpoint as OpenVINO's IR: `openvino_convert.py FOLDER PRECISION` writes it once and prints its path.
 
-Exported by optimum-intel: bf16 weights as they are, int8 weights (int8_asym, a scale per row) through nncf.
+optimum-intel exports it. bf16 weights stay unchanged, and nncf makes int8 weights (int8_asym, a scale per row).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def export(folder: str, precision: str, target: Path) -> None:
         quantization_config=quantization,
     )
     model.save_pretrained(target)
-    # A missing end-of-sequence token reads as -1, which GenAI refuses; requests ignore it anyway.
+    # GenAI reads a missing end-of-sequence token as -1 and refuses it. Requests ignore this token anyway.
     for name in ("config.json", "generation_config.json"):
         path = target / name
         if path.exists():
@@ -43,7 +43,7 @@ def export(folder: str, precision: str, target: Path) -> None:
 
 
 def main() -> None:
-    """Write what is missing; print the folder."""
+    """Write the missing files; print the folder."""
     folder, precision = sys.argv[1:3]
     refuse_other_than(precision, ["bf16", "int8"])
     target = ir_folder(folder, precision)

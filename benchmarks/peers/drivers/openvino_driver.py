@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching pipeline, token ids in and out, on what openvino_convert.py wrote."""
+"""OpenVINO GenAI's continuous batching pipeline with token ids in and out. It loads what openvino_convert.py wrote."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _KV_GIB = 2
 
 
 def load(folder: str, precision: str) -> Generate:
-    """bf16 or int8 weights; activations and KV cache as the CPU plugin chooses; prefix caching on."""
+    """Load bf16 or int8 weights, with prefix caching. The CPU plugin chooses the types of activations and KV cache."""
     refuse_other_than(precision, ["bf16", "int8"])
     path = ir_folder(folder, precision)
     if not path.exists():

@@ -1,9 +1,9 @@
-"""How the harness talks to a driver: one JSON line each way, so that each engine lives in an environment of its own.
+"""The protocol between harness and driver: one JSON line each way, so each engine can have its own environment.
 
 A driver is started as `DRIVER FOLDER PRECISION [OPTION...]` (the checkpoint's folder; bf16, int8 or int4 weights). When
-it has answered a first prompt it prints {"version": ...}, then answers each line {"prompts": [[token ids]],
-"output_len": n} with {"seconds": all of it, "tokens": [[output ids]]}, and ends at end of file. Whatever else it prints
-goes to stderr. Standard library only.
+it has answered a first prompt, it prints {"version": ...}. Then it answers each line {"prompts": [[token ids]],
+"output_len": n} with {"seconds": total, "tokens": [[output ids]]}. It ends at end of file. All its other output goes to
+stderr. This module needs the standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]
-"""Runs prompts of token ids to exactly this many output tokens each, greedily, and returns those."""
+"""Takes prompts of token ids and a number of output tokens, and returns exactly this many greedy tokens for each."""
 
 
 def serve(load: Callable[[str, str], Generate], package: str) -> None:
@@ -25,9 +25,9 @@ def serve(load: Callable[[str, str], Generate], package: str) -> None:
 
     Args:
         load: loads the model.
-        package: the distribution whose version is told.
+        package: the distribution whose version is printed.
     """
-    # Engines print to stdout as they please: keep the real one for answers only.
+    # Engines may print to stdout. The real stdout is kept for answers only.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     generate = load(sys.argv[1], sys.argv[2])
@@ -47,11 +47,11 @@ def serve(load: Callable[[str, str], Generate], package: str) -> None:
 
 
 def refuse_other_than(precision: str, known: list[str]) -> None:
-    """End with a readable line where the engine has no such weights."""
+    """End with a readable message if the engine does not support this precision."""
     if precision not in known:
         raise SystemExit(f"this driver knows the precisions {', '.join(known)}, not {precision!r}")
 
 
 def converted_folder(folder: str, name: str) -> Path:
-    """Where the checkpoint lies in a peer's own format: beside it, so that it is written once."""
+    """The path of the checkpoint in a peer's own format. It is beside the checkpoint, so it is written only once."""
     return Path(folder).resolve().with_name(f"{Path(folder).resolve().name}-{name}")

@@ -8,7 +8,7 @@ from protocol import Generate, refuse_other_than, serve
 
 
 def load(folder: str, precision: str) -> Generate:
-    """`--option value` pairs after the precision are LLM(...) options."""
+    """Load the model. Pairs `--option value` after the precision are LLM(...) options."""
     refuse_other_than(precision, ["bf16", "int8", "int4"])
     from shardline import LLM, SamplingParams
 

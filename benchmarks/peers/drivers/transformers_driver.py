@@ -1,4 +1,4 @@
-"""transformers: `generate` on one padded batch, which is what its users call. No prefix cache."""
+"""transformers: `generate` on one padded batch, as its users call it, without a prefix cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from protocol import Generate, refuse_other_than, serve
 
 
 def load(folder: str, precision: str) -> Generate:
-    """bfloat16, all cores."""
+    """Load the model in bfloat16, for all cores."""
     refuse_other_than(precision, ["bf16"])
     import torch
     from transformers import AutoModelForCausalLM

@@ -1,6 +1,6 @@
-"""What was asked for: frozen dataclasses, composed. CLI flags and LLM(...) keywords come from these fields.
+"""What the user asked for, as frozen dataclasses. CLI flags and LLM(...) keywords come from their fields.
 
-`deployment.resolve` decides what is left open here.
+`deployment.resolve` decides whatever is "auto" or None here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ModelConfig:
 
     model: str = option("demo", "folder in Hugging Face format, hub id, or 'demo' for the embedded demo model")
     revision: str | None = option(None, "branch, tag or commit on the hub")
-    tokenizer: str | None = option(None, "folder or hub id of the tokenizer, where it is not the model's")
+    tokenizer: str | None = option(None, "folder or hub id of the tokenizer; default: the model's own")
     dtype: str = option(
         "auto",
         "type of weights and activations; auto: the checkpoint's",
@@ -38,12 +38,12 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "hold linear weights in fewer bits and compute in int8 (on GPUs also fp8: in fp8, and w4a16: a GPTQ or AWQ "
-        "checkpoint's own 4 bits, the default for one there); none: in the activations' dtype",
+        "format of linear weights; none: the activations' dtype; int8, int4: fewer bits, computed in int8; fp8 (GPUs): "
+        "computed in fp8; w4a16 (GPUs, default for GPTQ and AWQ): the checkpoint's own 4 bits",
         choices=("none", *(name for name in format_names() if name != "plain")),
     )
     check_finite: bool = option(False, "look for NaN and Inf in weights and after every layer, and say where; slower")
-    seed: int = option(0, "seed of dummy weights and of requests that set none")
+    seed: int = option(0, "seed of dummy weights, and of requests that set no seed")
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class ParallelConfig:
     device: str = option("auto", "where ranks compute; auto: cuda if there is a GPU", choices=("auto", "cpu", "cuda"))
     collectives: str = option(
         "auto",
-        "how ranks exchange tensors; auto: shm on one host, nccl between GPUs, but small gathers over symmetric "
-        "memory where NVLink connects them",
+        "how ranks exchange tensors; auto: shm between CPU ranks of one host, nccl between GPUs (small gathers use "
+        "symmetric memory if NVLink connects the GPUs)",
         choices=("auto", "shm", "gloo", "nccl"),
     )
     numerics: str = option(
         "exact",
-        "exact: one answer whatever the parallelism; fast: partial sums cross ranks, answers may differ",
+        "exact: the same answer in every layout; fast: partial sums cross ranks, so answers may differ between layouts",
         choices=("exact", "fast"),
     )
     disable_nccl_for_dp_synchronization: bool = option(
@@ -84,12 +84,12 @@ class ParallelConfig:
 
     @property
     def lockstep(self) -> int:
-        """Replicas that step together in one engine, since their ranks share experts; 1: each has its own engine."""
+        """Replicas that step together in one engine because their ranks share experts; 1: each has its own engine."""
         return self.data_parallel_size if self.enable_expert_parallel else 1
 
     @property
     def num_engines(self) -> int:
-        """Engines that run apart and fail apart."""
+        """Number of engines. Each runs and fails on its own."""
         return self.data_parallel_size // self.lockstep
 
 
@@ -100,31 +100,33 @@ class CacheConfig:
     block_size: int = option(16, "tokens per KV block")
     kv_cache_dtype: str = option(
         "auto",
-        "type of keys and values in the cache; auto: the activations'; int8, and on GPUs fp8 (e4m3): one byte, and a "
-        "scale per token and head; latents: a scale per token, what is rotated stays in bf16",
+        "type of keys and values in the cache; auto: the activations' type; int8, and on GPUs fp8 (e4m3): one byte "
+        "each, with a scale per token and head; latents have a scale per token, and their rotated part stays in bf16",
         choices=("auto", "int8", "fp8", "fp8_e4m3"),
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
     kv_cache_memory: str | int | None = option(
         None, "KV cache bytes per rank, for example 4GiB; default: from --gpu-memory-utilization"
     )
-    gpu_memory_utilization: float = option(0.9, "share of the device's (on CPU: half the host's free) memory to use")
-    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, whatever fits (for tests)")
+    gpu_memory_utilization: float = option(
+        0.9, "share to use of the device's memory (on the CPU: of half the free memory)"
+    )
+    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, without regard to the memory (for tests)")
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What one step may hold."""
+    """Limits of one step, and of the queue."""
 
     max_num_seqs: int = option(128, "sequences running at once")
     max_num_batched_tokens: int = option(2048, "tokens computed in one step, prefill and decode together")
     enable_chunked_prefill: bool = option(True, "accepted for compatibility: prefill is always chunked")
-    max_num_waiting: int = option(2048, "requests that may wait; one more is answered 429")
+    max_num_waiting: int = option(2048, "requests that may wait; further ones are answered 429")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All that one engine needs to start."""
+    """Everything that the user can choose about an engine."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -136,12 +138,12 @@ class EngineConfig:
 
     @property
     def max_running(self) -> int:
-        """Sequences that one engine runs at a time, on all its replicas in lockstep together."""
+        """Sequences that one engine runs at a time, summed over its replicas in lockstep."""
         return self.scheduler.max_num_seqs * self.parallel.lockstep
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """An EngineConfig from flat options, as LLM(...) and the command line give them.
+        """Make an EngineConfig from flat options, which LLM(...) and the command line use.
 
         Raises:
             ValueError: an option is unknown or out of range.
@@ -158,7 +160,7 @@ class EngineConfig:
 
 
 def option_names() -> list[str]:
-    """Every flat option of EngineConfig.from_options."""
+    """The names that EngineConfig.from_options accepts."""
     parts = (ModelConfig, ParallelConfig, CacheConfig, SchedulerConfig)
     return [f.name for part in parts for f in dataclasses.fields(part)]
 

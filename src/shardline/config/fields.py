@@ -10,7 +10,7 @@ from typing import Any
 def option(default: Any, help: str, *, choices: tuple[str, ...] = (), aliases: tuple[str, ...] = ()) -> Any:
     """A dataclass field that is also a command-line flag.
 
-    The flag is the field's name with dashes; `aliases` are further spellings (without the leading dashes).
+    The flag is the field's name with dashes. `aliases` are other spellings, without the leading dashes.
     """
     metadata: Mapping[str, Any] = {"help": help, "choices": choices, "aliases": aliases}
     return dataclasses.field(default=default, metadata=metadata)

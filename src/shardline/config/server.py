@@ -1,4 +1,4 @@
-"""How the HTTP server is set up: frozen, validated once, a command-line flag per field."""
+"""Configuration of the HTTP server. It is frozen and validated once; each field is a command-line flag."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """All that the server needs beside the engine's configuration.
+    """Everything that the server needs in addition to the engine's configuration.
 
     Raises:
-        ValueError: a value is out of its range or two of them contradict each other.
+        ValueError: a value is out of range, or two values contradict each other.
     """
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every IPv4 interface")
@@ -46,7 +46,7 @@ class ServerConfig:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that are valid; empty: every client is let in."""
+        """The valid keys; empty: every client may send requests."""
         if self.api_key:
             return self.api_key
         key = env.api_key()

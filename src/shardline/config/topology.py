@@ -1,4 +1,4 @@
-"""The rank grid: which place each rank of an engine has on every parallel axis."""
+"""The rank grid: the place of each rank of an engine on every parallel axis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where one rank stands, and with whom it shares a group."""
+    """The place of one rank, and the ranks with which it forms groups."""
 
     rank: int
     """Rank within the engine."""
@@ -18,12 +18,13 @@ class RankPlace:
     cp_rank: int
     pp_rank: int
     tp_peers: tuple[int, ...]
-    """Ranks of the tensor-parallel group, in order; includes this rank."""
+    """Ranks of the tensor-parallel group in order, this rank included."""
     ep_peers: tuple[int, ...]
     """Ranks of the stage over which whole experts are spread, in order: the TP groups of all replicas in lockstep."""
     previous_stage: int | None
-    """The rank that hands its hidden states to this one."""
+    """The rank that sends its hidden states to this one; None in the first stage."""
     next_stage: int | None
+    """The rank that receives this one's hidden states; None in the last stage."""
 
     def __str__(self) -> str:
         replica = f"dp {self.dp_rank}, " if len(self.ep_peers) > len(self.tp_peers) else ""
@@ -33,8 +34,8 @@ class RankPlace:
 class RankGrid(msgspec.Struct, frozen=True):
     """The ranks of one engine as a grid [dp, pp, cp, tp]; tp varies fastest, so that its peers sit side by side.
 
-    An engine has several replicas (dp) only where they run in lockstep; others have an engine each. The expert axis
-    has no ranks of its own: it runs along tp and dp.
+    An engine has several replicas (dp) only if they run in lockstep; otherwise each replica has its own engine. The
+    expert axis adds no ranks: it runs along tp and dp.
     """
 
     tensor: int
@@ -82,6 +83,6 @@ class RankGrid(msgspec.Struct, frozen=True):
 
     @property
     def drivers(self) -> tuple[int, ...]:
-        """Of each replica, the rank that reports sampled tokens: the first of the last stage."""
+        """The rank of each replica that reports sampled tokens: the first rank of its last stage."""
         first = (self.pipeline - 1) * self.tensor * self.context
         return tuple(replica * self.replica_size + first for replica in range(self.data))

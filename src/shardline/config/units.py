@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes in bytes as people write and read them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(count: int | float) -> str:
-    """`count` bytes in the binary unit that keeps three digits."""
+    """`count` bytes as text, in the largest binary unit in which the number is at least 1."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:

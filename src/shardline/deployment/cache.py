@@ -25,11 +25,11 @@ def plan_cache(
     dtype: KVDType,
     room: int,
 ) -> tuple[CachePlan, int]:
-    """The KV cache if each rank has `room` bytes for it, and max_model_len in tokens.
+    """Plan the KV cache for ranks that have `room` bytes each; returns the plan and max_model_len in tokens.
 
     Raises:
-        ValueError: one request of the length that was asked for does not fit, or the host's memory does not hold a pool
-            of the size that was asked for.
+        ValueError: one request of the requested length does not fit, or the host's memory cannot hold a pool of the
+            requested size.
     """
     asked, block_size, groups = config.cache, config.cache.block_size, kv_groups(spec)
     is_shared = layout.device == "cpu" and layout.num_hosts == 1
@@ -57,7 +57,7 @@ def plan_cache(
         latents_shared=is_shared,
         block_bytes=block_bytes,
         useful_blocks=useful_blocks(config, groups, length),
-        # Where ranks measure, the estimate has served to refuse early.
+        # If the ranks measure, the estimate was only needed for early refusals.
         pool=MeasuredPool(asked.gpu_memory_utilization) if is_measured(config, layout) else FixedPool(estimated),
     )
     return plan, length

@@ -1,4 +1,4 @@
-"""What runs where: everything that was decided, typed and frozen. It travels to every process as it is."""
+"""What runs where: every decision, typed and frozen. Engines and workers receive it unchanged."""
 
 from __future__ import annotations
 
@@ -25,47 +25,47 @@ class ModelSource(msgspec.Struct, frozen=True):
     """What the user asked for."""
     folder: str
     weight_files: tuple[str, ...]
-    """The safetensors files; none where weights are random."""
+    """The safetensors files; empty if weights are random."""
     load_format: Literal["safetensors", "dummy"]
     seed: int
-    """Of random weights."""
+    """Seed of random weights."""
     packed: PackedFormat
-    """How its linear weights are packed, as config.json says (also where random weights stand for them)."""
+    """How config.json says that linear weights are packed. It is set for random weights too."""
     config_text: str
-    """config.json, its keys sorted: a part of the fingerprint."""
+    """config.json with sorted keys. It is part of the fingerprint."""
 
 
 class RankPlacement(msgspec.Struct, frozen=True):
-    """Where one rank runs: indices into the hosts of the machine, and into the devices of that host."""
+    """Where one rank runs: an index into the machine's hosts, and one into the devices of that host."""
 
     host: int
     device: int
     threads: int
-    """Of the CPU."""
+    """CPU threads."""
 
 
 class RankWeights(msgspec.Struct, frozen=True):
     """The weights of one rank."""
 
     num_bytes: int
-    """Without padding."""
+    """Bytes without padding."""
     touched_bytes: int
-    """Bytes of host memory to touch before the weights are read. The mapped file of a tensor counts as memory of the
-    process while it is packed, so its largest tensor is left out. 0 on GPUs."""
+    """Bytes of host memory to touch before the weights are read; 0 on GPUs. While a tensor is packed, its mapped file
+    counts as memory of the process too. So the rank's largest tensor is left out."""
 
 
 class FixedPool(msgspec.Struct, frozen=True, tag=True):
     """A KV pool whose size was decided before anything was loaded."""
 
     num_blocks: int
-    """On every rank; block 0 is never used."""
+    """Blocks on every rank. Block 0 is never used."""
 
 
 class MeasuredPool(msgspec.Struct, frozen=True, tag=True):
-    """A KV pool that fills what the ranks measure as left on their GPUs once they have loaded."""
+    """A KV pool that fills the GPU memory that is left after loading. The ranks measure it."""
 
     share: float
-    """Of each GPU's memory that may be used in all."""
+    """Share of each GPU's memory that may be used in total."""
 
 
 class CachePlan(msgspec.Struct, frozen=True):
@@ -74,54 +74,54 @@ class CachePlan(msgspec.Struct, frozen=True):
     dtype: KVDType
     groups: tuple[KVGroup, ...]
     block_size: int
-    """Tokens."""
+    """Tokens per block."""
     max_blocks: int
     """Entries of a sequence's block table."""
     prefix_caching: bool
     latents_shared: bool
     """Whether the ranks of a tensor-parallel group have one pool of latents, in host memory."""
     block_bytes: tuple[int, ...]
-    """Of one block, on each rank of an engine; of a shared pool, the rank's part."""
+    """Bytes of one block on each rank of an engine. If the pool is shared, this is the rank's part of a block."""
     useful_blocks: int
-    """More blocks than this no set of requests can use, the null block included."""
+    """The most blocks that any set of requests can use, plus the null block."""
     pool: FixedPool | MeasuredPool
 
 
 class StepLimits(msgspec.Struct, frozen=True):
-    """What one step may hold."""
+    """Limits of one step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
 
 
 class Deployment(msgspec.Struct, frozen=True):
-    """A model on a machine. Nothing in it is open, and nothing must be parsed or derived again."""
+    """A model on a machine. Every choice is made: nothing in it must be parsed or derived again."""
 
     model: ModelSource
     spec: DecoderSpec
     dtype: DType
-    """Of weights and activations."""
+    """Type of weights and activations."""
     weight_format: FormatChoice
-    """Of linear weights."""
+    """Format of linear weights."""
     numerics: Numerics
     """Whether floating-point sums may cross ranks."""
     check_finite: bool
 
     machine: Machine
     device: DeviceKind
-    """Where all ranks compute."""
+    """The kind of device on which all ranks compute."""
     grid: RankGrid
     """The ranks of one engine."""
     placements: tuple[tuple[RankPlacement, ...], ...]
-    """Of each engine, where its ranks run."""
+    """For each engine, the places of its ranks."""
     stages: tuple[Span, ...]
     """Layers of each pipeline stage."""
     expert_parallel: bool
-    """Whether each expert is whole, on one rank of its stage."""
+    """Whether each expert is whole on one rank of its stage."""
     num_experts: int
-    """Experts of the layer that has most; 0: the model has none."""
+    """The largest number of experts in a layer; 0: the model has no experts."""
     weights: tuple[RankWeights, ...]
-    """Of each rank of an engine."""
+    """The weights of each rank of an engine."""
     executor: ExecutorName
     collectives: CollectivesName
     """How ranks exchange tensors."""
@@ -130,7 +130,7 @@ class Deployment(msgspec.Struct, frozen=True):
     step_timeout: float
     """Seconds."""
     max_in_flight: int
-    """Steps under way at once: one for each stage; with one stage, the next is planned while one runs."""
+    """Steps in flight at once: one per stage, but at least two, so that the next step is planned while one runs."""
 
     max_model_len: int
     """Longest request in tokens, prompt and output."""
@@ -138,17 +138,19 @@ class Deployment(msgspec.Struct, frozen=True):
     cache: CachePlan
 
     reasons: tuple[str, ...]
-    """What was left open, what was chosen for it, and why."""
+    """Each choice that was left open, what was chosen, and why."""
     warnings: tuple[str, ...]
 
     @property
     def keeps_packed(self) -> bool:
-        """Whether linear weights stay as the checkpoint has packed them."""
+        """Whether linear weights stay packed as in the checkpoint."""
         return self.weight_format.open_format().reads_packed
 
     def gpus_of(self, engine: int) -> str | None:
-        """The GPUs that an engine's processes may see, as CUDA_VISIBLE_DEVICES; None: those of this process. (Ranks
-        that share GPUs see all of them.)"""
+        """The value of CUDA_VISIBLE_DEVICES for an engine's processes; None: they see the GPUs of this process.
+
+        Ranks that share GPUs see all of them.
+        """
         if self.device != "cuda" or self.collectives == "gloo":
             return None
         places = self.placements[engine]
@@ -156,7 +158,7 @@ class Deployment(msgspec.Struct, frozen=True):
 
 
 class KVAllocation(msgspec.Struct, frozen=True):
-    """The size of the KV pool, which an engine decides once for all of its ranks."""
+    """The size of the KV pool. An engine decides it once for all of its ranks."""
 
     num_blocks: int
-    """On every rank; block 0 is never used."""
+    """Blocks on every rank. Block 0 is never used."""

@@ -1,4 +1,4 @@
-"""A name for what a request's tokens depend on: for system_fingerprint, and to see that replicas agree."""
+"""A name for everything that a request's tokens depend on. It is the system_fingerprint, and replicas compare it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 from shardline.deployment.deployment import Deployment
 
 NUMERICS_VERSION = 5
-"""Changes whenever the same request may get other bits than before; part of the fingerprint."""
+"""Part of the fingerprint. It changes whenever a request may get other bits than in the version before."""
 
 _SAMPLE_BYTES = 1 << 20
 
 
 def fingerprint(deployment: Deployment, kernel_path: str) -> str:
-    """Equal fingerprints, equal tokens: weights, what was made of the configuration, numerics and `kernel_path`.
+    """The fingerprint of weights, spec, formats, numerics and `kernel_path`: equal fingerprints mean equal tokens.
 
-    Reads samples of the weight files.
+    This function reads samples of the weight files.
     """
     model, grid = deployment.model, deployment.grid
     digest = hashlib.blake2b(digest_size=6)
     dummy_seed = model.seed if model.load_format == "dummy" else None
     digest.update(weights_fingerprint(model.config_text, map(Path, model.weight_files), dummy_seed).encode())
-    # The spec has the rope tables, which may follow max_model_len.
+    # The spec has the rope frequencies, which may depend on max_model_len.
     digest.update(repr(deployment.spec).encode())
     layout = f"tp{grid.tensor}" + ("-ep" if deployment.expert_parallel else "")
     numerics = f"n{NUMERICS_VERSION}" if deployment.numerics == "exact" else f"fast-{layout}"
@@ -33,11 +33,12 @@ def fingerprint(deployment: Deployment, kernel_path: str) -> str:
 
 
 def weights_fingerprint(config_text: str, weight_files: Iterable[Path], dummy_seed: int | None = None) -> str:
-    """16 hex digits that name a model: a hash of its config.json, with sorted keys, and of each weight file's size,
-    first and last MiB (which hold the safetensors header) and 16 samples of 4 KiB between, in order of file name.
+    """16 hex digits that name a model: a hash of its config.json with sorted keys, and of its weight files.
 
-    Two fine-tunes of one model differ almost everywhere, so the samples tell them apart; a change of a few bytes in
-    the middle of a file may go unseen. `dummy_seed` stands for the weights where there are none.
+    Of each file, in order of name, the hash covers the name, the size, the first and the last MiB (the first holds the
+    safetensors header), and 16 samples of 4 KiB between them. Two fine-tunes of one model differ almost everywhere, so
+    the samples tell them apart. A change of a few bytes in the middle of a file may stay unnoticed. If there are no
+    weight files, `dummy_seed` stands for the weights.
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update(config_text.encode())

@@ -1,4 +1,4 @@
-"""In which types weights, activations, keys and values are held, and which of them a device can compute with."""
+"""Choice of the types of weights, activations, keys and values, and which of them a device can compute with."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from shardline.weights.base import PLAIN, FormatChoice
 _DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
 
 _FP8_CAPABILITY = 89
-"""The first architecture of GPUs that computes in fp8: sm_89."""
+"""The first GPU architecture that computes in fp8: sm_89."""
 
 
 def choose_dtype(asked: str, checkpoint: str, packed: PackedFormat) -> DType:
-    """The type of weights and activations; `checkpoint`: the type that config.json names.
+    """The type of weights and activations. `checkpoint` is the type that config.json names.
 
     Raises:
-        ValueError: no kernels compute in the type that was asked for.
+        ValueError: no kernel computes in the requested type.
     """
     if asked == "auto":
-        # Of 4 bits and a scale, bfloat16 keeps what matters. Other float16 weights keep their precision in float32.
+        # bfloat16 is precise enough for 4 bits and a scale. Other float16 weights need float32 to keep their precision.
         return "bfloat16" if packed.is_packed else _DTYPES.get(checkpoint, "float32")
     if asked not in _DTYPES:
         raise ValueError(f"dtype {asked} is not supported; use bfloat16 or float32")
@@ -29,11 +29,12 @@ def choose_dtype(asked: str, checkpoint: str, packed: PackedFormat) -> DType:
 
 
 def choose_weight_format(config: EngineConfig, packed: PackedFormat, devices: tuple[Device, ...]) -> FormatChoice:
-    """The format of linear weights. On GPUs, weights that the checkpoint has packed stay so unless another format, or
-    "none", was asked for. `devices`: those on which ranks run.
+    """The format of linear weights. `devices` are those on which ranks run.
+
+    On GPUs, weights that are packed in the checkpoint stay packed, unless "none" or another format was requested.
 
     Raises:
-        ValueError: the devices or the checkpoint cannot have the format that was asked for.
+        ValueError: the devices or the checkpoint do not support the requested format.
     """
     asked, on_gpu = config.model.quantization, devices[0].kind == "cuda"
     is_there = packed.is_packed and config.model.load_format != "dummy"
@@ -52,15 +53,15 @@ def choose_weight_format(config: EngineConfig, packed: PackedFormat, devices: tu
 
 
 def check_numerics(config: EngineConfig, held: FormatChoice) -> None:
-    """Refuse partial sums of weights that cannot be cut along their rows.
+    """Refuse fast numerics for weights whose rows cannot be split.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: the configuration asks for this.
     """
     parallel = config.parallel
     if held.open_format().reads_packed and parallel.numerics == "fast" and parallel.tensor_parallel_size > 1:
         raise ValueError(
-            "numerics fast cuts rows of weights, and those of this checkpoint are packed in groups; use --numerics "
+            "numerics fast splits the rows of weights, but this checkpoint packs its rows in groups; use --numerics "
             "exact, or --quantization none"
         )
 
@@ -69,7 +70,7 @@ def choose_kv_dtype(asked: str, dtype: DType, spec: DecoderSpec, devices: tuple[
     """The type of keys and values in the cache.
 
     Raises:
-        ValueError: the devices cannot compute with the type that was asked for.
+        ValueError: the devices cannot compute with the requested type.
     """
     if asked == "auto":
         return dtype
@@ -83,7 +84,7 @@ def choose_kv_dtype(asked: str, dtype: DType, spec: DecoderSpec, devices: tuple[
 
 
 def _check_devices(wanted: str, capability: int | None, alternatives: str, devices: tuple[Device, ...]) -> None:
-    """Refuse devices below a GPU architecture; None: every device will do. `alternatives`: what to use instead."""
+    """Refuse devices below a GPU architecture; None: every device works. `alternatives` says what to use instead."""
     if capability is None:
         return
     for device in devices:

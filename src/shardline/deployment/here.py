@@ -1,4 +1,4 @@
-"""A deployment on this host: the one place that reads the model, looks at the hardware, and decides."""
+"""A deployment on this host: read the model, look at the hardware, decide."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _log = logging.getLogger(__name__)
 
 
 def resolve_here(config: EngineConfig) -> Deployment:
-    """What runs where if `config` is asked for on this host; logs warnings and reasons. Downloads the model from the
-    hub if it is not here yet.
+    """Decide what runs where on this host, and log warnings and reasons.
+
+    The model is downloaded from the hub if it is not on this host yet.
 
     Raises:
-        ValueError: the model, the layout or the memory does not allow it; the message says what would work.
+        ValueError: the model, the layout or the memory does not allow it. The message says what would work.
     """
     machine = probe_machine(gpus=config.parallel.device != "cpu")
-    choose_layout(config.parallel, machine)  # refuses what no model can have, before one is downloaded
+    choose_layout(config.parallel, machine)  # refuses what works for no model, before a download
     deployment = resolve(config, read_model(config.model), machine)
     for warning in deployment.warnings:
         _log.warning("%s", warning)

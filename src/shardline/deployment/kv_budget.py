@@ -1,4 +1,4 @@
-"""How large the KV cache is: by formula before anything is loaded, then, on GPUs, by what every rank has measured."""
+"""The size of the KV cache: a formula gives it before loading; on GPUs, what every rank measures then decides."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from shardline.models.sizes import step_bytes
 from shardline.models.spec import DecoderSpec, DType
 
 _CACHED_REQUESTS = 64
-"""Requests of full length that the prefix cache may keep, however few may run at once."""
+"""Requests of full length that the prefix cache may keep, even if fewer may run at once."""
 
 _AUTO_LENGTH_SHARE = 0.8
-"""Of the room that is estimated for a GPU's KV cache, what an automatic max_model_len counts on."""
+"""The share of the estimated room for a GPU's KV cache on which an automatic max_model_len relies."""
 
 
 def is_measured(config: EngineConfig, layout: Layout) -> bool:
-    """Whether ranks measure what is left for the KV cache: on GPUs, if nobody has set its size. Ranks that share a GPU
-    could not tell their own memory from the others'."""
+    """Whether ranks measure what is left for the KV cache. They do on GPUs, unless the user has set its size.
+
+    Ranks that share a GPU do not measure: they could not tell their own memory from that of the others.
+    """
     is_set = config.cache.kv_cache_memory is not None or config.cache.num_gpu_blocks_override is not None
     return layout.device == "cuda" and not layout.shares_gpus and not is_set
 
@@ -37,10 +39,10 @@ def rank_room(
     dtype: DType,
     weights: Sequence[RankWeights],
 ) -> int:
-    """Bytes for the KV cache of each rank, before ranks measure.
+    """Bytes for the KV cache of each rank, by formula.
 
     Raises:
-        ValueError: the memory does not even hold the weights.
+        ValueError: the memory cannot even hold the weights.
     """
     if config.cache.kv_cache_memory is not None:
         return parse_bytes(config.cache.kv_cache_memory)
@@ -62,18 +64,20 @@ def _host_room(config: EngineConfig, layout: Layout, machine: Machine, weights: 
     total, available = of_engine * layout.num_engines, machine.hosts[0].free_memory
     if total > available:
         raise ValueError(
-            f"the weights need {format_bytes(total)} ({layout.num_engines} x {format_bytes(of_engine)}) and this host "
+            f"the weights need {format_bytes(total)} ({layout.num_engines} x {format_bytes(of_engine)}), but this host "
             f"has {format_bytes(available)} available; use a smaller model, fewer replicas, --dtype bfloat16 or "
             "--quantization int8"
         )
-    # Half of what is left: the page cache that holds the checkpoint, and the other programs, need room too.
+    # Half of what is left: the page cache with the checkpoint, and other programs, need memory too.
     free = (available - total) * config.cache.gpu_memory_utilization / 2
     return int(free / layout.num_ranks)
 
 
 def gpu_room(gpus: Sequence[Device], num_ranks: int, share: float, weights: int, activations: int) -> int:
-    """What the smallest of `gpus` has left beside `weights` and a step's `activations`, if `share` of it may be used,
-    by formula: enough to refuse early what does not fit. Ranks that share a GPU share its memory.
+    """Estimated bytes for a rank's KV cache on the smallest of `gpus`, if `share` of its memory may be used.
+
+    `weights` and the `activations` of a step are subtracted, in bytes. The estimate is good enough to refuse early
+    what does not fit. Ranks that share a GPU share its memory.
 
     Raises:
         ValueError: nothing is left.
@@ -90,8 +94,10 @@ def gpu_room(gpus: Sequence[Device], num_ranks: int, share: float, weights: int,
 
 
 def useful_blocks(config: EngineConfig, groups: Sequence[KVGroup], max_model_len: int) -> int:
-    """Blocks that max_num_seqs requests of full length, with prefix caching at least _CACHED_REQUESTS, can use, and the
-    null block."""
+    """The most blocks that requests of full length can use, plus the null block.
+
+    max_num_seqs requests are counted, and with prefix caching at least _CACHED_REQUESTS.
+    """
     cache, scheduler = config.cache, config.scheduler
     most_requests = max(scheduler.max_num_seqs, _CACHED_REQUESTS if cache.enable_prefix_caching else 0)
     per_request = blocks_per_request(groups, max_model_len, cache.block_size, scheduler.max_num_batched_tokens)
@@ -99,18 +105,20 @@ def useful_blocks(config: EngineConfig, groups: Sequence[KVGroup], max_model_len
 
 
 def fitting_blocks(rooms: Sequence[int], block_bytes: Sequence[int], most: int) -> int:
-    """Blocks, at most `most`, that fit the rank with room for the fewest; one room and one size of a block per rank."""
+    """Blocks that fit on every rank, at most `most`. Each rank has a room and a block size in bytes."""
     return min(most, *(room // size for room, size in zip(rooms, block_bytes, strict=True)))
 
 
 def check_host_memory(
     layout: Layout, machine: Machine, weights: Sequence[RankWeights], block_bytes: Sequence[int], num_blocks: int
 ) -> None:
-    """Refuse a KV cache that was asked for and does not fit: the host gives its pages only as they are used, so a run
-    would fail hours later. (On a GPU they are allocated at the start, which fails at once.)
+    """Refuse a requested KV cache that the host's memory cannot hold.
+
+    The host allocates pages only when they are used, so the run would fail hours later. (A GPU allocates them at the
+    start, which fails at once.)
 
     Raises:
-        ValueError: the host does not have so much memory.
+        ValueError: the host does not have enough memory.
     """
     if layout.device != "cpu":
         return
@@ -118,22 +126,22 @@ def check_host_memory(
     needed, available = layout.num_engines * of_engine, machine.hosts[0].free_memory
     if needed > available:
         raise ValueError(
-            f"weights and KV cache need {format_bytes(needed)} and this host has {format_bytes(available)} available; "
+            f"weights and KV cache need {format_bytes(needed)}, but this host has {format_bytes(available)} available; "
             "lower --kv-cache-memory"
         )
 
 
 def fixed_allocation(deployment: Deployment) -> KVAllocation | None:
-    """The size of the KV pool where it was decided before; None: the ranks measure."""
+    """The size of the KV pool if it is decided already; None: the ranks measure."""
     pool = deployment.cache.pool
     return KVAllocation(pool.num_blocks) if isinstance(pool, FixedPool) else None
 
 
 def agree_allocation(deployment: Deployment, measured: Sequence[MemoryUse]) -> KVAllocation:
-    """The size of the KV pool that fits the rank with room for the fewest blocks, from what each has measured.
+    """The size of the KV pool that fits on every rank, from what each rank has measured.
 
     Raises:
-        ValueError: one request of max_model_len tokens does not fit; the message says which would.
+        ValueError: one request of max_model_len tokens does not fit. The message says which length would fit.
     """
     cache, limits, length = deployment.cache, deployment.limits, deployment.max_model_len
     assert isinstance(cache.pool, MeasuredPool)
@@ -155,7 +163,7 @@ def agree_allocation(deployment: Deployment, measured: Sequence[MemoryUse]) -> K
 
 
 def explain(memory: MemoryUse, share: float) -> str:
-    """The sum, in words."""
+    """The calculation of the KV cache's room, in words."""
     parts = (
         (memory.others, "driver and others"),
         (memory.weights, "weights"),
@@ -167,7 +175,7 @@ def explain(memory: MemoryUse, share: float) -> str:
 
 
 def max_concurrency(deployment: Deployment, allocation: KVAllocation) -> float:
-    """Requests of max_model_len tokens that fit the KV pool at once."""
+    """How many requests of max_model_len tokens fit in the KV pool at once."""
     cache = deployment.cache
     step_tokens = deployment.limits.max_num_batched_tokens
     per_request = blocks_per_request(cache.groups, deployment.max_model_len, cache.block_size, step_tokens)

@@ -1,4 +1,4 @@
-"""How the ranks of a deployment are laid out, and on which device each runs."""
+"""The layout of a deployment's ranks, and the device of each rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardline.deployment.machine import DeviceKind, Host, Machine
 
 @dataclass(frozen=True)
 class Layout:
-    """What follows from the parallel configuration and the machine alone."""
+    """The choices that depend only on the parallel configuration and the machine."""
 
     device: DeviceKind
     grid: RankGrid
@@ -21,30 +21,30 @@ class Layout:
     executor: ExecutorName
     collectives: CollectivesName
     placements: tuple[tuple[RankPlacement, ...], ...]
-    """As `Deployment.placements`."""
+    """See `Deployment.placements`."""
     warnings: tuple[str, ...]
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all engines."""
+        """Number of ranks, summed over all engines."""
         return self.grid.world_size * self.num_engines
 
     @property
     def num_hosts(self) -> int:
-        """Hosts on which ranks run."""
+        """Number of hosts on which ranks run."""
         return len({place.host for of_engine in self.placements for place in of_engine})
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether several ranks may run on one GPU, which is for tests."""
+        """Whether several ranks may run on one GPU. This is a test mode."""
         return self.device == "cuda" and self.collectives == "gloo"
 
 
 def choose_layout(parallel: ParallelConfig, machine: Machine) -> Layout:
-    """The layout that was asked for, with what was left open chosen.
+    """The requested layout, with a choice for everything that was left open.
 
     Raises:
-        ValueError: the machine does not allow it; the message says what would work.
+        ValueError: the machine does not allow it. The message says what would work.
     """
     if parallel.context_parallel_size > 1:
         raise ValueError("context_parallel_size above 1 is not supported yet; use tensor_parallel_size instead")
@@ -88,12 +88,12 @@ def _choose_executor(parallel: ParallelConfig, grid: RankGrid) -> ExecutorName:
 
 
 def _choose_device(parallel: ParallelConfig, host: Host) -> tuple[DeviceKind, list[str]]:
-    """The kind of device, and warnings."""
+    """The kind of device, and the warnings about this choice."""
     has_gpus = bool(host.of_kind("cuda"))
     if parallel.device == "auto":
         if has_gpus or not host.unusable_gpus:
             return "cuda" if has_gpus else "cpu", []
-        return "cpu", [f"{host.unusable_gpus}; until then ranks compute on the CPU (--device cpu says so on purpose)"]
+        return "cpu", [f"{host.unusable_gpus}; until then ranks compute on the CPU (pass --device cpu to choose it)"]
     if parallel.device == "cuda" and not has_gpus:
         if host.unusable_gpus:
             raise ValueError(f"device cuda: {host.unusable_gpus}, or use --device cpu")
@@ -128,8 +128,9 @@ def _choose_threads(parallel: ParallelConfig, host: Host, num_ranks: int) -> int
 def _place_ranks(
     grid: RankGrid, num_engines: int, host: Host, kind: DeviceKind, *, shared: bool
 ) -> list[tuple[int, ...]]:
-    """Of each engine, the device of each of its ranks: the CPU, or a GPU each, in order. With `shared` GPUs every
-    engine begins with the first again.
+    """For each engine, the device of each of its ranks: the CPU for all, or one GPU each, in order.
+
+    With `shared` GPUs, every engine starts at the first GPU again.
 
     Raises:
         ValueError: there are fewer GPUs than ranks.
@@ -142,7 +143,7 @@ def _place_ranks(
     num_ranks = world * num_engines
     if len(devices) < num_ranks:
         raise ValueError(
-            f"this layout has {num_ranks} ranks and this host {len(devices)} GPUs; use fewer, or --device cpu, or, for "
-            "tests only, --collectives gloo, with which ranks may share a GPU"
+            f"this layout has {num_ranks} ranks and this host {len(devices)} GPUs; use fewer ranks, or --device cpu, "
+            "or, for tests only, --collectives gloo, which lets ranks share a GPU"
         )
     return [devices[engine * world : (engine + 1) * world] for engine in range(num_engines)]

@@ -1,4 +1,4 @@
-"""The longest request that a deployment takes."""
+"""The longest request that a deployment accepts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shardline.models.spec import DecoderSpec
 
 
 def check_length(asked: int | str | None, spec: DecoderSpec) -> None:
-    """Refuse a max_model_len beyond the positions that the model has.
+    """Refuse a max_model_len that is larger than the number of positions of the model.
 
     Raises:
-        ValueError: it has fewer.
+        ValueError: the model has fewer positions.
     """
     if isinstance(asked, int) and asked > spec.max_position_embeddings:
         raise ValueError(
@@ -24,8 +24,9 @@ def check_length(asked: int | str | None, spec: DecoderSpec) -> None:
 
 
 def choose_length(config: EngineConfig, groups: Sequence[KVGroup], wanted: int, num_blocks: int) -> int:
-    """max_model_len in tokens: `wanted` if a pool of `num_blocks` holds such a request, and with max_model_len "auto"
-    the longest that it holds.
+    """max_model_len in tokens: `wanted` if a pool of `num_blocks` can hold one such request.
+
+    If it cannot and max_model_len is "auto", this is the length of the longest request that the pool can hold.
 
     Raises:
         ValueError: one request of the wanted length does not fit.

@@ -1,4 +1,4 @@
-"""The hardware that a deployment may use, as data. `probe` fills it in for this host; tests and planners write it."""
+"""The hardware that a deployment may use, as data. `probe` describes this host; tests and planners write their own."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ class Device(msgspec.Struct, frozen=True):
 
     kind: DeviceKind
     name: str
-    """For people."""
+    """A name for messages."""
     memory_total: int
-    """Bytes; of the host's memory for a CPU."""
+    """Bytes; for a CPU, of the host's memory."""
     memory_free: int
-    """Bytes that can still be had."""
+    """Bytes that are available."""
     capability: str = ""
-    """What its kernels may use: the instruction set of a CPU ("avx512_bf16"), the architecture of a GPU ("sm_90").
-    Empty: unknown."""
+    """A CPU's instruction set ("avx512_bf16") or a GPU's architecture ("sm_90"), for its kernels; empty: unknown."""
     cores: int = 0
     """Cores of a CPU that this process may use; 0: unknown."""
     numa_node: int = -1
-    """The NUMA node that it is nearest to; -1: unknown, or several."""
+    """The nearest NUMA node; -1: unknown, or several nodes."""
     identifier: str = ""
-    """What CUDA_VISIBLE_DEVICES calls a GPU."""
+    """The name of a GPU in CUDA_VISIBLE_DEVICES."""
 
 
 class Host(msgspec.Struct, frozen=True):
-    """One computer, or the container on it that this process runs in."""
+    """One computer, or the container on it in which this process runs."""
 
     name: str
     free_memory: int
-    """Bytes of its memory that can still be had."""
+    """Bytes of its memory that are available."""
     cores: int
     """Cores that this process may use."""
     devices: tuple[Device, ...]
     num_numa_nodes: int = 1
     unusable_gpus: str = ""
-    """Why GPUs that are there are not among `devices`, and what to do about it; empty: there are none."""
+    """If the host has GPUs that are not among `devices`: why, and what to do about it. Otherwise empty."""
 
     def of_kind(self, kind: DeviceKind) -> tuple[int, ...]:
         """Indices of the devices of one kind."""
@@ -69,4 +68,4 @@ class Machine(msgspec.Struct, frozen=True):
 
     hosts: tuple[Host, ...]
     links: tuple[Link, ...] = ()
-    """Those that are known."""
+    """The known links."""

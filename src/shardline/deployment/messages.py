@@ -1,4 +1,4 @@
-"""What travels between an engine and its worker processes."""
+"""The messages between an engine and its worker processes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from shardline.types import RankStep, StepResult
 
 
 class MemoryUse(msgspec.Struct, frozen=True):
-    """What a GPU holds beside a rank's KV cache, in bytes, as the rank measured it."""
+    """The use of a GPU's memory without the KV cache, in bytes, as a rank has measured it."""
 
     total: int
-    """Of the GPU."""
+    """All memory of the GPU."""
     others: int
-    """Held by the driver, the kernels' code, the groups' buffers and other processes."""
+    """Memory of the driver, the kernels' code, the groups' buffers and other processes."""
     weights: int
     step: int
-    """Most that a step takes beside."""
+    """The most that a step needs in addition."""
     graphs: int
-    """What capturing decode steps will take."""
+    """Estimate of the memory that captured decode steps need."""
 
     def room(self, share: float) -> int:
-        """What is left for the KV cache if `share` of the GPU may be used; negative: that much is missing."""
+        """Bytes left for the KV cache if `share` of the GPU may be used; negative: that much is missing."""
         return int(self.total * share) - self.others - self.weights - self.step - self.graphs
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """What one rank says once it is ready."""
+    """The report of one rank that is ready."""
 
     rank: int
     host: str
@@ -40,7 +40,7 @@ class RankReport(msgspec.Struct, frozen=True):
     kv_bytes: int
     load_seconds: float
     memory: MemoryUse | None = None
-    """What the size of the KV pool follows from; None: it was decided before."""
+    """The measurement that decides the size of the KV pool; None: the size was decided before."""
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
@@ -48,21 +48,21 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
 
     deployment: Deployment
     engine: int
-    """Which of the deployment's engines."""
+    """Number of the engine in the deployment."""
     rank: int
-    """Within the engine."""
+    """Rank within the engine."""
     store_path: str
-    """File through which gloo's ranks meet; empty: collectives through the shared segment."""
+    """The file through which gloo's ranks find each other; empty: collectives use the shared segment."""
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True):
-    """Engine to worker: one step; plans are run in the order they come."""
+    """Engine to worker: one step. Steps run in the order of their messages."""
 
     step: RankStep
 
 
 class AllocateCache(msgspec.Struct, frozen=True, tag=True):
-    """Engine to worker: the size of the KV pool; on GPUs once all ranks have measured."""
+    """Engine to worker: the size of the KV pool. If ranks measure, it is sent after all of them have measured."""
 
     allocation: KVAllocation
 
@@ -77,32 +77,32 @@ WorkerRequest = StartWorker | RunStep | AllocateCache | Probe
 
 
 class RankMeasured(msgspec.Struct, frozen=True, tag=True):
-    """Worker to engine: weights are loaded, and this is what a step needs beside them."""
+    """Worker to engine: the weights are loaded, and the memory is measured."""
 
     memory: MemoryUse
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """Worker to engine: weights are loaded and the cache is there."""
+    """Worker to engine: the weights are loaded, and the KV cache is allocated."""
 
     report: RankReport
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
-    """Driver rank of a replica to engine: what a step sampled."""
+    """Driver rank of a replica to engine: the tokens that a step has sampled."""
 
     result: StepResult
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
-    """Worker to engine: it cannot go on; the process ends after this."""
+    """Worker to engine: the rank cannot go on. The process ends after this message."""
 
     rank: int
     message: str
     user_error: bool = False
     """The checkpoint or the configuration is at fault."""
     consequence: bool = False
-    """It only lost touch with another rank, which is the one to name."""
+    """The rank only lost its connection to another rank. The error should name that other rank."""
 
 
 class ProbeDone(msgspec.Struct, frozen=True, tag=True):

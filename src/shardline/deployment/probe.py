@@ -1,4 +1,4 @@
-"""What hardware this host, or the container this process runs in, has: the only code that looks. No torch is needed."""
+"""Look at the hardware of this host, or of the container of this process. No other code does; torch is not needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GPU_TIMEOUT = 20.0
 
 
 def probe_machine(*, gpus: bool = True) -> Machine:
-    """This host as a machine. Without `gpus` none are looked for, which saves the time that their driver takes."""
+    """This host as a machine. Without `gpus` it does not look for GPUs, which saves the time of their driver."""
     cores, free = allowed_cpus(), available_host_memory()
     cpu = Device("cpu", "CPU", _host_memory("MemTotal"), free, capability=env.force_isa() or _cpu.isa(), cores=cores)
     found, unusable = probe_gpus() if gpus else ([], "")
@@ -40,8 +40,10 @@ def probe_machine(*, gpus: bool = True) -> Machine:
 
 
 def probe_gpus() -> tuple[list[Device], str]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, as the driver's own tool lists them; and, where there are
-    some that cannot be used, why, and what to do about it."""
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, from nvidia-smi.
+
+    The second value is empty, unless GPUs exist that cannot be used: then it says why, and what to do about it.
+    """
     visible = env.cuda_visible_devices()
     if visible == "":
         return [], ""
@@ -61,19 +63,19 @@ def probe_gpus() -> tuple[list[Device], str]:
 
 
 def available_host_memory() -> int:
-    """Bytes that can still be had: of the host, and within every control group around this process."""
+    """Bytes of memory that are available, on the host and within every control group of this process."""
     available = _host_memory("MemAvailable")
     for group in _own_groups("memory"):
         limit = _number(group / "memory.max") or _number(group / "memory.limit_in_bytes")
         used = _number(group / "memory.current") or _number(group / "memory.usage_in_bytes")
         if limit is not None and used is not None:
-            # Page cache counts as used, but is given back when it is needed.
+            # Page cache counts as used, but the kernel gives it back when memory is needed.
             available = min(available, max(0, limit - used + _reclaimable(group)))
     return available
 
 
 def allowed_cpus() -> int:
-    """Cores that this process may use: its affinity, and the CPU quota of its control groups."""
+    """Cores that this process may use, by its affinity and the CPU quota of its control groups."""
     cores = len(os.sched_getaffinity(0))
     for group in _own_groups("cpu"):
         try:
@@ -86,7 +88,7 @@ def allowed_cpus() -> int:
 
 
 def _gpu(row: str, identifier: str) -> Device:
-    """A GPU from one line of the driver's tool, whose fields are those of _GPU_FIELDS."""
+    """A GPU from one line of nvidia-smi, which has the fields _GPU_FIELDS."""
     name, total, free, capability, bus = (field.strip() for field in row.split(","))
     node = _number(_PCI_DEVICES / bus[-12:].lower() / "numa_node")
     return Device(
@@ -101,7 +103,7 @@ def _gpu(row: str, identifier: str) -> Device:
 
 
 def _host_memory(field: str) -> int:
-    """Bytes of a field of /proc/meminfo."""
+    """The value of a field of /proc/meminfo, in bytes."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -109,7 +111,7 @@ def _host_memory(field: str) -> int:
 
 
 def _own_groups(controller: str) -> list[Path]:
-    """The folders of this process's control group and those around it; version 2, and version 1 of `controller`."""
+    """The folders of this process's control group and of its parents: version 2, and version 1 of `controller`."""
     folders: list[Path] = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

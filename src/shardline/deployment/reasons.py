@@ -1,4 +1,4 @@
-"""Why a deployment is as it is, in words: what was left open, what was chosen for it."""
+"""The reasons of a deployment in words: for each choice that was left open, what was chosen and why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardline.deployment.deployment import Deployment, MeasuredPool
 
 
 def explain_choices(deployment: Deployment, asked: EngineConfig, room: int) -> Deployment:
-    """The deployment with its reasons; `room`: the bytes of KV cache that each rank may have."""
+    """The deployment with its reasons. `room` is the number of bytes that each rank has for its KV cache."""
     return replace(deployment, reasons=tuple(_reasons(deployment, asked, room)))
 
 

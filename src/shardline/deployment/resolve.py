@@ -1,4 +1,4 @@
-"""From what was asked to what runs where: every choice made, every refusal given, before anything is loaded."""
+"""Decide what runs where. Every choice and every refusal is made here, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from shardline.weights.base import FormatChoice
 
 
 def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> Deployment:
-    """What runs where if `config` is asked for `model` on `machine`. Pure: opens, probes, loads and logs nothing.
+    """Decide what runs where for `config` and `model` on `machine`.
+
+    The function is pure: it opens, probes, loads and logs nothing.
 
     Raises:
-        ValueError: the model, the layout or the memory does not allow it; the message says what would work.
+        ValueError: the model, the layout or the memory does not allow it. The message says what would work.
     """
     parallel, asked_length = config.parallel, config.model.max_model_len
     layout = choose_layout(parallel, machine)
@@ -77,15 +79,15 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
 
 
 def _spec_for_length(model: ModelDescription, spec: DecoderSpec, length: int) -> DecoderSpec:
-    """The model for requests of up to `length` tokens; `spec`: that for the length that was asked for.
+    """The spec for requests of up to `length` tokens. `spec` is the one for the requested length.
 
     Raises:
-        ValueError: they differ, so that the memory at hand would have chosen the answers.
+        ValueError: the two differ, so the available memory would decide the answers.
     """
     final = decoder_spec(model.files.config, length)
     if final.layers != spec.layers:
         raise ValueError(
-            "this model's rope scaling follows max_model_len, so that the memory at hand would decide the answers; "
+            "this model's rope scaling depends on max_model_len, so the available memory would decide the answers; "
             f"set it yourself, for example --max-model-len {length}"
         )
     return final

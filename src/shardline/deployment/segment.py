@@ -1,4 +1,4 @@
-"""The layout of the memory that all ranks of an engine map."""
+"""The layout of the memory segment that all ranks of an engine map."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ def segment_layout(deployment: Deployment) -> SegmentLayout:
 
 
 def _shared_kv_bytes(deployment: Deployment) -> tuple[int, ...]:
-    """Bytes of each stage's KV pool if its ranks share one: all need all of the latents, and they are on one host."""
+    """Bytes of each stage's KV pool if its ranks share one.
+
+    They share one if they are on one host and the model caches latents only, since every rank needs all latents.
+    """
     grid, cache = deployment.grid, deployment.cache
     if (
         grid.tensor == 1

@@ -1,1 +1,1 @@
-"""Prometheus metrics. Names are vLLM's with the prefix `shardline:`, so that its dashboards need one replacement."""
+"""Prometheus metrics. They have vLLM's names with the prefix `shardline:`, so its dashboards need one replacement."""

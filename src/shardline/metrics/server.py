@@ -66,7 +66,7 @@ class RequestMetrics:
 
 
 class RequestTimer:
-    """Measures one request (one prompt with all its choices), from the construction of this object on."""
+    """Measures one request: a prompt with all its choices. Time starts when this object is constructed."""
 
     def __init__(self, metrics: RequestMetrics, choices: int) -> None:
         self._metrics = metrics
@@ -77,7 +77,7 @@ class RequestTimer:
         self._output: RequestOutput | None = None
 
     def observe_output(self, output: RequestOutput) -> None:
-        """Record the arrival of an output. The call is cheap, since every output makes it."""
+        """Record the arrival of an output. It runs for every output, so it must be cheap."""
         tokens = sum(len(choice.token_ids) for choice in output.outputs)
         if tokens > self._tokens:
             now = time.perf_counter()

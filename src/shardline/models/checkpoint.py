@@ -1,7 +1,7 @@
-"""A safetensors checkpoint, checked before anything is loaded: headers only, no torch.
+"""The headers of a safetensors checkpoint. They are checked before anything is loaded, and need no torch.
 
-A safetensors file is: the header's size N (8 bytes, little-endian), N bytes of JSON (per tensor: dtype, shape and
-data_offsets relative to byte 8 + N), then the data, without gaps.
+A safetensors file starts with the size N of its header (8 bytes, little-endian). N bytes of JSON follow: for each
+tensor its dtype, shape and data_offsets relative to byte 8 + N. The data comes last, without gaps.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class TensorEntry:
 
     file: Path
     dtype: str
-    """As safetensors names it: F32, BF16, ..."""
+    """The type's name in safetensors: F32, BF16, ..."""
     shape: Shape
     offset: int
-    """Of its first byte in the file."""
+    """Position of its first byte in the file."""
     num_bytes: int
 
 
@@ -58,47 +58,46 @@ class Checkpoint:
         """Read and validate the headers of the folder's safetensors files.
 
         Raises:
-            ValueError: there are none, one is missing, or one is corrupt or truncated; names the file.
+            ValueError: there are no files, one is missing, or one is corrupt or truncated. The message names the file.
         """
         files = weight_files(folder)
         tensors: dict[str, TensorEntry] = {}
         for file in files:
             for key, entry in read_header(file).items():
                 if key in tensors:
-                    raise ValueError(f"{file} has tensor {key!r}, and so has {tensors[key].file.name}")
+                    raise ValueError(f"tensor {key!r} is in {file} and in {tensors[key].file.name}")
                 tensors[key] = entry
         return cls(folder, files, tensors)
 
     def has(self, key: str) -> bool:
-        """Whether there is a tensor of that name."""
+        """Whether the checkpoint has a tensor `key`."""
         return key in self.tensors
 
     def shape(self, key: str) -> Shape:
-        """Shape of tensor `key` as stored."""
+        """Shape of tensor `key` in the file."""
         return self.tensors[key].shape
 
     def dtype(self, key: str) -> str:
-        """Element type of tensor `key` as safetensors names it: F32, BF16, ..."""
+        """Element type of tensor `key`, with its name in safetensors: F32, BF16, ..."""
         return self.tensors[key].dtype
 
     def find(self, source: TensorSource) -> str | None:
-        """The key under which the checkpoint has `source`'s tensor, if it has it."""
+        """The key of `source`'s tensor in the checkpoint; None if the tensor is missing."""
         return next((key for key in (source.key, *source.aliases) if key in self.tensors), None)
 
     def find_packed(self, source: TensorSource) -> str | None:
-        """What the keys of `source`'s packed weight begin with, up to the last dot, if the checkpoint has that."""
+        """The common prefix of the keys of `source`'s packed weight, last dot included; None if there is none."""
         bases = (key.removesuffix("weight") for key in (source.key, *source.aliases) if key.endswith(".weight"))
         return next((base for base in bases if f"{base}qweight" in self.tensors), None)
 
     def check(self, spec: DecoderSpec, packed: PackedFormat = NOT_PACKED) -> None:
-        """Check that every parameter of `spec` is there with the right shape and a type that can be loaded; weights may
-        be `packed`.
+        """Check that every parameter of `spec` exists, with the right shape and a type that can be loaded.
 
-        Other tensors are ignored, except a bias that the spec does not have: without it results would be wrong.
-        (Packers write biases of zeros; the loader of packed weights checks that they are zeros.)
+        Weights may be `packed`. Other tensors are ignored, except a bias that the spec does not have: if it were
+        ignored, results would be wrong. (Packers write biases of zeros. The loader of packed weights checks these.)
 
         Raises:
-            ValueError: names the first few that are not.
+            ValueError: there are problems. The message names the first few.
         """
         problems = []
         tensor_source = family(spec.model_type).tensor_source
@@ -117,7 +116,7 @@ class Checkpoint:
                 problems.append(f"{source.key} is missing")
                 continue
             if source.rows is not None:
-                # Parameters that share a tensor: the last of them tells its full size.
+                # If parameters share a tensor, the end of the last one gives the full size.
                 shape = (sum(source.rows), *shape[1:])
             if source.transposed:
                 shape = shape[::-1]
@@ -137,7 +136,7 @@ class Checkpoint:
             )
 
     def _problems(self, key: str, shape: Shape, types: tuple[str, ...] = _LOADABLE) -> list[str]:
-        """What is wrong with a tensor that should have `shape` and one of `types`."""
+        """The problems of a tensor that should have `shape` and one of `types`."""
         entry = self.tensors.get(key)
         if entry is None:
             return [f"{key} is missing"]
@@ -149,9 +148,9 @@ class Checkpoint:
         return problems
 
     def _packed_problems(self, base: str, shape: Shape, packed: PackedFormat) -> list[str]:
-        """What is wrong with the tensors of a packed weight that should have `shape`."""
+        """The problems of a packed weight's tensors. The weight should have `shape`."""
         if any(size % PACKED for size in shape):
-            return [f"{base}qweight is of a weight {list(shape)}, whose sizes are not multiples of {PACKED}"]
+            return [f"{base}qweight stands for a weight {list(shape)}, whose sizes are not multiples of {PACKED}"]
         problems = []
         for part, part_shape in packed.shapes(*shape).items():
             problems += self._problems(f"{base}{part}", part_shape, _SCALES if part == "scales" else ("I32",))
@@ -162,7 +161,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     """The safetensors files of a checkpoint: model.safetensors, or those that its index names.
 
     Raises:
-        ValueError: there are none, the index is corrupt, or files that it names are missing.
+        ValueError: there are no files, the index is corrupt, or files that it names are missing.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
@@ -203,7 +202,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 class _CorruptError(Exception):
-    """What is wrong with a safetensors file."""
+    """A safetensors file is corrupt. The message says how."""
 
 
 def _parse_header(file: Path) -> dict[str, TensorEntry]:
@@ -240,7 +239,7 @@ def _parse_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _parse_entry(key: str, value: Any) -> tuple[str, Shape, int, int]:
-    """(dtype, shape, start, stop) of a tensor, checked against each other."""
+    """(dtype, shape, start, stop) of a tensor. They are checked against each other."""
     try:
         dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
         numbers = [start, stop, *shape]

@@ -1,4 +1,4 @@
-"""What DeepSeek V2 and V3 share: latent attention, first layers dense and the others mixtures of experts."""
+"""What DeepSeek V2 and V3 share: latent attention, dense first layers, and experts in the other layers."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ DEEPSEEK_LAYER_KEYS: Mapping[str, str] = {
     "feed_forward.shared.up": "mlp.shared_experts.up_proj",
     "feed_forward.shared.down": "mlp.shared_experts.down_proj",
 }
-"""As `llama_layout.MOE_LAYER_KEYS`."""
+"""See `llama_layout.MOE_LAYER_KEYS`."""
 
 _LATENT_NORM = Norm("rms", 1e-6)
-"""Of the latents; the models' own code does not pass rms_norm_eps on to them."""
+"""Norm of the latents. Its eps is fixed: the models' own code does not use rms_norm_eps here."""
 
 
 def read_deepseek_dims(hf: HFConfig, **defaults: int) -> Dims:
-    """The sizes that other decoders have too; `defaults` as `read_dims` takes them.
+    """The sizes that other decoders have too. For `defaults` see `read_dims`.
 
     Raises:
-        ValueError: a size is wrong, or the configuration asks for what is not supported.
+        ValueError: a size is wrong, or the configuration needs something that is not supported.
     """
     hf.only("num_key_value_heads", hf.integer("num_attention_heads", defaults["num_heads"]))
     hf.only("moe_layer_freq", 1)
@@ -42,7 +42,7 @@ def read_deepseek_dims(hf: HFConfig, **defaults: int) -> Dims:
 
 
 def latent_attention(hf: HFConfig, dims: Dims, max_model_len: int | None, interleaved: bool) -> tuple[MLA, int]:
-    """The attention of every layer, and the longest sequence that its rope allows."""
+    """The attention of every layer, and the length of the longest sequence that its rope allows."""
     rope_head_dim, nope_head_dim = hf.integer("qk_rope_head_dim", 64), hf.integer("qk_nope_head_dim", 128)
     rope = read_rope(hf, rope_head_dim, dims.max_position_embeddings)
     q_lora_rank = hf.optional_integer("q_lora_rank", 1536)
@@ -63,7 +63,7 @@ def latent_attention(hf: HFConfig, dims: Dims, max_model_len: int | None, interl
 
 
 def _score_factor(rope: RopeConfig) -> float:
-    """The square of YaRN's mscale: here it multiplies the whole score, not only its rotated part."""
+    """The square of YaRN's mscale. In these models it multiplies the whole score, not only its rotated part."""
     if rope.kind == "default" or not rope.section.values.get("mscale_all_dim"):
         return 1.0
     factor = rope.section.number("factor")
@@ -72,10 +72,10 @@ def _score_factor(rope: RopeConfig) -> float:
 
 
 def mixture(hf: HFConfig, routing: Routing, *, expert_size: int, num_shared: int, shared_bias: bool = False) -> MoE:
-    """Experts of `expert_size`, and as many shared ones as one block.
+    """Experts of `expert_size`, and one block that stands for all shared experts.
 
     Raises:
-        ValueError: the experts do not form the groups, or a token is to have more experts than are eligible.
+        ValueError: the experts do not divide into the groups, or a token needs more experts than are eligible.
     """
     if routing.num_experts % routing.num_groups:
         raise hf.error("n_group", f"must divide n_routed_experts ({routing.num_experts}), got {routing.num_groups}")
@@ -103,7 +103,7 @@ def deepseek_spec(
     first_dense: int,
     max_position_embeddings: int,
 ) -> DecoderSpec:
-    """The first `first_dense` layers dense, the others with experts."""
+    """A model whose first `first_dense` layers are dense. The other layers have experts."""
     model_type, norm = hf.text("model_type"), Norm("rms", hf.number("rms_norm_eps", 1e-6))
     num_dense = min(first_dense, dims.num_layers)
     dense_layer = Layer(attention, dense, norm, norm)

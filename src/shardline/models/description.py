@@ -1,4 +1,4 @@
-"""What is known of a model before anything is decided: its files, its config.json, the headers of its checkpoint."""
+"""The description of a model: its files, its config.json, and the headers of its checkpoint."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from shardline.models.packed_weights import PackedFormat, packed_format
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model as it lies on this host."""
+    """A model on this host."""
 
     files: ModelFiles
     packed: PackedFormat
-    """How its linear weights are packed, as config.json says (also where random weights stand for them)."""
+    """How config.json says that linear weights are packed. It is set for random weights too."""
     checkpoint: Checkpoint | None
-    """The tensors of the checkpoint by their headers; None: weights are random, and no checkpoint was read."""
+    """The tensors in the checkpoint's headers; None: weights are random, and no checkpoint was read."""
 
 
 def read_model(config: ModelConfig) -> ModelDescription:
-    """Read the files that describe a model, from the hub if they are not on this host yet.
+    """Read the files that describe a model. They are downloaded from the hub if they are not on this host yet.
 
     Raises:
         ValueError: the model cannot be found or reached, its config.json is wrong, or its checkpoint is damaged.

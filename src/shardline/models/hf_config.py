@@ -1,4 +1,4 @@
-"""Typed reading of a Hugging Face config.json: whatever is wrong with a key becomes a ValueError that names it."""
+"""Typed reading of a Hugging Face config.json. A wrong key raises a ValueError that names the key."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "float16")
 class HFConfig:
     """A parsed config.json, or one section of it.
 
-    Readers return the default where the key is missing; one without a default must be there. `optional_*` tell
-    null (None) from missing (the default); the other readers take null for missing, as transformers does.
+    Readers return the default if the key is missing. A key without a default is required. The `optional_*` readers
+    return None for null, and the default for a missing key. The other readers treat null as missing, like transformers.
     """
 
     def __init__(self, values: Mapping[str, Any], section: str = "") -> None:
@@ -39,7 +39,7 @@ class HFConfig:
         return ValueError(f"config.json: {self.section_name}{key} {problem}")
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """Whether the key exists and is not null."""
         return self.values.get(key) is not None
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
@@ -91,7 +91,7 @@ class HFConfig:
         return tuple(items.number(str(i)) for i in range(count))
 
     def section(self, key: str) -> HFConfig:
-        """A nested object; an empty one where the key is missing or null."""
+        """A nested object. It is empty if the key is missing or null."""
         value = self.values.get(key)
         if value is None:
             value = {}
@@ -100,19 +100,19 @@ class HFConfig:
         return HFConfig(value, f"{self.section_name}{key}.")
 
     def only(self, key: str, *allowed: Any) -> None:
-        """Refuse a key whose value is neither missing, null nor one of `allowed`: it would change the computation."""
+        """Refuse a value outside `allowed`, since it would change the computation. Missing and null are accepted."""
         if self.has(key) and self.values[key] not in allowed:
             raise self.error(key, f"{self.values[key]!r} is not supported for this model type")
 
     def activation(self, key: str, default: str) -> Activation:
-        """A feed-forward activation by its name in transformers."""
+        """A feed-forward activation, from its name in transformers."""
         name = self.text(key, default)
         if name not in _ACTIVATIONS:
             raise self.error(key, f"{name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[name]
 
     def dtype(self) -> DType:
-        """Type of the checkpoint; float32 where the file does not say, as in transformers."""
+        """Type of the checkpoint. If the file does not say it, it is float32, as in transformers."""
         key = "dtype" if self.has("dtype") else "torch_dtype"
         name = self.text(key, "float32").removeprefix("torch.")
         for dtype in _DTYPES:
@@ -121,7 +121,7 @@ class HFConfig:
         raise self.error(key, f"{name!r} is not supported; supported: {', '.join(_DTYPES)}")
 
     def layer_windows(self, num_layers: int, window: int | None, default_types: Sequence[str]) -> list[int | None]:
-        """The window of each layer: `window` where `layer_types` (or its default) says sliding_attention, else None."""
+        """The window of each layer: `window` if its type in `layer_types` is sliding_attention, else None."""
         types = self.values.get("layer_types")
         types = default_types if types is None else types
         if not isinstance(types, Sequence) or len(types) != num_layers:
@@ -148,7 +148,7 @@ class HFConfig:
 
 @dataclass(frozen=True)
 class Dims:
-    """Sizes that every decoder's config.json has, under the names that most model types use."""
+    """Sizes of every decoder, read from the keys that most model types use."""
 
     vocab_size: int
     hidden_size: int
@@ -172,12 +172,12 @@ def read_dims(
     head_dim: int | None,
     max_position_embeddings: int,
 ) -> Dims:
-    """The sizes in `config`; the arguments are what transformers takes for a missing key.
+    """The sizes in `config`. The arguments are the defaults of transformers for missing keys.
 
-    `num_kv_heads` None: as many as heads. `head_dim` None: hidden_size / heads.
+    `num_kv_heads` None: the number of heads. `head_dim` None: hidden_size / heads.
 
     Raises:
-        ValueError: a size is no positive whole number, or two do not fit each other.
+        ValueError: a size is not a positive whole number, or two sizes contradict each other.
     """
     hidden_size = config.integer("hidden_size", hidden_size)
     num_heads = config.integer("num_attention_heads", num_heads)
@@ -200,7 +200,7 @@ def read_dims(
 
 
 def divided(config: HFConfig, key: str, size: int, num_heads: int) -> int:
-    """Head size where the configuration does not give it."""
+    """Head size for a configuration that does not state it."""
     if size % num_heads:
         raise config.error(key, f"must be a multiple of the {num_heads} attention heads, got {size}")
     return size // num_heads

@@ -1,4 +1,4 @@
-"""From what the user calls a model to the folder of its files: 'demo', a folder, or a hub id. No torch."""
+"""Find the files of a model that the user names: 'demo', a folder, or a hub id. No torch is needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardline.models.checkpoint import weight_files
 from shardline.models.lookup import family
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
-"""The model that ships with the package, under the name "demo"."""
+"""The model "demo", which ships with the package."""
 
 _HUB_TIMEOUT = 5.0
 """Seconds to wait for the hub's first answer."""
@@ -27,7 +27,7 @@ _TOKENIZER_PATTERNS = (
 )
 _CONFIG_PATTERNS = ("config.json", "generation_config.json", *_TOKENIZER_PATTERNS)
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
-# Subfolders and "consolidated" files hold the same weights again, under other names.
+# Subfolders and "consolidated" files repeat the same weights under other names.
 _IGNORED_PATTERNS = ("*/*", "consolidated*", "*.bin", "*.pth", "*.gguf")
 
 
@@ -41,9 +41,9 @@ class ModelFiles:
     config: dict[str, Any]
     """config.json, parsed."""
     generation_config: dict[str, Any]
-    """generation_config.json, parsed; empty where there is none."""
+    """generation_config.json, parsed; empty if there is no such file."""
     weight_files: tuple[Path, ...]
-    """The safetensors files; empty where none were asked for."""
+    """The safetensors files; empty if they were not requested."""
 
     @property
     def model_type(self) -> str:
@@ -52,7 +52,7 @@ class ModelFiles:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sequence: generation_config.json's, else config.json's."""
+        """Tokens that end a sequence, from generation_config.json, else from config.json."""
         ids = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
         if ids is None:
             return ()
@@ -60,13 +60,14 @@ class ModelFiles:
 
 
 def resolve_model(model: str, revision: str | None = None, weights: bool = True) -> ModelFiles:
-    """The files of `model`: 'demo', a folder in Hugging Face format, or a hub id, downloaded where need be.
+    """The files of `model`: 'demo', a folder in Hugging Face format, or a hub id, which is downloaded if necessary.
 
-    Without `weights` none are looked for. HF_TOKEN, HF_HOME and HF_HUB_OFFLINE work as everywhere.
+    With `weights` False, weight files are neither searched nor downloaded. HF_TOKEN, HF_HOME and HF_HUB_OFFLINE have
+    their usual meaning.
 
     Raises:
         ValueError: there is no such model, it cannot be reached, its config.json is broken, its model_type is not
-            supported, or it has no safetensors weights; says what would work.
+            supported, or it has no safetensors weights. The message says what would work.
     """
     local = _local_folder(model)
     folder = local if local is not None else _download(model, revision, _CONFIG_PATTERNS)
@@ -76,13 +77,13 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"model {model!r}: {folder / 'config.json'} has no model_type")
-    # Before the weights are downloaded.
+    # Refuse an unknown type before the weights are downloaded.
     family(model_type)
     generation_config = folder / "generation_config.json"
     files: Sequence[Path] = ()
     if weights:
         if local is None:
-            # A snapshot's folder is named by its commit: the branch may have moved since.
+            # The folder of a snapshot has its commit as its name. The branch may have moved in the meantime.
             folder = _download(model, folder.name, (*_CONFIG_PATTERNS, *_WEIGHT_PATTERNS))
         files = weight_files(folder)
     return ModelFiles(
@@ -95,7 +96,7 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
 
 
 def resolve_tokenizer(tokenizer: str, revision: str | None = None) -> Path:
-    """The folder of a tokenizer that is not its model's: a local folder or a hub id.
+    """The folder of a tokenizer that does not come with its model. `tokenizer` is a local folder or a hub id.
 
     Raises:
         ValueError: there is no such folder or repository, or it cannot be reached.
@@ -107,7 +108,7 @@ def _local_folder(model: str) -> Path | None:
     """The folder that `model` names, or None if it can only be a hub id.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither a folder nor a possible hub id.
     """
     if model == "demo":
         return DEMO_FOLDER
@@ -131,7 +132,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
     Raises:
-        ValueError: the file is no JSON object.
+        ValueError: the file is not a JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -143,7 +144,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Those files of a hub repository that match `patterns`, from the cache where they are there.
+    """Download the files of a hub repository that match `patterns`, unless the cache has them; returns their folder.
 
     Raises:
         ValueError: see `_explain`.
@@ -170,9 +171,9 @@ def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path
             f"model {model!r} is neither an existing folder nor a hub id like Qwen/Qwen3-0.6B; "
             "'demo' names the embedded demo model"
         ) from None
-    # The transport's own errors differ between versions of huggingface_hub; each is explained, none swallowed.
+    # The transport's errors differ between versions of huggingface_hub. All of them are explained to the user.
     try:
-        # snapshot_download asks the same, but in some versions without a time-out.
+        # snapshot_download makes the same request, but some versions make it without a time-out.
         huggingface_hub.HfApi().model_info(model, revision=revision, timeout=_HUB_TIMEOUT)
         return snapshot(local_files_only=False)
     except RevisionNotFoundError as error:
@@ -185,7 +186,7 @@ def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path
 
 
 def _explain(model: str, revision: str | None, error: Exception) -> str:
-    """What went wrong on the hub, and what would work."""
+    """The message for an error of the hub, with a fix."""
     from huggingface_hub import errors
 
     what = f"model {model!r}: there is no such folder, and"

@@ -1,4 +1,4 @@
-"""KV blocks per request and requests per pool."""
+"""How many KV blocks a request needs, and how long a request a pool can hold."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from shardline.models.partition import KVGroup
 
 
 def blocks_per_request(groups: Sequence[KVGroup], num_tokens: int, block_size: int, max_step_tokens: int) -> int:
-    """Blocks that one request of `num_tokens` holds at its largest, over all KV groups.
+    """The most blocks that one request of `num_tokens` holds at once, summed over all KV groups.
 
-    A windowed group gives back what slid out of the window, but holds the window and a whole step's new tokens.
+    A windowed group gives back the blocks that slid out of the window. It still holds the window and the new tokens of
+    a whole step.
     """
     total = 0
     for group in groups:
@@ -22,7 +23,7 @@ def blocks_per_request(groups: Sequence[KVGroup], num_tokens: int, block_size: i
 def longest_request(
     groups: Sequence[KVGroup], num_blocks: int, block_size: int, max_step_tokens: int, most: int
 ) -> int:
-    """Tokens of the longest request, up to `most`, whose blocks number at most `num_blocks`; 0 where none fits."""
+    """Tokens of the longest request that fits in `num_blocks` blocks, at most `most`; 0 if no request fits."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

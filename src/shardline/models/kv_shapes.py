@@ -1,4 +1,4 @@
-"""The tensors in which a layer caches keys and values: the only formula for their shapes."""
+"""The tensors in which a layer caches keys and values. This is the only formula for their shapes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class KVPart(NamedTuple):
 def kv_parts(
     attention: Attention, num_kv_heads: int, num_blocks: int, block_size: int, dtype: KVDType
 ) -> tuple[KVPart, ...]:
-    """The cache tensors of a layer on a rank that has `num_kv_heads` of its KV heads (latent attention: no matter).
+    """The cache tensors of a layer on a rank that has `num_kv_heads` of the layer's KV heads.
 
-    Keys and values are [num_blocks, num_kv_heads, block_size, head_dim] each; types of one byte have scales
-    [num_blocks, num_kv_heads, block_size] for both. Latents are one [num_blocks, block_size, latent_dim]; in one byte
-    the part that is rotated is apart, in bfloat16, and there is a scale for each token.
+    Keys and values are [num_blocks, num_kv_heads, block_size, head_dim] each. One-byte types add scales
+    [num_blocks, num_kv_heads, block_size] for both. Latents are one tensor [num_blocks, block_size, latent_dim], and
+    `num_kv_heads` has no effect on them. With a one-byte type, their rotated part is a tensor of its own in bfloat16,
+    and there is a scale [num_blocks, block_size].
     """
     has_scales = DTYPE_BYTES[dtype] == 1
     if isinstance(attention, MLA):

@@ -1,4 +1,4 @@
-"""What the Llama-shaped model types share: checkpoint keys, and a decoder out of equal layers."""
+"""What Llama-like model types share: checkpoint keys, attention and layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYER_KEYS: Mapping[str, str] = {
     "feed_forward.up": "mlp.up_proj",
     "feed_forward.down": "mlp.down_proj",
 }
-"""Canonical part to key below `model.layers.{i}.`, for pre-norm models."""
+"""Maps a canonical part to its key below `model.layers.{i}.`, for pre-norm models."""
 
 MOE_LAYER_KEYS: Mapping[str, str] = {
     **LAYER_KEYS,
@@ -35,7 +35,7 @@ MOE_LAYER_KEYS: Mapping[str, str] = {
     "feed_forward.shared.down": "mlp.shared_expert.down_proj",
     "feed_forward.shared_gate": "mlp.shared_expert_gate",
 }
-"""The same for models with experts; an asterisk stands for an expert's number."""
+"""The same for models with experts. An asterisk stands for the number of an expert."""
 
 FOUR_NORM_LAYER_KEYS: Mapping[str, str] = {
     **LAYER_KEYS,
@@ -47,10 +47,10 @@ FOUR_NORM_LAYER_KEYS: Mapping[str, str] = {
 
 
 def llama_source(name: str, layer_keys: Mapping[str, str] = LAYER_KEYS) -> TensorSource:
-    """Where the canonical parameter `name` lies in a checkpoint with Llama's key names.
+    """The place of the canonical parameter `name` in a checkpoint with Llama's key names.
 
     Raises:
-        ValueError: such checkpoints have no such parameter.
+        ValueError: such checkpoints do not have this parameter.
     """
     layer, part, kind = parse_name(name)
     keys = _MODEL_KEYS if layer is None else layer_keys
@@ -64,17 +64,17 @@ def llama_source(name: str, layer_keys: Mapping[str, str] = LAYER_KEYS) -> Tenso
 
 
 def attention(dims: Dims, rope: Rope, *, scale: float | None = None, window: int | None = None) -> GQA:
-    """Plain grouped-query attention; `scale` None: 1 / sqrt(head_dim)."""
+    """Plain grouped-query attention. `scale` None means 1 / sqrt(head_dim)."""
     scale = dims.head_dim**-0.5 if scale is None else scale
     return GQA(dims.num_heads, dims.num_kv_heads, dims.head_dim, scale, rope=rope, window=window)
 
 
 def windowed_layers(windows: list[int | None], layer: Callable[[int | None], Layer]) -> tuple[Layer, ...]:
-    """One layer per window; equal ones are the same object."""
+    """One layer per window. Layers with the same window are the same object."""
     by_window = {window: layer(window) for window in windows}
     return tuple(by_window[window] for window in windows)
 
 
 def pre_norm_layer(attention: GQA, feed_forward: Dense | MoE, norm: Norm) -> Layer:
-    """A layer with one kind of norm before each block."""
+    """A layer with the norm `norm` before each of its two blocks."""
     return Layer(attention, feed_forward, attention_norm=norm, feed_forward_norm=norm)

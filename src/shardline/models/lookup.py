@@ -1,4 +1,4 @@
-"""From a config.json's `model_type` to the file that knows it: `families/<model_type>.py`, found by its name."""
+"""Find the file for the `model_type` of a config.json: `families/<model_type>.py`."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from shardline.models.spec import DecoderSpec, TensorSource
 
 
 class Family(Protocol):
-    """What the module of a model type offers."""
+    """The functions in the module of a model type."""
 
     def decoder_spec(self, config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
         """The model that a parsed config.json describes.
 
-        `max_model_len` fixes those rope scalings that would follow the length; None: the longest that the
+        `max_model_len` fixes the rope scalings that depend on the length. None means the longest length that the
         configuration allows.
 
         Raises:
-            ValueError: a key is missing, of the wrong type, or asks for what is not supported.
+            ValueError: a key is missing, has the wrong type, or needs something that is not supported.
         """
 
     def tensor_source(self, name: str, spec: DecoderSpec) -> TensorSource:
-        """Where the canonical parameter `name` lies in a checkpoint of this model type."""
+        """The place of the canonical parameter `name` in a checkpoint of this model type."""
 
 
 def family(model_type: str) -> Family:
     """The module for a `model_type`.
 
     Raises:
-        ValueError: there is none; names those that there are.
+        ValueError: there is none. The message lists the supported types.
     """
     known = known_families()
     if model_type in known:
@@ -61,5 +61,5 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) ->
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"config.json has no model_type; supported: {', '.join(known_families())}")
-    packed_format(HFConfig(config))  # refuses packings that are not supported
+    packed_format(HFConfig(config))  # refuses unsupported packings
     return family(model_type).decoder_spec(config, max_model_len)

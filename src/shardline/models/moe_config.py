@@ -1,4 +1,4 @@
-"""What the config.json of a model with experts says of them."""
+"""Reading what a config.json says about experts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from shardline.models.spec import Routing
 
 
 def read_routing(config: HFConfig, *, num_experts: int, experts_per_token: int, normalized: bool) -> Routing:
-    """Softmax routing; the arguments are what transformers takes for a missing key.
+    """Softmax routing. The arguments are the defaults of transformers for missing keys.
 
-    transformers writes the number of experts as num_experts or num_local_experts, and reads either.
+    The number of experts is in num_experts or in num_local_experts: transformers writes and reads both keys.
 
     Raises:
-        ValueError: a number is not positive, or a token is to choose more experts than there are.
+        ValueError: a number is not positive, or a token has to choose more experts than there are.
     """
     key = "num_local_experts" if config.has("num_local_experts") else "num_experts"
     count = config.integer(key, num_experts)
@@ -25,10 +25,10 @@ def read_routing(config: HFConfig, *, num_experts: int, experts_per_token: int, 
 
 
 def sparse_layers(config: HFConfig, num_layers: int) -> list[bool]:
-    """Whether each layer has experts: every decoder_sparse_step-th one, but those in mlp_only_layers.
+    """Whether each layer has experts: every decoder_sparse_step-th layer has, except those in mlp_only_layers.
 
     Raises:
-        ValueError: mlp_only_layers is no list of layer numbers.
+        ValueError: mlp_only_layers is not a list of layer numbers.
     """
     step = config.integer("decoder_sparse_step", 1)
     dense = config.values.get("mlp_only_layers") or ()

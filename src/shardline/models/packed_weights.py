@@ -1,8 +1,9 @@
-"""Checkpoints whose linear weights were packed in 4 bits, as their config.json describes them: GPTQ and AWQ.
+"""GPTQ and AWQ checkpoints, whose linear weights are packed in 4 bits, and how their config.json describes them.
 
-Both keep a weight [out, in] as q, a scale and a zero point for each `group_size` neighbours of the input dim:
-(q - zero) * scale. Words of 32 bits hold eight q or zero points. What is not packed lies beside it, as anywhere.
-(GPTQ: Frantar et al., 2022; AWQ: Lin et al., 2023; the layouts are those of AutoGPTQ and AutoAWQ.)
+An element of a weight [out, in] is (q - zero) * scale. Each group of `group_size` neighbours along the input dim
+shares a scale and a zero point. A word of 32 bits holds eight q or eight zero points. Tensors that are not packed are
+stored as in any other checkpoint. (GPTQ: Frantar et al., 2022; AWQ: Lin et al., 2023; the layouts are those of AutoGPTQ
+and AutoAWQ.)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shardline.models.parameters import Shape
 from shardline.weights.base import FormatChoice
 
 PACKED = 8
-"""Numbers in a word."""
+"""Numbers per word."""
 
 _GROUP_SIZES = (32, 64, 128)
 
@@ -26,24 +27,24 @@ class PackedFormat(msgspec.Struct, frozen=True):
     """How the linear weights of a checkpoint are packed."""
 
     method: Literal["none", "gptq", "awq"]
-    """none: they are not. gptq packs q along the input dim, awq along the output dim; both pack zero points along the
-    output dim."""
+    """none: they are not packed. gptq packs q along the input dim, awq along the output dim. Both pack zero points
+    along the output dim."""
     group_size: int = 0
-    """Neighbours along the input dim that share a scale; 0: the whole row."""
+    """Number of neighbours along the input dim that share a scale; 0: the whole row shares one."""
     zero_offset: int = 0
-    """What is to be added to a stored zero point."""
+    """Number to add to a stored zero point."""
 
     @property
     def is_packed(self) -> bool:
-        """Whether linear weights are packed at all."""
+        """Whether linear weights are packed."""
         return self.method != "none"
 
     def num_groups(self, in_features: int) -> int:
-        """Scales of an output."""
+        """Number of scales per output."""
         return -(-in_features // self.group_size) if self.group_size else 1
 
     def shapes(self, out_features: int, in_features: int) -> Mapping[str, Shape]:
-        """The tensors that stand for a weight [out_features, in_features], by their names' last part."""
+        """Shapes of the tensors that store a weight [out_features, in_features], by the last part of their names."""
         groups, words = self.num_groups(in_features), out_features // PACKED
         by_input, by_output = (in_features // PACKED, out_features), (in_features, words)
         return {
@@ -54,7 +55,7 @@ class PackedFormat(msgspec.Struct, frozen=True):
 
     @property
     def weight_format(self) -> FormatChoice:
-        """The format in which these weights are held if they stay packed."""
+        """The weight format if these weights stay packed."""
         return FormatChoice("w4a16", self.group_size)
 
     def __str__(self) -> str:
@@ -66,10 +67,10 @@ NOT_PACKED = PackedFormat("none")
 
 
 def packed_format(config: HFConfig) -> PackedFormat:
-    """What a config.json says of its linear weights.
+    """How a config.json says that linear weights are packed.
 
     Raises:
-        ValueError: they are, in a way that is not supported; the message says what would work.
+        ValueError: this way of packing is not supported. The message says what would work.
     """
     if not config.has("quantization_config"):
         return NOT_PACKED
@@ -96,7 +97,7 @@ def packed_format(config: HFConfig) -> PackedFormat:
             raise refusal("zero_point", "must be true")
         return PackedFormat("awq", groups)
     if section.flag("desc_act", False):
-        raise refusal("desc_act", "must be false: groups of columns that do not lie together")
+        raise refusal("desc_act", "must be false: groups of columns that are not neighbours")
     layout = section.text("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise refusal("checkpoint_format", f"must be gptq or gptq_v2, got {layout}")

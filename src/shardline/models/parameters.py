@@ -1,12 +1,12 @@
-"""Every parameter of a DecoderSpec by its canonical name: the one list that loader, dummy weights and sizes share.
+"""Every parameter of a DecoderSpec by its canonical name. Loader, dummy weights and sizes share this list.
 
 Names: `embed.weight` [vocab, hidden], `positions.weight` [positions, hidden], `final_norm.*`, `lm_head.*`, and
 per layer `layers.{i}.` + `attention.{q,k,v,o}.*`, `attention.{q_norm,k_norm}.weight`, `feed_forward.{gate,up,down}.*`,
 `{attention_norm,post_attention_norm,feed_forward_norm,post_feed_forward_norm}.*`. A linear weight is [out, in].
 
-Latent attention has `attention.q`, or `attention.{q_down,q_norm,q_up}`; `attention.{kv_down,kv_norm,kv_up}` and
-`attention.o`. `kv_down` gives the latent and below it the part of the key that is rotated; `kv_up` has, head after
-head, the rows of the key's other part and those of the value.
+Latent attention has `attention.q` or `attention.{q_down,q_norm,q_up}`, and `attention.{kv_down,kv_norm,kv_up}` and
+`attention.o`. The rows of `kv_down` give the latent, then the rotated part of the key. `kv_up` has, for each head in
+order, the rows of the key's other part and then the rows of the value.
 
 A mixture of experts has `feed_forward.router.weight` [experts, hidden] and `.bias` [experts] (for choosing only),
 `feed_forward.experts.{e}.{gate,up,down}.*`, `feed_forward.shared.{gate,up,down}.*` and
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 class ParameterName(NamedTuple):
-    """A canonical name taken apart: "layers.3.attention.q.bias" is (3, "attention.q", "bias")."""
+    """The parts of a canonical name: "layers.3.attention.q.bias" is (3, "attention.q", "bias")."""
 
     layer: int | None
     part: str
@@ -33,10 +33,10 @@ class ParameterName(NamedTuple):
 
 
 def parse_name(name: str) -> ParameterName:
-    """`name` taken apart.
+    """The parts of `name`.
 
     Raises:
-        ValueError: it has not the form of a canonical name.
+        ValueError: it does not have the form of a canonical name.
     """
     module, _, kind = name.rpartition(".")
     layer = None
@@ -49,10 +49,10 @@ def parse_name(name: str) -> ParameterName:
 
 
 def is_linear(name: str) -> bool:
-    """Whether `name` is the weight of a matrix product that may be quantized: of a layer's projection, or the lm_head.
+    """Whether `name` is a weight that may be quantized: the weight of a projection in a layer, or the lm_head.
 
-    A router and the gate of a shared expert are not: they are small, and errors in them choose other experts. Nor is
-    `attention.kv_up`: absorbed, it is multiplied from both sides, so that it has no rows of one meaning.
+    A router and the gate of a shared expert may not: they are small, and errors in them would choose other experts.
+    `attention.kv_up` may not either: absorbed attention multiplies it from both sides, so row scales do not fit it.
     """
     layer, part, kind = parse_name(name)
     if layer is None or kind != "weight":
@@ -61,28 +61,30 @@ def is_linear(name: str) -> bool:
 
 
 def is_kept_in_float32(name: str) -> bool:
-    """Whether `name` stays in float32 whatever the activations' dtype: a router's bias decides between close scores."""
+    """Whether `name` stays in float32 for every dtype: a router's bias, since it decides between close scores."""
     _, part, kind = parse_name(name)
     return part == "feed_forward.router" and kind == "bias"
 
 
 def expert_of(part: str) -> int | None:
-    """The expert that a part like "feed_forward.experts.7.gate" belongs to; None: it is no expert's."""
+    """The expert of a part like "feed_forward.experts.7.gate"; None: the part does not belong to an expert."""
     prefix = "feed_forward.experts."
     return int(part.removeprefix(prefix).partition(".")[0]) if part.startswith(prefix) else None
 
 
 def parameters(spec: DecoderSpec) -> Iterator[tuple[str, Shape]]:
-    """(name, full shape) of every parameter, in the order of computation; with tied embeddings there is no
-    `lm_head.weight`."""
+    """(name, full shape) of every parameter in the order of computation.
+
+    With tied embeddings there is no `lm_head.weight`.
+    """
     yield from stage_parameters(spec, Span(0, len(spec.layers)))
 
 
 def stage_parameters(spec: DecoderSpec, layers: Span) -> Iterator[tuple[str, Shape]]:
     """(name, full shape) of every parameter that a pipeline stage with `layers` needs.
 
-    The first stage has the embeddings, the last the final norm and the lm_head. With tied embeddings a last stage
-    that is not the first as well has its own `embed.weight`.
+    The first stage has the embeddings, and the last stage has the final norm and the lm_head. With tied embeddings, the
+    last stage has its own `embed.weight`, unless it is the first stage too.
     """
     hidden, vocab = spec.hidden_size, spec.vocab_size
     first, last = layers.start == 0, layers.stop == len(spec.layers)

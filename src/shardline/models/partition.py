@@ -1,6 +1,6 @@
-"""How dims, heads and layers are shared out: the only place that decides who owns what.
+"""How dims, heads and layers are split over ranks. No other code decides this.
 
-Pure arithmetic, so that worker, planner and command line agree and a bad shape is refused before loading.
+It is pure arithmetic: worker, planner and command line agree on it, and a bad shape is refused before loading.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardline.models.spec import MLA, Attention, DecoderSpec, Layer, MoE
 
 
 class ExpertShare(NamedTuple):
-    """Whole experts are spread over `size` ranks, of which this is number `rank`."""
+    """The place of one rank, `rank`, among the `size` ranks over which whole experts are spread."""
 
     rank: int
     size: int
@@ -34,9 +34,9 @@ class Span(msgspec.Struct, frozen=True):
 
 
 def split_dim(size: int, parts: int, unit: int = 1) -> tuple[Span, ...]:
-    """[0, size) in `parts` consecutive spans, bounds on multiples of `unit`, the largest as small as can be.
+    """Split [0, size) into `parts` consecutive spans of nearly equal size, with bounds on multiples of `unit`.
 
-    Spans may be empty where size / unit < parts. `size` need not be a multiple of `unit`: the rest goes last.
+    Spans may be empty if size / unit < parts. `size` need not be a multiple of `unit`: the last unit is then shorter.
     """
     num_units = -(-size // unit)
     share, extra = divmod(num_units, parts)
@@ -50,15 +50,17 @@ def split_dim(size: int, parts: int, unit: int = 1) -> tuple[Span, ...]:
 
 @dataclass(frozen=True)
 class HeadShare:
-    """The query heads that one rank owns and the KV heads that these read."""
+    """The query heads of one rank, and the KV heads that they read."""
 
     heads: Span
     kv_heads: Span
 
 
 def split_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[HeadShare, ...]:
-    """Query and KV heads of each of `parts` ranks, by whole KV groups; with more ranks than KV heads these
-    are replicated, and each rank has some query heads of one group.
+    """Query and KV heads of each of `parts` ranks.
+
+    Ranks get whole groups: a KV head with its query heads. If there are more ranks than KV heads, KV heads are
+    replicated, and each rank gets some query heads of one group.
 
     Raises:
         ValueError: there are more ranks than query heads, or a group has fewer heads than ranks.
@@ -77,10 +79,12 @@ def split_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[HeadShar
 
 
 def split_query_heads(attention: Attention, parts: int) -> tuple[Span, ...]:
-    """The query heads of each of `parts` ranks: for latent attention as even as can be, since all share one latent.
+    """The query heads of each of `parts` ranks.
+
+    Heads of latent attention are split as evenly as possible, since all of them share one latent.
 
     Raises:
-        ValueError: some rank would have none, or as `split_heads`.
+        ValueError: a rank would have no head. See also `split_heads`.
     """
     if not isinstance(attention, MLA):
         return tuple(share.heads for share in split_heads(attention.num_heads, attention.num_kv_heads, parts))
@@ -90,10 +94,10 @@ def split_query_heads(attention: Attention, parts: int) -> tuple[Span, ...]:
 
 
 def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
-    """Refuse a tensor-parallel size into which some layer cannot be split.
+    """Refuse a tensor-parallel size that does not work for some layer.
 
     Raises:
-        ValueError: names the nearest sizes that work.
+        ValueError: the size does not work. The message names the nearest sizes that work.
     """
     if _splits(spec, size):
         return
@@ -131,15 +135,15 @@ def _narrowest(layer: Layer) -> int:
 
 
 def check_expert_parallel(spec: DecoderSpec, tensor: int, data: int) -> None:
-    """Refuse experts that the ranks of `data` replicas of `tensor` ranks a stage cannot share.
+    """Refuse expert parallelism over `tensor` x `data` ranks a stage if some layer has fewer experts.
 
     Raises:
-        ValueError: names what works.
+        ValueError: the model has no experts, or too few. The message says what works.
     """
     counts = [layer.feed_forward.routing.num_experts for layer in spec.layers if isinstance(layer.feed_forward, MoE)]
     if not counts:
         raise ValueError(
-            f"enable_expert_parallel needs a mixture-of-experts model, and {spec.model_type} has no experts; leave "
+            f"enable_expert_parallel needs a mixture-of-experts model, but {spec.model_type} has no experts; leave "
             "it out"
         )
     if tensor * data > min(counts):
@@ -155,10 +159,10 @@ def check_expert_parallel(spec: DecoderSpec, tensor: int, data: int) -> None:
 def balance_stages(
     costs: Sequence[float], num_stages: int, first_extra: float = 0.0, last_extra: float = 0.0
 ) -> tuple[Span, ...]:
-    """Layers as `num_stages` consecutive non-empty spans whose dearest stage is as cheap as can be.
+    """Split the layers into `num_stages` consecutive non-empty spans, with the lowest cost of the most expensive stage.
 
-    `first_extra` is the embedding's cost, `last_extra` the lm_head's, in the same unit as `costs`. Among equally
-    good splits the later stages are the lighter ones.
+    `first_extra` is the cost of the embedding and `last_extra` that of the lm_head, in the unit of `costs`. Among
+    equally good splits, the one with cheaper later stages is chosen.
 
     Raises:
         ValueError: there are fewer layers than stages.
@@ -177,7 +181,7 @@ def balance_stages(
         extra = (first_extra if stage == 0 else 0.0) + (last_extra if stage == num_stages - 1 else 0.0)
         return prefix[stop] - prefix[start] + extra
 
-    # best[stop] of stage s: the least possible maximum over stages 0..s that end at layer `stop`.
+    # After stage s, best[stop] has the lowest possible maximum over stages 0..s if they end at layer `stop`.
     best = {stop: (stage_cost(0, 0, stop), [Span(0, stop)]) for stop in range(1, num_layers + 1)}
     for stage in range(1, num_stages):
         candidates = {}
@@ -190,10 +194,10 @@ def balance_stages(
 
 
 def parse_stages(text: str, num_layers: int, num_stages: int) -> tuple[Span, ...]:
-    """Stages set by hand, as in "10,12,10".
+    """Stages that the user has set, for example "10,12,10".
 
     Raises:
-        ValueError: the text is no list of positive counts, or they do not fit the model or the stages.
+        ValueError: the text is not a list of positive counts, or the counts do not fit the model or the stages.
     """
     try:
         counts = [int(part) for part in text.split(",")]
@@ -212,18 +216,18 @@ def parse_stages(text: str, num_layers: int, num_stages: int) -> tuple[Span, ...
 
 
 class KVGroup(msgspec.Struct, frozen=True):
-    """Layers that share one block table: same shape, same window."""
+    """Layers that share one block table. They have the same shape and the same window."""
 
     layers: tuple[int, ...]
     window: int | None
 
 
 def kv_groups(spec: DecoderSpec) -> tuple[KVGroup, ...]:
-    """The model's layers in groups of at most as many layers as its rarest kind of attention has.
+    """The model's layers in groups. A group has at most as many layers as the model's rarest kind of attention.
 
-    All groups draw blocks from one pool: a block is `max(len(group.layers))` layers deep, so that groups of like
-    depth waste little (the idea of vLLM's hybrid KV cache manager). A group takes every n-th layer of its kind, so
-    that each pipeline stage has an equal share of it. Full attention comes first.
+    All groups use blocks of one pool, and a block is `max(len(group.layers))` layers deep. So groups of similar depth
+    waste little memory (the idea of vLLM's hybrid KV cache manager). A group takes every n-th layer of its kind, so
+    each pipeline stage has an equal share of it. Groups of full attention come first.
     """
     by_window: dict[int | None, list[int]] = {}
     for index, layer in enumerate(spec.layers):

@@ -1,8 +1,8 @@
-"""Rotary embedding frequencies from config.json, as transformers computes them, but fixed at start.
+"""Frequencies of the rotary embedding, from config.json. They follow transformers, but are fixed at the start.
 
-Where transformers lets the current length choose ("dynamic", "longrope"), max_model_len chooses here: the same token
-at the same position then has the same rotation in every request. Arithmetic is float32, powers rounded once from
-float64, so that the frequencies are the same on every machine.
+In transformers, "dynamic" and "longrope" depend on the current length. Here they depend on max_model_len instead, so a
+token at a position has the same rotation in every request. The arithmetic is float32, and powers are rounded once from
+float64, so the frequencies are the same on every machine.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class RopeConfig:
     def max_length(self) -> int:
         """Longest sequence that these parameters allow.
 
-        As in vLLM: "linear" and "dynamic" stretch max_position_embeddings, "yarn" its original; elsewhere
-        max_position_embeddings already counts the scaling.
+        As in vLLM, "linear" and "dynamic" multiply max_position_embeddings, and "yarn" multiplies
+        original_max_position_embeddings. For other types, max_position_embeddings already includes the scaling.
         """
         if self.kind in ("linear", "dynamic"):
             return int(self.max_position_embeddings * self.section.number("factor"))
@@ -45,7 +45,7 @@ class RopeConfig:
         return self.max_position_embeddings
 
     def build(self, max_model_len: int | None) -> Rope:
-        """The frequencies; `max_model_len` None: for `max_length`.
+        """The frequencies for sequences of up to `max_model_len` tokens. None means `max_length`.
 
         Raises:
             ValueError: a parameter is missing or wrong.
@@ -54,7 +54,7 @@ class RopeConfig:
         return Rope(tuple(float(f) for f in inv_freq), attention_scaling)
 
     def _factor(self) -> float:
-        """Scaling factor of yarn and longrope, which may leave it to the ratio of the two lengths."""
+        """Scaling factor of yarn and longrope. If it is not set, it is the ratio of the two lengths."""
         ratio = self.max_position_embeddings / self.original_max_position_embeddings
         return self.section.number("factor", ratio)
 
@@ -72,11 +72,11 @@ def read_rope(
 ) -> RopeConfig:
     """The rope parameters of `config`, in `rope_parameters` (transformers 5) or in `rope_theta` and `rope_scaling`.
 
-    `section` overrides where they are; `partial` allows partial_rotary_factor; `aliases` renames rope types;
-    `default_original` is the original_max_position_embeddings of a file that has none.
+    `section` overrides the section to read. `partial` allows partial_rotary_factor. `aliases` renames rope types.
+    `default_original` is the default of original_max_position_embeddings.
 
     Raises:
-        ValueError: the rope type is not known, or a parameter is wrong.
+        ValueError: the rope type is unknown, or a parameter is wrong.
     """
     if section is None:
         section = config.section("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
@@ -90,7 +90,7 @@ def read_rope(
     rotary_dim = int(head_dim * fraction)
     if rotary_dim % 2 or rotary_dim == 0:
         raise section.error("", f"needs an even rotary size, got {rotary_dim} (head_dim {head_dim})")
-    # A value outside the rope parameters wins, as in transformers: there phi3 has it.
+    # As in transformers, a value outside the rope parameters takes precedence. phi3 has it there.
     original = section.integer("original_max_position_embeddings", default_original or max_position_embeddings)
     return RopeConfig(
         section=section,
@@ -134,7 +134,7 @@ def _llama3(rope: RopeConfig, length: int) -> _Frequencies:
     if high <= low:
         raise section.error("high_freq_factor", f"must be above low_freq_factor ({low}), got {high}")
     inv_freq, scaling = _default(rope, length)
-    # torch divides a number by a tensor as reciprocal times number.
+    # torch divides a number by a tensor as the reciprocal times the number.
     wavelength = np.float32(1.0) / inv_freq * np.float32(2 * math.pi)
     smooth = (np.float32(1.0) / wavelength * np.float32(original) - np.float32(low)) / np.float32(high - low)
     between = (1 - smooth) * inv_freq / np.float32(factor) + smooth * inv_freq
@@ -146,7 +146,7 @@ def _yarn(rope: RopeConfig, length: int) -> _Frequencies:
     section, dim, factor = rope.section, rope.rotary_dim, rope._factor()
 
     def boundary(rotations: float) -> float:
-        """The dim that makes so many rotations within the original length."""
+        """The dim that makes `rotations` full turns within the original length."""
         turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
         return dim * math.log(turns) / (2 * math.log(rope.theta))
 
@@ -169,7 +169,7 @@ def _yarn_scaling(section: HFConfig, factor: float) -> float:
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    # Some files have zeros here and mean "not set".
+    # Some files have zeros here, which mean "not set".
     if section.values.get("mscale") and section.values.get("mscale_all_dim"):
         return mscale(section.number("mscale")) / mscale(section.number("mscale_all_dim"))
     return mscale(1.0)

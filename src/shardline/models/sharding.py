@@ -1,4 +1,4 @@
-"""Which part of each parameter a tensor-parallel rank holds: the one function that says so."""
+"""Which part of each parameter a tensor-parallel rank holds. `shard` is the only function that decides this."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def shard(
     numerics: Numerics = "exact",
     experts: ExpertShare | None = None,
 ) -> Spans:
-    """The part of parameter `name` that rank `tp_rank` of `tp_size` holds: per dim a span, or None for all of it.
+    """The part of parameter `name` that rank `tp_rank` of `tp_size` holds: per dim a span, or None for the whole dim.
 
     Every linear is split by its output: q, k and v by heads, o and down by the hidden size, gate and up by the
-    intermediate size, embedding and lm_head by the vocabulary. Numerics "fast" splits o and down by their input
-    instead; their biases are then whole, to be added once, after the sum. Norms, learned positions, routers and gates
-    of shared experts are whole. Experts are split like any other feed-forward block; with `experts` each is whole on
-    one rank, and has no rows on the others.
+    intermediate size, embedding and lm_head by the vocabulary. With numerics "fast", o and down are split by their
+    input instead. Their biases are then whole, since they are added once, after the sum. Norms, learned positions,
+    routers and gates of shared experts are whole. Experts are split like any other feed-forward block. With `experts`,
+    each expert is whole on one rank and has no rows on the others.
 
-    Latent attention's q, q_up and kv_up go by heads; q_down and kv_down are split as one, q_down's rows first, so that
-    gathering what the ranks project gives both latents side by side: a span may be empty.
+    In latent attention, q, q_up and kv_up are split by heads. q_down and kv_down are split like one weight with
+    q_down's rows first. So a gather of the ranks' projections gives both latents side by side. A span may be empty.
 
     Raises:
-        ValueError: the name is no parameter of a decoder, or the heads cannot be shared by so many ranks.
+        ValueError: the name is not a parameter of a decoder, or this number of ranks cannot share the heads.
     """
     layer, part, kind = parse_name(name)
     whole: Spans = (None, None) if kind == "weight" else (None,)
@@ -88,7 +88,7 @@ def _shard_feed_forward(
 
 
 def _dense_block(feed_forward: Dense | MoE, block: str) -> Dense | None:
-    """The block of linears that parts below `block` belong to."""
+    """The Dense whose linears have names below `block`; None if there is none."""
     if isinstance(feed_forward, Dense):
         return feed_forward if block == "feed_forward" else None
     if block == "feed_forward.shared":
@@ -97,7 +97,7 @@ def _dense_block(feed_forward: Dense | MoE, block: str) -> Dense | None:
 
 
 def shard_shape(shape: tuple[int, ...], spans: Spans) -> tuple[int, ...]:
-    """Shape of the part `spans` of a tensor of `shape`."""
+    """Shape of the part `spans` of a tensor with `shape`."""
     return tuple(size if span is None else span.size for size, span in zip(shape, spans, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Weight bytes, KV bytes and FLOPs: the only formulas, used by worker, planner and doctor alike."""
+"""Weight bytes, KV bytes and FLOPs. These are the only formulas, and all code uses them."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from shardline.weights.base import PLAIN, FormatChoice, Role, WeightFormat
 
 
 def num_parameters(spec: DecoderSpec) -> int:
-    """Parameters of the whole model; tied embeddings count once."""
+    """Number of parameters of the whole model. Tied embeddings count once."""
     return _num_elements(shape for _, shape in parameters(spec))
 
 
 def stage_spans(spec: DecoderSpec, num_stages: int, pipeline_stages: str | None = None) -> tuple[Span, ...]:
-    """The layers of each pipeline stage: as `pipeline_stages` says ("10,12,10"), else balanced.
+    """The layers of each pipeline stage: those in `pipeline_stages` ("10,12,10") if it is set, else balanced.
 
-    A layer costs the weights that a decode step of 32 sequences reads (of experts those that it can be expected to
-    choose), and so do the embedding (a row each) and the lm_head (all).
+    The cost of a layer is the number of weights that a decode step of 32 sequences reads. Of the experts, only the
+    expected number of chosen ones counts. The embedding costs a row per sequence, and the lm_head all of its rows.
 
     Raises:
         ValueError: there are more stages than layers, or `pipeline_stages` does not fit.
@@ -64,8 +64,8 @@ def weight_bytes(
 ) -> int:
     """Bytes of the weights that the rank at `place` holds, without padding.
 
-    Linear weights are in `weight_format`, the rest in `dtype`. A quantized lm_head tied to the embedding is a copy of
-    its own; one that is not quantized serves both.
+    Linear weights are in `weight_format`, the rest in `dtype`. If the lm_head is tied to the embedding and quantized,
+    both are stored. If it is not quantized, one tensor serves both.
     """
     tp_size = len(place.tp_peers)
     experts = ExpertShare(place.ep_peers.index(place.rank), len(place.ep_peers)) if expert_parallel else None
@@ -81,7 +81,7 @@ def weight_bytes(
 
 
 def _role(name: str) -> Role:
-    """What a linear weight is for."""
+    """The role of a linear weight."""
     if name == "lm_head.weight":
         return "lm_head"
     return "layer" if expert_of(parse_name(name).part) is None else "expert"
@@ -95,7 +95,7 @@ def largest_weight_bytes(
     numerics: Numerics = "exact",
     expert_parallel: bool = False,
 ) -> int:
-    """Bytes, in `dtype`, of the largest part of a parameter that the rank at `place` holds."""
+    """Bytes in `dtype` of the largest parameter part that the rank at `place` holds."""
     tp_size = len(place.tp_peers)
     experts = ExpertShare(place.ep_peers.index(place.rank), len(place.ep_peers)) if expert_parallel else None
     held = _held(spec, stages[place.pp_rank], PLAIN.open_format())
@@ -108,8 +108,9 @@ def kv_bytes_per_token(
 ) -> int:
     """Bytes of keys and values that the rank at `place` stores for a token, summed over its stage's layers.
 
-    A layer with a window stores only the tokens within it; this counts it like any other. `latents_shared`: the ranks
-    of a tensor-parallel group have one pool of latents, in host memory, and each accounts for an even part of it.
+    A layer with a window stores only the tokens in the window, but counts like any other layer. `latents_shared` says
+    that the ranks of a tensor-parallel group share one pool of latents in host memory. Then each rank counts an even
+    part of it.
     """
     stage = stages[place.pp_rank]
     layers = range(stage.start, stage.stop)
@@ -128,8 +129,8 @@ def kv_block_bytes(
 ) -> int:
     """Bytes of one KV block on the rank at `place`.
 
-    A block holds `block_size` tokens of one of the KV `groups` (see `partition.kv_groups`) in those of its layers that
-    lie in the rank's stage. It is as large as the largest group needs. `latents_shared` as in `kv_bytes_per_token`.
+    A block holds `block_size` tokens of one of the KV `groups`, for the group's layers in the rank's stage. Its size is
+    that of the largest group. For `latents_shared` see `kv_bytes_per_token`.
     """
     stage = stages[place.pp_rank]
     return block_size * max(
@@ -143,15 +144,18 @@ def kv_block_bytes(
 
 
 def step_bytes(spec: DecoderSpec, dtype: DType, num_tokens: int, num_seqs: int) -> int:
-    """Most bytes of activations alive at once in a step of `num_tokens`, of which `num_seqs` are sampled, whole rows:
-    the residual stream and its neighbours, the feed-forward's projections, and fp32 logits twice."""
+    """The most bytes of activations that are alive at once in a step of `num_tokens`, of which `num_seqs` are sampled.
+
+    Rows are whole. The sum counts the residual stream and its neighbours, the projections of the feed-forward block,
+    and the fp32 logits twice.
+    """
     widest = max(_projected(layer.feed_forward) for layer in spec.layers)
     activations = num_tokens * (6 * spec.hidden_size + 2 * widest) * DTYPE_BYTES[dtype]
     return activations + 2 * 4 * num_seqs * spec.vocab_size
 
 
 def _projected(feed_forward: Dense | MoE) -> int:
-    """Elements that the first projections of a feed-forward block make of a token."""
+    """Elements per token in the output of a feed-forward block's first projections."""
     if isinstance(feed_forward, MoE):
         shared = 0 if feed_forward.shared is None else _projected(feed_forward.shared)
         return feed_forward.routing.experts_per_token * _projected(feed_forward.expert) + shared
@@ -161,8 +165,8 @@ def _projected(feed_forward: Dense | MoE) -> int:
 def flops(spec: DecoderSpec, num_tokens: int, context_len: int = 0, num_logits: int = 1) -> int:
     """Floating-point operations of a forward pass over `num_tokens` new tokens of one sequence.
 
-    `context_len` tokens are in its KV cache already, and `num_logits` positions go through the lm_head. Matrix
-    products and attention only, an addition and a multiplication counted apart. A decode step has one new token.
+    `context_len` tokens are in its KV cache already, and `num_logits` positions go through the lm_head. Only matrix
+    products and attention count. An addition and a multiplication are two operations. A decode step has one new token.
     """
     total = 2 * num_logits * spec.vocab_size * spec.hidden_size
     for layer in spec.layers:
@@ -173,17 +177,17 @@ def flops(spec: DecoderSpec, num_tokens: int, context_len: int = 0, num_logits: 
 
 
 def attended_pairs(num_tokens: int, context_len: int, window: int | None) -> int:
-    """(query, key) pairs of causal attention when `num_tokens` follow `context_len` cached ones."""
+    """Number of (query, key) pairs of causal attention if `num_tokens` tokens follow `context_len` cached tokens."""
     stop = context_len + num_tokens
     if window is None or window >= stop:
         return num_tokens * context_len + num_tokens * (num_tokens + 1) // 2
-    # Positions before `window` see all that is before them, the others exactly `window` tokens.
+    # Positions below `window` see all tokens before them. The others see exactly `window` tokens.
     growing = max(0, min(stop, window) - context_len)
     return growing * context_len + growing * (growing + 1) // 2 + (num_tokens - growing) * window
 
 
 def _held(spec: DecoderSpec, stage: Span, held: WeightFormat) -> Iterator[tuple[str, Shape]]:
-    """The parameters of a stage as they are held: a tied lm_head under its own name."""
+    """The parameters that a stage holds. A tied lm_head has its own name if it is stored apart."""
     first, last = stage.start == 0, stage.stop == len(spec.layers)
     for name, shape in stage_parameters(spec, stage):
         yield ("lm_head.weight" if name == "embed.weight" and not first else name), shape
@@ -192,14 +196,17 @@ def _held(spec: DecoderSpec, stage: Span, held: WeightFormat) -> Iterator[tuple[
 
 
 def _multiplications_per_pair(attention: Attention) -> int:
-    """Of one query with one key and its value, over all heads; latent attention works in the latent's dims."""
+    """Multiplications of one query with one key and its value, over all heads.
+
+    Latent attention computes in the dims of the latent.
+    """
     if isinstance(attention, MLA):
         return attention.num_heads * (attention.latent_dim + attention.kv_lora_rank)
     return attention.num_heads * 2 * attention.head_dim
 
 
 def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, latents_shared: bool) -> int:
-    """Keys and values of one token in one layer on one rank, scales included."""
+    """Bytes of keys and values of one token in one layer on one rank, scales included."""
     if isinstance(attention, MLA):
         if latents_shared and DTYPE_BYTES[dtype] > 1:
             latent = split_dim(attention.latent_dim, len(place.tp_peers))[place.tp_rank]
@@ -212,9 +219,10 @@ def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, late
 
 
 def _num_met(layer: Layer, hidden_size: int, num_tokens: int, dims: int | None = None) -> float:
-    """Elements of a layer's parameters (those with `dims` dims) that at least one of `num_tokens` meets.
+    """Elements of a layer's parameters that at least one of `num_tokens` tokens uses.
 
-    Of experts, as many as tokens that choose at random and independently can be expected to choose.
+    With `dims`, only parameters with this number of dims count. For experts this is the expected number, if tokens
+    choose at random and independently.
     """
     always = experts = 0
     for name, shape in layer_parameters(layer, hidden_size):

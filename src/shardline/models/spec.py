@@ -1,8 +1,8 @@
-"""A model as data: typed parts composed layer by layer. Nothing here knows of ranks, torch or file formats.
+"""A model as data: typed parts, layer by layer. Nothing here knows ranks, torch or file formats.
 
-The runtime builds modules from a DecoderSpec, the scheduler its KV groups, `models.sizes` the bytes and FLOPs. A spec
-travels to engines and workers as msgpack, so its parts are msgspec structs; they are sent without the names of their
-fields, since there is a part for every layer.
+From a DecoderSpec the runtime builds its modules, the scheduler gets its KV groups, and `models.sizes` computes bytes
+and FLOPs. A spec is sent to engines and workers as msgpack, so its parts are msgspec structs. They are sent without
+field names, since there is a part for every layer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 DType = Literal["float32", "bfloat16", "float16"]
 KVDType = DType | Literal["int8", "float8_e4m3fn"]
-"""What the KV cache holds. Types of one byte have a float32 scale for each token and head (latents: each token)."""
+"""Types of the KV cache. One-byte types have a float32 scale for each token and head (latents: for each token)."""
 
 DTYPE_BYTES: Mapping[KVDType, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 """Bytes per element."""
@@ -27,23 +27,23 @@ class Norm(msgspec.Struct, frozen=True, array_like=True):
     kind: Literal["rms", "layer"]
     eps: float
     weight_offset: float = 0.0
-    """Added to the weight: 1.0 in Gemma."""
+    """Number that is added to the weight: 1.0 in Gemma."""
     bias: bool = False
 
 
 class Rope(msgspec.Struct, frozen=True, array_like=True):
-    """Rotary position embedding, scaling already folded in (a function of configuration only, never of length)."""
+    """Rotary position embedding with its scaling folded in. It depends on the configuration, never on the length."""
 
     inv_freq: tuple[float, ...]
     """[rotary_dim / 2], radians per position."""
     attention_scaling: float = 1.0
-    """Multiplies cos and sin (YaRN's mscale)."""
+    """Factor of cos and sin (YaRN's mscale)."""
     interleaved: bool = False
     """True: pairs (0,1), (2,3), ...; False: pairs (i, i + rotary_dim/2)."""
 
 
 class GQA(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Grouped-query attention; multi-head and multi-query are its ends."""
+    """Grouped-query attention. Multi-head and multi-query attention are its extreme cases."""
 
     num_heads: int
     num_kv_heads: int
@@ -57,33 +57,34 @@ class GQA(msgspec.Struct, frozen=True, array_like=True, tag=True):
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: Norm | None = None
-    """Over head_dim of q and k, before rope."""
+    """Norm over head_dim of q and k, before rope."""
 
 
 class MLA(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one latent per token is key and value of all
-    heads. It always runs absorbed: the up-projections of keys and values are applied to queries and outputs instead, so
-    that what is cached per token is [kv_lora_rank + rope_head_dim] and prefill and decode have one set of bits.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one latent per token is key and value of all heads.
+
+    It always uses the absorbed form, which applies the up-projections of keys and values to queries and outputs. So the
+    cache holds [kv_lora_rank + rope_head_dim] per token, and prefill and decode give the same bits.
     """
 
     num_heads: int
     kv_lora_rank: int
     nope_head_dim: int
-    """Part of a query and key head that is not rotated."""
+    """Size of the part of a query and key head that is not rotated."""
     rope_head_dim: int
-    """Part that is; the key's is shared by all heads."""
+    """Size of the rotated part. All heads share the key's rotated part."""
     value_head_dim: int
     scale: float
-    """Of the scores, YaRN's mscale folded in."""
+    """Factor of the scores, with YaRN's mscale folded in."""
     rope: Rope
     kv_norm: Norm
-    """Over the latent."""
+    """Norm over the latent."""
     q_lora_rank: int | None = None
     """None: queries are projected directly."""
     q_norm: Norm | None = None
-    """Over the queries' latent; there is one iff q_lora_rank is set."""
+    """Norm over the queries' latent. It exists if and only if q_lora_rank is set."""
     bias: bool = False
-    """Of the projections down to the latents and of the output projection."""
+    """Whether the projections down to the latents and the output projection have a bias."""
 
     @property
     def window(self) -> None:
@@ -92,12 +93,12 @@ class MLA(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     @property
     def query_head_dim(self) -> int:
-        """Elements of one query head as it is projected."""
+        """Elements of one projected query head."""
         return self.nope_head_dim + self.rope_head_dim
 
     @property
     def latent_dim(self) -> int:
-        """Elements cached per token: the latent, then the part of the key that is rotated."""
+        """Elements cached per token: the latent, then the rotated part of the key."""
         return self.kv_lora_rank + self.rope_head_dim
 
 
@@ -105,7 +106,7 @@ Attention = GQA | MLA
 
 
 class Dense(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Feed-forward block: down(act(gate(x)) * up(x)), or down(act(up(x))) where it is not gated."""
+    """Feed-forward block: down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated."""
 
     intermediate_size: int
     activation: Activation
@@ -114,34 +115,34 @@ class Dense(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Routing(msgspec.Struct, frozen=True, array_like=True):
-    """How a token chooses its experts: scores in fp32, the best `experts_per_token` of them, lowest id on ties."""
+    """How a token chooses experts: the `experts_per_token` best fp32 scores, and the lowest id on ties."""
 
     num_experts: int
     experts_per_token: int
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """Of the router's logits over all experts, before any are chosen."""
+    """Function of the router's logits over all experts. It is applied before experts are chosen."""
     normalized: bool = True
     """Whether the chosen experts' scores are divided by their sum."""
     scale: float = 1.0
-    """Multiplies the weights at the end."""
+    """Factor of the experts' weights, applied last."""
     num_groups: int = 1
-    """Experts lie in groups of equal size; only the best `top_groups` groups are eligible."""
+    """Experts form groups of equal size. Only experts of the best `top_groups` groups are eligible."""
     top_groups: int = 1
     group_score: Literal["max", "top2_sum"] = "max"
-    """A group's score, from those of its experts."""
+    """How the score of a group follows from the scores of its experts."""
     correction_bias: bool = False
-    """A learned bias per expert is added to the scores for choosing, not to the weights (DeepSeek-V3)."""
+    """Whether a learned bias per expert is added to the scores for choosing; it is not in the weights (DeepSeek-V3)."""
 
 
 class MoE(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Mixture of experts: sum over a token's chosen experts of weight * expert(x), plus what every token passes."""
+    """Mixture of experts: the sum of weight * expert(x) over a token's chosen experts, plus the shared block."""
 
     routing: Routing
     expert: Dense
     shared: Dense | None = None
-    """One block for every token, as wide as all shared experts together."""
+    """A block for every token. It is as wide as all shared experts together."""
     shared_gate: bool = False
-    """The shared block's output is multiplied by sigmoid(x . gate) (Qwen2-MoE)."""
+    """Whether the shared block's output is multiplied by sigmoid(x . gate) (Qwen2-MoE)."""
 
 
 class Layer(msgspec.Struct, frozen=True, array_like=True):
@@ -169,18 +170,18 @@ class DecoderSpec(msgspec.Struct, frozen=True, array_like=True):
     """Type of the checkpoint."""
     tied_embeddings: bool = False
     embedding_scale: float = 1.0
-    """Multiplies token embeddings, rounded to the activations' type (Gemma)."""
+    """Factor of token embeddings, rounded to the activations' type (Gemma)."""
     learned_positions: int | None = None
-    """Rows of a learned position embedding (GPT-2)."""
+    """Number of rows of a learned position embedding (GPT-2); None: there is none."""
     lm_head_bias: bool = False
     logits_softcap: float | None = None
 
 
 class TensorSource(msgspec.Struct, frozen=True, array_like=True):
-    """Where a canonical parameter lies in a checkpoint.
+    """The place of a canonical parameter in a checkpoint.
 
-    The parameter is checkpoint tensor `key`, transposed where the file stores [in, out], then its rows
-    [start, start + count) where several parameters share one tensor.
+    The parameter is the tensor `key`. If the file stores [in, out], the tensor is transposed. If several parameters
+    share the tensor, the parameter is then the rows [start, start + count).
     """
 
     key: str
@@ -188,4 +189,4 @@ class TensorSource(msgspec.Struct, frozen=True, array_like=True):
     rows: tuple[int, int] | None = None
     """(start, count) along the parameter's dim 0, counted after transposition."""
     aliases: tuple[str, ...] = ()
-    """Other names of the tensor, for checkpoints that have no `key`: the first found counts."""
+    """Other names of the tensor, for checkpoints without `key`. The first one that exists is used."""

@@ -1,4 +1,4 @@
-"""How many tokens each expert got, counted by every rank in memory that the engine maps too; no torch."""
+"""How many tokens each expert got. Every rank counts in memory that the engine maps too. No torch is needed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Counts = npt.NDArray[np.int64]
 
 
 class ExpertLoadBoard:
-    """Counters [num_layers, num_experts] per rank over a shared buffer; each rank writes its own only.
+    """Counters [num_layers, num_experts] of each rank over a shared buffer. Each rank writes only its own counters.
 
-    A token is counted once for each expert that it chose, by one rank: the sum over ranks is the model's. Layers
-    without experts stay at zero.
+    One rank counts a token, once for each expert that the token chose. So the sum over ranks counts every token.
+    Layers without experts stay at zero.
     """
 
     def __init__(self, buffer: memoryview, num_ranks: int, num_layers: int, num_experts: int) -> None:
@@ -26,7 +26,7 @@ class ExpertLoadBoard:
         return num_ranks * num_layers * num_experts * 8
 
     def of_rank(self, rank: int) -> Counts:
-        """The counters of one rank, to write."""
+        """The counters of one rank, for writing."""
         counters: Counts = self._counts[rank]
         return counters
 

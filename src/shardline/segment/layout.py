@@ -1,4 +1,4 @@
-"""How the memory that all ranks of a replica map is shared out; no torch, so that the engine can make it."""
+"""The layout of the memory segment that all ranks of an engine map. It needs no torch, since the engine makes it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ _ALIGNMENT = 4096
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """Where the parts of an engine's shared segment lie: progress board, one area per TP group, one per group that
-    shares experts across replicas, one per stage link, expert load, the KV pools that the ranks of a stage share."""
+    """The places of the parts of an engine's shared segment.
+
+    The parts in order: the progress board; an area per TP group; an area per group that shares experts across
+    replicas; an area per stage link; the expert load; the KV pools that the ranks of a stage share.
+    """
 
     grid: RankGrid
     num_layers: int = 0
     num_experts: int = 0
-    """Of the layer that has most."""
+    """The largest number of experts in a layer."""
     kv_bytes: tuple[int, ...] = ()
-    """Of each stage's shared KV pool; empty: every rank has a pool of its own."""
+    """Bytes of each stage's shared KV pool; empty: every rank has its own pool."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of the segment; pages that nobody touches cost nothing."""
+        """Size of the segment. Pages that nobody touches take no memory."""
         return self._kv_start + self.grid.data * sum(_aligned(size) for size in self.kv_bytes)
 
     @property
@@ -47,7 +50,7 @@ class SegmentLayout:
 
     @property
     def _links_each(self) -> int:
-        """Stage links of a replica: its ranks but for the last stage's."""
+        """Number of stage links of a replica: one for each rank outside the last stage."""
         return self.grid.replica_size - self.grid.tensor * self.grid.context
 
     @property
@@ -59,7 +62,7 @@ class SegmentLayout:
         return _aligned(self._load_stop)
 
     def kv_pool(self, segment: memoryview, place: RankPlace) -> memoryview | None:
-        """The KV pool that the ranks of a replica's stage share, if they do."""
+        """The KV pool that the ranks of a replica's stage share; None if they do not share one."""
         if not self.kv_bytes:
             return None
         before = self.kv_bytes * place.dp_rank + self.kv_bytes[: place.pp_rank]
@@ -88,7 +91,7 @@ class SegmentLayout:
         return segment[start : start + _GROUP_BYTES]
 
     def link(self, segment: memoryview, sender: int) -> memoryview:
-        """The area of the link from `sender` to its successor."""
+        """The area of the link from rank `sender` to the next stage."""
         replica, within = divmod(sender, self.grid.replica_size)
         start = self._links_start + (replica * self._links_each + within) * _LINK_BYTES
         return segment[start : start + _LINK_BYTES]

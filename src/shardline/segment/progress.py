@@ -1,4 +1,4 @@
-"""Arrival counters that every rank keeps in shared memory, so that a missed deadline names the rank that missed it."""
+"""Arrival counters of every rank in shared memory. After a missed deadline they tell which rank is late."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy.typing as npt
 from shardline.config.topology import RankGrid
 
 _FIELDS = 16
-"""int64 per rank: one 128-byte line, so that ranks do not share cache lines."""
+"""Number of int64 per rank: a line of 128 bytes, so that ranks do not share cache lines."""
 _FINISHED, _ARRIVALS, _WAITING = range(3)
 
 
 class ProgressBoard:
-    """One line of counters per rank over a shared buffer; each rank writes its own line only."""
+    """One line of counters per rank over a shared buffer. Each rank writes only its own line."""
 
     def __init__(self, buffer: memoryview, grid: RankGrid) -> None:
         count = grid.world_size * _FIELDS
@@ -29,14 +29,15 @@ class ProgressBoard:
         return world_size * _FIELDS * 8
 
     def line(self, rank: int) -> ProgressLine:
-        """The writing end of one rank."""
+        """The line of one rank, for writing."""
         return ProgressLine(self._lines[rank])
 
     def late_ranks(self, step_id: int) -> list[int]:
-        """Ranks to blame for step `step_id` being late.
+        """The ranks that cause the delay of step `step_id`.
 
-        Of the first stage that has not finished it, since later ones wait for that: the ranks that are not waiting
-        for another one; where all wait, those that arrived at the fewest exchanges.
+        They belong to the first stage that has not finished the step, since later stages wait for it. They are the
+        ranks of that stage that do not wait for another rank. If all of them wait, they are the ranks that have
+        arrived at the fewest exchanges.
         """
         unfinished = [rank for rank, line in enumerate(self._lines) if line[_FINISHED] <= step_id]
         if not unfinished:
@@ -51,25 +52,25 @@ class ProgressBoard:
 
 
 class ProgressLine:
-    """The counters of one rank; only that rank writes them."""
+    """The counters of one rank. Only that rank writes them."""
 
     def __init__(self, fields: npt.NDArray[np.int64]) -> None:
         self._fields = fields
 
     def finish(self, step_id: int) -> None:
-        """Note that the rank has finished a step. The counter is step_id + 1, since memory begins as zero."""
+        """Record that the rank has finished a step. The counter is step_id + 1, since memory starts as zero."""
         self._fields[_FINISHED] = step_id + 1
 
     @property
     def exchanges(self) -> npt.NDArray[np.int64]:
-        """The counters that `waiting` keeps, for exchanges that keep them themselves: arrivals, then waiting or not."""
+        """The counters that `waiting` updates: arrivals, and 1 while waiting. Some exchanges update them directly."""
         return self._fields[_ARRIVALS : _WAITING + 1]
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around every exchange in which this rank waits for others."""
+        """Use this around every exchange in which the rank waits for others."""
         self._fields[_ARRIVALS] += 1
         self._fields[_WAITING] = 1
         yield
-        # Not in a finally: a rank whose exchange failed is still one that waited.
+        # Not in a finally: a rank whose exchange failed still counts as waiting.
         self._fields[_WAITING] = 0

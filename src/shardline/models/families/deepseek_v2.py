@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V2-Lite: latent attention; softmax routing, in the large one among the best groups of experts."""
+"""DeepSeek V2 and V2-Lite: latent attention and softmax routing. V2 routes only to the best groups of experts."""
 
 from __future__ import annotations
 

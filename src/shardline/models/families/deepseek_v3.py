@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1: latent attention; sigmoid routing by groups, with a learned bias for choosing experts."""
+"""DeepSeek V3 and R1: latent attention, and sigmoid routing by groups with a learned bias for choosing experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardline.models.spec import DecoderSpec, Dense, Routing, TensorSource
 
 
 def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
-    """See `lookup.Family`. The layers for predicting further tokens are left out."""
+    """See `lookup.Family`. The layers for multi-token prediction are left out."""
     hf = HFConfig(config)
     dims = read_deepseek_dims(
         hf,

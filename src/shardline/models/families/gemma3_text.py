@@ -1,5 +1,5 @@
-"""Gemma 3, text only: Gemma 2 with norms on q and k for the soft-caps, five windowed layers to a full one, and a
-rope of its own for either kind."""
+"""Gemma 3, text only: Gemma 2 with norms on q and k instead of soft-caps. Five windowed layers follow each other, then
+one with full attention; each kind has its own rope."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         hidden_size=dims.hidden_size,
         layers=windowed_layers(_windows(hf, dims), layer),
         final_norm=norm,
-        # Counts the rope scaling already, whatever its type.
+        # This number already includes the rope scaling, for every type of scaling.
         max_position_embeddings=dims.max_position_embeddings,
         dtype=hf.dtype(),
         tied_embeddings=hf.flag("tie_word_embeddings", True),
@@ -69,7 +69,7 @@ def _windows(hf: HFConfig, dims: Dims) -> list[int | None]:
 
 
 def _ropes(hf: HFConfig, dims: Dims) -> tuple[RopeConfig, RopeConfig]:
-    """Rope of the full layers and of the windowed ones; only the first ever has a scaling in older files."""
+    """Rope of the full layers, and rope of the windowed layers. In older files only the full layers have a scaling."""
     sections = hf.section("rope_parameters")
     full = hf.section("rope_scaling") if hf.has("rope_scaling") else sections.section("full_attention")
     window_theta = hf.number("rope_local_base_freq", 10_000.0)

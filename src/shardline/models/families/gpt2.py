@@ -1,4 +1,5 @@
-"""GPT-2: learned positions, LayerNorm, biases everywhere; weights stored [in, out], q, k and v in one tensor."""
+"""GPT-2: learned positions, LayerNorm, and biases everywhere. Weights are stored as [in, out], q, k and v in one
+tensor."""
 
 from __future__ import annotations
 
@@ -69,5 +70,5 @@ def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
     size = spec.hidden_size
     rows = {"attention.q": (0, size), "attention.k": (size, size), "attention.v": (2 * size, size)}.get(part)
     is_linear = layer is not None and not part.endswith("norm")
-    # The first checkpoints, "gpt2" on the hub among them, were saved without the prefix.
+    # The first checkpoints, for example "gpt2" on the hub, have no prefix.
     return TensorSource(f"transformer.{key}", is_linear and kind == "weight", rows, aliases=(key,))

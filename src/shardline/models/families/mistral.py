@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window, the same in all layers, or none."""
+"""Mistral: Llama with the same sliding window in all layers, or with none."""
 
 from __future__ import annotations
 

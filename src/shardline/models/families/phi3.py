@@ -1,4 +1,5 @@
-"""Phi 3 and 4: Llama with q, k and v in one tensor, gate and up in another; part of a head rotated, long rope."""
+"""Phi 3 and 4: Llama with q, k and v in one tensor, and gate and up in another. Rope may rotate only a part of a head,
+and may be a long rope."""
 
 from __future__ import annotations
 

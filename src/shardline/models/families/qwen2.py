@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: Llama with biases on q, k and v; a window in the upper layers where it is switched on."""
+"""Qwen 2 and 2.5: Llama with biases on q, k and v. If the window is switched on, the upper layers have it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
 
 
 def qwen_windows(hf: HFConfig, dims: Dims) -> list[int | None]:
-    """The window of each layer: without `layer_types`, the layers from max_window_layers on have one."""
+    """The window of each layer. Without `layer_types`, the layers from max_window_layers on have a window."""
     window = hf.optional_integer("sliding_window", 4096) if hf.flag("use_sliding_window", False) else None
     num_full = hf.integer("max_window_layers", 28, minimum=0)
     default_types = [

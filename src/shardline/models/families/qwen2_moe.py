@@ -1,4 +1,4 @@
-"""Qwen 2 MoE: Qwen 2 with experts in some layers, and one more that every token passes, behind a gate of its own."""
+"""Qwen 2 MoE: Qwen 2 with experts in some layers, and a shared expert with a gate for every token."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
 
 
 def _windows(hf: HFConfig, dims: Dims) -> list[int | None]:
-    """The window of each layer: without `layer_types`, every other layer below max_window_layers has one."""
+    """The window of each layer. Without `layer_types`, every other layer below max_window_layers has a window."""
     switched_on = hf.flag("use_sliding_window", False)
     window = hf.optional_integer("sliding_window", 4096) if switched_on else None
     num_windowed = hf.integer("max_window_layers", 28, minimum=0) if switched_on else 0

@@ -1,4 +1,4 @@
-"""Qwen 3 (dense): Llama with norms on q and k, and a head size of its own."""
+"""Qwen 3 (dense): Llama with norms on q and k. The head size is independent of the hidden size."""
 
 from __future__ import annotations
 

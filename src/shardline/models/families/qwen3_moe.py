@@ -1,4 +1,4 @@
-"""Qwen 3 MoE: Qwen 3 with experts in some layers, none shared."""
+"""Qwen 3 MoE: Qwen 3 with experts in some layers, and no shared experts."""
 
 from __future__ import annotations
 
