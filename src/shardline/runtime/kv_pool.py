@@ -30,8 +30,8 @@ class KVPool:
         """Give every layer of a stage its pages. Returns this rank's bytes; ranks that share a pool count an equal part
         each."""
         for group in kv_groups:
-            mine = [index for index in group.layers if span.start <= index < span.stop]
-            for depth, index in enumerate(mine):
+            own_layers = [index for index in group.layers if span.start <= index < span.stop]
+            for depth, index in enumerate(own_layers):
                 attention = layers[index - span.start].attention
                 parts = attention.cache_parts(self.num_blocks, self._block_size, self._dtype)
                 if depth == len(self._slots):

@@ -144,7 +144,7 @@ class SequenceTable:
                 self._num_blocks[sequence.row, group] = first + len(blocks)
         if step.start == sequence.num_tokens and step.token_id >= 0:
             sequence.append_token(step.token_id)
-        assert step.start + step.num_tokens <= sequence.num_tokens, "the plan computes tokens that nobody has"
+        assert step.start + step.num_tokens <= sequence.num_tokens, "the plan computes unknown tokens"
         return sequence
 
     @property

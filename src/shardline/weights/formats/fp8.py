@@ -144,10 +144,10 @@ def _own(kernels: Kernels) -> Fp8Kernels:
 
 def _packed(kernels: Kernels, parts: tuple[Tensor, ...], out_features: int) -> Fp8Linear:
     rows, in_features = sum(len(part) for part in parts), parts[0].shape[1]
-    mine = _own(kernels)
-    values, scales = mine.fp8_empty(rows, in_features)
-    _pack_parts(mine, values, scales, parts)
-    return Fp8Linear(mine, values, scales, in_features, out_features)
+    own_kernels = _own(kernels)
+    values, scales = own_kernels.fp8_empty(rows, in_features)
+    _pack_parts(own_kernels, values, scales, parts)
+    return Fp8Linear(own_kernels, values, scales, in_features, out_features)
 
 
 def _pack_parts(kernels: Fp8Kernels, values: Tensor, scales: Tensor, parts: tuple[Tensor, ...]) -> None:

@@ -92,10 +92,10 @@ class PaddedStep:
         self._step.positions[:count].copy_(step.positions)
         self._step.context_lens[:count].copy_(step.context_lens)
         self._step.context_lens[count:size].zero_()
-        for mine, theirs in zip(self._step.kv_groups, step.kv_groups, strict=True):
-            mine.block_tables[:count, : theirs.block_tables.shape[1]].copy_(theirs.block_tables)
-            mine.slots[:count].copy_(theirs.slots)
-            mine.slots[count:size].fill_(-1)
+        for padded_group, group in zip(self._step.kv_groups, step.kv_groups, strict=True):
+            padded_group.block_tables[:count, : group.block_tables.shape[1]].copy_(group.block_tables)
+            padded_group.slots[:count].copy_(group.slots)
+            padded_group.slots[count:size].fill_(-1)
         self._hidden[:count].copy_(hidden)
 
     def first_sequences(self, size: int) -> tuple[StepInput, Tensor]:

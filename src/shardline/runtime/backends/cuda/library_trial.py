@@ -38,7 +38,7 @@ def try_library(
     """
     started = time.monotonic()
     rng = torch.Generator(device).manual_seed(0)
-    found, told = {}, []
+    found, summaries = {}, []
     for columns, depth in sorted(shapes):
         fitting = free_bytes // 4 // dtype.itemsize // (2 * columns + depth)
         sizes = [size for size in tried_rows(most_rows) if size <= fitting]
@@ -48,6 +48,6 @@ def try_library(
             weight = torch.randn(columns, depth, generator=rng, device=device).to(dtype)
             equal = equal_sizes(exact, library, x, weight, sizes[::-1], _SECONDS / len(shapes))
         found[columns, depth] = equal
-        told.append(f"{columns}x{depth} with {len(equal)} of {len(sizes)} numbers of rows")
-    _log.info("the library's products have our bits: %s (%.2f s)", "; ".join(told), time.monotonic() - started)
+        summaries.append(f"{columns}x{depth} with {len(equal)} of {len(sizes)} numbers of rows")
+    _log.info("the library's products have our bits: %s (%.2f s)", "; ".join(summaries), time.monotonic() - started)
     return found

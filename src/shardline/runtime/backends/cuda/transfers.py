@@ -85,11 +85,11 @@ class Uploader:
             self._staging = torch.empty(2 * end, dtype=torch.uint8, pin_memory=self._pinned)
         for start, tensor in zip(starts, tensors, strict=True):
             self._staging[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
-        there = self._staging[:end].to(self._device, non_blocking=True, copy=True)
+        uploaded = self._staging[:end].to(self._device, non_blocking=True, copy=True)
         if self._pinned:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
         return [
-            there[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            uploaded[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for start, tensor in zip(starts, tensors, strict=True)
         ]
