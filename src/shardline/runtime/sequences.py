@@ -135,7 +135,8 @@ class SequenceTable:
             self._free_rows.append(sequence.row)
 
     def advance_sequence(self, step: SequenceStep) -> WorkerSequence:
-        """Apply a plan's entry for one sequence: its new blocks, and its first token if the plan names it."""
+        """Apply a plan's entry for one sequence: its new blocks, and the token from which it continues, if the plan
+        names that token."""
         sequence = self._sequences[step.seq_id]
         for group, blocks in enumerate(step.new_blocks):
             if blocks:

@@ -102,7 +102,7 @@ class Format(WeightFormat):
         return Fp8GatedLinear(_packed(kernels, (gate, up), len(gate)))
 
     def pack_lm_head(self, kernels: Kernels, weight: Tensor) -> int8.Int8LMHead:
-        # Later layers would not average out the errors of logits.
+        # No later layer averages out errors of the logits.
         return int8.Format().pack_lm_head(kernels, weight)
 
     def allocate_experts(self, kernels: Kernels, num_experts: int, *parts: Tensor) -> PackedExperts:

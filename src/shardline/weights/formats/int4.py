@@ -63,7 +63,7 @@ class Format(ScaledFormat):
         return ScaledKernels(own_kernels.int4_empty, own_kernels.pack_int4, own_kernels.linear_int4)
 
     def pack_lm_head(self, kernels: Kernels, weight: Tensor) -> int8.Int8LMHead:
-        # Later layers would not average out the errors of logits.
+        # No later layer averages out errors of the logits.
         return int8.Format().pack_lm_head(kernels, weight)
 
     def multiply_reference(

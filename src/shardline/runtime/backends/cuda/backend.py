@@ -57,7 +57,7 @@ class CudaBackend:
         return tensor.contiguous()
 
     def finish_loading(self, products: LoadedProducts) -> None:
-        """Choose the library's products: where they give the same bits or, if bits may change, everywhere."""
+        """Choose where the library's products are used: where they give our bits, or everywhere if bits may change."""
         if not products.exact:
             use_library({}, always=True)
         if not products.exact or not products.shapes:
