@@ -48,7 +48,7 @@ class DecoderLayer:
         self.post_feed_forward_norm = optional("post_feed_forward_norm", spec.post_feed_forward_norm)
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, step: StepInput) -> tuple[Tensor, Tensor]:
-        """hidden, delta [T, H] -> the same after this layer; the model's last one returns the sampled rows only."""
+        """hidden, delta [T, H] -> the same after this layer; the model's last layer returns only the sampled rows."""
         normed, hidden = self.attention_norm(hidden, delta)
         queries, slots = self.queries_and_slots(step)
         if queries.rows is not None:
@@ -63,18 +63,18 @@ class DecoderLayer:
         return hidden, delta
 
     def queries_and_slots(self, step: StepInput) -> tuple[Queries, Tensor]:
-        """Who attends in this layer, and where the step's keys and values go."""
+        """The tokens that attend in this layer, and the slots for the step's keys and values."""
         return step.queries(self._kv_group, self._is_last), step.kv_groups[self._kv_group].slots
 
     def run_feed_forward(self, normed: LinearInput, step: StepInput, queries: Queries, slots: Tensor) -> Tensor:
-        """The feed-forward block's output for the rows that are left."""
+        """The feed-forward block's output for the remaining rows."""
         if isinstance(self.feed_forward, DenseFeedForward):
             return self.feed_forward(normed)
         rows = self._rows_of_replicas(step.replica_tokens, step.replica_samples)
         return self.feed_forward(normed, rows, slots if queries.rows is None else None)
 
     def take_part(self, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...], nothing: Tensor) -> None:
-        """Run the exchanges of a step in which this replica has no token, `nothing` [0, H]."""
+        """Run the exchanges of a step in which this replica has no token; `nothing`: empty hidden states [0, H]."""
         if isinstance(self.feed_forward, MoEFeedForward):
             self.feed_forward(nothing, self._rows_of_replicas(replica_tokens, replica_samples))
 
@@ -113,13 +113,14 @@ class DecoderStage:
         self._fused = None if self._watch is not None else stage.backend.fuse_layers(self)
 
     def embed(self, step: StepInput) -> Tensor:
-        """What the first stage begins with: hidden states [T, H]."""
+        """The embedded tokens, hidden states [T, H]; only the first stage has them."""
         assert self._embedding is not None
         return self._embedding(step.token_ids, step.positions)
 
     def forward(self, step: StepInput, hidden: Tensor) -> Tensor:
-        """Hidden states [T, H] through the layers: the next stage's, or from the last stage this rank's fp32 logits of
-        the sampled rows [R, local vocab]; of a greedy step only the best of each, see LMHead.find_best.
+        """Run the layers on hidden states [T, H]. Returns the input of the next stage, [T, H]. The last stage returns
+        this rank's fp32 logits of the sampled rows, [R, local vocab], or, for a greedy step, only the best logit of
+        each row (see LMHead.find_best).
         """
         fused = self._fused
         hidden, delta = fused(step, hidden) if fused and fused.fits_step(step) else self.run_layers(step, hidden)
@@ -134,7 +135,8 @@ class DecoderStage:
         return logits
 
     def run_layers(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The residual stream [T, H] after the layers, and what the next norm adds to it; None: nothing."""
+        """The residual stream [T, H] after the layers, and the tensor that the next norm adds to it; None: it adds
+        nothing."""
         delta: Tensor | None = None
         watch = self._watch
         if watch is not None:
@@ -147,7 +149,8 @@ class DecoderStage:
         return hidden, delta
 
     def take_part(self, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...]) -> None:
-        """Run the exchanges of a step in which this replica has no token: its ranks hold experts that others need."""
+        """Run the exchanges of a step in which this replica has no token: its ranks hold experts that other replicas
+        need."""
         for layer in self.layers:
             layer.take_part(replica_tokens, replica_samples, self._nothing)
 

@@ -1,4 +1,4 @@
-"""`--check-finite`: where NaN or Inf comes from, instead of tokens made of it."""
+"""`--check-finite`: report where NaN or Inf first appears, instead of sampling tokens from it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _log = logging.getLogger(__name__)
 
 
 class FiniteWatch:
-    """Looks at what each layer of a rank's stage computes, and keeps for every token the first place not finite.
+    """Checks the output of each layer of a rank's stage, and keeps for every token the first place that is not finite.
 
-    NaN spreads: through the residual stream to later layers, through attention to later tokens. So a sequence's first
-    place is that of the earliest layer, and of the earliest stage.
+    NaN spreads through the residual stream to later layers, and through attention to later tokens. So a sequence's
+    first place is in the earliest layer of the earliest stage.
     """
 
     def __init__(self, rank: int) -> None:
@@ -26,12 +26,12 @@ class FiniteWatch:
         self._first = torch.empty(0, dtype=torch.int64)
 
     def begin_step(self, num_tokens: int) -> None:
-        """A new step of `num_tokens`."""
+        """Begin a step of `num_tokens`."""
         self._places = []
         self._first = torch.full((num_tokens,), -1)
 
     def look_at(self, place: str, x: Tensor, rows: Tensor | None = None) -> None:
-        """`x` [R, N] was computed at `place`, for the tokens `rows` [R] of the step (None: for all)."""
+        """Check `x` [R, N], computed at `place` for the tokens `rows` [R] of the step (None: for all tokens)."""
         self._places.append(place)
         wrong = ~torch.isfinite(x).all(1).cpu()
         tokens = torch.arange(len(self._first)) if rows is None else rows.cpu()
@@ -39,7 +39,7 @@ class FiniteWatch:
         self._first[found] = len(self._places) - 1
 
     def report_step(self, plan: StepPlan) -> dict[int, str]:
-        """For each sequence of the step that is not finite, where that began; logged too."""
+        """For each sequence of the step that is not finite, the place where it began; each is also logged."""
         if not bool((self._first >= 0).any()):
             return {}
         errors = {}
@@ -58,5 +58,5 @@ class FiniteWatch:
 
 
 def with_errors(results: list[SequenceResult], errors: dict[int, str]) -> list[SequenceResult]:
-    """`results`, those of the sequences in `errors` marked as failed."""
+    """`results`, in which the sequences in `errors` are marked as failed."""
     return [msgspec.structs.replace(result, error=errors.get(result.seq_id, "")) for result in results]

@@ -1,4 +1,4 @@
-"""The pages of a rank's KV cache: who owns them, and which layer uses which."""
+"""The pages of a rank's KV cache: who owns them, and which layer uses which page tensors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardline.runtime.parallel.groups import RankGroups
 
 
 class KVPool:
-    """A rank's pages. Slot d of the pool serves the d-th layer that the rank's stage has of each group."""
+    """A rank's pages. Slot d of the pool serves, in each group, the d-th layer of that group in the rank's stage."""
 
     def __init__(self, num_blocks: int, block_size: int, dtype: KVDType, device: torch.device) -> None:
-        """`dtype`: of keys and values."""
+        """`dtype`: the type of the cached keys and values."""
         self.num_blocks = num_blocks
         self._block_size = block_size
         self._dtype = dtype
@@ -28,10 +28,11 @@ class KVPool:
     def bind_layers(
         self, layers: list[DecoderLayer], span: Span, kv_groups: tuple[KVGroup, ...], ranks: RankGroups
     ) -> int:
-        """Give every layer of a stage its pages; returns this rank's bytes, an even part of a pool that ranks share."""
+        """Give every layer of a stage its pages. Returns this rank's bytes; ranks that share a pool count an equal part
+        each."""
         for group in kv_groups:
-            mine = [index for index in group.layers if span.start <= index < span.stop]
-            for depth, index in enumerate(mine):
+            own_layers = [index for index in group.layers if span.start <= index < span.stop]
+            for depth, index in enumerate(own_layers):
                 attention = layers[index - span.start].attention
                 parts = attention.cache_parts(self.num_blocks, self._block_size, self._dtype)
                 if depth == len(self._slots):
@@ -45,7 +46,7 @@ class KVPool:
         return split_dim(self._num_bytes, ranks.tensor.size)[ranks.tensor.rank].size
 
     def _allocate(self, part: KVPart, shared: memoryview | None) -> torch.Tensor:
-        """An uninitialised tensor; pages that nobody touches take no memory."""
+        """An uninitialised tensor; untouched pages take no memory."""
         offset, dtype = self._num_bytes, getattr(torch, part.dtype)
         self._num_bytes += part.num_bytes
         if shared is None:

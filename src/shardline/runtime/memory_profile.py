@@ -1,4 +1,4 @@
-"""The largest step that a rank may be given: running it measures what a device needs beside the KV cache."""
+"""The largest step that a rank may be given. Running it measures the memory that a device needs beside the KV cache."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ PROFILE_STEP_ID = -1
 
 
 def largest_step(deployment: Deployment) -> RankStep:
-    """max_num_batched_tokens tokens of as many sequences as may run, all of which are sampled, with penalties, and
-    log-probabilities, which need the logits from before.
+    """A step of max_num_batched_tokens tokens of as many sequences as may run. All sequences are sampled with penalties
+    and with log-probabilities, which need a copy of the logits from before the penalties.
 
-    Their blocks are all the null block: what attention reads and writes there is nobody's.
+    All their blocks are the null block, which no sequence uses, so attention may read and write there.
     """
     limits, cache = deployment.limits, deployment.cache
     num_seqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)

@@ -21,20 +21,20 @@ from shardline.types import RankStep, SequenceResult, StepResult
 
 
 class _Launched(NamedTuple):
-    """What a step's launch leaves for its end."""
+    """What `_finish` needs from a step's launch."""
 
     sampling: SamplingPlan | None
     sampled: Sampled | None
     sequences: list[WorkerSequence]
-    """Those that are sampled."""
+    """The sequences that are sampled."""
     errors: dict[int, str]
 
 
 class Runner:
-    """Runs the steps of one rank in the order in which they were planned; a device may run two at once.
+    """Runs the steps of one rank in the order in which they were planned; two steps may be in flight on a device.
 
-    Every rank keeps the tokens of all its sequences. The ranks of the last stage append what they sample themselves, so
-    that the next plan may name a token that the engine does not know yet.
+    Every rank keeps the tokens of all its sequences. The ranks of the last stage append their sampled tokens
+    themselves, so the next plan may refer to a token that the engine does not know yet.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Runner:
         sizes: StepSizes,
         watch: FiniteWatch | None,
     ) -> None:
-        """`forward`: the stage's, or what replays it."""
+        """`forward`: the stage's forward pass, or a `Replay` of it."""
         self._stage = stage
         self._groups = groups
         self._forward = forward
@@ -59,19 +59,20 @@ class Runner:
         self._inputs = backend.make_step_inputs(self._sequences, sizes)
         self._in_flight: deque[PendingStep] = deque()
         self._finished = 0.0
-        """When the last step did."""
+        """When the last step finished, by `time.perf_counter`."""
 
     def run_step(self, rank_step: RankStep) -> StepResult | None:
-        """Run one step. The last stage's ranks return what was sampled, the others None."""
+        """Run one step. Ranks of the last stage return the sampled tokens, other ranks return None."""
         return self.launch_step(rank_step).result()
 
     @torch.inference_mode()
     def launch_step(self, rank_step: RankStep) -> PendingStep:
-        """Begin one step: on the host it is over then; a device may still run it, and the previous step.
+        """Launch one step. On the CPU, the step is over when this returns; a device may still run this step and the
+        previous one.
 
-        Later steps can use at once what it samples: stand-ins hold the places of its tokens.
+        Later steps can use its sampled tokens at once: stand-ins hold their places.
         """
-        # A sequence may have one unknown token at most, see SamplingInput.
+        # A sequence may have at most one unknown token, see `Penalties.uncounted`.
         while len(self._in_flight) > 1:
             self._in_flight[0].result()
         started = time.perf_counter()
@@ -107,7 +108,7 @@ class Runner:
                     sequence.settle_token(token_id)
         if launched.errors:
             results = with_errors(results, launched.errors)
-        # A step that was launched behind another began when that one ended.
+        # A step that was launched during another step began when that step ended.
         now = time.perf_counter()
         seconds, self._finished = now - max(started, self._finished), now
         return StepResult(step_id, results, seconds)

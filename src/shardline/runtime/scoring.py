@@ -1,4 +1,4 @@
-"""What a model makes of given texts, and how far another version of it is from that."""
+"""How likely a model finds given texts, and how much another version of the model differs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardline.runtime.worker import Worker
 
 
 class Document(NamedTuple):
-    """A text as token ids; those from `first` on are scored, each given all that are before it."""
+    """A text as token ids. Each token from index `first` on is scored, given all tokens before it."""
 
     token_ids: Sequence[int]
     first: int
@@ -26,23 +26,23 @@ class Document(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """A model against a reference, over the same tokens."""
+    """How a model compares with a reference, over the same tokens."""
 
     num_tokens: int
     perplexity: float
     reference_perplexity: float
     top1_agreement: float
-    """Share of positions at which both find the same token most likely."""
+    """Share of positions at which both models find the same token most likely."""
     mean_difference: float
-    """Of the log probabilities that both give to the text's tokens, absolute."""
+    """Mean absolute difference of the log-probabilities that both models give to the text's tokens."""
     max_difference: float
 
 
 class Scorer:
-    """A model on one rank, whole texts in one step each."""
+    """A model on one rank that runs each text as one step."""
 
     def __init__(self, deployment: Deployment, longest: int) -> None:
-        """`longest`: tokens of the longest document."""
+        """`longest`: number of tokens of the longest document."""
         self._block_size = deployment.cache.block_size
         self._num_groups = len(deployment.cache.groups)
         num_blocks = 1 + self._num_groups * -(-longest // self._block_size)
@@ -53,7 +53,8 @@ class Scorer:
 
     @torch.inference_mode()
     def logprobs(self, document: Document) -> Tensor:
-        """[number of scored tokens, vocab_size]: of every token, in the place of each scored one."""
+        """[number of scored tokens, vocab_size]: the log-probabilities of all tokens at the position of each scored
+        token."""
         size = len(document.token_ids)
         positions = torch.arange(size)
         blocks_each = -(-size // self._block_size)
@@ -82,7 +83,7 @@ class Scorer:
 
 
 def compare(deployment: Deployment, reference: Deployment, documents: Sequence[Document]) -> Quality:
-    """The model of `deployment` against that of `reference`.
+    """Compare the model of `deployment` with the model of `reference`.
 
     Raises:
         ValueError: the checkpoint is at fault.
@@ -93,13 +94,13 @@ def compare(deployment: Deployment, reference: Deployment, documents: Sequence[D
     total = reference_total = difference_total = 0.0
     for document in documents:
         scored = torch.tensor(document.token_ids[document.first :])[:, None]
-        ours, theirs = model.logprobs(document), oracle.logprobs(document)
-        agreeing += int((ours.argmax(1) == theirs.argmax(1)).sum())
-        ours, theirs = ours.gather(1, scored).double(), theirs.gather(1, scored).double()
-        difference = (ours - theirs).abs()
+        tested, expected = model.logprobs(document), oracle.logprobs(document)
+        agreeing += int((tested.argmax(1) == expected.argmax(1)).sum())
+        tested, expected = tested.gather(1, scored).double(), expected.gather(1, scored).double()
+        difference = (tested - expected).abs()
         num_tokens += len(scored)
-        total += float(ours.sum())
-        reference_total += float(theirs.sum())
+        total += float(tested.sum())
+        reference_total += float(expected.sum())
         difference_total += float(difference.sum())
         largest = max(largest, float(difference.max()))
     return Quality(

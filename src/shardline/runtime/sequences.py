@@ -1,4 +1,4 @@
-"""What a worker remembers of the sequences it is computing: tokens, block tables, sampling state."""
+"""What a worker remembers about its sequences: tokens, block tables, sampling state."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import Tensor
 from shardline.types import SamplingParams, SequenceStart, SequenceStep
 
 NO_TOKEN = torch.iinfo(torch.int64).max
-"""In the place of a token id: there is none, and none will come."""
+"""Stands in place of a token id where there is no token and none will come."""
 
 
 def stand_in(row: int) -> int:
-    """What stands for the newest token of the sequence in `row` of a SequenceTable until the host knows it."""
+    """The placeholder for the newest token of the sequence in `row` of a SequenceTable, until the host knows that
+    token."""
     return -1 - row
 
 
@@ -34,9 +35,9 @@ class WorkerSequence:
     choice: int
     eos_token_ids: tuple[int, ...]
     output_counts: dict[int, int] = field(default_factory=dict)
-    """How often each token was generated; kept only where penalties read it."""
+    """How often each token was generated; counted only if the sequence has penalties."""
     num_pending: int = 0
-    """How many of its last tokens are still to be sampled by steps in flight; stand-ins hold their places."""
+    """How many of its last tokens steps in flight have still to sample; stand-ins hold their places."""
 
     @cached_property
     def prompt_ids(self) -> npt.NDArray[np.int64]:
@@ -45,13 +46,13 @@ class WorkerSequence:
 
     @cached_property
     def has_penalties(self) -> bool:
-        """Whether sampling looks back at the tokens so far."""
+        """Whether sampling depends on the tokens so far."""
         params = self.sampling
         return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @cached_property
     def wants_whole_rows(self) -> bool:
-        """Whether every token takes more of its row of logits than the largest."""
+        """Whether every token needs more of its row of logits than the largest."""
         params = self.sampling
         reported = params.logprobs is not None or params.logits_digest
         return params.temperature > 0.0 or reported or self.has_penalties or bool(params.logit_bias)
@@ -62,17 +63,17 @@ class WorkerSequence:
         return self.num_tokens - self.num_prompt_tokens < self.sampling.min_tokens
 
     def append_token(self, token_id: int) -> None:
-        """A token that was generated."""
+        """Append a generated token."""
         self._place(token_id)
         self._count(token_id)
 
     def append_pending(self) -> None:
-        """A token that a step in flight will sample."""
+        """Append a stand-in for a token that a step in flight will sample."""
         self._place(stand_in(self.row))
         self.num_pending += 1
 
     def settle_token(self, token_id: int) -> None:
-        """What the oldest pending token came to be."""
+        """Replace the oldest stand-in with the sampled token."""
         self.tokens[self.num_tokens - self.num_pending] = token_id
         self.num_pending -= 1
         self._count(token_id)
@@ -103,11 +104,11 @@ class SequenceTable:
 
     @property
     def num_rows(self) -> int:
-        """One more than the largest row of any sequence."""
+        """The largest row index of any sequence, plus one."""
         return len(self._num_blocks)
 
     def start_sequence(self, start: SequenceStart) -> None:
-        """Take up a sequence."""
+        """Add a sequence."""
         num_tokens = len(start.token_ids)
         tokens = np.empty(num_tokens + 256, dtype=np.int64)
         tokens[:num_tokens] = start.token_ids
@@ -134,7 +135,8 @@ class SequenceTable:
             self._free_rows.append(sequence.row)
 
     def advance_sequence(self, step: SequenceStep) -> WorkerSequence:
-        """Apply what a plan brings for one sequence: new blocks, and the token it starts from where that is given."""
+        """Apply a plan's entry for one sequence: its new blocks, and the token from which it continues, if the plan
+        names that token."""
         sequence = self._sequences[step.seq_id]
         for group, blocks in enumerate(step.new_blocks):
             if blocks:
@@ -143,12 +145,12 @@ class SequenceTable:
                 self._num_blocks[sequence.row, group] = first + len(blocks)
         if step.start == sequence.num_tokens and step.token_id >= 0:
             sequence.append_token(step.token_id)
-        assert step.start + step.num_tokens <= sequence.num_tokens, "the plan computes tokens that nobody has"
+        assert step.start + step.num_tokens <= sequence.num_tokens, "the plan computes unknown tokens"
         return sequence
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Of each KV group the block ids, [num_rows, max_blocks] int32, as they are at the time."""
+        """The current block ids of each KV group, [num_rows, max_blocks] int32."""
         return self._tensors
 
     def _take_row(self) -> int:

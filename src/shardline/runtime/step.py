@@ -1,4 +1,4 @@
-"""A step as tensors: what the layers of a stage read."""
+"""A step as tensors, the input of a stage's layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardline.runtime.sampling.inputs import SamplingInput
 
 @dataclass(frozen=True)
 class KVGroupInput:
-    """Where the layers of one KV group find and put keys and values."""
+    """Where the layers of one KV group read and write keys and values."""
 
     block_tables: Tensor
     """[num_seqs, max_blocks] int32"""
@@ -21,16 +21,17 @@ class KVGroupInput:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """The tokens of a step whose logits are sampled: all that the last layer computes beyond keys and values."""
+    """The tokens of a step whose logits are sampled. Beyond keys and values, the model's last layer computes only
+    these."""
 
     rows: Tensor
-    """[num_samples] int64: which tokens of the step."""
+    """[num_samples] int64: indices of the tokens in the step."""
     query_starts: Tensor
-    """[num_sampled_seqs + 1] int32: first of `rows` of each sequence that has any."""
+    """[num_sampled_seqs + 1] int32: index into `rows` of the first token of each sampled sequence."""
     context_lens: Tensor
-    """[num_sampled_seqs] int32: KV length of each at its last row."""
+    """[num_sampled_seqs] int32: KV length of each sampled sequence at its last row."""
     block_tables: tuple[Tensor, ...]
-    """Of each KV group, [num_sampled_seqs, max_blocks] int32."""
+    """One for each KV group, [num_sampled_seqs, max_blocks] int32."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Queries:
     """Tokens of a step that attend to the keys of one KV group."""
 
     rows: Tensor | None
-    """[num_queries] int64: which tokens of the step; None: all, in order."""
+    """[num_queries] int64: indices of the tokens in the step; None: all tokens, in order."""
     starts: Tensor
     context_lens: Tensor
     block_tables: Tensor
@@ -58,20 +59,22 @@ class StepInput:
     """[num_seqs] int32: KV length of each sequence once the new tokens are stored."""
     kv_groups: tuple[KVGroupInput, ...]
     replica_tokens: tuple[int, ...]
-    """num_tokens of each replica in lockstep, this one's own included."""
+    """Number of tokens of each replica in lockstep, this replica included."""
     replica_samples: tuple[int, ...]
-    """How many of them are sampled, of each replica."""
+    """Number of sampled tokens of each replica in lockstep."""
     sampled: SampledTokens | None
     """None: all tokens are sampled, in order."""
     greedy: bool = False
-    """Whether nothing is wanted of a row of logits but its largest."""
+    """Whether only the largest logit of each row is needed."""
     sampling: SamplingInput | None = None
-    """What the sampler reads on a device; None on the host, where it has a plan, and where nothing is sampled."""
+    """The sampler's input on a device. None if nothing is sampled, and on the host, where the sampler reads its
+    plan."""
     is_replayable: bool = False
-    """Whether this is a decode step, and every one of as many sequences is written to the same memory."""
+    """Whether this is a decode step that can be replayed: all decode steps of as many sequences use the same memory."""
 
     def queries(self, group: int, last_layer: bool) -> Queries:
-        """Who attends in a layer of a KV group. In a model's last layer nobody reads what else would come out."""
+        """The tokens that attend in a layer of a KV group. In the model's last layer only the sampled tokens attend,
+        because nothing reads the others' outputs."""
         if last_layer and self.sampled is not None:
             sampled = self.sampled
             return Queries(sampled.rows, sampled.query_starts, sampled.context_lens, sampled.block_tables[group])

@@ -26,10 +26,10 @@ from shardline.runtime.runner import Runner
 from shardline.types import RankStep, StepResult
 
 _PROGRESS_BYTES = 256 << 20
-"""Smaller models load faster than a progress bar can be read."""
+"""Expected weight bytes below which no progress bar is shown, because loading is too short."""
 
 Agree = Callable[[MemoryUse | None], KVAllocation]
-"""What a rank has measured (None: nothing) -> the size of the KV pool, the same on all ranks."""
+"""Takes what a rank has measured (None: nothing) and returns the size of the KV pool, the same on all ranks."""
 
 
 class Worker:
@@ -53,10 +53,10 @@ class Worker:
         )
 
     def load(self, agree: Agree | None = None) -> RankReport:
-        """Load this rank's weights, allocate its KV cache, and say what it holds.
+        """Load this rank's weights, allocate its KV cache, and report what it holds.
 
-        `agree` says how large the KV pool is, given what this rank has measured, if ranks measure; without it the pool
-        is as the deployment has decided.
+        `agree` returns the size of the KV pool, given this rank's measurement if ranks measure. Without `agree`, the
+        pool has the size that the deployment has decided.
 
         Raises:
             ValueError: the checkpoint is at fault.
@@ -143,14 +143,14 @@ class Worker:
         return stage, loaded
 
     def _make_replay(self, stage: DecoderStage) -> Replay:
-        """The stage's forward pass with decode steps replayed, in the back end's way."""
-        # Whole experts: the host waits for what each rank is sent.
+        """The back end's replay of decode steps over the stage's forward pass."""
+        # With whole experts, the host waits for the counts of each exchange, so it cannot be captured.
         waits = self._deployment.expert_parallel and self._groups.experts.size > 1
         can_capture = self._groups.tensor.is_capturable and not waits and self._watch is None
         return self._backend.make_replay(stage.forward, self._sizes, can_capture=can_capture)
 
     def _measure(self, stage: DecoderStage, replay: Replay) -> MemoryUse:
-        """What a step needs, found by running the largest on a cache of one block."""
+        """The memory that a step needs, measured by running the largest step on a cache of one block."""
         self._allocate_cache(stage, 1)
         runner = Runner(self._backend, stage, self._groups, stage.forward, self._sizes, self._watch)
         step = largest_step(self._deployment)

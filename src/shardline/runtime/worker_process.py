@@ -1,4 +1,4 @@
-"""One rank as a process of its own; started by engine.children with SOCKET_FD and SEGMENT_FD."""
+"""One rank as a separate process, started by engine.children with the arguments SOCKET_FD and SEGMENT_FD."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ _log = logging.getLogger(__name__)
 
 
 def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
-    """Load, then run plans until the engine ends; a failure is told to the engine in words."""
+    """Load, then run plans until the engine ends. A failure is reported to the engine in words."""
     start = channel.receive()
     assert isinstance(start, StartWorker)
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
     allocations: queue.SimpleQueue[KVAllocation] = queue.SimpleQueue()
-    # The reader is up before torch is imported: an engine that ends meanwhile ends its workers too.
+    # The reader starts before torch is imported, so that an engine that ends meanwhile also ends its workers.
     threading.Thread(target=_read_messages, args=(channel, events, allocations), daemon=True).start()
 
     def agree(memory: MemoryUse | None) -> KVAllocation:
@@ -66,7 +66,7 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
 
     loaded = False
     try:
-        gc.disable()  # what is imported and loaded stays: a tenth of the time would go into looking at it
+        gc.disable()  # imported and loaded objects stay alive, and scanning them would take a tenth of the time
         worker, report, is_driver = _load(start, segment, agree)
         channel.send(RankReady(report))
         loaded = True
@@ -99,12 +99,12 @@ def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Worker
     place, weights = deployment.grid.place(start.rank), deployment.weights[start.rank]
     replica = start.engine * deployment.grid.data + place.dp_rank
     set_process_title(f"rank {place.rank} (dp {replica} pp {place.pp_rank} tp {place.tp_rank})")
-    # Importing torch takes long enough to touch most of the memory meanwhile.
+    # Start this before torch is imported: the import takes long enough to touch most of the memory.
     reserve_memory(weights.num_bytes, weights.touched_bytes)
     from shardline.runtime.parallel.groups import join_distributed, join_shared
     from shardline.runtime.worker import Worker
 
-    # The engine's deadline comes first, since it can say which rank is late; this is the back-stop.
+    # The engine's deadline comes first, since the engine can name the late rank. This one is the fallback.
     timeout = 2 * deployment.step_timeout + 5.0
     backend = open_backend(deployment.device, start.rank, deployment.placements[start.engine][start.rank].threads)
     if start.store_path:
@@ -125,10 +125,10 @@ def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Worker
 
 
 def _await_steps(launched: queue.SimpleQueue[PendingStep], events: queue.SimpleQueue[_Event]) -> None:
-    """Waits for a device beside the thread that launches, so that a plan is launched as soon as it comes."""
+    """Waits for the device in a thread of its own, so that the main thread launches each plan as soon as it arrives."""
     while True:
         pending = launched.get()
-        with contextlib.suppress(Exception):  # it comes again in `result`
+        with contextlib.suppress(Exception):  # `result` raises it again
             pending.wait()
         events.put(pending)
 
@@ -138,7 +138,7 @@ def _read_messages(
     events: queue.SimpleQueue[_Event],
     allocations: queue.SimpleQueue[KVAllocation],
 ) -> None:
-    """Runs beside the steps, so that the engine's end is noticed even in the middle of an exchange."""
+    """Runs in a thread of its own, so that the engine's end is noticed even in the middle of an exchange."""
     try:
         while True:
             message = channel.receive()
@@ -152,12 +152,13 @@ def _read_messages(
     except (EOFError, OSError):
         os._exit(0)
     except BaseException:
-        _log.exception("the engine sent what is no plan")
+        _log.exception("the engine sent a message that cannot be read")
         os._exit(1)
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process with the engine that started it, even if it is stopped by then."""
+    """Have the operating system kill this process when the engine that started it ends, even if this process is
+    stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""What the file of a weight format offers, and how it is found: by its name."""
+"""What the file of a weight format offers. The file is found by the format's name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardline.weights.rows import LinearInput
 
 Role = Literal["layer", "expert", "lm_head"]
-"""What a weight is for: a format may hold some of them in another way."""
+"""What a weight is for; a format may hold weights of different roles in different ways."""
 
 
 class FormatChoice(msgspec.Struct, frozen=True):
@@ -28,10 +28,11 @@ class FormatChoice(msgspec.Struct, frozen=True):
 
     name: str = "plain"
     group_size: int = 0
-    """Columns that share a scale, where the checkpoint decides it; 0: the whole row, or the format's own."""
+    """Number of columns that share a scale, if the checkpoint decides it; 0: the whole row, or the format's own group
+    size."""
 
     def open_format(self) -> WeightFormat:
-        """What the format's file offers."""
+        """An instance of the `Format` class in the format's file."""
         module = importlib.import_module(f"{formats.__name__}.{self.name}")
         return cast(WeightFormat, module.Format(self.group_size))
 
@@ -44,7 +45,7 @@ class PackedLinear(ABC):
     """A weight [out_features, in_features], ready to multiply."""
 
     input_form: ClassVar[InputForm] = "tensor"
-    """What x should be; a tensor always works."""
+    """The form in which it reads x best; a tensor always works."""
     out_features: int
 
     @property
@@ -56,22 +57,22 @@ class PackedLinear(ABC):
     def __call__(self, x: LinearInput, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, in_features] times the transpose, plus bias: [M, out_features] of `out_dtype` (default: x's).
 
-        An output's bits depend on its row of x and its row of the weight only.
+        An output's bits depend only on its row of x and its row of the weight.
 
         Raises:
             ValueError: x has another number of features.
         """
 
     def argmax(self, x: LinearInput, bias: Tensor | None = None) -> Tensor:
-        """[M, 2] float32: the largest fp32 output of each row, beside the bits of its column as int32.
+        """[M, 2] float32: the largest fp32 output of each row, and the bits of its column as int32.
 
-        The lowest column wins ties; NaN loses to everything else. Only an lm_head is asked for this.
+        The lowest column wins ties; NaN loses to everything else. Only an lm_head supports this.
         """
-        raise AssertionError(f"{type(self).__name__} is no lm_head")
+        raise AssertionError(f"{type(self).__name__} is not an lm_head")
 
 
 class PackedGatedLinear(ABC):
-    """The weights gate and up [out_features, in_features], ready to multiply the same rows."""
+    """The gate and up weights, [out_features, in_features] each, ready to multiply the same rows."""
 
     input_form: ClassVar[InputForm] = "tensor"
 
@@ -84,18 +85,18 @@ class PackedGatedLinear(ABC):
     def __call__(self, x: LinearInput, bias: Tensor | None, activation: str) -> Tensor:
         """act(x gate^T + bias[:out_features]) * (x up^T + bias[out_features:]): [M, out_features] of x's dtype.
 
-        A back end rounds once, or as one linear followed by `ops.activation.gated_activation`.
+        The CPU's back end rounds once. GPUs round like one linear followed by `ops.activation.gated_activation`.
         """
 
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """The same linear [out_features, in_features] of E experts, each packed as for one linear."""
+    """One linear [out_features, in_features] for each of E experts, each packed like a single linear."""
 
     panels: Tensor
-    """[E, ...]: a weight's packed values, laid out as the back end's kernels read them."""
+    """[E, ...]: the packed values of each weight, in the layout that the back end's kernels read."""
     scales: Tensor | None
-    """[E, ...] float32: scales of the outputs of quantized weights."""
+    """[E, ...] float32: the scales of the outputs, for quantized weights; else None."""
     in_features: int
     out_features: int
 
@@ -107,22 +108,23 @@ class PackedExperts:
 
 @dataclass(frozen=True)
 class WeightFormat(ABC):
-    """One way of holding linear weights.
+    """One format of linear weights.
 
-    Ranks split outputs, so a weight may be any slice of rows of the whole: a row's packed bytes must follow from that
-    row alone. Weights are handed over in parts [*, in_features], one under another: tensors in the activations' dtype,
-    perhaps in a mapped file and with strided rows.
+    Ranks split outputs, so a weight may be any slice of the whole weight's rows, and a row's packed bytes must depend
+    only on that row. Weights are passed in parts [*, in_features], stacked in order. The parts are tensors in the
+    activations' dtype; they may be views of a mapped file and have strided rows.
     """
 
     group_size: int = 0
     """As in FormatChoice."""
 
     reads_packed: ClassVar[bool] = False
-    """Whether layers keep the weights that a checkpoint has packed, in groups of columns, instead of dense ones."""
+    """Whether layers keep weights that a checkpoint has packed, in groups of columns, instead of dequantizing them."""
     gpu_capability: ClassVar[int | None] = None
-    """The first GPU architecture that has the format, as in sm_89; 0: any GPU; None: the CPU has it too."""
+    """The first GPU architecture that supports the format, such as 89 for sm_89; 0: any GPU; None: the CPU supports it
+    too."""
     alternatives: ClassVar[str] = "int8"
-    """Formats to name to a user whose device lacks this one."""
+    """Formats to suggest to a user whose device does not support this one."""
 
     @property
     @abstractmethod
@@ -135,36 +137,37 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:
-        """Bytes of a weight [rows, columns], without padding; `dtype_bytes`: of an activation."""
+        """Bytes of a weight [rows, columns], without padding; `dtype_bytes`: bytes of an activation."""
 
     @abstractmethod
     def pack_linear(self, kernels: Kernels, *parts: Tensor) -> PackedLinear:
-        """A weight of a layer."""
+        """Pack a weight of a layer."""
 
     @abstractmethod
     def pack_gated(self, kernels: Kernels, gate: Tensor, up: Tensor) -> PackedGatedLinear:
-        """The two weights of a gated feed-forward block's first half."""
+        """Pack the gate and up weights of a gated feed-forward block."""
 
     @abstractmethod
     def pack_lm_head(self, kernels: Kernels, weight: Tensor) -> PackedLinear:
-        """The output embedding [vocab, hidden_size]; some formats hold it more precisely. It has `argmax`."""
+        """Pack the output embedding [vocab, hidden_size]; some formats hold it with more precision. The result has
+        `argmax`."""
 
     @abstractmethod
     def allocate_experts(self, kernels: Kernels, num_experts: int, *parts: Tensor) -> PackedExperts:
-        """Room for the same linear of several experts; `parts` are those of one of them."""
+        """Memory for the same linear of several experts; `parts` are the parts of one expert's weight."""
 
     @abstractmethod
     def pack_expert(self, kernels: Kernels, experts: PackedExperts, index: int, *parts: Tensor) -> None:
-        """Pack one expert's weight into its place."""
+        """Pack the weight of expert `index` into its place."""
 
     @abstractmethod
     def multiply_reference(
         self, kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
-        """The oracle: what a packed `weight` [N, K] gives for x [M, K], in plain torch, exact or in fp64 until the last
-        rounding. `kernels` may only be used to pack, where packing searches for scales."""
+        """The oracle: the product of x [M, K] with a packed `weight` [N, K] in plain torch, exact or in fp64 until the
+        last rounding. `kernels` may be used only for packing, if packing searches for scales."""
 
 
 def weight_format(name: str) -> WeightFormat:
-    """The format of this name, with the group size that it has by itself."""
+    """The format of this name, with its own group size."""
     return FormatChoice(name).open_format()

@@ -1,4 +1,4 @@
-"""The forms in which a product takes its rows of activations: as they are, or quantized to bytes."""
+"""The forms in which a product reads its rows of activations: unquantized, or quantized to bytes."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ GROUP_SIZE = 32
 
 
 class QuantizedRows(NamedTuple):
-    """Rows x [M, K] as `scales * values`; each row has a scale of its own."""
+    """Rows x [M, K] as `scales * values`, with one scale per row."""
 
     values: Tensor
     """[M, K padded with zeros to whole groups] int8, within [-127, 127]."""
     scales: Tensor
     """[M] float32; NaN for a row that is not finite."""
     sums: Tensor
-    """[M, 1 + number of groups] int32: the sum of the row's values, then of each group's. Empty, [M, 0], where the
-    products take signed weights and need no sums."""
+    """[M, 1 + number of groups] int32: the sum of the row's values, then of each group's. Empty, [M, 0], if the
+    products read signed weights and need no sums."""
     in_features: int
     """K"""
     dtype: torch.dtype
-    """Of x."""
+    """The dtype of x."""
 
 
 LinearInput: TypeAlias = "Tensor | QuantizedRows"
-"""Rows of activations, as a product takes them."""
+"""Rows of activations, as a product reads them."""
 
 InputForm = Literal["tensor", "quantized"]
-"""What a product reads best: rows as they are, or `QuantizedRows`."""
+"""The form that a product reads best: unquantized rows, or `QuantizedRows`."""
 
 
 def quantize_rows(kernels: Kernels, x: LinearInput) -> QuantizedRows:
     """x [M, K], float32 or bfloat16, quantized unless it already is; rows may be strided.
 
-    A row's bytes depend on that row only.
+    A row's bytes depend only on that row.
     """
     if isinstance(x, QuantizedRows):
         return x
@@ -53,7 +53,7 @@ def quantize_rows_reference(x: Tensor) -> QuantizedRows:
     """The oracle of `quantize_rows` in plain torch: the same bits."""
     magnitude = x.float().abs().amax(1, keepdim=True)
     is_zero, is_finite = magnitude < 1e-36, magnitude.isfinite()
-    # torch computes 127 / x as 127 * (1 / x), which rounds twice; hence new_full.
+    # new_full, because torch computes 127 / x as 127 * (1 / x), which rounds twice.
     inverse = (magnitude.new_full(magnitude.shape, 127) / magnitude).masked_fill(is_zero | ~is_finite, 0.0)
     groups = -(-x.shape[1] // GROUP_SIZE)
     values = x.new_zeros(len(x), groups * GROUP_SIZE).char()
@@ -66,12 +66,12 @@ def quantize_rows_reference(x: Tensor) -> QuantizedRows:
 
 
 def as_tensor(x: LinearInput) -> Tensor:
-    """x, for a product that reads nothing but tensors."""
+    """x, for a product that reads only tensors."""
     assert not isinstance(x, QuantizedRows)
     return x
 
 
 def check_features(features: int, expected: int) -> None:
-    """Refuse rows that a weight does not fit."""
+    """Raise ValueError if rows have another number of features than a weight."""
     if features != expected:
         raise ValueError(f"x has {features} features, the weight takes {expected}")

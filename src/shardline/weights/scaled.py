@@ -1,4 +1,4 @@
-"""What formats share whose weights are few bits with scales, and whose products read quantized rows: int8 and int4."""
+"""Code shared by int8 and int4: weights of few bits with scales, and products that read quantized rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ScaledKernels(NamedTuple):
-    """A back end's kernels for one such format; see `Kernels` for their arguments."""
+    """A back end's kernels for one such format; see `Int8Kernels` and `Int4Kernels` for their arguments."""
 
     empty: Callable[..., tuple[Tensor, Tensor]]
     pack: Callable[..., None]
@@ -43,10 +43,10 @@ class ScaledWeight:
         return self.panels.nbytes + self.scales.nbytes
 
     def multiply(self, x: LinearInput, bias: Tensor | None, out_dtype: torch.dtype, gate: str | None = None) -> Tensor:
-        """x [M, in_features] times the transpose, plus bias: [M, out_features]; gated where `gate` names an activation.
+        """x [M, in_features] times the transpose, plus bias: [M, out_features]; gated if `gate` names an activation.
 
-        Products are summed exactly, in int32; in fp32 the sum is multiplied by the product of the scales of row and
-        column, then the bias is added; one rounding ends it. The bits are the same on every ISA, and on a GPU.
+        Products are summed exactly, in int32. The sum is multiplied by the product of the row's and the column's scale
+        in fp32, then the bias is added, and the result is rounded once. The bits are the same on every ISA and on GPUs.
         """
         rows = quantize_rows(self.kernels, x)
         check_features(rows.in_features, self.in_features)
@@ -90,26 +90,26 @@ class ScaledGatedLinear(PackedGatedLinear):
 
 
 class ScaledFormat(WeightFormat):
-    """A format that says which kernels are its own."""
+    """Base class of these formats; a format names its own kernels."""
 
     @abstractmethod
     def choose_kernels(self, kernels: Kernels) -> ScaledKernels:
-        """This format's among the back end's."""
+        """The back end's kernels for this format."""
 
     def pack_linear(self, kernels: Kernels, *parts: Tensor) -> ScaledLinear:
-        mine = self.choose_kernels(kernels)
+        own_kernels = self.choose_kernels(kernels)
         out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
-        panels, scales = mine.empty(out_features, in_features)
-        self._pack_parts(mine, panels, scales, parts)
-        return ScaledLinear(ScaledWeight(kernels, mine.linear, panels, scales, in_features, out_features))
+        panels, scales = own_kernels.empty(out_features, in_features)
+        self._pack_parts(own_kernels, panels, scales, parts)
+        return ScaledLinear(ScaledWeight(kernels, own_kernels.linear, panels, scales, in_features, out_features))
 
     def pack_gated(self, kernels: Kernels, gate: Tensor, up: Tensor) -> ScaledGatedLinear:
-        mine = self.choose_kernels(kernels)
+        own_kernels = self.choose_kernels(kernels)
         out_features, in_features = gate.shape
-        panels, scales = mine.empty(out_features, in_features, gated=True)
+        panels, scales = own_kernels.empty(out_features, in_features, gated=True)
         for half, part in enumerate((gate, up)):
-            mine.pack(part, panels, scales, 0, half)
-        return ScaledGatedLinear(ScaledWeight(kernels, mine.linear, panels, scales, in_features, out_features))
+            own_kernels.pack(part, panels, scales, 0, half)
+        return ScaledGatedLinear(ScaledWeight(kernels, own_kernels.linear, panels, scales, in_features, out_features))
 
     def allocate_experts(self, kernels: Kernels, num_experts: int, *parts: Tensor) -> PackedExperts:
         out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
@@ -121,9 +121,9 @@ class ScaledFormat(WeightFormat):
         self._pack_parts(self.choose_kernels(kernels), experts.panels[index], experts.scales[index], parts)
 
     @staticmethod
-    def _pack_parts(mine: ScaledKernels, panels: Tensor, scales: Tensor, parts: tuple[Tensor, ...]) -> None:
-        """Each part goes straight to its columns, so that nobody need stack them first."""
+    def _pack_parts(own_kernels: ScaledKernels, panels: Tensor, scales: Tensor, parts: tuple[Tensor, ...]) -> None:
+        """Pack each part directly into its columns, so that the parts need not be stacked first."""
         first = 0
         for part in parts:
-            mine.pack(part, panels, scales, first)
+            own_kernels.pack(part, panels, scales, first)
             first += len(part)

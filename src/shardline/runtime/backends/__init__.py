@@ -1,4 +1,4 @@
-"""Back ends: one folder a kind of machine; `base.py` is the contract. Importing this package imports no torch."""
+"""Back ends: one folder per kind of machine; `base.py` is the contract. Importing this package imports no torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ FOLDERS = {"cpu": "host", "cuda": "cuda"}
 def open_backend(kind: str, rank: int, threads: int) -> Backend:
     """The back end of a rank, opened once, in the thread that runs the rank's steps.
 
-    `kind`: of the device, "cpu" or "cuda"; `threads`: of the host that the rank may use.
+    `kind`: the kind of device, "cpu" or "cuda"; `threads`: number of host threads that the rank may use.
 
     Raises:
-        ValueError: the device is not there.
+        ValueError: there is no such device.
     """
     module = importlib.import_module(f"{__name__}.{FOLDERS[kind]}.backend")
     return cast("Backend", module.open_backend(rank, threads))
 
 
 def reserve_memory(num_bytes: int, touched_bytes: int) -> None:
-    """Begin to take host memory for weights, before torch is imported; nothing where `touched_bytes` is 0."""
+    """Begin to reserve host memory for weights, before torch is imported. Does nothing if `touched_bytes` is 0."""
     if touched_bytes:
         from shardline.runtime.backends.host.reserve import weight_reserve
 

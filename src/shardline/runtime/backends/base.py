@@ -1,6 +1,7 @@
-"""What a back end offers: kernels, memory, step inputs, replay and measuring. A back end is one folder beside this.
+"""What a back end offers: kernels, memory, step inputs, replay and measuring. A back end is one folder beside this
+file.
 
-The layers, the runner and the weights hold their back end; nothing else asks on which machine a tensor lies.
+The layers, the runner and the weights hold their back end; no other code asks which machine holds a tensor.
 """
 
 from __future__ import annotations
@@ -30,15 +31,14 @@ LatentCache = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
 class WeightKernels(Protocol):
-    """Weights in the activations' dtype: how they are laid out, packed and multiplied.
+    """Kernels for weights in the activations' dtype: layout, packing and products.
 
-    Other formats name what they need in their own files (weights.formats), with the same meaning.
+    Other formats declare their kernels in their own files (weights.formats), with the same conventions.
 
-    An `_empty` gives room for a weight, for `num_matrices` like it, [num_matrices, ...], or for two that are
-    multiplied `gated`, [out_features, in_features] each. A `pack` puts rows of a weight, float32 or bfloat16 and
-    perhaps strided, into their place: from output `first` on, or, of a gated pair, into the gate's (half 0) or up's
-    (half 1).
-    `gate` of a product names an activation, and the weight is such a pair.
+    An `_empty` allocates memory for one weight, for `num_matrices` such weights, [num_matrices, ...], or for a `gated`
+    pair of weights, [out_features, in_features] each. A `pack` writes rows of a weight (float32 or bfloat16, perhaps
+    strided) to their place: from output `first` on, or, in a gated pair, as the gate (half 0) or up (half 1). If a
+    product has a `gate`, it names an activation, and the weight is a gated pair.
     """
 
     def weight_empty(
@@ -52,20 +52,20 @@ class WeightKernels(Protocol):
     ) -> Tensor: ...
     def pack_weight(self, weight: Tensor, panels: Tensor, first: int = ..., half: int | None = ..., /) -> None: ...
     def unpack_rows(self, panels: Tensor, indices: Tensor, in_features: int, /) -> Tensor:
-        """Rows of a packed weight as they were, [len(indices), in_features]."""
+        """Unpacked rows of a packed weight, [len(indices), in_features]."""
 
     def linear_argmax(self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, /) -> Tensor:
         """See PackedLinear.argmax."""
 
     def pack_heads(self, weights: Tensor, /) -> Tensor:
-        """Weights [num_heads, out_features, in_features] as `linear_heads` reads them."""
+        """Pack weights [num_heads, out_features, in_features] for `linear_heads`."""
 
 
 class Kernels(CommonKernels, WeightKernels, Protocol):
-    """All kernels of a back end. The ops say what each computes."""
+    """All kernels of a back end. The ops document what each kernel computes."""
 
     def quantized_empty(self, num_rows: int, in_features: int, dtype: torch.dtype, /) -> QuantizedRows:
-        """Room for the quantized rows of activations of `dtype`."""
+        """Memory for the quantized rows of activations of `dtype`."""
 
     def write_latent(self, latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor, /) -> None: ...
     def mla_attention(
@@ -118,17 +118,17 @@ class Kernels(CommonKernels, WeightKernels, Protocol):
 
 
 class Counters(Protocol):
-    """Counters that kernels raise, for somebody who looks at host memory now and then."""
+    """Counters that kernels increase, and that a reader polls in host memory."""
 
     counts: Tensor
-    """Where the kernels count."""
+    """The counters that the kernels increase."""
 
     def publish_counts(self) -> None:
-        """Let the host see them, without waiting for a device."""
+        """Begin to copy the counters to host memory, without waiting for a device."""
 
 
 class Download(Protocol):
-    """What a step computed, on its way to host memory."""
+    """Tensors of a step on their way to host memory."""
 
     is_immediate: bool
     """Whether the step was over when the download began."""
@@ -138,7 +138,7 @@ class Download(Protocol):
         """Whether `wait` returns at once."""
 
     def wait(self) -> list[Tensor]:
-        """The tensors in host memory, once they are there; from any thread."""
+        """Wait for the tensors and return them, in host memory; may be called from any thread."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class StepSizes:
 
     max_seqs: int
     max_blocks: int
-    """Of a sequence's block table."""
+    """Largest number of blocks in a sequence's block table."""
     num_kv_groups: int
     block_size: int
     hidden_size: int
@@ -155,7 +155,7 @@ class StepSizes:
 
 
 class StepInputs(Protocol):
-    """Steps as tensors where the layers compute, and what they sample back in host memory."""
+    """Makes step tensors on the device of the layers, and downloads what the steps sample."""
 
     def make_step(
         self,
@@ -164,13 +164,13 @@ class StepInputs(Protocol):
         sampling: SamplingPlan | None,
         greedy: bool,
     ) -> StepInput:
-        """The step of a plan, of `sequences`, one for each of its entries."""
+        """The step of a plan; `sequences` has one sequence for each of the plan's entries."""
 
     def keep_tokens(self, sampling: SamplingInput, tokens: Tensor) -> None:
-        """Remember what was sampled, for a later step that is planned before the host knows the tokens."""
+        """Keep sampled tokens for later steps, which may be planned before the host knows the tokens."""
 
     def download(self, tensors: list[Tensor]) -> Download:
-        """Begin to bring tensors to host memory."""
+        """Begin to copy tensors to host memory."""
 
 
 Forward = Callable[["StepInput", Tensor], Tensor]
@@ -178,21 +178,21 @@ Forward = Callable[["StepInput", Tensor], Tensor]
 
 
 class Replay(Protocol):
-    """A stage's forward pass that replays decode steps which it has recorded."""
+    """A stage's forward pass that replays recorded decode steps."""
 
     forward: Forward
-    """The pass itself."""
+    """The forward pass itself, without replay."""
 
     def __call__(self, step: StepInput, hidden: Tensor) -> Tensor: ...
     def capture_steps(self) -> None:
-        """Record beforehand what this back end records beforehand; the KV cache is there."""
+        """Record the steps that this back end records in advance; the KV cache is already allocated."""
 
 
 class FusedLayers(Protocol):
-    """The layers of a stage with fewer launches, for the steps for which that is worth it; with the same bits."""
+    """The layers of a stage with fewer kernel launches, for steps that gain from it; the bits are the same."""
 
     def fits_step(self, step: StepInput) -> bool:
-        """Whether a step should take these."""
+        """Whether a step should use the fused layers."""
 
     def __call__(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """As `DecoderStage.run_layers`."""
@@ -200,28 +200,28 @@ class FusedLayers(Protocol):
 
 @dataclass(frozen=True)
 class LoadedProducts:
-    """What the products of a loaded stage are, for a back end that chooses among kernels."""
+    """The products of a loaded stage, for a back end that chooses among kernels."""
 
     shapes: frozenset[tuple[int, int]]
-    """[out_features, in_features] of its plain weights."""
+    """[out_features, in_features] of the stage's plain weights."""
     most_rows: int
     dtype: torch.dtype
     exact: bool
-    """Whether sums must have one order; else any kernel will do."""
+    """Whether sums must have one fixed order; else any kernel may be used."""
 
 
 class Backend(Protocol):
-    """A rank's machine."""
+    """The machine of one rank."""
 
     name: str
-    """Of the device, for people."""
+    """The device's name, for people."""
     kernel_path: str
     """What a request's bits depend on: the instruction set, or the GPU's generation and the compiler's version."""
     num_threads: int
-    """Of the host."""
+    """Number of host threads."""
     device: torch.device
     fuses_argmax: bool
-    """Whether a greedy step is sampled by the lm_head itself, so that its logits are never written."""
+    """Whether the lm_head itself finds the best token of a greedy step, so that logits are not written."""
     overlaps_steps: bool
     """Whether a step can be launched while the previous one still runs."""
     draws_dummy_weights: bool
@@ -229,26 +229,27 @@ class Backend(Protocol):
 
     @property
     def kernels(self) -> Kernels:
-        """Those of this machine."""
+        """The kernels of this machine."""
 
     def keep_weight(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy of a weight that every step reads whole, in memory that suits this."""
+        """A contiguous copy of a weight, in memory that suits weights which every step reads whole."""
 
     def finish_loading(self, products: LoadedProducts) -> None:
-        """All weights are packed: give back what loading took, choose among kernels."""
+        """Called when all weights are packed: free the memory that only loading needed, and choose among kernels."""
 
     def share_counters(self, host: Tensor) -> Counters:
-        """Counters whose values appear in `host`."""
+        """Counters whose values are published in `host`."""
 
     def make_step_inputs(self, table: SequenceTable, sizes: StepSizes) -> StepInputs: ...
     def make_replay(self, forward: Forward, sizes: StepSizes, *, can_capture: bool) -> Replay:
-        """`can_capture`: whether the stage's exchanges can be part of a recording that does not run Python."""
+        """`can_capture`: whether a recording, which runs no Python, can include the stage's exchanges."""
 
     def fuse_layers(self, stage: DecoderStage) -> FusedLayers | None:
-        """None: the layers one op after another are best for every step."""
+        """The fused layers of a stage; None: unfused layers are best for every step."""
 
     def measure_step(self, run_step: Callable[[], object], replay: Replay) -> MemoryUse:
-        """What a rank that holds its weights needs for its largest step, and for the recordings of `replay`."""
+        """The memory that a rank needs beside its weights for its largest step and for the recordings of `replay`."""
 
     def make_small_gather(self, group: object, timeout: float) -> SmallGather | None:
-        """A faster way than torch.distributed's for gathers of few bytes within a group of it; None: there is none."""
+        """A gather of few bytes within a torch.distributed group that is faster than torch.distributed's; None: there
+        is none."""

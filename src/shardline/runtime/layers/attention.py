@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache, heads split over the tensor-parallel ranks."""
+"""Attention over the paged KV cache; heads are split over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RotaryTables:
         self._tables: dict[Rope, Tensor] = {}
 
     def of(self, rope: Rope) -> Tensor:
-        """[max_positions, rotary_dim] float32, cos beside sin."""
+        """[max_positions, rotary_dim] float32: cosines, then sines."""
         if rope not in self._tables:
             inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32)
             table = rotary_table(inv_freq, self._max_positions, rope.attention_scaling)
@@ -36,14 +36,15 @@ class RotaryTables:
 
 
 class AttentionLayer:
-    """x [T, hidden] -> [Q, hidden]: project, norm, rotate, store KV; the Q queries attend and are projected back."""
+    """x [T, hidden] -> [Q, hidden]: project, normalise, rotate, store KV; then the Q queries attend and are projected
+    back."""
 
     def __init__(self, loader: LayerLoader, name: str, spec: GQA, tables: RotaryTables) -> None:
         self.spec = spec
         self._kernels = loader.stage.kernels
         self.qkv = ColumnLinear(loader, [f"{name}.{part}" for part in ("q", "k", "v")], spec.qkv_bias)
         self.num_heads = [width // spec.head_dim for width in self.qkv.widths]
-        """Local heads of queries, keys and values."""
+        """Number of local heads of queries, keys and values."""
         head_widths = [span.size for span in loader.stage.spans(f"{name}.q.weight")]
         self.output = ClosingLinear(loader, f"{name}.o", head_widths, spec.output_bias)
         self.q_norm = NormLayer(loader, f"{name}.q_norm", spec.qk_norm) if spec.qk_norm else None
@@ -53,15 +54,15 @@ class AttentionLayer:
 
     @property
     def input_form(self) -> InputForm:
-        """What x should be."""
+        """The form in which this layer reads x best."""
         return self.qkv.input_form
 
     def cache_parts(self, num_blocks: int, block_size: int, dtype: KVDType) -> tuple[KVPart, ...]:
-        """The tensors that `bind_cache` takes, for keys and values of `dtype`."""
+        """The tensors that `bind_cache` expects, for keys and values of `dtype`."""
         return kv_parts(self.spec, self.num_heads[1], num_blocks, block_size, dtype)
 
     def bind_cache(self, *pages: Tensor) -> None:
-        """Give the layer the memory of its keys and values."""
+        """Give the layer the memory for its keys and values."""
         self.pages = KVPages(*pages)
 
     def __call__(self, x: LinearInput, positions: Tensor, slots: Tensor, queries: Queries) -> Tensor:
@@ -69,7 +70,8 @@ class AttentionLayer:
         return self.output(self.attend(query, queries))
 
     def store(self, qkv: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """Norm, rotate and cache what was projected, qkv [T, local columns]; the queries [T, local heads, head_dim]."""
+        """Normalise and rotate qkv [T, local columns], and store keys and values. Returns the queries [T, local heads,
+        head_dim]."""
         pages, rope = self.pages, self.spec.rope
         assert pages is not None
         heads = qkv.view(len(positions), -1, self.spec.head_dim)
@@ -97,7 +99,7 @@ class AttentionLayer:
         return q
 
     def attend(self, query: Tensor, queries: Queries) -> Tensor:
-        """What the step's queries collect of the cache, [Q, local heads * head_dim], for query [T, ...]."""
+        """The attention output of the step's queries, [Q, local heads * head_dim], for query [T, ...]."""
         pages = self.pages
         assert pages is not None
         if queries.rows is not None:

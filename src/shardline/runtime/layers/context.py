@@ -1,4 +1,4 @@
-"""What the layers of a stage are built from: what they run on, and what loads their weights."""
+"""What the layers of a stage are built from: the context that they run in, and the loader of their weights."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ class StageContext:
     backend: Backend
     group: Collectives
     expert_group: Collectives
-    """The ranks over which whole experts are spread; see RankGroups."""
+    """The ranks over which whole experts are distributed; see RankGroups."""
     numerics: Numerics
     """exact: no floating-point sum crosses a rank."""
     dtype: torch.dtype
-    """Of activations."""
+    """The dtype of activations."""
     max_model_len: int
     watch: FiniteWatch | None
-    """With `--check-finite`."""
+    """Set with `--check-finite`."""
     expert_parallel: bool = False
-    """Experts are whole, each on one rank of `expert_group`."""
+    """Whether each expert is held whole, by one rank of `expert_group`."""
     expert_load: Tensor | None = None
-    """[num_layers, num_experts] int64: grows by the tokens that this rank counts for each expert."""
+    """[num_layers, num_experts] int64: this rank's token counts, which the layers increase."""
 
     @property
     def kernels(self) -> Kernels:
-        """The back end's."""
+        """The back end's kernels."""
         return self.backend.kernels
 
     @property
     def device(self) -> torch.device:
-        """Where layers compute."""
+        """The device on which layers compute."""
         return self.backend.device
 
     @property
     def splits_outputs(self) -> bool:
-        """Whether every linear splits its outputs; else the closing ones split their inputs and add partial sums."""
+        """Whether every linear splits its outputs; else closing linears split their inputs and add partial sums."""
         return self.numerics == "exact" or self.group.size == 1
 
     def spans(self, name: str) -> tuple[Span, ...]:
@@ -80,11 +80,11 @@ class LayerLoader:
     stage: StageContext
     source: WeightSource
     format: WeightFormat
-    """Of linear weights."""
+    """The format of linear weights."""
     on_loaded: Callable[[int], None]
-    """Told the bytes of each tensor that is kept."""
+    """Called with the number of bytes of each tensor that is kept."""
     plain_shapes: set[tuple[int, int]] = field(default_factory=set)
-    """[out_features, in_features] of the plain weights that were packed for layers."""
+    """[out_features, in_features] of the plain weights that have been packed for layers."""
 
     def load(self, name: str) -> Tensor:
         """This rank's slice of parameter `name`, contiguous, in the activations' dtype."""
@@ -97,17 +97,17 @@ class LayerLoader:
         return torch.cat([self.load(f"{name}.bias") for name in names])
 
     def read(self, name: str) -> Tensor:
-        """As `load`, for a weight that is packed next and not kept: perhaps part of the mapped file, with strided
-        rows."""
+        """As `load`, but for a weight that is packed next and not kept. It may be a view of the mapped file, with
+        strided rows."""
         dtype = torch.float32 if is_kept_in_float32(name) else self.stage.dtype
         tensor = self.source.get(name, self._own_part(name)).to(self.stage.device, dtype)
         self._check_finite(name, tensor)
         return tensor
 
     def pack_linear(self, *names: str) -> PackedLinear:
-        """The weights of linears of the same rows, one under another."""
+        """The weights of linears that read the same rows, stacked and packed."""
         parts = [self._read_linear(f"{name}.weight") for name in names]
-        if not all(isinstance(part, GroupedWeight) for part in parts):  # a checkpoint may leave one as it is
+        if not all(isinstance(part, GroupedWeight) for part in parts):  # a checkpoint may leave a weight unpacked
             parts = [part.dequantize(self.stage.dtype) if isinstance(part, GroupedWeight) else part for part in parts]
         packed = self.format.pack_linear(self.stage.kernels, *parts)  # type: ignore[arg-type]
         if isinstance(packed, PlainLinear):
@@ -116,7 +116,7 @@ class LayerLoader:
         return packed
 
     def pack_gated(self, gate: str, up: str) -> PackedGatedLinear:
-        """Both weights of a gated block's first half."""
+        """The gate and up weights of a gated block, packed together."""
         parts = self._read_linear(f"{gate}.weight"), self._read_linear(f"{up}.weight")
         packed = self.format.pack_gated(self.stage.kernels, *parts)  # type: ignore[arg-type]
         if isinstance(packed, PlainGatedLinear):
@@ -125,13 +125,13 @@ class LayerLoader:
         return packed
 
     def pack_lm_head(self, name: str) -> PackedLinear:
-        """The output embedding [vocab, hidden_size]."""
+        """The output embedding [vocab, hidden_size], packed."""
         packed = self.format.pack_lm_head(self.stage.kernels, self.read(name))
         self.on_loaded(packed.nbytes)
         return packed
 
     def pack_experts(self, held: range, name: Callable[[int, str], str], parts: tuple[str, ...]) -> PackedExperts:
-        """The linears `parts` of every expert in `held`, whose weights `name` names."""
+        """The linears `parts` of every expert in `held`, packed; `name` gives the name of a weight."""
         experts: PackedExperts | None = None
         for index, expert in enumerate(held):
             weights = [self.read(name(expert, part)) for part in parts]
@@ -143,7 +143,7 @@ class LayerLoader:
         return experts
 
     def loaded_products(self, most_rows: int) -> LoadedProducts:
-        """What the back end should know of the weights that were packed; steps have at most `most_rows` rows."""
+        """What the back end needs to know about the packed weights; steps have at most `most_rows` rows."""
         return LoadedProducts(
             frozenset(self.plain_shapes), most_rows, self.stage.dtype, exact=self.stage.numerics == "exact"
         )

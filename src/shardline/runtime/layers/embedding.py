@@ -1,4 +1,4 @@
-"""Token embeddings, vocab-parallel: each rank owns rows of the table and sends those that a step needs."""
+"""Token embeddings, vocab-parallel: each rank owns rows of the table and sends the rows that a step needs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shardline.runtime.layers.context import LayerLoader
 
 
 class TokenEmbedding:
-    """token ids [T] (and positions, where they are learned) -> [T, hidden_size] on every rank."""
+    """token ids [T] (and positions, if position embeddings are learned) -> [T, hidden_size] on every rank."""
 
     def __init__(self, loader: LayerLoader, look_up_rows: Callable[[Tensor], Tensor] | None) -> None:
-        """`look_up_rows`: gives rows of this rank's part of the table, where a tied lm_head already holds them."""
+        """`look_up_rows`: returns rows of this rank's part of the table, if a tied lm_head already holds them."""
         stage = loader.stage
         self._group = stage.group
         self._look_up = look_up_rows or partial(torch.index_select, loader.load("embed.weight"), 0)
@@ -38,9 +38,9 @@ class TokenEmbedding:
     def _rows(self, token_ids: Tensor) -> Tensor:
         if self._group.size == 1:
             return self._look_up(token_ids)
-        # Every rank sends a row for every token, so that nobody waits to learn how many tokens each rank owns.
+        # Every rank sends a row for every token, so that no rank waits to learn how many tokens the others own.
         count = len(token_ids)
         owners = torch.bucketize(token_ids, self._stops, right=True)
-        mine = self._look_up((token_ids - self._start).clamp_(0, self._last))
-        gathered = self._group.all_gather_rows(mine, [count] * self._group.size)
+        own_rows = self._look_up((token_ids - self._start).clamp_(0, self._last))
+        gathered = self._group.all_gather_rows(own_rows, [count] * self._group.size)
         return torch.index_select(gathered, 0, owners * count + torch.arange(count, device=token_ids.device))

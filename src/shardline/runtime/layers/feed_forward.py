@@ -1,4 +1,4 @@
-"""Dense feed-forward blocks, intermediate columns split over the tensor-parallel ranks."""
+"""Dense feed-forward blocks; intermediate columns are split over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DenseFeedForward:
 
     @property
     def input_form(self) -> InputForm:
-        """What x should be."""
+        """The form in which this layer reads x best."""
         return self.inner.input_form
 
     def __call__(self, x: LinearInput) -> Tensor:
@@ -46,7 +46,7 @@ class ActivatedLinear:
 
     @property
     def input_form(self) -> InputForm:
-        """What x should be."""
+        """The form in which this layer reads x best."""
         return self.up.input_form
 
     def __call__(self, x: LinearInput) -> Tensor:

@@ -1,4 +1,4 @@
-"""The memory in which a layer keeps keys and values."""
+"""The memory for a layer's keys and values."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class KVPages(NamedTuple):
-    """Pages of one layer; layers whose blocks are not of the same group may share them."""
+    """The pages of one layer; layers of different KV groups may share them."""
 
     keys: Tensor
-    """[num_blocks, num_kv_heads, block_size, head_dim], and so are the values."""
+    """[num_blocks, num_kv_heads, block_size, head_dim]; the values have the same shape."""
     values: Tensor
     key_scales: Tensor | None = None
-    """float32 [num_blocks, num_kv_heads, block_size] where keys and values are int8 or fp8."""
+    """float32 [num_blocks, num_kv_heads, block_size] if keys and values are int8 or fp8, else None."""
     value_scales: Tensor | None = None

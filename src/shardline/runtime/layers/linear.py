@@ -1,7 +1,7 @@
-"""Linear layers that know their axis.
+"""Tensor-parallel linear layers.
 
-Exact numerics split the output dim: each output element is summed by one rank over full K. Fast numerics split K of
-the closing projections (o, down) as in Megatron-LM (Shoeybi et al., 2019) and add partial sums across ranks.
+Exact numerics split the output dim: one rank sums each output element over full K. Fast numerics split K of the closing
+projections (o, down), as in Megatron-LM (Shoeybi et al., 2019), and add partial sums across ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from shardline.weights.rows import InputForm, LinearInput
 
 
 class ColumnLinear:
-    """Rows of one or several weights [out, in] that this rank owns, stacked: x [M, in] -> [M, local out].
+    """The rows of one or several weights [out, in] that this rank owns, stacked: x [M, in] -> [M, local out].
 
-    The input is whole on every rank, the output local.
+    The input is whole on every rank; the output is local.
     """
 
     def __init__(self, loader: LayerLoader, names: Sequence[str], bias: bool) -> None:
@@ -31,7 +31,7 @@ class ColumnLinear:
 
     @property
     def input_form(self) -> InputForm:
-        """What x should be."""
+        """The form in which this layer reads x best."""
         return self.packed.input_form
 
     def __call__(self, x: LinearInput, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -48,7 +48,7 @@ class GatedColumnLinear:
 
     @property
     def input_form(self) -> InputForm:
-        """What x should be."""
+        """The form in which this layer reads x best."""
         return self.packed.input_form
 
     def __call__(self, x: LinearInput) -> Tensor:

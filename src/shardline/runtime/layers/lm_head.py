@@ -26,17 +26,18 @@ class LMHead:
         self._bias = loader.load("lm_head.bias") if stage.spec.lm_head_bias else None
         self._softcap = stage.spec.logits_softcap
         self.fuses_argmax = stage.backend.fuses_argmax and stage.watch is None and self._softcap is None
-        """Whether `find_best` serves greedy steps. A softcap rounds logits to equal ones, so it needs all of them; so
-        does whoever looks for NaN."""
+        """Whether `find_best` serves greedy steps. A softcap may round different logits to equal values, so it needs
+        all logits; so does the search for NaN."""
 
     @property
     def look_up_rows(self) -> Callable[[Tensor], Tensor] | None:
-        """Gives rows of the weight by their index in this rank's range; None where the format has changed them."""
+        """A function that returns rows of the weight by their index in this rank's range; None if the format does not
+        keep them unchanged."""
         return self._packed.unpack_rows if isinstance(self._packed, PlainLinear) else None
 
     @property
     def input_form(self) -> InputForm:
-        """What the hidden states should be."""
+        """The form in which this layer reads hidden states best."""
         return self._packed.input_form
 
     def __call__(self, hidden: LinearInput) -> Tensor:
@@ -46,6 +47,6 @@ class LMHead:
         return logits
 
     def find_best(self, hidden: LinearInput) -> Tensor:
-        """The largest of this rank's logits of each row, and the bits of its index in this rank's range: [R, 2]."""
+        """[R, 2]: the largest of this rank's logits in each row, and the bits of its index in this rank's range."""
         assert self._softcap is None
         return self._packed.argmax(hidden, self._bias)

@@ -1,9 +1,10 @@
-"""Multi-head latent attention over a paged cache of latents, heads split over the tensor-parallel ranks.
+"""Multi-head latent attention over a paged cache of latents; heads are split over the tensor-parallel ranks.
 
-Always absorbed (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): a query meets the latents themselves, after it went
-through its head's part of kv_up for keys, and what it collects goes through the part for values. Prefill and decode
-then have one set of bits. Rounded to the activations' dtype are: the latents (once after the projection, once after the
-norm), the queries after each of their projections, what a head collects, and its values.
+The up-projections are always absorbed (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). A query is multiplied by its
+head's part of kv_up for keys, and then attends to the latents themselves. The attention output is multiplied by the
+head's part for values. So prefill and decode give the same bits. These are rounded to the activations' dtype: the
+latents (after the projection and after the norm), the queries (after each of their projections), a head's attention
+output, and its values.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from shardline.weights.rows import InputForm, LinearInput
 
 
 class LatentAttentionLayer:
-    """x [T, hidden] -> [Q, hidden], of the Q queries.
+    """x [T, hidden] -> [Q, hidden], for the Q queries.
 
-    The projections down to the latents are split over the ranks and gathered: ranks of one host share its memory's
-    bandwidth, and a decode step would read them once per rank otherwise.
+    The down-projections to the latents are split over the ranks, and their outputs are gathered. Ranks of one host
+    share its memory bandwidth, and otherwise every rank would read these weights in a decode step.
 
-    Ranks may also share one cache. No barrier guards it: each rank norms, rotates and writes the gathered latents
-    itself, so it reads what it has written, or the same bytes from another rank. And nobody writes a slot that another
-    rank still reads: the next step begins after the gather in `o`, which a rank enters when it has attended.
+    Ranks may also share one cache. It needs no barrier: each rank normalises, rotates and writes the gathered latents
+    itself, so it reads its own bytes or the same bytes from another rank. No rank writes a slot that another rank still
+    reads, because the next step begins after the gather in `o`, which a rank enters only after its attention.
     """
 
     def __init__(self, loader: LayerLoader, name: str, spec: MLA, tables: RotaryTables) -> None:
@@ -60,12 +61,12 @@ class LatentAttentionLayer:
 
     @property
     def input_form(self) -> InputForm:
-        """What x should be."""
+        """The form in which this layer reads x best."""
         is_read_twice = self.q_norm is None
         return "tensor" if is_read_twice and self.q.input_form != self.down.input_form else self.down.input_form
 
     def cache_parts(self, num_blocks: int, block_size: int, dtype: KVDType) -> tuple[KVPart, ...]:
-        """The tensors that `bind_cache` takes, for latents of `dtype`."""
+        """The tensors that `bind_cache` expects, for latents of `dtype`."""
         return kv_parts(self._spec, 1, num_blocks, block_size, dtype)
 
     def bind_cache(self, *pages: Tensor) -> None:
@@ -78,18 +79,18 @@ class LatentAttentionLayer:
         return self.output(self.attend(q, queries))
 
     def gather_down(self, local: Tensor) -> Tensor:
-        """The latents of queries, of keys and values, and the rotated part of the keys, on every rank."""
+        """Gather the latents of the queries, the latents of keys and values, and the rotated part of the keys."""
         return self._group.all_gather_columns(local, self._down_widths)
 
     def project_queries(self, x: LinearInput | None, down: Tensor) -> Tensor:
-        """The local queries, from x or, where they have a latent of their own, from `down` alone."""
+        """The local queries, computed from x, or from `down` alone if queries have a latent."""
         if self.q_norm is None:
             assert x is not None
             return self.q(x)
         return self.q(self.q_norm(down[:, : self._q_rank])[0])
 
     def store(self, q: Tensor, down: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """Norm, rotate and cache what was projected; the queries [T, local heads, query_head_dim]."""
+        """Normalise, rotate and cache the projected latents. Returns the queries [T, local heads, query_head_dim]."""
         assert self._cache is not None
         spec = self._spec
         q = q.view(len(positions), -1, spec.query_head_dim)
@@ -101,7 +102,7 @@ class LatentAttentionLayer:
         return q
 
     def attend(self, q: Tensor, queries: Queries) -> Tensor:
-        """What the step's queries collect of the cache, [Q, local heads * value_head_dim], for q [T, ...]."""
+        """The attention output of the step's queries, [Q, local heads * value_head_dim], for q [T, ...]."""
         assert self._cache is not None
         spec, kernels = self._spec, self._kernels
         if queries.rows is not None:
@@ -119,7 +120,7 @@ class LatentAttentionLayer:
         return linear_heads(kernels, attended, self._value_up).flatten(1)
 
     def _absorb(self, loader: LayerLoader, name: str) -> tuple[PackedHeads, PackedHeads]:
-        """kv_up in its two parts: [heads, kv_lora_rank, nope] for queries, [heads, value, kv_lora_rank] for outputs."""
+        """The two parts of kv_up: [heads, kv_lora_rank, nope] for queries, [heads, value, kv_lora_rank] for outputs."""
         spec = self._spec
         weight = loader.read(f"{name}.weight").view(-1, spec.nope_head_dim + spec.value_head_dim, spec.kv_lora_rank)
         key_up = pack_heads(self._kernels, weight[:, : spec.nope_head_dim].transpose(1, 2))

@@ -1,8 +1,9 @@
-"""Mixture of experts: every token through the experts that it chooses, and through a block that all tokens share.
+"""Mixture of experts: every token passes through the experts that it chooses, and through a block that all tokens
+share.
 
-Each rank has a part of every expert (expert tensor parallelism), or, with expert parallelism, some experts whole. Exact
-numerics compute every element of a slot's product on one rank, and every token's sum over its slots on one rank, in the
-order of the slots: one set of bits for all layouts.
+Each rank holds a part of every expert (expert tensor parallelism), or, with expert parallelism, some whole experts.
+With exact numerics, one rank computes every element of a slot's product, and one rank computes a token's sum over its
+slots, in slot order. So all layouts give the same bits.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from shardline.weights.rows import InputForm, LinearInput
 
 
 class Routed(NamedTuple):
-    """What some tokens chose."""
+    """The experts that tokens chose, and their weights."""
 
     ids: Tensor
     """[T, k] int32"""
     weights: Tensor
     """[T, k] float32"""
     shared_scale: Tensor | None
-    """[T] float32: factor of the shared block's output, where it has a gate."""
+    """[T] float32: factor of the shared block's output; None if it has no gate."""
 
 
 class Router:
-    """x [T, hidden] -> Routed. Every rank holds it whole; logits are fp32 sums in a fixed order."""
+    """x [T, hidden] -> Routed. Every rank holds the whole router; logits are fp32 sums in a fixed order."""
 
     def __init__(self, loader: LayerLoader, index: int, spec: MoE, counts_tokens: bool) -> None:
         name, stage = f"layers.{index}.feed_forward", loader.stage
@@ -46,7 +47,7 @@ class Router:
         self._routing = spec.routing
         self._gated = spec.shared_gate
         weights = [loader.read(f"{name}.router.weight")]
-        if spec.shared_gate:  # one more column of the same product
+        if spec.shared_gate:  # the gate is one more column of the same product
             weights.append(loader.read(f"{name}.shared_gate.weight"))
         self._linear = plain.Format().pack_linear(stage.kernels, *weights)
         loader.on_loaded(self._linear.nbytes)
@@ -72,8 +73,8 @@ class Experts:
             raise ValueError("experts with biases are not supported")
         stage = loader.stage
         self._kernels = stage.kernels
-        mine = split_dim(num_experts, stage.expert_group.size)[stage.expert_group.rank]
-        held = range(mine.start, mine.stop) if stage.expert_parallel else range(num_experts)
+        own_span = split_dim(num_experts, stage.expert_group.size)[stage.expert_group.rank]
+        held = range(own_span.start, own_span.stop) if stage.expert_parallel else range(num_experts)
         self.first = held.start
         self._activation = spec.activation
         self._gated = spec.gated
@@ -85,7 +86,7 @@ class Experts:
         self.down: PackedExperts = loader.pack_experts(held, weight_name, ("down",))
 
     def activate(self, x: Tensor, ids: Tensor, compact: bool = False) -> Tensor:
-        """Activations between both products, see `expert_up`."""
+        """The activations between the two products, see `expert_up`."""
         return expert_up(
             self._kernels,
             x,
@@ -99,17 +100,17 @@ class Experts:
 
 
 class MoEFeedForward:
-    """x [T, hidden] -> [T, hidden], whole on every rank before and after."""
+    """x [T, hidden] -> [T, hidden]; input and output are whole on every rank."""
 
     input_form: InputForm = "tensor"
-    """The router reads x as it is."""
+    """The router reads unquantized rows."""
 
     def __init__(self, loader: LayerLoader, index: int, spec: MoE) -> None:
         name, stage = f"layers.{index}.feed_forward", loader.stage
         self._kernels = stage.kernels
         self._group = stage.group
         self._expert_group = stage.expert_group
-        # Replicas have tokens of their own, so that there is nothing to add up over their ranks.
+        # Replicas have different tokens, so there are no partial sums to add over their ranks.
         self._partial_sums = not stage.splits_outputs and stage.expert_group.size == stage.group.size
         self._whole_experts = stage.expert_parallel and stage.expert_group.size > 1
         owns_tokens = self._whole_experts and not self._partial_sums
@@ -123,7 +124,7 @@ class MoEFeedForward:
         self._device_expert_bounds = self._expert_bounds.to(stage.device)
 
     def __call__(self, x: LinearInput, replica_rows: tuple[int, ...], slots: Tensor | None = None) -> Tensor:
-        """`replica_rows`: rows of x on each replica in lockstep; `slots` [T]: see KVGroupInput."""
+        """`replica_rows`: number of rows of x on each replica in lockstep; `slots` [T]: see KVGroupInput."""
         assert isinstance(x, Tensor)
         if self._partial_sums:
             return self._with_partial_sums(x, slots)
@@ -132,8 +133,8 @@ class MoEFeedForward:
         return self._with_split_experts(x, slots)
 
     def _with_split_experts(self, x: Tensor, slots: Tensor | None) -> Tensor:
-        """Every rank computes some columns of all slots, twice; in between, ranks gather what the second product
-        reads."""
+        """Every rank computes some columns of all slots, in both products. Between the products, ranks gather the input
+        of the second."""
         routed, experts = self._router(x, slots), self._experts
         inner = self._group.all_gather_columns(experts.activate(x, routed.ids), self._inner_widths)
         shared = self._shared.compute_columns(x) if self._shared is not None else None
@@ -149,8 +150,8 @@ class MoEFeedForward:
         return self._group.all_gather_columns(local, self._output_widths)
 
     def _with_whole_experts(self, x: Tensor, replica_rows: tuple[int, ...]) -> Tensor:
-        """A replica's tokens are shared out over its ranks. Each rank sends its own tokens to the ranks of their
-        experts, in whichever replica these are, and adds up what comes back."""
+        """A replica's tokens are divided among its ranks. Each rank sends its own tokens to the ranks of their experts,
+        which may be in any replica, and adds up the products that come back."""
         kernels, group, experts, bounds = self._kernels, self._expert_group, self._experts, self._device_expert_bounds
         counts, token_bounds = _token_shares(replica_rows, self._group.size)
         first = group.rank - self._group.rank
@@ -172,7 +173,7 @@ class MoEFeedForward:
         return self._group.all_gather_rows(combined, own_counts)
 
     def _with_partial_sums(self, x: Tensor, slots: Tensor | None) -> Tensor:
-        """Fast numerics: sums over this rank's experts, or over its part of K, are added up over the ranks."""
+        """Fast numerics: ranks add up partial sums, over each rank's experts or over its part of K."""
         routed, experts = self._router(x, slots), self._experts
         local = expert_down(
             self._kernels,
@@ -192,6 +193,6 @@ class MoEFeedForward:
 
 @lru_cache(maxsize=256)
 def _token_shares(replica_rows: tuple[int, ...], size: int) -> tuple[list[int], list[int]]:
-    """(tokens of each rank, `size` a replica; their bounds, one more)."""
+    """(number of tokens of each rank, with `size` ranks per replica; the bounds of these token ranges, one more)."""
     counts = [span.size for num_rows in replica_rows for span in split_dim(num_rows, size)]
     return counts, [0, *itertools.accumulate(counts)]

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm: one row, one owner, so every rank computes whole rows."""
+"""RMSNorm and LayerNorm layers. Every rank normalises whole rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardline.weights.rows import InputForm, LinearInput
 
 
 class NormLayer:
-    """A norm over the last dim."""
+    """A norm over the last dimension."""
 
     def __init__(self, loader: LayerLoader, name: str, norm: Norm) -> None:
         self._kernels = loader.stage.kernels
@@ -28,10 +28,10 @@ class NormLayer:
 
 
 class InputNorm:
-    """The norm before linears, in the form in which they read it; fused with the residual addition before it."""
+    """The norm before linears, in the form that they read, fused with the residual addition before it."""
 
     def __init__(self, loader: LayerLoader, name: str, norm: Norm, *, input_form: InputForm) -> None:
-        """`input_form`: of the linears; nobody else reads the norm."""
+        """`input_form`: the form that the linears read; only they read the norm."""
         self._kernels = loader.stage.kernels
         self.spec = norm
         self.weight = loader.load(f"{name}.weight")
@@ -39,7 +39,8 @@ class InputNorm:
         self._is_quantized = input_form == "quantized"
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[LinearInput, Tensor]:
-        """(norm(s), s) for s = x + residual, rounded to the activations' dtype first, or for x alone; all [M, H]."""
+        """(norm(s), s), all [M, H]. s = x + residual, rounded to the activations' dtype before the norm; without a
+        residual, s = x."""
         spec, kernels, quantized = self.spec, self._kernels, self._is_quantized
         if spec.kind == "rms":
             offset = spec.weight_offset

@@ -16,15 +16,16 @@ from shardline.models.sharding import Spans, shard_shape
 from shardline.models.spec import GQA, DecoderSpec, Norm
 
 _SPREAD = 0.02 * math.sqrt(12) / 65536
-"""Times a uniform 16-bit number: a standard deviation of 0.02. Uniform, because that is ten times as fast as normal."""
+"""Factor of a uniform 16-bit number, for a standard deviation of 0.02. Uniform numbers are drawn ten times as fast as
+normal ones."""
 _BLOCK_ELEMENTS = 1 << 16
 
 
 class DummyWeights:
     """Uniform values of standard deviation 0.02, around 1 for the weights of norms and around 0 elsewhere.
 
-    An element's value is a function of the seed, the parameter's name and the element's place in it, whatever part is
-    asked for: rows are drawn in blocks, each from a counter-based generator of its own.
+    An element's value depends only on the seed, the parameter's name and the element's place in it, not on the
+    requested part. So rows are drawn in blocks, each with its own counter-based generator.
     """
 
     def __init__(self, spec: DecoderSpec, dtype: torch.dtype, seed: int) -> None:
@@ -58,7 +59,7 @@ class DummyWeights:
         """See `weights.WeightSource.get_packed`."""
 
     def _draw(self, name: str, shape: Shape, rows: Span) -> Iterator[NDArray[np.uint16]]:
-        """Uniform 16-bit numbers for `rows` of a parameter of `shape`: whole rows, flat, some at a time."""
+        """Uniform 16-bit numbers for `rows` of a parameter of `shape`; each array has some whole rows, flattened."""
         row_size = math.prod(shape[1:])
         block_rows = max(1, _BLOCK_ELEMENTS // row_size)
         digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=16).digest()
@@ -92,9 +93,9 @@ class DummyWeights:
 
 
 class DeviceDummyWeights(DummyWeights):
-    """The same distribution, drawn by a GPU in a thousandth of the time; its values are the GPU's own.
+    """The same distribution, drawn on a GPU in a thousandth of the time, with other values than the host's.
 
-    A parameter is drawn whole and cut, so that every rank has the same values for the same elements here too.
+    A parameter is drawn whole and then cut, so here too every rank has the same values for the same elements.
     """
 
     def __init__(self, spec: DecoderSpec, dtype: torch.dtype, seed: int, device: torch.device) -> None:

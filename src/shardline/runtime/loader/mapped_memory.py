@@ -1,4 +1,4 @@
-"""Memory mapped for large tensors, which goes back to the system when they die."""
+"""Mapped memory for large tensors, which returns to the system when they are freed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shardline.runtime.huge_pages import HUGE_PAGE, map_memory
 
 
 def mapped_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor; where huge pages are worth it, its memory goes back to the system when it dies.
+    """An uninitialised tensor. If it is large enough for huge pages, its memory returns to the system when it is freed.
 
-    The allocator may keep freed memory that lies between living tensors, so this suits large tensors that live for a
-    moment while a model loads.
+    The allocator may keep freed memory between live tensors, so use this for large tensors that are needed only briefly
+    while a model loads.
     """
     count = math.prod(shape)
     if count * dtype.itemsize < HUGE_PAGE:

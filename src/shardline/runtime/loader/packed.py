@@ -1,4 +1,4 @@
-"""Weights that a GPTQ or AWQ checkpoint has packed in 4 bits; any part of one, of any bounds."""
+"""Reads any part of a weight that a GPTQ or AWQ checkpoint has packed in 4 bits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardline.weights.grouped import GroupedWeight
 
 _IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight neighbours the lowest four bits of a word hold, which the next ones, and so on."""
+"""AWQ's order of eight neighbours in a word: the element in the lowest four bits, in the next four bits, and so on."""
 
 
 def read_packed(part: Callable[[str], Tensor], form: PackedFormat, rows: Span, columns: Span) -> GroupedWeight:
-    """A part of a weight; `part` gives qweight, qzeros or scales as the checkpoint holds it."""
+    """Read a part of a weight; `part` returns qweight, qzeros or scales as the checkpoint stores it."""
     if rows.size == 0:
         nothing = torch.empty(0, columns.size, dtype=torch.uint8)
         return GroupedWeight(
@@ -54,6 +54,6 @@ def unpacked(words: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def _words(span: Span) -> tuple[Span, int]:
-    """The words that hold the numbers of `span`, and how many others come first there."""
+    """The words that hold the numbers of `span`, and how many other numbers come before them in the first word."""
     first = span.start // PACKED
     return Span(first, -(-span.stop // PACKED)), span.start - first * PACKED

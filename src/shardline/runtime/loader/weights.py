@@ -1,4 +1,4 @@
-"""Where a worker's weights come from: each rank asks for its own part of a parameter by the canonical name."""
+"""Sources of a worker's weights: each rank asks for its own part of a parameter by the canonical name."""
 
 from __future__ import annotations
 
@@ -33,31 +33,32 @@ _STORED_DTYPES = {
 
 
 class WeightSource(Protocol):
-    """Gives parameters by canonical name, whole or in part."""
+    """Returns parameters by canonical name, whole or in part."""
 
     def get(self, name: str, spans: Spans) -> torch.Tensor:
         """The part `spans` (see `models.sharding.shard`) of parameter `name`.
 
-        It may lie in a mapped file, unaligned and with strided rows: what is kept is copied.
+        The part may be a view of a mapped file, unaligned and with strided rows, so callers copy what they keep.
         """
 
     def get_packed(self, name: str, spans: Spans) -> GroupedWeight | None:
-        """The same as a checkpoint has packed it; None: it has not."""
+        """The same part in the checkpoint's packed form; None if the checkpoint has not packed it."""
 
 
 class CheckpointWeights:
-    """Weights of a safetensors checkpoint; only the bytes asked for are read, by whoever reads the tensor.
+    """Weights of a safetensors checkpoint; only the requested bytes are read, when the tensor is read.
 
-    The file is mapped for each tensor as long as that lives, since mapped pages count as this process's memory.
+    The file is mapped separately for each tensor, as long as the tensor lives, since mapped pages count as this
+    process's memory.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype, packed: PackedFormat = NOT_PACKED
     ) -> None:
-        """`dtype`: type of the tensors given out; `packed`: how the checkpoint has packed its linear weights.
+        """`dtype`: type of the returned tensors; `packed`: how the checkpoint has packed its linear weights.
 
         Raises:
-            ValueError: the checkpoint has not all parameters of `spec`, in their shapes.
+            ValueError: the checkpoint lacks a parameter of `spec`, or one has another shape.
         """
         checkpoint.check(spec, packed)
         self._packed = packed
@@ -71,7 +72,7 @@ class CheckpointWeights:
         """See `WeightSource.get`.
 
         Raises:
-            ValueError: a packed weight has its columns in another order, or a bias that the model does not have.
+            ValueError: the columns of a packed weight are out of order, or it has a bias that the model lacks.
         """
         source = self._tensor_source(name, self._spec)
         key = self._checkpoint.find(source)
@@ -81,7 +82,7 @@ class CheckpointWeights:
         return part_of(self._mapped(key), source, spans, dtype)
 
     def get_packed(self, name: str, spans: Spans) -> GroupedWeight | None:
-        """See `WeightSource.get_packed`; raises what `get` does."""
+        """See `WeightSource.get_packed`; raises the same errors as `get`."""
         source = self._tensor_source(name, self._spec)
         if self._checkpoint.find(source) is not None:
             return None
@@ -94,7 +95,8 @@ class CheckpointWeights:
         base = self._checkpoint.find_packed(source)
         assert base is not None, f"{source.key} passed the check, but is not there"
         assert self._packed.is_packed, f"{source.key} passed the check, but is packed"
-        # [groups, out] and, of either method, what tells the input's size.
+        # scales is [groups, out]; the number of input columns follows from qweight, in a way that depends on the
+        # method.
         num_rows = self._checkpoint.shape(f"{base}scales")[1]
         packed_shape = self._checkpoint.shape(f"{base}qweight")
         num_columns = packed_shape[0] * (PACKED if self._packed.method == "gptq" else 1)
@@ -109,7 +111,7 @@ class CheckpointWeights:
         return read_packed(lambda part: self._mapped(f"{base}{part}"), self._packed, rows, columns)
 
     def _check_order(self, base: str, num_columns: int) -> None:
-        """Refuse groups of columns that do not lie together, whatever config.json says of desc_act."""
+        """Refuse groups whose columns are not contiguous, whatever config.json says about desc_act."""
         if self._checkpoint.has(f"{base}g_idx"):
             size = self._packed.group_size or num_columns
             if not torch.equal(self._mapped(f"{base}g_idx").long(), torch.arange(num_columns) // size):
@@ -120,7 +122,7 @@ class CheckpointWeights:
 
 
 def mapped_tensor(entry: TensorEntry) -> torch.Tensor:
-    """A tensor of a checkpoint, in the file's own pages as long as nobody writes to it."""
+    """A tensor of a checkpoint, in the file's own pages until it is written to."""
     dtype, count = _STORED_DTYPES[entry.dtype], math.prod(entry.shape)
     if count == 0:
         return torch.empty(entry.shape, dtype=dtype)
@@ -130,7 +132,7 @@ def mapped_tensor(entry: TensorEntry) -> torch.Tensor:
         memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=begin)
     stored = torch.frombuffer(memory, dtype=torch.uint8, count=entry.num_bytes, offset=entry.offset - begin)
     if entry.offset % dtype.itemsize:
-        stored = stored.clone()  # nothing aligns a tensor in a file
+        stored = stored.clone()  # tensors in a file may be unaligned
     return stored.view(dtype).view(entry.shape)
 
 
@@ -145,7 +147,7 @@ def part_of(tensor: torch.Tensor, source: TensorSource, spans: Spans, dtype: tor
     if part.dtype == dtype and (part.dim() == 1 or part.stride(-1) == 1):
         return part
     if source.transposed:
-        # torch transposes fast what is dense and of one type.
+        # torch transposes fast if the tensor is dense and keeps its dtype.
         part = part.T.to(dtype).contiguous().T
     return mapped_empty(part.shape, dtype).copy_(part)
 
@@ -153,7 +155,7 @@ def part_of(tensor: torch.Tensor, source: TensorSource, spans: Spans, dtype: tor
 def open_weights(deployment: Deployment, drawn_on: torch.device | None = None) -> WeightSource:
     """The weights of a deployment, in its dtype.
 
-    `drawn_on`: the device that draws random weights itself; None: the host draws them.
+    `drawn_on`: the device that draws random weights; None: the host draws them.
 
     Raises:
         ValueError: the checkpoint is corrupt or does not fit the model.

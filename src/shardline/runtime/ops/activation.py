@@ -1,4 +1,4 @@
-"""Activations, alone or gating: act(gate) * up."""
+"""Activation functions: act(x), or gated, act(gate) * up."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
 
 def activation(kernels: Kernels, x: Tensor, name: ActivationName) -> Tensor:
-    """act(x), x [M, I]; in fp32, rounded once."""
+    """act(x) for x [M, I], computed in fp32 and rounded once."""
     out = kernels.activation_empty(x.dtype, *x.shape)
     kernels.activation(x, out, name, False)
     return out
 
 
 def gated_activation(kernels: Kernels, gate_up: Tensor, name: ActivationName) -> Tensor:
-    """act(gate) * up: [M, I], for gate_up [M, 2 * I], the gate first.
+    """act(gate) * up: [M, I], for gate_up [M, 2 * I] with the gate in the first half.
 
     Rounded after the activation and after the product, as eager models do.
     """

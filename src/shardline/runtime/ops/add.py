@@ -1,4 +1,4 @@
-"""The residual addition, where no norm follows on this rank."""
+"""The residual addition, used where no norm follows on this rank."""
 
 from __future__ import annotations
 

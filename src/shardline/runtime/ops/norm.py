@@ -1,7 +1,7 @@
-"""RMSNorm and LayerNorm over rows, alone or fused with the addition before them and the quantization after them.
+"""RMSNorm and LayerNorm over rows, optionally fused with the residual addition before and the quantization after.
 
-The residual stream is kept in the activations' dtype: x + residual is rounded before it is normalised, as eager
-models do. Rows may be strided; without a residual, x may be heads [num_tokens, num_heads, head_dim] as well.
+The residual stream is kept in the activations' dtype: x + residual is rounded before it is normalised, as eager models
+do. Rows may be strided. Without a residual, x may also be heads [num_tokens, num_heads, head_dim].
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from shardline.weights.rows import QuantizedRows
 def rms_norm(kernels: Kernels, x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
     """x [M, H] / rms(x) * (weight_offset + weight [H]).
 
-    With no offset (Llama) the quotient is rounded to x's dtype before it meets the weight; with one (Gemma: 1.0) the
-    whole product is formed in fp32 and rounded once.
+    Without an offset (Llama), the quotient is rounded to x's dtype before it is multiplied by the weight. With an
+    offset (Gemma: 1.0), the whole product is computed in fp32 and rounded once.
     """
     out = kernels.activation_empty(x.dtype, *x.shape)
     kernels.rms_norm(x, weight, out, eps, weight_offset, None, None)
@@ -34,9 +34,9 @@ def add_rms_norm(
     weight_offset: float = 0.0,
     quantized: bool = False,
 ) -> tuple[Tensor | QuantizedRows, Tensor]:
-    """(rms_norm(s), s) for s = x + residual, or x without one; all [M, H].
+    """(rms_norm(s), s) for s = x + residual, or for s = x if residual is None; all [M, H].
 
-    `quantized`: the norm as `quantize_rows` would give it, with the same bits, but never written itself.
+    `quantized`: return the norm as `quantize_rows` of it, with the same bits; the norm itself is never written.
     """
     out, summed = _normed_empty(kernels, x, quantized), _sum_empty(kernels, x, residual)
     kernels.rms_norm(x, weight, _parts(out), eps, weight_offset, residual, summed)

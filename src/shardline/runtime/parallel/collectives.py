@@ -1,7 +1,7 @@
-"""What ranks exchange: one façade over shared memory, torch.distributed, or nothing at all.
+"""The exchanges between ranks: one façade over shared memory, torch.distributed, or a single rank.
 
-Every tensor that crosses is a finished value (an element computed by one rank), except in `all_reduce_sum`, which
-only `--numerics fast` uses. All ranks of a group call the same methods in the same order.
+Every exchanged element is a finished value that one rank has computed, except in `all_reduce_sum`, which only
+`--numerics fast` uses. All ranks of a group call the same methods in the same order.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardline.weights.rows import QuantizedRows, quantize_rows
 class Collectives(ABC):
     """The exchanges of one group of ranks.
 
-    Every method raises TimeoutError where a peer does not arrive within the group's time-out, and ConnectionError
-    where the transport notices that one has gone.
+    Every method raises TimeoutError if a peer does not arrive within the group's time-out, and ConnectionError if the
+    transport notices that a peer has gone.
     """
 
     rank: int
@@ -35,7 +35,7 @@ class Collectives(ABC):
         """[M, widths[rank]] on each rank -> [M, sum(widths)] on all, columns in rank order."""
 
     def all_gather_quantized(self, kernels: Kernels, local: Tensor, widths: Sequence[int]) -> QuantizedRows:
-        """`quantize_rows` of `all_gather_columns`, for a reader that needs nothing else of it."""
+        """`quantize_rows` of `all_gather_columns`, for a caller that needs only the quantized rows."""
         return quantize_rows(kernels, self.all_gather_columns(local, widths))
 
     @abstractmethod
@@ -47,8 +47,8 @@ class Collectives(ABC):
         """Rows from every rank to every other.
 
         counts: [size, size] int64, rows that rank i sends to rank j, the same on all ranks. local: [at least
-        counts[rank].sum(), N], those for rank 0 first. Returns [capacity, N], those from rank 0 first; what lies behind
-        the counts[:, rank].sum() rows that came is undefined.
+        counts[rank].sum(), N], those for rank 0 first. Returns [capacity, N], those from rank 0 first; the rows after
+        the first counts[:, rank].sum() are undefined.
         """
 
     @abstractmethod
@@ -57,28 +57,28 @@ class Collectives(ABC):
 
 
 class SmallGather(Protocol):
-    """Gathers of few bytes within a group, faster than the group's own."""
+    """Gathers of few bytes within a group, faster than the group's own gathers."""
 
     def has_room(self, local: Tensor, widest: int) -> bool:
-        """Whether there is room for a part of local's rows and so many columns."""
+        """Whether a part with as many rows as `local` and `widest` columns fits."""
 
     def gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
         """As `Collectives.all_gather_columns`."""
 
     def gather_rows(self, local: Tensor) -> Tensor:
-        """As `Collectives.all_gather_rows` of as many rows on every rank."""
+        """As `Collectives.all_gather_rows` with the same number of rows on every rank."""
 
 
 class StageLink(ABC):
-    """One-way hand-off of hidden states from a rank to its successor in the next stage."""
+    """Sends hidden states one way, from a rank to its successor in the next stage."""
 
     @abstractmethod
     def send(self, tensor: Tensor) -> None:
-        """Hand over a contiguous tensor; returns once it is on its way."""
+        """Send a contiguous tensor; returns once it is on its way."""
 
     @abstractmethod
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The next tensor, which has this shape and dtype."""
+        """The next tensor from the previous stage; it has this shape and dtype."""
 
 
 class SingleRank(Collectives):

@@ -1,4 +1,4 @@
-"""Collectives over torch.distributed: NCCL between GPUs, gloo between processes without common memory."""
+"""Collectives over torch.distributed: NCCL between GPUs, gloo between processes without shared memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardline.runtime.parallel.collectives import Collectives, SmallGather, Sta
 from shardline.segment.progress import ProgressLine
 
 all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""torch's, into one tensor; the second name is the older one, of torch 2.11 and before."""
+"""torch's all-gather into one tensor; torch 2.11 and older only have the second name."""
 
 
 def join_world(backend: str, store_path: Path, rank: int, grid: RankGrid, timeout: float) -> None:
@@ -33,16 +33,16 @@ def join_world(backend: str, store_path: Path, rank: int, grid: RankGrid, timeou
 
 
 def rank_group(backend: str, peers_of: Sequence[tuple[int, ...]], rank: int, timeout: float) -> dist.ProcessGroup:
-    """The group of `rank`, where `peers_of` names the peers of every rank; every rank takes part in making every group,
-    as torch.distributed requires.
+    """Create all groups and return the group of `rank`; `peers_of` lists the peers of every rank. Every rank creates
+    every group, as torch.distributed requires.
     """
-    mine: dist.ProcessGroup | None = None
+    own_group: dist.ProcessGroup | None = None
     for peers in sorted(set(peers_of)):
         group = dist.new_group(list(peers), backend=backend, timeout=timedelta(seconds=timeout))
         if rank in peers:
-            mine = group
-    assert mine is not None
-    return mine
+            own_group = group
+    assert own_group is not None
+    return own_group
 
 
 class DistributedCollectives(Collectives):
@@ -58,7 +58,7 @@ class DistributedCollectives(Collectives):
         *,
         is_capturable: bool = False,
     ) -> None:
-        """`transit`: the device whose memory the transport moves; `small_gather`: a faster way for few bytes."""
+        """`transit`: the device whose memory the transport moves; `small_gather`: a faster gather for few bytes."""
         self._kernels = kernels
         self._group = group
         self._small_gather = small_gather
@@ -90,16 +90,20 @@ class DistributedCollectives(Collectives):
         sent, received = counts[self.rank].tolist(), counts[:, self.rank].tolist()
         out = torch.empty(capacity, local.shape[1], dtype=local.dtype, device=local.device)
         arriving, leaving = out[: sum(received)], local[: sum(sent)].to(self._transit)
-        come = torch.empty_like(arriving, device=self._transit) if arriving.device != self._transit else arriving
+        transit_rows = (
+            torch.empty_like(arriving, device=self._transit) if arriving.device != self._transit else arriving
+        )
         with self._progress.waiting(), _named_errors():
-            # As bytes: gloo does not know every type.
-            dist.all_to_all_single(come.view(torch.uint8), leaving.view(torch.uint8), received, sent, group=self._group)
-        if come is not arriving:
-            arriving.copy_(come)
+            # Send bytes: gloo does not support every dtype.
+            dist.all_to_all_single(
+                transit_rows.view(torch.uint8), leaving.view(torch.uint8), received, sent, group=self._group
+            )
+        if transit_rows is not arriving:
+            arriving.copy_(transit_rows)
         return out
 
     def all_reduce_sum(self, local: Tensor) -> Tensor:
-        # gloo's own all-reduce adds in an order of its choice; a gather and a sum in rank order has one.
+        # gloo's all-reduce adds in no fixed order, so gather and add in rank order.
         parts = self._gather_flat(local, [local.numel()] * self.size)
         total = parts[0].clone()
         for part in parts[1:]:
@@ -121,7 +125,7 @@ class DistributedLink(StageLink):
     """Point-to-point sends between global ranks."""
 
     def __init__(self, peer: int, device: torch.device, transit: torch.device, progress: ProgressLine) -> None:
-        """`device`: where tensors are received; `transit`: where the transport finds and leaves them."""
+        """`device`: where received tensors are placed; `transit`: the device whose memory the transport moves."""
         self._peer = peer
         self._device = device
         self._transit = transit

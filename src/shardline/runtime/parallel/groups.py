@@ -1,4 +1,4 @@
-"""The groups one rank belongs to, joined over the transport that the configuration chose."""
+"""The groups of one rank, joined over the configured transport."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from shardline.segment.progress import ProgressBoard, ProgressLine
 
 @dataclass(frozen=True)
 class RankGroups:
-    """A rank's place in the grid and its ways to the other ranks."""
+    """A rank's place in the grid and its connections to the other ranks."""
 
     place: RankPlace
     tensor: Collectives
     experts: Collectives
-    """The ranks of the stage over which whole experts are spread: `tensor`, or all of the replicas in lockstep."""
+    """The ranks of the stage over which whole experts are distributed: those of `tensor`, or of all replicas in
+    lockstep."""
     from_previous: StageLink | None
     to_next: StageLink | None
     progress: ProgressLine
     expert_load: Counts
-    """[num_layers, num_experts]: where this rank counts tokens."""
+    """[num_layers, num_experts]: this rank's token counts."""
     kv_pool: memoryview | None = None
     """Memory for the KV pool that all ranks of the TP group map; None: each has a pool of its own."""
 
@@ -86,7 +87,7 @@ def join_distributed(
     grid = layout.grid
     place = grid.place(rank)
     progress = ProgressBoard(layout.progress(segment), grid).line(rank)
-    # gloo moves host memory: what lies on a GPU goes there and back, which is a test mode.
+    # gloo moves host memory, so GPU tensors are copied to the host and back. That is a test mode.
     transit = torch.device("cpu") if transport == "gloo" else backend.device
     join_world(transport, store_path, rank, grid, timeout)
     places = [grid.place(other) for other in range(grid.world_size)]
@@ -113,7 +114,7 @@ def join_distributed(
 
 
 def join_nobody(num_layers: int = 0, num_experts: int = 0) -> RankGroups:
-    """The groups of a replica of one rank, which counts the tokens of so many experts."""
+    """The groups of a replica of one rank, with token counts of shape [num_layers, num_experts]."""
     grid = RankGrid(tensor=1, pipeline=1)
     board = ProgressBoard(memoryview(bytearray(ProgressBoard.num_bytes(1))), grid)
     load = np.zeros((num_layers, num_experts), dtype=np.int64)

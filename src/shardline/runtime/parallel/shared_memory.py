@@ -1,4 +1,4 @@
-"""Collectives between ranks of one host (processes or threads) through memory that all of them map."""
+"""Collectives between ranks of one host (processes or threads) through memory that all ranks map."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from shardline.weights.rows import QuantizedRows
 
 
 class SharedCollectives(Collectives):
-    """A gather is: write the own slice into the segment, one barrier, read the whole."""
+    """A gather has three steps: each rank writes its slice into the segment, all ranks pass one barrier, each rank
+    reads the whole."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Penalties, biases and bans of a batch of rows, as the ragged arrays that one kernel call takes."""
+"""Penalties, biases and bans of a batch of rows, as the ragged arrays for one kernel call."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NO_IDS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 def penalties_of(sequences: Sequence[WorkerSequence]) -> Penalties | None:
-    """What the requests ask for to be done to a row of logits each; None: nothing.
+    """The changes that each sequence's request asks for in its row of logits; None: there are none.
 
-    Repetition penalty over prompt and output, presence and frequency penalties over the output, logit biases, and
-    end tokens banned until min_tokens.
+    These are: repetition penalty over prompt and output, presence and frequency penalties over the output, logit
+    biases, and a ban of end tokens until min_tokens.
     """
     if not any(needs_adjustment(sequence) for sequence in sequences):
         return None
@@ -41,10 +41,10 @@ def penalties_of(sequences: Sequence[WorkerSequence]) -> Penalties | None:
 
 
 def _uncounted(sequences: Sequence[WorkerSequence]) -> Tensor | None:
-    """The tokens that steps in flight sample, which are in no counts yet."""
+    """Stand-ins for tokens that steps in flight sample; the counts do not include these tokens yet."""
     if not any(sequence.has_penalties and sequence.num_pending for sequence in sequences):
         return None
-    assert all(sequence.num_pending <= 1 for sequence in sequences), "one more token can be added to the counts"
+    assert all(sequence.num_pending <= 1 for sequence in sequences), "a row can have only one uncounted token"
     pending = [sequence.has_penalties and sequence.num_pending > 0 for sequence in sequences]
     tokens = [
         stand_in(sequence.row) if is_pending else NO_TOKEN
@@ -54,12 +54,12 @@ def _uncounted(sequences: Sequence[WorkerSequence]) -> Tensor | None:
 
 
 def needs_adjustment(sequence: WorkerSequence) -> bool:
-    """Whether anything but the raw logits decides this sequence's next token."""
+    """Whether the logits of this sequence's next token are adjusted before sampling."""
     return sequence.has_penalties or bool(sequence.sampling.logit_bias) or sequence.ends_are_banned
 
 
 class _Row(NamedTuple):
-    """The tokens of one row whose logits change, and how."""
+    """The tokens of one row whose logits change, and their changes."""
 
     ids: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int32]
@@ -68,20 +68,21 @@ class _Row(NamedTuple):
 
 
 def _row(sequence: WorkerSequence) -> _Row:
-    """Costs a copy of the prompt's distinct tokens, and Python only for the few that were generated or have a bias."""
+    """Copies the prompt's distinct tokens, and loops in Python only over the few tokens that were generated or have a
+    bias."""
     in_prompt_ids = sequence.prompt_ids if sequence.sampling.repetition_penalty != 1.0 else _NO_IDS
     biases = _biases(sequence)
-    few = np.array(sorted(sequence.output_counts.keys() | biases.keys()), dtype=np.int64)
-    places = np.searchsorted(in_prompt_ids, few)
-    known = np.zeros(len(few), dtype=np.bool_)
+    changed_ids = np.array(sorted(sequence.output_counts.keys() | biases.keys()), dtype=np.int64)
+    places = np.searchsorted(in_prompt_ids, changed_ids)
+    known = np.zeros(len(changed_ids), dtype=np.bool_)
     inside = places < len(in_prompt_ids)
-    known[inside] = in_prompt_ids[places[inside]] == few[inside]
-    ids = np.concatenate([in_prompt_ids, few[~known]])
+    known[inside] = in_prompt_ids[places[inside]] == changed_ids[inside]
+    ids = np.concatenate([in_prompt_ids, changed_ids[~known]])
     places[~known] = len(in_prompt_ids) + np.arange(np.count_nonzero(~known))
     counts = np.zeros(len(ids), dtype=np.int32)
-    counts[places] = [sequence.output_counts.get(token_id, 0) for token_id in few.tolist()]
+    counts[places] = [sequence.output_counts.get(token_id, 0) for token_id in changed_ids.tolist()]
     bias = np.zeros(len(ids), dtype=np.float32)
-    bias[places] = [biases.get(token_id, 0.0) for token_id in few.tolist()]
+    bias[places] = [biases.get(token_id, 0.0) for token_id in changed_ids.tolist()]
     return _Row(ids, counts, np.arange(len(ids)) < len(in_prompt_ids), bias)
 
 

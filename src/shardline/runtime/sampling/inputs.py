@@ -1,4 +1,4 @@
-"""What sampling needs beside the logits, as tensors that travel to the device with the step."""
+"""The inputs of sampling other than the logits, as tensors that are sent to the device with the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardline.runtime.ops.sampling.penalties import Penalties
 
 
 class Draws(NamedTuple):
-    """The arguments of `ops.sampling.sample.sample`, one of each per row."""
+    """The arguments of `ops.sampling.sample.sample`, one value per row in each."""
 
     temperature: Tensor
     top_k: Tensor
@@ -26,31 +26,31 @@ class Draws(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingInput:
-    """What the R sampled rows of a step ask for."""
+    """The sampling inputs of the R sampled rows of a step."""
 
     rows: Tensor
     """[R] int64: each sequence's row in the SequenceTable."""
     draws: Draws | None
-    """None: all rows are greedy and report nothing else."""
+    """None: all rows are greedy and report only their token."""
     penalties: Penalties | None
 
     def list_tensors(self) -> list[Tensor]:
-        """All of them, for one copy."""
+        """All tensors, to be copied at once."""
         optional = [part for part in self.penalties or () if part is not None]
         return [self.rows, *(self.draws or ()), *optional]
 
     def from_copies(self, tensors: Iterator[Tensor]) -> SamplingInput:
-        """The same made of copies, in the order of `tensors`."""
+        """The same with copies of the tensors, in the order of `list_tensors`."""
         rows, draws, penalties = next(tensors), self.draws, self.penalties
         if draws is not None:
             draws = Draws(*(next(tensors) for _ in draws))
         if penalties is not None:
-            # The optional one is last.
+            # The optional tensor is last.
             penalties = Penalties(*(next(tensors) for part in penalties if part is not None))
         return SamplingInput(rows, draws, penalties)
 
     def replace_stand_ins(self, replace: Callable[[Tensor], Tensor]) -> SamplingInput:
-        """With known tokens in the place of stand-ins; `replace` maps ids [N] int64."""
+        """The same with stand-ins replaced by tokens; `replace` maps ids [N] int64."""
         if self.penalties is None or self.penalties.uncounted is None:
             return self
         uncounted = replace(self.penalties.uncounted)

@@ -1,7 +1,8 @@
-"""From logits to tokens. Every rank of the last stage samples every row, from equal bits to equal tokens.
+"""From logits to tokens. Every rank of the last stage samples every row; equal bits give equal tokens.
 
-Three steps, so that nobody waits for a device: `plan_sampling` writes down on the host what the rows ask for,
-`sample_tokens` chooses where the logits are, `make_results` reads the outcome once it is in host memory.
+Sampling has three steps, so that the host need not wait for a device. `plan_sampling` collects on the host what the
+rows ask for, `sample_tokens` chooses tokens on the device of the logits, and `make_results` reads the outcome once it
+is in host memory.
 """
 
 from __future__ import annotations
@@ -33,33 +34,33 @@ class SamplingPlan:
 
     seq_ids: list[int]
     top_logprobs: list[int | None]
-    """How many of the strongest tokens to report beside the chosen one; None: no log-probabilities."""
+    """How many of the most likely tokens to report beside the chosen one; None: no log-probabilities."""
     digests: list[bool]
-    """Whose logits a digest is wanted of."""
+    """Whether a digest of the row's logits is wanted."""
     inputs: SamplingInput
-    """What `sample_tokens` reads, in host memory."""
+    """The inputs of `sample_tokens`, in host memory."""
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is wanted of a row but its largest logit, so that `choose_best` answers all."""
+        """Whether only the largest logit of each row is needed, so that `choose_best` suffices."""
         return self.inputs.draws is None
 
 
 class Sampled(NamedTuple):
-    """What came of a step's rows; tensors where the logits were."""
+    """The outcome of a step's rows; tensors are on the device of the logits."""
 
     tokens: Tensor
     """[R] int64 or int32"""
     logprobs: Logprobs | None = None
     logits: Tensor | None = None
-    """[R, vocab_size] as the model computed them, where a digest is wanted."""
+    """[R, vocab_size] as the model computed them; None if no digest is wanted."""
 
     def list_tensors(self) -> list[Tensor]:
-        """All of them, for a copy."""
+        """All tensors, to be copied."""
         return [self.tokens, *(self.logprobs or ()), *([] if self.logits is None else [self.logits])]
 
     def from_copies(self, tensors: Sequence[Tensor]) -> Sampled:
-        """The same made of copies, in the order of `tensors`."""
+        """The same with copies of the tensors, in the order of `list_tensors`."""
         parts = iter(tensors)
         return Sampled(
             next(parts),
@@ -71,20 +72,20 @@ class Sampled(NamedTuple):
 class Sampler:
     """Chooses the next token of each row of vocab-parallel logits.
 
-    A token depends on its row, the request's parameters and the counter-based random number of (seed, choice,
-    position): never on the other rows.
+    A token depends only on its row, the request's parameters and the counter-based random number of (seed, choice,
+    position), never on other rows.
     """
 
     def __init__(self, kernels: Kernels, spans: Sequence[Span], group: Collectives, device: torch.device) -> None:
-        """`spans`: the vocabulary range of each rank of `group`; `device`: where logits are."""
+        """`spans`: the vocabulary range of each rank of `group`; `device`: the device of the logits."""
         self._kernels = kernels
         self._spans = tuple(spans)
         self._group = group
         self._first = torch.tensor([span.start for span in spans], device=device)
 
     def choose_best(self, best: Tensor) -> Sampled:
-        """Of the best of each row on this rank, [R, 2] as of `PackedLinear.argmax`, the largest over the ranks; ties go
-        to the lowest id, as spans are in order."""
+        """The largest logit of each row over all ranks. `best` [R, 2]: the best of each row on this rank, as
+        `PackedLinear.argmax` returns it. The lowest id wins ties, because spans are in rank order."""
         if self._group.size == 1:
             return Sampled(best.view(torch.int32)[:, 1])
         gathered = self._group.all_gather_columns(best, [2] * self._group.size)
@@ -94,7 +95,7 @@ class Sampler:
 
     @staticmethod
     def plan_sampling(sequences: Sequence[WorkerSequence]) -> SamplingPlan:
-        """What these sequences ask for of their next token."""
+        """What these sequences ask for in sampling their next token."""
         seq_ids = [sequence.seq_id for sequence in sequences]
         rows = torch.from_numpy(np.array([sequence.row for sequence in sequences], dtype=np.int64))
         if not any(sequence.wants_whole_rows or sequence.ends_are_banned for sequence in sequences):
@@ -107,7 +108,7 @@ class Sampler:
     def sample_tokens(self, local_logits: Tensor, plan: SamplingPlan, inputs: SamplingInput) -> Sampled:
         """Tokens for rows [R, local vocab] of fp32 logits, which may be overwritten.
 
-        `inputs`: that of the plan, where the logits are.
+        `inputs`: `plan.inputs`, on the device of the logits.
         """
         if inputs.draws is None:
             return self.choose_best(find_best(self._kernels, local_logits))
@@ -123,7 +124,7 @@ class Sampler:
 
     @staticmethod
     def make_results(plan: SamplingPlan, sampled: Sampled) -> list[SequenceResult]:
-        """What the engine is told; `sampled` is in host memory."""
+        """The results for the engine; `sampled` is in host memory."""
         tokens: list[int] = sampled.tokens.tolist()
         return [
             SequenceResult(

@@ -1,4 +1,4 @@
-"""One file a weight format, found by its name; `weights.base.WeightFormat` is the contract."""
+"""One file per weight format, found by its name; `weights.base.WeightFormat` is the contract."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import pkgutil
 
 
 def format_names() -> list[str]:
-    """Every format there is a file of."""
+    """The names of all formats that have a file here."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))

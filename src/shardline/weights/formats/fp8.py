@@ -1,4 +1,4 @@
-"""W8A8 in fp8 (e4m3): a scale per output and per row of activations; the lm_head is int8."""
+"""W8A8 in fp8 (e4m3): one scale per output and one per row of activations; the lm_head is int8."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardline.weights.rows import LinearInput
 
 LARGEST = 448.0
-"""Of float8_e4m3fn."""
+"""The largest float8_e4m3fn number."""
 
 
 class Fp8Kernels(Protocol):
@@ -44,8 +44,9 @@ class Fp8Kernels(Protocol):
 class Fp8Linear(PackedLinear):
     """See `base.PackedLinear`.
 
-    Each row of x gets a scale of its own. Products are summed by the tensor cores over 128 neighbours of K at a time,
-    and these sums in fp32 in the order of K; then multiplied by both scales; the bias is added in fp32; one rounding.
+    Each row of x is quantized with its own scale. Tensor cores sum products over 128 neighbours along K at a time, and
+    these sums are added in fp32 in the order of K. The total is multiplied by both scales, the bias is added in fp32,
+    and the result is rounded once.
     """
 
     kernels: Fp8Kernels
@@ -64,7 +65,7 @@ class Fp8Linear(PackedLinear):
         return self.multiply(as_tensor(x), bias, out_dtype or x.dtype)
 
     def multiply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, gate: str | None = None) -> Tensor:
-        """The product, gated where `gate` names an activation."""
+        """The product, gated if `gate` names an activation."""
         check_features(x.shape[1], self.in_features)
         out = self.kernels.activation_empty(out_dtype, x.shape[0], self.out_features)
         self.kernels.linear_fp8(x, self.values, self.scales, bias, out, gate)
@@ -101,7 +102,7 @@ class Format(WeightFormat):
         return Fp8GatedLinear(_packed(kernels, (gate, up), len(gate)))
 
     def pack_lm_head(self, kernels: Kernels, weight: Tensor) -> int8.Int8LMHead:
-        # Later layers would not average out the errors of logits.
+        # No later layer averages out errors of the logits.
         return int8.Format().pack_lm_head(kernels, weight)
 
     def allocate_experts(self, kernels: Kernels, num_experts: int, *parts: Tensor) -> PackedExperts:
@@ -116,7 +117,7 @@ class Format(WeightFormat):
     def multiply_reference(
         self, kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
-        """Sums in fp64."""
+        """Sums in fp64, so its bits may differ from the kernels'."""
         fp8 = _own(kernels).fp8_empty(1, 1)[0].dtype
         values, scales = quantize_rows_fp8_reference(x, fp8)
         weight_values, weight_scales = quantize_rows_fp8_reference(weight, fp8)
@@ -125,7 +126,7 @@ class Format(WeightFormat):
 
 
 def quantize_rows_fp8_reference(x: Tensor, fp8: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows x [M, K] as values [M, K] float8_e4m3fn and scales [M] float32: the largest of a row becomes 448.
+    """Rows x [M, K] as values [M, K] float8_e4m3fn and scales [M] float32: the largest |x| of a row becomes 448.
 
     A row that is not finite has the scale NaN; a row without a normal number has the scale zero.
     """
@@ -143,10 +144,10 @@ def _own(kernels: Kernels) -> Fp8Kernels:
 
 def _packed(kernels: Kernels, parts: tuple[Tensor, ...], out_features: int) -> Fp8Linear:
     rows, in_features = sum(len(part) for part in parts), parts[0].shape[1]
-    mine = _own(kernels)
-    values, scales = mine.fp8_empty(rows, in_features)
-    _pack_parts(mine, values, scales, parts)
-    return Fp8Linear(mine, values, scales, in_features, out_features)
+    own_kernels = _own(kernels)
+    values, scales = own_kernels.fp8_empty(rows, in_features)
+    _pack_parts(own_kernels, values, scales, parts)
+    return Fp8Linear(own_kernels, values, scales, in_features, out_features)
 
 
 def _pack_parts(kernels: Fp8Kernels, values: Tensor, scales: Tensor, parts: tuple[Tensor, ...]) -> None:

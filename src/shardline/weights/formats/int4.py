@@ -1,7 +1,7 @@
 """W4A8: weights in 4 bits with scales of two levels, activations in int8; the lm_head is int8.
 
-32 neighbours along K share a whole number from -15 to 15 as their scale; a column has one more scale. A value of 4 bits
-times the first is a byte, so that sums are those of int8, exact. (Scales of two levels: QServe, arXiv 2405.04532.)
+32 neighbours along K share a whole number from -15 to 15 as their scale; a column has one more scale. A 4-bit value
+times its group's scale fits a byte, so sums are exact, as with int8. (Scales of two levels: QServe, arXiv 2405.04532.)
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ class Format(ScaledFormat):
         return rows * (columns // 2 + -(-columns // GROUP_SIZE) + 4)
 
     def choose_kernels(self, kernels: Kernels) -> ScaledKernels:
-        mine = cast("Int4Kernels", kernels)
-        return ScaledKernels(mine.int4_empty, mine.pack_int4, mine.linear_int4)
+        own_kernels = cast("Int4Kernels", kernels)
+        return ScaledKernels(own_kernels.int4_empty, own_kernels.pack_int4, own_kernels.linear_int4)
 
     def pack_lm_head(self, kernels: Kernels, weight: Tensor) -> int8.Int8LMHead:
-        # Later layers would not average out the errors of logits.
+        # No later layer averages out errors of the logits.
         return int8.Format().pack_lm_head(kernels, weight)
 
     def multiply_reference(
         self, kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
-        """The same bits, for the scales that packing found."""
-        packed, mine = self.pack_linear(kernels, weight).weight, cast("Int4Kernels", kernels)
-        unpacked = mine.unpack_int4(packed.panels, packed.scales, packed.out_features)
+        """Gives the same bits as the kernels, for the scales that packing found."""
+        packed, own_kernels = self.pack_linear(kernels, weight).weight, cast("Int4Kernels", kernels)
+        unpacked = own_kernels.unpack_int4(packed.panels, packed.scales, packed.out_features)
         return int4_reference(x, *unpacked, bias, out_dtype)
 
 
@@ -83,9 +83,9 @@ def int4_reference(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """x [M, K] times a weight as `Kernels.unpack_int4` gives it."""
+    """x [M, K] times a weight as `Int4Kernels.unpack_int4` returns it."""
     rows = quantize_rows_reference(x)
     levels = values.long() * group_scales.long().repeat_interleave(GROUP_SIZE, dim=1)
-    # A back end may hold pairs of groups: what pads the last pair is zeros.
+    # A back end may hold pairs of groups; the last pair is padded with zeros.
     out = (rows.values.long() @ levels[:, : rows.values.shape[1]].T).float() * (rows.scales[:, None] * column_scales)
     return (out if bias is None else out + bias.float()).to(out_dtype)

@@ -1,4 +1,4 @@
-"""W8A8: weights in int8 with one scale per output; activations are quantized to int8 row by row as they come."""
+"""W8A8: weights in int8 with one scale per output; activations are quantized to int8 row by row at run time."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Int8LMHead(ScaledLinear):
     def argmax(self, x: LinearInput, bias: Tensor | None = None) -> Tensor:
         weight = self.weight
         rows = quantize_rows(weight.kernels, x)
-        mine = cast("Int8Kernels", weight.kernels)
-        return mine.linear_int8_argmax(rows, weight.panels, weight.scales, bias, weight.out_features)
+        own_kernels = cast("Int8Kernels", weight.kernels)
+        return own_kernels.linear_int8_argmax(rows, weight.panels, weight.scales, bias, weight.out_features)
 
 
 class Format(ScaledFormat):
@@ -65,8 +65,8 @@ class Format(ScaledFormat):
         return rows * (columns + 4)
 
     def choose_kernels(self, kernels: Kernels) -> ScaledKernels:
-        mine = cast("Int8Kernels", kernels)
-        return ScaledKernels(mine.int8_empty, mine.pack_int8, mine.linear_int8)
+        own_kernels = cast("Int8Kernels", kernels)
+        return ScaledKernels(own_kernels.int8_empty, own_kernels.pack_int8, own_kernels.linear_int8)
 
     def pack_lm_head(self, kernels: Kernels, weight: Tensor) -> Int8LMHead:
         return Int8LMHead(self.pack_linear(kernels, weight).weight)
@@ -74,7 +74,7 @@ class Format(ScaledFormat):
     def multiply_reference(
         self, kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
-        """The same bits."""
+        """Gives the same bits as the kernels."""
         rows, (values, scales) = quantize_rows_reference(x), int8_weight_reference(weight)
         sums = rows.values[:, : rows.in_features].long() @ values.long().T
         out = sums.float() * (rows.scales[:, None] * scales)
@@ -82,7 +82,7 @@ class Format(ScaledFormat):
 
 
 def int8_weight_reference(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What a weight [N, K] is rounded to: values [N, K] int8 and scales [N] float32."""
+    """A quantized weight [N, K]: values [N, K] int8 and scales [N] float32."""
     magnitude = weight.float().abs().amax(1, keepdim=True)
     is_zero = magnitude < 1e-36
     inverse = (magnitude.new_full(magnitude.shape, 127) / magnitude).masked_fill(is_zero, 0.0)

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlainLinear(PackedLinear):
-    """See `base.PackedLinear`. Sums run over all of K in order, in fp32; the bias is added in fp32; one rounding."""
+    """See `base.PackedLinear`. Sums run over all of K in order, in fp32. The bias is added in fp32, and the result is
+    rounded once."""
 
     kernels: Kernels
     panels: Tensor
-    """As `Kernels.weight_empty` lays them out."""
+    """The weight in the layout of `Kernels.weight_empty`."""
     in_features: int
     out_features: int
 
@@ -32,7 +33,7 @@ class PlainLinear(PackedLinear):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weight."""
+        """The dtype of the weight."""
         return self.panels.dtype
 
     def __call__(self, x: LinearInput, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -46,7 +47,7 @@ class PlainLinear(PackedLinear):
         return self.kernels.linear_argmax(as_tensor(x), self.panels, bias, self.out_features)
 
     def unpack_rows(self, indices: Tensor) -> Tensor:
-        """Rows of the weight as they were, [len(indices), in_features]: a tied embedding need not be held twice."""
+        """Unpacked rows of the weight, [len(indices), in_features], so that a tied embedding need not be held twice."""
         return self.kernels.unpack_rows(self.panels, indices, self.in_features)
 
 
@@ -114,7 +115,7 @@ class Format(WeightFormat):
 
 
 def _pack_parts(kernels: Kernels, panels: Tensor, parts: tuple[Tensor, ...]) -> None:
-    """Each part goes straight to its columns, so that nobody need stack them first."""
+    """Pack each part directly into its columns, so that the parts need not be stacked first."""
     first = 0
     for part in parts:
         kernels.pack_weight(part, panels, first)

@@ -1,4 +1,5 @@
-"""W4A16: a GPTQ or AWQ checkpoint's own 4 bits; what it has not packed, the lm_head and experts are plain."""
+"""W4A16: keeps the 4-bit weights of a GPTQ or AWQ checkpoint. Weights that it has not packed, the lm_head and experts
+are plain."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ class W4A16Weight:
     """A weight [out_features, in_features], ready to multiply."""
 
     values: Tensor
-    """[pairs, out_features, 32] uint8. A pair is two runs of 32 columns, each in one group: a byte holds a column of
-    the first run in its low four bits and one of the second in its high."""
+    """[pairs, out_features, 32] uint8. A pair is two runs of 32 columns, each run in one group. A byte holds a column
+    of the first run in its low four bits and a column of the second run in its high four bits."""
     scales: Tensor
     """[groups, out_features]"""
     zeros: Tensor
     """[groups, out_features] uint8"""
     group_size: int
-    """Columns of a group, a multiple of 32."""
+    """Number of columns of a group, a multiple of 32."""
     in_features: int
 
     @property
@@ -46,7 +47,7 @@ class W4A16Kernels(Protocol):
     def activation_empty(self, dtype: torch.dtype, /, *sizes: int) -> Tensor: ...
     def activation(self, x: Tensor, out: Tensor, name: str, gated: bool, /) -> None: ...
     def pack_w4a16(self, parts: Sequence[GroupedWeight], /) -> W4A16Weight:
-        """The rows of all parts, one under another; their columns are grouped alike."""
+        """Pack the rows of all parts, stacked in order; all parts have the same groups of columns."""
 
     def linear_w4a16(
         self,
@@ -65,8 +66,8 @@ class W4A16Kernels(Protocol):
 class W4A16Linear(PackedLinear):
     """See `base.PackedLinear`.
 
-    Elements of the weight are rounded to x's dtype as they are multiplied, and summed in fp32 in the order of K: the
-    bits are those of a plain linear of the dequantized weight.
+    Elements of the weight are rounded to x's dtype before they are multiplied, and products are summed in fp32 in the
+    order of K. So the bits are those of a plain linear with the dequantized weight.
     """
 
     kernels: W4A16Kernels
@@ -103,7 +104,7 @@ class W4A16GatedLinear(PackedGatedLinear):
 
 
 class Format(WeightFormat):
-    """See `base.WeightFormat`. `pack_linear` and `pack_gated` also take what a checkpoint has packed."""
+    """See `base.WeightFormat`. `pack_linear` and `pack_gated` also accept weights that a checkpoint has packed."""
 
     reads_packed = True
     gpu_capability = 0
@@ -120,7 +121,7 @@ class Format(WeightFormat):
         if role != "layer":
             return plain.Format().num_bytes(rows, columns, dtype_bytes, role)
         groups = -(-columns // self.group_size) if self.group_size else 1
-        # A scale in float16, as packers write it, and a zero point.
+        # A group has a float16 scale, as packers write it, and a zero point.
         return rows * (columns // 2 + 3 * groups)
 
     def pack_linear(self, kernels: Kernels, *parts: Tensor | GroupedWeight) -> PackedLinear:
@@ -154,7 +155,7 @@ class Format(WeightFormat):
         bias: Tensor | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        """Sums in fp64."""
+        """Sums in fp64, so its bits may differ from the kernels'."""
         dense = weight.dequantize(x.dtype) if isinstance(weight, GroupedWeight) else weight
         return plain.Format().multiply_reference(kernels, x, dense, bias, out_dtype)
 
@@ -166,6 +167,6 @@ def _dense(parts: Sequence[Tensor | GroupedWeight]) -> list[Tensor]:
 
 
 def _packed(kernels: Kernels, parts: Sequence[GroupedWeight]) -> W4A16Linear:
-    mine = cast("W4A16Kernels", kernels)
-    weight = mine.pack_w4a16(parts)
-    return W4A16Linear(mine, weight, weight.scales.shape[1])
+    own_kernels = cast("W4A16Kernels", kernels)
+    weight = own_kernels.pack_w4a16(parts)
+    return W4A16Linear(own_kernels, weight, weight.scales.shape[1])

@@ -1,1 +1,1 @@
-"""The CPU's back end: C++ kernels over panels of weights, decode steps replayed as programs."""
+"""The CPU's back end: C++ kernels read weights in panels, and decode steps are replayed as programs."""

@@ -1,4 +1,4 @@
-"""The CPU as a rank's machine."""
+"""The CPU back end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardline.runtime.sequences import SequenceTable
 
 
 class HostCounters:
-    """See `base.Counters`: the kernels count in the memory that the host looks at."""
+    """See `base.Counters`: the kernels count directly in the memory that the host reads."""
 
     def __init__(self, host: Tensor) -> None:
         self.counts = host
@@ -56,21 +56,22 @@ class HostBackend:
         return HostStepInputs(table, sizes)
 
     def make_replay(self, forward: Forward, sizes: StepSizes, *, can_capture: bool) -> DecodeReplay:
-        """A program includes the exchanges, whatever they are."""
+        """`can_capture` is ignored: a program can include any exchange."""
         return DecodeReplay(forward, sizes)
 
     def fuse_layers(self, stage: DecoderStage) -> None:
         return None
 
     def measure_step(self, run_step: Callable[[], object], replay: Replay) -> MemoryUse:
-        raise AssertionError("the KV cache of a host is a matter of configuration")
+        raise AssertionError("the KV cache size of a host is configured, not measured")
 
     def make_small_gather(self, group: object, timeout: float) -> None:
         return None
 
 
 def use_threads(threads: int) -> None:
-    """Threads for our own kernels, in the calling thread; torch gets none, which would fight for the cores."""
+    """Set the number of threads of our kernels, for the calling thread. torch gets one thread, since more would compete
+    for the cores."""
     torch.set_num_threads(1)
     _cpu.set_num_threads(threads)
     if (isa := env.force_isa()) is not None:

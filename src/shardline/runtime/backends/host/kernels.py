@@ -1,4 +1,4 @@
-"""The CPU's kernels: those of `shardline._cpu`, and the little that lies around them."""
+"""The CPU's kernels: those of `shardline._cpu`, with adapters where arguments differ."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class HostKernels(PanelKernels):
 
     @staticmethod
     def write_latent(latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:
-        assert isinstance(cache, Tensor), "latents in bytes are refused here"
+        assert isinstance(cache, Tensor), "the CPU does not support quantized latents"
         _cpu.write_latent(latent, rope_key, cache, slots)
 
     @staticmethod
@@ -71,15 +71,15 @@ class HostKernels(PanelKernels):
         out: Tensor,
         scale: float,
     ) -> None:
-        assert isinstance(cache, Tensor), "latents in bytes are refused here"
+        assert isinstance(cache, Tensor), "the CPU does not support quantized latents"
         _cpu.mla_attention(query_latent, query_rope, cache, block_tables, query_starts, context_lens, out, scale)
 
     @staticmethod
     def route_experts(*arguments: Any) -> None:
-        """Without the last argument: a step of the host has no padding."""
+        """Drops the last argument, since host steps have no padding."""
         _cpu.route_experts(*arguments[:-1])
 
     @staticmethod
     def penalize(*arguments: Any) -> None:
-        assert arguments[-1] is None, "the host has seen every token"
+        assert arguments[-1] is None, "the host knows every token"
         _cpu.penalize(*arguments[:-1])

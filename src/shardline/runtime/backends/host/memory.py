@@ -1,4 +1,4 @@
-"""The host's memory for weights, which every step streams through."""
+"""Host memory for weights, which every step reads whole."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from shardline.runtime.loader.mapped_memory import mapped_empty
 
 
 def streamed_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor for weights, on huge pages where the system has them; from the reserve, if any is left.
+    """An uninitialised tensor for weights, from the reserve if enough is left, and on huge pages if the system has
+    them.
 
-    Hardware prefetch stops at the end of a page: with pages of 4 KiB a core here reads a weight at two thirds of the
-    speed that it reaches with pages of 2 MiB.
+    Hardware prefetch stops at the end of a page. With pages of 4 KiB, a core reads a weight at two thirds of its speed
+    with pages of 2 MiB.
     """
     count = math.prod(shape)
     taken = weight_reserve.take_memory(count * dtype.itemsize) if count else None

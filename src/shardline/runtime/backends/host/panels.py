@@ -1,7 +1,7 @@
-"""Weights in panels of 64 output columns, as the C++ products read them, zero-padded.
+"""Weights in zero-padded panels of 64 output columns, the layout that the C++ products read.
 
-A column's bits do not depend on where it lies, so any slice of a weight may be packed alone. A gated pair shares its
-panels: 32 columns of the gate, then the same 32 of up, so that one product has both at hand.
+A column's bits do not depend on its position, so any slice of a weight may be packed alone. A gated pair shares panels:
+32 columns of the gate are followed by the same 32 columns of up, so that one product computes both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def panel_shape(
 
 
 class PanelKernels:
-    """Weights of the CPU: see `base.WeightKernels`, and the kernels of weights.formats.int8 and int4."""
+    """The CPU's weight kernels: see `base.WeightKernels`, `int8.Int8Kernels` and `int4.Int4Kernels`."""
 
     pack_weight = staticmethod(_cpu.pack_weight)
     linear = staticmethod(_cpu.linear)
@@ -88,8 +88,8 @@ class PanelKernels:
     def int4_empty(
         out_features: int, in_features: int, *, gated: bool = False, num_matrices: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Panels [.., num_panels, number of groups, 1088] uint8: 32 x 64 values of 4 bits, then the 64 columns' int8
-        scales; and scales [.., num_panels * 64]."""
+        """Panels [.., num_panels, number of groups, 1088] uint8: 32 x 64 values of 4 bits, then the int8 scales of the
+        64 columns. And scales [.., num_panels * 64]."""
         leading = () if num_matrices is None else (num_matrices,)
         num_panels = _num_panels(out_features, gated)
         panels = streamed_empty((*leading, num_panels, -(-in_features // GROUP_SIZE), _GROUP_BYTES), torch.uint8)
@@ -116,7 +116,7 @@ class PanelKernels:
 
 
 def _choose_best(best: Tensor) -> Tensor:
-    """The best of all panels' best, [M, 2]."""
+    """The best over all panels, [M, 2], from the best of each panel."""
     pairs = _cpu.activation_empty(torch.float32, best.shape[0], 2)
     _cpu.choose_best(best, pairs)
     return pairs

@@ -1,8 +1,9 @@
-"""Decode steps, recorded once per number of sequences and replayed in one call into C++: the CPU's CUDA graph.
+"""Decode steps, recorded once per number of sequences and replayed in one call into C++: the CPU's counterpart of a
+CUDA graph.
 
-The layers are ordinary Python that calls kernels. Which kernels they call, and on what memory, follows from the step's
-shape alone. So the first decode step of a shape runs as usual, and its kernel calls are recorded. Later steps of that
-shape have their inputs in the same memory (`step_inputs.py`) and run these calls without Python.
+The layers are ordinary Python that calls kernels. The step's shape alone determines which kernels they call, and on
+which memory. So the first decode step of a shape runs as usual, and its kernel calls are recorded. Later steps of that
+shape have their inputs in the same memory (`step_inputs.py`) and repeat these calls without Python.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from shardline.runtime.step import StepInput
 _log = logging.getLogger(__name__)
 
 _MAX_PROGRAMS = 1024
-"""A program takes some ten kilobytes; replicas in lockstep have many combinations of counts."""
+"""A program takes about ten kilobytes, and replicas in lockstep have many combinations of counts."""
 
 
 class _TorchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices operations of torch's own, which no program can replay. Views compute nothing."""
+    """Detects torch's own operations, which no program can replay. Views compute nothing, so they are allowed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -35,14 +36,14 @@ class _TorchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: to be skipped by torch.compile, torch would first import it, for a second and a half."""
+        """False, because True would make torch import torch.compile, which takes one and a half seconds."""
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # `reshape` and `to` may be views, or copies.
+        # `reshape` and `to` may return views or copies.
         if not func.is_view or _storages(result) - _storages(args):
             self.computed = str(func)
         return result
@@ -50,10 +51,11 @@ class _TorchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def resolve_operators() -> None:
-    """Look all of torch's operators up, for a process in which several threads record.
+    """Look up all of torch's operators, for a process in which several threads record.
 
-    Under a mode torch finds an operator's Python object at its first use and keeps a pointer that does not own it: of
-    two threads that are first at once, one's object takes the other's place, which dies.
+    Under a dispatch mode, torch creates an operator's Python object at its first use and keeps a pointer without owning
+    the object. If two threads do this at once, one object replaces the other, which is freed while its thread still
+    uses it.
     """
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, operator = name.partition("::")
@@ -73,7 +75,7 @@ class DecodeReplay:
         self.forward = forward
         self._hidden = torch.zeros(sizes.max_seqs, sizes.hidden_size, dtype=sizes.dtype)
         self._programs: dict[object, _cpu.Program] = {}
-        """By what the layers' calls follow from, see `_shape`."""
+        """Recorded programs by step shape, see `_shape`."""
         self._possible = True
 
     def __call__(self, step: StepInput, hidden: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ class DecodeReplay:
         return self.forward(step, placed) if output is None else output
 
     def capture_steps(self) -> None:
-        """Nothing: a step is recorded as it runs for the first time."""
+        """Does nothing: a step is recorded when it first runs."""
 
     def _record(self, step: StepInput, hidden: Tensor) -> Tensor:
         if _cpu.activation_bytes() > 0 or len(self._programs) == _MAX_PROGRAMS:
@@ -110,5 +112,6 @@ class DecodeReplay:
 
 
 def _shape(step: StepInput) -> object:
-    """What the kernel calls of a decode step follow from; replicas in lockstep exchange as much as they compute."""
+    """Everything that determines the kernel calls of a decode step. The counts of all replicas in lockstep belong to
+    it, because they determine the exchanges."""
     return step.replica_tokens, step.replica_samples, step.greedy

@@ -1,7 +1,9 @@
-"""Memory for weights that is mapped and touched before it is needed. No torch: it should be there before torch is.
+"""Memory for weights that is mapped and touched before it is needed. This file does not import torch, so that the
+memory is reserved before torch is imported.
 
-The first touch of a page costs more than everything else that loading does with it: 0.1 ms a MB on a bare machine, 1 to
-6 ms on a virtual one, whose host has to find the memory too. Other cores are idle while Python imports torch.
+The first touch of a page costs more than everything else that loading does with it: 0.1 ms per MB on a physical
+machine, and 1 to 6 ms per MB on a virtual machine, whose host must also find the memory. Other cores are idle while
+Python imports torch.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ _ALIGNMENT = 64
 
 
 class Reserve:
-    """Memory that is handed out from its start, in the order in which its pages are touched."""
+    """Memory that is given out from its start, in the order in which its pages are touched."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,21 +27,22 @@ class Reserve:
         self._used = 0
 
     def fill_memory(self, num_bytes: int, num_touched: int) -> None:
-        """Map `num_bytes`; a thread touches the first `num_touched` of them until somebody takes some."""
+        """Map `num_bytes`. A thread touches the first `num_touched` bytes until the first `take_memory`."""
         self.release_rest()
         with self._lock:
             self._memory, self._used = map_memory(max(num_bytes, 1)), 0
             self._toucher = _cpu.PageToucher(memoryview(self._memory)[:num_touched])
 
     def take_memory(self, num_bytes: int) -> tuple[mmap.mmap, int] | None:
-        """The memory, and the offset of `num_bytes` in it that are the caller's while it holds the memory.
+        """The memory, and the offset of `num_bytes` in it. These bytes belong to the caller as long as it holds the
+        memory.
 
-        None: fewer are left.
+        None: fewer bytes are left.
         """
         with self._lock:
             if self._memory is None or self._used + num_bytes > len(self._memory):
                 return None
-            # From now on the cores are busy, and whoever writes a page touches it.
+            # From now on the cores are busy, and pages are touched when they are written.
             if self._toucher is not None:
                 self._toucher.stop()
                 self._toucher = None
@@ -48,7 +51,7 @@ class Reserve:
             return self._memory, offset
 
     def release_rest(self) -> None:
-        """Give back what nobody took."""
+        """Return the unused rest to the system."""
         with self._lock:
             self._toucher = None
             if self._memory is not None:
@@ -59,4 +62,4 @@ class Reserve:
 
 
 weight_reserve = Reserve()
-"""This process's."""
+"""The reserve of this process."""

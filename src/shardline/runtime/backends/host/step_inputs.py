@@ -1,4 +1,4 @@
-"""From a plan to a step's tensors in host memory; decode steps lie in memory that does not move."""
+"""Makes a step's tensors in host memory from a plan; all decode steps use the same memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from shardline.types import RankStep, SequenceStep
 
 _MAX_SHAPES = 1024
-"""Of decode steps that are remembered; replicas in lockstep have many combinations of counts."""
+"""Number of decode step shapes that are cached; replicas in lockstep have many combinations of counts."""
 
 
 class _StepMemory(NamedTuple):
-    """The tensors of StepInput that every step has."""
+    """The tensors that every StepInput has."""
 
     token_ids: Tensor
     positions: Tensor
@@ -34,11 +34,11 @@ class _StepMemory(NamedTuple):
 
 
 class StepLayout:
-    """Lays the steps of one rank out in host memory."""
+    """Lays out the steps of one rank in host memory."""
 
     def __init__(self, table: SequenceTable, sizes: StepSizes, *, reuses_memory: bool) -> None:
-        """`reuses_memory`: whether every decode step of as many sequences is written to the same memory, where
-        recorded programs find it."""
+        """`reuses_memory`: whether all decode steps of as many sequences are written to the same memory, where recorded
+        programs find them."""
         self._table = table
         self._num_kv_groups = sizes.num_kv_groups
         self._block_size = sizes.block_size
@@ -47,7 +47,7 @@ class StepLayout:
         self._decode_step = lru_cache(_MAX_SHAPES)(self._make_decode_step)
 
     def make_step(self, rank_step: RankStep, sequences: Sequence[WorkerSequence], greedy: bool) -> StepInput:
-        """The step of a plan, of `sequences`, one for each of its entries."""
+        """The step of a plan; `sequences` has one sequence for each of the plan's entries."""
         steps = rank_step.plan.steps
         starts, lengths = [entry.start for entry in steps], [entry.num_tokens for entry in steps]
         decodes = all(entry.num_tokens == 1 and entry.sample for entry in steps)
@@ -111,7 +111,7 @@ class StepLayout:
 
 
 def _sampled_tokens(step: StepInput, steps: Sequence[SequenceStep]) -> SampledTokens:
-    """The last tokens of the sequences that are sampled."""
+    """The last tokens of the sampled sequences."""
     seqs = torch.tensor([entry.sample for entry in steps])
     return SampledTokens(
         rows=(step.query_starts[1:] - 1)[seqs].long(),
@@ -150,7 +150,7 @@ class HostStepInputs:
         return self._layout.make_step(rank_step, sequences, greedy)
 
     def keep_tokens(self, sampling: SamplingInput, tokens: Tensor) -> None:
-        """The sequence table has them."""
+        """Does nothing: the sequence table has the tokens."""
 
     def download(self, tensors: list[Tensor]) -> _InHostMemory:
         return _InHostMemory(tensors)

@@ -1,4 +1,4 @@
-"""Writing new keys and values into the paged cache, rotated on the way or as they are."""
+"""Writing new keys and values into the paged cache, with or without rotation."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def write_kv(
 ) -> None:
     """Stores key and value [T, Hk, D] at slots [T] (int64) of the caches [num_blocks, Hk, block_size, D].
 
-    slot = block_id * block_size + offset; a negative slot is skipped. The token stride of key and value is free.
-    With scales, fp32 [num_blocks, Hk, block_size], the caches are int8: a token's head becomes round(x / scale), its
-    scale the largest |x| / 127, so that bytes depend on that row only. On a GPU they may be float8_e4m3fn, with 448 in
-    the place of 127.
+    slot = block_id * block_size + offset; a negative slot is skipped. The token stride of key and value is free. With
+    scales, fp32 [num_blocks, Hk, block_size], the caches are int8. A token's head is stored as round(x / scale), with
+    the largest |x| / 127 as its scale, so its bytes depend on that head only. On a GPU the caches may be float8_e4m3fn,
+    with 448 in place of 127.
     """
     kernels.write_kv(key, value, key_cache, value_cache, slots, key_scales, value_scales)
 
@@ -47,9 +47,10 @@ def rope_and_write_kv(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
 ) -> None:
-    """`rope.apply_rope` of query and key [T, heads, D] in place, then `write_kv`, with the same bits, in one kernel.
+    """Rotate query and key [T, heads, D] in place (`rope.apply_rope`) and call `write_kv`, in one kernel and with the
+    same bits.
 
-    The strides of tokens are free.
+    Token strides are free.
     """
     kernels.rope_and_write_kv(
         query, key, value, key_cache, value_cache, positions, slots, table, interleaved, key_scales, value_scales
@@ -85,17 +86,17 @@ def write_kv_reference(
 
 
 class QuantizedLatents(NamedTuple):
-    """A cache of latents in one byte an element, on a GPU; the rotated part of the keys stays in bf16."""
+    """A cache of latents with one byte per element, on a GPU; the rotated part of the keys stays in bf16."""
 
     values: Tensor
     """[num_blocks, block_size, R], int8 or float8_e4m3fn."""
     rope_keys: Tensor
     """[num_blocks, block_size, P] bfloat16."""
     scales: Tensor
-    """[num_blocks, block_size] float32, of the values."""
+    """[num_blocks, block_size] float32: the scales of the values."""
 
     def dequantized(self) -> Tensor:
-        """The cache that it stands for, float32 [num_blocks, block_size, R + P]."""
+        """The dequantized cache, float32 [num_blocks, block_size, R + P]."""
         return torch.cat([self.values.float() * self.scales[..., None], self.rope_keys.float()], dim=-1)
 
 
@@ -103,17 +104,17 @@ LatentCache = Tensor | QuantizedLatents
 
 
 def write_latent(kernels: Kernels, latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:
-    """Stores latent [T, R] and rope_key [T, P] at slots [T] (int64) of a cache [num_blocks, block_size, R + P], or of
-    `QuantizedLatents`, each token's latent as `write_kv` does it with a head.
+    """Stores latent [T, R] and rope_key [T, P] at slots [T] (int64) of a cache [num_blocks, block_size, R + P]. In
+    `QuantizedLatents`, each token's latent is quantized as `write_kv` quantizes a head.
 
-    Slots are as in `write_kv`; the strides of tokens are free.
+    Slots are as in `write_kv`; token strides are free.
     """
     kernels.write_latent(latent, rope_key, cache, slots)
 
 
 def write_latent_reference(latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:
     if isinstance(cache, QuantizedLatents):
-        # A latent is a key of one head, and what is rotated a key without scales.
+        # A latent is stored like a key of one head, and its rotated part like a key without scales.
         heads, scales = cache.values[:, None], cache.scales[:, None]
         named = {"key_scales": scales, "value_scales": scales}
         write_kv_reference(latent[:, None], latent[:, None], heads, heads, slots, **named)

@@ -22,12 +22,13 @@ def mla_attention(
     """[T, H, R], for query_latent [T, H, R] and query_rope [T, H, P] against a cache [num_blocks, block_size, R + P].
 
     All heads share one row of the cache per token: it is their key, and its first R elements are their value. Block
-    tables, query_starts and context_lens are as in `attention.paged_attention`. The strides of tokens, and those of
-    query_rope's heads, are free.
+    tables, query_starts and context_lens are as in `paged.paged_attention`. Token strides, and the head stride of
+    query_rope, are free.
 
-    Keys are cut into splits of 512 anchored at absolute position, merged in index order in fp32; one rounding ends it.
-    In bf16, a split's weights exp(score - max) are rounded to bf16, and so they are added up. Of `QuantizedLatents`,
-    scores and weights are multiplied by the scales, the values as they are.
+    Keys are cut into splits of 512 that are anchored at absolute position. Splits are merged in index order in fp32,
+    and the result is rounded once. In bf16, a split's weights exp(score - max) are rounded to bf16, and the rounded
+    weights are summed. For `QuantizedLatents`, scores and weights are multiplied by the scales; the values stay as they
+    are.
     """
     out = kernels.activation_empty(query_latent.dtype, *query_latent.shape)
     kernels.mla_attention(query_latent, query_rope, cache, block_tables, query_starts, context_lens, out, scale)
@@ -43,7 +44,7 @@ def mla_attention_reference(
     context_lens: Tensor,
     scale: float,
 ) -> Tensor:
-    """`mla_attention` in fp64, with the whole score matrix and no rounding but the last."""
+    """`mla_attention` in fp64, with the whole score matrix and only the last rounding."""
     cache = cache.dequantized() if isinstance(cache, QuantizedLatents) else cache
     block_size, latent_dim = cache.shape[1], query_latent.shape[2]
     out = torch.empty(query_latent.shape, dtype=query_latent.dtype)

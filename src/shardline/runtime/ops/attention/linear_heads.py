@@ -1,4 +1,4 @@
-"""A linear for every head, each with a weight of its own: how MLA's up-projections are absorbed."""
+"""A linear with a separate weight for every head; MLA absorbs its up-projections this way."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def pack_heads(kernels: Kernels, weights: Tensor) -> PackedHeads:
 def linear_heads(kernels: Kernels, x: Tensor, weights: PackedHeads) -> Tensor:
     """x [T, num_heads, in_features] -> [T, num_heads, out_features]: head h times the transpose of weight h.
 
-    Sums run over all of in_features in order, in fp32; one rounding ends it. Only a head of x must be contiguous.
+    Sums run over all of in_features in order, in fp32, and are rounded once. Each head of x must be contiguous; the
+    other strides are free.
     """
     out = kernels.activation_empty(x.dtype, x.shape[0], x.shape[1], weights.out_features)
     kernels.linear_heads(x, weights.panels, out)

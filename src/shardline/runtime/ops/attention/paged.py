@@ -26,15 +26,16 @@ def paged_attention(
     """[T, Hq, Dv], for query [T, Hq, D] against caches [num_blocks, Hk, block_size, D or Dv].
 
     Sequence s owns query tokens query_starts[s] : query_starts[s + 1]; context_lens[s] counts its keys, the new ones
-    included, so its i-th query has position context_lens[s] - query_len + i. A query sees keys up to its position,
-    the last `window` of them if given. Position p lives in block block_tables[s, p // block_size]; entries for blocks
-    that no query of this call sees are never read. Scores are scaled, then capped: softcap * tanh(score / softcap).
+    included, so its i-th query has position context_lens[s] - query_len + i. A query sees the keys up to its own
+    position, or only the last `window` of them. Position p is in block block_tables[s, p // block_size]; entries for
+    blocks that no query of this call sees are never read. Scores are scaled, then capped: softcap * tanh(score /
+    softcap).
 
-    Keys are cut into splits of 512 anchored at absolute position, merged in index order in fp32; one rounding ends it.
-    Where the ISA multiplies pairs of bf16, the weights exp(score - maximum of the split) are rounded to bf16 first, and
-    it is the rounded ones that are summed, so that they still add up to one. The scale is positive. Index tensors are
-    int32; the token stride of query is free. With key_scales and value_scales, fp32 [num_blocks, Hk, block_size], the
-    caches are int8 (on a GPU perhaps float8_e4m3fn) as `write_kv` fills them.
+    Keys are cut into splits of 512 that are anchored at absolute position. Splits are merged in index order in fp32,
+    and the result is rounded once. Where the ISA multiplies pairs of bf16, the weights exp(score - maximum of the
+    split) are first rounded to bf16. The rounded weights are summed, so that they still add up to one. The scale is
+    positive. Index tensors are int32; the token stride of query is free. With key_scales and value_scales, fp32
+    [num_blocks, Hk, block_size], the caches are int8 (or float8_e4m3fn on a GPU), filled by `write_kv`.
     """
     out = kernels.activation_empty(query.dtype, query.shape[0], query.shape[1], value_cache.shape[3])
     kernels.paged_attention(

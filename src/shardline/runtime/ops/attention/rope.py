@@ -25,14 +25,15 @@ def apply_rope(
     """Rotates query [T, Hq, D] and key [T, Hk, D] in place by positions [T] (int32 or int64).
 
     The first `table.shape[1]` elements of each head are rotated, as halves (i, i + rot / 2) or, if interleaved, as
-    neighbours (2i, 2i + 1); in fp32, rounded once. The strides of tokens and heads are free: slices will do.
+    neighbours (2i, 2i + 1). The rotation is computed in fp32 and rounded once. The strides of tokens and heads are
+    free, so x may be a slice.
     """
     kernels.apply_rope(query, positions, table, interleaved)
     kernels.apply_rope(key, positions, table, interleaved)
 
 
 def apply_rope_reference(x: Tensor, positions: Tensor, table: Tensor, *, interleaved: bool = False) -> Tensor:
-    """x [T, H, D], rotated, as a new tensor."""
+    """A rotated copy of x [T, H, D]."""
     rot = table.shape[1]
     cos, sin = table[positions.long()].double()[:, None].chunk(2, dim=-1)
     rotated = x.double()

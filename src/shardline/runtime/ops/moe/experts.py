@@ -1,8 +1,8 @@
 """The linears of many experts at once, over tokens sorted by expert.
 
-`ids` [T, k] int32 are the experts that each token chose (see `ops.routing`), a choice is a slot. A rank has the experts
-[first_expert, first_expert + E) and computes their slots: rows sorted by expert, then token. A row's bits depend on its
-token only, not on which others chose the same expert.
+`ids` [T, k] int32 are the experts that each token chose (see `ops.moe.routing`). Each choice is called a slot. A rank
+holds the experts [first_expert, first_expert + E) and computes their slots, as rows sorted by expert and then by token.
+A row's bits depend only on its token, not on the other tokens that chose the same expert.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ def expert_up(
     first_expert: int = 0,
     compact: bool = False,
 ) -> Tensor:
-    """act(gate) * up (gated; `weights` has the gates' rows first), or act(up), of every slot of these experts.
+    """For every slot of these experts: act(up), or, if gated, act(gate) * up, where `weights` has the gates' rows
+    first.
 
-    x: [T, K]; with `compact` only the tokens that chose one of these experts, in order. Returns [T * k, I], the slots'
-    rows sorted by expert, and what lies behind them is undefined; on a GPU they have the order of slots (with `compact`
-    those tokens' first), and those of other experts are undefined. Rounded as `gated_activation` is, after one rounding
-    of the product.
+    x: [T, K]; with `compact`, only the tokens that chose one of these experts, in order. Returns [T * k, I]. On the
+    CPU, the slots' rows come first, sorted by expert, and the rows after them are undefined. On a GPU, rows are in the
+    order of slots (with `compact`, the slots of those tokens come first), and the rows of other experts' slots are
+    undefined. The product is rounded once, then the result is rounded as in `gated_activation`.
     """
     width = weights.out_features // 2 if gated else weights.out_features
     out = kernels.activation_empty(x.dtype, ids.numel(), width)
@@ -51,10 +52,10 @@ def expert_down(
     shared_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """For each token the sum over its slots, in their order, of slot_weights [T, k] times the slot's product: [T, N].
+    """For each token, the sum over its slots of slot_weights [T, k] times the slot's product, in slot order: [T, N].
 
-    x: rows as `expert_up` gives them. A slot's product is rounded to `out_dtype` (default: x's); the sum runs in fp32,
-    ends with + shared_scale [T] * shared [T, N], and is rounded once.
+    x: rows as `expert_up` returns them. A slot's product is rounded to `out_dtype` (default: x's dtype). The sum is
+    computed in fp32, shared_scale [T] * shared [T, N] is added last, and the total is rounded once.
     """
     out = kernels.activation_empty(out_dtype or x.dtype, ids.shape[0], weights.out_features)
     kernels.expert_down(x, ids, slot_weights, first_expert, weights.panels, weights.scales, shared, shared_scale, out)
@@ -64,7 +65,7 @@ def expert_down(
 def expert_up_reference(
     x: Tensor, ids: Tensor, weights: Tensor, name: ActivationName, *, gated: bool, first_expert: int = 0
 ) -> Tensor:
-    """`expert_up` for unpacked weights [E, out, K], without what lies behind the rows."""
+    """`expert_up` for unpacked weights [E, out, K], without the undefined rows at the end."""
     rows = []
     for expert, weight in enumerate(weights):
         tokens = (ids == first_expert + expert).any(1).nonzero()[:, 0]
@@ -74,7 +75,7 @@ def expert_up_reference(
 
 
 def slot_products_reference(x: Tensor, ids: Tensor, weights: Tensor, first_expert: int = 0) -> Tensor:
-    """[T, k, N]: the product of every slot in x's dtype, zero for other experts; unpacked weights [E, N, K]."""
+    """[T, k, N]: the product of every slot in x's dtype, zero for other experts, for unpacked weights [E, N, K]."""
     out = torch.zeros(*ids.shape, weights.shape[1], dtype=x.dtype)
     begin = 0
     for expert, weight in enumerate(weights):

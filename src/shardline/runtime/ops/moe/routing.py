@@ -1,4 +1,4 @@
-"""Which experts a token chooses, and with what weight."""
+"""Routing: which experts a token chooses, and with which weights."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def route_experts(
     counts: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(ids int32, weights float32), each [T, experts_per_token], best first, of float32 `logits` [T, num_experts].
+    """(ids int32, weights float32), each [T, experts_per_token], best first, for float32 `logits` [T, num_experts].
 
-    Scores are softmax or sigmoid of the logits; the largest of score + bias are chosen, lowest id on ties, from the
-    best groups only; the weights are the chosen scores, divided by their sum if `routing` says so, times its scale.
-    With `shared_scale` [T] the logits have one more column, whose sigmoid goes there. `counts` [num_experts] int64
-    grows by the tokens of each expert. A row's bits depend on that row only. On a GPU, a token whose slot in the KV
-    cache is negative (`slots` [T] int64) is padding of a captured batch: its ids are -1, and it counts nowhere.
+    Scores are the softmax or sigmoid of the logits. The experts with the largest score + bias are chosen, from the best
+    groups only; the lowest id wins ties. The weights are the chosen scores times the scale of `routing`, divided by
+    their sum if it is `normalized`. With `shared_scale` [T], the logits have one more column, whose sigmoid is written
+    there. Each expert's number of tokens is added to `counts` [num_experts] int64. A row's bits depend only on that
+    row. On a GPU, a token whose slot in the KV cache is negative (`slots` [T] int64) is padding of a captured batch:
+    its ids are -1, and it is not counted.
     """
     ids = kernels.activation_empty(torch.int32, logits.shape[0], routing.experts_per_token)
     weights = kernels.activation_empty(torch.float32, *ids.shape)

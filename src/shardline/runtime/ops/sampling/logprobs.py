@@ -1,4 +1,4 @@
-"""Log-probabilities of the chosen and of the strongest tokens."""
+"""Log-probabilities of the chosen token and of the most likely tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Logprobs(NamedTuple):
 
 
 def logprobs(kernels: Kernels, logits: Tensor, chosen: Tensor, top_n: int) -> Logprobs:
-    """For logits [M, V] fp32 and chosen ids [M] int64: log-softmax, in fp64 sums over the row in id order."""
+    """The log-softmax of logits [M, V] fp32, for chosen ids [M] int64; the row is summed in fp64, in id order."""
     num_rows, device = logits.shape[0], logits.device
     result = Logprobs(
         torch.empty(num_rows, device=device),

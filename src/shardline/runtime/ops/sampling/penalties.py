@@ -11,7 +11,7 @@ from shardline.runtime.backends.base import Kernels
 
 
 class Penalties(NamedTuple):
-    """What to change in logits [M, V]. Entries of row r are offsets[r] : offsets[r + 1]; an id occurs once per row."""
+    """The changes to logits [M, V]. The entries of row r are offsets[r] : offsets[r + 1]; an id occurs once per row."""
 
     offsets: Tensor  # int32 [M + 1]
     ids: Tensor  # int32 [num_entries]
@@ -22,13 +22,14 @@ class Penalties(NamedTuple):
     presence: Tensor  # float32 [M]; off: 0.0
     frequency: Tensor  # float32 [M]; off: 0.0
     uncounted: Tensor | None = None
-    """int64 [M]: one more token of each row's output, which the entries do not count, because the host has not seen it
-    yet; `sequences.NO_TOKEN` where there is none. None: the host has seen every token."""
+    """int64 [M]: the newest output token of each row, if the entries do not count it because the host does not know it
+    yet; else `sequences.NO_TOKEN`. None: the host knows every token."""
 
 
 def penalize_(kernels: Kernels, logits: Tensor, penalties: Penalties) -> Tensor:
-    """In place: the bias first; then logits of tokens seen in prompt or output are divided by `repetition` (multiplied,
-    if negative); then `frequency` per occurrence in the output, and `presence` for any, is subtracted."""
+    """Change logits in place. First the bias is added. Then the logits of tokens in the prompt or output are divided by
+    `repetition` (negative logits are multiplied). Then `frequency` is subtracted for each occurrence in the output, and
+    `presence` once."""
     p = penalties
     kernels.penalize(
         logits,
@@ -66,7 +67,7 @@ def penalize_reference(logits: Tensor, penalties: Penalties) -> Tensor:
 
 
 def no_penalties(num_rows: int) -> Penalties:
-    """Nothing to change; a base for `_replace`."""
+    """Penalties that change nothing; a base for `_replace`."""
     return Penalties(
         offsets=torch.zeros(num_rows + 1, dtype=torch.int32),
         ids=torch.empty(0, dtype=torch.int32),

@@ -1,7 +1,7 @@
 """One token per row of logits.
 
-A draw is a function of (seed, choice index, position, purpose): it does not matter what was drawn before, or which
-rows are sampled together.
+A draw is a function of (seed, choice index, position, purpose): it does not depend on earlier draws or on the other
+rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ GREEDY_BELOW = 1e-5
 
 
 def greedy_argmax(kernels: Kernels, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(ids int64 [M], their logits [M]) of the largest logit per row of logits [M, V] fp32; the lowest id on ties."""
+    """(ids int64 [M], their logits [M]) of the largest logit in each row of logits [M, V] fp32; the lowest id wins
+    ties."""
     ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     values = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     kernels.greedy_argmax(logits, ids, values)
@@ -25,7 +26,7 @@ def greedy_argmax(kernels: Kernels, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def find_best(kernels: Kernels, logits: Tensor) -> Tensor:
-    """[M, 2] float32: the largest of each row of logits [M, N] fp32, beside the bits of its column as int32; see
+    """[M, 2] float32: the largest logit of each row of logits [M, N] fp32, and the bits of its column as int32; see
     `PackedLinear.argmax`."""
     ids, values = greedy_argmax(kernels, logits)
     return torch.stack([values, ids.to(torch.int32).view(torch.float32)], dim=1)
@@ -47,11 +48,11 @@ def sample(
     """Token ids int64 [M] for logits [M, V] fp32 (rows may be strided).
 
     Per row: temperature, top_p and min_p float32 (off: 1.0 and 0.0), top_k int32 (off: <= 0), and seeds, choices and
-    positions int64. A temperature below GREEDY_BELOW takes the largest logit, the lowest id on ties. Otherwise the
-    probabilities at that temperature are filtered: min_p drops what has less than min_p times the largest
-    probability; top_k keeps the k largest and what equals the k-th; top_p keeps the fewest tokens, strongest first
-    and lower ids first among equals, that hold top_p of the remaining mass. The draw then picks from what is left, in
-    id order, with fp64 sums.
+    positions int64. A temperature below GREEDY_BELOW takes the largest logit; the lowest id wins ties. Otherwise the
+    probabilities at that temperature are filtered. min_p drops tokens with less than min_p times the largest
+    probability. top_k keeps the k largest and all that equal the k-th. top_p keeps the fewest tokens that hold top_p of
+    the remaining mass, by falling probability, lower ids first on ties. The draw picks from the remaining tokens in id
+    order, with fp64 sums.
     """
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     kernels.sample(logits, temperature, top_k, top_p, min_p, seeds, choices, positions, purpose, tokens)
@@ -61,7 +62,7 @@ def sample(
 def kept_tokens_reference(
     logits: np.ndarray, *, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> np.ndarray:
-    """Unnormalised fp64 weights [V] of one row after the filters: zero for what they drop."""
+    """Unnormalised fp64 weights [V] of one row after the filters: zero for dropped tokens."""
     weights = np.exp((logits.astype(np.float64) - float(logits.max())) / temperature)
     weights[weights < min_p] = 0.0
     if 0 < top_k < len(logits):
