@@ -1,7 +1,7 @@
 """The GEMM kernels compared with torch and with the machine: `python benchmarks/kernels.py`.
 
-For each shape and number of rows M, it prints our GOP/s, torch's GOP/s in the same process, and the ratio. For bf16 and
-int4 torch runs its bf16 linear; for int8 it runs `torch._int_mm`, or the bf16 linear below 128 rows. For M = 1, it
+For each shape and number of rows M, it prints our GOP/s, torch's GOP/s in the same process, and the ratio. For bf16
+and int4 torch runs its bf16 linear; for int8 it runs `torch._int_mm`, or the bf16 linear below 128 rows. For M = 1, it
 prints GB/s of weights as a share of the read bandwidth of `torch.sum`. Calls alternate, and figures are medians. Every
 call uses the next of several copies of the weight, so weights come from memory, as in a model. Last, it compares gate
 and up with SiLU in one kernel with two ops. With `--threads 1` it measures the thread's CPU time, which other programs

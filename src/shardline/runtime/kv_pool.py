@@ -7,22 +7,23 @@ import math
 import torch
 
 from shardline.models.kv_groups import KVGroup
+from shardline.models.kv_shapes import KVPart
 from shardline.models.partition import Span, split_dim
+from shardline.models.spec import KVDType
 from shardline.runtime.decoder import DecoderLayer
-from shardline.runtime.layers.kv_pages import CachePart
 from shardline.runtime.parallel.groups import RankGroups
 
 
 class KVPool:
     """A rank's pages. Slot d of the pool serves, in each group, the d-th layer of that group in the rank's stage."""
 
-    def __init__(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, num_blocks: int, block_size: int, dtype: KVDType, device: torch.device) -> None:
         """`dtype`: the type of the cached keys and values."""
         self.num_blocks = num_blocks
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
-        self._slots: list[tuple[tuple[CachePart, ...], tuple[torch.Tensor, ...]]] = []
+        self._slots: list[tuple[tuple[KVPart, ...], tuple[torch.Tensor, ...]]] = []
         self._num_bytes = 0
 
     def bind_layers(
@@ -31,8 +32,8 @@ class KVPool:
         """Give every layer of a stage its pages. Returns this rank's bytes; ranks that share a pool count an equal part
         each."""
         for group in kv_groups:
-            mine = [index for index in group.layers if span.start <= index < span.stop]
-            for depth, index in enumerate(mine):
+            own_layers = [index for index in group.layers if span.start <= index < span.stop]
+            for depth, index in enumerate(own_layers):
                 attention = layers[index - span.start].attention
                 parts = attention.cache_parts(self.num_blocks, self._block_size, self._dtype)
                 if depth == len(self._slots):
@@ -45,11 +46,11 @@ class KVPool:
         assert self._num_bytes == len(ranks.kv_pool), "the segment was cut for this pool"
         return split_dim(self._num_bytes, ranks.tensor.size)[ranks.tensor.rank].size
 
-    def _allocate(self, part: CachePart, shared: memoryview | None) -> torch.Tensor:
+    def _allocate(self, part: KVPart, shared: memoryview | None) -> torch.Tensor:
         """An uninitialised tensor; untouched pages take no memory."""
-        offset = self._num_bytes
+        offset, dtype = self._num_bytes, getattr(torch, part.dtype)
         self._num_bytes += part.num_bytes
         if shared is None:
-            return torch.empty(part.shape, dtype=part.dtype, device=self._device)
+            return torch.empty(part.shape, dtype=dtype, device=self._device)
         count = math.prod(part.shape)
-        return torch.frombuffer(shared, dtype=part.dtype, count=count, offset=offset).view(part.shape)
+        return torch.frombuffer(shared, dtype=dtype, count=count, offset=offset).view(part.shape)

@@ -94,13 +94,13 @@ def compare(deployment: Deployment, reference: Deployment, documents: Sequence[D
     total = reference_total = difference_total = 0.0
     for document in documents:
         scored = torch.tensor(document.token_ids[document.first :])[:, None]
-        ours, theirs = model.logprobs(document), oracle.logprobs(document)
-        agreeing += int((ours.argmax(1) == theirs.argmax(1)).sum())
-        ours, theirs = ours.gather(1, scored).double(), theirs.gather(1, scored).double()
-        difference = (ours - theirs).abs()
+        tested, expected = model.logprobs(document), oracle.logprobs(document)
+        agreeing += int((tested.argmax(1) == expected.argmax(1)).sum())
+        tested, expected = tested.gather(1, scored).double(), expected.gather(1, scored).double()
+        difference = (tested - expected).abs()
         num_tokens += len(scored)
-        total += float(ours.sum())
-        reference_total += float(theirs.sum())
+        total += float(tested.sum())
+        reference_total += float(expected.sum())
         difference_total += float(difference.sum())
         largest = max(largest, float(difference.max()))
     return Quality(

@@ -141,7 +141,8 @@ class SequenceTable:
             self._free_rows.append(sequence.row)
 
     def advance_sequence(self, step: SequenceStep) -> WorkerSequence:
-        """Apply a plan's entry for one sequence: its new blocks, and its first token if the plan names it."""
+        """Apply a plan's entry for one sequence: its new blocks, and the token from which it continues, if the plan
+        names that token."""
         sequence = self._sequences[step.seq_id]
         for group, blocks in enumerate(step.new_blocks):
             if blocks:
@@ -150,7 +151,7 @@ class SequenceTable:
                 self._num_blocks[sequence.row, group] = first + len(blocks)
         if step.start == sequence.num_tokens and step.token_id >= 0:
             sequence.append_token(step.token_id)
-        assert step.start + step.num_tokens <= sequence.num_tokens, "the plan computes tokens that nobody has"
+        assert step.start + step.num_tokens <= sequence.num_tokens, "the plan computes unknown tokens"
         return sequence
 
     @property

@@ -97,19 +97,19 @@ class ScaledFormat(WeightFormat):
         """The back end's kernels for this format."""
 
     def pack_linear(self, kernels: Kernels, *parts: Tensor) -> ScaledLinear:
-        mine = self.choose_kernels(kernels)
+        own_kernels = self.choose_kernels(kernels)
         out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
-        panels, scales = mine.empty(out_features, in_features)
-        self._pack_parts(mine, panels, scales, parts)
-        return ScaledLinear(ScaledWeight(kernels, mine.linear, panels, scales, in_features, out_features))
+        panels, scales = own_kernels.empty(out_features, in_features)
+        self._pack_parts(own_kernels, panels, scales, parts)
+        return ScaledLinear(ScaledWeight(kernels, own_kernels.linear, panels, scales, in_features, out_features))
 
     def pack_gated(self, kernels: Kernels, gate: Tensor, up: Tensor) -> ScaledGatedLinear:
-        mine = self.choose_kernels(kernels)
+        own_kernels = self.choose_kernels(kernels)
         out_features, in_features = gate.shape
-        panels, scales = mine.empty(out_features, in_features, gated=True)
+        panels, scales = own_kernels.empty(out_features, in_features, gated=True)
         for half, part in enumerate((gate, up)):
-            mine.pack(part, panels, scales, 0, half)
-        return ScaledGatedLinear(ScaledWeight(kernels, mine.linear, panels, scales, in_features, out_features))
+            own_kernels.pack(part, panels, scales, 0, half)
+        return ScaledGatedLinear(ScaledWeight(kernels, own_kernels.linear, panels, scales, in_features, out_features))
 
     def allocate_experts(self, kernels: Kernels, num_experts: int, *parts: Tensor) -> PackedExperts:
         out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
@@ -121,9 +121,9 @@ class ScaledFormat(WeightFormat):
         self._pack_parts(self.choose_kernels(kernels), experts.panels[index], experts.scales[index], parts)
 
     @staticmethod
-    def _pack_parts(mine: ScaledKernels, panels: Tensor, scales: Tensor, parts: tuple[Tensor, ...]) -> None:
+    def _pack_parts(own_kernels: ScaledKernels, panels: Tensor, scales: Tensor, parts: tuple[Tensor, ...]) -> None:
         """Pack each part directly into its columns, so that the parts need not be stacked first."""
         first = 0
         for part in parts:
-            mine.pack(part, panels, scales, first)
+            own_kernels.pack(part, panels, scales, first)
             first += len(part)

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
-from shardline.runtime import backends
+from shardline.runtime.backends.host import backend as host_backend
 from tests.backends.cuda.helpers import InterpretedBackend
 
 
@@ -101,4 +101,4 @@ def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def interpreted_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank that opens its back end from here on is a GPU in the interpreter."""
-    monkeypatch.setattr(backends, "open_backend", lambda kind, rank, threads: InterpretedBackend())
+    monkeypatch.setattr(host_backend, "open_backend", lambda rank, threads: InterpretedBackend())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import pairwise
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     ids = torch.full((len(logits), routing.experts_per_token), -7, dtype=torch.int32)
     weights = torch.full(ids.shape, torch.nan)
-    given = dataclasses.asdict(routing)
+    given = msgspec.structs.asdict(routing)
     KERNELS.route_experts(
         logits,
         bias,

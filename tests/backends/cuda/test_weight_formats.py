@@ -13,7 +13,8 @@ from torch import Tensor
 from shardline.runtime.ops.activation import activation, gated_activation
 from shardline.runtime.ops.moe.experts import expert_up
 from shardline.runtime.ops.sampling.sample import find_best
-from shardline.weights.base import WeightFormat, format_names, weight_format
+from shardline.weights.base import WeightFormat, weight_format
+from shardline.weights.formats import format_names
 from shardline.weights.grouped import GroupedWeight
 from shardline.weights.rows import quantize_rows
 from tests.backends.cuda.helpers import KERNELS

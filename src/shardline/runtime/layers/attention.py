@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardline.models.spec import GQA, Rope
+from shardline.models.kv_shapes import KVPart, kv_parts
+from shardline.models.spec import GQA, KVDType, Rope
 from shardline.runtime.layers.context import LayerLoader, StageContext
-from shardline.runtime.layers.kv_pages import CachePart, KVPages
+from shardline.runtime.layers.kv_pages import KVPages
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import NormLayer
 from shardline.runtime.ops.attention.kv_cache import rope_and_write_kv, write_kv
@@ -56,11 +57,9 @@ class AttentionLayer:
         """The form in which this layer reads x best."""
         return self.qkv.input_form
 
-    def cache_parts(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[CachePart, ...]:
+    def cache_parts(self, num_blocks: int, block_size: int, dtype: KVDType) -> tuple[KVPart, ...]:
         """The tensors that `bind_cache` expects, for keys and values of `dtype`."""
-        shape = (num_blocks, self.num_heads[1], block_size, self.spec.head_dim)
-        scales = (CachePart(shape[:3], torch.float32),) * 2 if dtype.itemsize == 1 else ()
-        return (CachePart(shape, dtype), CachePart(shape, dtype), *scales)
+        return kv_parts(self.spec, self.num_heads[1], num_blocks, block_size, dtype)
 
     def bind_cache(self, *pages: Tensor) -> None:
         """Give the layer the memory for its keys and values."""

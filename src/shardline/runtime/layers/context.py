@@ -106,7 +106,7 @@ class LayerLoader:
         return tensor
 
     def pack_linear(self, *names: str) -> PackedLinear:
-        """The weights of linears that read the same rows, packed one under another."""
+        """The weights of linears that read the same rows, stacked and packed."""
         parts = [self._read_linear(f"{name}.weight") for name in names]
         if not all(isinstance(part, GroupedWeight) for part in parts):  # a checkpoint may leave a weight unpacked
             parts = [part.dequantize(self.stage.dtype) if isinstance(part, GroupedWeight) else part for part in parts]

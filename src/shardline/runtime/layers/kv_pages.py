@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-
-class CachePart(NamedTuple):
-    """A tensor of a layer's cache."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class KVPages(NamedTuple):

@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardline.models.spec import MLA
+from shardline.models.kv_shapes import KVPart, kv_parts
+from shardline.models.spec import MLA, KVDType
 from shardline.runtime.layers.attention import RotaryTables
 from shardline.runtime.layers.context import LayerLoader
-from shardline.runtime.layers.kv_pages import CachePart
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import InputNorm, NormLayer
 from shardline.runtime.ops.attention.kv_cache import LatentCache, QuantizedLatents, write_latent
@@ -65,15 +65,9 @@ class LatentAttentionLayer:
         is_read_twice = self.q_norm is None
         return "tensor" if is_read_twice and self.q.input_form != self.down.input_form else self.down.input_form
 
-    def cache_parts(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[CachePart, ...]:
-        """The tensors that `bind_cache` expects."""
-        if dtype.itemsize > 1:
-            return (CachePart((num_blocks, block_size, self._spec.latent_dim), dtype),)
-        return (
-            CachePart((num_blocks, block_size, self._spec.kv_lora_rank), dtype),
-            CachePart((num_blocks, block_size, self._spec.rope_head_dim), torch.bfloat16),
-            CachePart((num_blocks, block_size), torch.float32),
-        )
+    def cache_parts(self, num_blocks: int, block_size: int, dtype: KVDType) -> tuple[KVPart, ...]:
+        """The tensors that `bind_cache` expects, for latents of `dtype`."""
+        return kv_parts(self._spec, 1, num_blocks, block_size, dtype)
 
     def bind_cache(self, *pages: Tensor) -> None:
         """Give the layer its pages."""

@@ -73,8 +73,8 @@ class Experts:
             raise ValueError("experts with biases are not supported")
         stage = loader.stage
         self._kernels = stage.kernels
-        mine = split_dim(num_experts, stage.expert_group.size)[stage.expert_group.rank]
-        held = range(mine.start, mine.stop) if stage.expert_parallel else range(num_experts)
+        own_span = split_dim(num_experts, stage.expert_group.size)[stage.expert_group.rank]
+        held = range(own_span.start, own_span.stop) if stage.expert_parallel else range(num_experts)
         self.first = held.start
         self._activation = spec.activation
         self._gated = spec.gated

@@ -47,8 +47,8 @@ class TokenEmbedding:
         # Every rank sends a row for every token, so that no rank waits to learn how many tokens the others own.
         count = len(token_ids)
         owners = torch.bucketize(token_ids, self._stops, right=True)
-        mine = self._look_up((token_ids - self._start).clamp_(0, self._last))
-        gathered = self._group.all_gather_rows(mine, [count] * self._group.size)
+        own_rows = self._look_up((token_ids - self._start).clamp_(0, self._last))
+        gathered = self._group.all_gather_rows(own_rows, [count] * self._group.size)
         return torch.index_select(gathered, 0, owners * count + torch.arange(count, device=token_ids.device))
 
 

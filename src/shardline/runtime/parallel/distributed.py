@@ -36,13 +36,13 @@ def rank_group(backend: str, peers_of: Sequence[tuple[int, ...]], rank: int, tim
     """Create all groups and return the group of `rank`; `peers_of` lists the peers of every rank. Every rank creates
     every group, as torch.distributed requires.
     """
-    mine: dist.ProcessGroup | None = None
+    own_group: dist.ProcessGroup | None = None
     for peers in sorted(set(peers_of)):
         group = dist.new_group(list(peers), backend=backend, timeout=timedelta(seconds=timeout))
         if rank in peers:
-            mine = group
-    assert mine is not None
-    return mine
+            own_group = group
+    assert own_group is not None
+    return own_group
 
 
 class DistributedCollectives(Collectives):
@@ -90,12 +90,16 @@ class DistributedCollectives(Collectives):
         sent, received = counts[self.rank].tolist(), counts[:, self.rank].tolist()
         out = torch.empty(capacity, local.shape[1], dtype=local.dtype, device=local.device)
         arriving, leaving = out[: sum(received)], local[: sum(sent)].to(self._transit)
-        come = torch.empty_like(arriving, device=self._transit) if arriving.device != self._transit else arriving
+        transit_rows = (
+            torch.empty_like(arriving, device=self._transit) if arriving.device != self._transit else arriving
+        )
         with self._progress.waiting(), _named_errors():
             # Send bytes: gloo does not support every dtype.
-            dist.all_to_all_single(come.view(torch.uint8), leaving.view(torch.uint8), received, sent, group=self._group)
-        if come is not arriving:
-            arriving.copy_(come)
+            dist.all_to_all_single(
+                transit_rows.view(torch.uint8), leaving.view(torch.uint8), received, sent, group=self._group
+            )
+        if transit_rows is not arriving:
+            arriving.copy_(transit_rows)
         return out
 
     def all_reduce_sum(self, local: Tensor) -> Tensor:

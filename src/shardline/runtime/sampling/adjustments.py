@@ -65,17 +65,17 @@ def _row(sequence: WorkerSequence) -> _Row:
     bias."""
     in_prompt_ids = sequence.prompt_ids if sequence.sampling.repetition_penalty != 1.0 else _NO_IDS
     biases = _biases(sequence)
-    few = np.array(sorted(sequence.output_counts.keys() | biases.keys()), dtype=np.int64)
-    places = np.searchsorted(in_prompt_ids, few)
-    known = np.zeros(len(few), dtype=np.bool_)
+    changed_ids = np.array(sorted(sequence.output_counts.keys() | biases.keys()), dtype=np.int64)
+    places = np.searchsorted(in_prompt_ids, changed_ids)
+    known = np.zeros(len(changed_ids), dtype=np.bool_)
     inside = places < len(in_prompt_ids)
-    known[inside] = in_prompt_ids[places[inside]] == few[inside]
-    ids = np.concatenate([in_prompt_ids, few[~known]])
+    known[inside] = in_prompt_ids[places[inside]] == changed_ids[inside]
+    ids = np.concatenate([in_prompt_ids, changed_ids[~known]])
     places[~known] = len(in_prompt_ids) + np.arange(np.count_nonzero(~known))
     counts = np.zeros(len(ids), dtype=np.int32)
-    counts[places] = [sequence.output_counts.get(token_id, 0) for token_id in few.tolist()]
+    counts[places] = [sequence.output_counts.get(token_id, 0) for token_id in changed_ids.tolist()]
     bias = np.zeros(len(ids), dtype=np.float32)
-    bias[places] = [biases.get(token_id, 0.0) for token_id in few.tolist()]
+    bias[places] = [biases.get(token_id, 0.0) for token_id in changed_ids.tolist()]
     return _Row(ids, counts, np.arange(len(ids)) < len(in_prompt_ids), bias)
 
 

@@ -102,7 +102,7 @@ class Format(WeightFormat):
         return Fp8GatedLinear(_packed(kernels, (gate, up), len(gate)))
 
     def pack_lm_head(self, kernels: Kernels, weight: Tensor) -> int8.Int8LMHead:
-        # Later layers would not average out the errors of logits.
+        # No later layer averages out errors of the logits.
         return int8.Format().pack_lm_head(kernels, weight)
 
     def allocate_experts(self, kernels: Kernels, num_experts: int, *parts: Tensor) -> PackedExperts:
@@ -144,10 +144,10 @@ def _own(kernels: Kernels) -> Fp8Kernels:
 
 def _packed(kernels: Kernels, parts: tuple[Tensor, ...], out_features: int) -> Fp8Linear:
     rows, in_features = sum(len(part) for part in parts), parts[0].shape[1]
-    mine = _own(kernels)
-    values, scales = mine.fp8_empty(rows, in_features)
-    _pack_parts(mine, values, scales, parts)
-    return Fp8Linear(mine, values, scales, in_features, out_features)
+    own_kernels = _own(kernels)
+    values, scales = own_kernels.fp8_empty(rows, in_features)
+    _pack_parts(own_kernels, values, scales, parts)
+    return Fp8Linear(own_kernels, values, scales, in_features, out_features)
 
 
 def _pack_parts(kernels: Fp8Kernels, values: Tensor, scales: Tensor, parts: tuple[Tensor, ...]) -> None:

@@ -59,19 +59,19 @@ class Format(ScaledFormat):
         return rows * (columns // 2 + -(-columns // GROUP_SIZE) + 4)
 
     def choose_kernels(self, kernels: Kernels) -> ScaledKernels:
-        mine = cast("Int4Kernels", kernels)
-        return ScaledKernels(mine.int4_empty, mine.pack_int4, mine.linear_int4)
+        own_kernels = cast("Int4Kernels", kernels)
+        return ScaledKernels(own_kernels.int4_empty, own_kernels.pack_int4, own_kernels.linear_int4)
 
     def pack_lm_head(self, kernels: Kernels, weight: Tensor) -> int8.Int8LMHead:
-        # Later layers would not average out the errors of logits.
+        # No later layer averages out errors of the logits.
         return int8.Format().pack_lm_head(kernels, weight)
 
     def multiply_reference(
         self, kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
         """Gives the same bits as the kernels, for the scales that packing found."""
-        packed, mine = self.pack_linear(kernels, weight).weight, cast("Int4Kernels", kernels)
-        unpacked = mine.unpack_int4(packed.panels, packed.scales, packed.out_features)
+        packed, own_kernels = self.pack_linear(kernels, weight).weight, cast("Int4Kernels", kernels)
+        unpacked = own_kernels.unpack_int4(packed.panels, packed.scales, packed.out_features)
         return int4_reference(x, *unpacked, bias, out_dtype)
 
 

@@ -52,8 +52,8 @@ class Int8LMHead(ScaledLinear):
     def argmax(self, x: LinearInput, bias: Tensor | None = None) -> Tensor:
         weight = self.weight
         rows = quantize_rows(weight.kernels, x)
-        mine = cast("Int8Kernels", weight.kernels)
-        return mine.linear_int8_argmax(rows, weight.panels, weight.scales, bias, weight.out_features)
+        own_kernels = cast("Int8Kernels", weight.kernels)
+        return own_kernels.linear_int8_argmax(rows, weight.panels, weight.scales, bias, weight.out_features)
 
 
 class Format(ScaledFormat):
@@ -65,8 +65,8 @@ class Format(ScaledFormat):
         return rows * (columns + 4)
 
     def choose_kernels(self, kernels: Kernels) -> ScaledKernels:
-        mine = cast("Int8Kernels", kernels)
-        return ScaledKernels(mine.int8_empty, mine.pack_int8, mine.linear_int8)
+        own_kernels = cast("Int8Kernels", kernels)
+        return ScaledKernels(own_kernels.int8_empty, own_kernels.pack_int8, own_kernels.linear_int8)
 
     def pack_lm_head(self, kernels: Kernels, weight: Tensor) -> Int8LMHead:
         return Int8LMHead(self.pack_linear(kernels, weight).weight)

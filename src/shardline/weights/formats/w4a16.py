@@ -167,6 +167,6 @@ def _dense(parts: Sequence[Tensor | GroupedWeight]) -> list[Tensor]:
 
 
 def _packed(kernels: Kernels, parts: Sequence[GroupedWeight]) -> W4A16Linear:
-    mine = cast("W4A16Kernels", kernels)
-    weight = mine.pack_w4a16(parts)
-    return W4A16Linear(mine, weight, weight.scales.shape[1])
+    own_kernels = cast("W4A16Kernels", kernels)
+    weight = own_kernels.pack_w4a16(parts)
+    return W4A16Linear(own_kernels, weight, weight.scales.shape[1])

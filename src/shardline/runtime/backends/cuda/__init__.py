@@ -1,1 +1,1 @@
-"""The GPU's back end: Triton kernels, decode steps captured in CUDA graphs."""
+"""The GPU's back end: Triton kernels, and decode steps captured in CUDA graphs."""

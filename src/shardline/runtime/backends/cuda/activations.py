@@ -11,7 +11,8 @@ from shardline.runtime.backends.cuda.library import padded_rows
 
 
 def empty_rows(device: torch.device, dtype: torch.dtype, *sizes: int) -> Tensor:
-    """An uninitialised tensor: the first of as many rows as the library's product may be called with."""
+    """An uninitialised tensor of shape `sizes`, in memory for as many rows as the library's product may be called
+    with."""
     rows = padded_rows(sizes[0])
     if len(sizes) == 1 or rows == sizes[0]:
         return torch.empty(sizes, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""A GPU as a rank's machine."""
+"""The GPU back end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NoReplay:
 class CudaBackend:
     """See `base.Backend`."""
 
-    # Steps are captured with all logits.
+    # Captured steps write all logits.
     fuses_argmax = False
     overlaps_steps = True
     draws_dummy_weights = True
@@ -57,7 +57,7 @@ class CudaBackend:
         return tensor.contiguous()
 
     def finish_loading(self, products: LoadedProducts) -> None:
-        """Take the library's products where they change no bit, or everywhere where bits may change."""
+        """Choose where the library's products are used: where they give our bits, or everywhere if bits may change."""
         if not products.exact:
             use_library({}, always=True)
         if not products.exact or not products.shapes:
@@ -89,7 +89,7 @@ class CudaBackend:
 
 
 def open_backend(rank: int, threads: int) -> Backend:
-    """The GPU whose turn it is on this host; it becomes the current one.
+    """The back end of a rank's GPU. Ranks take the host's GPUs in turn; the chosen GPU becomes the current one.
 
     Raises:
         ValueError: torch finds no GPU.
@@ -101,7 +101,7 @@ def open_backend(rank: int, threads: int) -> Backend:
 
     index = rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
-    # Sums of the library's products stay in fp32, should it split one.
+    # If the library splits a sum, its parts stay in fp32.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     major, minor = torch.cuda.get_device_capability(index)
     path = f"sm_{major}{minor}-triton{triton.__version__}"

@@ -1,4 +1,4 @@
-"""From a device to host memory, without waiting."""
+"""Copies from a device to host memory, without waiting."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class Download:
-    """Tensors on their way to host memory, and with them the end of all that was launched before."""
+    """Tensors on their way to host memory. Their arrival also shows that all earlier launches are done."""
 
     is_immediate = False
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        # torch takes pinned memory for what it need not wait for, and keeps it until the copy is done.
+        # torch uses pinned memory for a non-blocking copy, and keeps it until the copy is done.
         self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -27,7 +27,7 @@ class Download:
         return self._copied is None or self._copied.query()  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[Tensor]:
-        """The tensors in host memory, once they are there; from any thread."""
+        """Wait for the tensors and return them, in host memory; may be called from any thread."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._tensors

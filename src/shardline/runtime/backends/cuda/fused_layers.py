@@ -1,6 +1,6 @@
-"""The layers of a decode step in as few launches as there can be: five for a dense layer in the activations' dtype.
+"""The layers of a decode step in as few kernel launches as possible: five for a dense layer in the activations' dtype.
 
-Built over the plain layers of a stage, whose weights they read. The bits are those of one op after another.
+They wrap a stage's ordinary layers and read their weights. The bits are the same as with one op after another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from shardline.weights.rows import LinearInput
 
 
 class _Stream(NamedTuple):
-    """The residual stream between two blocks: `delta` is still to be added, or `square_sums` are those of `hidden`."""
+    """The residual stream between two blocks. Either `delta` is still to be added, or `square_sums` are those of
+    `hidden`."""
 
     hidden: Tensor
     delta: Tensor | None = None
@@ -35,12 +36,12 @@ class _Stream(NamedTuple):
 
 
 def _plain_weight(linear: PackedLinear | PackedGatedLinear) -> Tensor | None:
-    """The rows of a weight in the activations' dtype; None: it is packed in another way."""
+    """The rows of a weight in the activations' dtype; None if the weight has another format."""
     return linear.panels if isinstance(linear, (PlainLinear, PlainGatedLinear)) else None
 
 
 def _normed(norm: InputNorm, stream: _Stream, *, reads_unnormed: bool) -> tuple[LinearInput | UnnormedRows, Tensor]:
-    """What the products after a norm read, and the stream after the addition before it."""
+    """The input of the products after a norm, and the residual stream after the addition before the norm."""
     spec = norm.spec
     if stream.square_sums is not None and reads_unnormed and spec.kind == "rms":
         rows = UnnormedRows(stream.hidden, stream.square_sums, norm.weight, spec.eps, spec.weight_offset)
@@ -49,7 +50,7 @@ def _normed(norm: InputNorm, stream: _Stream, *, reads_unnormed: bool) -> tuple[
 
 
 class _Projection:
-    """A column linear that computes the norm of its rows as it loads them."""
+    """A column linear that can normalise its input rows while it loads them."""
 
     def __init__(self, kernels: CudaKernels, linear: ColumnLinear) -> None:
         self._kernels = kernels
@@ -65,7 +66,7 @@ class _Projection:
 
 
 class _Output:
-    """The projection that ends a block, with the residual addition where one launch can do both."""
+    """The projection that ends a block, with the residual addition if one launch can do both."""
 
     def __init__(self, kernels: CudaKernels, output: ClosingLinear) -> None:
         self._kernels = kernels
@@ -79,7 +80,8 @@ class _Output:
 
 
 class _FusedAttention:
-    """Grouped-query attention; q, k and v, their norms, rotation and KV write are one launch where they can be."""
+    """Grouped-query attention. The product for q, k and v, their norms, the rotation and the KV write are one launch if
+    possible."""
 
     def __init__(self, kernels: CudaKernels, layer: AttentionLayer) -> None:
         self._kernels = kernels
@@ -134,7 +136,8 @@ class _FusedAttention:
 
 
 class _FusedLatentAttention:
-    """Latent attention: the norm before the projections down, and the addition after the one that ends it."""
+    """Latent attention: fuses the norm into the down-projections, and the residual addition into the last
+    projection."""
 
     def __init__(self, kernels: CudaKernels, layer: LatentAttentionLayer) -> None:
         self._layer = layer
@@ -160,7 +163,7 @@ class _FusedLatentAttention:
 
 
 class _FusedFeedForward:
-    """A dense block: gate and up with the norm before them, `down` with the addition after it."""
+    """A dense block: fuses the norm into gate and up, and the residual addition into `down`."""
 
     def __init__(self, kernels: CudaKernels, block: DenseFeedForward) -> None:
         self._kernels = kernels
@@ -189,7 +192,7 @@ class _FusedFeedForward:
 
 
 class FusedLayer:
-    """One layer over the plain one."""
+    """The fused form of one ordinary layer."""
 
     def __init__(self, kernels: CudaKernels, layer: DecoderLayer) -> None:
         self._layer = layer
@@ -204,7 +207,7 @@ class FusedLayer:
             self._feed_forward = _FusedFeedForward(kernels, layer.feed_forward)
 
     def __call__(self, stream: _Stream, step: StepInput) -> _Stream:
-        """The stream after this layer; the model's last layer returns the sampled rows only."""
+        """The stream after this layer; the model's last layer returns only the sampled rows."""
         layer, attention = self._layer, self._attention
         normed, hidden = _normed(layer.attention_norm, stream, reads_unnormed=attention.reads_unnormed)
         queries, slots = layer.queries_and_slots(step)
@@ -224,7 +227,7 @@ class FusedLayer:
 
 
 def _added(hidden: Tensor, delta: Tensor | AddedRows, post_norm: object) -> _Stream:
-    """The stream with what a block computed."""
+    """The residual stream after a block with output `delta`."""
     if isinstance(delta, AddedRows):
         return _Stream(delta.rows, None, delta.square_sums)
     return _Stream(hidden, post_norm(delta) if callable(post_norm) else delta)

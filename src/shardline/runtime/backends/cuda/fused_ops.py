@@ -1,7 +1,7 @@
-"""Products of few rows that also do what lies before and after them in a layer: a decode step is short of launches.
+"""Products of few rows that include the ops before and after them in a layer, since launches dominate a decode step.
 
-Each has the bits of the ops that it stands for, which are its oracle. For many rows one op after another is faster:
-what a tile repeats for its 64 rows then costs more than a launch.
+Each gives the same bits as the ops that it replaces; these are its oracle. For many rows, one op after another is
+faster, because every tile of 64 rows repeats work that costs more than a launch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from shardline.runtime.backends.cuda.kernels import qkv_linear as qkv_kernel
 from shardline.runtime.backends.cuda.rows import AddedRows, HeadNorms, UnnormedRows
 
 FEW_ROWS = 64
-"""Rows of one tile."""
+"""The most rows that these products take: those of one tile."""
 
 
 def add_linear(kernels: CudaKernels, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> AddedRows:
-    """residual [M, N] + the linear of x [M, K] with `weight` [N, K], rounded once more, with the sums of squares that
-    the next norm begins with."""
+    """residual [M, N] + the linear of x [M, K] with `weight` [N, K], rounded again after the addition. It comes with
+    the sums of squares from which the next norm starts."""
     out = kernels.activation_empty(residual.dtype, *residual.shape)
     runs = products.runs_of_row(len(x), residual.shape[1], x.dtype)
     square_sums = kernels.activation_empty(torch.float32, len(x), runs)
@@ -38,8 +38,8 @@ def unnormed_linear(
     gate: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The linear of the norm of x [M, K], or a gated linear with the activation `gate`: [M, N] of `out_dtype` (default:
-    x's)."""
+    """The linear of the norm of x [M, K], gated if `gate` names an activation: [M, N] of `out_dtype` (default: x's
+    dtype)."""
     width = len(weight) // (1 if gate is None else 2)
     out = kernels.activation_empty(out_dtype or x.dtype, len(x.rows), width)
     products.linear(x, weight, bias, out, gate)
@@ -47,7 +47,8 @@ def unnormed_linear(
 
 
 def fits_tile(head_dim: int, rope: Rope | None) -> bool:
-    """Whether `qkv_linear` can norm such heads: a tile then has one head, and its squares in the order of a norm."""
+    """Whether `qkv_linear` can normalise such heads. A tile then holds one head, and sums its squares in the order of a
+    norm."""
     if rope is None or not 32 <= head_dim <= 128 or head_dim.bit_count() > 1:
         return False  # wider heads would need more memory than a multiprocessor has
     return rope.interleaved or 2 * len(rope.inv_freq) == head_dim
@@ -68,8 +69,8 @@ def qkv_linear(
     interleaved: bool,
     norms: HeadNorms | None,
 ) -> Tensor:
-    """The linear, then `rms_norm` of query and key heads if they have norms, then `rope_and_write_kv`: the queries
-    [M, num_heads, D]. The caches hold elements of x's dtype; all heads have D, an even number."""
+    """The linear, then `rms_norm` of query and key heads if they have norms, then `rope_and_write_kv`. Returns the
+    queries [M, num_heads, D]. The caches hold elements of x's dtype. All heads have the same D, which is even."""
     head_dim, num_rows = key_cache.shape[3], len(slots)
     query = kernels.activation_empty(x.dtype, num_rows, num_heads, head_dim)
     head_norms = (None, None, 0.0, 0.0) if norms is None else norms

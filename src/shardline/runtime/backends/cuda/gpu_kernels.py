@@ -55,7 +55,7 @@ class CudaKernels(RowKernels):
     sample = staticmethod(sampling.sample)
 
     def activation_empty(self, dtype: torch.dtype, *sizes: int) -> Tensor:
-        """torch keeps the memory between steps, and within a captured graph."""
+        """torch's allocator keeps the memory between steps, and for a captured graph."""
         return empty_rows(self.device, dtype, *sizes)
 
     def quantized_empty(self, num_rows: int, in_features: int, dtype: torch.dtype) -> QuantizedRows:

@@ -1,4 +1,4 @@
-"""Decode steps captured in CUDA graphs, one per size of batch; a step is padded to the next size."""
+"""Decode steps captured in CUDA graphs, one per batch size; a step is padded to the next size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardline.runtime.step import KVGroupInput, StepInput
 
 
 def batch_sizes(max_seqs: int) -> list[int]:
-    """Those that are captured: 1, 2, 4, then every 8 up to 64, every 32 up to 256, then every 128, and the largest."""
+    """The captured batch sizes: 1, 2, 4, then every 8 up to 64, every 32 up to 256, then every 128, and `max_seqs`."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32), *range(384, max_seqs + 1, 128)]
     return [size for size in sizes if size < max_seqs] + [max_seqs]
 
@@ -23,24 +23,24 @@ class Recording(NamedTuple):
 
     replay: Callable[[], None]
     output: Tensor
-    """What every replay writes."""
+    """The tensor that every replay writes."""
 
 
 class GraphRecorder(Protocol):
-    """Captures calls; one at a time runs, so that all of them may use the same memory."""
+    """Captures calls. Only one runs at a time, so all may use the same memory."""
 
     def record_call(self, call: Callable[[], Tensor]) -> Recording:
-        """A call that has run before, on tensors that stay where they are."""
+        """Capture a call that has run before, on tensors that do not move."""
 
     def discard_recordings(self) -> None:
-        """Forget the memory of what was recorded, which nobody replays any more."""
+        """Free the memory of all recordings, which must not be replayed any more."""
 
 
 class CudaRecorder:
     """CUDA graphs with one private pool of memory.
 
-    Exchanges are captured like any kernel, over NCCL once the communicator has been used. NCCL's watchdog queries
-    events from a thread of its own, which only a capture of the thread's own calls allows.
+    Exchanges are captured like any kernel; over NCCL, the communicator must have been used before. NCCL's watchdog
+    queries events from another thread, so the capture must be limited to the calls of its own thread.
     """
 
     def __init__(self) -> None:
@@ -59,9 +59,9 @@ class CudaRecorder:
 
 
 class PaddedStep:
-    """A decode step of `max_seqs` sequences in memory that stays; the first so many of them are a smaller step.
+    """A decode step of `max_seqs` sequences in fixed memory; its first sequences form a smaller step.
 
-    Padding has no keys and no slot: it writes nothing, and what it computes nobody reads.
+    Padding has no keys and no slot, so it writes no cache, and its outputs are not read.
     """
 
     def __init__(self, device: torch.device, sizes: StepSizes) -> None:
@@ -87,19 +87,19 @@ class PaddedStep:
         self._hidden = zeros(max_seqs, sizes.hidden_size, dtype=sizes.dtype)
 
     def fill_step(self, step: StepInput, hidden: Tensor, size: int) -> None:
-        """Copy a step in, as the first sequences of one of `size`."""
+        """Copy a step into the first sequences of a step of `size` sequences."""
         count = len(step.positions)
         self._step.positions[:count].copy_(step.positions)
         self._step.context_lens[:count].copy_(step.context_lens)
         self._step.context_lens[count:size].zero_()
-        for mine, theirs in zip(self._step.kv_groups, step.kv_groups, strict=True):
-            mine.block_tables[:count, : theirs.block_tables.shape[1]].copy_(theirs.block_tables)
-            mine.slots[:count].copy_(theirs.slots)
-            mine.slots[count:size].fill_(-1)
+        for padded_group, group in zip(self._step.kv_groups, step.kv_groups, strict=True):
+            padded_group.block_tables[:count, : group.block_tables.shape[1]].copy_(group.block_tables)
+            padded_group.slots[:count].copy_(group.slots)
+            padded_group.slots[count:size].fill_(-1)
         self._hidden[:count].copy_(hidden)
 
     def first_sequences(self, size: int) -> tuple[StepInput, Tensor]:
-        """The step of `size` sequences, and its hidden states."""
+        """The step of the first `size` sequences, and its hidden states."""
         whole = self._step
         step = StepInput(
             token_ids=whole.token_ids[:size],
@@ -114,7 +114,7 @@ class PaddedStep:
         return step, self._hidden[:size]
 
     def empty_step(self, size: int) -> tuple[StepInput, Tensor]:
-        """The same, all of it padding."""
+        """A step of `size` padding sequences, and its hidden states."""
         step, hidden = self.first_sequences(size)
         step.context_lens.zero_()
         for group in step.kv_groups:
@@ -123,9 +123,9 @@ class PaddedStep:
 
 
 class GraphReplay:
-    """A stage's forward pass, replayed from a graph for steps that only decode.
+    """A stage's forward pass that replays a graph for decode steps.
 
-    All ranks of a group are given the same steps, so that they replay, and exchange, in the same order.
+    All ranks of a group receive the same steps, so they replay and exchange in the same order.
     """
 
     def __init__(self, forward: Forward, padded: PaddedStep, max_seqs: int, recorder: GraphRecorder) -> None:
@@ -136,21 +136,22 @@ class GraphReplay:
         self._recordings: dict[int, Recording] = {}
 
     def run_padded(self, size: int) -> Tensor:
-        """Run a step of padding, uncaptured: compiles the kernels and joins the groups, which a capture may not."""
+        """Run a step of padding without capture. This compiles the kernels and joins the groups, which a capture must
+        not do."""
         return self.forward(*self._padded.empty_step(size))
 
     def record_size(self, size: int) -> Recording:
-        """Capture a step that has been run."""
+        """Capture a step of a size that has run before."""
         step, hidden = self._padded.empty_step(size)
         return self._recorder.record_call(lambda: self.forward(step, hidden))
 
     def discard_recordings(self) -> None:
-        """Forget everything captured."""
+        """Discard all captured graphs."""
         self._recordings.clear()
         self._recorder.discard_recordings()
 
     def capture_steps(self) -> None:
-        """Capture all sizes, the largest first, so that the smaller ones find their memory in its pool."""
+        """Capture all sizes, the largest first, so that the smaller ones reuse its memory pool."""
         for size in reversed(self.sizes):
             self.run_padded(size)
             self._recordings[size] = self.record_size(size)

@@ -1,7 +1,7 @@
-"""The newest token of every sequence on the device, which has it before the host does.
+"""The newest token of every sequence, on the device, which knows it before the host does.
 
-The host plans and launches a step while the previous one still runs. Where it needs a token that is still to be
-sampled, it writes a negative stand-in (see `sequences.stand_in`), which the device replaces before it computes.
+The host plans and launches a step while the previous one still runs. In place of a token that is not sampled yet, it
+writes a negative stand-in (see `sequences.stand_in`), which the device replaces before the step computes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class LastTokens:
     """One token per row of a SequenceTable; nothing here waits for the device."""
 
     def __init__(self, device: torch.device, num_rows: int) -> None:
-        """`num_rows`: as many as are expected."""
+        """`num_rows`: expected number of rows."""
         self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
 
     def reserve_rows(self, num_rows: int) -> None:
@@ -24,10 +24,10 @@ class LastTokens:
             self._tokens = torch.cat([self._tokens, self._tokens.new_zeros(num_rows)])
 
     def replace_stand_ins(self, ids: Tensor) -> Tensor:
-        """`ids` [N] int64 with tokens in the place of what stands for them."""
+        """`ids` [N] int64 with tokens in place of their stand-ins."""
         rows = (-1 - ids).clamp_(min=0, max=len(self._tokens) - 1)
         return torch.where(ids < 0, self._tokens[rows], ids)
 
     def put_tokens(self, rows: Tensor, tokens: Tensor) -> None:
-        """`tokens` [N] are the newest of the sequences in `rows` [N]."""
+        """Store `tokens` [N] as the newest tokens of the sequences in `rows` [N]."""
         self._tokens.index_copy_(0, rows, tokens.long())

@@ -1,9 +1,9 @@
-"""torch's own matrix product in place of ours, for many rows, where it was seen to give the same bits.
+"""torch's matrix product in place of ours, for many rows, where a trial has shown that it gives the same bits.
 
-Which kernel the library takes, and with it the order of its sums, follows from the shape of a product. So it is only
-called with numbers of rows that were tried at the start, a product of others being filled up to the next, and only
-where every element of random rows came out as ours: then it does not matter to a row which of the two computed it, nor
-how many rows lie beside it, nor what another rank found out about its part of the weight.
+The shape of a product determines the library's kernel, and so the order of its sums. Therefore the library is called
+only with numbers of rows that were tried at start-up; other products are padded to the next such number. It is called
+only where every element of the trial's random rows equalled ours. So a row's bits do not depend on which product
+computed it, on the number of other rows, or on the trial's result for another rank's part of the weight.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ Product = Callable[[Tensor, Tensor, Tensor], object]
 """(x [M, K], weight [N, K], out [M, N]): writes x times the weight's transpose."""
 
 _FEWEST_ROWS = 65
-"""With fewer a product streams its weight, and ours is as fast."""
+"""With fewer rows, a product is bound by reading the weight, and ours is as fast."""
 _GRANULE = 128
-_ALIGNMENT = 16  # bytes; beyond, the library does not tell addresses apart
+_ALIGNMENT = 16  # bytes; a larger alignment does not change the library's choice
 
 _equal_rows: dict[tuple[int, int], frozenset[int]] = {}
-"""By shape of the weight: numbers of rows with which the library has our bits."""
+"""By shape of the weight: the numbers of rows for which the library gives our bits."""
 _is_always = False
 
 
 def padded_rows(num_rows: int) -> int:
-    """The number of rows that the library is called with: a multiple of 128, above 4,096 of 256, and so on."""
+    """The number of rows with which the library is called: a multiple of 128, above 4,096 rows of 256, and so on; fewer
+    than 65 rows are not padded."""
     if num_rows < _FEWEST_ROWS:
         return num_rows
     granule = _GRANULE
@@ -38,7 +39,7 @@ def padded_rows(num_rows: int) -> int:
 
 
 def tried_rows(most: int) -> list[int]:
-    """Every number that `padded_rows` gives for up to `most` rows, ascending."""
+    """Every number that `padded_rows` returns for up to `most` rows, ascending."""
     sizes, rows = [], _FEWEST_ROWS
     while rows <= most:
         sizes.append(padded_rows(rows))
@@ -49,8 +50,8 @@ def tried_rows(most: int) -> list[int]:
 def equal_sizes(
     ours: Product, library: Product, x: Tensor, weight: Tensor, sizes: Sequence[int], seconds: float
 ) -> frozenset[int]:
-    """Those of `sizes`, tried in that order, with which the library gives every one of the first rows of x the bits
-    that ours does, whose rows are known not to depend on their neighbours. What `seconds` do not suffice for is none.
+    """Those of `sizes` for which the library gives the first rows of x the same bits as `ours`, whose rows do not
+    depend on their neighbours. Sizes are tried in order; sizes that are not reached within `seconds` are left out.
     """
     expected = x.new_empty(max(sizes), weight.shape[0])
     ours(x[: max(sizes)], weight, expected)
@@ -65,8 +66,8 @@ def equal_sizes(
 
 
 def use_library(equal_rows: Mapping[tuple[int, int], frozenset[int]], *, always: bool = False) -> None:
-    """From here on take the library's product with these weights [N, K] at these numbers of rows, or `always`, bits or
-    not; for the whole process, which is one rank."""
+    """From now on, use the library's product for these weight shapes [N, K] at these numbers of rows, or, with
+    `always`, for all products even if bits change. This holds for the whole process, which is one rank."""
     global _is_always
     _equal_rows.clear()
     _equal_rows.update(equal_rows)
@@ -74,13 +75,13 @@ def use_library(equal_rows: Mapping[tuple[int, int], frozenset[int]], *, always:
 
 
 def library_computes(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the library's product is wanted."""
+    """Whether the library's product should be used."""
     shape = (weight.shape[0], weight.shape[1])
     return _is_always or (bias is None and padded_rows(num_rows) in _equal_rows.get(shape, ()))
 
 
 def library_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> bool:
-    """Compute `linear.linear` with the library, if that is wanted and can be; whether it was."""
+    """Compute `kernels.linear.linear` with the library if it should be used and can be. Returns whether it was used."""
     if out.dtype != x.dtype or weight.dtype != x.dtype or not library_computes(len(x), weight, bias):
         return False
     if _is_always:
@@ -88,7 +89,7 @@ def library_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor)
         return True
     rows = padded_rows(len(x))
     x_rows, out_rows = _first_rows(x, rows), _first_rows(out, rows)
-    # What lies behind the rows of `out` is overwritten: only where it was allocated for that.
+    # This overwrites the memory after the rows of `out`, so `out` must have been allocated with the padding rows.
     if x_rows is None or out_rows is None or out.untyped_storage().nbytes() != out_rows.nbytes:
         return False
     matmul(x_rows, weight, out_rows)
@@ -101,7 +102,8 @@ def matmul(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def _first_rows(x: Tensor, rows: int) -> Tensor | None:
-    """x with as many rows as asked for, out of the memory behind it; None where there is too little, or gaps."""
+    """x extended to `rows` rows, into the memory after it; None if there is too little memory, or x is not contiguous
+    and aligned."""
     end = (x.storage_offset() + rows * x.shape[1]) * x.element_size()
     if not x.is_contiguous() or end > x.untyped_storage().nbytes() or x.data_ptr() % _ALIGNMENT:
         return None

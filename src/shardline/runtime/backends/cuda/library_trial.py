@@ -1,4 +1,4 @@
-"""With which products of a model may the library's stand for ours? Found out at the start, on random data."""
+"""A trial at start-up, on random data: for which products of a model does the library give the same bits as ours?"""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shardline.runtime.backends.cuda.kernels.linear import launch_linear
 from shardline.runtime.backends.cuda.library import Product, equal_sizes, matmul, tried_rows
 
 _SECONDS = 0.8
-"""For all shapes together."""
+"""Time limit of the trial, for all shapes together."""
 
 _log = logging.getLogger(__name__)
 
 
 def ours(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """The product that has the same bits for every number of rows."""
+    """Our product, whose bits do not depend on the number of rows."""
     launch_linear(x, weight, None, out)
 
 
@@ -33,12 +33,12 @@ def try_library(
     exact: Product = ours,
     library: Product = matmul,
 ) -> dict[tuple[int, int], frozenset[int]]:
-    """For every shape of a weight [N, K] the numbers of rows, up to `most_rows` and beyond to the next that is tried,
-    with which `library` has the bits of `exact`; largest first, as far as time and a quarter of the memory go.
+    """For every weight shape [N, K], the numbers of rows for which `library` gives the same bits as `exact`. Numbers
+    are tried up to `padded_rows(most_rows)`, the largest first, within the time limit and a quarter of `free_bytes`.
     """
     started = time.monotonic()
     rng = torch.Generator(device).manual_seed(0)
-    found, told = {}, []
+    found, summaries = {}, []
     for columns, depth in sorted(shapes):
         fitting = free_bytes // 4 // dtype.itemsize // (2 * columns + depth)
         sizes = [size for size in tried_rows(most_rows) if size <= fitting]
@@ -48,6 +48,6 @@ def try_library(
             weight = torch.randn(columns, depth, generator=rng, device=device).to(dtype)
             equal = equal_sizes(exact, library, x, weight, sizes[::-1], _SECONDS / len(shapes))
         found[columns, depth] = equal
-        told.append(f"{columns}x{depth} with {len(equal)} of {len(sizes)} numbers of rows")
-    _log.info("the library's products have our bits: %s (%.2f s)", "; ".join(told), time.monotonic() - started)
+        summaries.append(f"{columns}x{depth} with {len(equal)} of {len(sizes)} numbers of rows")
+    _log.info("the library's products have our bits: %s (%.2f s)", "; ".join(summaries), time.monotonic() - started)
     return found

@@ -1,4 +1,4 @@
-"""What a GPU needs beside the KV cache, measured by running a step and capturing a graph."""
+"""The memory that a GPU needs beside the KV cache, measured by running a step and capturing a graph."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from shardline.runtime.backends.cuda.graphs import GraphReplay
 
 
 class DeviceMemory(Protocol):
-    """What can be asked of a device's memory, in bytes."""
+    """Figures of a device's memory, in bytes."""
 
     def reserved(self) -> int:
-        """What this process has taken from the device for tensors."""
+        """Memory that this process has reserved on the device for tensors."""
 
     def reset_peak(self) -> None:
-        """Forget what `peak` has seen."""
+        """Start a new `peak`."""
 
     def peak(self) -> int:
-        """The largest `reserved` since."""
+        """The largest `reserved` since the last `reset_peak`."""
 
     def free_and_total(self) -> tuple[int, int]:
-        """Of the whole device, whoever uses it."""
+        """Free and total memory of the whole device, over all processes."""
 
     def release(self) -> None:
-        """Give back what is reserved and holds no tensor."""
+        """Free reserved memory that holds no tensor."""
 
 
 class CudaMemory:
-    """Of the current GPU."""
+    """The memory of the current GPU."""
 
     def reserved(self) -> int:
         return torch.cuda.memory_reserved()
@@ -52,7 +52,7 @@ class CudaMemory:
 
 
 def measure_step(memory: DeviceMemory, run_step: Callable[[], object], replay: GraphReplay | None) -> MemoryUse:
-    """What a rank that holds its weights needs for `run_step`, and for the graphs of `replay`."""
+    """The memory that a rank needs beside its weights for `run_step` and for the graphs of `replay`."""
     memory.release()
     held = memory.reserved()
     memory.reset_peak()
@@ -68,10 +68,11 @@ def measure_step(memory: DeviceMemory, run_step: Callable[[], object], replay: G
 
 
 def graph_bytes(memory: DeviceMemory, replay: GraphReplay) -> int:
-    """At most what capturing all sizes will take: the scratch of the size that needs most, which all share, every
-    size's output, which stays, and what the driver keeps of a graph, for each as for the largest.
+    """An upper bound of the memory for capturing all sizes. It is the sum of the largest size's scratch memory, which
+    all sizes share, of every size's output, which is kept, and of the driver's memory for a graph, counted for each
+    size as for the largest.
 
-    Runs every size once, which compiles the kernels that capturing needs, and captures one.
+    Runs every size once, which compiles the kernels that capturing needs, and captures one size.
     """
     scratch = outputs = 0
     for size in replay.sizes:

@@ -1,4 +1,4 @@
-"""Rows and norms as the fused products of a decode step take them and leave them."""
+"""Inputs and outputs of the fused products of a decode step: rows and norms."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class UnnormedRows(NamedTuple):
-    """Rows [M, K] that stand for their RMS norm: the products that read them compute it as they load."""
+    """Rows [M, K] that stand for their RMS norm: the products that read them normalise them while loading."""
 
     rows: Tensor
     square_sums: Tensor
-    """[M, number of runs] float32: the squares of each run of neighbours, summed as `add_linear` does it."""
+    """[M, number of runs] float32: the sum of squares of each run of neighbours, as `add_linear` computes it."""
     weight: Tensor
-    """[K], of the norm."""
+    """[K]: the weight of the norm."""
     eps: float
     weight_offset: float
 
@@ -25,7 +25,7 @@ class UnnormedRows(NamedTuple):
 
 
 class AddedRows(NamedTuple):
-    """What `fused_ops.add_linear` gives: the residual stream after an addition."""
+    """The result of `fused_ops.add_linear`: the residual stream after an addition."""
 
     rows: Tensor
     """[M, N]"""
@@ -37,7 +37,7 @@ class HeadNorms(NamedTuple):
     """RMS norms of queries and keys before their rotation."""
 
     query: Tensor
-    """[D], and so is the key's."""
+    """[D]: the weight of the queries' norm; the weight of the keys' norm has the same shape."""
     key: Tensor
     eps: float
     weight_offset: float

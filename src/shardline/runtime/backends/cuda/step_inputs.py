@@ -1,4 +1,5 @@
-"""Steps on a GPU: laid out in host memory, sent up in one copy, launched while the previous step still runs."""
+"""Steps on a GPU: laid out in host memory, sent to the GPU in one copy, and launched while the previous step still
+runs."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class CudaStepInputs:
         sampling: SamplingPlan | None,
         greedy: bool,
     ) -> StepInput:
-        """The step on the GPU, with the tokens that the host does not know yet."""
+        """The step on the GPU. Tokens that the host does not know yet are filled in there."""
         step, tokens = self._layout.make_step(rank_step, sequences, greedy), self._last_tokens
         tokens.reserve_rows(self._table.num_rows)
         has_unknown = bool((step.token_ids < 0).any())

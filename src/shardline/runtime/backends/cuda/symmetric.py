@@ -1,7 +1,7 @@
-"""Gathers over symmetric memory: GPUs of one host that read each other's, without a library's protocol in between.
+"""Gathers over symmetric memory: GPUs of one host read each other's memory directly, without a library's protocol.
 
-A decode step gathers a few kilobytes, four times a layer: what counts is how long the first byte takes. Larger
-messages, and GPUs that cannot reach each other, are NCCL's.
+A decode step gathers a few kilobytes, four times a layer, so latency matters most. NCCL serves larger messages, and
+GPUs that cannot read each other's memory.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from shardline.runtime.parallel.distributed import all_gather
 _log = logging.getLogger(__name__)
 
 _HALF_BYTES = 4 << 20
-"""Largest part of a rank: beyond, NCCL's bandwidth decides."""
+"""Largest part of a rank; for larger parts bandwidth matters most, and NCCL is used."""
 
 
 class SymmetricMemory(Protocol):
-    """What is used of torch's handle of that name."""
+    """The part of torch's handle of the same name that is used here."""
 
     @property
     def buffer_ptrs(self) -> Sequence[int]:
-        """Where the buffers of all ranks are mapped here."""
+        """Addresses at which the buffers of all ranks are mapped in this process."""
 
     def barrier(self, channel: int = ..., timeout_ms: int = ...) -> None:
-        """Launch a wait for all ranks: memory that they wrote before is visible behind it."""
+        """Launch a wait for all ranks. Memory that they wrote before the barrier is visible after it."""
 
 
 class SymmetricGather:
     """Gathers of one group of ranks. All call it with the same sizes, in the same order, on one stream each."""
 
     def __init__(self, buffer: Tensor, handle: SymmetricMemory, timeout: float) -> None:
-        """`buffer`: this rank's, uint8 [2, bytes of the largest part]; timeout: seconds until a wait gives up."""
+        """`buffer`: this rank's buffer, uint8 [2, bytes of the largest part]; `timeout`: seconds until a wait gives
+        up."""
         self._buffer = buffer
         self._handle = handle
         self._timeout_ms = int(1000 * timeout)
@@ -49,15 +50,15 @@ class SymmetricGather:
 
     @property
     def device(self) -> torch.device:
-        """Where everything lies."""
+        """The device of the buffers."""
         return self._buffer.device
 
     def has_room(self, local: Tensor, widest: int) -> bool:
-        """Whether there is room for a part of local's rows and so many columns."""
+        """Whether a part with as many rows as `local` and `widest` columns fits."""
         return len(local) * widest * local.dtype.itemsize <= self._buffer.shape[1]
 
     def gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
-        """As `Collectives.all_gather_columns`; what unlike widths were asked for once is kept."""
+        """As `Collectives.all_gather_columns`; the column starts of unequal widths are cached."""
         out = empty_rows(local.device, local.dtype, len(local), sum(widths))
         buffer = self._buffer.view(local.dtype)
         put_columns(local, buffer, self._turns)
@@ -67,7 +68,7 @@ class SymmetricGather:
         return out
 
     def gather_rows(self, local: Tensor) -> Tensor:
-        """As `Collectives.all_gather_rows` of as many rows on every rank."""
+        """As `Collectives.all_gather_rows` with the same number of rows on every rank."""
         flat = self.gather_columns(local.reshape(1, -1), [local.numel()] * len(self._peers))
         return flat.view(-1, local.shape[1])
 
@@ -80,11 +81,11 @@ class SymmetricGather:
 
 
 def symmetric_gather(group: dist.ProcessGroup, device: torch.device, timeout: float) -> SymmetricGather | None:
-    """Of a group over NCCL whose GPUs NVLink connects, once a trial has given what NCCL does; None elsewhere. All ranks
-    of the group call it, and all get one or none.
+    """The gather of an NCCL group, if NVLink connects its GPUs and a trial gives the same result as NCCL; else None.
+    All ranks of the group must call it, and either all get a gather or none does.
 
     Raises:
-        RuntimeError: a GPU gave up in the trial, and can no longer be used.
+        RuntimeError: a GPU failed in the trial and cannot be used any more.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -96,7 +97,7 @@ def symmetric_gather(group: dist.ProcessGroup, device: torch.device, timeout: fl
         buffer = symmetric_memory.empty(2, _HALF_BYTES, dtype=torch.uint8, device=device)
         gather = SymmetricGather(buffer, symmetric_memory.rendezvous(buffer, group), timeout)
     except RuntimeError as error:
-        _log.warning("NVLink connects the GPUs, but there is no symmetric memory: %s", error)
+        _log.warning("NVLink connects the GPUs, but symmetric memory is not available: %s", error)
     if not _all_agree(gather is not None, group, device):
         return None
     assert gather is not None
@@ -113,8 +114,8 @@ def symmetric_gather(group: dist.ProcessGroup, device: torch.device, timeout: fl
 
 
 def _are_linked(devices: Sequence[int]) -> bool:
-    """Whether NVLink, directly or by switches, connects each two of these GPUs. PCIe often lacks the atomic operations
-    between GPUs with which torch's barrier waits."""
+    """Whether NVLink connects every pair of these GPUs, directly or through switches. PCIe often lacks the atomic
+    operations between GPUs that torch's barrier needs."""
     from torch._C import _distributed_c10d
     from torch._C._autograd import DeviceType
 
@@ -127,7 +128,8 @@ def _are_linked(devices: Sequence[int]) -> bool:
 
 
 def _passes_trial(gather: SymmetricGather, group: dist.ProcessGroup) -> bool:
-    """Whether three gathers in a row, so that a half is used again, give what NCCL does."""
+    """Whether three gathers in a row give the same results as NCCL. The third uses the first half of the buffer
+    again."""
     equal = True
     for turn in range(3):
         local = torch.randint(-9999, 9999, (7 + turn, 96), dtype=torch.int32, device=gather.device)

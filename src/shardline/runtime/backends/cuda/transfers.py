@@ -1,4 +1,4 @@
-"""What moves between host memory and a GPU: steps up, sampled tokens and counters down; nothing is waited for."""
+"""Transfers between host memory and a GPU that the host does not wait for: steps to the GPU, counters to the host."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 class DeviceCounters:
     """See `base.Counters`.
 
-    `publish_counts` copies after a step, as often as a look is worth it, and a later call finds the copy done: what the
-    host sees may be that much behind, and one step.
+    `publish_counts` starts a copy after a step, at most once per interval, and a later call finds the copy done. So the
+    host's values may lag by one interval and one step.
     """
 
     _INTERVAL = 0.5  # seconds
@@ -37,9 +37,9 @@ class DeviceCounters:
 
 
 class Uploader:
-    """Steps from host memory to a device, in one copy that the host does not wait for."""
+    """Steps from host memory to a device, in one copy for which the host does not wait."""
 
-    _ALIGNMENT = 16  # bytes; also what lets a kernel load whole vectors
+    _ALIGNMENT = 16  # bytes; this also lets kernels load whole vectors
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -80,16 +80,16 @@ class Uploader:
             starts.append(end)
             end += -(-tensor.nbytes // self._ALIGNMENT) * self._ALIGNMENT
         if self._copied is not None:
-            self._copied.synchronize()  # of the step before, long done
+            self._copied.synchronize()  # the previous step's copy, which is long done
         if end > len(self._staging):
             self._staging = torch.empty(2 * end, dtype=torch.uint8, pin_memory=self._pinned)
         for start, tensor in zip(starts, tensors, strict=True):
             self._staging[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
-        there = self._staging[:end].to(self._device, non_blocking=True, copy=True)
+        uploaded = self._staging[:end].to(self._device, non_blocking=True, copy=True)
         if self._pinned:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
         return [
-            there[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            uploaded[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for start, tensor in zip(starts, tensors, strict=True)
         ]

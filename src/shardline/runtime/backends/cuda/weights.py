@@ -1,4 +1,5 @@
-"""Weights on a GPU lie in rows, [out_features, in_features], as its products read them; see `base.WeightKernels`."""
+"""Weights on a GPU, stored as rows [out_features, in_features], the layout that its products read; see
+`base.WeightKernels`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from shardline.weights.grouped import GroupedWeight
 from shardline.weights.rows import GROUP_SIZE, QuantizedRows
 
 PAIR_COLUMNS = 64
-"""Of two runs of 32 columns in w4a16, of which a byte holds one column each. A run lies in one group."""
+"""Columns of a pair of runs in w4a16: two runs of 32 columns. A byte holds one column of each run. A run lies in one
+group."""
 
 
 class RowKernels:
@@ -84,9 +86,9 @@ class RowKernels:
     def int4_empty(
         self, out_features: int, in_features: int, *, gated: bool = False, num_matrices: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Panels [.., pairs of groups, 34 * out_features] uint8, for each pair: 32 bytes a column, a value of the first
-        group in the low half of a byte and one of the second in the high half; then the columns' int8 scales in the
-        first group and in the second. And scales [.., out_features]."""
+        """Panels [.., pairs of groups, 34 * out_features] uint8, for each pair: 32 bytes per column, each with a value
+        of the first group in its low half and a value of the second group in its high half; then the columns' int8
+        scales for the first group, and for the second. And scales [.., out_features]."""
         rows = 2 * out_features if gated else out_features
         pairs = -(-in_features // (2 * GROUP_SIZE))
         panels = self._empty(torch.uint8, num_matrices, pairs, (GROUP_SIZE + 2) * rows)
@@ -94,7 +96,7 @@ class RowKernels:
 
     @staticmethod
     def pack_int4(weight: Tensor, panels: Tensor, scales: Tensor, first: int = 0, half: int | None = None) -> None:
-        # The scales are searched for on the host, so that they are the CPU's.
+        # The host searches for the scales, so that they equal the CPU's.
         on_host = PanelKernels.int4_empty(*weight.shape)
         PanelKernels.pack_int4(weight.cpu(), *on_host)
         values, group_scales, column_scales = PanelKernels.unpack_int4(*on_host, len(weight))
@@ -135,8 +137,8 @@ class RowKernels:
 
     @staticmethod
     def pack_w4a16(parts: Sequence[GroupedWeight]) -> W4A16Weight:
-        """A row's bytes follow from that row alone. Groups are multiples of 32 columns, and the first column is the
-        first of a group."""
+        """A row's bytes depend only on that row. Groups are multiples of 32 columns, and the first column begins a
+        group."""
         values, scales, zeros, group_of = (
             torch.cat([part.values for part in parts]),
             torch.cat([part.scales for part in parts]),
@@ -164,7 +166,7 @@ class RowKernels:
 
 
 def _place(rows: Tensor, weight: Tensor, first: int, half: int | None) -> Tensor:
-    """Where the rows of a weight belong among `rows`."""
+    """The part of `rows` in which the rows of a weight belong."""
     start = first + (0 if half is None else half * (len(rows) // 2))
     return rows[start : start + len(weight)]
 
@@ -178,7 +180,7 @@ def _parts_of_int4(panels: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _best(logits: Tensor) -> Tensor:
-    """The largest of each row of logits [M, N] fp32, beside the bits of its column: [M, 2]."""
+    """[M, 2]: the largest of each row of logits [M, N] fp32, and the bits of its column."""
     ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     values = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     greedy_argmax(logits, ids, values)

@@ -1,4 +1,5 @@
-"""Triton kernels, one file a topic; `gpu_kernels.CudaKernels` has them all.
+"""Triton kernels, one file per topic; `gpu_kernels.CudaKernels` has them all.
 
-Their numerics are the CPU's (see docs/architecture.md); their bits are not, since bits belong to the kernel path.
+They follow the same numerics rules as the CPU (see docs/architecture.md). Their bits differ, since bits depend on
+the kernel path.
 """

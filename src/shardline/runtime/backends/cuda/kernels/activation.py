@@ -1,4 +1,4 @@
-"""Activations on the GPU, alone or gating: act(gate) * up."""
+"""Activation functions on the GPU: act(x), or gated, act(gate) * up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _BLOCK = 1024
 
 
 def activation(x: Tensor, out: Tensor, name: str, gated: bool) -> None:
-    """As `ops.activation`: x [M, I] (gated: [M, 2 * I], the gate first; rows may be strided) into out [M, I]."""
+    """As in `ops.activation`: x [M, I] (gated: [M, 2 * I], the gate in the first half; rows may be strided) into out
+    [M, I]."""
     num_rows, width = out.shape
     if num_rows > 0:
         grid = (triton.cdiv(width, _BLOCK), num_rows)

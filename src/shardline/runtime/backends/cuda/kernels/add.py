@@ -1,4 +1,4 @@
-"""The residual addition on the GPU, where no norm follows on this rank."""
+"""The residual addition on the GPU, used where no norm follows on this rank."""
 
 from __future__ import annotations
 

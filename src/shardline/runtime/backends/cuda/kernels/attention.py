@@ -14,14 +14,14 @@ from shardline.runtime.backends.cuda.kernels.launch import EXACT
 SPLIT_KEYS = 512
 _LOG2_E = 1.4426950408889634
 _ENOUGH_PROGRAMS = 264
-"""Two for each of an H200's 132 multiprocessors: with fewer, splits go to programs of their own."""
+"""Two programs for each of an H200's 132 multiprocessors. With fewer programs, each split gets its own program."""
 _PART_COLUMNS = 256
-"""Of an output; a wider one is shared by programs, which then all compute the scores: what one has to keep of a split
-and of those before it fits its registers."""
+"""Columns of an output that one program computes. Several programs share a wider output, and each computes the scores.
+This limit lets a program keep its split's output and the merged output of earlier splits in registers."""
 
 
 _Caches = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""Keys, values, the scales of both; of MLA the rotated parts of queries and keys."""
+"""Keys, values, the scales of both, and for MLA the rotated parts of queries and keys."""
 
 
 def paged_attention(
@@ -40,11 +40,11 @@ def paged_attention(
     *,
     spread_splits: bool | None = None,
 ) -> None:
-    """As `ops.attention.paged_attention`, into out [T, Hq, Dv]; every sequence has at least one query token.
+    """As `ops.attention.paged.paged_attention`, into out [T, Hq, Dv]; every sequence has at least one query token.
 
     A sequence of context length 0 (padding of a captured batch) gets zeros. Block tables should be no wider than the
-    step's longest context: nothing here waits for the device to say how long that is. `spread_splits` gives every
-    split a program of its own; by default where there are too few programs otherwise. The bits are the same.
+    step's longest context: this code does not wait for the device to find that length. `spread_splits` gives every
+    split its own program; by default it is set if there would otherwise be too few programs. The bits are the same.
     """
     value_dim = value_cache.shape[3]
     one_token = query.shape[0] == context_lens.shape[0]
@@ -82,7 +82,7 @@ def mla_attention(
     *,
     spread_splits: bool | None = None,
 ) -> None:
-    """As `ops.mla_attention.mla_attention`, into out [T, H, R]; the rest as in `paged_attention`."""
+    """As `ops.attention.latent.mla_attention`, into out [T, H, R]; otherwise as in `paged_attention`."""
     rank, width = query_latent.shape[2], cache.shape[2]
     caches = (cache, cache, None, None, query_rope, cache[..., rank:])
     index = (block_tables, query_starts, context_lens)
@@ -103,7 +103,7 @@ def quantized_mla_attention(
     *,
     spread_splits: bool | None = None,
 ) -> None:
-    """The same over the parts of QuantizedLatents."""
+    """As `mla_attention`, over the parts of QuantizedLatents."""
     caches = (values, values, scales, scales, query_rope, rope_keys)
     strides = {"KEY_STRIDE": values.shape[2], "KEY_ROPE_STRIDE": rope_keys.shape[2]}
     _launch_mla(query_latent, caches, (block_tables, query_starts, context_lens), out, scale, spread_splits, **strides)
@@ -140,7 +140,8 @@ def _launch_mla(
 
 
 def _rows_and_warps(one_token: bool, value_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Rows of a tile, and its warps. 64 at least, in bf16: tiles of all heights are then the same instructions."""
+    """(rows of a tile, its warps). In bf16 a tile has at least 64 rows, so that tiles of all heights use the same
+    instructions."""
     if dtype == torch.float32:
         return 16, 4
     if one_token or value_dim > 128:

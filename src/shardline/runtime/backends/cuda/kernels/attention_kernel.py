@@ -1,10 +1,11 @@
-"""What the programs of attention do, for keys and values of each head, or for latents that all heads share (MLA).
+"""The attention kernels, for keys and values of each head, or for latents that all heads share (MLA).
 
 A program takes a tile of query rows of one sequence that share a KV head (row r is token r // group, head r % group).
-Keys are cut into splits of 512 anchored at absolute position; within a split, tiles of BLOCK_KEYS anchored likewise
-pass through an online softmax (Milakov and Gimelshein, 2018); splits merge in index order, in fp32. A tile or split of
-which a row sees nothing leaves that row as it was, to the bit, so it does not matter which rows lie beside it, nor
-whether the splits are taken one after another by one program or each by its own (flash decoding; Dao et al., 2023).
+Keys are cut into splits of 512 that are anchored at absolute position. Within a split, tiles of BLOCK_KEYS, anchored in
+the same way, pass through an online softmax (Milakov and Gimelshein, 2018). Splits are merged in index order, in fp32.
+If a row sees no key of a tile or split, that tile or split does not change the row by a bit. So a row does not depend
+on the rows beside it, and one program may take all splits in turn, or each split may have its own program (flash
+decoding; Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _sequence_of(index, query_starts_ptr, num_seqs, SCALE: tl.constexpr, DIVISOR
 
 @triton.jit
 def _merge(largest, total, output, split_largest, split_total, split_output):
-    """What was merged so far and the next split: (largest, total, output) of both."""
+    """Merge the next split into the result so far: (largest, total, output) of both."""
     larger = tl.maximum(largest, split_largest)
     shift = tl.where(larger == float("-inf"), 0.0, larger)
     keep, take = tl.exp2(largest - shift), tl.exp2(split_largest - shift)
@@ -92,7 +93,8 @@ def attention_kernel(
     VALUE_PARTS: tl.constexpr,
     LOG2_E: tl.constexpr,
 ):
-    """See `attention` for the arguments' shapes. A program computes columns of the output, those of all parts alike."""
+    """See `attention` for the arguments' shapes. A program computes some columns of the output, in the same way in all
+    parts."""
     tile, kv_head, part = tl.program_id(0), tl.program_id(1) // VALUE_PARTS, tl.program_id(2)
     value_part = tl.program_id(1) % VALUE_PARTS
     if ONE_TOKEN:
@@ -111,7 +113,7 @@ def attention_kernel(
     row_inside = row < num_rows
     token, head = first_token + row // GROUP, kv_head * GROUP + row % GROUP
     first_position = context_len - num_rows // GROUP
-    # Rows past the end stand where the last row stands, so that they widen nothing.
+    # Rows past the end take the last row's position, so that they do not widen the range of keys.
     position = first_position + tl.minimum(row, num_rows - 1) // GROUP
 
     end_key = tl.max(position, axis=0) + 1
@@ -176,7 +178,7 @@ def attention_kernel(
             split_total = tl.fma(split_total, keep, tl.sum(weight, axis=1))
             if value_scales_ptr is not None:
                 value_scale = tl.load(value_scales_ptr + slot, mask=key_inside, other=0.0)
-                # Hidden keys perhaps have no scale.
+                # Hidden keys may have no scale.
                 weight = tl.where(weight == 0.0, 0.0, weight * value_scale[None, :])
             value_place = value_cache_ptr + slot[:, None] * VALUE_STRIDE + value_column[None, :]
             value = tl.load(value_place, mask=key_inside[:, None] & (value_column[None, :] < VALUE_DIM), other=0.0)

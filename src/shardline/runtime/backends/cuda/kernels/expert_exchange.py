@@ -1,7 +1,6 @@
-"""What ranks with whole experts do before, between and after their exchanges, on the GPU.
+"""Steps before, between and after the exchanges of ranks that hold whole experts, on the GPU.
 
-Rows are put in order by stable sorts, so that nobody on the host waits to learn how many there are; only the exchange
-itself needs the counts.
+Stable sorts put rows in order, so the host need not wait for their number; only the exchange itself needs the counts.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from shardline.runtime.backends.cuda.kernels.experts import (
 
 
 def expert_slots(x: Tensor, ids: Tensor, first_expert: int, panels: Tensor, scales: Tensor | None, out: Tensor) -> None:
-    """As `ops.expert_exchange.expert_slots`, into out [T * k, N]; x as `expert_up` leaves it with `compact`."""
+    """As `ops.moe.exchange.expert_slots`, into out [T * k, N]; x is the output of `expert_up` with `compact`."""
     num_experts = panels.shape[0]
     ids = tokens_here_first(ids, first_expert, num_experts)
     products = torch.empty(out.shape, dtype=out.dtype, device=x.device)
@@ -28,7 +27,7 @@ def expert_slots(x: Tensor, ids: Tensor, first_expert: int, panels: Tensor, scal
 
 
 def pack_dispatch(x: Tensor, ids: Tensor, expert_bounds: Tensor, out: Tensor) -> None:
-    """As `ops.expert_exchange.pack_dispatch`."""
+    """As `ops.moe.exchange.pack_dispatch`, into out."""
     num_ranks, num_tokens = len(expert_bounds) - 1, len(ids)
     if num_tokens > 0:
         ranks = torch.arange(num_ranks, device=x.device)[:, None, None]
@@ -45,7 +44,7 @@ def combine_slots(
     shared_scale: Tensor | None,
     out: Tensor,
 ) -> None:
-    """As `ops.expert_exchange.combine_slots`."""
+    """As `ops.moe.exchange.combine_slots`, into out."""
     by_rank = torch.argsort(ranks_of(ids, expert_bounds).flatten(), stable=True)
     products = torch.empty_like(rows)
     products.index_copy_(0, by_rank, rows)
@@ -53,5 +52,5 @@ def combine_slots(
 
 
 def ranks_of(ids: Tensor, expert_bounds: Tensor) -> Tensor:
-    """The rank of every slot."""
+    """The rank that holds each slot's expert."""
     return torch.bucketize(ids.long(), expert_bounds[1:-1], right=True)

@@ -1,7 +1,7 @@
 """The linears of many experts at once, on the GPU: one grouped product over slots sorted by expert.
 
-A slot (one expert chosen by one token) keeps its place: only an index is sorted. A program takes rows of one expert,
-so a row's bits are those of a linear of that expert alone (see `gemm`).
+A slot (one expert chosen by one token) keeps its place; only an index is sorted. A program computes rows of one expert,
+so a row has the same bits as in a linear with that expert's weight alone (see `gemm`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _COMBINE_BLOCK = 1024
 
 
 class SortedSlots(NamedTuple):
-    """Slots by expert, in tiles of rows of which each has one expert."""
+    """Slots sorted by expert, in tiles of rows; each tile has one expert."""
 
     slots: Tensor
-    """[tiles, rows of a tile] int32; -1 behind an expert's last. Tiles without an expert are not written."""
+    """[tiles, rows of a tile] int32; -1 after an expert's last slot. Tiles without an expert are not written."""
     experts: Tensor
-    """[tiles] int32, from 0 on; -1: no rows."""
+    """[tiles] int32: each tile's expert, counted from the rank's first; -1: the tile has no rows."""
 
 
 def expert_up(
@@ -42,8 +42,8 @@ def expert_up(
     gated: bool,
     out: Tensor,
 ) -> None:
-    """As `ops.experts.expert_up`, into out [T * k, I]: row t * k + j is slot j of token t, undefined where another rank
-    has its expert."""
+    """As `ops.moe.experts.expert_up`, into out [T * k, I]: row t * k + j is slot j of token t. Rows are undefined if
+    another rank holds the slot's expert."""
     if compact:
         ids = tokens_here_first(ids, first_expert, panels.shape[0])
     if gated:
@@ -65,7 +65,7 @@ def expert_down(
     shared_scale: Tensor | None,
     out: Tensor,
 ) -> None:
-    """As `ops.experts.expert_down`, into out [T, N]; x as `expert_up` leaves it."""
+    """As `ops.moe.experts.expert_down`, into out [T, N]; x is the output of `expert_up`."""
     products = torch.empty(ids.numel(), out.shape[1], dtype=out.dtype, device=x.device)
     grouped_linear(x, ids, first_expert, panels, scales, 1, products)
     add_slots(products, ids, weights, first_expert, first_expert + panels.shape[0], shared, shared_scale, out)
@@ -81,7 +81,7 @@ def add_slots(
     shared_scale: Tensor | None,
     out: Tensor,
 ) -> None:
-    """The end of `expert_down`, of products [T * k, N] in the order of slots."""
+    """The sum at the end of `expert_down`, over products [T * k, N] in the order of slots."""
     num_tokens, width = out.shape
     if num_tokens > 0:
         _combine_kernel[(triton.cdiv(width, _COMBINE_BLOCK), num_tokens)](
@@ -107,12 +107,12 @@ def is_here(ids: Tensor, first_expert: int, num_experts: int) -> Tensor:
 
 
 def first_where(condition: Tensor) -> Tensor:
-    """Indices of what is true, in order, then of what is not: nobody waits to learn how many."""
+    """Indices of the true elements, in order, then of the false ones; the host need not wait for their number."""
     return torch.argsort((~condition).to(torch.uint8), stable=True)
 
 
 def tokens_here_first(ids: Tensor, first_expert: int, num_experts: int) -> Tensor:
-    """ids [T, k] with the tokens first that chose one of these experts, as they come from `pack_dispatch`."""
+    """ids [T, k], reordered: the tokens that chose one of these experts come first, as `pack_dispatch` sends them."""
     return ids[first_where(is_here(ids, first_expert, num_experts).any(1))]
 
 
@@ -149,8 +149,8 @@ def grouped_linear(
     *,
     gate: str | None = None,
 ) -> None:
-    """out [T * k, N]: row s is row s // slots_per_row of x times the weight of the slot's expert. With the name of an
-    activation, `gate`, experts have 2 * N rows, see `gemm.gated_product`."""
+    """out [T * k, N]: row s is row s // slots_per_row of x times the weight of the slot's expert. If `gate` names an
+    activation, experts have 2 * N rows, see `gemm.gated_product`."""
     num_slots, num_columns = out.shape
     if num_slots == 0:
         return
@@ -179,7 +179,7 @@ def grouped_linear(
 
 
 def _as_weights_are(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Rows for a product with weights of a dtype, and their scales."""
+    """The rows x in the form that weights of `dtype` need, and their scales."""
     if dtype == x.dtype:
         return x, None
     scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
@@ -193,7 +193,8 @@ def _as_weights_are(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | Non
 
 
 def _tile_for(num_slots: int, num_experts: int, num_columns: int, dtype: torch.dtype) -> Tile:
-    """As for one linear with the rows of an average expert, but with few rows wide enough to read whole lines."""
+    """The tile for one linear with the rows of an average expert; for few rows it is wide enough to read whole cache
+    lines."""
     return tile_for(num_slots // num_experts, num_columns, dtype)
 
 
@@ -210,7 +211,8 @@ def _sort_kernel(
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program counts the slots of all experts, so that it knows where its own begin, and then places these."""
+    """Each program counts the slots of all experts, to find where its own expert's slots begin, and then places
+    these."""
     own = tl.program_id(0)
     lane, expert = tl.arange(0, BLOCK), tl.arange(0, BINS)
     counts = tl.zeros((BINS,), tl.int32)
@@ -292,7 +294,7 @@ def _combine_kernel(
     CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A token's slots in their order, in fp32, then what all tokens pass; one rounding."""
+    """Adds a token's slots in order, in fp32, then the shared block's output, and rounds once."""
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -1,10 +1,11 @@
 """Both halves of a gather over memory that GPUs of one host read from each other.
 
-A rank puts its rows in its own buffer; all pass a barrier; each collects the parts of all. Buffers have two halves, in
-turn: whoever writes a half again has passed the barrier of the other one since, which a peer enters only when it has
-collected. Which half it is, the GPU counts itself, as a captured step may have an odd number of gathers: `turns` [2]
-int32 are a copy of how often was put, which only `collect_columns` writes, and that number, which only `put_columns`
-writes: neither changes what it reads.
+Each rank puts its rows into its own buffer, all ranks pass a barrier, and each rank collects the parts of all ranks. A
+buffer has two halves, used in turn. Before a rank writes a half again, it has passed the barrier of the other half,
+which a peer enters only after it has collected the first half. The GPU itself counts whose turn it is, because a
+captured step may have an odd number of gathers. `turns` [2] int32 holds a copy of the number of puts, which only
+`collect_columns` writes, and that number itself, which only `put_columns` writes. So neither kernel changes the element
+that it reads.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ _BLOCK = 1024
 
 
 def put_columns(local: Tensor, buffer: Tensor, turns: Tensor) -> None:
-    """local [M, N], rows may be strided, to the half of buffer [2, elements] whose turn it is."""
+    """Copy local [M, N] (rows may be strided) to the half of buffer [2, elements] whose turn it is."""
     rows, width = local.shape
     blocks = triton.cdiv(width, _BLOCK)
-    # A program at least, so that every rank counts, also one with nothing to give.
+    # At least one program, so that a rank without rows also counts.
     _put_kernel[(max(rows * blocks, 1),)](
         local, buffer, turns, buffer.shape[1], local.stride(0), rows * blocks, blocks, width, BLOCK=_BLOCK
     )
@@ -29,10 +30,10 @@ def put_columns(local: Tensor, buffer: Tensor, turns: Tensor) -> None:
 def collect_columns(
     peers: Tensor, capacity: int, starts: Tensor | None, widest: int, out: Tensor, turns: Tensor
 ) -> None:
-    """What all ranks have put, side by side, into out [M, N], contiguous.
+    """Collect the parts that all ranks have put, side by side, into out [M, N], contiguous.
 
-    peers [ranks] int64: where their buffers begin; capacity: elements of a half; starts [ranks + 1] int32: first
-    column of each rank's part, and N, None if all are as wide as the widest, which has `widest` columns.
+    peers [ranks] int64: addresses of their buffers. capacity: elements of a half. starts [ranks + 1] int32: first
+    column of each rank's part, and N; None if all parts have `widest` columns. widest: columns of the widest part.
     """
     rows, width = out.shape
     grid = (max(rows, 1), len(peers), max(triton.cdiv(widest, _BLOCK), 1))
@@ -66,7 +67,7 @@ def _collect_kernel(peers_ptr, starts_ptr, out_ptr, turns_ptr, capacity, rows, w
         part = tl.load(starts_ptr + rank + 1) - start
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = (column < part) & (row < rows)
-    # Buffers begin at whole pages, which a loaded pointer does not tell.
+    # Buffers begin at page boundaries; the compiler cannot see that from a loaded pointer.
     peer = tl.multiple_of(tl.load(peers_ptr + rank).to(tl.pointer_type(out_ptr.dtype.element_ty), bitcast=True), 16)
     values = tl.load(peer + ((put - 1) & 1).to(tl.int64) * capacity + row * part + column, mask=inside)
     tl.store(out_ptr + row * width + start + column, values, mask=inside)

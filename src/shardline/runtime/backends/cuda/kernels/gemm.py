@@ -1,9 +1,9 @@
-"""What all matrix products on the GPU share: their tiles, and the sum over K.
+"""Code shared by all matrix products on the GPU: tiles, and the sum over K.
 
-Every output element is a chain over K in its order, never split; which rows and columns lie beside it decides nothing.
-In floating point the chain is one of tensor-core products (16 elements of K in bf16, single ones in fp32) in one fp32
-accumulator, and tiles have 64 rows at least: on Hopper all of them are then the same instruction, wgmma m64nNk16. Sums
-of bytes are exact in int32, in any order.
+Every output element is a chain of additions over K in order, never split, so it does not depend on the rows and columns
+beside it. In floating point, the chain adds tensor-core products (16 elements of K in bf16, single elements in fp32) in
+one fp32 accumulator. Tiles have at least 64 rows, so that on Hopper all of them use the same instruction, wgmma
+m64nNk16. Sums of bytes are exact in int32, in any order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardline.runtime.backends.cuda.kernels.launch import EXACT
 from shardline.runtime.backends.cuda.kernels.norm import weighted
 
 _BLOCK_K = {1: 128, 2: 128, 4: 32}
-"""Columns of K that a program loads at once, by bytes of an element; the same whatever M."""
+"""Columns of K that a program loads at once, by bytes per element; it does not depend on M."""
 
 
 class Tile(NamedTuple):
@@ -33,10 +33,11 @@ class Tile(NamedTuple):
 
 
 def tile_for(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tile:
-    """Few rows stream the weight: narrow tiles, so that every multiprocessor reads. Many rows reuse it: wide ones."""
+    """The tile of a product. With few rows, time goes into reading the weight, so narrow tiles let every multiprocessor
+    read. Many rows reuse the weight, so tiles are wide."""
     if dtype == torch.float32:
         return Tile(64, 64, 4, 2)
-    more = 1 if dtype.itemsize == 1 else 0  # bytes leave room for another stage
+    more = 1 if dtype.itemsize == 1 else 0  # byte elements leave room for another stage
     if num_rows <= 64:
         return Tile(64, 32 if num_columns <= 16384 else 64, 4, 4 + more)
     if num_rows <= 256:
@@ -45,13 +46,13 @@ def tile_for(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tile:
 
 
 def tile_of_pairs(dtype: torch.dtype) -> Tile:
-    """For few rows, of `pair_of_products`: two tiles of the weight lie beside one of x; so narrow, twice on a
-    multiprocessor."""
+    """The tile of `pair_of_products`, for few rows. It holds two tiles of the weight and one of x, and is narrow enough
+    that two programs fit on a multiprocessor."""
     return Tile(64, 32, 4, 2 if dtype == torch.float32 else 3)
 
 
 def gemm_options(x: Tensor, weight: Tensor, tile: Tile) -> dict[str, Any]:
-    """Constants of a launch for rows x [.., K] and a weight of the layouts that `product` takes."""
+    """Constants of a launch, for rows x [.., K] and a weight in a layout that `product` supports."""
     block_k = _BLOCK_K[x.element_size()]
     return {
         "BLOCK_M": tile.rows,
@@ -96,8 +97,8 @@ def gated_product(
     norm_ptr=None,
     OFFSET: tl.constexpr = 0.0,
 ):
-    """`product` plus bias, in fp32; with the name of an activation, `GATE`, of a weight that has the gate's rows first
-    and then as many of what is gated: both rounded to `stored`, then all as `activation` does it.
+    """`product` plus bias, in fp32. If `GATE` names an activation, the weight has the gate's rows first, then as many
+    rows of up. Both products are rounded to `stored` and then gated as in `activation`.
     """
     weight_columns = num_columns if GATE is None else 2 * num_columns
     if GATE is not None and norm_ptr is not None:
@@ -114,7 +115,7 @@ def gated_product(
             x_stride, BLOCK_M, BLOCK_N, BLOCK_K, IS_WHOLE_K, inverse, norm_ptr, OFFSET,
         )  # fmt: skip
         total = with_bias(total, bias_ptr, column, num_columns)
-        if GATE is not None:  # one after the other: tiles of many rows have no room for both
+        if GATE is not None:  # one after the other, because tiles of many rows have no room for both
             gate = total
             column += num_columns
             total = product(
@@ -127,7 +128,7 @@ def gated_product(
 
 @triton.jit
 def _gated(gate, total, GATE: tl.constexpr, stored: tl.constexpr):
-    """act(gate) * total, both rounded before, and the activation too, in fp32."""
+    """act(gate) * total in fp32; gate, total and the activation are rounded to `stored` before."""
     return activate(gate.to(stored).to(tl.float32), GATE).to(stored).to(tl.float32) * total.to(stored).to(tl.float32)
 
 
@@ -159,11 +160,12 @@ def product(
     norm_ptr=None,
     OFFSET: tl.constexpr = 0.0,
 ):
-    """fp32 [BLOCK_M, BLOCK_N]: rows `row` of x times columns `column` of a weight, by the type of its elements.
+    """fp32 [BLOCK_M, BLOCK_N]: rows `row` of x times columns `column` of a weight. The type of the weight's elements
+    decides its layout.
 
-    fp32, bf16 [N, K]; fp8, int8 [N, K] with scales [N] and scales of rows; uint8 is int4, as `ops.linear_int4` packs it
-    for GPUs, with the same scales. With the weight of an RMSNorm, fp32 and bf16 rows are multiplied by `inverse`
-    [BLOCK_M] and by it as `norm.weighted` says, and rounded, before they are summed.
+    fp32, bf16 [N, K]; fp8, int8 [N, K] with scales [N] and scales of rows; uint8 is int4, in the layout of
+    `cuda.weights.RowKernels.int4_empty`, with the same scales. Given the weight of an RMSNorm (`norm_ptr`), fp32 and
+    bf16 rows are first multiplied by `inverse` [BLOCK_M], then by that weight as in `norm.weighted`, and rounded.
     """
     if weight_ptr.dtype.element_ty == tl.uint8:
         total = _int4_chain(
@@ -232,7 +234,7 @@ def pair_of_products(
     norm_ptr,
     OFFSET: tl.constexpr,
 ):
-    """The `product`s of columns `first_column` and `second_column` of a weight in fp32 or bf16, with one look at x."""
+    """The `product`s of columns `first_column` and `second_column` of a weight in fp32 or bf16; x is read once."""
     k = tl.arange(0, BLOCK_K)
     inside = row_inside[:, None]
     x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
@@ -270,7 +272,7 @@ def _columns(weight_tile, inside, k, depth, IS_WHOLE_K: tl.constexpr):
 def _link(x, weight, total, BLOCK_K: tl.constexpr):
     """total + x @ weight."""
     if weight.dtype == tl.float8e4nv:
-        # Hopper's fp8 products are added with few bits: what they make of 128 elements is added in fp32.
+        # Hopper adds fp8 products with few bits, so sums of 128 elements are added in fp32.
         total = tl.dot(x, weight, total, max_num_imprecise_acc=BLOCK_K)
     elif weight.dtype == tl.int8:
         total = tl.dot(x, weight, total, out_dtype=tl.int32)
@@ -293,7 +295,7 @@ def _int4_chain(
     BLOCK_N: tl.constexpr,
     IS_WHOLE_K: tl.constexpr,
 ):
-    """The sums over K in int32: of a value and its group's scale, which is a byte, times x."""
+    """The sums over K in int32 of x times (a value times its group's scale); the latter product is a byte."""
     k = tl.arange(0, 32)
     column_inside = column < num_columns
     x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]

@@ -19,7 +19,7 @@ def write_kv(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
 ) -> None:
-    """As `ops.kv_cache.write_kv`."""
+    """As `ops.attention.kv_cache.write_kv`."""
     num_tokens, num_kv_heads, key_dim = key.shape
     value_dim = value.shape[2]
     if num_tokens > 0:
@@ -45,7 +45,7 @@ def write_kv(
 
 
 def write_latent(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """As `ops.kv_cache.write_latent`."""
+    """As `ops.attention.kv_cache.write_latent`."""
     num_tokens, rank = latent.shape
     rope_dim = rope_key.shape[1]
     if num_tokens > 0:
@@ -67,7 +67,7 @@ def write_latent(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor)
 def write_quantized_latent(
     latent: Tensor, rope_key: Tensor, values: Tensor, rope_keys: Tensor, scales: Tensor, slots: Tensor
 ) -> None:
-    """As `ops.kv_cache.write_latent` into the parts of QuantizedLatents."""
+    """As `ops.attention.kv_cache.write_latent`, into the parts of QuantizedLatents."""
     num_tokens, rank = latent.shape
     rope_dim = rope_key.shape[1]
     if num_tokens > 0:
@@ -91,7 +91,7 @@ def write_quantized_latent(
 
 @triton.jit
 def _store_head(head_ptr, cache_ptr, scales_ptr, row, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """A head of a token to its row of a cache, as it is, or as int8 or fp8 with a scale."""
+    """Store a head of a token in its row of a cache, unchanged, or as int8 or fp8 with a scale."""
     column = tl.arange(0, COLUMNS)
     values = tl.load(head_ptr + column, mask=column < DIM, other=0.0)
     if scales_ptr is not None:

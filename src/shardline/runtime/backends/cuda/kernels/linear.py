@@ -25,10 +25,10 @@ from shardline.runtime.backends.cuda.rows import UnnormedRows
 
 
 def linear(x: Tensor | UnnormedRows, weight: Tensor, bias: Tensor | None, out: Tensor, gate: str | None = None) -> None:
-    """As `ops.linear.linear`: x [M, K] times the transpose of weight [N, K], plus bias [N], into out [M, N].
+    """x [M, K] times the transpose of weight [N, K], plus bias [N], into out [M, N].
 
-    Rows of x and out may be strided; the weight is contiguous. With the name of an activation, `gate`, the weight and
-    the bias have 2 * N rows and out is as of `ops.gated_linear`.
+    Rows of x and out may be strided; the weight is contiguous. If `gate` names an activation, the weight and the bias
+    have 2 * N rows, and out is as in `PackedGatedLinear`.
     """
     if isinstance(x, UnnormedRows):
         launch_linear(x.rows, weight, bias, out, gate=gate, norm=x)
@@ -67,7 +67,7 @@ def linear_int8(
     out: Tensor,
     gate: str | None = None,
 ) -> None:
-    """As `ops.linear_int8.linear_int8`, with its bits."""
+    """The product of the int8 format, with the CPU's bits; see `weights.scaled.ScaledWeight.multiply`."""
     launch_linear(values, panels, bias, out, scales, column_scales, gate=gate)
 
 
@@ -82,12 +82,12 @@ def linear_int4(
     out: Tensor,
     gate: str | None = None,
 ) -> None:
-    """As `ops.linear_int4.linear_int4`, with its bits."""
+    """The product of the int4 format, with the CPU's bits; see `weights.scaled.ScaledWeight.multiply`."""
     launch_linear(values, panels, bias, out, scales, column_scales, gate=gate)
 
 
 def runs_of_row(num_rows: int, num_columns: int, dtype: torch.dtype) -> int:
-    """How many sums of squares `add_linear` writes for a row of so many columns."""
+    """How many sums of squares `add_linear` writes for a row of `num_columns`."""
     columns = tile_for(num_rows, num_columns, dtype).columns
     return -(-num_columns // columns)
 
@@ -95,12 +95,14 @@ def runs_of_row(num_rows: int, num_columns: int, dtype: torch.dtype) -> int:
 def add_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, out: Tensor, square_sums: Tensor
 ) -> None:
-    """As `cuda.fused_ops.add_linear`, into out [M, N] and square_sums [M, runs], of as many columns as a tile has."""
+    """As `cuda.fused_ops.add_linear`, into out [M, N] and square_sums [M, runs]; a run has as many columns as a
+    tile."""
     launch_linear(x, weight, bias, out, residual=residual, square_sums=square_sums)
 
 
 def linear_heads(x: Tensor, panels: Tensor, out: Tensor) -> None:
-    """As `ops.linear_heads.linear_heads`: x [T, H, K] times the transposes of panels [H, N, K], into out [T, H, N]."""
+    """As `ops.attention.linear_heads.linear_heads`: x [T, H, K] times the transposes of panels [H, N, K], into out [T,
+    H, N]."""
     launch_linear(x, panels, None, out)
 
 
@@ -118,9 +120,9 @@ def launch_linear(
     residual: Tensor | None = None,
     square_sums: Tensor | None = None,
 ) -> None:
-    """x [M, K] times a weight of any of the layouts of `gemm.product`, plus bias, into out [M, N]; or as many of these
-    as x and out have heads, [M, H, K] and [M, H, N], each with a weight of its own. `gate`: see `linear`; `norm`: of x;
-    `residual` and `square_sums`: see `add_linear`."""
+    """x [M, K] times a weight in any layout of `gemm.product`, plus bias, into out [M, N]. With heads, x is [M, H, K],
+    out is [M, H, N], and each head has its own weight. `gate`: see `linear`; `norm`: the norm of x; `residual` and
+    `square_sums`: see `add_linear`."""
     num_rows, depth, num_columns = x.shape[0], x.shape[-1], out.shape[-1]
     if num_rows == 0:
         return
@@ -156,19 +158,19 @@ def launch_linear(
 
 
 def norm_arguments(norm: UnnormedRows | None) -> tuple[Tensor | None, Tensor | None, float]:
-    """What a kernel is given of a norm for `inverse_of` and `gemm.product`: sums of squares, weight, eps."""
+    """A kernel's arguments for a norm, read by `inverse_of` and `gemm.product`: sums of squares, weight, eps."""
     return (None, None, 0.0) if norm is None else (norm.square_sums, norm.weight, norm.eps)
 
 
 def norm_options(norm: UnnormedRows | None) -> dict[str, Any]:
-    """Its constants."""
+    """A kernel's constants for a norm."""
     runs = 1 if norm is None else norm.square_sums.shape[1]
     return {"RUNS": runs, "MORE_RUNS": triton.next_power_of_2(runs), "OFFSET": norm.weight_offset if norm else 0.0}
 
 
 @triton.jit
 def inverse_of(square_sums_ptr, row, row_inside, depth, eps, RUNS: tl.constexpr, MORE_RUNS: tl.constexpr):
-    """1 / rms of rows, fp32, from the sums of squares of their runs."""
+    """1 / rms of each row in fp32, from the sums of squares of its runs."""
     run = tl.arange(0, MORE_RUNS)[None, :]
     place = square_sums_ptr + row[:, None] * RUNS + run
     sums = tl.load(place, mask=row_inside[:, None] & (run < RUNS), other=0.0)

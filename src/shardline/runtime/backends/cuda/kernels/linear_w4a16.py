@@ -1,4 +1,4 @@
-"""Product with a weight in 4 bits, dequantized in registers, on the GPU: batch-invariant, see `gemm`."""
+"""The product with a 4-bit weight that is dequantized in registers, on the GPU: batch-invariant, see `gemm`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def linear_w4a16(
     *,
     tile: Tile | None = None,
 ) -> None:
-    """As `ops.linear_w4a16.linear_w4a16`: x [M, K] into out [M, N], whose rows may be strided; the rest as in
+    """The product of `W4A16Linear`: x [M, K] into out [M, N], whose rows may be strided; the other arguments are as in
     W4A16Weight."""
     num_rows, depth = x.shape
     num_columns = out.shape[1]
@@ -98,7 +98,7 @@ def _linear_w4a16_kernel(
         x = tl.load(x_tile + begin, mask=inside, other=0.0)
         weight = _dequantized(both & 15, scales_ptr, zeros_ptr, begin, column, num_columns, GROUP_SIZE, dtype)
         total = tl.dot(x, weight, total, input_precision="ieee")
-        # The last pair may have one run only: then x is zero, and any group will do.
+        # The last pair may have only one run. Then x is zero for the other run, and any group may be used.
         begin += 32
         inside = row_inside if IS_WHOLE_K else row_inside & (k[None, :] < depth - begin)
         x = tl.load(x_tile + begin, mask=inside, other=0.0)

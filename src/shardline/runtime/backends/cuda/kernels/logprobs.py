@@ -1,6 +1,6 @@
-"""Log-probabilities of the chosen and of the strongest tokens, on the GPU. No row is sorted.
+"""Log-probabilities of the chosen token and of the most likely tokens, on the GPU. No row is sorted.
 
-A row has one program. It passes over the row once for the sum, and once more for each of the strongest tokens.
+One program computes a row. It passes over the row once for the sum, and once more for each of the most likely tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def logprobs(
     top_ids: Tensor,
     top_logprobs: Tensor,
 ) -> None:
-    """As `ops.logprobs.logprobs`, of logits [M, V] fp32 into the tensors of a `Logprobs`."""
+    """As `ops.sampling.logprobs.logprobs`, for logits [M, V] fp32, into the tensors of a `Logprobs`."""
     num_rows, vocab_size = logits.shape
     if num_rows > 0:
         _logprobs_kernel[(num_rows,)](
@@ -68,7 +68,7 @@ def _logprobs_kernel(
     normalizer = largest.to(tl.float64) + tl.log(total)
     tl.store(chosen_logprobs_ptr + index, (chosen.to(tl.float64) - normalizer).to(tl.float32))
     tl.store(chosen_ranks_ptr + index, num_larger + 1)
-    # A number for each token: the larger the logit, then the lower the id, the larger; 0 is no token.
+    # Each token has a number that rises with its logit, and on ties with a falling id; 0 is no token.
     above = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
     for place in range(top_n):
         keys = tl.zeros((BLOCK,), tl.int64)

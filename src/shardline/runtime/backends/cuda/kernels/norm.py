@@ -1,7 +1,7 @@
-"""RMSNorm and LayerNorm on the GPU: one program a row, whole rows in registers.
+"""RMSNorm and LayerNorm on the GPU: one program per row, with the whole row in registers.
 
-The squares of an RMSNorm are added pair by pair of neighbours, then pairs of these sums, and so on: an order that no
-tile changes, so that a product whose epilogue has a run of a row can begin the sum, and another can end it.
+An RMSNorm adds squares of neighbours in pairs, then pairs of these sums, and so on. No tile size changes this order. So
+a product whose epilogue holds a run of a row can begin the sum, and another product can finish it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def rms_norm(
     residual: Tensor | None,
     summed: Tensor | None,
 ) -> None:
-    """As `ops.norm.rms_norm` into out, contiguous, or, given three, as `ops.quantize_rows` into values and
-    scales; given a residual, of x + residual, which goes to `summed`."""
+    """As `ops.norm.rms_norm`, into a contiguous out; or, if out has three tensors, quantized as by
+    `weights.rows.quantize_rows`, into values and scales. With a residual, the norm of x + residual, which is stored in
+    `summed`."""
     _launch(x, weight, None, out, eps, weight_offset, residual, summed, rms=True)
 
 
@@ -38,8 +39,9 @@ def layer_norm(
     residual: Tensor | None,
     summed: Tensor | None,
 ) -> None:
-    """As `ops.norm.layer_norm` into out, contiguous, or, given three, as `ops.quantize_rows` into values and
-    scales; given a residual, of x + residual, which goes to `summed`."""
+    """As `ops.norm.layer_norm`, into a contiguous out; or, if out has three tensors, quantized as by
+    `weights.rows.quantize_rows`, into values and scales. With a residual, the norm of x + residual, which is stored in
+    `summed`."""
     _launch(x, weight, bias, out, eps, 0.0, residual, summed, rms=False)
 
 
@@ -61,7 +63,7 @@ def _launch(
         return
     per_token = x.shape[1] if x.dim() == 3 else 1
     values, scales = out[:2] if isinstance(out, tuple) else (out, None)
-    block = max(triton.next_power_of_2(width), GROUP_SIZE)  # one order of the sum, whether rows are quantized or not
+    block = max(triton.next_power_of_2(width), GROUP_SIZE)  # one order of the sum, whether or not rows are quantized
     _norm_kernel[(num_rows,)](
         x,
         weight,
@@ -103,8 +105,8 @@ def inverse_rms(square_sum, width, eps):
 
 @triton.jit
 def weighted(normed, weight, stored: tl.constexpr, OFFSET: tl.constexpr):
-    """What an RMSNorm gives, in fp32: Llama rounds before it multiplies by the weight, Gemma multiplies by 1 + weight
-    in fp32."""
+    """The result of an RMSNorm, in fp32. Llama rounds before it multiplies by the weight; Gemma multiplies by 1 +
+    weight in fp32."""
     return normed * (weight + OFFSET) if OFFSET != 0.0 else normed.to(stored).to(tl.float32) * weight
 
 

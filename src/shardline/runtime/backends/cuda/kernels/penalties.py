@@ -23,7 +23,8 @@ def penalize(
     bias: Tensor,
     uncounted: Tensor | None = None,
 ) -> None:
-    """As `ops.penalties.penalize_`; ids outside the vocabulary are passed over, as nobody here can look at them."""
+    """As `ops.sampling.penalties.penalize_`. Ids outside the vocabulary are ignored, because the host does not check
+    them."""
     num_rows, vocab_size = logits.shape
     if num_rows > 0:
         _penalize_kernel[(num_rows,)](
@@ -92,7 +93,7 @@ def _penalize_kernel(
         changed = _penalized(logit, bias, count, in_prompt, repetitions, presence, frequency)
         tl.store(logits + token, changed, mask=inside)
     if uncounted_ptr is not None:
-        # A token that the row had neither in its prompt nor before.
+        # The token is new: the row's entries do not contain it.
         is_new = (uncounted >= 0) & (uncounted < vocab_size) & (num_found == 0)
         logit = tl.load(logits + uncounted, mask=is_new, other=0.0)
         repetitions = tl.full((1,), 0.0, tl.float32) + repetition

@@ -1,4 +1,4 @@
-"""The product that makes queries, keys and values, which rotates them and writes the KV cache, on the GPU."""
+"""The product for queries, keys and values on the GPU; it also rotates them and writes the KV cache."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def qkv_linear(
 ) -> None:
     """As `cuda.fused_ops.qkv_linear`, into query [M, Hq, D] and the caches.
 
-    A tile is two products: of the first columns of some pairs that are rotated together, and of their second. Where
-    heads are normed they are the pairs of one head.
+    A tile computes two products: the first and the second columns of some pairs that are rotated together. If heads are
+    normalised, a tile holds the pairs of one head.
     """
     norm = x if isinstance(x, UnnormedRows) else None
     rows = x.rows if isinstance(x, UnnormedRows) else x
@@ -120,7 +120,7 @@ def _qkv_kernel(
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     place = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     head, pair = place // PAIRS, place % PAIRS
-    # What is not rotated is paired like what is.
+    # Columns that are not rotated are paired in the same way.
     if IS_INTERLEAVED:
         at_first, at_second = 2 * pair, 2 * pair + 1
     else:
@@ -175,7 +175,7 @@ def _qkv_kernel(
 
 @triton.jit
 def _square_sums(first, second, IS_INTERLEAVED: tl.constexpr):
-    """Of a head whose pairs these are, all rotated: the sum of squares that `norm.sums_of_pairs` gives."""
+    """The sum of squares of the head with these pairs, all of them rotated, in the order of `norm.sums_of_pairs`."""
     if IS_INTERLEAVED:
         total = sums_of_pairs(first * first + second * second)
     else:

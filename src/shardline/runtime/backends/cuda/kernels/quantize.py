@@ -1,4 +1,4 @@
-"""Rows of activations as bytes with a scale each, on the GPU: int8 as the CPU's, to the bit, and fp8."""
+"""Quantizes rows of activations to bytes with one scale per row, on the GPU: int8 with the CPU's bits, and fp8."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shardline.runtime.backends.cuda.kernels.launch import EXACT, warps_of_row
 
 
 def quantize_rows_fp8(x: Tensor, values: Tensor, scales: Tensor) -> None:
-    """Rows x [M, K] (may be strided) to values [M, K] float8_e4m3fn and scales [M] float32."""
+    """Quantize rows x [M, K] (may be strided) to values [M, K] float8_e4m3fn and scales [M] float32."""
     _launch(x, values, scales)
 
 
 def quantize_rows(x: Tensor, values: Tensor, scales: Tensor, sums: Tensor | None) -> None:
-    """As `ops.quantize_rows`, without the sums: the GPU's products take signed weights, and need none."""
+    """As `weights.rows.quantize_rows`, without the sums: the GPU's products read signed weights and need no sums."""
     _launch(x, values, scales)
 
 
@@ -30,13 +30,14 @@ def _launch(x: Tensor, values: Tensor, scales: Tensor) -> None:
 
 @triton.jit
 def as_bytes(x):
-    """(x / scale rounded to int8, scale) of a row in fp32, its largest |x| 127; a row that is not finite has NaN."""
+    """(x / scale rounded to int8, scale) of a row in fp32; the largest |x| becomes 127. A row that is not finite has
+    the scale NaN."""
     magnitude = tl.max(tl.abs(x), axis=0)
     scale = tl.div_rn(magnitude, 127.0)
     is_finite = (scale < float("inf")) & (tl.max((x != x).to(tl.int32), axis=0) == 0)
     has_size = is_finite & (magnitude >= 1e-36)
     inverse = tl.div_rn(127.0, tl.where(has_size, magnitude, 1.0))
-    # What is added has its last bit at one: the sum is rounded to a whole number, to the even one if halfway.
+    # The last bit of the added constant has the value one, so the sum is rounded to a whole number, ties to even.
     scaled = tl.where(has_size, x * inverse, 0.0)
     rounded = (scaled + 12582912.0) - 12582912.0
     scale = tl.where(is_finite, tl.where(has_size, scale, 0.0), float("nan"))
@@ -45,7 +46,7 @@ def as_bytes(x):
 
 @triton.jit
 def as_fp8(x):
-    """(x / scale rounded to float8_e4m3fn, scale), the largest |x| being 448; otherwise as `as_bytes`."""
+    """(x / scale rounded to float8_e4m3fn, scale); the largest |x| becomes 448. Otherwise as in `as_bytes`."""
     magnitude = tl.max(tl.abs(x), axis=0)
     is_finite = (magnitude < float("inf")) & (tl.max((x != x).to(tl.int32), axis=0) == 0)
     has_size = is_finite & (magnitude >= 1e-36)

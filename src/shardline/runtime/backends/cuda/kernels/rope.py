@@ -1,4 +1,4 @@
-"""Rotary position embedding on the GPU, alone or together with the writing of the KV cache."""
+"""Rotary position embedding on the GPU, alone or together with the KV cache write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardline.runtime.backends.cuda.kernels.launch import EXACT
 
 
 def apply_rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool) -> None:
-    """Rotates x [T, H, D] in place, as `ops.rope.apply_rope`; the token stride is free."""
+    """Rotates x [T, H, D] in place, as `ops.attention.rope.apply_rope`; the token stride is free."""
     num_tokens, num_heads, _ = x.shape
     if num_tokens > 0:
         rot = table.shape[1]
@@ -43,8 +43,8 @@ def rope_and_write_kv(
     key_scales: Tensor | None,
     value_scales: Tensor | None,
 ) -> None:
-    """`apply_rope` of query [T, Hq, D] and key [T, Hk, D] in place, then `write_kv`; in one launch, unless the caches
-    hold bytes."""
+    """Rotate query [T, Hq, D] and key [T, Hk, D] in place (`apply_rope`), then `write_kv`. This is one launch, unless
+    the caches hold quantized elements."""
     if key_scales is not None:
         apply_rope(query, positions, table, interleaved)
         apply_rope(key, positions, table, interleaved)

@@ -1,4 +1,4 @@
-"""Which experts a token chooses, on the GPU: one program a token."""
+"""Routing on the GPU: which experts a token chooses, with one program per token."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def route_experts(
     top2_sum: bool,
     slots: Tensor | None = None,
 ) -> None:
-    """As `ops.routing.route_experts`, into ids and weights [T, k]. A token whose slot [T] int64 is negative is padding:
-    it chooses nothing, which is -1."""
+    """As `ops.moe.routing.route_experts`, into ids and weights [T, k]. A token whose slot (`slots` [T] int64) is
+    negative is padding: it chooses no expert, and its ids are -1."""
     num_tokens, chosen = ids.shape
     if num_tokens > 0:
         size = num_experts // num_groups
@@ -57,7 +57,7 @@ def route_experts(
 
 @triton.jit
 def _best(value, index, WIDTH: tl.constexpr):
-    """(the largest value, the lowest index that has it); an index even where all are -inf."""
+    """(the largest value, the lowest index that has it); the index is valid even if all values are -inf."""
     top = tl.max(value, axis=0)
     return top, tl.min(tl.where(value == top, index, WIDTH), axis=0)
 
@@ -86,7 +86,7 @@ def _route_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     logits = logits_ptr + token * logits_stride
-    NEVER: tl.constexpr = -3.0e38  # below what any expert scores, above what is not there
+    NEVER: tl.constexpr = -3.0e38  # below every expert's score, above the padding's -inf
     group, member = tl.arange(0, GROUPS), tl.arange(0, EXPERTS)
     inside = (group[:, None] < NUM_GROUPS) & (member[None, :] < GROUP_SIZE)
     expert = tl.where(inside, group[:, None] * GROUP_SIZE + member[None, :], NUM_GROUPS * GROUP_SIZE)

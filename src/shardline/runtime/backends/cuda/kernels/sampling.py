@@ -1,8 +1,8 @@
 """One token per row of logits, on the GPU: greedy, or drawn from what the filters keep. No row is sorted.
 
-A row has one program, which passes over it in blocks. Cut-offs of top-k and top-p are found by their bits: logits map
-to integers that rise with them, and 16 passes of 2 bits each count (or weigh) what lies at or above a candidate.
-Sums are fp64, in an order set by the vocabulary's size alone.
+One program per row passes over it in blocks. The cut-offs of top-k and top-p are found bit by bit: logits are mapped to
+integers in the same order, and each of 16 passes fixes 2 bits by counting (or weighing) the tokens at or above a
+candidate. Sums are fp64, in an order that depends only on the vocabulary's size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GREEDY_BELOW = 1e-5
 
 
 def greedy_argmax(logits: Tensor, ids: Tensor, values: Tensor) -> None:
-    """As `ops.sampling.greedy_argmax`: logits [M, V] fp32 to ids [M] int64 and values [M] fp32."""
+    """As `ops.sampling.sample.greedy_argmax`: logits [M, V] fp32 to ids [M] int64 and values [M] fp32."""
     num_rows, vocab_size = logits.shape
     if num_rows > 0:
         _greedy_kernel[(num_rows,)](
@@ -38,7 +38,7 @@ def sample(
     purpose: int,
     tokens: Tensor,
 ) -> None:
-    """As `ops.sampling.sample`, into tokens [M] int64."""
+    """As `ops.sampling.sample.sample`, into tokens [M] int64."""
     num_rows, vocab_size = logits.shape
     if num_rows > 0:
         _sample_kernel[(num_rows,)](
@@ -62,7 +62,7 @@ def sample(
 
 
 def block_of(vocab_size: int) -> int:
-    """Tokens of a row that a program takes at once."""
+    """Number of tokens of a row that a program processes at once."""
     block: int = triton.next_power_of_2(vocab_size)
     return min(_BLOCK, block)
 
@@ -91,7 +91,7 @@ def _greedy_kernel(logits_ptr, ids_ptr, values_ptr, stride, vocab_size, BLOCK: t
 
 @triton.jit
 def _uniform(seed, choice, position, PURPOSE: tl.constexpr):
-    """A double in [0, 1) with 53 random bits, of Philox4x32-10: key = seed, counter = (position, choice, purpose)."""
+    """A double in [0, 1) with 53 random bits, from Philox4x32-10: key = seed, counter = (position, choice, purpose)."""
     position = position.to(tl.uint64, bitcast=True)
     low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
     purpose = tl.full((), PURPOSE, tl.uint32)
@@ -109,7 +109,8 @@ def rank_of(logit):
 
 @triton.jit
 def _weights(row_ptr, begin, vocab_size, largest, inverse, min_p, floor, BLOCK: tl.constexpr):
-    """(ids, ranks, weights) of a block: exp((logit - largest) / temperature), zero for what min_p and `floor` drop."""
+    """(ids, ranks, weights) of a block: exp((logit - largest) / temperature), zero for tokens that min_p and `floor`
+    drop."""
     ids = begin + tl.arange(0, BLOCK)
     logit = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("nan"))
     rank = rank_of(logit)
@@ -120,7 +121,8 @@ def _weights(row_ptr, begin, vocab_size, largest, inverse, min_p, floor, BLOCK: 
 
 @triton.jit
 def _cutoff(row_ptr, vocab_size, largest, inverse, min_p, floor, target, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """(rank, mass above): the highest rank that, with all above it, weighs (or counts) `target`; 0 if there is none."""
+    """(rank, mass above): the highest rank at which it and all ranks above reach the weight (or count) `target`; 0 if
+    there is none."""
     digit = tl.arange(0, 4)
     found = tl.zeros((), tl.uint32)
     above = tl.zeros((), tl.float64)
@@ -131,7 +133,7 @@ def _cutoff(row_ptr, vocab_size, largest, inverse, min_p, floor, target, BY_COUN
         for begin in range(0, vocab_size, BLOCK):
             _ids, rank, weight = _weights(row_ptr, begin, vocab_size, largest, inverse, min_p, floor, BLOCK)
             size = tl.where(rank != 0, 1.0, 0.0) if BY_COUNT else weight
-            # Of those that agree in all higher digits, by this digit.
+            # Only tokens whose higher digits match `found` count; they are split by this digit.
             size = tl.where((rank >> shift >> 2) == (found >> shift >> 2), size, 0.0).to(tl.float64)
             this_digit = ((rank >> shift) & 3).to(tl.int32)
             masses += tl.where(this_digit[:, None] == digit[None, :], size[:, None], 0.0)
@@ -147,7 +149,7 @@ def _cutoff(row_ptr, vocab_size, largest, inverse, min_p, floor, target, BY_COUN
 
 @triton.jit
 def _total(row_ptr, vocab_size, largest, inverse, min_p, floor, last_rank, last_id, BLOCK: tl.constexpr):
-    """The weight of what lies above last_rank, and of what equals it up to last_id."""
+    """The weight of all tokens above last_rank, and of those at last_rank with ids up to last_id."""
     total = tl.zeros((), tl.float64)
     for begin in range(0, vocab_size, BLOCK):
         ids, rank, weight = _weights(row_ptr, begin, vocab_size, largest, inverse, min_p, floor, BLOCK)
@@ -177,7 +179,7 @@ def _sample_kernel(
     row = logits_ptr + index * stride
     temperature = tl.load(temperature_ptr + index)
     largest, best = argmax_of_row(row, vocab_size, BLOCK)
-    # An infinite logit has all the mass; with nothing but -inf or NaN there is nothing to choose from.
+    # An infinite logit has all the mass. If all logits are -inf or NaN, there is no distribution to draw from.
     if (temperature < GREEDY_BELOW) | (tl.abs(largest) == float("inf")):
         tl.store(tokens_ptr + index, best.to(tl.int64))
         return
@@ -186,7 +188,7 @@ def _sample_kernel(
     floor = tl.zeros((), tl.uint32)
     top_k = tl.load(top_k_ptr + index)
     if (top_k > 0) & (top_k < vocab_size):
-        # What equals the k-th largest is kept too, as in other engines. A NaN makes the row shorter.
+        # Tokens that equal the k-th largest are kept too, as in other engines. A NaN makes the row shorter.
         count = top_k.to(tl.float64)
         floor, _ = _cutoff(row, vocab_size, largest, inverse, 0.0, floor, count, True, BLOCK)
     last_rank = tl.zeros((), tl.uint32)
@@ -213,7 +215,7 @@ def _sample_kernel(
         if (token < 0) & (after > target):
             passed = kept & (before + tl.cumsum(weight, axis=0) > target)
             first = tl.min(tl.where(passed, ids, vocab_size), axis=0)
-            # The two orders of adding may differ in the last bit.
+            # The two sums above may differ in the last bit, so that no token of the block passes.
             token = tl.where(first < vocab_size, first, last_in_block)
         last_possible = tl.where(last_in_block >= 0, last_in_block, last_possible)
         before = after
@@ -222,7 +224,8 @@ def _sample_kernel(
 
 @triton.jit
 def _last_of_equals(row_ptr, vocab_size, largest, inverse, last_rank, missing, BLOCK: tl.constexpr):
-    """The id up to which tokens of rank last_rank are needed to weigh `missing`, at least the first of them."""
+    """The last id of the tokens of rank last_rank that are needed to reach the weight `missing`; at least the first one
+    is needed."""
     num_before = tl.zeros((), tl.int32)
     last_id = tl.full((), -1, tl.int32)
     for begin in range(0, vocab_size, BLOCK):

@@ -21,7 +21,7 @@ def softcap(logits: Tensor, cap: float) -> None:
 
 @triton.jit
 def tanh(x):
-    """Of fp32. Near zero the quotient of exponentials cancels: there, the first terms of the series."""
+    """tanh of fp32. Near zero the quotient of exponentials cancels, so the first terms of the series are used there."""
     square = x * x
     series = x * tl.fma(square, tl.fma(square, tl.fma(square, -17.0 / 315, 2.0 / 15), -1.0 / 3), 1.0)
     falling = tl.exp(-2.0 * tl.abs(x))
