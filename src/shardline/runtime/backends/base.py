@@ -19,15 +19,13 @@ from shardline.weights.rows import QuantizedRows
 if TYPE_CHECKING:
     from shardline.deployment.messages import MemoryUse
     from shardline.runtime.decoder import DecoderStage
+    from shardline.runtime.ops.attention.kv_cache import LatentCache
     from shardline.runtime.parallel.collectives import SmallGather
     from shardline.runtime.sampling.inputs import SamplingInput
     from shardline.runtime.sampling.sampler import SamplingPlan
     from shardline.runtime.sequences import SequenceTable, WorkerSequence
     from shardline.runtime.step import StepInput
     from shardline.types import RankStep
-
-LatentCache = Tensor | tuple[Tensor, Tensor, Tensor]
-"""A cache of latents: one tensor, or the parts of `ops.attention.kv_cache.QuantizedLatents`."""
 
 
 class WeightKernels(Protocol):

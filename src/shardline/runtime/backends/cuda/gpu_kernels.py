@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardline.runtime.backends.base import LatentCache
 from shardline.runtime.backends.cuda.activations import empty_rows
 from shardline.runtime.backends.cuda.kernels import (
     activation,
@@ -26,6 +25,7 @@ from shardline.runtime.backends.cuda.kernels import (
 )
 from shardline.runtime.backends.cuda.weights import RowKernels
 from shardline.runtime.backends.host.kernels import HostKernels
+from shardline.runtime.ops.attention.kv_cache import LatentCache
 from shardline.weights.rows import GROUP_SIZE, QuantizedRows
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.backends.base import LatentCache
 from shardline.runtime.backends.host.panels import PanelKernels
+from shardline.runtime.ops.attention.kv_cache import LatentCache
 from shardline.weights.rows import GROUP_SIZE, QuantizedRows
 
 
