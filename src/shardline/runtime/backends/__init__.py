@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from shardline.runtime.backends.base import Backend
 
-FOLDERS = {"cpu": "host", "cuda": "cuda"}
-"""The folder of each kind of device."""
+_FOLDERS = {"cpu": "host"}
+"""Kinds of device whose folder has another name."""
 
 
 def open_backend(kind: str, rank: int, threads: int) -> Backend:
     """The back end of a rank, opened once, in the thread that runs the rank's steps.
 
-    `kind`: the kind of device, "cpu" or "cuda"; `threads`: number of host threads that the rank may use.
+    `kind`: the kind of device, which names its folder; `threads`: number of host threads that the rank may use.
 
     Raises:
         ValueError: there is no such device.
     """
-    module = importlib.import_module(f"{__name__}.{FOLDERS[kind]}.backend")
+    module = importlib.import_module(f"{__name__}.{_FOLDERS.get(kind, kind)}.backend")
     return cast("Backend", module.open_backend(rank, threads))
 
 
