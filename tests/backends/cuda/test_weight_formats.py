@@ -13,7 +13,7 @@ from torch import Tensor
 from shardline.runtime.ops.activation import activation, gated_activation
 from shardline.runtime.ops.moe.experts import expert_up
 from shardline.runtime.ops.sampling.sample import find_best
-from shardline.weights.base import WeightFormat, weight_format
+from shardline.weights.base import FormatChoice, WeightFormat, weight_format
 from shardline.weights.formats import format_names
 from shardline.weights.grouped import GroupedWeight
 from shardline.weights.rows import quantize_rows
@@ -37,7 +37,7 @@ Weight = Tensor | GroupedWeight
 
 
 def format_of(name: str) -> WeightFormat:
-    return weight_format(name, GROUP_SIZE)
+    return FormatChoice(name, GROUP_SIZE).open_format()
 
 
 def random_weight(
