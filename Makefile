@@ -11,7 +11,7 @@ serve: $(VENV)/.installed ## Install, and serve the embedded demo model on http:
 	$(BIN)/shardline serve
 
 test: $(VENV)/.tested ## Install, and run the whole suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(VENV)/.tested ## Lint, types, storeys
 	$(BIN)/ruff check

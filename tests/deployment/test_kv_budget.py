@@ -18,7 +18,7 @@ from shardline.deployment.here import resolve_here
 from shardline.deployment.kv_budget import agree_allocation, explain, fixed_allocation
 from shardline.deployment.messages import MemoryUse
 from shardline.engine.engine import Engine
-from shardline.engine.executor import make_executor, multiprocess
+from shardline.engine.executor import make_executor, rank_processes
 from shardline.engine.report import startup_report
 from shardline.models.sizes import kv_block_bytes
 from tests.engine import measuring_worker
@@ -95,7 +95,7 @@ def measuring_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         command = [sys.executable, "-c", code, *map(str, fds)]
         return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=env.for_children(gpus))
 
-    monkeypatch.setattr(multiprocess, "start_child", start)
+    monkeypatch.setattr(rank_processes, "start_child", start)
 
 
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
