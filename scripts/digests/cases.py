@@ -150,8 +150,8 @@ def _special_cases() -> list[Case]:
         for dtype, weights in _FORMATS:
             for kv in _kv_formats(family):
                 options = {"dtype": dtype, "quantization": weights, "kv_cache_dtype": kv}
-                sizes = {"block_size": 16, "max_num_batched_tokens": 384}
-                cases.append(Case("cpu/2", f"{family}+long", {**options, **sizes}, "long"))
+                options["max_num_batched_tokens"] = 384
+                cases.append(Case("cpu/2", f"{family}+long", options, "long"))
     for family in ("llama", "mixtral", "deepseek_v3"):
         for extra in ({"load_format": "dummy"}, {"check_finite": True}, {"enable_prefix_caching": False}):
             cases.append(Case("cpu/2", family, {"dtype": "bfloat16", "quantization": "int8", **extra}))

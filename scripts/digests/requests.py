@@ -98,7 +98,7 @@ def run_batch(engine: RunningEngine, requests: Sequence[Any]) -> dict[str, Recor
 
 def run_case(case: Case, folder: Path) -> Record:
     """The record of a case. A refused configuration is recorded as refused."""
-    defaults = {"cpu_threads": 1, "block_size": 4, "max_num_batched_tokens": 24, "step_timeout": 120.0}
+    defaults = {"cpu_threads": 1, "max_num_batched_tokens": 24, "step_timeout": 120.0}
     room = {"kv_cache_memory": 32 << 20, "device": "cpu"}
     executor = {"distributed_executor_backend": "uni"}
     options = {"model": str(folder / case.checkpoint), **defaults, **room, **executor, **case.options}

@@ -13,10 +13,10 @@ from shardline.config.units import format_bytes, parse_bytes
 
 
 def test_every_option_lands_where_it_belongs() -> None:
-    config = EngineConfig.from_options(model="x", tensor_parallel_size=3, block_size=8, max_num_seqs=5)
+    config = EngineConfig.from_options(model="x", tensor_parallel_size=3, block_size=32, max_num_seqs=5)
     assert config.model.model == "x"
     assert config.parallel.tensor_parallel_size == 3
-    assert config.cache.block_size == 8
+    assert config.cache.block_size == 32
     assert config.scheduler.max_num_seqs == 5
     assert len(option_names()) == len(set(option_names()))
 

@@ -100,7 +100,7 @@ def measuring_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_ranks_measure_agree_and_answer(model: Path, layout: dict[str, int], measuring_workers: None) -> None:
-    setup = measuring(model, **layout, block_size=4, max_num_seqs=64, max_num_batched_tokens=32)
+    setup = measuring(model, **layout, max_num_seqs=64, max_num_batched_tokens=32)
     plain = with_pool(setup, FixedPool(201))
     answers = []
     for chosen in (setup, plain):

@@ -171,9 +171,19 @@ def test_memory_that_is_asked_for_must_be_there() -> None:
 def test_a_rope_that_follows_the_length_wants_a_length(tmp_path: Path) -> None:
     """Else the layout, by the memory it leaves, would choose the tokens."""
     model = str(make_variant("phi3-longrope-long", tmp_path / "model"))
-    options = {"model": model, "kv_cache_memory": "8KiB", "block_size": 4}
+    options = {"model": model, "kv_cache_memory": "32KiB"}
     with pytest.raises(ValueError, match="set it yourself"):
         setup(max_model_len="auto", **options)
+
+
+def test_pages_that_products_cannot_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--block-size 24 is not a multiple of 16"):
+        setup(block_size=24)
+    odd = {"head_dim": 15, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 14 / 15}}
+    model = str(make_checkpoint("llama", tmp_path / "model", **odd))
+    assert setup(model=model, dtype="float32").spec.layers[0].attention.head_dim == 15
+    with pytest.raises(ValueError, match=r"keys of 15 elements.*--dtype float32 would work"):
+        setup(model=model, dtype="bfloat16")
 
 
 def test_a_folder_called_demo_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from shardline.stats import EngineStats
 from shardline.types import Request
 from tests.exactness.cases import WHOLE_EXPERTS, Case
 
-BLOCK_SIZE = 4
-"""Small, so that short prompts cross many block bounds."""
+BLOCK_SIZE = 16
+"""The smallest, so that short prompts cross block bounds."""
 
 
 @dataclass

@@ -41,7 +41,7 @@ def test_one_answer(layout: str, tmp_path: Path) -> None:
     # The offline API numbers the choices of a request itself: each of these has one, number 0.
     requests = [msgspec.structs.replace(request, choice=0, eos_token_ids=()) for request in make_requests(256)]
     expected = golden(model, "bfloat16", "none", "auto", requests)
-    options = {"block_size": 4, "max_num_batched_tokens": 32, "dtype": "bfloat16", **parallel}
+    options = {"max_num_batched_tokens": 32, "dtype": "bfloat16", **parallel}
     with LLM(str(model), **options) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": request.prompt_token_ids} for request in requests],

@@ -20,7 +20,7 @@ from shardline.sampling_params import SamplingParams
 from shardline.types import RankStep, SequenceStart, SequenceStep, StepPlan
 from tests.models.checkpoints import FAMILIES, VARIANTS, has_experts, make_checkpoint, make_variant
 
-BLOCK_SIZE = 8
+BLOCK_SIZE = 16
 
 
 class RecordingSampler(Sampler):

@@ -2,13 +2,14 @@
 // and on which thread.
 #include "attention/attention_sharing.h"
 #include "attention/attention_tile.h"
+#include "attention/split_tasks.h"
 #include "dispatch/variant.h"
 #include "runtime/thread_pool.h"
 
 namespace shardline::SHARDLINE_ISA {
 namespace {
 
-// The most rows that pass over a split together: they share the work of packing it, and their outputs stay in L2.
+// The most rows that pass over a split together: they find it in L2, where their outputs stay, too.
 constexpr int64_t kMostTileRows = 480;
 constexpr size_t kMaxPartialBytes = 64 << 20;
 
@@ -48,92 +49,46 @@ void attend_tile(const AttentionArgs& args, const TileIndex& index, int64_t num_
   }
 }
 
-// The tiles of a call, counted over sequences, then rows, then KV heads. The number of rows in a tile changes no
-// result, so tiles have as many rows as leave each thread some tiles.
+// The tiles of a call, in the order of sequences, then rows; each stands for a tile per KV head. The number of rows in
+// a tile changes no result, so tiles have as many rows as leave each thread some tiles.
 class Tiles {
  public:
-  explicit Tiles(const AttentionArgs& args) : args_(args), first_(new int64_t[args.num_sequences + 1]) {
+  explicit Tiles(const AttentionArgs& args) : args_(args) {
     for (tile_rows_ = kMostTileRows; !divide(); tile_rows_ /= 2) {}
-  }
-  ~Tiles() { delete[] first_; }
-  Tiles(const Tiles&) = delete;
-
-  int64_t count() const { return first_[args_.num_sequences] * args_.num_kv_heads; }
-  int64_t tile_rows() const { return tile_rows_; }
-
-  TileIndex at(int64_t tile) const {
-    const int64_t place = tile / args_.num_kv_heads;
-    int64_t low = 0, high = args_.num_sequences - 1;
-    while (low < high) {
-      const int64_t middle = (low + high + 1) / 2;
-      if (first_[middle] <= place) {
-        low = middle;
-      } else {
-        high = middle - 1;
+    tiles_ = new TileIndex[static_cast<size_t>(count_)];
+    int64_t place = 0;
+    for (int64_t s = 0; s < args.num_sequences; ++s) {
+      const int64_t num_rows = rows_of(args, s);
+      longest_context_ = max64(longest_context_, args.context_lens[s]);
+      for (int64_t first = 0; first < num_rows; first += tile_rows_) {
+        tiles_[place++] = {s, 0, first, min64(tile_rows_, num_rows - first), first_position_of(args, s)};
       }
     }
-    const int64_t first_row = (place - first_[low]) * tile_rows_;
-    return {low, tile % args_.num_kv_heads, first_row, min64(tile_rows_, rows_of(args_, low) - first_row),
-            first_position_of(args_, low)};
   }
+  ~Tiles() { delete[] tiles_; }
+  Tiles(const Tiles&) = delete;
 
-  int64_t longest_context() const {
-    int64_t longest = 0;
-    for (int64_t s = 0; s < args_.num_sequences; ++s) longest = max64(longest, args_.context_lens[s]);
-    return longest;
+  int64_t count() const { return count_; }
+  bool are_few() const { return num_threads() > 1 && count_ * args_.num_kv_heads < 2 * num_threads(); }
+  int64_t longest_context() const { return longest_context_; }
+  TileIndex at(int64_t tile, int64_t kv_head) const {
+    TileIndex index = tiles_[tile];
+    index.kv_head = kv_head;
+    return index;
   }
 
  private:
   // Whether tiles of tile_rows_ rows leave each thread enough tiles.
   bool divide() {
-    first_[0] = 0;
-    for (int64_t s = 0; s < args_.num_sequences; ++s) {
-      first_[s + 1] = first_[s] + ceil_div(rows_of(args_, s), tile_rows_);
-    }
-    return tile_rows_ == kFewestTileRows || count() >= 4 * num_threads();
+    count_ = 0;
+    for (int64_t s = 0; s < args_.num_sequences; ++s) count_ += ceil_div(rows_of(args_, s), tile_rows_);
+    return tile_rows_ == kFewestTileRows || count_ * args_.num_kv_heads >= 4 * num_threads();
   }
 
   const AttentionArgs& args_;
-  int64_t* first_;
-  int64_t tile_rows_;
+  TileIndex* tiles_;
+  int64_t count_, tile_rows_, longest_context_ = 0;
 };
-
-// For a few tiles with long contexts, every (tile, split) is a task of its own. Then every tile merges its splits, in
-// index order as always.
-template <class T, class Stored>
-void attend_wide(const AttentionArgs& args, const Tiles& tiles, int64_t num_splits) {
-  const int64_t width = RowTile<T, Stored>::output_width(args), tile_rows = tiles.tile_rows();
-  PartialMemory partials(tiles.count() * num_splits * tile_rows, width);
-  const auto place = [&](int64_t tile, int64_t split, int64_t r) {
-    return (tile * num_splits + split) * tile_rows + r;
-  };
-  parallel_for(tiles.count() * num_splits, [&](int64_t task) {
-    const int64_t index = task / num_splits, split = task % num_splits;
-    for (int64_t r = 0; r < tile_rows; ++r) partials.clear(place(index, split, r));
-    RowTile<T, Stored> tile(args, tiles.at(index));
-    if (split < tile.first_split() || split >= tile.end_split()) return;
-    const size_t num_words = RowTile<T, Stored>::scratch_words(args, tile_rows);
-    tile.prepare(static_cast<int32_t*>(thread_scratch(num_words * sizeof(int32_t))));
-    tile.attend(split, [&](int64_t first_row, int count, const Row* rows) {
-      for (int r = 0; r < count; ++r) partials.put(place(index, split, first_row + r), rows[r].partial);
-    });
-  });
-  parallel_for(tiles.count(), [&](int64_t index) {
-    const RowTile<T, Stored> tile(args, tiles.at(index));
-    for (int64_t r = 0; r < tiles.at(index).num_rows; ++r) {
-      Partial merged = {0.0f, 0.0f, static_cast<float*>(thread_scratch(static_cast<size_t>(width) * sizeof(float)))};
-      bool first = true;
-      for (int64_t split = 0; split < num_splits; ++split) {
-        if (!partials.has(place(index, split, r))) continue;
-        Row row = {};
-        row.partial = partials.get(place(index, split, r));
-        merge_rows(&merged, &row, 1, &first, args.value_dim);
-        first = false;
-      }
-      tile.store_output(r, merged);
-    }
-  });
-}
 
 // The rows of all sequences that share a split meet it as one tile.
 template <class T, class Stored>
@@ -160,27 +115,89 @@ void attend_shared(const AttentionArgs& args, const SharedRun& run, PartialMemor
   });
 }
 
+// Computes one split of a tile; its rows' partials begin at `place`.
+template <class T, class Stored>
+void attend_one_split(const AttentionArgs& args, const TileIndex& index, int64_t split, PartialMemory& partials,
+                      int64_t place) {
+  for (int64_t r = 0; r < index.num_rows; ++r) partials.clear(place + r);
+  RowTile<T, Stored> tile(args, index);
+  const size_t num_words = RowTile<T, Stored>::scratch_words(args, index.num_rows);
+  tile.prepare(static_cast<int32_t*>(thread_scratch(num_words * sizeof(int32_t))));
+  tile.attend(split, [&](int64_t first_row, int count, const Row* rows) {
+    for (int r = 0; r < count; ++r) partials.put(place + first_row + r, rows[r].partial);
+  });
+}
+
+// Merges the splits that a tile shares with others, and then its own, in index order. Its rows' own partials begin at
+// `place`, those of the next split follow at a distance of `stride`.
+template <class T, class Stored>
+void merge_splits(const AttentionArgs& args, const TileIndex& index, int64_t num_shared, const PartialMemory& shared,
+                  int64_t num_own, const PartialMemory& own, int64_t place, int64_t stride) {
+  const RowTile<T, Stored> tile(args, index);
+  const size_t width = static_cast<size_t>(RowTile<T, Stored>::output_width(args));
+  Partial merged = {0.0f, 0.0f, static_cast<float*>(thread_scratch(width * sizeof(float)))};
+  for (int64_t r = 0; r < index.num_rows; ++r) {
+    bool first = true;
+    const auto take = [&](const Partial& next) {
+      Row row = {};
+      row.partial = next;
+      merge_rows(&merged, &row, 1, &first, args.value_dim);
+      first = false;
+    };
+    for (int64_t split = 0; split < num_shared; ++split) take(shared.get(split * num_places(args) + tile.place(r)));
+    for (int64_t i = 0; i < num_own; ++i) {
+      if (own.has(place + i * stride + r)) take(own.get(place + i * stride + r));
+    }
+    tile.store_output(r, merged);
+  }
+}
+
+// In decode, and if there are few tiles, every split of a tile is a task. Otherwise a task is a whole tile.
 template <class T, class Stored>
 void attend(const AttentionArgs& args) {
   const Tiles tiles(args);
   if (tiles.count() == 0) return;
-  const int64_t width = RowTile<T, Stored>::output_width(args), longest_context = tiles.longest_context();
-  const int64_t num_splits = ceil_div(longest_context, kSplitKeys);
-  const int64_t num_partials = tiles.count() * num_splits * tiles.tile_rows();
-  if (num_splits > 1 && tiles.count() < 2 * num_threads() && num_threads() > 1 &&
-      PartialMemory::num_bytes(num_partials, width) <= kMaxPartialBytes) {
-    return attend_wide<T, Stored>(args, tiles, num_splits);
-  }
+  const int64_t width = RowTile<T, Stored>::output_width(args), num_heads = args.num_kv_heads;
   const size_t most_splits = kMaxPartialBytes / PartialMemory::num_bytes(num_places(args), width);
-  const int64_t most_shared = min64(longest_context / kSplitKeys, static_cast<int64_t>(most_splits));
+  const int64_t most_shared = min64(tiles.longest_context() / kSplitKeys, static_cast<int64_t>(most_splits));
   const SharedSplits sharing(args, most_shared);
   PartialMemory shared(sharing.num_splits() * num_places(args), width);
   for (int64_t i = 0; i < sharing.num_runs(); ++i) attend_shared<T, Stored>(args, sharing.run(i), shared);
-  // Late tiles of a prompt see the most keys. They go first, so that no thread is left with one at the end.
-  parallel_for(tiles.count(), [&](int64_t task) {
-    const TileIndex index = tiles.at(tiles.count() - 1 - task);
-    attend_tile<T, Stored>(args, index, sharing.splits_of(index.sequence), &shared);
-  });
+
+  const int64_t most_rows = tiles.are_few() ? kMostTileRows : kMaxRows;
+  int64_t rows = 0, num_parts = 0;  // of tiles whose splits are tasks: rows of the largest, and the sum of their parts
+  const auto first_split = [&](const TileIndex& index) {
+    return max64(RowTile<T, Stored>(args, index).first_split(), sharing.splits_of(index.sequence));
+  };
+  const auto parts_of = [&](int64_t tile) {
+    const TileIndex index = tiles.at(tile, 0);
+    if (index.num_rows > most_rows) return int64_t{1};
+    return max64(1, RowTile<T, Stored>(args, index).end_split() - first_split(index));
+  };
+  for (int64_t tile = 0; tile < tiles.count(); ++tile) {
+    if (parts_of(tile) > 1) rows = max64(rows, tiles.at(tile, 0).num_rows);
+    num_parts += parts_of(tile);
+  }
+  const bool fits = PartialMemory::num_bytes(num_parts * num_heads * rows, width) <= kMaxPartialBytes;
+  SplitTasks tasks(tiles.count(), num_heads, [&](int64_t tile) { return fits ? parts_of(tile) : 1; });
+  PartialMemory partials(fits ? tasks.count() * rows : 0, width);
+  tasks.run(
+      [&](const SplitTasks::Task& task) {
+        const TileIndex index = tiles.at(task.group, task.tile);
+        if (tasks.parts_of(task.group) == 1) {
+          attend_tile<T, Stored>(args, index, sharing.splits_of(index.sequence), &shared);
+        } else {
+          const int64_t place = (task.first_task + task.part * num_heads) * rows;
+          attend_one_split<T, Stored>(args, index, first_split(index) + task.part, partials, place);
+        }
+      },
+      [&](const SplitTasks::Task& task) {
+        const int64_t parts = tasks.parts_of(task.group);
+        if (parts == 1) return;
+        const TileIndex index = tiles.at(task.group, task.tile);
+        merge_splits<T, Stored>(args, index, sharing.splits_of(index.sequence), shared, parts, partials,
+                                task.first_task * rows, num_heads * rows);
+      });
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Arguments of attention, of rotary position embedding, and of the kernels that write the KV cache.
 //
-// "Rows" are row-major with contiguous elements in a row; a stride counts elements between rows.
+// "Rows" are row-major with contiguous elements in a row; a stride counts elements between rows. Blocks of a cache are
+// in the order of kv_pages.h, and block_size is a multiple of 16.
 #pragma once
 
 #include "runtime/types.h"
@@ -37,6 +38,16 @@ struct WriteKvArgs {
   float *key_scales, *value_scales;
   const int64_t* slots;  // [num_tokens]; negative: not stored
   int64_t num_tokens, num_heads, num_kv_heads, key_dim, value_dim, block_size;
+};
+
+// Writes new latents, and the rotated part of their keys, into the cache of latents.
+struct WriteLatentArgs {
+  DType dtype;
+  const void *latent, *rope_key;  // [num_tokens, latent_dim or rope_dim]
+  int64_t latent_stride, rope_stride;
+  void* cache;           // [num_blocks, block_size, latent_dim + rope_dim]
+  const int64_t* slots;  // [num_tokens]; negative: not stored
+  int64_t num_tokens, latent_dim, rope_dim;
 };
 
 struct AttentionArgs {

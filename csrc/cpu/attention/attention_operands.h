@@ -1,17 +1,17 @@
-// Words: what the products of attention multiply. Keys and values are packed into words once per split, and every row
-// of a tile uses them.
+// Words: what the products of attention multiply.
 //
 // A word has 32 bits: one fp32, or a pair of bf16 of which both products are added. The template parameter W is the
-// type of a word's elements. Packing never rounds.
+// type of a word's elements.
 #pragma once
 
-#include "simd/transpose.h"
+#include "attention/kv_pages.h"
 #include "simd/vec.h"
 
 namespace shardline::SHARDLINE_ISA {
 
 // Keys are cut into splits of this size, anchored at absolute position.
 constexpr int64_t kSplitKeys = 512;
+constexpr int64_t kSplitPanels = kSplitKeys / kPanelTokens;
 
 // Elements of a word.
 template <class W>
@@ -21,6 +21,21 @@ template <class W>
 constexpr int64_t words_of(int64_t elements) {
   return ceil_div(elements, kPerWord<W>);
 }
+
+// The elements of words when a model computes in T: pairs of bf16 only where the ISA multiplies pairs.
+template <class T, bool kPairs = kHasBf16Dot>
+struct WordElement {
+  using Type = float;
+};
+template <class T>
+struct WordElement<T, true> {
+  using Type = T;
+};
+
+struct Range {
+  int64_t begin, end;
+  bool empty() const { return begin >= end; }
+};
 
 inline int64_t whole_vectors(int64_t words) { return ceil_div(words, kLanes) * kLanes; }
 
@@ -41,73 +56,27 @@ inline I32 load_words(const void* p) {
 }
 inline void store_words(int32_t* p, I32 v) { __builtin_memcpy(p, &v, sizeof v); }
 
-inline I32 load_as_pairs(const bf16* p) { return load_pairs(p); }
-// Every byte is a bf16 exactly.
-inline I32 load_as_pairs(const int8_t* p) { return rounded_pairs(load(p), load(p + kLanes)); }
+// The first n words; the other lanes are zero.
+inline I32 load_words_n(const int32_t* p, int64_t n) {
+#if defined(__AVX512F__)
+  return (I32)_mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << n) - 1), p);
+#else
+  int32_t padded[kLanes] = {};
+  __builtin_memcpy(padded, p, static_cast<size_t>(n) * sizeof *p);
+  return load_words(padded);
+#endif
+}
 
-// kLanes pairs of floats that are bf16 exactly.
-inline I32 join_pairs(F32 first, F32 second) { return (I32)(((U32)first >> 16) | (U32)second); }
-
-// kLanes words of a row of Stored that has n elements left, filled up with zeros.
-template <class W, class Stored>
-inline I32 load_elements(const Stored* p, int64_t n) {
+// kLanes words of a row that has n elements left, filled up with zeros.
+template <class W, class T>
+inline I32 load_elements(const T* p, int64_t n) {
   if constexpr (kPerWord<W> == 2) {
-    if (n >= 2 * kLanes) return load_as_pairs(p);
-    alignas(64) Stored padded[2 * kLanes] = {};
-    __builtin_memcpy(padded, p, static_cast<size_t>(n) * sizeof(Stored));
-    return load_as_pairs(padded);
+    if (n >= 2 * kLanes) return load_pairs(p);
+    alignas(64) T padded[2 * kLanes] = {};
+    __builtin_memcpy(padded, p, static_cast<size_t>(n) * sizeof(T));
+    return load_pairs(padded);
   } else {
     return (I32)load_n(p, n);
-  }
-}
-
-// kLanes keys become [words of a key][kLanes].
-template <class W, class Stored>
-inline void pack_keys(const Stored* const* keys, int64_t dim, int32_t* packed) {
-  const int64_t words = words_of<W>(dim);
-  for (int64_t word = 0; word < words; word += kLanes) {
-    I32 rows[kLanes];
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
-      rows[i] = load_elements<W>(keys[i] + word * kPerWord<W>, dim - word * kPerWord<W>);
-    }
-    transpose(rows);
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) store_words(packed + (word + i) * kLanes, rows[i]);
-  }
-}
-
-#if defined(__AVX512BF16__)
-// Interleaves elements 0..15 of a and b, then elements 16..31.
-inline void interleave(I32 a, I32 b, int32_t* to) {
-  alignas(64) static constexpr uint16_t kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                    8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  const __m512i low = _mm512_load_si512(kLow);
-  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-  store_words(to, (I32)_mm512_permutex2var_epi16((__m512i)a, low, (__m512i)b));
-  store_words(to + kLanes, (I32)_mm512_permutex2var_epi16((__m512i)a, high, (__m512i)b));
-}
-#endif
-
-// The values of one word's keys become a row of words, one word per column.
-template <class W, class Stored>
-inline void pack_values(const Stored* const* values, int64_t dim, int32_t* packed) {
-  int64_t column = 0;
-#if defined(__AVX512BF16__)
-  if constexpr (kPerWord<W> == 2) {
-    for (; column + 2 * kLanes <= dim; column += 2 * kLanes) {
-      interleave(load_as_pairs(values[0] + column), load_as_pairs(values[1] + column), packed + column);
-    }
-  }
-#endif
-  for (; column < dim; column += kLanes) {
-    const F32 first = load_n(values[0] + column, dim - column);
-    if constexpr (kPerWord<W> == 2) {
-      const F32 second = load_n(values[1] + column, dim - column);
-      store_words(packed + column, join_pairs(first, second));
-    } else {
-      store_words(packed + column, (I32)first);
-    }
   }
 }
 

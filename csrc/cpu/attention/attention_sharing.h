@@ -7,7 +7,7 @@
 
 namespace shardline::SHARDLINE_ISA {
 
-constexpr int64_t kFewestTileRows = 30;  // fewer rows are not worth packing a split
+constexpr int64_t kFewestTileRows = 30;  // as many rows use a split well that comes from memory
 
 // The number of a sequence's query rows that share a KV head.
 inline int64_t rows_of(const AttentionArgs& args, int64_t sequence) {

@@ -3,17 +3,17 @@
 // Keys are cut into splits of 512 anchored at absolute position. One query row meets one split in a fixed order. First
 // come the scores, each a sum over the head's width from its start, and their maximum. Then come the weights, which are
 // exp(score - maximum), as bf16 if pairs of bf16 are multiplied, and the weighted sum of the values, key after key.
-// Splits merge in index order. Rows share packed keys and values, never arithmetic: the result of a row does not depend
-// on the rows beside it.
+// Splits merge in index order. Rows share loads of keys and values, never arithmetic: the result of a row does not
+// depend on the rows beside it.
 #pragma once
 
 #include "attention/attention_args.h"
-#include "attention/packed_split.h"
+#include "attention/kv_split.h"
 #include "simd/vec_math.h"
 
 namespace shardline::SHARDLINE_ISA {
 
-// How many rows share each load of packed keys and values: as many as fill the registers with sums, or all rows of a
+// How many rows share each load of keys and values: as many as fill the registers with sums, or all rows of a
 // tile that has a few more, so that nothing is loaded twice.
 constexpr int kBestRows = 6, kMaxRows = 8;
 
@@ -37,49 +37,50 @@ constexpr int tile_vectors(int rows) {
   return kLanes == 16 || rows <= 3 ? 4 : 2;
 }
 
-// Computes the scores of kRows rows against whole vectors of keys, `begin` to `end` of a group.
-template <class W, int kRows, int kVectors, class Stored>
-void score_group(const Row* rows, const PackedSplit<W, Stored>& split, const int32_t* group, int64_t first_key,
-                 Range vectors) {
-  const int64_t words = split.key_words(), panel_words = split.panel_words();
-  int64_t at = vectors.begin;
-  for (; at + kVectors <= vectors.end; at += kVectors) {
-    const int32_t* panel = group + at * panel_words;
-    F32 sum[kRows][kVectors] = {};
-    for (int64_t word = 0; word < words; ++word) {
-      I32 key[kVectors];
+// Computes the scores of kRows rows for kVectors vectors of keys, from the split's key `first` on. If it fetches, it
+// asks for one later line of the cache per line of keys, so that memory never waits for the products.
+template <class W, int kRows, int kVectors, bool kFetches, class Stored>
+void score_vectors(const Row* rows, KvSplit<W, Stored>& split, int64_t first) {
+  const int32_t* keys[kVectors];
+  const char* ahead[kVectors];
+  for (int v = 0; v < kVectors; ++v) {
+    keys[v] = split.keys(first + v * kLanes);
+    if constexpr (kFetches) ahead[v] = split.after_keys((first + v * kLanes) / kPanelTokens);
+  }
+  F32 sum[kRows][kVectors] = {};
+  const int64_t num_words = split.key_words();
+  for (int64_t word = 0; word < num_words; ++word) {
+    I32 key[kVectors];
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) key[v] = load_words(panel + v * panel_words + word * kLanes);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const I32 query = broadcast_int(rows[r].query[word]);
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_words<W>(sum[r][v], query, key[v]);
-      }
+    for (int v = 0; v < kVectors; ++v) {
+      if constexpr (kFetches) __builtin_prefetch(ahead[v] + word * kPanelTokens * 4);
+      key[v] = load_words(keys[v] + word * kPanelTokens);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
+      const I32 query = broadcast_int(rows[r].query[word]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t place = first_key + (at + v) * kLanes;
-        if constexpr (PackedSplit<W, Stored>::kScaled) sum[r][v] = sum[r][v] * split.key_scales(place);
-        store_words(rows[r].scores + place, (I32)sum[r][v]);
-      }
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_words<W>(sum[r][v], query, key[v]);
     }
   }
-  if constexpr (kVectors > 1) {
-    if (at < vectors.end) score_group<W, kRows, kVectors / 2>(rows, split, group, first_key, {at, vectors.end});
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t place = first + v * kLanes;
+      if constexpr (KvSplit<W, Stored>::kScaled) sum[r][v] = sum[r][v] * split.key_scales(place);
+      store_words(rows[r].scores + place, (I32)sum[r][v]);
+    }
   }
 }
 
-template <class W, int kRows, class Stored>
-void score_keys(const Row* rows, PackedSplit<W, Stored>& split, Range keys) {
-  for (int64_t g = keys.begin / kGroupKeys; g * kGroupKeys < keys.end; ++g) {
-    const int64_t first_key = g * kGroupKeys;
-    const Range vectors = {max64(0, keys.begin - first_key) / kLanes,
-                           ceil_div(min64(kGroupKeys, keys.end - first_key), kLanes)};
-    score_group<W, kRows, tile_vectors(kRows)>(rows, split, split.key_group(g), first_key, vectors);
+// The same for the keys [first, end) of whole vectors.
+template <class W, int kRows, bool kFetches, int kVectors = tile_vectors(kRows), class Stored>
+void score_keys(const Row* rows, KvSplit<W, Stored>& split, int64_t first, int64_t end) {
+  for (; first + kVectors * kLanes <= end; first += kVectors * kLanes) {
+    score_vectors<W, kRows, kVectors, kFetches>(rows, split, first);
   }
+  if constexpr (kVectors > 1) score_keys<W, kRows, kFetches, kVectors / 2>(rows, split, first, end);
 }
 
 inline F32 load_score(const int32_t* p) { return (F32)load_words(p); }
@@ -130,7 +131,7 @@ inline F32 scaled_weights(F32 weights, const Split& split, int64_t place) {
 // Turns a row's scores into weights and their sum. If pairs are multiplied, the sum is that of the rounded weights,
 // which multiply the values, so that the weights add up to one. Weights with scales are summed without the scales.
 template <class W, class Stored>
-void weigh_scores(Row& row, const PackedSplit<W, Stored>& split, const AttentionArgs& args) {
+void weigh_scores(Row& row, const KvSplit<W, Stored>& split, const AttentionArgs& args) {
   const Range keys = padded(row.keys);
   const float scale = args.softcap != 0.0f ? 1.0f : args.scale;
   const float max = row.partial.max == -__builtin_inff() ? 0.0f : row.partial.max;
@@ -144,7 +145,7 @@ void weigh_scores(Row& row, const PackedSplit<W, Stored>& split, const Attention
       const F32 second = exp2_coarse(fma(load_score(row.scores + i + kLanes), factor, shift));
       const I32 pairs = rounded_pairs(scaled_weights(first, split, i), scaled_weights(second, split, i + kLanes));
       store_words(row.scores + (i >> 1), pairs);
-      if constexpr (PackedSplit<W, Stored>::kScaled) {
+      if constexpr (KvSplit<W, Stored>::kScaled) {
         return sum + (first + second);
       } else {
         return dot_pairs(sum, pairs, broadcast_int(0x3f803f80));  // ones
@@ -169,90 +170,109 @@ void weigh_scores(Row& row, const PackedSplit<W, Stored>& split, const Attention
   row.partial.sum = sum_lanes(sum);
 }
 
-// Adds weights * values to the outputs of kRows rows, over columns [column, column + kVectors * kLanes). `visible`
-// masks the halves of the values' pairs. Hidden values must be masked: a weight of zero would turn an infinite value of
-// a later token into NaN.
-template <class W, int kRows, int kVectors>
-inline void add_columns(Row* rows, const int32_t* values, int64_t width, int64_t column, Range words, I32 visible) {
-  F32 sum[kRows][kVectors];
+// How the values of some words are added.
+enum class Values { kFetched, kPlain, kMasked };
+
+// Adds weights * values of the split's words [begin, end) to the outputs of kRows rows, over kVectors vectors of
+// columns, or, if kVectors is 0, over the last columns that fill no vector. `visible` masks the halves of the values'
+// pairs. Hidden values must be masked: a weight of zero would turn an infinite value of a later token into NaN.
+template <class W, int kRows, int kVectors, Values kHow, class Stored>
+void add_columns(Row* rows, KvSplit<W, Stored>& split, int64_t column, Range words, I32 visible) {
+  constexpr int kLoads = kVectors > 0 ? kVectors : 1;
+  constexpr int64_t kPanelWords = kPanelTokens / kPerWord<W>;
+  const int64_t dim = split.value_dim();
+  F32 sum[kRows][kLoads];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) sum[r][v] = load(rows[r].partial.output + column + v * kLanes);
+    for (int v = 0; v < kLoads; ++v) sum[r][v] = load(rows[r].partial.output + column + v * kLanes);
   }
-  for (int64_t word = words.begin; word < words.end; ++word, values += width) {
-    I32 value[kVectors];
+  for (int64_t word = words.begin; word < words.end;) {
+    const int64_t panel = word / kPanelWords, end = min64(words.end, (panel + 1) * kPanelWords);
+    const int32_t* values = split.values(panel) + word % kPanelWords * dim + column;
+    const char* ahead = split.after_values(panel) + column * 4;
+    for (; word < end; ++word, values += dim, ahead += dim * 4) {
+      I32 value[kLoads];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      value[v] = load_words(values + column + v * kLanes);
-      if constexpr (kRows == 1) value[v] &= visible;
-    }
+      for (int v = 0; v < kLoads; ++v) {
+        if constexpr (kHow == Values::kFetched) __builtin_prefetch(ahead + v * kLanes * 4);
+        value[v] = kVectors > 0 ? load_words(values + v * kLanes) : load_words_n(values, dim - column);
+        if constexpr (kHow == Values::kMasked) value[v] &= visible;
+      }
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const I32 weight = broadcast_int(rows[r].scores[word]);
+      for (int r = 0; r < kRows; ++r) {
+        const I32 weight = broadcast_int(rows[r].scores[word]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_words<W>(sum[r][v], weight, value[v]);
+        for (int v = 0; v < kLoads; ++v) sum[r][v] = multiply_words<W>(sum[r][v], weight, value[v]);
+      }
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) store(rows[r].partial.output + column + v * kLanes, sum[r][v]);
+    for (int v = 0; v < kLoads; ++v) store(rows[r].partial.output + column + v * kLanes, sum[r][v]);
   }
 }
 
-// The same over all columns.
-template <class W, int kRows, int kVectors = tile_vectors(kRows)>
-void add_group(Row* rows, const int32_t* values, int64_t width, int64_t column, Range words, I32 visible) {
-  for (; column + kVectors * kLanes <= width; column += kVectors * kLanes) {
-    add_columns<W, kRows, kVectors>(rows, values, width, column, words, visible);
+// The same over all columns from `column` on.
+template <class W, int kRows, Values kHow, int kVectors = tile_vectors(kRows), class Stored>
+void add_words(Row* rows, KvSplit<W, Stored>& split, Range words, int64_t column = 0, I32 visible = I32{}) {
+  const int64_t dim = split.value_dim();
+  for (; column + kVectors * kLanes <= dim; column += kVectors * kLanes) {
+    add_columns<W, kRows, kVectors, kHow>(rows, split, column, words, visible);
   }
   if constexpr (kVectors > 1) {
-    if (column < width) add_group<W, kRows, kVectors / 2>(rows, values, width, column, words, visible);
+    add_words<W, kRows, kHow, kVectors / 2>(rows, split, words, column, visible);
+  } else if (column < dim) {
+    add_columns<W, kRows, 0, kHow>(rows, split, column, words, visible);
   }
 }
 
-template <class W, int kRows, class Stored>
-void add_values(Row* rows, PackedSplit<W, Stored>& split, Range words, I32 visible) {
+// The same, a few panels at a time, so that values stay in L1 until all columns are added.
+template <class W, int kRows, Values kHow, class Stored>
+void add_values(Row* rows, KvSplit<W, Stored>& split, Range words) {
   constexpr int64_t kGroupWords = kGroupKeys / kPerWord<W>;
   while (!words.empty()) {
-    const int64_t group = words.begin / kGroupWords;
-    const int32_t* values = split.value_group(group) + (words.begin - group * kGroupWords) * split.value_width();
-    int64_t end = (group + 1) * kGroupWords;
-    while (end < words.end && split.has_values(end / kGroupWords)) end += kGroupWords;
-    end = min64(end, words.end);
-    add_group<W, kRows>(rows, values, split.value_width(), 0, {words.begin, end}, visible);
+    const int64_t end = min64(words.end, (words.begin / kGroupWords + 1) * kGroupWords);
+    add_words<W, kRows, kHow>(rows, split, {words.begin, end});
     words.begin = end;
   }
 }
 
 // Adds the values of those words that one row sees.
 template <class W, class Stored>
-void add_visible_values(Row& row, PackedSplit<W, Stored>& split, Range words) {
+void add_visible_values(Row& row, KvSplit<W, Stored>& split, Range words) {
   for (; words.begin < words.end; ++words.begin) {
     uint32_t visible = 0xffffffffu;
     if constexpr (kPerWord<W> == 2) {
       if (words.begin * 2 < row.keys.begin) visible &= 0xffff0000u;
       if (words.begin * 2 + 2 > row.keys.end) visible &= 0x0000ffffu;
     }
-    add_values<W, 1>(&row, split, {words.begin, words.begin + 1}, broadcast_int(static_cast<int32_t>(visible)));
+    const I32 mask = broadcast_int(static_cast<int32_t>(visible));
+    add_words<W, 1, Values::kMasked>(&row, split, {words.begin, words.begin + 1}, 0, mask);
   }
 }
 
 // Computes one split for kRows rows, each of which sees a part of it, and fills each row's partial. This is also the
 // unit that context parallelism distributes.
 template <class W, int kRows, class Stored>
-void attend_split(Row* rows, PackedSplit<W, Stored>& split, const AttentionArgs& args) {
+void attend_split(Row* rows, KvSplit<W, Stored>& split, const AttentionArgs& args) {
   Range any = rows[0].keys, all = rows[0].keys;
   for (int r = 1; r < kRows; ++r) {
     any = {min64(any.begin, rows[r].keys.begin), max64(any.end, rows[r].keys.end)};
     all = {max64(all.begin, rows[r].keys.begin), min64(all.end, rows[r].keys.end)};
   }
-  score_keys<W, kRows>(rows, split, any);
+  const int64_t first_key = any.begin / kLanes * kLanes, end_key = ceil_div(any.end, kLanes) * kLanes;
+  const bool fetches = split.pass_once() && KvSplit<W, Stored>::kHoldsWords;  // else fetched when it becomes words
+  if (fetches) {
+    score_keys<W, kRows, true>(rows, split, first_key, end_key);
+  } else {
+    score_keys<W, kRows, false>(rows, split, first_key, end_key);
+  }
   for (int r = 0; r < kRows; ++r) find_maximum<W>(rows[r], args);
   for (int r = 0; r < kRows; ++r) {
     weigh_scores(rows[r], split, args);
-    __builtin_memset(rows[r].partial.output, 0, static_cast<size_t>(split.value_width()) * sizeof(float));
+    for (int64_t d = 0; d < split.value_dim(); d += kLanes) store(rows[r].partial.output + d, F32{});
   }
   const auto words_seen = [](const Row& row) {
     return Range{row.keys.begin / kPerWord<W>, words_of<W>(row.keys.end)};
@@ -263,12 +283,16 @@ void attend_split(Row* rows, PackedSplit<W, Stored>& split, const AttentionArgs&
     return;
   }
   for (int r = 0; r < kRows; ++r) add_visible_values(rows[r], split, {words_seen(rows[r]).begin, whole.begin});
-  add_values<W, kRows>(rows, split, whole, broadcast_int(-1));
+  if (fetches) {
+    add_values<W, kRows, Values::kFetched>(rows, split, whole);
+  } else {
+    add_values<W, kRows, Values::kPlain>(rows, split, whole);
+  }
   for (int r = 0; r < kRows; ++r) add_visible_values(rows[r], split, {whole.end, words_seen(rows[r]).end});
 }
 
 template <class W, int kRows = kMaxRows, class Stored>
-void attend_rows(int num_rows, Row* rows, PackedSplit<W, Stored>& split, const AttentionArgs& args) {
+void attend_rows(int num_rows, Row* rows, KvSplit<W, Stored>& split, const AttentionArgs& args) {
   if (num_rows == kRows) return attend_split<W, kRows>(rows, split, args);
   if constexpr (kRows > 1) attend_rows<W, kRows - 1>(num_rows, rows, split, args);
 }

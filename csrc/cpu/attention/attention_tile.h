@@ -28,7 +28,7 @@ class RowTile {
   static size_t scratch_words(const AttentionArgs& args, int64_t num_rows) {
     const int64_t row_words = kSplitKeys + output_width(args);
     return static_cast<size_t>(num_rows * query_width(args) + kMaxRows * row_words) +
-           PackedSplit<W, Stored>::scratch_words(args.key_dim, args.value_dim);
+           KvSplit<W, Stored>::scratch_words(args);
   }
 
   // Takes scratch_words() of memory, 64-byte aligned, and returns what follows them.
@@ -40,9 +40,9 @@ class RowTile {
       rows_[r].partial.output = reinterpret_cast<float*>(memory + kSplitKeys);
       memory += kSplitKeys + output_width(args_);
     }
-    split_.prepare(memory, args_.key_dim, args_.value_dim);
+    split_.prepare(memory, args_);
     load_queries();
-    return memory + PackedSplit<W, Stored>::scratch_words(args_.key_dim, args_.value_dim);
+    return memory + KvSplit<W, Stored>::scratch_words(args_);
   }
 
   int64_t first_split() const { return visible(0).begin / kSplitKeys; }
@@ -58,7 +58,9 @@ class RowTile {
     while (begin < end && seen(begin, split_begin).empty()) ++begin;
     while (begin < end && seen(end - 1, split_begin).empty()) --end;
     const int64_t num_parts = end - begin <= kMaxRows ? 1 : ceil_div(end - begin, kBestRows);
-    find_keys(split_begin, num_parts > 1);
+    const Range keys = {max64(0, visible(0).begin - split_begin),
+                        min64(kSplitKeys, visible(index_.num_rows - 1).end - split_begin)};
+    split_.find(args_, index_.sequence, index_.kv_head, split, keys, num_parts == 1);
     for (int64_t part = 0; part < num_parts; ++part) {  // evenly: 8 rows are 4 + 4, not 6 + 2
       const int64_t first = begin + (end - begin) * part / num_parts;
       const int num_rows = static_cast<int>(begin + (end - begin) * (part + 1) / num_parts - first);
@@ -117,36 +119,12 @@ class RowTile {
     }
   }
 
-  // Looks up only the blocks that some row sees: blocks before the window may be free already.
-  void find_keys(int64_t split_begin, bool keep_groups) {
-    const int64_t begin = max64(split_begin, visible(0).begin);
-    const int64_t end = min64(split_begin + kSplitKeys, visible(index_.num_rows - 1).end);
-    split_.begin({begin - split_begin, end - split_begin}, keep_groups);
-    const int32_t* block_table = args_.block_tables + index_.sequence * args_.block_table_stride;
-    for (int64_t position = begin; position < end;) {
-      const int64_t block = block_table[position / args_.block_size];
-      const int64_t block_end = min64(end, (position / args_.block_size + 1) * args_.block_size);
-      const int64_t head = block * args_.num_kv_heads + index_.kv_head;
-      const int64_t slot = head * args_.block_size + position % args_.block_size;
-      const Stored* key = static_cast<const Stored*>(args_.key_cache) + slot * args_.key_dim;
-      const Stored* value = static_cast<const Stored*>(args_.value_cache) + slot * args_.value_dim;
-      for (int64_t i = 0; i < block_end - position; ++i) {
-        const int64_t place = position - split_begin + i;
-        split_.set(place, key + i * args_.key_dim, value + i * args_.value_dim);
-        if constexpr (PackedSplit<W, Stored>::kScaled) {
-          split_.set_scales(place, args_.key_scales[slot + i], args_.value_scales[slot + i]);
-        }
-      }
-      position = block_end;
-    }
-  }
-
   const AttentionArgs& args_;
   const TileIndex index_;
   const int64_t group_, first_token_;
   int32_t* queries_ = nullptr;
   Row rows_[kMaxRows];
-  PackedSplit<W, Stored> split_;
+  KvSplit<W, Stored> split_;
 };
 
 // Partials that outlive the tile that computed them.

@@ -3,8 +3,8 @@
 // never crosses lanes, and outputs are [dim][row]. This file decides which rows form a tile, and which tiles meet which
 // splits.
 #include "attention/mla_tile.h"
+#include "attention/split_tasks.h"
 #include "dispatch/variant.h"
-#include "runtime/thread_pool.h"
 
 namespace shardline::SHARDLINE_ISA {
 namespace {
@@ -67,45 +67,40 @@ void attend_tile(const MlaAttentionArgs& args, const MlaTileIndex& index) {
   tile.store_output(merged);
 }
 
-// For a few tiles with long contexts, every (tile, split) is a task of its own. Then every tile merges its splits, in
-// index order as always.
-template <class T>
-void attend_wide(const MlaAttentionArgs& args, const Tiles& tiles, int64_t num_splits) {
-  const int64_t size = MlaTile<T>::output_size(args), stride = size + 2 * kMlaTileRows;
-  float* partials = new float[static_cast<size_t>(tiles.count() * num_splits * stride)];
-  const auto place = [&](int64_t tile, int64_t split) {
-    float* at = partials + (tile * num_splits + split) * stride;
-    return MlaPartial{at, at + kMlaTileRows, at + 2 * kMlaTileRows};
-  };
-  parallel_for(tiles.count() * num_splits, [&](int64_t task) {
-    const int64_t index = task / num_splits, split = task % num_splits;
-    MlaTile<T> tile(args, tiles.at(index));
-    if (split >= tile.end_split()) return;
-    ScratchMemory memory(static_cast<char*>(thread_scratch(MlaTile<T>::scratch_bytes(args))));
-    tile.prepare(memory);
-    MlaPartial partial = place(index, split);
-    tile.attend(split, partial);
-  });
-  parallel_for(tiles.count(), [&](int64_t index) {
-    const MlaTile<T> tile(args, tiles.at(index));
-    MlaPartial merged = place(index, 0);
-    for (int64_t split = 1; split < tile.end_split(); ++split) tile.merge(merged, place(index, split), split);
-    tile.store_output(merged);
-  });
-  delete[] partials;
-}
-
+// If there are few tiles, every split of a tile is a task. Otherwise a task is a whole tile.
 template <class T>
 void attend(const MlaAttentionArgs& args) {
   const Tiles tiles(args);
-  if (tiles.count() == 0) return;
+  const int64_t size = MlaTile<T>::output_size(args), stride = size + 2 * kMlaTileRows;
   const int64_t num_splits = ceil_div(tiles.longest_context(), kSplitKeys);
-  const int64_t partial_bytes = tiles.count() * num_splits * (MlaTile<T>::output_size(args) + 2 * kMlaTileRows) * 4;
-  if (num_splits > 1 && tiles.count() < 2 * num_threads() && num_threads() > 1 && partial_bytes <= kMaxPartialBytes) {
-    return attend_wide<T>(args, tiles, num_splits);
-  }
-  // Late tiles of a prompt see the most keys. They go first, so that no thread is left with one at the end.
-  parallel_for(tiles.count(), [&](int64_t task) { attend_tile<T>(args, tiles.at(tiles.count() - 1 - task)); });
+  const bool split_up = num_threads() > 1 && tiles.count() < 2 * num_threads() &&
+                        tiles.count() * num_splits * stride * 4 <= kMaxPartialBytes;
+  SplitTasks tasks(tiles.count(), 1, [&](int64_t tile) {
+    return split_up ? max64(1, MlaTile<T>(args, tiles.at(tile)).end_split()) : 1;
+  });
+  float* partials = split_up ? new float[static_cast<size_t>(tasks.count() * stride)] : nullptr;
+  const auto partial_of = [&](int64_t task) {
+    float* at = partials + task * stride;
+    return MlaPartial{at, at + kMlaTileRows, at + 2 * kMlaTileRows};
+  };
+  tasks.run(
+      [&](const SplitTasks::Task& task) {
+        if (tasks.parts_of(task.group) == 1) return attend_tile<T>(args, tiles.at(task.group));
+        MlaTile<T> tile(args, tiles.at(task.group));
+        ScratchMemory memory(static_cast<char*>(thread_scratch(MlaTile<T>::scratch_bytes(args))));
+        tile.prepare(memory);
+        MlaPartial partial = partial_of(task.first_task + task.part);
+        tile.attend(task.part, partial);
+      },
+      [&](const SplitTasks::Task& task) {
+        const int64_t parts = tasks.parts_of(task.group);
+        if (parts == 1) return;
+        const MlaTile<T> tile(args, tiles.at(task.group));
+        MlaPartial merged = partial_of(task.first_task);
+        for (int64_t split = 1; split < parts; ++split) tile.merge(merged, partial_of(task.first_task + split), split);
+        tile.store_output(merged);
+      });
+  delete[] partials;
 }
 
 }  // namespace

@@ -5,17 +5,20 @@
 // order. The arithmetic of a lane does not depend on the rows beside it: scores are summed over the dims in order, and
 // outputs over the split's keys in order. If the cache is bf16, words are pairs on every ISA, and weights are rounded
 // to bf16 before they are summed and multiplied by the values.
+//
+// Scores read the panels of kv_pages.h as they lie. A panel holds pairs of dims, and values need pairs of tokens, which
+// takes one shuffle of each vector.
 #pragma once
 
 #include "attention/attention_args.h"
 #include "attention/attention_operands.h"
+#include "simd/transpose.h"
 #include "simd/vec_math.h"
 
 namespace shardline::SHARDLINE_ISA {
 
-constexpr int64_t kPackedKeys = 128;  // keys whose values are packed at a time, so that they stay in L2
-constexpr int64_t kPanelDims = 16;
-constexpr int64_t kPanelStride = (kPackedKeys + 1) * kPanelDims;  // no power of two: panels would share cache sets
+constexpr int64_t kValueDims = 16;   // dims of a block of values
+constexpr int64_t kValuePanels = 8;  // panels whose values become words at a time, so that they stay in L2
 constexpr int kMlaTileVectors = 4;  // of rows in a tile
 constexpr int64_t kMlaTileRows = kMlaTileVectors * kLanes;
 
@@ -54,6 +57,9 @@ class ScratchMemory {
   char* next_;
 };
 
+// kLanes pairs of floats that are bf16 exactly.
+inline I32 join_pairs(F32 first, F32 second) { return (I32)(((U32)first >> 16) | (U32)second); }
+
 template <class T>
 class MlaTile {
  public:
@@ -66,23 +72,21 @@ class MlaTile {
         words_(ceil_div(args.latent_dim + args.rope_dim, kPerWord<T>)) {}
 
   static int64_t padded_dims(const MlaAttentionArgs& args) {
-    return ceil_div(args.latent_dim, kPanelDims) * kPanelDims;
+    return ceil_div(args.latent_dim, kValueDims) * kValueDims;
   }
   static int64_t output_size(const MlaAttentionArgs& args) { return padded_dims(args) * kMlaTileRows; }
   static size_t scratch_bytes(const MlaAttentionArgs& args) {
-    const int64_t words = (2 * kLanes + kMlaTileRows) * query_words(args) + (2 * kSplitKeys + kSums) * kMlaTileRows +
-                          kPanelStride * padded_dims(args) / kPanelDims + 2 * output_size(args) + 4 * kMlaTileRows;
-    return static_cast<size_t>(words) * 4 + kSplitKeys * sizeof(T*) + 16 * 64;
+    const int64_t words = (kLanes + kMlaTileRows) * query_words(args) + (2 * kSplitKeys + kSums) * kMlaTileRows +
+                          value_words(args) + 2 * output_size(args) + 4 * kMlaTileRows;
+    return static_cast<size_t>(words) * 4 + 16 * 64;
   }
 
   // Takes the memory that attend() needs, and packs the queries.
   void prepare(ScratchMemory& memory) {
     queries_ = memory.take<int32_t>(kMlaTileRows * query_words(args_));
-    packed_keys_ = memory.take<int32_t>(kLanes * query_words(args_));
     scores_ = memory.take<float>((kSplitKeys + kSums) * kMlaTileRows);
     weights_ = memory.take<int32_t>(kSplitKeys * kMlaTileRows);
-    values_ = memory.take<int32_t>(kPanelStride * padded_dims(args_) / kPanelDims);
-    keys_ = memory.take<const T*>(kSplitKeys);
+    values_ = memory.take<int32_t>(value_words(args_));
     int32_t* rows = memory.take<int32_t>(kLanes * query_words(args_));
     for (int v = 0; v < vectors_; ++v) pack_queries(v, rows);
   }
@@ -143,6 +147,20 @@ class MlaTile {
     return ceil_div(ceil_div(args.latent_dim + args.rope_dim, kPerWord<T>), kLanes) * kLanes;
   }
 
+  // Words of the values of kValuePanels panels: [blocks of dims][panels][kBlockWords].
+  static constexpr int64_t kBlockWords = kValueDims * kPanelTokens / kPerWord<T>;
+  static int64_t value_words(const MlaAttentionArgs& args) {
+    return padded_dims(args) / kValueDims * kValuePanels * kBlockWords;
+  }
+  // The place of dim d among the words of a block that belong to its first tokens, kPerWord<T> of them. The words of
+  // the next tokens follow at a distance of kPerWord<T>.
+  static constexpr int64_t value_place(int64_t d) { return d / kPerWord<T> * kPanelTokens + d % kPerWord<T>; }
+  // The distance of those words from the block's beginning, for word `word` of the tokens.
+  static int64_t value_offset(int64_t word) {
+    constexpr int64_t kPanelWords = kPanelTokens / kPerWord<T>;
+    return word / kPanelWords * kBlockWords + word % kPanelWords * kPerWord<T>;
+  }
+
   int64_t token(int64_t row) const { return first_token_ + (index_.first_row + row) / args_.num_heads; }
   int64_t head(int64_t row) const { return (index_.first_row + row) % args_.num_heads; }
   int64_t visible_end(int64_t row) const { return first_position_ + token(row) - first_token_ + 1; }
@@ -180,15 +198,13 @@ class MlaTile {
     }
   }
 
-  void find_keys(int64_t split, int64_t num_keys) {
-    const int64_t begin = split * kSplitKeys, end = begin + num_keys, row_dims = args_.latent_dim + args_.rope_dim;
+  void find_panels(int64_t split, int64_t num_keys) {
+    const int64_t dims = args_.latent_dim + args_.rope_dim;
     const int32_t* block_table = args_.block_tables + index_.sequence * args_.block_table_stride;
-    for (int64_t position = begin; position < end;) {
-      const int64_t block = block_table[position / args_.block_size];
-      const int64_t block_end = min64(end, (position / args_.block_size + 1) * args_.block_size);
-      const T* row = static_cast<const T*>(args_.cache) +
-                     (block * args_.block_size + position % args_.block_size) * row_dims;
-      for (; position < block_end; ++position, row += row_dims) keys_[position - begin] = row;
+    for (int64_t panel = 0; panel * kPanelTokens < num_keys; ++panel) {
+      const int64_t position = split * kSplitKeys + panel * kPanelTokens, block = position / args_.block_size;
+      const int64_t slot = block_table[block] * args_.block_size + position % args_.block_size;
+      panels_[panel] = reinterpret_cast<const int32_t*>(static_cast<const T*>(args_.cache) + slot * dims);
     }
   }
 
@@ -201,58 +217,53 @@ class MlaTile {
       least = min64(least, end[v][0]);
       most = max64(most, end[v][kLanes - 1]);
     }
-    find_keys(split, most);
-    for (int64_t key = 0; key < most; key += kLanes) {
-      pack_next_keys(key, most);
-      const int64_t stop = min64(kLanes, most - key);
-      for (int64_t j = 0; j < stop; j += broadcasts(kVectors)) score_keys<kVectors>(key + j, j, most);
+    find_panels(split, most);
+    const int64_t num_panels = ceil_div(most, kPanelTokens);
+    for (int64_t panel = 0; panel < num_panels; ++panel) {
+      const int32_t* ahead = panels_[min64(panel + 1, num_panels - 1)];
+      const int64_t stop = min64(kPanelTokens, most - panel * kPanelTokens);
+      for (int64_t j = 0; j < stop; j += broadcasts(kVectors)) score_keys<kVectors>(panel, j, ahead);
     }
     for (int v = 0; v < kVectors; ++v) weigh_scores<kVectors>(v, end[v], most, partial);
     // First the words of keys that all rows see, then those that only some rows see. A hidden key must not be added
     // with a weight of zero: that would turn an infinite value of a later token into NaN.
     const int64_t num_words = ceil_div(most, kPerWord<T>);
     const int64_t common = least == most ? num_words : least / kPerWord<T>;
-    for (int64_t first = 0; first < num_words; first += kPackedKeys / kPerWord<T>) {
-      const int64_t last = min64(num_words, first + kPackedKeys / kPerWord<T>);
-      pack_values(first, last, most);
+    constexpr int64_t kStep = kValuePanels * kPanelTokens / kPerWord<T>;
+    for (int64_t first = 0; first < num_words; first += kStep) {
+      const int64_t last = min64(num_words, first + kStep);
+      for (int64_t panel = 0; panel * kPanelTokens < (last - first) * kPerWord<T>; ++panel) {
+        prepare_values(first * kPerWord<T> / kPanelTokens + panel, panel, most);
+      }
       add_values<kVectors>(first, last, common, end, partial.output);
     }
   }
 
-  // The keys [first, first + kLanes) as [word][key], so that one address reaches all of them. Past `num_keys` the last
-  // key is repeated.
-  void pack_next_keys(int64_t first, int64_t num_keys) {
-    const T* keys[kLanes];
-    for (int j = 0; j < kLanes; ++j) keys[j] = keys_[min64(first + j, num_keys - 1)];
-    pack_keys<T>(keys, args_.latent_dim + args_.rope_dim, packed_keys_);
-  }
-
-  // Computes the scores, not yet scaled, of kKeys keys: the packed ones from `offset` on, the split's from `first` on.
-  // Meanwhile it fetches the keys that are packed next: blocks lie anywhere, so the hardware cannot guess them.
+  // Computes the scores, not yet scaled, of the keys of a panel from `offset` on, as many as registers allow. The first
+  // call for a panel fetches the one `ahead`.
   template <int kVectors>
-  void score_keys(int64_t first, int64_t offset, int64_t num_keys) {
+  void score_keys(int64_t panel, int64_t offset, const int32_t* ahead) {
     constexpr int kKeys = broadcasts(kVectors);
     F32 sums[kKeys][kVectors] = {};
     const int32_t* query = queries_;
-    const int32_t* key = packed_keys_ + offset;
-    int64_t word = 0;
-    for (int piece = 0; piece < kKeys; ++piece) {
-      const int64_t next = first + kLanes + piece;
-      if (next < num_keys) prefetch(keys_[next], args_.latent_dim + args_.rope_dim);
-      for (const int64_t end = words_ * (piece + 1) / kKeys; word < end; ++word) {
-        I32 column[kVectors];
+    const int32_t* key = panels_[panel] + offset;
+    if (offset > 0) ahead = key;
+    for (int64_t word = 0; word < words_; ++word) {
+      __builtin_prefetch(ahead);
+      I32 column[kVectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) column[v] = load_words(query + v * kLanes);
+      for (int v = 0; v < kVectors; ++v) column[v] = load_words(query + v * kLanes);
 #pragma GCC unroll 16
-        for (int j = 0; j < kKeys; ++j) {
-          const I32 dim = broadcast_int(key[j]);
+      for (int j = 0; j < kKeys; ++j) {
+        const I32 dim = broadcast_int(key[j]);
 #pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) sums[j][v] = multiply_words<T>(sums[j][v], dim, column[v]);
-        }
-        query += kVectors * kLanes;
-        key += kLanes;
+        for (int v = 0; v < kVectors; ++v) sums[j][v] = multiply_words<T>(sums[j][v], dim, column[v]);
       }
+      query += kVectors * kLanes;
+      key += kPanelTokens;
+      ahead += kPanelTokens;
     }
+    const int64_t first = panel * kPanelTokens + offset;
 #pragma GCC unroll 16
     for (int j = 0; j < kKeys; ++j) {
 #pragma GCC unroll 4
@@ -288,33 +299,40 @@ class MlaTile {
     store(partial.sum + v * kLanes, sum);
   }
 
-  // Packs the values of the words [first, last) of keys as [panel of dims][word][dim], with zeros from key `num_keys`
-  // on.
-  void pack_values(int64_t first, int64_t last, int64_t num_keys) {
-    const int64_t dims = args_.latent_dim;
-    for (int64_t word = first; word < last; ++word) {
-      const int64_t key = word * kPerWord<T>;
-      const bool whole = key + kPerWord<T> <= num_keys;
-      for (int64_t panel = 0; panel * kPanelDims < dims; ++panel) {
-        int32_t* to = values_ + panel * kPanelStride + (word - first) * kPanelDims;
-        for (int64_t i = 0; i < kPanelDims; i += kLanes) {
-          const int64_t dim = panel * kPanelDims + i, n = max64(0, dims - dim);
-          const F32 first_key = load_n(keys_[key] + dim, n);
-          if constexpr (kPerWord<T> == 2) {
-            store_words(to + i, join_pairs(first_key, whole ? load_n(keys_[key + 1] + dim, n) : F32{}));
-          } else {
-            store_words(to + i, (I32)first_key);
-          }
-        }
+  // Turns the latents of a panel into words of values, at `place` of the panels that pass together. Tokens from
+  // `num_keys` on count as zeros.
+  void prepare_values(int64_t panel, int64_t place, int64_t num_keys) {
+    const int64_t row_dims = args_.latent_dim + args_.rope_dim, num_seen = num_keys - panel * kPanelTokens;
+    for (int64_t dim = 0; dim < args_.latent_dim; dim += kValueDims) {
+      int32_t* to = values_ + (dim / kValueDims * kValuePanels + place) * kBlockWords;
+      const int32_t* from = panels_[panel] + dim / kPerWord<T> * kPanelTokens;
+      const int64_t count = min64(kValueDims, row_dims - dim) / kPerWord<T> * kPanelTokens;
+      for (int64_t i = 0; i < count; i += kLanes) {
+        I32 words = load_words(from + i);
+        if (num_seen < kPanelTokens) words = lane_numbers(AllLanes{}) < seen_lanes(num_seen, i) ? words : I32{};
+        store_words(to + i, swap_halves(words));
       }
     }
+  }
+
+  // How many of the lanes of a vector at word i of a panel are tokens among the first num_seen.
+  static I32 seen_lanes(int64_t num_seen, int64_t i) {
+    return broadcast_int(static_cast<int32_t>(num_seen - i % kPanelTokens));
+  }
+
+  // Two elements of two neighbouring tokens become two tokens of two neighbouring elements.
+  static I32 swap_halves(I32 words) {
+    if constexpr (kPerWord<T> == 1) return words;
+    typedef uint64_t U64 __attribute__((vector_size(kLanes * 4)));
+    const U64 pairs = (U64)words;
+    return (I32)((pairs & 0xffff00000000ffffu) | (pairs << 16 & 0x0000ffff00000000u) | (pairs >> 16 & 0xffff0000u));
   }
 
   template <int kVectors>
   void add_values(int64_t first, int64_t last, int64_t common, const I32 (&end)[kVectors], float* output) {
     constexpr int kDims = broadcasts(kVectors);
     for (int64_t dim = 0; dim < args_.latent_dim; dim += kDims) {
-      const int32_t* panel = values_ + dim / kPanelDims * kPanelStride + dim % kPanelDims;
+      const int32_t* block = values_ + dim / kValueDims * kValuePanels * kBlockWords + value_place(dim % kValueDims);
       F32 sums[kDims][kVectors];
 #pragma GCC unroll 16
       for (int d = 0; d < kDims; ++d) {
@@ -324,19 +342,19 @@ class MlaTile {
         }
       }
       for (int64_t word = first; word < min64(last, common); ++word) {
-        const int32_t* value = panel + (word - first) * kPanelDims;
+        const int32_t* value = block + value_offset(word - first);
         I32 weight[kVectors];
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) weight[v] = load_words(weights_ + (word * kVectors + v) * kLanes);
 #pragma GCC unroll 16
         for (int d = 0; d < kDims; ++d) {
-          const I32 broadcasted = broadcast_int(value[d]);
+          const I32 broadcasted = broadcast_int(value[value_place(d)]);
 #pragma GCC unroll 4
           for (int v = 0; v < kVectors; ++v) sums[d][v] = multiply_words<T>(sums[d][v], broadcasted, weight[v]);
         }
       }
       for (int64_t word = max64(first, common); word < last; ++word) {
-        add_seen<kDims, kVectors>(panel + (word - first) * kPanelDims, word, end, sums);
+        add_seen<kDims, kVectors>(block + value_offset(word - first), word, end, sums);
       }
 #pragma GCC unroll 16
       for (int d = 0; d < kDims; ++d) {
@@ -357,10 +375,10 @@ class MlaTile {
 #pragma GCC unroll 16
       for (int d = 0; d < kDims; ++d) {
         const F32 sum = sums[d][v];
-        const F32 with_all = multiply_words<T>(sum, broadcast_int(value[d]), weight);
+        const F32 with_all = multiply_words<T>(sum, broadcast_int(value[value_place(d)]), weight);
         F32 other = sum;
         if constexpr (kPerWord<T> == 2) {
-          other = first ? multiply_words<T>(sum, broadcast_int(value[d] & 0xffff), weight) : sum;
+          other = first ? multiply_words<T>(sum, broadcast_int(value[value_place(d)] & 0xffff), weight) : sum;
         }
         sums[d][v] = all ? with_all : other;
       }
@@ -373,11 +391,10 @@ class MlaTile {
   const int64_t first_token_, first_position_;
   const int64_t words_;         // of a query or key
   int32_t* queries_ = nullptr;  // [words][rows]
-  int32_t* packed_keys_ = nullptr;
   float* scores_ = nullptr;     // [kSplitKeys + kSums][rows]
   int32_t* weights_ = nullptr;  // [words of keys][rows]
-  int32_t* values_ = nullptr;   // see pack_values
-  const T** keys_ = nullptr;    // the split's rows of the cache
+  int32_t* values_ = nullptr;   // see value_words
+  const int32_t* panels_[kSplitPanels];  // of the split
 };
 
 }  // namespace shardline::SHARDLINE_ISA

@@ -56,6 +56,8 @@ WriteKvArgs write_args(const Tensor& key, nb::handle value_object, const Tensor&
   for (const Tensor* cache : {&key_cache, &value_cache}) scaled ? cache->is(DType::kInt8) : cache->same_dtype(key);
   key_cache.has_shape({-1, key.size(1), -1, key.size(2)}).is_contiguous();
   value_cache.has_shape({key_cache.size(0), key.size(1), key_cache.size(2), value.size(2)}).is_contiguous();
+  check_page_size(key_cache.size(2), key.size(2), has_pairs(key.dtype()));
+  check_page_size(key_cache.size(2), value.size(2), has_pairs(key.dtype()));
   slots.is(DType::kInt64).has_shape({key.size(0)}).is_contiguous();
   WriteKvArgs args = {};
   args.dtype = key.dtype();
@@ -110,6 +112,18 @@ void rope_and_write_kv(nb::handle query_object, nb::handle key_object, nb::handl
 
 }  // namespace
 
+bool has_pairs(DType dtype) { return dtype == DType::kBFloat16 && kernels().multiplies_pairs(); }
+bool has_latent_pairs(DType dtype) { return dtype == DType::kBFloat16; }
+
+void check_page_size(int64_t block_size, int64_t dim, bool pairs) {
+  if (block_size % 16 != 0) {
+    raise_value_error("a block of " + std::to_string(block_size) + " tokens: the block size must be a multiple of 16");
+  }
+  if (pairs && dim % 2 != 0) {
+    raise_value_error("keys of " + std::to_string(dim) + " elements: in bf16 their number must be even");
+  }
+}
+
 float* cache_scales(nb::handle object, const char* name, const Tensor& cache) {
   const Tensor scales(object, name);
   scales.is(DType::kFloat32).has_shape({cache.size(0), cache.size(1), cache.size(2)}).is_contiguous();
@@ -118,6 +132,7 @@ float* cache_scales(nb::handle object, const char* name, const Tensor& cache) {
 
 void bind_kv_cache(nb::module_& m) {
   m.def("apply_rope", &apply_rope, "x"_a, "positions"_a, "table"_a, "interleaved"_a);
+  m.def("multiplies_pairs", [] { return kernels().multiplies_pairs(); });
   m.def("write_kv", &write_kv, "key"_a, "value"_a, "key_cache"_a, "value_cache"_a, "slots"_a, "key_scales"_a.none(),
         "value_scales"_a.none());
   m.def("rope_and_write_kv", &rope_and_write_kv, "query"_a, "key"_a, "value"_a, "key_cache"_a, "value_cache"_a,

@@ -1,7 +1,6 @@
 // Python entry points of multi-head latent attention: check the tensors, fill in the arguments, release the GIL.
 #include <string>
 
-#include "attention/latent_cache.h"
 #include "bind/bind.h"
 #include "bind/checks.h"
 #include "bind/tensor.h"
@@ -35,12 +34,13 @@ void write_latent(nb::handle latent_object, nb::handle rope_key_object, nb::hand
   rope_key.same_dtype(latent).has_shape({latent.size(0), -1}).has_rows();
   cache.same_dtype(latent).has_shape({-1, -1, latent.size(1) + rope_key.size(1)}).is_contiguous();
   slots.is(DType::kInt64).has_shape({latent.size(0)}).is_contiguous();
-  const WriteLatentArgs args = {element_size(latent.dtype()), latent.data(), rope_key.data(), latent.row_stride(),
+  check_page_size(cache.size(1), cache.size(2), has_latent_pairs(latent.dtype()));
+  const WriteLatentArgs args = {latent.dtype(), latent.data(), rope_key.data(), latent.row_stride(),
                                 rope_key.row_stride(), cache.data(), slots.as<int64_t>(), latent.size(0),
                                 latent.size(1), rope_key.size(1)};
   perform([args, num_slots = cache.size(0) * cache.size(1)] {
     check_slots(args.slots, args.num_tokens, num_slots);
-    write_latent(args);
+    kernels().write_latent(args);
   });
 }
 
@@ -55,6 +55,7 @@ void mla_attention(nb::handle query_latent_object, nb::handle query_rope_object,
   rope.same_dtype(latent).has_shape({latent.size(0), latent.size(1), -1}).has_heads();
   cache.same_dtype(latent).has_shape({-1, -1, latent.size(2) + rope.size(2)}).is_contiguous();
   out.same_dtype(latent).has_shape({latent.size(0), latent.size(1), latent.size(2)}).is_contiguous();
+  check_page_size(cache.size(1), cache.size(2), has_latent_pairs(latent.dtype()));
   context_lens.is(DType::kInt32).has_shape({-1}).is_contiguous();
   block_tables.is(DType::kInt32).has_shape({context_lens.size(0), -1}).has_rows();
   query_starts.is(DType::kInt32).has_shape({context_lens.size(0) + 1}).is_contiguous();

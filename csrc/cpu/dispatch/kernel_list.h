@@ -16,6 +16,8 @@
   KERNEL(void, softcap, float* logits, int64_t count, float cap) \
   KERNEL(void, exp_shifted, const float* logits, int64_t count, float shift, float scale, float* out) \
   KERNEL(int64_t, argmax, const float* logits, int64_t count) \
+  KERNEL(bool, multiplies_pairs, ) \
+  KERNEL(void, write_latent, const WriteLatentArgs& args) \
   KERNEL(void, write_kv, const WriteKvArgs& args) \
   KERNEL(void, quantize_rows, const QuantizeRowsArgs& args) \
   KERNEL(void, pack_int8, const PackQuantizedArgs& args) \

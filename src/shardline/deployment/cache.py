@@ -13,7 +13,27 @@ from shardline.deployment.machine import Machine
 from shardline.models.kv_groups import kv_groups
 from shardline.models.partition import Span
 from shardline.models.sizes import kv_block_bytes
-from shardline.models.spec import DecoderSpec, KVDType
+from shardline.models.spec import MLA, DecoderSpec, DType, KVDType
+
+BLOCK_TOKENS = 16
+"""Blocks hold a multiple of this many tokens: products of attention take so many keys at once."""
+
+
+def check_pages(block_size: int, spec: DecoderSpec, dtype: DType, device: str) -> None:
+    """Check that pages can have the order in which products read them.
+
+    Raises:
+        ValueError: the block size, or the model's head dim, does not allow it.
+    """
+    if block_size < 1 or block_size % BLOCK_TOKENS:
+        raise ValueError(
+            f"--block-size {block_size} is not a multiple of {BLOCK_TOKENS}, and keys are stored for products of "
+            f"{BLOCK_TOKENS} tokens; {BLOCK_TOKENS} and {2 * BLOCK_TOKENS} would work"
+        )
+    for layer in spec.layers:
+        dim = layer.attention.latent_dim if isinstance(layer.attention, MLA) else layer.attention.head_dim
+        if dim % 2 and device == "cpu" and dtype == "bfloat16":
+            raise ValueError(f"keys of {dim} elements: on a CPU, bf16 needs an even number; --dtype float32 would work")
 
 
 def plan_cache(

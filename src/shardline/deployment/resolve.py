@@ -6,7 +6,7 @@ import json
 from typing import cast
 
 from shardline.config.engine import EngineConfig
-from shardline.deployment.cache import plan_cache
+from shardline.deployment.cache import check_pages, plan_cache
 from shardline.deployment.deployment import Deployment, ModelSource, RankWeights, StepLimits
 from shardline.deployment.formats import check_numerics, choose_dtype, choose_kv_dtype, choose_weight_format
 from shardline.deployment.kv_budget import rank_room
@@ -39,6 +39,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     check_length(asked_length, spec)
     held = choose_weight_format(config, model.packed, devices)
     kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, dtype, spec, devices)
+    check_pages(config.cache.block_size, spec, dtype, layout.device)
     check_tensor_parallel(spec, parallel.tensor_parallel_size)
     if parallel.enable_expert_parallel:
         check_expert_parallel(spec, parallel.tensor_parallel_size, parallel.data_parallel_size)

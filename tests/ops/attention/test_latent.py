@@ -12,6 +12,7 @@ from torch import Tensor
 from shardline import _cpu
 from shardline.runtime.ops.attention.kv_cache import write_latent, write_latent_reference
 from shardline.runtime.ops.attention.latent import mla_attention, mla_attention_reference
+from shardline.runtime.ops.attention.pages import tokens_of
 from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
 BLOCK_SIZE = 16
@@ -47,8 +48,10 @@ def attend(
 ) -> list[Tensor]:
     """One call for queries [begin, end) of each sequence, its keys being [0, end); returns one output per sequence.
 
-    Cache memory that no query may see is NaN, if `poison`.
+    Cache memory that no query may see is NaN, if `poison`. An `op` other than the host's gets pages in the order of
+    tokens.
     """
+    write = partial(write_latent, KERNELS) if op is host_attention else write_latent_reference
     rng = None if shuffle is None else torch.Generator().manual_seed(shuffle)
     first = sequences[0][0]
     dtype, latent_dim, rope_dim = first.latent.dtype, first.latent.shape[1], first.rope.shape[1]
@@ -61,7 +64,7 @@ def attend(
         tables[s, : counts[s]], ids = ids[: counts[s]].int(), ids[counts[s] :]
         positions = torch.arange(end)
         slots = tables[s, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
-        write_latent(KERNELS, sequence.latent[:end], sequence.rope[:end], cache, slots)
+        write(sequence.latent[:end], sequence.rope[:end], cache, slots)
     query_latent = torch.cat([sequence.query_latent[begin:end] for sequence, begin, end in sequences])
     # As in a layer: the rotated part is a slice of each head.
     rope = torch.cat([sequence.query_rope[begin:end] for sequence, begin, end in sequences])
@@ -74,7 +77,7 @@ def attend(
 
 
 @pytest.mark.parametrize(
-    ("heads", "latent", "rope"), [(4, 48, 16), (16, 512, 64), (3, 130, 8), (70, 32, 8), (1, 7, 4), (20, 33, 2)]
+    ("heads", "latent", "rope"), [(4, 48, 16), (16, 512, 64), (3, 130, 8), (70, 32, 8), (1, 7, 5), (20, 33, 3)]
 )
 @pytest.mark.usefixtures("isa")
 def test_matches_reference(dtype, rng, heads, latent, rope):
@@ -185,13 +188,14 @@ def test_wrong_indices_are_refused():
         write_latent(KERNELS, torch.zeros(1, 8), torch.zeros(1, 4), cache, torch.tensor([64]))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 50])
-def test_write_latent(dtype, rng, num_tokens):
+@pytest.mark.parametrize(("num_tokens", "latent_dim"), [(1, 30), (5, 31), (50, 30), (600, 31)])
+@pytest.mark.usefixtures("isa", "two_threads")
+def test_write_latent(dtype, rng, num_tokens, latent_dim):
     down = randn(num_tokens, 50, dtype=dtype, rng=rng)
-    latent, rope = down[:, 10:40], down[:, 40:]
-    slots = torch.randperm(8 * BLOCK_SIZE, generator=rng)[:num_tokens]
+    latent, rope = down[:, 10 : 10 + latent_dim], down[:, 10 + latent_dim :]
+    slots = torch.randperm(40 * BLOCK_SIZE, generator=rng)[:num_tokens]
     slots[num_tokens // 2] = -1
-    caches = [torch.zeros(8, BLOCK_SIZE, 40, dtype=dtype) for _ in range(2)]
+    caches = [torch.zeros(40, BLOCK_SIZE, 40, dtype=dtype) for _ in range(2)]
     write_latent(KERNELS, latent, rope, caches[0], slots)
     write_latent_reference(latent, rope, caches[1], slots)
-    assert_same_bits(caches[0], caches[1])
+    assert_same_bits(tokens_of(caches[0], "keys", KERNELS.page_order(dtype, latents=True)), caches[1])

@@ -12,6 +12,7 @@ from torch import Tensor
 from shardline import _cpu
 from shardline.runtime.ops.attention.kv_cache import write_kv, write_kv_reference
 from shardline.runtime.ops.attention.paged import paged_attention, paged_attention_reference
+from shardline.runtime.ops.attention.pages import pages_of, tokens_of
 from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
 BLOCK_SIZE = 16
@@ -62,7 +63,8 @@ def attend(
 ) -> list[Tensor]:
     """One call for queries [begin, end) of each sequence, its keys being [0, end); returns one output per sequence.
 
-    Cache memory that no query may see is NaN, if `poison`. Blocks before the window are freed: their table says 0.
+    Cache memory that no query may see is NaN, if `poison`. Blocks before the window are freed: their table says 0. An
+    `op` other than the host's gets pages in the order of tokens.
     """
     rng = None if shuffle is None else torch.Generator().manual_seed(shuffle)
     first = sequences[0][0]
@@ -77,7 +79,7 @@ def attend(
         for _ in range(2)
     ]
     names = ("key_scales", "value_scales") if stored else ()
-    write = write_kv_reference if stored == torch.float8_e4m3fn else partial(write_kv, KERNELS)  # the CPU has no fp8
+    write = partial(write_kv, KERNELS) if op is host_attention else write_kv_reference
     scales = {name: torch.full(shape[:3], unseen) for name in names}
     tables = torch.zeros(len(sequences), max(counts) + 1, dtype=torch.int32)
     for s, (sequence, begin, end) in enumerate(sequences):
@@ -101,6 +103,7 @@ def attend(
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 128), (2, 2, 80), (8, 1, 36), (1, 1, 7)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 5.0), (700, 30.0)])
 def test_matches_reference(isa, stored, dtype, rng, heads, kv_heads, dim, window, softcap):
+    dim -= dim % 2 if dtype == torch.bfloat16 else 0
     lengths = [(0, 37), (36, 37), (600, 603), (0, 1), (1020, 1030)]
     batch = [
         (random_sequence(rng, end, dtype, heads=heads, kv_heads=kv_heads, dim=dim), begin, end)
@@ -205,17 +208,18 @@ def test_later_tokens_cannot_poison_earlier_ones(stored, dtype, rng):
 
 def test_value_heads_may_be_narrower(rng):
     sequence = random_sequence(rng, 20, torch.float32, heads=2, kv_heads=1, dim=48)
-    key_cache, value_cache = (
-        cache.transpose(1, 2).contiguous() for cache in (sequence.key[None], sequence.value[None])
-    )
+    # [1, 1, 32, 48]
+    key, value = (torch.cat([part, part[:12]])[None].transpose(1, 2) for part in (sequence.key, sequence.value))
+    order = KERNELS.page_order(torch.float32, latents=False)
+    key_cache = pages_of(key, "keys", order)
     arguments = (
         torch.zeros(1, 1, dtype=torch.int32),
         torch.tensor([0, 20], dtype=torch.int32),
         torch.tensor([20], dtype=torch.int32),
         0.2,
     )
-    whole = paged_attention(KERNELS, sequence.query, key_cache, value_cache, *arguments)
-    narrow = paged_attention(KERNELS, sequence.query, key_cache, value_cache[..., :40].contiguous(), *arguments)
+    whole = paged_attention(KERNELS, sequence.query, key_cache, pages_of(value, "values", order), *arguments)
+    narrow = paged_attention(KERNELS, sequence.query, key_cache, pages_of(value[..., :40], "values", order), *arguments)
     assert_same_bits(narrow, whole[..., :40])
 
 
@@ -255,8 +259,9 @@ def test_write_kv(dtype, rng, num_tokens):
     caches = [torch.zeros(8, 3, BLOCK_SIZE, 20, dtype=dtype) for _ in range(4)]
     write_kv(KERNELS, key, value, caches[0], caches[1], slots)
     write_kv_reference(key, value, caches[2], caches[3], slots)
-    assert_same_bits(caches[0], caches[2])
-    assert_same_bits(caches[1], caches[3])
+    order = KERNELS.page_order(dtype, latents=False)
+    assert_same_bits(tokens_of(caches[0], "keys", order), caches[2])
+    assert_same_bits(tokens_of(caches[1], "values", order), caches[3])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 50])
@@ -271,7 +276,8 @@ def test_write_kv_int8(dtype, rng, num_tokens):
         caches = [torch.zeros(8, 3, BLOCK_SIZE, 20, dtype=torch.int8) for _ in range(2)]
         scales = [torch.zeros(8, 3, BLOCK_SIZE) for _ in range(2)]
         op(kv[:, 0], kv[:, 1], *caches, slots, key_scales=scales[0], value_scales=scales[1])
-        written.append((*caches, *scales))
+        order = "tokens" if op is write_kv_reference else KERNELS.page_order(dtype, latents=False)
+        written.append((tokens_of(caches[0], "keys", order), tokens_of(caches[1], "values", order), *scales))
     for actual, expected in zip(*written, strict=True):
         assert torch.equal(actual, expected)
 

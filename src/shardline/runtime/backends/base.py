@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardline.deployment.messages import MemoryUse
     from shardline.runtime.decoder import DecoderStage
     from shardline.runtime.ops.attention.kv_cache import LatentCache
+    from shardline.runtime.ops.attention.pages import PageOrder
     from shardline.runtime.parallel.collectives import SmallGather
     from shardline.runtime.sampling.inputs import SamplingInput
     from shardline.runtime.sampling.sampler import SamplingPlan
@@ -64,6 +65,9 @@ class Kernels(CommonKernels, WeightKernels, Protocol):
 
     def quantized_empty(self, num_rows: int, in_features: int, dtype: torch.dtype, /) -> QuantizedRows:
         """Memory for the quantized rows of activations of `dtype`."""
+
+    def page_order(self, dtype: torch.dtype, *, latents: bool) -> PageOrder:
+        """The order of the KV cache's pages, or of the pages of latents, for activations of `dtype`."""
 
     def write_latent(self, latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor, /) -> None: ...
     def mla_attention(

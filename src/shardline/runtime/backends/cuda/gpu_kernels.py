@@ -26,6 +26,7 @@ from shardline.runtime.backends.cuda.kernels import (
 from shardline.runtime.backends.cuda.weights import RowKernels
 from shardline.runtime.backends.host.kernels import HostKernels
 from shardline.runtime.ops.attention.kv_cache import LatentCache
+from shardline.runtime.ops.attention.pages import PageOrder
 from shardline.weights.rows import GROUP_SIZE, QuantizedRows
 
 
@@ -67,6 +68,10 @@ class CudaKernels(RowKernels):
             in_features,
             dtype,
         )
+
+    @staticmethod
+    def page_order(dtype: torch.dtype, *, latents: bool) -> PageOrder:
+        return "tokens"
 
     @staticmethod
     def write_latent(latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:

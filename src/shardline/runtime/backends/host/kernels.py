@@ -10,6 +10,7 @@ from torch import Tensor
 from shardline import _cpu
 from shardline.runtime.backends.host.panels import PanelKernels
 from shardline.runtime.ops.attention.kv_cache import LatentCache
+from shardline.runtime.ops.attention.pages import PageOrder
 from shardline.weights.rows import GROUP_SIZE, QuantizedRows
 
 
@@ -54,6 +55,10 @@ class HostKernels(PanelKernels):
         tokens, slots = (_cpu.activation_empty(torch.int64, size, size) for _ in range(2))
         _cpu.count_exchanged(ids, token_bounds, expert_bounds, tokens, slots)
         return tokens, slots
+
+    @staticmethod
+    def page_order(dtype: torch.dtype, *, latents: bool) -> PageOrder:
+        return "pairs" if dtype == torch.bfloat16 and (latents or _cpu.multiplies_pairs()) else "words"
 
     @staticmethod
     def write_latent(latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:

@@ -24,7 +24,8 @@ def write_kv(
 ) -> None:
     """Stores key and value [T, Hk, D] at slots [T] (int64) of the caches [num_blocks, Hk, block_size, D].
 
-    slot = block_id * block_size + offset; a negative slot is skipped. The token stride of key and value is free. With
+    A page [block_size, D] of a block and head has the order of `kernels.page_order` (see `pages`). slot = block_id *
+    block_size + offset; a negative slot is skipped. The token stride of key and value is free. With
     scales, fp32 [num_blocks, Hk, block_size], the caches are int8. A token's head is stored as round(x / scale), with
     the largest |x| / 127 as its scale, so its bytes depend on that head only. On a GPU the caches may be float8_e4m3fn,
     with 448 in place of 127.
@@ -67,6 +68,7 @@ def write_kv_reference(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
 ) -> None:
+    """`write_kv` to pages in the order of tokens."""
     block_size = key_cache.shape[2]
     for token, slot in enumerate(slots.tolist()):
         if slot < 0:
@@ -104,7 +106,8 @@ LatentCache = Tensor | QuantizedLatents
 
 
 def write_latent(kernels: Kernels, latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:
-    """Stores latent [T, R] and rope_key [T, P] at slots [T] (int64) of a cache [num_blocks, block_size, R + P]. In
+    """Stores latent [T, R] and rope_key [T, P] at slots [T] (int64) of a cache [num_blocks, block_size, R + P], whose
+    pages have the order of `kernels.page_order`. In
     `QuantizedLatents`, each token's latent is quantized as `write_kv` quantizes a head.
 
     Slots are as in `write_kv`; token strides are free.

@@ -19,7 +19,8 @@ def mla_attention(
     context_lens: Tensor,
     scale: float,
 ) -> Tensor:
-    """[T, H, R], for query_latent [T, H, R] and query_rope [T, H, P] against a cache [num_blocks, block_size, R + P].
+    """[T, H, R], for query_latent [T, H, R] and query_rope [T, H, P] against a cache [num_blocks, block_size, R + P],
+    whose pages have the order of `kernels.page_order`.
 
     All heads share one row of the cache per token: it is their key, and its first R elements are their value. Block
     tables, query_starts and context_lens are as in `paged.paged_attention`. Token strides, and the head stride of
@@ -44,7 +45,8 @@ def mla_attention_reference(
     context_lens: Tensor,
     scale: float,
 ) -> Tensor:
-    """`mla_attention` in fp64, with the whole score matrix and only the last rounding."""
+    """`mla_attention` in fp64, with the whole score matrix and only the last rounding, for pages in the order of
+    tokens."""
     cache = cache.dequantized() if isinstance(cache, QuantizedLatents) else cache
     block_size, latent_dim = cache.shape[1], query_latent.shape[2]
     out = torch.empty(query_latent.shape, dtype=query_latent.dtype)

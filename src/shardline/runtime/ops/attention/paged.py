@@ -23,7 +23,8 @@ def paged_attention(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
 ) -> Tensor:
-    """[T, Hq, Dv], for query [T, Hq, D] against caches [num_blocks, Hk, block_size, D or Dv].
+    """[T, Hq, Dv], for query [T, Hq, D] against caches [num_blocks, Hk, block_size, D or Dv], whose pages have the
+    order of `kernels.page_order` (see `pages`).
 
     Sequence s owns query tokens query_starts[s] : query_starts[s + 1]; context_lens[s] counts its keys, the new ones
     included, so its i-th query has position context_lens[s] - query_len + i. A query sees the keys up to its own
@@ -69,7 +70,7 @@ def paged_attention_reference(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
 ) -> Tensor:
-    """`paged_attention` in fp64, with the whole score matrix."""
+    """`paged_attention` in fp64, with the whole score matrix, for pages in the order of tokens."""
     num_heads, num_kv_heads, block_size = query.shape[1], key_cache.shape[1], key_cache.shape[2]
     out = torch.empty(query.shape[0], num_heads, value_cache.shape[3], dtype=query.dtype)
     if key_scales is not None and value_scales is not None:
