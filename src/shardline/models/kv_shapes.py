@@ -26,9 +26,9 @@ def kv_parts(
     """The cache tensors of a layer on a rank that has `num_kv_heads` of the layer's KV heads.
 
     Keys and values are [num_blocks, num_kv_heads, block_size, head_dim] each; a back end orders the elements of a page.
-    One-byte types add scales [num_blocks, num_kv_heads, block_size] for both. Latents are one tensor [num_blocks, block_size, latent_dim], and
-    `num_kv_heads` has no effect on them. With a one-byte type, their rotated part is a tensor of its own in bfloat16,
-    and there is a scale [num_blocks, block_size].
+    One-byte types add scales [num_blocks, num_kv_heads, block_size] for both. Latents are one tensor [num_blocks,
+    block_size, latent_dim], and `num_kv_heads` has no effect on them. With a one-byte type, their rotated part is a
+    tensor of its own in bfloat16, and there is a scale [num_blocks, block_size].
     """
     has_scales = DTYPE_BYTES[dtype] == 1
     if isinstance(attention, MLA):
