@@ -26,6 +26,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     """`seed` and `max_tokens` are never None here."""
+    output_token_ids: list[int] = []
+    """Tokens that a replica generated before it failed; the output goes on after them."""
     choice: int = 0
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0
@@ -43,7 +45,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
 
     seq_id: int
     token_ids: list[int]
-    """The prompt, followed by the tokens generated before a preemption."""
+    """The prompt, followed by the tokens generated before a preemption or by another replica."""
     num_prompt_tokens: int
     sampling: SamplingParams
     choice: int

@@ -75,7 +75,7 @@ class FakeEngineClient:
             if self._dead:
                 raise BrokenPipeError
             self.added.extend(requests)
-            self.running.update({request.request_id: (request, 0) for request in requests})
+            self.running.update({request.request_id: (request, len(request.output_token_ids)) for request in requests})
             self._changed.notify()
 
     def abort(self, request_ids: Sequence[str]) -> None:

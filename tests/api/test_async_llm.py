@@ -184,29 +184,22 @@ async def test_too_many_waiting() -> None:
 
 
 @on_loop
-async def test_one_replica_dies_and_the_other_goes_on() -> None:
+async def test_with_exit_one_failure_ends_everything() -> None:
     cluster = FakeCluster()
-    async with engine(cluster, data_parallel_size=2) as llm:
+    async with engine(cluster, data_parallel_size=2, on_failure="exit") as llm:
         for client in cluster.clients:
             client.paused.set()
         tasks = [asyncio.create_task(last(llm, "dog", max_tokens=5)) for _ in range(4)]
         await asyncio.sleep(0.05)
-        await asyncio.to_thread(cluster.clients[0].die, "rank 0 was killed")
-        cluster.clients[1].paused.clear()
-        outputs = [(await task).outputs[0] for task in tasks]
-        assert [o.finish_reason for o in outputs] == ["error", "length", "error", "length"]
-        assert outputs[0].error == "rank 0 was killed"
-        assert llm.state() == "ready"
-        assert llm.replicas_alive() == [False, True]
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(llm.wait_dead(), 0.01)
-        assert (await last(llm, "dog")).outputs[0].finish_reason == "length"
-
         await asyncio.to_thread(cluster.clients[1].die, "rank 1 was killed")
-        while llm.state() != "dead":
-            await asyncio.sleep(0.01)
+        outputs = [(await task).outputs[0] for task in tasks]
+        assert [(o.finish_reason, o.error) for o in outputs] == [("error", "rank 1 was killed")] * 4
         await asyncio.wait_for(llm.wait_dead(), 1)
-        assert llm.dead_reason == "rank 0 was killed; rank 1 was killed"
+        assert llm.state() == "dead"
+        assert llm.replicas_alive() == [False, False]
+        assert llm.dead_reason == "rank 1 was killed"
         with pytest.raises(EngineDead, match="rank 1 was killed"):
             await llm.submit("dog", SamplingParams())
 

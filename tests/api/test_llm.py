@@ -90,7 +90,7 @@ def test_stop_strings() -> None:
 
 def test_the_death_of_the_engine_is_an_error() -> None:
     cluster = FakeCluster()
-    with make(cluster) as llm:
+    with make(cluster, on_failure="exit") as llm:
         cluster.clients[0].paused.set()
         threading.Timer(0.1, lambda: cluster.clients[0].die("rank 0 was killed")).start()
         with pytest.raises(EngineDead, match="rank 0 was killed"):

@@ -30,8 +30,9 @@ def main(options: dict[str, Any]) -> int:
             engine.load.set()
         return llm
 
+    config = EngineConfig.from_options(on_failure="exit" if "die_after_steps" in options else "restart")
     try:
-        return run_server(EngineConfig(), ServerConfig(**{"port": 0, **options.get("config", {})}), start_llm=start)
+        return run_server(config, ServerConfig(**{"port": 0, **options.get("config", {})}), start_llm=start)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -84,7 +84,8 @@ def test_draining_refuses_new_and_finishes_old() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_death_of_the_engine_reaches_clients(stream: bool) -> None:
-    with serve() as running, running.openai() as client, running.http() as http:
+    ends = EngineConfig.from_options(on_failure="exit")
+    with serve(engine_config=ends) as running, running.openai() as client, running.http() as http:
         running.engine.paused = True
         if stream:
             chunks = client.chat.completions.create(model="demo", messages=CHAT["messages"], stream=True)  # type: ignore[call-overload]

@@ -23,7 +23,7 @@ from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
 from shardline.types import RequestOutput
 
-State = Literal["starting", "ready", "draining", "dead"]
+State = Literal["starting", "ready", "recovering", "draining", "dead"]
 
 __all__ = ["AsyncLLM", "EngineDead", "EngineDraining", "Prompt", "QueueFull", "RequestStream", "State", "merge_stats"]
 
@@ -188,12 +188,13 @@ class AsyncLLM:
     ) -> RequestStream:
         """Check and admit a request; the errors below are raised before any output.
 
-        If its replica dies, the choices end with the finish reason "error" and the message as `error`.
+        If its replica fails, the choices go on at another replica, or when one has started again. If that is
+        impossible, they end with the finish reason "error" and the message as `error`.
 
         Raises:
             ValueError: the prompt or the parameters are invalid (HTTP 400).
             QueueFull: too many requests are waiting (429).
-            EngineDead, EngineDraining: the engine accepts no new requests (503).
+            EngineDead, EngineDraining, EngineRecovering: the engine accepts no new requests (503).
         """
         builder = self._require_open()
         text, ids = split_prompt(prompt)
@@ -236,12 +237,14 @@ class AsyncLLM:
         return self._replicas.stats()
 
     def state(self) -> State:
-        """The engine's state; "dead" as soon as no replica is left."""
+        """The engine's state; "recovering" while no replica runs but one restarts, "dead" if none will run again."""
         if self.dead_reason:
             return "dead"
         if self._draining:
             return "draining"
-        return "starting" if self._builder is None else "ready"
+        if self._builder is None:
+            return "starting"
+        return "ready" if any(self._replicas.alive()) else "recovering"
 
     def replicas_alive(self) -> list[bool]:
         """For each replica, whether it lives."""

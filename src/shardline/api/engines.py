@@ -14,8 +14,6 @@ from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
 from shardline.types import Request
 
-EngineEvent = EngineOutputs | EngineFailed
-
 _POLL_SECONDS = 0.2
 
 
@@ -27,6 +25,22 @@ class Client(Protocol):
     def abort(self, request_ids: Sequence[str]) -> None: ...
     def close(self, timeout: float = 10.0) -> None: ...
 
+
+@dataclasses.dataclass(frozen=True)
+class EngineRestarted:
+    """An engine has started again, and can take requests through `client`."""
+
+    client: Client
+
+
+@dataclasses.dataclass(frozen=True)
+class RestartFailed:
+    """An engine could not start again."""
+
+    message: str
+
+
+EngineEvent = EngineOutputs | EngineFailed | EngineRestarted | RestartFailed
 
 Connect = Callable[[EngineConfig, int, Callable[[EngineEvent], None]], Client]
 """Starts the replica with this number, and calls the callable with its events, on a thread of its own."""
@@ -52,7 +66,11 @@ class Engines:
             connect, config = _deploy(config)
         self.config = config
         self.clients: list[Client] = []
+        self._connect = connect
+        self._on_event = on_event
+        self._fingerprint = ""
         self._open: list[Client] = []
+        self._is_closed = False
         self._closing = threading.Lock()
         try:
             for index in range(config.parallel.num_engines):
@@ -87,19 +105,54 @@ class Engines:
             self.close()
             prints = ", ".join(f"replica {index}: {one.fingerprint}" for index, one in enumerate(ready))
             raise RuntimeError(f"the replicas would give different answers ({prints})")
+        self._fingerprint = ready[0].fingerprint
         return ready
+
+    def restart_engine(self, index: int, failed: Client) -> None:
+        """Start engine `index` again, on a thread of its own; EngineRestarted or RestartFailed tells the result."""
+        name = f"restart-{index}"
+        threading.Thread(target=self._restart_engine, args=(index, failed), name=name, daemon=True).start()
 
     def close(self) -> None:
         """End the processes of all engines; may be called again, and from any thread."""
         with self._closing:
+            self._is_closed = True
             clients, self._open = self._open, []
             if clients:
                 with ThreadPoolExecutor(len(clients), "close") as pool:
                     list(pool.map(lambda client: client.close(), clients))
 
+    def _restart_engine(self, index: int, failed: Client) -> None:
+        failed.close()
+        announced = threading.Event()
+
+        def deliver_event(event: EngineEvent) -> None:
+            announced.wait()  # the new engine's events follow the news that it is there
+            self._on_event(index, event)
+
+        client = None
+        try:
+            with self._closing:
+                if self._is_closed:
+                    return
+                if failed in self._open:
+                    self._open.remove(failed)
+                client = self._connect(self.config, index, deliver_event)
+                self._open.append(client)
+            ready = self._wait_ready(client)
+            if ready.fingerprint != self._fingerprint:
+                raise RuntimeError(f"it would give different answers ({self._fingerprint}, now {ready.fingerprint})")
+        except (OSError, RuntimeError, ValueError) as error:
+            if client is not None:
+                client.close()
+            self._on_event(index, RestartFailed(str(error)))
+        else:
+            self._on_event(index, EngineRestarted(client))
+            announced.set()
+
     def _wait_ready(self, client: Client) -> EngineReady:
         # Waits are short, since a client that is closed meanwhile may never answer.
-        while self._open:
+        while client in self._open:
             with contextlib.suppress(TimeoutError):
                 return client.wait_ready(_POLL_SECONDS)
         raise RuntimeError("the engine was closed while it started")

@@ -15,5 +15,9 @@ class EngineDead(RuntimeError):
     """No replica is left to run the request (HTTP 503); the message says why."""
 
 
+class EngineRecovering(RuntimeError):
+    """Every replica has failed, and at least one restarts; the client should try again later (HTTP 503)."""
+
+
 class EngineDraining(RuntimeError):
     """The engine finishes its requests and accepts no new ones (HTTP 503)."""

@@ -113,8 +113,8 @@ class LLM:
 
         Raises:
             ValueError: a prompt or a parameter is invalid; then no prompt was run.
-            RuntimeError: every replica has died. (If only some have died, the lost choices have the finish reason
-                "error" and the message as `error`.)
+            RuntimeError: every replica has failed too often. (A choice that was running at several failures has the
+                finish reason "error" and the message as `error`.)
         """
         return self.generate_timed(prompts, sampling_params, use_tqdm=use_tqdm)[0]
 

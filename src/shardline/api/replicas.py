@@ -1,4 +1,4 @@
-"""The data-parallel replicas behind one front: which replica runs which request, and what happens if one dies."""
+"""The data-parallel replicas behind one front: which replica runs which request, and what follows if one fails."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from shardline.api.engines import Client, Connect, EngineEvent, Engines
-from shardline.api.errors import EngineDead, QueueFull
+from shardline.api.engines import Client, Connect, EngineEvent, EngineRestarted, Engines, RestartFailed
+from shardline.api.errors import EngineDead, EngineRecovering, QueueFull
+from shardline.api.failover import MAX_FAILURES, RestartLimit, RunningChoice
 from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import EngineOutputs
-from shardline.stats import EngineStats
+from shardline.stats import EngineStats, merge_stats
 from shardline.types import Request, SequenceOutput
 
 logger = logging.getLogger(__name__)
@@ -21,16 +22,25 @@ logger = logging.getLogger(__name__)
 @dataclass
 class _Replica:
     client: Client
-    in_flight: dict[str, Request] = field(default_factory=dict)
+    in_flight: dict[str, RunningChoice] = field(default_factory=dict)
     tokens: int = 0
     """Prompt tokens and maximal output tokens of the requests in flight."""
     stats: EngineStats = field(default_factory=EngineStats)
-    dead: str = ""
-    """Why the replica died; empty while it lives."""
+    past: EngineStats = field(default_factory=EngineStats)
+    """The counters of this replica's engines that have failed."""
+    failed: str = ""
+    """Why the replica failed; empty while it runs."""
+    restarting: bool = False
+    restarts: RestartLimit = field(default_factory=RestartLimit)
 
     def estimate_waiting(self, max_running: int) -> int:
         """About how many of its requests wait: all beyond `max_running`, or as many as it last reported."""
         return max(len(self.in_flight) - max_running, min(self.stats.num_waiting, len(self.in_flight)))
+
+    def take_choices(self) -> list[RunningChoice]:
+        """The choices in flight, which are no longer this replica's."""
+        choices, self.in_flight, self.tokens = list(self.in_flight.values()), {}, 0
+        return choices
 
 
 class Replicas:
@@ -38,6 +48,9 @@ class Replicas:
 
     One thread calls all methods but the constructor. Events come on other threads; the owner must bring them to that
     one thread and pass them to `handle_event`.
+
+    If a replica fails, its choices go on at another one, with the tokens that their users may have seen. Without
+    another one they wait until a replica has started again.
     """
 
     def __init__(
@@ -48,47 +61,42 @@ class Replicas:
         Raises:
             ValueError: the configuration is invalid; nothing was started.
         """
-        engines = Engines(config, on_event, connect)
+        self._engines = engines = Engines(config, on_event, connect)
         self.config = engines.config
         self.wait_ready = engines.wait_ready
         self.close = engines.close
         self._max_running = self.config.max_running
         self._replicas = [_Replica(client) for client in engines.clients]
         self._home: dict[str, int] = {}
+        self._homeless: dict[str, RunningChoice] = {}
+        """Choices that wait for a replica to start again."""
 
     def add_requests(self, children: Sequence[Request], *, bounded: bool = True) -> None:
         """Run all choices of one user request on the replica with the least load.
 
         Raises:
             QueueFull: `max_num_waiting` requests are waiting (only if `bounded`).
+            EngineRecovering: no replica runs at present (only if `bounded`; otherwise the request waits for one).
             EngineDead: no replica is left.
         """
-        alive = [index for index, replica in enumerate(self._replicas) if not replica.dead]
-        if not alive:
+        if self.dead_reason:
             raise EngineDead(self.dead_reason)
+        choices = [RunningChoice(child) for child in children]
+        if not any(self.alive()):
+            if bounded:
+                raise EngineRecovering("every replica has failed and is being restarted; try again later")
+            self._homeless |= {child.request_id: choice for child, choice in zip(children, choices, strict=True)}
+            return
         limit = self.config.scheduler.max_num_waiting
         if bounded and self.num_waiting() >= limit:
             raise QueueFull(f"{limit} requests are already waiting; try again later (--max-num-waiting)")
-        index = min(alive, key=lambda i: (len(self._replicas[i].in_flight), self._replicas[i].tokens, i))
-        replica = self._replicas[index]
-        for child in children:
-            replica.in_flight[child.request_id] = child
-            replica.tokens += _num_tokens(child)
-            self._home[child.request_id] = index
-        try:
-            replica.client.add(children)
-        except OSError:
-            # The replica has just died. Its EngineFailed will arrive, and `handle_event` will fail these requests too.
-            return
-        except BaseException:  # the requests cannot be sent
-            for child in children:
-                self._forget_request(child.request_id)
-            raise
+        self._place_choices(choices)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Stop engine requests on the replicas that run them. Unknown ids are ignored."""
         by_replica: dict[int, list[str]] = {}
         for request_id in request_ids:
+            self._homeless.pop(request_id, None)
             index = self._home.get(request_id)
             if index is not None:
                 by_replica.setdefault(index, []).append(request_id)
@@ -102,7 +110,7 @@ class Replicas:
     def handle_event(self, index: int, event: EngineEvent) -> Sequence[SequenceOutput]:
         """Apply an event of replica `index` and return its outputs.
 
-        If the replica has died, each of its requests gets an output with the finish reason "error".
+        Choices that cannot go on anywhere get an output with the finish reason "error".
         """
         replica = self._replicas[index]
         if isinstance(event, EngineOutputs):
@@ -110,48 +118,124 @@ class Replicas:
             for output in event.outputs:
                 if output.finish_reason is not None:
                     self._forget_request(output.request_id)
+                elif (choice := replica.in_flight.get(output.request_id)) is not None:
+                    choice.note_tokens(output.token_ids)
             return event.outputs
-        replica.dead = event.message or "the engine's process has ended"
-        gauges = {"num_running": 0, "num_waiting": 0, "kv_blocks_used": 0}
-        replica.stats = msgspec.structs.replace(replica.stats, **gauges)
-        lost = list(replica.in_flight.values())
-        for child in lost:
-            self._forget_request(child.request_id)
-        left = sum(self.alive())
-        logger.error("replica %d is lost, %d of its choices too; %d left: %s", index, len(lost), left, replica.dead)
-        return [
-            SequenceOutput(child.request_id, child.choice, [], finish_reason="error", error=replica.dead)
-            for child in lost
-        ]
+        if isinstance(event, EngineRestarted):
+            return self._welcome_replica(index, event.client)
+        if isinstance(event, RestartFailed):
+            logger.error("replica %d could not start again: %s", index, event.message)
+            replica.restarting = False
+            return self._recover(index, [])
+        return self._lose_replica(index, event.message or "the engine's process has ended")
 
     def num_waiting(self) -> int:
         """About how many requests wait, on all living replicas together."""
-        return sum(replica.estimate_waiting(self._max_running) for replica in self._replicas if not replica.dead)
+        return sum(replica.estimate_waiting(self._max_running) for replica in self._replicas if not replica.failed)
 
     def num_in_flight(self) -> int:
         """Engine requests that have not finished."""
-        return len(self._home)
+        return len(self._home) + len(self._homeless)
 
     def stats(self) -> list[EngineStats]:
-        """The latest counters of each replica, dead replicas included."""
-        return [replica.stats for replica in self._replicas]
+        """The latest counters of each replica, failed replicas included."""
+        return [
+            msgspec.structs.replace(merge_stats([replica.past, replica.stats]), experts=replica.stats.experts)
+            for replica in self._replicas
+        ]
 
     def alive(self) -> list[bool]:
-        """For each replica, whether it lives."""
-        return [not replica.dead for replica in self._replicas]
+        """For each replica, whether it runs."""
+        return [not replica.failed for replica in self._replicas]
 
     @property
     def dead_reason(self) -> str:
-        """Why no replica is left; empty while at least one lives."""
-        reasons = [replica.dead for replica in self._replicas]
-        return "; ".join(dict.fromkeys(reasons)) if reasons and all(reasons) else ""
+        """Why no replica will run any more; empty while at least one runs or restarts."""
+        if any(replica.restarting or not replica.failed for replica in self._replicas):
+            return ""
+        return "; ".join(dict.fromkeys(replica.failed for replica in self._replicas))
+
+    def _place_choices(self, choices: Sequence[RunningChoice]) -> None:
+        """Hand choices to the living replica with the least load."""
+        alive = [index for index, replica in enumerate(self._replicas) if not replica.failed]
+        index = min(alive, key=lambda i: (len(self._replicas[i].in_flight), self._replicas[i].tokens, i))
+        replica = self._replicas[index]
+        for choice in choices:
+            replica.in_flight[choice.request.request_id] = choice
+            replica.tokens += _num_tokens(choice.request)
+            self._home[choice.request.request_id] = index
+        try:
+            replica.client.add([choice.as_request() for choice in choices])
+        except OSError:
+            # The replica has just died. Its EngineFailed will arrive, and `handle_event` will move these requests too.
+            return
+        except BaseException:  # the requests cannot be sent
+            for choice in choices:
+                self._forget_request(choice.request.request_id)
+            raise
+
+    def _lose_replica(self, index: int, reason: str) -> Sequence[SequenceOutput]:
+        replica = self._replicas[index]
+        replica.failed = reason
+        gauges = {"num_running": 0, "num_waiting": 0, "kv_blocks_used": 0}
+        replica.stats = msgspec.structs.replace(replica.stats, **gauges)
+        lost = replica.take_choices()
+        logger.error("replica %d is lost with %d choices; %d left: %s", index, len(lost), sum(self.alive()), reason)
+        if self.config.parallel.on_failure == "exit":
+            for other in self._replicas:
+                other.failed = other.failed or reason
+                lost += other.take_choices()
+        for choice in lost:
+            self._home.pop(choice.request.request_id, None)
+            choice.num_failures += 1
+        return self._recover(index, lost)
+
+    def _recover(self, index: int, lost: Sequence[RunningChoice]) -> Sequence[SequenceOutput]:
+        """Restart a failed replica if that is allowed, and find a place for lost choices; returns their errors."""
+        replica = self._replicas[index]
+        if self.config.parallel.on_failure == "restart":
+            replica.restarting = replica.restarts.allow_restart()
+            if replica.restarting:
+                logger.info("replica %d starts again", index)
+                self._engines.restart_engine(index, replica.client)
+            else:
+                logger.error("replica %d failed too often and stays down", index)
+        errors = []
+        for choice in lost:
+            if choice.num_failures >= MAX_FAILURES:
+                times = f"this request was running at {choice.num_failures} failures, and is not tried again"
+                errors.append(_as_error(choice, f"{replica.failed} ({times})"))
+            elif any(self.alive()):
+                self._place_choices([choice])
+            else:
+                self._homeless[choice.request.request_id] = choice
+        if self.dead_reason:
+            errors += [_as_error(choice, self.dead_reason) for choice in self._homeless.values()]
+            self._homeless = {}
+        return errors
+
+    def _welcome_replica(self, index: int, client: Client) -> Sequence[SequenceOutput]:
+        replica = self._replicas[index]
+        replica.past = merge_stats([replica.past, msgspec.structs.replace(replica.stats, kv_blocks_total=0)])
+        replica.stats = EngineStats()
+        replica.client, replica.failed, replica.restarting = client, "", False
+        waiting, self._homeless = self._homeless, {}
+        logger.info("replica %d runs again, and goes on with %d choices", index, len(waiting))
+        for choice in waiting.values():
+            self._place_choices([choice])
+        return []
 
     def _forget_request(self, request_id: str) -> None:
         index = self._home.pop(request_id, None)
         if index is not None:
             replica = self._replicas[index]
-            replica.tokens -= _num_tokens(replica.in_flight.pop(request_id))
+            replica.tokens -= _num_tokens(replica.in_flight.pop(request_id).request)
 
 
 def _num_tokens(request: Request) -> int:
     return len(request.prompt_token_ids) + (request.sampling.max_tokens or 0)
+
+
+def _as_error(choice: RunningChoice, message: str) -> SequenceOutput:
+    request = choice.request
+    return SequenceOutput(request.request_id, request.choice, [], finish_reason="error", error=message)

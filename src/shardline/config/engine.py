@@ -80,6 +80,12 @@ class ParallelConfig:
         300.0,
         "seconds that a step may take, and within which an idle rank must answer; an engine that exceeds them is ended",
     )
+    on_failure: str = option(
+        "restart",
+        "what follows the failure of a replica; restart: it starts again, and its requests go on where they were, on "
+        "another replica if there is one; exit: the server ends with code 1",
+        choices=("restart", "exit"),
+    )
     cpu_threads: int | None = option(None, "threads per rank; default: this process's cores divided by its ranks")
 
     @property

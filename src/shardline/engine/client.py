@@ -110,7 +110,12 @@ class EngineClient:
         except subprocess.TimeoutExpired:
             _log.warning("engine %d did not end within %g s and is killed", self._replica, timeout)
             self._process.kill()
-            self._process.wait()
+            try:
+                self._process.wait(_GRACE)
+            except subprocess.TimeoutExpired:
+                _log.error(
+                    "engine %d (pid %d) hangs in the kernel and is left behind", self._replica, self._process.pid
+                )
         self._reader.join(timeout=1.0)
         self._channel.close()
 

@@ -61,7 +61,7 @@ class RequestRegistry:
         assert all(other.request.choice != request.choice for other in siblings), "a request was added twice"
         order = (request.priority, request.arrival_time, self._num_added)
         self._num_added += 1
-        sequence = LiveSequence(request, limit, order, list(prompt), self._kv.new_state())
+        sequence = LiveSequence(request, limit, order, prompt + request.output_token_ids, self._kv.new_state())
         siblings.append(sequence)
         self._num_live += 1
         return sequence

@@ -23,7 +23,11 @@ def health_routes(service: Service) -> APIRouter:
         alive = service.llm.replicas_alive()
         if not all(alive):
             body["replicas"] = f"{sum(alive)} of {len(alive)} alive"
-        headers = {"Retry-After": str(RETRY_STARTING_SECONDS)} if state == "starting" and not healthy else None
+        headers = (
+            {"Retry-After": str(RETRY_STARTING_SECONDS)}
+            if state in ("starting", "recovering") and not healthy
+            else None
+        )
         return Response(msgspec.json.encode(body), 200 if healthy else 503, headers, "application/json")
 
     @router.head("/live")
@@ -35,7 +39,7 @@ def health_routes(service: Service) -> APIRouter:
     @router.head("/ready")
     @router.get("/ready")
     async def ready() -> Response:
-        """Whether clients should send new requests here: 503 also while starting or draining."""
+        """Whether clients should send new requests here: 503 also while starting, recovering or draining."""
         return answer(service.llm.state() == "ready")
 
     @router.get("/ping")

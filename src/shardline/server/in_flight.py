@@ -20,11 +20,45 @@ from shardline.server.errors import ApiError, internal_error
 logger = logging.getLogger(__name__)
 
 _DONE_EVENT = b"data: [DONE]\n\n"
+_COMMENT = b": still working\n\n"
+_COMMENT_SECONDS = 5.0
+"""Silence after which a stream gets a comment: proxies and clients end connections that say nothing for long."""
 
 
 def make_event(data: bytes) -> bytes:
     """One server-sent event with `data`, JSON without line breaks."""
     return b"data: " + data + b"\n\n"
+
+
+class _Comments:
+    """Sends a comment when a stream has been silent for a while. A token costs it no more than an addition."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._num_items = self._num_seen = 0
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(_COMMENT_SECONDS, self._look)
+        self._sending: asyncio.Task[None] | None = None
+
+    def note_item(self) -> None:
+        """The stream is about to send something."""
+        self._num_items += 1
+
+    async def stop(self) -> None:
+        """Send no more comments."""
+        self._timer.cancel()
+        if self._sending is not None:
+            self._sending.cancel()  # a client that does not read would hold it for ever
+            await asyncio.gather(self._sending, return_exceptions=True)
+
+    def _look(self) -> None:
+        if self._num_items == self._num_seen and (self._sending is None or self._sending.done()):
+            self._sending = self._loop.create_task(self._send_comment())
+        self._num_seen = self._num_items
+        self._timer = self._loop.call_later(_COMMENT_SECONDS, self._look)
+
+    async def _send_comment(self) -> None:
+        await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 
 
 class EventStream(Response):
@@ -48,14 +82,18 @@ class EventStream(Response):
         last = _DONE_EVENT
         async with self._source, aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            comments = _Comments(send)
             try:
                 async for item in events:
+                    comments.note_item()
                     await send({"type": "http.response.body", "body": item, "more_body": True})
             except ApiError as error:
                 last = make_event(error.body) + _DONE_EVENT
             except Exception:
                 logger.exception("a stream failed")
                 last = make_event(internal_error().body) + _DONE_EVENT
+            finally:
+                await comments.stop()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -77,6 +77,10 @@ class Service:
         state = self.llm.state()
         if state == "starting":
             raise unavailable("The model is still loading; try again later.", "starting", RETRY_STARTING_SECONDS)
+        if state == "recovering":
+            raise unavailable(
+                "The engine has failed and is restarting; try again later.", state, RETRY_STARTING_SECONDS
+            )
         if state == "draining":
             raise draining()
         if state == "dead":

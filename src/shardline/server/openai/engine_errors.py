@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from shardline.api.errors import ContextLengthExceeded, EngineDead, EngineDraining, QueueFull
-from shardline.server.errors import ApiError, bad_request, draining, engine_dead
+from shardline.api.errors import ContextLengthExceeded, EngineDead, EngineDraining, EngineRecovering, QueueFull
+from shardline.server.errors import ApiError, bad_request, draining, engine_dead, unavailable
 from shardline.server.openai.protocol import bad_parameter
 
 RETRY_QUEUE_FULL_SECONDS = 1
+RETRY_RECOVERING_SECONDS = 2
 
 
 def as_api_error(error: BaseException, prompt_param: str) -> ApiError | None:
     """The answer to a request that was not admitted. None: the error is not meant for clients."""
     if isinstance(error, EngineDraining):
         return draining()
+    if isinstance(error, EngineRecovering):
+        return unavailable(str(error), "recovering", RETRY_RECOVERING_SECONDS)
     if isinstance(error, EngineDead):
         return engine_dead(str(error))
     if isinstance(error, QueueFull):

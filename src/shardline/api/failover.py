@@ -1,0 +1,56 @@
+"""What the front keeps of running choices, so that another replica can go on with them, and when it gives up."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from shardline.types import Request
+
+MAX_FAILURES = 3
+"""A choice that was present at so many failures ends with an error: it may be their cause."""
+
+MAX_RESTARTS = 5
+RESTART_WINDOW = 300.0
+"""Seconds in which a replica may restart MAX_RESTARTS times."""
+
+
+@dataclass
+class RunningChoice:
+    """A choice that has not finished, with the tokens that its user may have seen already."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    num_failures: int = 0
+
+    def note_tokens(self, token_ids: Sequence[int]) -> None:
+        """Keep new tokens."""
+        self.token_ids.extend(token_ids)
+
+    def as_request(self) -> Request:
+        """The request for a replica that goes on after the tokens that are known."""
+        if not self.token_ids:
+            return self.request
+        return msgspec.structs.replace(self.request, output_token_ids=list(self.token_ids))
+
+
+class RestartLimit:
+    """Says whether a replica may restart once more."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._times: deque[float] = deque()
+
+    def allow_restart(self) -> bool:
+        """Count one more restart, unless there were too many of late."""
+        now = self._clock()
+        while self._times and now - self._times[0] > RESTART_WINDOW:
+            self._times.popleft()
+        if len(self._times) >= MAX_RESTARTS:
+            return False
+        self._times.append(now)
+        return True

@@ -1,0 +1,79 @@
+"""Streams of real engines that are killed: they go on, and nobody can tell from their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from contextlib import aclosing
+
+import msgspec
+import pytest
+
+from shardline.api.async_llm import AsyncLLM
+from shardline.config.engine import EngineConfig
+from shardline.sampling_params import SamplingParams
+from shardline.types import CompletionOutput
+from tests.faults.processes import assert_all_end
+
+REQUESTS = [
+    ("Once upon a time", SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)),
+    ("The answer is", SamplingParams(temperature=1.0, n=3, max_tokens=200, logprobs=2, ignore_eos=True)),
+    ("A list:", SamplingParams(temperature=0.9, top_p=0.9, max_tokens=400, stop=["zzz", "\n\n\n\n"])),
+    ("def main():", SamplingParams(temperature=0.7, repetition_penalty=1.2, min_tokens=150, max_tokens=250)),
+    ("Hello", SamplingParams(temperature=1.1, frequency_penalty=0.4, logits_digest=True, max_tokens=220)),
+]
+
+
+async def collect(llm: AsyncLLM, prompt: str, params: SamplingParams, flows: asyncio.Event) -> list[CompletionOutput]:
+    """The outputs of a stream; `flows` is set once it has some tokens."""
+    stream = await llm.submit(prompt, params)
+    async with aclosing(stream):
+        async for output in stream:
+            if all(len(choice.token_ids) > 20 for choice in output.outputs):
+                flows.set()
+    flows.set()
+    return stream.output.outputs
+
+
+async def run(options: dict[str, object], kills: list[str]) -> tuple[list[object], list[int]]:
+    """All outputs, while each of `kills` ("rank" or "engine") hits replica 0; and the pids that were running first."""
+    llm = AsyncLLM(EngineConfig.from_options(model="demo", seed=3, **options))
+    try:
+        await llm.wait_ready()
+        pids = [int(pid) for pid in re.findall(r"pid (\d+)", "\n".join(llm.report))]
+        flows = [asyncio.Event() for _ in REQUESTS]
+        tasks = [
+            asyncio.create_task(collect(llm, prompt, params, flow))
+            for (prompt, params), flow in zip(REQUESTS, flows, strict=True)
+        ]
+        await asyncio.gather(*(flow.wait() for flow in flows))
+        for kill in kills:
+            client = llm._replicas._replicas[0].client
+            os.kill(client._process.pid if kill == "engine" else pids[1], signal.SIGKILL)  # type: ignore[attr-defined]
+            while client is llm._replicas._replicas[0].client:
+                await asyncio.sleep(0.01)
+        outputs = await asyncio.gather(*tasks)
+        assert llm.state() == "ready"
+        return [msgspec.to_builtins(output) for output in outputs], pids
+    finally:
+        await llm.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "kills"),
+    [
+        ({"tensor_parallel_size": 2}, ["rank"]),
+        ({"data_parallel_size": 2}, ["engine", "engine"]),
+    ],
+    ids=["a rank of the only replica", "an engine of two, twice"],
+)
+def test_nobody_can_tell_from_the_tokens(options: dict[str, object], kills: list[str]) -> None:
+    async def both() -> None:
+        undisturbed, _ = await run(options, [])
+        disturbed, pids = await run(options, kills)
+        assert disturbed == undisturbed
+        assert_all_end(pids, within=10)
+
+    asyncio.run(asyncio.wait_for(both(), 120))
