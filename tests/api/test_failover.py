@@ -19,7 +19,7 @@ from shardline.api.failover import MAX_FAILURES, MAX_RESTARTS, RESTART_WINDOW, R
 from shardline.api.llm import LLM
 from shardline.api.replicas import Replicas
 from shardline.config.engine import EngineConfig
-from shardline.engine.ipc import EngineFailed, EngineOutputs
+from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
 from shardline.sampling_params import SamplingParams
 from shardline.stats import EngineStats
 from shardline.types import RequestOutput, SequenceOutput
@@ -31,7 +31,7 @@ Connect = Callable[[EngineConfig, int, Callable[[EngineEvent], None]], Client]
 
 
 class Cluster:
-    """Replicas whose engines never step, and the events that restarts bring."""
+    """Replicas, and the events that restarts bring; what their engines compute by themselves is not used."""
 
     def __init__(self, connect: Connect | None = None, **options: object) -> None:
         self.fakes = FakeCluster()
@@ -46,6 +46,8 @@ class Cluster:
     def pass_restart(self, kind: type[EngineEvent]) -> list[SequenceOutput]:
         """Waits for the end of a restart, and passes it on."""
         index, event = self.events.get(timeout=5)
+        while isinstance(event, EngineOutputs):
+            index, event = self.events.get(timeout=5)
         assert isinstance(event, kind)
         return list(self.replicas.handle_event(index, event))
 
@@ -235,16 +237,30 @@ async def test_streams_outlive_replicas_and_are_the_same(num_replicas: int) -> N
 
 @on_loop
 async def test_while_nothing_runs_new_requests_are_refused() -> None:
-    cluster = FakeCluster()
-    llm = AsyncLLM(EngineConfig(), connect=cluster, load_text=load_text)
+    gate = threading.Event()
+    starts: list[FakeEngineClient] = []
+
+    class Late(FakeEngineClient):
+        def wait_ready(self, timeout: float | None = None) -> EngineReady:
+            if not gate.wait(timeout):
+                raise TimeoutError
+            return super().wait_ready(timeout)
+
+    def connect(config: EngineConfig, index: int, on_message: Callable[[EngineEvent], None]) -> Client:
+        starts.append((Late if starts else FakeEngineClient)(config, index, on_message))
+        return starts[-1]
+
+    llm = AsyncLLM(EngineConfig(), connect=connect, load_text=load_text)
     try:
         await llm.wait_ready()
-        await asyncio.to_thread(cluster.clients[0].die, "rank 0 was killed")
+        await asyncio.to_thread(starts[0].die, "rank 0 was killed")
         while llm.state() == "ready":
-            await asyncio.sleep(0)
-        if llm.state() == "recovering":  # it may be over already
-            with pytest.raises(EngineRecovering):
-                await llm.submit("dog", SamplingParams())
+            await asyncio.sleep(0.001)
+        assert llm.state() == "recovering"
+        assert llm.dead_reason == ""
+        with pytest.raises(EngineRecovering, match="being restarted"):
+            await llm.submit("dog", SamplingParams())
+        gate.set()
         while llm.state() == "recovering":
             await asyncio.sleep(0.001)
         assert (await collect(llm, "dog", SamplingParams(max_tokens=3))).outputs[0].finish_reason == "length"
