@@ -35,7 +35,8 @@ KERNELS = HostKernels()
 BLOCK_SIZE = 16
 COLD_BYTES = 192 << 20  # of all caches of a case: more than the processor's caches hold
 MOST_BYTES = 3 << 30
-MIN_SECONDS = 0.05  # of calls per measurement
+MIN_SECONDS = 0.1  # of calls per measurement
+SETTLE_SECONDS = 0.1  # of calls before a measurement: the other library's idle threads spin on our cores for a while
 
 Call = Callable[[], object]
 
@@ -77,7 +78,9 @@ class Case:
 
 
 def seconds_per_call(call: Call) -> float:
-    call()
+    settled = time.perf_counter() + SETTLE_SECONDS
+    while time.perf_counter() < settled:
+        call()
     count, started = 0, time.perf_counter()
     while True:
         call()

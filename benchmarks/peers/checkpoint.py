@@ -1,6 +1,7 @@
-"""The random-weight checkpoint that every engine is measured on: Qwen2.5-0.5B's shape, in bfloat16.
+"""The random-weight checkpoints that every engine is measured on, in bfloat16.
 
-The environment needs transformers: `python benchmarks/peers/checkpoint.py FOLDER`.
+The environment needs transformers: `python benchmarks/peers/checkpoint.py FOLDER [SHAPE]`. SHAPE is q05 (Qwen2.5-0.5B's
+shape, the default) or mha (a Llama of 12 layers with 16 heads of 64, each with keys and values of its own).
 """
 
 from __future__ import annotations
@@ -9,20 +10,30 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-SHAPE = {
+COMMON = {
     "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+Q05 = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+}
+MHA = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
 }
 
 
@@ -32,8 +43,15 @@ def main() -> None:
     if (folder / "config.json").exists():
         return
     torch.manual_seed(0)
-    config = Qwen2Config(**SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    shape = sys.argv[2] if len(sys.argv) > 2 else "q05"
+    if shape not in ("q05", "mha"):
+        raise SystemExit(f"no shape {shape!r}; known: q05, mha")
+    network = (
+        Qwen2ForCausalLM(Qwen2Config(**COMMON, **Q05))
+        if shape == "q05"
+        else LlamaForCausalLM(LlamaConfig(**COMMON, **MHA))
+    )
+    model = network.to(torch.bfloat16)
     model.config.dtype = "bfloat16"
     model.save_pretrained(folder)
 

@@ -16,7 +16,7 @@ PEER_PRECISIONS = {"bf16": ("bf16",), "int8": ("bf16", "int8"), "int4": ("bf16",
 """The precisions of peers for each precision of ours: a peer's weights must be at least as precise."""
 
 BAR = {
-    "bf16": {"W1": 1.2, "W2": 1.25, "W3": 1.15, "W4": 1.25, "W5": 1.5},
+    "bf16": {"W1": 1.2, "W2": 1.25, "W3": 1.15, "W4": 1.25, "W5": 1.5, "W6": 2.0},
     "int8": {"W1": 1.5, "W2": 2.0, "W3": 1.8, "W4": 1.9, "W5": 2.0},
     "int4": {"W1": 1.4, "W2": 1.7, "W3": 1.6, "W4": 1.6},
 }

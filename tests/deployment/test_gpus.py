@@ -174,6 +174,7 @@ def test_ranks_share_a_gpu_over_gloo() -> None:
 
 def test_every_gpu_holds_all_latents(tmp_path: Path) -> None:
     options = {"model": str(make_checkpoint("deepseek_v2", tmp_path)), "max_model_len": 64, "kv_cache_memory": "1MiB"}
+    options["block_size"] = 16
     blocks = {}
     for device, size in (("cpu", 1), ("cuda", 1), ("cpu", 2), ("cuda", 2)):
         setup = resolve_on(TWO, **options, device=device, tensor_parallel_size=size)

@@ -103,19 +103,20 @@ def test_resolving_opens_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_pool_is_what_the_memory_holds() -> None:
-    roomy = setup(kv_cache_memory="8MiB", max_model_len=64)
+    small: dict[str, object] = {"kv_cache_memory": "8MiB", "max_model_len": 64, "block_size": 16}
+    roomy = setup(**small)
     # 8 layers x 8 KV heads x 32 dims x (keys and values) x 2 bytes, 16 tokens a block.
     assert pool(roomy) == (8 << 20) // (8 * 8 * 32 * 2 * 2 * 16)
-    bytewise = setup(kv_cache_memory="8MiB", max_model_len=64, kv_cache_dtype="int8")
+    bytewise = setup(**small, kv_cache_dtype="int8")
     assert pool(bytewise) == (8 << 20) // (8 * 8 * (32 + 4) * 2 * 16)  # a byte each, and a scale
-    split = setup(kv_cache_memory="8MiB", max_model_len=64, tensor_parallel_size=2)
+    split = setup(**small, tensor_parallel_size=2)
     assert pool(split) == min(2 * pool(roomy), 128 * 4 + 1)
 
 
 def test_a_length_that_does_not_fit_is_refused_with_one_that_does() -> None:
     with pytest.raises(ValueError, match="--max-model-len 1008"):
-        setup(kv_cache_memory="8MiB")
-    assert setup(kv_cache_memory="8MiB", max_model_len="auto").max_model_len == 1008
+        setup(kv_cache_memory="8MiB", block_size=16)
+    assert setup(kv_cache_memory="8MiB", block_size=16, max_model_len="auto").max_model_len == 1008
     with pytest.raises(ValueError, match="too few for any request"):
         setup(kv_cache_memory="100KiB")
 
@@ -171,19 +172,34 @@ def test_memory_that_is_asked_for_must_be_there() -> None:
 def test_a_rope_that_follows_the_length_wants_a_length(tmp_path: Path) -> None:
     """Else the layout, by the memory it leaves, would choose the tokens."""
     model = str(make_variant("phi3-longrope-long", tmp_path / "model"))
-    options = {"model": model, "kv_cache_memory": "32KiB"}
+    options = {"model": model, "kv_cache_memory": "32KiB", "block_size": 16}
     with pytest.raises(ValueError, match="set it yourself"):
         setup(max_model_len="auto", **options)
 
 
-def test_pages_that_products_cannot_read_are_refused(tmp_path: Path) -> None:
+def test_pages_that_products_cannot_read_are_refused() -> None:
     with pytest.raises(ValueError, match="--block-size 24 is not a multiple of 16"):
         setup(block_size=24)
-    odd = {"head_dim": 15, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 14 / 15}}
-    model = str(make_checkpoint("llama", tmp_path / "model", **odd))
-    assert setup(model=model, dtype="float32").spec.layers[0].attention.head_dim == 15
+    spec = setup().spec
+    layer = spec.layers[0]
+    odd = replace(spec, layers=(replace(layer, attention=replace(layer.attention, head_dim=15)),))
+    assert choose_block_size(None, odd, "float32", "float32", "cpu") == 32
     with pytest.raises(ValueError, match=r"keys of 15 elements.*--dtype float32 would work"):
-        setup(model=model, dtype="bfloat16")
+        choose_block_size(None, odd, "bfloat16", "bfloat16", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype", "device", "tokens"),
+    [(64, "bfloat16", "cpu", 32), (128, "bfloat16", "cpu", 16), (128, "int8", "cpu", 32), (64, "bfloat16", "cuda", 16)],
+)
+def test_blocks_are_pieces_that_a_cpu_reads_at_full_speed(
+    head_dim: int, kv_dtype: KVDType, device: str, tokens: int
+) -> None:
+    spec = setup().spec
+    layer = spec.layers[0]
+    wide = replace(spec, layers=(replace(layer, attention=replace(layer.attention, head_dim=head_dim)),))
+    assert choose_block_size(None, wide, "bfloat16", kv_dtype, device) == tokens
+    assert choose_block_size(48, wide, "bfloat16", kv_dtype, device) == 48
 
 
 def test_a_folder_called_demo_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,9 +228,11 @@ def test_what_was_chosen_is_told_with_its_reason() -> None:
         "8 threads a rank (16 cores, ranks in all: 2)",
         "pipeline_stages 4,4 (balanced",
         "of KV cache a rank",
+        "block_size 32 (16 keys of a head take less than 4 KiB)",
     ):
         assert words in line
     asked = {"dtype": "bfloat16", "max_model_len": 2048, "distributed_executor_backend": "mp", "cpu_threads": 8}
+    asked["block_size"] = 32
     assert setup(pipeline_parallel_size=2, pipeline_stages="4,4", kv_cache_memory="1GiB", **asked).reasons == ()
 
 

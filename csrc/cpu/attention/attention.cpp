@@ -2,7 +2,7 @@
 // and on which thread.
 #include "attention/attention_sharing.h"
 #include "attention/attention_tile.h"
-#include "attention/split_tasks.h"
+#include "attention/tile_tasks.h"
 #include "dispatch/variant.h"
 #include "runtime/thread_pool.h"
 
@@ -18,7 +18,8 @@ int64_t num_places(const AttentionArgs& args) { return args.query_starts[args.nu
 
 // Computes all splits of a tile, one after another, except those that the sequence shares: they are computed already.
 template <class T, class Stored>
-void attend_tile(const AttentionArgs& args, const TileIndex& index, int64_t num_shared, const PartialMemory* shared) {
+void attend_tile(const AttentionArgs& args, const TileIndex& index, const NextPanels& next, int64_t num_shared,
+                 const PartialMemory* shared) {
   const int64_t width = RowTile<T, Stored>::output_width(args), num_rows = index.num_rows;
   RowTile<T, Stored> tile(args, index);
   const size_t num_words = RowTile<T, Stored>::scratch_words(args, num_rows) + static_cast<size_t>(num_rows * width);
@@ -45,50 +46,23 @@ void attend_tile(const AttentionArgs& args, const TileIndex& index, int64_t num_
     }
   }
   for (int64_t split = max64(tile.first_split(), num_shared); split < tile.end_split(); ++split) {
-    tile.attend(split, [&](int64_t first_row, int count, const Row* rows) { take(split, first_row, count, rows); });
+    const NextPanels after = split + 1 < tile.end_split() ? tile.first_panels(split + 1) : next;
+    tile.attend(split, after, [&](int64_t first_row, int count, const Row* rows) {
+      take(split, first_row, count, rows);
+    });
   }
 }
 
-// The tiles of a call, in the order of sequences, then rows; each stands for a tile per KV head. The number of rows in
-// a tile changes no result, so tiles have as many rows as leave each thread some tiles.
-class Tiles {
- public:
-  explicit Tiles(const AttentionArgs& args) : args_(args) {
-    for (tile_rows_ = kMostTileRows; !divide(); tile_rows_ /= 2) {}
-    tiles_ = new TileIndex[static_cast<size_t>(count_)];
-    int64_t place = 0;
-    for (int64_t s = 0; s < args.num_sequences; ++s) {
-      const int64_t num_rows = rows_of(args, s);
-      longest_context_ = max64(longest_context_, args.context_lens[s]);
-      for (int64_t first = 0; first < num_rows; first += tile_rows_) {
-        tiles_[place++] = {s, 0, first, min64(tile_rows_, num_rows - first), first_position_of(args, s)};
-      }
-    }
+// The number of rows in a tile changes no result, so tiles have as many rows as leave each thread some tiles.
+int64_t choose_tile_rows(const AttentionArgs& args) {
+  const int64_t rows_per_token = args.num_heads / args.num_kv_heads;
+  int64_t tile_rows = kMostTileRows;
+  while (tile_rows > kFewestTileRows && RowTiles<AttentionArgs>::count(args, rows_per_token, tile_rows) *
+                                                args.num_kv_heads < 4 * num_threads()) {
+    tile_rows /= 2;
   }
-  ~Tiles() { delete[] tiles_; }
-  Tiles(const Tiles&) = delete;
-
-  int64_t count() const { return count_; }
-  bool are_few() const { return num_threads() > 1 && count_ * args_.num_kv_heads < 2 * num_threads(); }
-  int64_t longest_context() const { return longest_context_; }
-  TileIndex at(int64_t tile, int64_t kv_head) const {
-    TileIndex index = tiles_[tile];
-    index.kv_head = kv_head;
-    return index;
-  }
-
- private:
-  // Whether tiles of tile_rows_ rows leave each thread enough tiles.
-  bool divide() {
-    count_ = 0;
-    for (int64_t s = 0; s < args_.num_sequences; ++s) count_ += ceil_div(rows_of(args_, s), tile_rows_);
-    return tile_rows_ == kFewestTileRows || count_ * args_.num_kv_heads >= 4 * num_threads();
-  }
-
-  const AttentionArgs& args_;
-  TileIndex* tiles_;
-  int64_t count_, tile_rows_, longest_context_ = 0;
-};
+  return tile_rows;
+}
 
 // The rows of all sequences that share a split meet it as one tile.
 template <class T, class Stored>
@@ -107,7 +81,7 @@ void attend_shared(const AttentionArgs& args, const SharedRun& run, PartialMemor
                                    min64(tile_rows, num_rows - first_row), position});
     const size_t num_words = RowTile<T, Stored>::scratch_words(args, tile_rows);
     tile.prepare(static_cast<int32_t*>(thread_scratch(num_words * sizeof(int32_t))));
-    tile.attend(run.split, [&](int64_t first, int count, const Row* rows) {
+    tile.attend(run.split, tile.first_panels(run.split), [&](int64_t first, int count, const Row* rows) {
       for (int r = 0; r < count; ++r) {
         partials.put(run.split * num_places(args) + tile.place(first + r), rows[r].partial);
       }
@@ -117,13 +91,13 @@ void attend_shared(const AttentionArgs& args, const SharedRun& run, PartialMemor
 
 // Computes one split of a tile; its rows' partials begin at `place`.
 template <class T, class Stored>
-void attend_one_split(const AttentionArgs& args, const TileIndex& index, int64_t split, PartialMemory& partials,
-                      int64_t place) {
+void attend_one_split(const AttentionArgs& args, const TileIndex& index, int64_t split, const NextPanels& next,
+                      PartialMemory& partials, int64_t place) {
   for (int64_t r = 0; r < index.num_rows; ++r) partials.clear(place + r);
   RowTile<T, Stored> tile(args, index);
   const size_t num_words = RowTile<T, Stored>::scratch_words(args, index.num_rows);
   tile.prepare(static_cast<int32_t*>(thread_scratch(num_words * sizeof(int32_t))));
-  tile.attend(split, [&](int64_t first_row, int count, const Row* rows) {
+  tile.attend(split, next, [&](int64_t first_row, int count, const Row* rows) {
     for (int r = 0; r < count; ++r) partials.put(place + first_row + r, rows[r].partial);
   });
 }
@@ -155,7 +129,7 @@ void merge_splits(const AttentionArgs& args, const TileIndex& index, int64_t num
 // In decode, and if there are few tiles, every split of a tile is a task. Otherwise a task is a whole tile.
 template <class T, class Stored>
 void attend(const AttentionArgs& args) {
-  const Tiles tiles(args);
+  const RowTiles<AttentionArgs> tiles(args, args.num_heads / args.num_kv_heads, choose_tile_rows(args));
   if (tiles.count() == 0) return;
   const int64_t width = RowTile<T, Stored>::output_width(args), num_heads = args.num_kv_heads;
   const size_t most_splits = kMaxPartialBytes / PartialMemory::num_bytes(num_places(args), width);
@@ -164,34 +138,37 @@ void attend(const AttentionArgs& args) {
   PartialMemory shared(sharing.num_splits() * num_places(args), width);
   for (int64_t i = 0; i < sharing.num_runs(); ++i) attend_shared<T, Stored>(args, sharing.run(i), shared);
 
-  const int64_t most_rows = tiles.are_few() ? kMostTileRows : kMaxRows;
+  const bool are_few = num_threads() > 1 && tiles.count() * num_heads < 2 * num_threads();
+  const int64_t most_rows = are_few ? kMostTileRows : kMaxRows;
   int64_t rows = 0, num_parts = 0;  // of tiles whose splits are tasks: rows of the largest, and the sum of their parts
   const auto first_split = [&](const TileIndex& index) {
     return max64(RowTile<T, Stored>(args, index).first_split(), sharing.splits_of(index.sequence));
   };
+  const auto end_split = [&](const TileIndex& index) { return RowTile<T, Stored>(args, index).end_split(); };
   const auto parts_of = [&](int64_t tile) {
     const TileIndex index = tiles.at(tile, 0);
-    if (index.num_rows > most_rows) return int64_t{1};
-    return max64(1, RowTile<T, Stored>(args, index).end_split() - first_split(index));
+    return index.num_rows > most_rows ? 1 : max64(1, end_split(index) - first_split(index));
   };
   for (int64_t tile = 0; tile < tiles.count(); ++tile) {
     if (parts_of(tile) > 1) rows = max64(rows, tiles.at(tile, 0).num_rows);
     num_parts += parts_of(tile);
   }
   const bool fits = PartialMemory::num_bytes(num_parts * num_heads * rows, width) <= kMaxPartialBytes;
-  SplitTasks tasks(tiles.count(), num_heads, [&](int64_t tile) { return fits ? parts_of(tile) : 1; });
+  TileTasks tasks(tiles.count(), num_heads, [&](int64_t tile) { return fits ? parts_of(tile) : 1; });
   PartialMemory partials(fits ? tasks.count() * rows : 0, width);
   tasks.run(
-      [&](const SplitTasks::Task& task) {
-        const TileIndex index = tiles.at(task.group, task.tile);
+      [&](const TileTasks::Task& task, const TileTasks::Task& following) {
+        const TileIndex index = tiles.at(task.group, task.tile), after = tiles.at(following.group, following.tile);
+        const int64_t next_split = min64(first_split(after) + following.part, end_split(after) - 1);
+        const NextPanels next = RowTile<T, Stored>(args, after).first_panels(next_split);
         if (tasks.parts_of(task.group) == 1) {
-          attend_tile<T, Stored>(args, index, sharing.splits_of(index.sequence), &shared);
+          attend_tile<T, Stored>(args, index, next, sharing.splits_of(index.sequence), &shared);
         } else {
           const int64_t place = (task.first_task + task.part * num_heads) * rows;
-          attend_one_split<T, Stored>(args, index, first_split(index) + task.part, partials, place);
+          attend_one_split<T, Stored>(args, index, first_split(index) + task.part, next, partials, place);
         }
       },
-      [&](const SplitTasks::Task& task) {
+      [&](const TileTasks::Task& task) {
         const int64_t parts = tasks.parts_of(task.group);
         if (parts == 1) return;
         const TileIndex index = tiles.at(task.group, task.tile);

@@ -33,8 +33,8 @@ struct Row {
 
 // How many vectors a tile of `rows` sums in registers. AVX-512 has 32 registers, other ISAs have 16.
 constexpr int tile_vectors(int rows) {
-  if (rows > kBestRows) return kLanes == 16 ? 2 : 1;
-  return kLanes == 16 || rows <= 3 ? 4 : 2;
+  if (rows == 8) return kLanes == 16 ? 2 : 1;
+  return kLanes == 16 || rows <= 3 ? 4 : (rows == 7 ? 1 : 2);
 }
 
 // Computes the scores of kRows rows for kVectors vectors of keys, from the split's key `first` on. If it fetches, it
@@ -42,7 +42,7 @@ constexpr int tile_vectors(int rows) {
 template <class W, int kRows, int kVectors, bool kFetches, class Stored>
 void score_vectors(const Row* rows, KvSplit<W, Stored>& split, int64_t first) {
   const int32_t* keys[kVectors];
-  const char* ahead[kVectors];
+  FetchAhead ahead[kVectors];
   for (int v = 0; v < kVectors; ++v) {
     keys[v] = split.keys(first + v * kLanes);
     if constexpr (kFetches) ahead[v] = split.after_keys((first + v * kLanes) / kPanelTokens);
@@ -53,7 +53,7 @@ void score_vectors(const Row* rows, KvSplit<W, Stored>& split, int64_t first) {
     I32 key[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      if constexpr (kFetches) __builtin_prefetch(ahead[v] + word * kPanelTokens * 4);
+      if constexpr (kFetches) ahead[v].fetch<kRows>(word * kPanelTokens * 4);
       key[v] = load_words(keys[v] + word * kPanelTokens);
     }
 #pragma GCC unroll 8
@@ -189,14 +189,14 @@ void add_columns(Row* rows, KvSplit<W, Stored>& split, int64_t column, Range wor
   }
   for (int64_t word = words.begin; word < words.end;) {
     const int64_t panel = word / kPanelWords, end = min64(words.end, (panel + 1) * kPanelWords);
-    const int32_t* values = split.values(panel) + word % kPanelWords * dim + column;
-    const char* ahead = split.after_values(panel) + column * 4;
-    for (; word < end; ++word, values += dim, ahead += dim * 4) {
+    const int32_t* values = split.values(panel);
+    const FetchAhead ahead = split.after_values(panel);
+    for (int64_t at = word % kPanelWords * dim + column; word < end; ++word, at += dim) {
       I32 value[kLoads];
 #pragma GCC unroll 4
       for (int v = 0; v < kLoads; ++v) {
-        if constexpr (kHow == Values::kFetched) __builtin_prefetch(ahead + v * kLanes * 4);
-        value[v] = kVectors > 0 ? load_words(values + v * kLanes) : load_words_n(values, dim - column);
+        if constexpr (kHow == Values::kFetched) ahead.fetch<kRows>((at + v * kLanes) * 4);
+        value[v] = kVectors > 0 ? load_words(values + at + v * kLanes) : load_words_n(values + at, dim - column);
         if constexpr (kHow == Values::kMasked) value[v] &= visible;
       }
 #pragma GCC unroll 8

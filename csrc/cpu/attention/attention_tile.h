@@ -2,14 +2,9 @@
 #pragma once
 
 #include "attention/attention_split.h"
+#include "attention/tile_tasks.h"
 
 namespace shardline::SHARDLINE_ISA {
-
-// Query rows that share a KV head and a block table.
-struct TileIndex {
-  int64_t sequence, kv_head, first_row, num_rows;
-  int64_t first_position;  // of the sequence's first token
-};
 
 // Row r of a sequence's rows for one KV head is token r / group, head r % group. The model computes in T, and the
 // caches hold elements of type Stored.
@@ -49,10 +44,17 @@ class RowTile {
   int64_t end_split() const { return end_split(index_.num_rows - 1); }
   int64_t end_split(int64_t r) const { return ceil_div(visible(r).end, kSplitKeys); }
 
+  // The panels that this tile reads first in a split, one of its own.
+  NextPanels first_panels(int64_t split) const {
+    const int64_t begin = max64(split * kSplitKeys, visible(0).begin);
+    const int64_t end = min64((split + 1) * kSplitKeys, visible(index_.num_rows - 1).end);
+    return KvSplit<W, Stored>::first_panels(args_, index_.sequence, index_.kv_head, begin, end);
+  }
+
   // Calls take(first_row, num_rows, rows) for the rows that see a part of the split, at most kMaxRows of them at a
-  // time.
+  // time. Meanwhile it fetches the panels that are read next.
   template <class Take>
-  void attend(int64_t split, const Take& take) {
+  void attend(int64_t split, const NextPanels& next, const Take& take) {
     const int64_t split_begin = split * kSplitKeys;
     int64_t begin = 0, end = index_.num_rows;
     while (begin < end && seen(begin, split_begin).empty()) ++begin;
@@ -61,6 +63,7 @@ class RowTile {
     const Range keys = {max64(0, visible(0).begin - split_begin),
                         min64(kSplitKeys, visible(index_.num_rows - 1).end - split_begin)};
     split_.find(args_, index_.sequence, index_.kv_head, split, keys, num_parts == 1);
+    split_.set_next(next);
     for (int64_t part = 0; part < num_parts; ++part) {  // evenly: 8 rows are 4 + 4, not 6 + 2
       const int64_t first = begin + (end - begin) * part / num_parts;
       const int num_rows = static_cast<int>(begin + (end - begin) * (part + 1) / num_parts - first);

@@ -9,6 +9,26 @@ namespace shardline::SHARDLINE_ISA {
 constexpr int64_t kGroupPanels = 4;  // panels whose values pass together: they stay in L1 while columns are added
 constexpr int64_t kGroupKeys = kGroupPanels * kPanelTokens;
 
+// How far ahead of the products panels are fetched, into L2 and into L1.
+constexpr int64_t kAheadPanels = 16, kAheadPanelsL1 = 4;
+
+// The panels that are read after a split: the first ones of the next split.
+struct NextPanels {
+  const void* panels[kAheadPanels];
+};
+
+// Lines that are fetched one by one while products take their time.
+struct FetchAhead {
+  const char *to_l2, *to_l1;
+
+  // With many rows, products fill the processor's window, and a line that is in L2 would be asked for too late.
+  template <int kRows = 1>
+  void fetch(int64_t offset) const {
+    __builtin_prefetch(to_l2 + offset, 0, kToL2);
+    if constexpr (kRows > 2) __builtin_prefetch(to_l1 + offset);
+  }
+};
+
 // Finds the panels of a split in the paged cache. Where the cache holds other elements than words, a panel becomes
 // words when a row first needs it: a single pass then still finds it in L1.
 template <class W, class Stored>
@@ -70,13 +90,25 @@ class KvSplit {
   // The values of a panel, [kPanelTokens / kPerWord][value_dim].
   const int32_t* values(int64_t panel) { return words(values_, held_values_, value_words_, value_dim_, panel); }
 
-  // What to fetch while a panel's keys or values are multiplied. The values follow the keys.
-  const char* after_keys(int64_t panel) const {
-    const int64_t next = panel + kGroupPanels;
-    return reinterpret_cast<const char*>(next < end_ ? keys_[next] : values_[min64(first_ + next - end_, end_ - 1)]);
-  }
-  const char* after_values(int64_t panel) const {
-    return reinterpret_cast<const char*>(values_[min64(panel + kGroupPanels, end_ - 1)]);
+  // What to fetch while a panel's keys or values are multiplied. The values follow the keys, and the next split follows
+  // the values.
+  FetchAhead after_keys(int64_t panel) const { return ahead_of(panel - first_); }
+  FetchAhead after_values(int64_t panel) const { return ahead_of(panel - first_ + end_ - first_); }
+  void set_next(const NextPanels& next) { next_ = next; }
+
+  // The first panels of keys that a tile sees in a split; the last one is repeated.
+  static NextPanels first_panels(const AttentionArgs& args, int64_t sequence, int64_t kv_head, int64_t first_position,
+                                 int64_t end_position) {
+    const int32_t* block_table = args.block_tables + sequence * args.block_table_stride;
+    NextPanels next;
+    int64_t position = first_position / kPanelTokens * kPanelTokens;
+    for (int64_t i = 0; i < kAheadPanels; ++i) {
+      const int64_t block = position / args.block_size, offset = position - block * args.block_size;
+      const int64_t slot = (block_table[block] * args.num_kv_heads + kv_head) * args.block_size + offset;
+      next.panels[i] = static_cast<const Stored*>(args.key_cache) + slot * args.key_dim;
+      if (position + kPanelTokens < end_position) position += kPanelTokens;
+    }
+    return next;
   }
 
   // Scales of kLanes keys or values; those of keys that nobody sees may be anything.
@@ -84,6 +116,7 @@ class KvSplit {
   F32 value_scales(int64_t key) const { return load(value_scales_[key / kPanelTokens] + key % kPanelTokens); }
 
   int64_t key_words() const { return words_of<W>(key_dim_); }
+  int64_t key_dim() const { return key_dim_; }
   int64_t value_dim() const { return value_dim_; }
   bool pass_once() const { return pass_once_; }
 
@@ -97,10 +130,10 @@ class KvSplit {
       int32_t* to = memory + place * (num_elements / kPerWord<W>);
       if (held[place] == panel) return to;
       held[place] = panel;
-      const char* ahead = panels == keys_ ? after_keys(panel) : after_values(panel);
+      const FetchAhead ahead = panels == keys_ ? after_keys(panel) : after_values(panel);
       const Stored* from = panels[panel];
       for (int64_t i = 0; i < num_elements; i += kPerWord<W> * kLanes) {
-        __builtin_prefetch(ahead + i * static_cast<int64_t>(sizeof(Stored)));
+        ahead.fetch(i * static_cast<int64_t>(sizeof(Stored)));
         if constexpr (kPerWord<W> == 2) {
           store_words(to + i / 2, rounded_pairs(load(from + i), load(from + i + kLanes)));  // bytes are bf16 exactly
         } else {
@@ -111,7 +144,18 @@ class KvSplit {
     }
   }
 
+  FetchAhead ahead_of(int64_t i) const { return {panel_at(i + kAheadPanels), panel_at(i + kAheadPanelsL1)}; }
+
+  // Panel `i` of the split's keys, followed by its values and the next split's keys.
+  const char* panel_at(int64_t i) const {
+    const int64_t count = end_ - first_;
+    if (i < count) return reinterpret_cast<const char*>(keys_[first_ + i]);
+    if (i < 2 * count) return reinterpret_cast<const char*>(values_[first_ + i - count]);
+    return static_cast<const char*>(next_.panels[min64(i - 2 * count, kAheadPanels - 1)]);
+  }
+
   int64_t key_dim_, value_dim_;
+  NextPanels next_;
   int32_t *key_words_, *value_words_;
   int64_t first_, end_;  // panels
   bool pass_once_;

@@ -3,7 +3,7 @@
 // never crosses lanes, and outputs are [dim][row]. This file decides which rows form a tile, and which tiles meet which
 // splits.
 #include "attention/mla_tile.h"
-#include "attention/split_tasks.h"
+#include "attention/tile_tasks.h"
 #include "dispatch/variant.h"
 
 namespace shardline::SHARDLINE_ISA {
@@ -11,50 +11,9 @@ namespace {
 
 constexpr int64_t kMaxPartialBytes = 64 << 20;
 
-// The tiles of a call, counted over sequences, then rows.
-class Tiles {
- public:
-  explicit Tiles(const MlaAttentionArgs& args) : args_(args), first_(new int64_t[args.num_sequences + 1]) {
-    first_[0] = 0;
-    for (int64_t s = 0; s < args.num_sequences; ++s) first_[s + 1] = first_[s] + ceil_div(rows(s), kMlaTileRows);
-  }
-  ~Tiles() { delete[] first_; }
-  Tiles(const Tiles&) = delete;
-
-  int64_t count() const { return first_[args_.num_sequences]; }
-
-  MlaTileIndex at(int64_t tile) const {
-    int64_t low = 0, high = args_.num_sequences - 1;
-    while (low < high) {
-      const int64_t middle = (low + high + 1) / 2;
-      if (first_[middle] <= tile) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    const int64_t first_row = (tile - first_[low]) * kMlaTileRows;
-    return {low, first_row, static_cast<int>(min64(kMlaTileRows, rows(low) - first_row))};
-  }
-
-  int64_t longest_context() const {
-    int64_t longest = 0;
-    for (int64_t s = 0; s < args_.num_sequences; ++s) longest = max64(longest, args_.context_lens[s]);
-    return longest;
-  }
-
- private:
-  int64_t rows(int64_t sequence) const {
-    return (args_.query_starts[sequence + 1] - args_.query_starts[sequence]) * args_.num_heads;
-  }
-
-  const MlaAttentionArgs& args_;
-  int64_t* first_;
-};
-
 // Computes all splits of a tile, one after another.
 template <class T>
-void attend_tile(const MlaAttentionArgs& args, const MlaTileIndex& index) {
+void attend_tile(const MlaAttentionArgs& args, const TileIndex& index) {
   MlaTile<T> tile(args, index);
   ScratchMemory memory(static_cast<char*>(thread_scratch(MlaTile<T>::scratch_bytes(args))));
   tile.prepare(memory);
@@ -70,12 +29,12 @@ void attend_tile(const MlaAttentionArgs& args, const MlaTileIndex& index) {
 // If there are few tiles, every split of a tile is a task. Otherwise a task is a whole tile.
 template <class T>
 void attend(const MlaAttentionArgs& args) {
-  const Tiles tiles(args);
+  const RowTiles<MlaAttentionArgs> tiles(args, args.num_heads, kMlaTileRows);
   const int64_t size = MlaTile<T>::output_size(args), stride = size + 2 * kMlaTileRows;
   const int64_t num_splits = ceil_div(tiles.longest_context(), kSplitKeys);
   const bool split_up = num_threads() > 1 && tiles.count() < 2 * num_threads() &&
                         tiles.count() * num_splits * stride * 4 <= kMaxPartialBytes;
-  SplitTasks tasks(tiles.count(), 1, [&](int64_t tile) {
+  TileTasks tasks(tiles.count(), 1, [&](int64_t tile) {
     return split_up ? max64(1, MlaTile<T>(args, tiles.at(tile)).end_split()) : 1;
   });
   float* partials = split_up ? new float[static_cast<size_t>(tasks.count() * stride)] : nullptr;
@@ -84,7 +43,7 @@ void attend(const MlaAttentionArgs& args) {
     return MlaPartial{at, at + kMlaTileRows, at + 2 * kMlaTileRows};
   };
   tasks.run(
-      [&](const SplitTasks::Task& task) {
+      [&](const TileTasks::Task& task, const TileTasks::Task&) {
         if (tasks.parts_of(task.group) == 1) return attend_tile<T>(args, tiles.at(task.group));
         MlaTile<T> tile(args, tiles.at(task.group));
         ScratchMemory memory(static_cast<char*>(thread_scratch(MlaTile<T>::scratch_bytes(args))));
@@ -92,7 +51,7 @@ void attend(const MlaAttentionArgs& args) {
         MlaPartial partial = partial_of(task.first_task + task.part);
         tile.attend(task.part, partial);
       },
-      [&](const SplitTasks::Task& task) {
+      [&](const TileTasks::Task& task) {
         const int64_t parts = tasks.parts_of(task.group);
         if (parts == 1) return;
         const MlaTile<T> tile(args, tiles.at(task.group));

@@ -12,6 +12,7 @@
 
 #include "attention/attention_args.h"
 #include "attention/attention_operands.h"
+#include "attention/tile_tasks.h"
 #include "simd/transpose.h"
 #include "simd/vec_math.h"
 
@@ -25,12 +26,6 @@ constexpr int64_t kMlaTileRows = kMlaTileVectors * kLanes;
 // Sums of a register tile. The registers must hold these, the operands of one side and one operand of the other.
 constexpr int kSums = kLanes == 16 ? 16 : 8;
 constexpr int broadcasts(int vectors) { return vectors == 3 ? kSums / 4 : kSums / vectors; }
-
-// Up to kMlaTileRows rows of one sequence: row r is token r / num_heads, head r % num_heads.
-struct MlaTileIndex {
-  int64_t sequence, first_row;
-  int num_rows;
-};
 
 // A tile's result for one split, or for all splits merged so far.
 struct MlaPartial {
@@ -63,12 +58,11 @@ inline I32 join_pairs(F32 first, F32 second) { return (I32)(((U32)first >> 16) |
 template <class T>
 class MlaTile {
  public:
-  MlaTile(const MlaAttentionArgs& args, const MlaTileIndex& index)
+  MlaTile(const MlaAttentionArgs& args, const TileIndex& index)
       : args_(args),
         index_(index),
         vectors_(static_cast<int>(ceil_div(index.num_rows, kLanes))),
         first_token_(args.query_starts[index.sequence]),
-        first_position_(args.context_lens[index.sequence] - (args.query_starts[index.sequence + 1] - first_token_)),
         words_(ceil_div(args.latent_dim + args.rope_dim, kPerWord<T>)) {}
 
   static int64_t padded_dims(const MlaAttentionArgs& args) {
@@ -163,7 +157,7 @@ class MlaTile {
 
   int64_t token(int64_t row) const { return first_token_ + (index_.first_row + row) / args_.num_heads; }
   int64_t head(int64_t row) const { return (index_.first_row + row) % args_.num_heads; }
-  int64_t visible_end(int64_t row) const { return first_position_ + token(row) - first_token_ + 1; }
+  int64_t visible_end(int64_t row) const { return index_.first_position + token(row) - first_token_ + 1; }
 
   // How many keys of a split each row of vector v sees. Lanes without a row see as many as the last row.
   I32 ends(int64_t split, int v) const {
@@ -249,7 +243,7 @@ class MlaTile {
     const int32_t* key = panels_[panel] + offset;
     if (offset > 0) ahead = key;
     for (int64_t word = 0; word < words_; ++word) {
-      __builtin_prefetch(ahead);
+      __builtin_prefetch(ahead, 0, kToL2);
       I32 column[kVectors];
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) column[v] = load_words(query + v * kLanes);
@@ -386,9 +380,9 @@ class MlaTile {
   }
 
   const MlaAttentionArgs& args_;
-  const MlaTileIndex index_;
+  const TileIndex index_;  // row r is token r / num_heads, head r % num_heads
   const int vectors_;
-  const int64_t first_token_, first_position_;
+  const int64_t first_token_;
   const int64_t words_;         // of a query or key
   int32_t* queries_ = nullptr;  // [words][rows]
   float* scores_ = nullptr;     // [kSplitKeys + kSums][rows]

@@ -24,6 +24,7 @@ WORKLOADS = {
     "W3": Workload(1, 2048, 1),
     "W4": Workload(8, 1024, 64),
     "W5": Workload(32, 544, 32, shared_len=512),
+    "W6": Workload(16, 2048, 128),
 }
 
 

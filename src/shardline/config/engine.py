@@ -103,7 +103,9 @@ class ParallelConfig:
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int = option(16, "tokens per KV block")
+    block_size: int | None = option(
+        None, "tokens per KV block, a multiple of 16; default: 16, on a CPU 32 if 16 keys take less than 4 KiB"
+    )
     kv_cache_dtype: str = option(
         "auto",
         "type of keys and values in the cache; auto: the activations' type; int8, and on GPUs fp8 (e4m3): one byte "

@@ -13,27 +13,38 @@ from shardline.deployment.machine import Machine
 from shardline.models.kv_groups import kv_groups
 from shardline.models.partition import Span
 from shardline.models.sizes import kv_block_bytes
-from shardline.models.spec import MLA, DecoderSpec, DType, KVDType
+from shardline.models.spec import DTYPE_BYTES, MLA, DecoderSpec, DType, KVDType
 
 BLOCK_TOKENS = 16
 """Blocks hold a multiple of this many tokens: products of attention take so many keys at once."""
 
 
-def check_pages(block_size: int, spec: DecoderSpec, dtype: DType, device: str) -> None:
-    """Check that pages can have the order in which products read them.
+_STREAM_BYTES = 4096
+"""A CPU reads memory at full speed in contiguous pieces of this size or more."""
+
+
+def choose_block_size(asked: int | None, spec: DecoderSpec, dtype: DType, kv_dtype: KVDType, device: str) -> int:
+    """The number of tokens in a block.
 
     Raises:
-        ValueError: the block size, or the model's head dim, does not allow it.
+        ValueError: the block size, or the model's head dim, does not allow the order in which products read pages.
     """
-    if block_size < 1 or block_size % BLOCK_TOKENS:
+    if asked is not None and (asked < 1 or asked % BLOCK_TOKENS):
         raise ValueError(
-            f"--block-size {block_size} is not a multiple of {BLOCK_TOKENS}, and keys are stored for products of "
+            f"--block-size {asked} is not a multiple of {BLOCK_TOKENS}, and keys are stored for products of "
             f"{BLOCK_TOKENS} tokens; {BLOCK_TOKENS} and {2 * BLOCK_TOKENS} would work"
         )
-    for layer in spec.layers:
-        dim = layer.attention.latent_dim if isinstance(layer.attention, MLA) else layer.attention.head_dim
+    dims = [
+        layer.attention.latent_dim if isinstance(layer.attention, MLA) else layer.attention.head_dim
+        for layer in spec.layers
+    ]
+    for dim in dims:
         if dim % 2 and device == "cpu" and dtype == "bfloat16":
             raise ValueError(f"keys of {dim} elements: on a CPU, bf16 needs an even number; --dtype float32 would work")
+    if asked is not None:
+        return asked
+    is_short = BLOCK_TOKENS * min(dims) * DTYPE_BYTES[kv_dtype] < _STREAM_BYTES
+    return 2 * BLOCK_TOKENS if is_short and device == "cpu" else BLOCK_TOKENS
 
 
 def plan_cache(
@@ -53,6 +64,7 @@ def plan_cache(
             requested size.
     """
     asked, block_size, groups = config.cache, config.cache.block_size, kv_groups(spec)
+    assert block_size is not None, "it is chosen before"
     is_shared = layout.device == "cpu" and layout.num_hosts == 1
     block_bytes = tuple(
         kv_block_bytes(spec, groups, layout.grid.place(rank), stages, dtype, block_size, latents_shared=is_shared)

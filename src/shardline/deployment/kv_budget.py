@@ -98,6 +98,7 @@ def useful_blocks(config: EngineConfig, groups: Sequence[KVGroup], max_model_len
     max_num_seqs requests are counted, and with prefix caching at least _CACHED_REQUESTS.
     """
     cache, scheduler = config.cache, config.scheduler
+    assert cache.block_size is not None, "it is chosen before"
     most_requests = max(scheduler.max_num_seqs, _CACHED_REQUESTS if cache.enable_prefix_caching else 0)
     per_request = blocks_per_request(groups, max_model_len, cache.block_size, scheduler.max_num_batched_tokens)
     return most_requests * per_request + 1

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from shardline.config.engine import EngineConfig
 from shardline.config.units import format_bytes
+from shardline.deployment.cache import BLOCK_TOKENS
 from shardline.deployment.deployment import Deployment, MeasuredPool
 
 
@@ -38,6 +39,8 @@ def _reasons(deployment: Deployment, asked: EngineConfig, room: int) -> list[str
         layers = ",".join(str(stage.size) for stage in deployment.stages)
         reasons.append(f"pipeline_stages {layers} (balanced by the weights that 32 tokens read)")
     cache = asked.cache
+    if cache.block_size is None and deployment.cache.block_size != BLOCK_TOKENS:
+        reasons.append(f"block_size {deployment.cache.block_size} ({BLOCK_TOKENS} keys of a head take less than 4 KiB)")
     if isinstance(deployment.cache.pool, MeasuredPool):
         reasons.append(f"KV cache measured on every GPU ({cache.gpu_memory_utilization:g} of its memory)")
     elif cache.kv_cache_memory is None and cache.num_gpu_blocks_override is None:

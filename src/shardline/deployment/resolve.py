@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import cast
 
 from shardline.config.engine import EngineConfig
-from shardline.deployment.cache import check_pages, plan_cache
+from shardline.deployment.cache import choose_block_size, plan_cache
 from shardline.deployment.deployment import Deployment, ModelSource, RankWeights, StepLimits
 from shardline.deployment.formats import check_numerics, choose_dtype, choose_kv_dtype, choose_weight_format
 from shardline.deployment.kv_budget import rank_room
@@ -39,7 +40,8 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     check_length(asked_length, spec)
     held = choose_weight_format(config, model.packed, devices)
     kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, dtype, spec, devices)
-    check_pages(config.cache.block_size, spec, dtype, layout.device)
+    block_size = choose_block_size(config.cache.block_size, spec, dtype, kv_dtype, layout.device)
+    sized = replace(config, cache=replace(config.cache, block_size=block_size))
     check_tensor_parallel(spec, parallel.tensor_parallel_size)
     if parallel.enable_expert_parallel:
         check_expert_parallel(spec, parallel.tensor_parallel_size, parallel.data_parallel_size)
@@ -49,7 +51,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         model.checkpoint.check(spec, model.packed)
     weights = _rank_weights(config, layout, spec, stages, dtype, held)
     room = rank_room(config, layout, machine, spec, dtype, weights)
-    cache, length = plan_cache(config, layout, machine, spec, stages, weights, kv_dtype, room)
+    cache, length = plan_cache(sized, layout, machine, spec, stages, weights, kv_dtype, room)
     deployment = Deployment(
         model=_source(config, model),
         spec=_spec_for_length(model, spec, length),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,12 +18,18 @@ from shardline.runtime.parallel.groups import RankGroups
 class KVPool:
     """A rank's pages. Slot d of the pool serves, in each group, the d-th layer of that group in the rank's stage."""
 
-    def __init__(self, num_blocks: int, block_size: int, dtype: KVDType, device: torch.device) -> None:
-        """`dtype`: the type of the cached keys and values."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        dtype: KVDType,
+        pages_empty: Callable[[Sequence[int], torch.dtype], torch.Tensor],
+    ) -> None:
+        """`dtype`: the type of the cached keys and values; `pages_empty`: the back end's memory for pages."""
         self.num_blocks = num_blocks
         self._block_size = block_size
         self._dtype = dtype
-        self._device = device
+        self._pages_empty = pages_empty
         self._slots: list[tuple[tuple[KVPart, ...], tuple[torch.Tensor, ...]]] = []
         self._num_bytes = 0
 
@@ -47,10 +54,10 @@ class KVPool:
         return split_dim(self._num_bytes, ranks.tensor.size)[ranks.tensor.rank].size
 
     def _allocate(self, part: KVPart, shared: memoryview | None) -> torch.Tensor:
-        """An uninitialised tensor; untouched pages take no memory."""
+        """An uninitialised tensor."""
         offset, dtype = self._num_bytes, getattr(torch, part.dtype)
         self._num_bytes += part.num_bytes
         if shared is None:
-            return torch.empty(part.shape, dtype=dtype, device=self._device)
+            return self._pages_empty(part.shape, dtype)
         count = math.prod(part.shape)
         return torch.frombuffer(shared, dtype=dtype, count=count, offset=offset).view(part.shape)

@@ -158,5 +158,5 @@ class Worker:
         """Give the layers a KV pool; returns this rank's bytes."""
         deployment, cache = self._deployment, self._deployment.cache
         span = deployment.stages[self._groups.place.pp_rank]
-        pool = KVPool(num_blocks, cache.block_size, cache.dtype, self._backend.device)
+        pool = KVPool(num_blocks, cache.block_size, cache.dtype, self._backend.pages_empty)
         return pool.bind_layers(stage.layers, span, cache.groups, self._groups)

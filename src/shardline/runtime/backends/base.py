@@ -236,6 +236,9 @@ class Backend(Protocol):
     def keep_weight(self, tensor: Tensor) -> Tensor:
         """A contiguous copy of a weight, in memory that suits weights which every step reads whole."""
 
+    def pages_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialised memory for the pages of a KV cache; untouched pages take no memory of a host."""
+
     def finish_loading(self, products: LoadedProducts) -> None:
         """Called when all weights are packed: free the memory that only loading needed, and choose among kernels."""
 

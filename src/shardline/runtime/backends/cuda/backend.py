@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,9 @@ class CudaBackend:
 
     def keep_weight(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous()
+
+    def pages_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def finish_loading(self, products: LoadedProducts) -> None:
         """Choose where the library's products are used: where they give our bits, or everywhere if bits may change."""

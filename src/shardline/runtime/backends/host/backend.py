@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from shardline.runtime.backends.host.replay import DecodeReplay
 from shardline.runtime.backends.host.reserve import weight_reserve
 from shardline.runtime.backends.host.step_inputs import HostStepInputs
 from shardline.runtime.decoder import DecoderStage
+from shardline.runtime.loader.mapped_memory import mapped_empty
 from shardline.runtime.sequences import SequenceTable
 
 
@@ -45,6 +46,9 @@ class HostBackend:
 
     def keep_weight(self, tensor: Tensor) -> Tensor:
         return streamed_empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def pages_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return mapped_empty(shape, dtype)  # attention streams through pages as products stream through weights
 
     def finish_loading(self, products: LoadedProducts) -> None:
         weight_reserve.release_rest()
