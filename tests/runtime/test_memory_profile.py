@@ -24,4 +24,6 @@ def test_the_largest_step_is_the_largest_plan(tokens: int, seqs: int, length: in
     assert max(entry.num_tokens for entry in step.plan.steps) <= length
     for entry in step.plan.steps:
         assert len(entry.new_blocks) == len(setup.cache.groups)
-        assert all(len(blocks) * setup.cache.block_size >= entry.num_tokens and not any(blocks) for blocks in entry.new_blocks)
+        assert all(
+            len(blocks) * setup.cache.block_size >= entry.num_tokens and not any(blocks) for blocks in entry.new_blocks
+        )

@@ -61,7 +61,9 @@ class FakeEngine:
         with self._lock:
             self.requests += requests
             for request in requests:
-                self._running[request.request_id] = (request, self._reply(request))
+                done = len(request.output_token_ids)
+                self._running[request.request_id] = (request, self._reply(request)[done:])
+                self._taken[request.request_id] = done
         self._wake.set()
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -146,8 +148,11 @@ def fake_llm(config: EngineConfig | None = None) -> tuple[AsyncLLM, FakeEngine]:
     engines: list[FakeEngine] = []
 
     def connect(config: EngineConfig, replica: int, on_message: Callable[[Event], None]) -> FakeEngine:
-        engines.append(FakeEngine(config, replica, on_message))
-        return engines[-1]
+        engine = FakeEngine(config, replica, on_message)
+        if engines:  # a restart: one event holds back all loads
+            engine.load = engines[0].load
+        engines.append(engine)
+        return engine
 
     def load_text(config: EngineConfig) -> ModelText:
         own = tokenizer(byte_level_json())

@@ -15,6 +15,7 @@ import pytest
 from shardline import __version__
 from shardline.config.engine import EngineConfig, SchedulerConfig
 from shardline.config.server import ServerConfig
+from shardline.server import in_flight
 from shardline.server.errors import ApiError
 from tests.server.conftest import Running, serve, wait_until
 from tests.server.fake_engine import REPLY
@@ -107,6 +108,37 @@ def test_death_of_the_engine_reaches_clients(stream: bool) -> None:
         refused = http.post("/v1/completions", json={"prompt": "Hi"})
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "engine_dead"
+
+
+def test_a_stream_outlives_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "_COMMENT_SECONDS", 0.05)
+    with serve() as running, running.http() as http, running.http() as other:
+        running.engine.paused = True
+        content, comments = "", 0
+        with http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            assert "assistant" in next(lines)
+            wait_until(lambda: running.engine.num_running() == 1)
+            running.engine.load.clear()
+            running.engine.die("rank 3 on host b was killed")
+            wait_until(lambda: other.get("/ready").status_code == 503)
+            for path in ("/ready", "/health"):
+                answer = other.get(path)
+                assert (answer.status_code, answer.json()["status"]) == (503, "recovering")
+                assert answer.headers["retry-after"]
+            assert other.get("/live").status_code == 200
+            refused = other.post("/v1/completions", json={"prompt": "Hi"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "recovering")
+            assert refused.headers["retry-after"]
+            for line in lines:
+                comments += line.startswith(":")
+                if comments == 2:
+                    running.engine.load.set()
+                if line.startswith("data: {"):
+                    content += json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content") or ""
+        assert content == REPLY
+        assert comments >= 2
+        assert other.get("/health").json() == {"status": "ready"}
 
 
 def test_interrupt_ends_streams_and_answers_with_the_error() -> None:
