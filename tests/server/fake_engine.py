@@ -40,6 +40,9 @@ class FakeEngine:
         self.cached_tokens = 0
         self.die_after_steps: int | None = None
         self.load = threading.Event()
+        self.reload = threading.Event()
+        """Whether the engine that follows this one may become ready."""
+        self.reload.set()
         self.start_error: Exception | None = None
         self._on_message = on_message
         self._running: dict[str, tuple[Request, list[int]]] = {}
@@ -149,8 +152,8 @@ def fake_llm(config: EngineConfig | None = None) -> tuple[AsyncLLM, FakeEngine]:
 
     def connect(config: EngineConfig, replica: int, on_message: Callable[[Event], None]) -> FakeEngine:
         engine = FakeEngine(config, replica, on_message)
-        if engines:  # a restart: one event holds back all loads
-            engine.load = engines[0].load
+        if engines:
+            engine.load = engines[0].reload
         engines.append(engine)
         return engine
 

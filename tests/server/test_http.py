@@ -119,7 +119,7 @@ def test_a_stream_outlives_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
             lines = stream.iter_lines()
             assert "assistant" in next(lines)
             wait_until(lambda: running.engine.num_running() == 1)
-            running.engine.load.clear()
+            running.engine.reload.clear()
             running.engine.die("rank 3 on host b was killed")
             wait_until(lambda: other.get("/ready").status_code == 503)
             for path in ("/ready", "/health"):
@@ -133,7 +133,7 @@ def test_a_stream_outlives_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
             for line in lines:
                 comments += line.startswith(":")
                 if comments == 2:
-                    running.engine.load.set()
+                    running.engine.reload.set()
                 if line.startswith("data: {"):
                     content += json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content") or ""
         assert content == REPLY

@@ -53,7 +53,7 @@ void score_vectors(const Row* rows, KvSplit<W, Stored>& split, int64_t first) {
     I32 key[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      if constexpr (kFetches) ahead[v].fetch<kRows>(word * kPanelTokens * 4);
+      if constexpr (kFetches) ahead[v].template fetch<kRows>(word * kPanelTokens * 4);
       key[v] = load_words(keys[v] + word * kPanelTokens);
     }
 #pragma GCC unroll 8
@@ -195,7 +195,7 @@ void add_columns(Row* rows, KvSplit<W, Stored>& split, int64_t column, Range wor
       I32 value[kLoads];
 #pragma GCC unroll 4
       for (int v = 0; v < kLoads; ++v) {
-        if constexpr (kHow == Values::kFetched) ahead.fetch<kRows>((at + v * kLanes) * 4);
+        if constexpr (kHow == Values::kFetched) ahead.template fetch<kRows>((at + v * kLanes) * 4);
         value[v] = kVectors > 0 ? load_words(values + at + v * kLanes) : load_words_n(values + at, dim - column);
         if constexpr (kHow == Values::kMasked) value[v] &= visible;
       }

@@ -70,6 +70,8 @@ class KvSplit {
         if constexpr (kScaled) {
           key_scales_[panel] = args.key_scales + slot;
           value_scales_[panel] = args.value_scales + slot;
+          __builtin_prefetch(key_scales_[panel]);
+          __builtin_prefetch(value_scales_[panel]);
         }
       }
     }
