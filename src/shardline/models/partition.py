@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardline.models.spec import MLA, Attention, DecoderSpec, Layer, MoE
+from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Layer, MoE
 
 
 class ExpertShare(NamedTuple):
@@ -86,7 +86,7 @@ def split_query_heads(attention: Attention, parts: int) -> tuple[Span, ...]:
     Raises:
         ValueError: a rank would have no head. See also `split_heads`.
     """
-    if not isinstance(attention, MLA):
+    if isinstance(attention, GQA):
         return tuple(share.heads for share in split_heads(attention.num_heads, attention.num_kv_heads, parts))
     if parts > attention.num_heads:
         raise ValueError(f"{parts} ranks cannot share {attention.num_heads} attention heads")
@@ -106,7 +106,7 @@ def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
     above = min((n for n in legal if n > size), default=None)
     nearest = f"{below}" if above is None else f"{below} or {above}"
     heads = spec.layers[0].attention
-    kv_heads = "one latent for all of them" if isinstance(heads, MLA) else f"{heads.num_kv_heads} KV heads"
+    kv_heads = f"{heads.num_kv_heads} KV heads" if isinstance(heads, GQA) else "one latent for all of them"
     raise ValueError(
         f"tensor_parallel_size {size} does not work for this model: it has {heads.num_heads} attention heads and "
         f"{kv_heads}, and every rank needs at least one attention head; use {nearest}"

@@ -58,6 +58,20 @@ class GQA(msgspec.Struct, frozen=True, array_like=True, tag=True):
     output_bias: bool = False
     qk_norm: Norm | None = None
     """Norm over head_dim of q and k, before rope."""
+    output_gate: bool = False
+    """Whether q has as many further rows, whose sigmoid multiplies the output (Qwen3.5). Only the planner knows it."""
+    value_is_key: bool = False
+    """Whether values are the projected keys, so there is no weight of v (Gemma 4). Only the planner knows it."""
+
+
+class Indexer(msgspec.Struct, frozen=True, array_like=True):
+    """The part of sparse latent attention that chooses the tokens to attend to (DeepSeek-V3.2). Only the planner knows
+    it. It caches a key of one-byte elements and a float32 scale per token."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    """The most tokens that a token attends to."""
 
 
 class MLA(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -85,6 +99,8 @@ class MLA(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Norm over the queries' latent. It exists if and only if q_lora_rank is set."""
     bias: bool = False
     """Whether the projections down to the latents and the output projection have a bias."""
+    indexer: Indexer | None = None
+    """None: a token sees all tokens before it."""
 
     @property
     def window(self) -> None:
@@ -102,7 +118,46 @@ class MLA(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return self.kv_lora_rank + self.rope_head_dim
 
 
-Attention = GQA | MLA
+class LinearAttention(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Gated delta rule (Yang et al., 2024): a state of fixed size per request instead of keys and values per token.
+
+    Only the planner knows it. A short causal convolution precedes the rule.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int
+    """Tokens that the convolution sees."""
+
+    @property
+    def num_heads(self) -> int:
+        """Heads that ranks can share: a rank gets whole key heads."""
+        return self.num_key_heads
+
+    @property
+    def window(self) -> None:
+        """No token is cached, so no window limits the cache."""
+        return None
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.value_size
+
+    @property
+    def value_size(self) -> int:
+        """Elements of all value heads."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def state_size(self) -> int:
+        """Elements of the state of one request, without the convolution's."""
+        return self.value_size * self.key_head_dim
+
+
+Attention = GQA | MLA | LinearAttention
 
 
 class Dense(msgspec.Struct, frozen=True, array_like=True, tag=True):
