@@ -186,3 +186,11 @@ def test_a_wrapper_is_read_by_its_text_model() -> None:
     assert text_config({"model_type": "x"})["dtype"] == "bfloat16"
     with pytest.raises(ValueError, match="no spec for model_type 'x'"):
         read_planned("m", {"model_type": "x"})
+
+
+def test_a_null_in_a_wrapped_configuration_stays_one() -> None:
+    inner = {"model_type": "mistral", "sliding_window": None, "quantization_config": None}
+    outer = {"model_type": "mistral3", "text_config": inner, "quantization_config": {"quant_method": "fp8"}}
+    model = read_planned("m", outer)
+    assert model.spec.layers[0].attention.window is None
+    assert model.rules.label == "fp8"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from shardline.models.spec import DTYPE_BYTES, MLA, Attention, KVDType, LinearAttention
+from shardline.models.spec import DTYPE_BYTES, MLA, Attention, KVDType, LinearAttention, SparseMLA
 
 
 class KVPart(NamedTuple):
@@ -36,7 +36,7 @@ def kv_parts(
     if isinstance(attention, MLA):
         tokens = (num_blocks, block_size)
         indexer: tuple[KVPart, ...] = ()
-        if attention.indexer is not None:
+        if isinstance(attention, SparseMLA):
             indexer = (KVPart((*tokens, attention.indexer.head_dim), "int8"), KVPart(tokens, "float32"))
         if not has_scales:
             return (KVPart((*tokens, attention.latent_dim), dtype), *indexer)

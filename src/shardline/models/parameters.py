@@ -23,7 +23,19 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
 from shardline.models.partition import Span
-from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, Layer, LinearAttention, MoE, Norm
+from shardline.models.spec import (
+    GQA,
+    MLA,
+    Attention,
+    DecoderSpec,
+    Dense,
+    Layer,
+    LinearAttention,
+    MoE,
+    Norm,
+    PlannedGQA,
+    SparseMLA,
+)
 
 Shape = tuple[int, ...]
 
@@ -195,10 +207,8 @@ def _linear_attention(attention: LinearAttention, hidden_size: int) -> Iterator[
     yield from _linear("attention.o", hidden_size, attention.value_size, False)
 
 
-def _indexer(mla: MLA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
+def _indexer(mla: SparseMLA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
     indexer = mla.indexer
-    if indexer is None:
-        return
     rows = indexer.num_heads * indexer.head_dim
     yield from _linear("attention.indexer_q", rows, mla.q_lora_rank or hidden_size, False)
     yield from _linear("attention.indexer_k", indexer.head_dim, hidden_size, False)
@@ -220,13 +230,17 @@ def _mla(mla: MLA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
     kv_size = mla.num_heads * (mla.nope_head_dim + mla.value_head_dim)
     yield from _linear("attention.kv_up", kv_size, mla.kv_lora_rank, False)
     yield from _linear("attention.o", hidden_size, mla.num_heads * mla.value_head_dim, mla.bias)
-    yield from _indexer(mla, hidden_size)
+    if isinstance(mla, SparseMLA):
+        yield from _indexer(mla, hidden_size)
 
 
 def _gqa(attention: GQA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
     q_size, kv_size = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    values = () if attention.value_is_key else (("v", kv_size),)
-    for part, size in (("q", q_size * (1 + attention.output_gate)), ("k", kv_size), *values):
+    parts = [("q", q_size), ("k", kv_size), ("v", kv_size)]
+    if isinstance(attention, PlannedGQA):
+        parts[0] = ("q", q_size * (1 + attention.output_gate))
+        parts = parts[:2] if attention.value_is_key else parts
+    for part, size in parts:
         yield from _linear(f"attention.{part}", size, hidden_size, attention.qkv_bias)
     yield from _norm("attention.q_norm", attention.qk_norm, attention.head_dim)
     yield from _norm("attention.k_norm", attention.qk_norm, attention.head_dim)

@@ -5,6 +5,7 @@ It is pure arithmetic: worker, planner and command line agree on it, and a bad s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -167,6 +168,12 @@ def balance_stages(
     Raises:
         ValueError: there are fewer layers than stages.
     """
+    return _balance(tuple(costs), num_stages, first_extra, last_extra)
+
+
+@functools.lru_cache(maxsize=256)
+def _balance(costs: tuple[float, ...], num_stages: int, first_extra: float, last_extra: float) -> tuple[Span, ...]:
+    """See `balance_stages`. The planner asks for the same stages again and again."""
     num_layers = len(costs)
     if num_layers < num_stages:
         raise ValueError(

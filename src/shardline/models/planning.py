@@ -70,7 +70,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     text = dict(config)
     if isinstance(config.get(_TEXT), Mapping):
         outer = {key: config[key] for key in _FROM_WRAPPER if config.get(key) is not None}
-        inner = {key: value for key, value in config[_TEXT].items() if value is not None}
+        inner = {key: value for key, value in config[_TEXT].items() if value is not None or key not in _FROM_WRAPPER}
         # A wrapper without a type of its text model is one of the oldest kind, whose text model has its name.
         text = {"model_type": config.get("model_type"), **outer, **inner}
     if text.get("dtype") is None and text.get("torch_dtype") is None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from shardline.models.parameters import expert_of, parse_name
 from shardline.models.partition import ExpertShare, Span, split_dim, split_heads, split_query_heads
-from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, LinearAttention, MoE
+from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, LinearAttention, MoE, PlannedGQA
 
 Numerics = Literal["exact", "fast"]
 Spans = tuple[Span | None, ...]
@@ -126,7 +126,9 @@ def _projection_span(attention: Attention, part: str, tp_rank: int, tp_size: int
         return _scaled(split_query_heads(attention, tp_size)[tp_rank], num_rows // attention.num_key_heads)
     if isinstance(attention, GQA):
         share = split_heads(attention.num_heads, attention.num_kv_heads, tp_size)[tp_rank]
-        width = attention.head_dim * (1 + (part == "attention.q" and attention.output_gate))
+        width = attention.head_dim
+        if isinstance(attention, PlannedGQA) and part == "attention.q":
+            width *= 1 + attention.output_gate
         return _scaled(share.heads if part == "attention.q" else share.kv_heads, width)
     if part in ("attention.q_down", "attention.kv_down"):
         q_rank = attention.q_lora_rank or 0

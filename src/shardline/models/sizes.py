@@ -89,7 +89,7 @@ def weight_bytes(
 
     counted = counted_parameters(spec, stages[place.pp_rank])
     apart = spec.tied_embeddings and not held.is_dense("lm_head")
-    return _rank_total(
+    return rank_total(
         spec, place, stages, _held(counted, spec, stages[place.pp_rank], apart), num_bytes, numerics, expert_parallel
     )
 
@@ -110,7 +110,7 @@ def stored_weight_bytes(
     """
     counted = counted_parameters(spec, stages[place.pp_rank], stored.layer_class)
     held = _held(counted, spec, stages[place.pp_rank], False)
-    return _rank_total(spec, place, stages, held, stored.num_bytes, "fast", expert_parallel, whole)
+    return rank_total(spec, place, stages, held, stored.num_bytes, "fast", expert_parallel, whole)
 
 
 def checkpoint_bytes(spec: DecoderSpec, stored: StoredWeights) -> int:
@@ -121,7 +121,7 @@ def checkpoint_bytes(spec: DecoderSpec, stored: StoredWeights) -> int:
     )
 
 
-def _rank_total(
+def rank_total(
     spec: DecoderSpec,
     place: RankPlace,
     stages: Sequence[Span],
@@ -204,12 +204,12 @@ def kv_block_bytes(
     that of the largest group. For `latents_shared` see `kv_bytes_per_token`.
     """
     stage = stages[place.pp_rank]
+    sizes = {
+        id(attention): _layer_kv_bytes(attention, place, dtype, latents_shared)
+        for attention in {id(layer.attention): layer.attention for layer in spec.layers}.values()
+    }
     return block_size * max(
-        sum(
-            _layer_kv_bytes(spec.layers[index].attention, place, dtype, latents_shared)
-            for index in group.layers
-            if stage.start <= index < stage.stop
-        )
+        sum(sizes[id(spec.layers[index].attention)] for index in group.layers if stage.start <= index < stage.stop)
         for group in groups
     )
 
@@ -255,7 +255,7 @@ def flops(spec: DecoderSpec, num_tokens: int, context_len: int = 0, num_logits: 
     for layer, count in _counted_layers(spec):
         matrices = round(_num_met(layer, spec.hidden_size, num_tokens=1, dims=2))
         pairs = attended_pairs(num_tokens, context_len, layer.attention.window)
-        total += count * (2 * num_tokens * matrices + 2 * _multiplications_per_pair(layer.attention) * pairs)
+        total += count * (2 * num_tokens * matrices + 2 * multiplications_per_pair(layer.attention) * pairs)
     return total
 
 
@@ -286,7 +286,7 @@ def _held(
         yield CountedParameter("lm_head.weight", (spec.vocab_size, spec.hidden_size), 1, 0)
 
 
-def _multiplications_per_pair(attention: Attention) -> int:
+def multiplications_per_pair(attention: Attention) -> int:
     """Multiplications of one query with one key and its value, over all heads.
 
     Latent attention computes in the dims of the latent. Linear attention has no such pairs.

@@ -58,15 +58,22 @@ class GQA(msgspec.Struct, frozen=True, array_like=True, tag=True):
     output_bias: bool = False
     qk_norm: Norm | None = None
     """Norm over head_dim of q and k, before rope."""
+
+
+class PlannedGQA(GQA, frozen=True, array_like=True, tag=True):
+    """Grouped-query attention with parts that only the planner knows."""
+
     output_gate: bool = False
-    """Whether q has as many further rows, whose sigmoid multiplies the output (Qwen3.5). Only the planner knows it."""
+    """Whether q has as many further rows, whose sigmoid multiplies the output (Qwen3.5)."""
     value_is_key: bool = False
-    """Whether values are the projected keys, so there is no weight of v (Gemma 4). Only the planner knows it."""
+    """Whether values are the projected keys, so there is no weight of v (Gemma 4)."""
 
 
 class Indexer(msgspec.Struct, frozen=True, array_like=True):
-    """The part of sparse latent attention that chooses the tokens to attend to (DeepSeek-V3.2). Only the planner knows
-    it. It caches a key of one-byte elements and a float32 scale per token."""
+    """The part of sparse latent attention that chooses the tokens to attend to (DeepSeek-V3.2).
+
+    It caches a key of one-byte elements and a float32 scale per token.
+    """
 
     num_heads: int
     head_dim: int
@@ -99,8 +106,6 @@ class MLA(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Norm over the queries' latent. It exists if and only if q_lora_rank is set."""
     bias: bool = False
     """Whether the projections down to the latents and the output projection have a bias."""
-    indexer: Indexer | None = None
-    """None: a token sees all tokens before it."""
 
     @property
     def window(self) -> None:
@@ -116,6 +121,12 @@ class MLA(msgspec.Struct, frozen=True, array_like=True, tag=True):
     def latent_dim(self) -> int:
         """Elements cached per token: the latent, then the rotated part of the key."""
         return self.kv_lora_rank + self.rope_head_dim
+
+
+class SparseMLA(MLA, frozen=True, array_like=True, tag=True):
+    """Latent attention to the tokens that an indexer chooses. Only the planner knows it."""
+
+    indexer: Indexer = Indexer(64, 128, 2048)
 
 
 class LinearAttention(msgspec.Struct, frozen=True, array_like=True, tag=True):

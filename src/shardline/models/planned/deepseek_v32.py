@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from shardline.models.families import deepseek_v3
 from shardline.models.hf_config import HFConfig
 from shardline.models.parameters import parse_name
-from shardline.models.spec import MLA, DecoderSpec, Indexer, Layer, TensorSource
+from shardline.models.spec import MLA, DecoderSpec, Indexer, Layer, SparseMLA, TensorSource
 
 _KEYS: Mapping[str, str] = {
     "attention.indexer_q": "self_attn.indexer.wq_b",
@@ -31,7 +31,8 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     for layer in dense.layers:
         if id(layer) not in sparse:
             assert isinstance(layer.attention, MLA)
-            sparse[id(layer)] = replace(layer, attention=replace(layer.attention, indexer=indexer))
+            parts = {name: getattr(layer.attention, name) for name in MLA.__struct_fields__}
+            sparse[id(layer)] = replace(layer, attention=SparseMLA(**parts, indexer=indexer))
     return replace(dense, layers=tuple(sparse[id(layer)] for layer in dense.layers))
 
 

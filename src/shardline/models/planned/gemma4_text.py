@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from shardline.models.hf_config import HFConfig, read_dims
 from shardline.models.llama_layout import FOUR_NORM_LAYER_KEYS, MOE_LAYER_KEYS, llama_source, windowed_layers
-from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, MoE, Norm, Routing, TensorSource
+from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, MoE, Norm, PlannedGQA, Routing, TensorSource
 
 _LAYER_KEYS: Mapping[str, str] = {
     **MOE_LAYER_KEYS,
@@ -42,10 +42,12 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         raise hf.error("hidden_size_per_layer_input", "is not supported: embeddings per layer have no spec")
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-6))
     windowed = replace(GQA(dims.num_heads, dims.num_kv_heads, dims.head_dim, 1.0), qk_norm=norm)
-    full = replace(
-        windowed,
+    full = PlannedGQA(
+        dims.num_heads,
         num_kv_heads=hf.integer("num_global_key_value_heads", dims.num_kv_heads),
         head_dim=hf.integer("global_head_dim", dims.head_dim),
+        scale=1.0,
+        qk_norm=norm,
         value_is_key=hf.flag("attention_k_eq_v", False),
     )
     dense = Dense(dims.intermediate_size, hf.activation("hidden_activation", "gelu_pytorch_tanh"))

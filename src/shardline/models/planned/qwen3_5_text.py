@@ -11,7 +11,7 @@ from shardline.models.hf_config import HFConfig, read_dims
 from shardline.models.llama_layout import MOE_LAYER_KEYS, llama_source
 from shardline.models.moe_config import read_routing
 from shardline.models.parameters import parse_name
-from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, LinearAttention, MoE, Norm, TensorSource
+from shardline.models.spec import DecoderSpec, Dense, Layer, LinearAttention, MoE, Norm, PlannedGQA, TensorSource
 
 _KEYS: Mapping[str, str] = {
     **MOE_LAYER_KEYS,
@@ -42,7 +42,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         max_position_embeddings=262144,
     )
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-6), weight_offset=1.0)
-    full = GQA(
+    full = PlannedGQA(
         dims.num_heads,
         dims.num_kv_heads,
         dims.head_dim,
