@@ -15,7 +15,7 @@ from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand
 from shardline.planner.memory import engine_config
-from shardline.planner.search import Fixed, Search, frontier, search
+from shardline.planner.search import Fixed, Search, frontier, search, tensor_efficiency
 
 LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
 
@@ -83,10 +83,10 @@ def test_a_plan_takes_little_time(gpus: str, seconds: float) -> None:
     found(LLAMA_70B, "1xH100", Demand(8192))
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         found(LLAMA_70B, gpus, Demand(8192))
-        times.append(time.perf_counter() - start)
-    assert min(times) < 2 * seconds, "twice the promise, since this host is shared"
+        times.append(time.process_time() - start)
+    assert min(times) < 2 * seconds, "twice the promise, since other programs share this host"
 
 
 def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +145,7 @@ def test_the_fewest_and_the_cheapest_gpus(capsys: pytest.CaptureFixture[str]) ->
         ([LLAMA_70B, "--gpus", "L4", "--input-len", "9000", "--max-model-len", "4096"], "more than --max-model-len"),
         ([LLAMA_70B, "--gpus", "L4", "--quantization", "int8", "--engine", "vllm"], "weights 'int8': known are"),
         (["nobody/nothing", "--gpus", "L4"], "config.json of the hub repository nobody/nothing"),
+        ([LLAMA_70B, "--gpus", "L4", "--max-model-len", "200000"], "more than the 131072 positions"),
         (["--validate", "/nothing.csv"], "/nothing.csv cannot be read"),
     ],
 )
@@ -177,3 +178,10 @@ def test_what_turns_a_no_into_a_yes(capsys: pytest.CaptureFixture[str]) -> None:
     refused = next(one for one in plan["layouts"] if one["weights"] == "bf16" and one["tp"] == 2)
     assert refused["verdict"] == "no"
     assert refused["turns_yes"] == ["int4 weights, auto KV cache", f"--max-model-len {refused['max_context']}"]
+
+
+def test_tensor_parallel_efficiency_falls_with_ranks_and_slow_links() -> None:
+    result = found(LLAMA_70B, "8xH100", Demand(8192, running=16), tensor=8, weights="bf16", kv="auto")
+    fast, slow = (tensor_efficiency(result, result.options[0], rate) for rate in (450e9, 32e9))
+    assert 1 > fast[2] > fast[4] > fast[8] > 0.4
+    assert all(slow[size] < fast[size] for size in fast)

@@ -25,6 +25,9 @@ _PRIORS = {
     "request": (5e-6, 1.0),
 }
 """Plausible value of each constant, and the width of its logarithm. They decide only where rows say nothing."""
+_FIRST_TOKEN = {"first": 0.02, "queue": 1.0}
+_NARROW = 0.3
+"""Width around constants that other rows have given already."""
 _PRIOR_WEIGHT = 3.0
 _ITERATIONS = 20
 _SMALLEST_ERROR = 0.05
@@ -63,9 +66,14 @@ class _Loads:
         return seconds
 
 
-def fit_constants(samples: Sequence[Sample]) -> Constants:
-    """The constants of one engine, from samples with a TPOT, and from those of them with a TTFT."""
+def fit_constants(samples: Sequence[Sample], start: Constants | None = None) -> Constants:
+    """The constants of one engine, from samples with a TPOT, and from those of them with a TTFT.
+
+    With `start`, few samples change its values a little. Without, they start from what is plausible.
+    """
     measured = [one for one in samples if one.row.tpot]
+    if not measured:
+        return start or Constants(**{name: value for name, (value, _) in _PRIORS.items()}, **_FIRST_TOKEN)
     decode, mixed = _Loads([one.steps.decode for one in measured]), _Loads([one.steps.mixed for one in measured])
     chunks, running, output_len = np.array(
         [(one.steps.chunks, one.steps.running / one.steps.stages, one.steps.output_len) for one in measured]
@@ -73,8 +81,8 @@ def fit_constants(samples: Sequence[Sample]) -> Constants:
     stages = np.array([one.steps.stages for one in measured])
     target = np.log([one.row.tpot or 1.0 for one in measured])
     names = list(_PRIORS)
-    prior = np.log([value for value, _ in _PRIORS.values()])
-    weight = _PRIOR_WEIGHT / np.array([width for _, width in _PRIORS.values()]) ** 2
+    prior = np.log([value if start is None else getattr(start, name) for name, (value, _) in _PRIORS.items()])
+    weight = _PRIOR_WEIGHT / np.array([width if start is None else _NARROW for _, width in _PRIORS.values()]) ** 2
 
     def predict(point: Vector) -> Vector:
         values = dict(zip(names, np.exp(point), strict=True))
@@ -84,7 +92,7 @@ def fit_constants(samples: Sequence[Sample]) -> Constants:
         return predicted
 
     point = prior.copy()
-    for _ in range(_ITERATIONS if measured else 0):
+    for _ in range(_ITERATIONS):
         base = predict(point)
         error = target - base
         jacobian = np.stack([(predict(point + step) - base) / 1e-3 for step in 1e-3 * np.eye(len(names))], axis=1)
@@ -94,7 +102,7 @@ def fit_constants(samples: Sequence[Sample]) -> Constants:
         gradient = jacobian.T @ (scale * error) + weight * (prior - point)
         point = point + np.clip(np.linalg.solve(hessian, gradient), -_LARGEST_MOVE, _LARGEST_MOVE)
     values = {name: float(value) for name, value in zip(names, np.exp(point), strict=True)}
-    first, queue = _fit_first_token(measured, mixed.seconds(values) if measured else np.zeros(0))
+    first, queue = _fit_first_token(measured, mixed.seconds(values))
     constants = Constants(**values, first=first, queue=queue)
     assert set(values) | {"first", "queue"} == set(CONSTANT_NAMES)
     return constants
@@ -104,7 +112,7 @@ def _fit_first_token(samples: Sequence[Sample], mixed: Vector) -> tuple[float, f
     """(first, queue) with the smallest median error of TTFT."""
     has = np.array([one.row.ttft is not None for one in samples], dtype=bool)
     if not has.any():
-        return 0.02, 1.0
+        return _FIRST_TOKEN["first"], _FIRST_TOKEN["queue"]
     measured = np.array([one.row.ttft or 1.0 for one in samples])[has]
     own = (mixed * np.array([one.steps.chunks * one.steps.stages for one in samples]))[has]
     root = np.sqrt([one.steps.running for one in samples])[has]

@@ -9,10 +9,14 @@ from shardline.models.spec import MoE
 from shardline.planner.hardware import GB, GIB
 from shardline.planner.layout import Layout
 from shardline.planner.memory import bits_label
-from shardline.planner.search import Option, Search, fewest_gpus
+from shardline.planner.search import Option, Search, fewest_gpus, tensor_efficiency
 from shardline.planner.vllm import refusal
 
 _INTERCONNECTS = (("NVLink 450", 450 * GB), ("PCIe Gen5 64", 64 * GB), ("PCIe Gen4 32", 32 * GB))
+
+
+_GOOD_EFFICIENCY = 0.7
+"""Share of the ideal speed-up from which tensor parallelism is worth its GPUs for throughput too."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,8 @@ def explain_path(found: Search) -> list[Question]:
     """The questions that lead to the recommended layout, or to something else than these GPUs."""
     best = found.options[found.recommended] if found.recommended is not None else None
     questions = [_one_gpu(found), _heads(found), _experts(found)]
-    if best is not None and best.layout.tensor * best.layout.pipeline > 1:
-        questions.append(_link(found, best))
+    if best is not None and best.layout.num_gpus > 1:
+        questions += [_link(found, best), _efficiency(found, best)]
     questions.append(_decision(found, best))
     return questions
 
@@ -114,6 +118,19 @@ def _link(found: Search, best: Option) -> Question:
         f"links take {speed.link_share:.0%} of a decode step; below {speed.link_bytes_per_second / GB:.1f} GB/s they "
         "would take most of it",
     )
+
+
+def _efficiency(found: Search, best: Option) -> Question:
+    """What tensor parallelism would keep of its GPUs' speed, by the link."""
+    parts, at_own = [], {}
+    own = found.cluster.link_bytes_per_second(2)
+    for name, rate in (("this link", own), *_INTERCONNECTS):
+        shares = tensor_efficiency(found, best, rate)
+        at_own = at_own or shares
+        parts.append(f"{name}: " + ", ".join(f"tp{size} {share:.0%}" for size, share in shares.items()))
+    good = [size for size, share in at_own.items() if share >= _GOOD_EFFICIENCY]
+    answer = f"tensor parallel up to {max(good)} pays" if good else "tensor parallelism shortens latency, at a cost"
+    return Question("how much do tensor-parallel GPUs keep of their speed?", "; ".join(parts), answer)
 
 
 def _decision(found: Search, best: Option | None) -> Question:

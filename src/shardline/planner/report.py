@@ -91,8 +91,13 @@ def _selection(found: Search) -> list[int]:
     if found.recommended is not None and found.recommended not in best:
         best = [found.recommended, *best]
     refused = [index for index, one in enumerate(found.options) if one.speed is None]
-    refused.sort(key=lambda index: (-found.options[index].fit.max_context, -found.options[index].fit.kv_bytes))
+    refused.sort(key=lambda index: _refusal_rank(found.options[index]))
     return best + refused[:_REFUSED]
+
+
+def _refusal_rank(option: Option) -> tuple[bool, int, int]:
+    """Sort key: refusals for lack of memory before those of the shape, the nearest to fit first."""
+    return not option.fit.weight_bytes, -option.fit.max_context, -option.fit.kv_bytes
 
 
 def _table(found: Search, options: Sequence[Option]) -> list[str]:

@@ -7,16 +7,28 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from shardline.models.partition import Span
 from shardline.models.planning import PlannedModel
 from shardline.models.step_work import StepWork, step_work
 from shardline.planner import vllm
 from shardline.planner.cluster import Cluster
 from shardline.planner.cost import ApiPrice, break_even_tokens, per_million
+from shardline.planner.hardware import GB, GpuLink
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import Fit, bits_label, fit, kv_dtype, stored_weights
 from shardline.planner.rows import compute_format
-from shardline.planner.timing import Interval, Latency, Load, LoopSteps, loop_latency, loop_steps, shipped_timing
+from shardline.planner.timing import (
+    Interval,
+    Latency,
+    Load,
+    LoopSteps,
+    loop_latency,
+    loop_steps,
+    shipped_timing,
+    step_load,
+)
 
+_EFFICIENCY_SIZES = (1, 2, 4, 8)
 GOALS = ("cost", "latency", "throughput")
 _LITTLE_ROUNDS = 12
 _DEFAULT_RUNNING = {"shardline": 128, "vllm": 256}
@@ -153,6 +165,32 @@ def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
         whole_experts=layout.whole_experts,
         whole=() if ours else vllm.WHOLE_PARTS,
     )
+
+
+def tensor_efficiency(found: Search, option: Option, link_bytes_per_second: float) -> dict[int, float]:
+    """For tensor-parallel sizes, the speed-up of a decode step divided by the size, if the link had this rate.
+
+    The step has as many requests as one of the option's replicas. Memory is ignored.
+    """
+    assert option.speed is not None
+    spec, layout = found.model.spec, option.layout
+    running = option.speed.running / layout.data
+    constants = shipped_timing()[layout.engine].constants
+    context = found.demand.input_len + found.demand.output_len / 2
+    compute = compute_format(layout.weights, found.cluster.slowest)
+    rate = link_bytes_per_second / GB
+    times = {}
+    for size in _EFFICIENCY_SIZES:
+        link = GpuLink("any", rate, rate, size)
+        gpus = (found.cluster.slowest,) * size
+        alone = dataclasses.replace(layout, tensor=size, pipeline=1, data=1, whole_experts=False)
+        try:
+            work = layout_work(found.model, alone, dataclasses.replace(option.fit, stages=(Span(0, len(spec.layers)),)))
+        except ValueError:
+            continue
+        cluster = dataclasses.replace(found.cluster, gpus=gpus, num_nodes=1, link=link)
+        times[size] = step_load(work, cluster, compute, running, context, 0, 0).seconds(constants)
+    return {size: times[1] / time / size for size, time in times.items() if size > 1}
 
 
 def turns_yes(found: Search, option: Option) -> list[str]:

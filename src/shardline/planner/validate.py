@@ -19,6 +19,8 @@ from shardline.planner.timing import Constants, Latency, loop_latency, shipped_t
 QUANTITIES = ("tpot", "ttft", "output_tok_s")
 _QUANTILES = (0.05, 0.95)
 """Quantiles of the errors of fitted rows. Between them lie about 80% of the rows that were held out."""
+_ENOUGH_ROWS = 100
+"""Rows from which a fit needs no other constants to start from."""
 _GROUPS = ("model", "gpu", "engine", "tier")
 """Properties of rows by which errors are shown."""
 
@@ -88,9 +90,11 @@ def validate(path: Path, gpus: Mapping[str, Gpu], *, hold_out: bool = True) -> V
             for value in sorted({getattr(one.row, attribute) for one in own}):
                 held = [one for one in own if getattr(one.row, attribute) == value]
                 others = [one for one in own if getattr(one.row, attribute) != value]
-                constants = fit_constants(others)
+                shipped = shipped_timing()[engine]
+                is_much = len(others) >= _ENOUGH_ROWS
+                constants = fit_constants(others, None if is_much else shipped.constants)
                 refitted[f"{engine} without {value}"] = constants
-                spread = spread_of(others, constants)
+                spread = spread_of(others, constants) if is_much else shipped.spread
                 for sample in held:
                     errors += _errors(sample, loop_latency(sample.steps, constants), spread)
     return Validation(tuple(errors), (*unread, *skipped), refitted)

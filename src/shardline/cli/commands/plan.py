@@ -13,6 +13,7 @@ from shardline.cli.flags import add_engine_flags, engine_config
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardline.models.spec import DecoderSpec
     from shardline.planner.hardware import Gpu
     from shardline.planner.layout import Demand
     from shardline.planner.search import Fixed
@@ -79,7 +80,7 @@ def _plan(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
 
     api = None if args.api_price is None else parse_api_price(args.api_price)
     model = find_model(args.model, getattr(args, "revision", None))
-    demand, fixed = _demand(args, model.spec.max_position_embeddings), _fixed(args)
+    demand, fixed = _demand(args, model.spec), _fixed(args)
     found = _search(args, gpus, model, demand, fixed)
     print(json.dumps(plan_json(found, api), indent=1) if args.json else format_plan(found, show_all=args.all, api=api))
     return 0
@@ -115,12 +116,13 @@ def _fewest(on: Any, name: str) -> Any:
     return found
 
 
-def _demand(args: argparse.Namespace, most: int) -> Demand:
+def _demand(args: argparse.Namespace, spec: DecoderSpec) -> Demand:
     """What the flags demand. Without --max-model-len, requests have up to 8,192 tokens, or as many as stated.
 
     Raises:
         ValueError: a number is out of its range.
     """
+    from shardline.deployment.length import check_length
     from shardline.planner.layout import Demand
 
     config = engine_config(args)
@@ -129,7 +131,8 @@ def _demand(args: argparse.Namespace, most: int) -> Demand:
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be above zero, got {value:g}")
     needed = args.input_len + args.output_len
-    asked = config.model.max_model_len
+    asked, most = config.model.max_model_len, spec.max_position_embeddings
+    check_length(asked, spec)
     length = asked if isinstance(asked, int) else min(most, max(needed, _DEFAULT_LENGTH))
     if needed > length:
         raise ValueError(f"--input-len and --output-len make {needed} tokens, more than --max-model-len {length}")
