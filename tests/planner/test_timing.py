@@ -53,7 +53,7 @@ def test_a_fit_finds_the_constants_that_made_the_rows(tmp_path: Path) -> None:
     assert [one.names_layout for one in skipped] == [True], "the GPU that nobody knows"
     fitted = fit_constants(samples)
     errors = sorted(abs(loop_latency(one.steps, fitted).tpot / (one.row.tpot or 0) - 1) for one in samples)
-    assert errors[len(errors) // 2] < 0.03
+    assert errors[len(errors) // 2] < 0.05
     assert errors[-1] < 0.15
 
 

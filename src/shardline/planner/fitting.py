@@ -26,8 +26,9 @@ _PRIORS = {
 }
 """Plausible value of each constant, and the width of its logarithm. They decide only where rows say nothing."""
 _FIRST_TOKEN = {"first": 0.02, "queue": 1.0}
-_NARROW = 0.3
-"""Width around constants that other rows have given already."""
+_START_WIDTH = 0.3
+_START_WEIGHT = 30.0
+"""Width around, and weight of, constants that more rows have given already."""
 _PRIOR_WEIGHT = 3.0
 _ITERATIONS = 20
 _SMALLEST_ERROR = 0.05
@@ -69,7 +70,8 @@ class _Loads:
 def fit_constants(samples: Sequence[Sample], start: Constants | None = None) -> Constants:
     """The constants of one engine, from samples with a TPOT, and from those of them with a TTFT.
 
-    With `start`, few samples change its values a little. Without, they start from what is plausible.
+    With `start`, which more samples have given (such as those of all engines), they change its values. Without, they
+    start from what is plausible.
     """
     measured = [one for one in samples if one.row.tpot]
     if not measured:
@@ -82,7 +84,9 @@ def fit_constants(samples: Sequence[Sample], start: Constants | None = None) -> 
     target = np.log([one.row.tpot or 1.0 for one in measured])
     names = list(_PRIORS)
     prior = np.log([value if start is None else getattr(start, name) for name, (value, _) in _PRIORS.items()])
-    weight = _PRIOR_WEIGHT / np.array([width if start is None else _NARROW for _, width in _PRIORS.values()]) ** 2
+    weight = _PRIOR_WEIGHT / np.array([width for _, width in _PRIORS.values()]) ** 2
+    if start is not None:
+        weight = np.full(len(names), _START_WEIGHT / _START_WIDTH**2)
 
     def predict(point: Vector) -> Vector:
         values = dict(zip(names, np.exp(point), strict=True))

@@ -191,9 +191,7 @@ def _fit_vllm(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Dem
     room = int(cluster.smallest.usable_bytes * demand.utilization) - weights - others
     dtype = kv_dtype(layout)
 
-    def size(length: int) -> int:
-        return vllm.request_bytes(spec, place, stages, dtype, length, num_tokens)
-
+    size = vllm.request_size(spec, place, stages, dtype, num_tokens)
     concurrency = layout.data * max(0, room) / size(demand.max_model_len)
     longest = _longest(room, size, spec.max_position_embeddings)
     tokens = int(concurrency / layout.data * demand.max_model_len)

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardline.planner.cost import HOURS_PER_DAY, HOURS_PER_MONTH, SECONDS_PER_HOUR, ApiPrice
 from shardline.planner.hardware import GB, GIB
-from shardline.planner.layout import Layout
+from shardline.planner.layout import ENGINES, Layout
 from shardline.planner.memory import bits_label, fit
 from shardline.planner.path import explain_path
 from shardline.planner.search import Option, Search, api_break_even, frontier, turns_yes
@@ -17,6 +17,8 @@ from shardline.planner.timing import Interval
 
 _SHOWN = 8
 _REFUSED = 3
+_TRIED = 12
+"""Layouts, the best first, of which one is sought that the other engine accepts."""
 
 
 def format_plan(found: Search, *, show_all: bool = False, api: ApiPrice | None = None) -> str:
@@ -174,11 +176,15 @@ def _interval_json(interval: Interval, factor: float) -> dict[str, float]:
 
 
 def commands(found: Search) -> dict[str, str | None]:
-    """The command of each engine for the recommended layout; None: this engine cannot run it."""
+    """The command of each engine for the best layout that it accepts; None: nothing is recommended, or it has none."""
+    found_commands: dict[str, str | None] = dict.fromkeys(ENGINES)
     if found.recommended is None:
-        return {"shardline": None, "vllm": None}
-    layout = found.options[found.recommended].layout
-    return {engine: _command(found, layout, engine) for engine in ("shardline", "vllm")}
+        return found_commands
+    good = [one.layout for one in found.options[:_TRIED] if one.speed is not None and not one.misses]
+    for engine in found_commands:
+        tried = (_command(found, layout, engine) for layout in good)
+        found_commands[engine] = next((command for command in tried if command is not None), None)
+    return found_commands
 
 
 def _command(found: Search, layout: Layout, engine: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ _QUANTILES = (0.05, 0.95)
 """Quantiles of the errors of fitted rows. Between them lie about 80% of the rows that were held out."""
 _ENOUGH_ROWS = 100
 """Rows from which a fit needs no other constants to start from."""
+_HELD_OUT = ("model", "gpu")
 _GROUPS = ("model", "gpu", "engine", "tier")
 """Properties of rows by which errors are shown."""
 
@@ -82,21 +82,21 @@ def validate(path: Path, gpus: Mapping[str, Gpu], *, hold_out: bool = True) -> V
             timing = shipped_timing()[sample.row.engine]
             errors += _errors(sample, loop_latency(sample.steps, timing.constants), timing.spread)
         return Validation(tuple(errors), (*unread, *skipped), refitted)
-    by_engine: dict[str, list[Sample]] = defaultdict(list)
-    for sample in samples:
-        by_engine[sample.row.engine].append(sample)
-    for engine, own in sorted(by_engine.items()):
-        for attribute in ("model", "gpu"):
-            for value in sorted({getattr(one.row, attribute) for one in own}):
-                held = [one for one in own if getattr(one.row, attribute) == value]
-                others = [one for one in own if getattr(one.row, attribute) != value]
+    for attribute in _HELD_OUT:
+        for value in sorted({getattr(one.row, attribute) for one in samples}):
+            held = [one for one in samples if getattr(one.row, attribute) == value]
+            others = [one for one in samples if getattr(one.row, attribute) != value]
+            is_much = len(others) >= _ENOUGH_ROWS
+            pooled = fit_constants(others) if is_much else None
+            for engine in sorted({one.row.engine for one in held}):
+                own = [one for one in others if one.row.engine == engine]
                 shipped = shipped_timing()[engine]
-                is_much = len(others) >= _ENOUGH_ROWS
-                constants = fit_constants(others, None if is_much else shipped.constants)
+                constants = fit_constants(own, pooled or shipped.constants)
                 refitted[f"{engine} without {value}"] = constants
-                spread = spread_of(others, constants) if is_much else shipped.spread
+                spread = spread_of(own or others, constants) if is_much else shipped.spread
                 for sample in held:
-                    errors += _errors(sample, loop_latency(sample.steps, constants), spread)
+                    if sample.row.engine == engine:
+                        errors += _errors(sample, loop_latency(sample.steps, constants), spread)
     return Validation(tuple(errors), (*unread, *skipped), refitted)
 
 
@@ -140,10 +140,10 @@ def fit_timing(path: Path, gpus: Mapping[str, Gpu]) -> dict[str, Any]:
         ValueError: the file cannot be read.
     """
     samples, _ = collect_samples(read_rows(path)[0], gpus)
-    engines = {}
+    engines, pooled = {}, fit_constants(samples)
     for engine in sorted({one.row.engine for one in samples}):
         own = [one for one in samples if one.row.engine == engine]
-        constants = fit_constants(own)
+        constants = fit_constants(own, pooled)
         engines[engine] = {
             "rows": len(own),
             "constants": {name: float(f"{value:.4g}") for name, value in asdict(constants).items()},

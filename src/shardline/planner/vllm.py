@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shardline.config.topology import RankGrid, RankPlace
+from shardline.models.communication import count_layers
 from shardline.models.partition import Span
 from shardline.models.planning import PlannedModel
 from shardline.models.sizes import state_bytes, step_bytes, stored_weight_bytes
-from shardline.models.spec import GQA, MLA, DecoderSpec, Dense, KVDType, LinearAttention, MoE
+from shardline.models.spec import GQA, MLA, DecoderSpec, KVDType, LinearAttention, MoE
 from shardline.models.step_work import cached_token_bytes
 from shardline.models.stored_weights import StoredWeights
 from shardline.planner.hardware import GIB, Gpu
@@ -52,11 +53,15 @@ def refusal(spec: DecoderSpec, stored: StoredWeights, layout: Layout) -> str:
 
 def _block_refusal(spec: DecoderSpec, stored: StoredWeights, layout: Layout) -> str:
     """vLLM refuses ranks whose part of a weight is not made of whole blocks of its quantization."""
+    seen: set[object] = set()
     for index, layer in enumerate(spec.layers):
-        block: Dense = layer.feed_forward if isinstance(layer.feed_forward, Dense) else layer.feed_forward.expert
+        kind = (id(layer.feed_forward), stored.layer_class(index))
+        if kind in seen:
+            continue
+        seen.add(kind)
         is_expert = isinstance(layer.feed_forward, MoE)
-        part = "experts.0.down" if is_expert else "down"
-        packing = stored.packing(f"layers.{index}.feed_forward.{part}.weight")
+        block = layer.feed_forward.expert if isinstance(layer.feed_forward, MoE) else layer.feed_forward
+        packing = stored.packing(f"layers.{index}.feed_forward.{'experts.0.' * is_expert}down.weight")
         ranks = 1 if is_expert and layout.whole_experts else layout.tensor
         if packing is None or ranks == 1:
             continue
@@ -66,8 +71,6 @@ def _block_refusal(spec: DecoderSpec, stored: StoredWeights, layout: Layout) -> 
                 f"vLLM cannot split an intermediate size of {block.intermediate_size}, in blocks of {unit}, among "
                 f"{ranks} ranks" + ("; use expert parallelism" if is_expert else "")
             )
-        if index and layer is spec.layers[index - 1]:
-            continue
     return ""
 
 
@@ -111,19 +114,26 @@ def other_bytes(spec: DecoderSpec, layout: Layout, num_seqs: int, num_tokens: in
     return int(max(sampled, forward)) + _CONTEXT_BYTES[layout.tensor * layout.pipeline > 1]
 
 
-def request_bytes(
-    spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: KVDType, length: int, num_tokens: int
-) -> int:
-    """Bytes of the KV cache and states of one request of `length` tokens on a rank.
+def request_size(
+    spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: KVDType, num_tokens: int
+) -> Callable[[int], int]:
+    """The function from the length of a request, in tokens, to the bytes of its KV cache and states on a rank.
 
     A windowed layer holds the window, a step of `num_tokens` tokens, and one block (SlidingWindowSpec).
     """
-    stage, total, tensor = stages[place.pp_rank], 0, len(place.tp_peers)
-    for layer in spec.layers[stage.start : stage.stop]:
-        attention = layer.attention
-        if isinstance(attention, LinearAttention):
-            continue
-        window = attention.window
-        held, extra = (length, 0) if window is None else (min(window - 1 + num_tokens, length), 1)
-        total += (-(-held // BLOCK_SIZE) + extra) * BLOCK_SIZE * cached_token_bytes(attention, tensor, dtype)
-    return total + state_bytes(spec, place, stages)
+    tensor = len(place.tp_peers)
+    kinds = [
+        (layer.attention.window, count * BLOCK_SIZE * cached_token_bytes(layer.attention, tensor, dtype))
+        for layer, count in count_layers(spec, stages[place.pp_rank])
+        if not isinstance(layer.attention, LinearAttention)
+    ]
+    states = state_bytes(spec, place, stages)
+
+    def size(length: int) -> int:
+        total = states
+        for window, block_bytes in kinds:
+            held, extra = (length, 0) if window is None else (min(window - 1 + num_tokens, length), 1)
+            total += (-(-held // BLOCK_SIZE) + extra) * block_bytes
+        return total
+
+    return size
