@@ -122,7 +122,8 @@ def _link(found: Search, best: Option) -> Question:
 
 def _efficiency(found: Search, best: Option) -> Question:
     """What tensor parallelism would keep of its GPUs' speed, by the link."""
-    parts, at_own = [], {}
+    parts: list[str] = []
+    at_own: dict[int, float] = {}
     own = found.cluster.link_bytes_per_second(2)
     for name, rate in (("this link", own), *_INTERCONNECTS):
         shares = tensor_efficiency(found, best, rate)
