@@ -89,8 +89,9 @@ def read_rows(path: Path) -> tuple[list[Row], list[Skipped]]:
 
 
 def _row(number: int, one: Mapping[str, str]) -> Row:
-    tensor, data = int(one["tp"]), int(one.get("dp") or 1)
-    expert = int(one.get("ep") or 1)
+    if not one["tp"]:
+        raise ValueError("no tensor-parallel size")
+    tensor, data, expert = (_size(one, axis) for axis in ("tp", "dp", "ep"))
     model = find_model(_plain_name(one["model"]))
     share = _RANDOM_SHARE if "range_ratio 0.8" in one.get("notes", "") else 1.0
     load = one.get("concurrency_or_rate", "")
@@ -107,7 +108,7 @@ def _row(number: int, one: Mapping[str, str]) -> Row:
             Layout(
                 _engine(one["engine"]),
                 tensor,
-                int(one.get("pp") or 1),
+                _size(one, "pp"),
                 data,
                 whole_experts=expert > 1,
                 weights=read_label(model, one.get("precision", "")),
@@ -122,6 +123,14 @@ def _row(number: int, one: Mapping[str, str]) -> Row:
         tpot=_milliseconds(one.get("tpot_ms")),
         output_tok_s=_output_rate(one),
     )
+
+
+def _size(one: Mapping[str, str], axis: str) -> int:
+    """The size of an axis; 1 if the row does not state it."""
+    text = one.get(axis) or "1"
+    if not text.isdecimal():
+        raise ValueError(f"{axis} {text!r} is no size of one group of ranks")
+    return max(1, int(text))
 
 
 def _plain_name(name: str) -> str:
