@@ -10,7 +10,7 @@ def test_whatever_decides_or_serves_imports_no_torch() -> None:
     code = """
 import importlib, pkgutil, sys
 names = ["shardline.engine.process", "shardline.server.app"]
-for package in ("api", "deployment", "engine", "models", "segment"):
+for package in ("api", "deployment", "engine", "models", "planner", "segment"):
     root = importlib.import_module(f"shardline.{package}")
     names += [module.name for module in pkgutil.walk_packages(root.__path__, f"{root.__name__}.")]
 for name in names:

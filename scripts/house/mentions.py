@@ -23,6 +23,7 @@ from scripts.house.machine import PROTOCOLS
 FORMATS = ("int8", "int4", "fp8", "w4a16")
 _KERNELS = (f"{PACKAGE}.runtime.ops.triton", f"{PACKAGE}.runtime.backends")
 _MODEL_ROOMS = (f"{PACKAGE}.models.families", f"{PACKAGE}.models")
+_PLANNED_ROOM = f"{PACKAGE}.models.planned"
 _ARRAYS = ("torch", "np", "numpy", "tl")
 
 
@@ -66,10 +67,14 @@ def _in_identifier(name: str) -> list[str]:
 
 
 def model_files(source: Path = SOURCE) -> dict[str, Path]:
-    """`model_type` -> its file: a file in models/families/, or a file in models/ with both functions of a family."""
+    """`model_type` -> its file: a file in models/families/, or a file in models/ with both functions of a family.
+
+    Files of models that only the planner knows, in models/planned/, are models too.
+    """
     files = module_files(source)
     room = next(room for room in _MODEL_ROOMS if room in files)
-    inside = {name: path for name, path in files.items() if name.rpartition(".")[0] == room}
+    rooms = (room, _PLANNED_ROOM)
+    inside = {name: path for name, path in files.items() if name.rpartition(".")[0] in rooms}
     if room == _MODEL_ROOMS[1]:
         inside = {name: path for name, path in inside.items() if _is_family(path)}
     return {path.stem: path for name, path in inside.items() if not path.stem.startswith("_")}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shardline.models.spec import DecoderSpec
+from shardline.models.spec import DecoderSpec, LinearAttention
 
 
 class KVGroup(msgspec.Struct, frozen=True):
@@ -25,7 +25,8 @@ def kv_groups(spec: DecoderSpec) -> tuple[KVGroup, ...]:
     """
     by_window: dict[int | None, list[int]] = {}
     for index, layer in enumerate(spec.layers):
-        by_window.setdefault(layer.attention.window, []).append(index)
+        if not isinstance(layer.attention, LinearAttention):
+            by_window.setdefault(layer.attention.window, []).append(index)
     depth = min(len(layers) for layers in by_window.values())
     groups: list[KVGroup] = []
     for window in sorted(by_window, key=lambda w: (w is not None, w or 0)):

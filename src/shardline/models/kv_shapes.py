@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from shardline.models.spec import DTYPE_BYTES, MLA, Attention, KVDType
+from shardline.models.spec import DTYPE_BYTES, MLA, Attention, KVDType, LinearAttention, SparseMLA
 
 
 class KVPart(NamedTuple):
@@ -28,14 +28,21 @@ def kv_parts(
     Keys and values are [num_blocks, num_kv_heads, block_size, head_dim] each; a back end orders the elements of a page.
     One-byte types add scales [num_blocks, num_kv_heads, block_size] for both. Latents are one tensor [num_blocks,
     block_size, latent_dim], and `num_kv_heads` has no effect on them. With a one-byte type, their rotated part is a
-    tensor of its own in bfloat16, and there is a scale [num_blocks, block_size].
+    tensor of its own in bfloat16, and there is a scale [num_blocks, block_size]. Linear attention caches nothing per
+    token: see `sizes.state_bytes`.
     """
     has_scales = DTYPE_BYTES[dtype] == 1
+    if isinstance(attention, LinearAttention):
+        return ()
     if isinstance(attention, MLA):
         tokens = (num_blocks, block_size)
+        indexer: tuple[KVPart, ...] = ()
+        if isinstance(attention, SparseMLA):
+            indexer = (KVPart((*tokens, attention.indexer.head_dim), "int8"), KVPart(tokens, "float32"))
         if not has_scales:
-            return (KVPart((*tokens, attention.latent_dim), dtype),)
+            return (KVPart((*tokens, attention.latent_dim), dtype), *indexer)
         return (
+            *indexer,
             KVPart((*tokens, attention.kv_lora_rank), dtype),
             KVPart((*tokens, attention.rope_head_dim), "bfloat16"),
             KVPart(tokens, "float32"),

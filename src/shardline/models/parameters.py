@@ -11,17 +11,36 @@ order, the rows of the key's other part and then the rows of the value.
 A mixture of experts has `feed_forward.router.weight` [experts, hidden] and `.bias` [experts] (for choosing only),
 `feed_forward.experts.{e}.{gate,up,down}.*`, `feed_forward.shared.{gate,up,down}.*` and
 `feed_forward.shared_gate.weight` [1, hidden].
+
+Linear attention has `attention.{qkv,z,beta,decay,o}.weight`, `attention.conv.weight` [channels, width], and per value
+head `attention.{decay_log,decay_offset}.bias`; the norm of its outputs is `attention.norm.weight` [value head]. The
+indexer of sparse attention has `attention.indexer_{q,k,weights}.weight` and `attention.indexer_norm.*`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
 from shardline.models.partition import Span
-from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, Layer, MoE, Norm
+from shardline.models.spec import (
+    GQA,
+    MLA,
+    Attention,
+    DecoderSpec,
+    Dense,
+    Layer,
+    LinearAttention,
+    MoE,
+    Norm,
+    PlannedGQA,
+    SparseMLA,
+)
 
 Shape = tuple[int, ...]
+
+
+_NEVER_QUANTIZED = ("norm", "router", "shared_gate", "kv_up", "beta", "decay", "conv", "indexer_weights")
 
 
 class ParameterName(NamedTuple):
@@ -53,11 +72,12 @@ def is_linear(name: str) -> bool:
 
     A router and the gate of a shared expert may not: they are small, and errors in them would choose other experts.
     `attention.kv_up` may not either: absorbed attention multiplies it from both sides, so row scales do not fit it.
+    Neither may the small projections of linear attention and of an indexer.
     """
     layer, part, kind = parse_name(name)
     if layer is None or kind != "weight":
         return part == "lm_head" and kind == "weight"
-    return not part.endswith(("norm", "router", "shared_gate", "kv_up"))
+    return not part.endswith(_NEVER_QUANTIZED)
 
 
 def is_kept_in_float32(name: str) -> bool:
@@ -70,6 +90,45 @@ def expert_of(part: str) -> int | None:
     """The expert of a part like "feed_forward.experts.7.gate"; None: the part does not belong to an expert."""
     prefix = "feed_forward.experts."
     return int(part.removeprefix(prefix).partition(".")[0]) if part.startswith(prefix) else None
+
+
+class CountedParameter(NamedTuple):
+    """Parameters of one shape that stand in the same place of equal layers, or of equal experts."""
+
+    name: str
+    """The name of the first of them."""
+    shape: Shape
+    num_layers: int
+    """Number of layers that have it; 1 outside of layers."""
+    num_experts: int
+    """Number of experts in each of these layers that have it; 0: it does not belong to an expert."""
+
+
+def counted_parameters(
+    spec: DecoderSpec, layers: Span, layer_class: Callable[[int], Hashable] = lambda index: None
+) -> Iterator[CountedParameter]:
+    """The parameters of `stage_parameters`, with equal layers and equal experts counted once.
+
+    Layers are equal if they have equal parts and the same `layer_class`.
+    """
+    yield from (CountedParameter(name, shape, 1, 0) for name, shape in _before_layers(spec, layers))
+    equal: dict[tuple[int, Hashable], list[int]] = {}
+    same: dict[Layer, int] = {}
+    seen: dict[int, int] = {}
+    for index in range(layers.start, layers.stop):
+        layer = spec.layers[index]
+        # Most equal layers are one object. So few layers are hashed, which takes longer than everything else here.
+        if id(layer) not in seen:
+            seen[id(layer)] = same.setdefault(layer, index)
+        equal.setdefault((seen[id(layer)], layer_class(index)), []).append(index)
+    for indices in equal.values():
+        layer = spec.layers[indices[0]]
+        for part, shape in layer_parameters(layer, spec.hidden_size, num_experts=1):
+            experts = 0
+            if isinstance(layer.feed_forward, MoE) and expert_of(part) is not None:
+                experts = layer.feed_forward.routing.num_experts
+            yield CountedParameter(f"layers.{indices[0]}.{part}", shape, len(indices), experts)
+    yield from (CountedParameter(name, shape, 1, 0) for name, shape in _after_layers(spec, layers))
 
 
 def parameters(spec: DecoderSpec) -> Iterator[tuple[str, Shape]]:
@@ -86,40 +145,76 @@ def stage_parameters(spec: DecoderSpec, layers: Span) -> Iterator[tuple[str, Sha
     The first stage has the embeddings, and the last stage has the final norm and the lm_head. With tied embeddings, the
     last stage has its own `embed.weight`, unless it is the first stage too.
     """
-    hidden, vocab = spec.hidden_size, spec.vocab_size
-    first, last = layers.start == 0, layers.stop == len(spec.layers)
-    if first:
-        yield "embed.weight", (vocab, hidden)
-        if spec.learned_positions is not None:
-            yield "positions.weight", (spec.learned_positions, hidden)
+    yield from _before_layers(spec, layers)
     for index in range(layers.start, layers.stop):
-        for part, shape in layer_parameters(spec.layers[index], hidden):
+        for part, shape in layer_parameters(spec.layers[index], spec.hidden_size):
             yield f"layers.{index}.{part}", shape
-    if last:
-        yield from _norm("final_norm", spec.final_norm, hidden)
-        if not spec.tied_embeddings:
-            yield "lm_head.weight", (vocab, hidden)
-        elif not first:
-            yield "embed.weight", (vocab, hidden)
-        if spec.lm_head_bias:
-            yield "lm_head.bias", (vocab,)
+    yield from _after_layers(spec, layers)
 
 
-def layer_parameters(layer: Layer, hidden_size: int) -> Iterator[tuple[str, Shape]]:
-    """(name without `layers.{i}.`, full shape) of one layer's parameters."""
+def _before_layers(spec: DecoderSpec, layers: Span) -> Iterator[tuple[str, Shape]]:
+    if layers.start == 0:
+        yield "embed.weight", (spec.vocab_size, spec.hidden_size)
+        if spec.learned_positions is not None:
+            yield "positions.weight", (spec.learned_positions, spec.hidden_size)
+
+
+def _after_layers(spec: DecoderSpec, layers: Span) -> Iterator[tuple[str, Shape]]:
+    if layers.stop < len(spec.layers):
+        return
+    hidden, vocab = spec.hidden_size, spec.vocab_size
+    yield from _norm("final_norm", spec.final_norm, hidden)
+    if not spec.tied_embeddings:
+        yield "lm_head.weight", (vocab, hidden)
+    elif layers.start > 0:
+        yield "embed.weight", (vocab, hidden)
+    if spec.lm_head_bias:
+        yield "lm_head.bias", (vocab,)
+
+
+def layer_parameters(layer: Layer, hidden_size: int, num_experts: int | None = None) -> Iterator[tuple[str, Shape]]:
+    """(name without `layers.{i}.`, full shape) of one layer's parameters, with its first `num_experts` experts only."""
     yield from _norm("attention_norm", layer.attention_norm, hidden_size)
     yield from _attention(layer.attention, hidden_size)
     yield from _norm("post_attention_norm", layer.post_attention_norm, hidden_size)
     yield from _norm("feed_forward_norm", layer.feed_forward_norm, hidden_size)
     if isinstance(layer.feed_forward, MoE):
-        yield from _experts(layer.feed_forward, hidden_size)
+        yield from _experts(layer.feed_forward, hidden_size, num_experts)
     else:
         yield from _dense("feed_forward", layer.feed_forward, hidden_size)
     yield from _norm("post_feed_forward_norm", layer.post_feed_forward_norm, hidden_size)
 
 
 def _attention(attention: Attention, hidden_size: int) -> Iterator[tuple[str, Shape]]:
-    yield from _mla(attention, hidden_size) if isinstance(attention, MLA) else _gqa(attention, hidden_size)
+    if isinstance(attention, MLA):
+        yield from _mla(attention, hidden_size)
+    elif isinstance(attention, LinearAttention):
+        yield from _linear_attention(attention, hidden_size)
+    else:
+        yield from _gqa(attention, hidden_size)
+
+
+def _linear_attention(attention: LinearAttention, hidden_size: int) -> Iterator[tuple[str, Shape]]:
+    heads = attention.num_value_heads
+    yield from _linear("attention.qkv", attention.conv_size, hidden_size, False)
+    yield from _linear("attention.z", attention.value_size, hidden_size, False)
+    yield from _linear("attention.beta", heads, hidden_size, False)
+    yield from _linear("attention.decay", heads, hidden_size, False)
+    yield "attention.conv.weight", (attention.conv_size, attention.conv_width)
+    yield "attention.decay_log.bias", (heads,)
+    yield "attention.decay_offset.bias", (heads,)
+    yield "attention.norm.weight", (attention.value_head_dim,)
+    yield from _linear("attention.o", hidden_size, attention.value_size, False)
+
+
+def _indexer(mla: SparseMLA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
+    indexer = mla.indexer
+    rows = indexer.num_heads * indexer.head_dim
+    yield from _linear("attention.indexer_q", rows, mla.q_lora_rank or hidden_size, False)
+    yield from _linear("attention.indexer_k", indexer.head_dim, hidden_size, False)
+    yield from _linear("attention.indexer_weights", indexer.num_heads, hidden_size, False)
+    yield "attention.indexer_norm.weight", (indexer.head_dim,)
+    yield "attention.indexer_norm.bias", (indexer.head_dim,)
 
 
 def _mla(mla: MLA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
@@ -135,21 +230,27 @@ def _mla(mla: MLA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
     kv_size = mla.num_heads * (mla.nope_head_dim + mla.value_head_dim)
     yield from _linear("attention.kv_up", kv_size, mla.kv_lora_rank, False)
     yield from _linear("attention.o", hidden_size, mla.num_heads * mla.value_head_dim, mla.bias)
+    if isinstance(mla, SparseMLA):
+        yield from _indexer(mla, hidden_size)
 
 
 def _gqa(attention: GQA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
     q_size, kv_size = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    for part, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
+    parts = [("q", q_size), ("k", kv_size), ("v", kv_size)]
+    if isinstance(attention, PlannedGQA):
+        parts[0] = ("q", q_size * (1 + attention.output_gate))
+        parts = parts[:2] if attention.value_is_key else parts
+    for part, size in parts:
         yield from _linear(f"attention.{part}", size, hidden_size, attention.qkv_bias)
     yield from _norm("attention.q_norm", attention.qk_norm, attention.head_dim)
     yield from _norm("attention.k_norm", attention.qk_norm, attention.head_dim)
     yield from _linear("attention.o", hidden_size, q_size, attention.output_bias)
 
 
-def _experts(moe: MoE, hidden_size: int) -> Iterator[tuple[str, Shape]]:
+def _experts(moe: MoE, hidden_size: int, num_experts: int | None) -> Iterator[tuple[str, Shape]]:
     routing = moe.routing
     yield from _linear("feed_forward.router", routing.num_experts, hidden_size, routing.correction_bias)
-    for expert in range(routing.num_experts):
+    for expert in range(routing.num_experts if num_experts is None else num_experts):
         yield from _dense(f"feed_forward.experts.{expert}", moe.expert, hidden_size)
     if moe.shared is not None:
         yield from _dense("feed_forward.shared", moe.shared, hidden_size)

@@ -5,13 +5,14 @@ It is pure arithmetic: worker, planner and command line agree on it, and a bad s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
-from shardline.models.spec import MLA, Attention, DecoderSpec, Layer, MoE
+from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Layer, MoE
 
 
 class ExpertShare(NamedTuple):
@@ -86,7 +87,7 @@ def split_query_heads(attention: Attention, parts: int) -> tuple[Span, ...]:
     Raises:
         ValueError: a rank would have no head. See also `split_heads`.
     """
-    if not isinstance(attention, MLA):
+    if isinstance(attention, GQA):
         return tuple(share.heads for share in split_heads(attention.num_heads, attention.num_kv_heads, parts))
     if parts > attention.num_heads:
         raise ValueError(f"{parts} ranks cannot share {attention.num_heads} attention heads")
@@ -106,7 +107,7 @@ def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
     above = min((n for n in legal if n > size), default=None)
     nearest = f"{below}" if above is None else f"{below} or {above}"
     heads = spec.layers[0].attention
-    kv_heads = "one latent for all of them" if isinstance(heads, MLA) else f"{heads.num_kv_heads} KV heads"
+    kv_heads = f"{heads.num_kv_heads} KV heads" if isinstance(heads, GQA) else "one latent for all of them"
     raise ValueError(
         f"tensor_parallel_size {size} does not work for this model: it has {heads.num_heads} attention heads and "
         f"{kv_heads}, and every rank needs at least one attention head; use {nearest}"
@@ -167,6 +168,12 @@ def balance_stages(
     Raises:
         ValueError: there are fewer layers than stages.
     """
+    return _balance(tuple(costs), num_stages, first_extra, last_extra)
+
+
+@functools.lru_cache(maxsize=256)
+def _balance(costs: tuple[float, ...], num_stages: int, first_extra: float, last_extra: float) -> tuple[Span, ...]:
+    """See `balance_stages`. The planner asks for the same stages again and again."""
     num_layers = len(costs)
     if num_layers < num_stages:
         raise ValueError(

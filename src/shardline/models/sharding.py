@@ -6,7 +6,7 @@ from typing import Literal
 
 from shardline.models.parameters import expert_of, parse_name
 from shardline.models.partition import ExpertShare, Span, split_dim, split_heads, split_query_heads
-from shardline.models.spec import MLA, Attention, DecoderSpec, Dense, MoE
+from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, LinearAttention, MoE, PlannedGQA
 
 Numerics = Literal["exact", "fast"]
 Spans = tuple[Span | None, ...]
@@ -46,6 +46,8 @@ def shard(
         raise ValueError(f"{name!r} is no canonical parameter name")
     if part.endswith("norm"):
         return (None,)
+    if part.startswith("attention.indexer"):
+        return whole
     if part.startswith("feed_forward."):
         return _shard_feed_forward(name, spec, tp_rank, tp_size, numerics, experts)
     attention = spec.layers[layer].attention
@@ -58,8 +60,14 @@ def shard(
     if kind == "bias":
         return whole
     heads = split_query_heads(attention, tp_size)[tp_rank]
-    width = attention.value_head_dim if isinstance(attention, MLA) else attention.head_dim
-    return _split(1, _scaled(heads, width), whole)
+    return _split(1, _scaled(heads, _output_width(attention)), whole)
+
+
+def _output_width(attention: Attention) -> int:
+    """Elements of attention's output per query head."""
+    if isinstance(attention, LinearAttention):
+        return attention.value_size // attention.num_key_heads
+    return attention.value_head_dim if isinstance(attention, MLA) else attention.head_dim
 
 
 def _shard_feed_forward(
@@ -103,16 +111,25 @@ def shard_shape(shape: tuple[int, ...], spans: Spans) -> tuple[int, ...]:
 
 def _projections(attention: Attention) -> tuple[str, ...]:
     """The parts that turn a layer's input into queries, keys and values."""
-    if not isinstance(attention, MLA):
+    if isinstance(attention, LinearAttention):
+        return tuple(f"attention.{part}" for part in ("qkv", "z", "beta", "decay", "conv", "decay_log", "decay_offset"))
+    if isinstance(attention, GQA):
         return "attention.q", "attention.k", "attention.v"
     q_parts = ("attention.q",) if attention.q_lora_rank is None else ("attention.q_down", "attention.q_up")
     return *q_parts, "attention.kv_down", "attention.kv_up"
 
 
 def _projection_span(attention: Attention, part: str, tp_rank: int, tp_size: int) -> Span:
-    if not isinstance(attention, MLA):
+    if isinstance(attention, LinearAttention):
+        num_rows = attention.conv_size if part in ("attention.qkv", "attention.conv") else attention.num_value_heads
+        num_rows = attention.value_size if part == "attention.z" else num_rows
+        return _scaled(split_query_heads(attention, tp_size)[tp_rank], num_rows // attention.num_key_heads)
+    if isinstance(attention, GQA):
         share = split_heads(attention.num_heads, attention.num_kv_heads, tp_size)[tp_rank]
-        return _scaled(share.heads if part == "attention.q" else share.kv_heads, attention.head_dim)
+        width = attention.head_dim
+        if isinstance(attention, PlannedGQA) and part == "attention.q":
+            width *= 1 + attention.output_gate
+        return _scaled(share.heads if part == "attention.q" else share.kv_heads, width)
     if part in ("attention.q_down", "attention.kv_down"):
         q_rank = attention.q_lora_rank or 0
         rows = split_dim(q_rank + attention.latent_dim, tp_size)[tp_rank]

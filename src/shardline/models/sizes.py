@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from shardline.config.topology import RankPlace
 from shardline.models.kv_groups import KVGroup
 from shardline.models.kv_shapes import kv_parts
 from shardline.models.parameters import (
+    CountedParameter,
     Shape,
+    counted_parameters,
     expert_of,
     is_kept_in_float32,
     is_linear,
     layer_parameters,
-    parameters,
     parse_name,
-    stage_parameters,
 )
 from shardline.models.partition import ExpertShare, Span, balance_stages, parse_stages, split_dim, split_heads
 from shardline.models.sharding import Numerics, shard, shard_shape
-from shardline.models.spec import DTYPE_BYTES, MLA, Attention, DecoderSpec, Dense, DType, KVDType, Layer, MoE
-from shardline.weights.base import PLAIN, FormatChoice, Role, WeightFormat
+from shardline.models.spec import (
+    DTYPE_BYTES,
+    GQA,
+    MLA,
+    Attention,
+    DecoderSpec,
+    Dense,
+    DType,
+    KVDType,
+    Layer,
+    LinearAttention,
+    MoE,
+    Routing,
+)
+from shardline.models.stored_weights import StoredWeights
+from shardline.weights.base import PLAIN, FormatChoice, Role
 
 
 def num_parameters(spec: DecoderSpec) -> int:
     """Number of parameters of the whole model. Tied embeddings count once."""
-    return _num_elements(shape for _, shape in parameters(spec))
+    return sum(
+        math.prod(one.shape) * one.num_layers * max(1, one.num_experts)
+        for one in counted_parameters(spec, Span(0, len(spec.layers)))
+    )
 
 
 def stage_spans(spec: DecoderSpec, num_stages: int, pipeline_stages: str | None = None) -> tuple[Span, ...]:
@@ -41,7 +59,9 @@ def stage_spans(spec: DecoderSpec, num_stages: int, pipeline_stages: str | None 
     if pipeline_stages is not None:
         return parse_stages(pipeline_stages, len(spec.layers), num_stages)
     batch = 32
-    costs = [_num_met(layer, spec.hidden_size, batch) for layer in spec.layers]
+    distinct = {id(layer): layer for layer in spec.layers}
+    met = {key: _num_met(layer, spec.hidden_size, batch) for key, layer in distinct.items()}
+    costs = [met[id(layer)] for layer in spec.layers]
     embedding = batch * spec.hidden_size * (1 if spec.learned_positions is None else 2)
     return balance_stages(costs, num_stages, first_extra=embedding, last_extra=spec.vocab_size * spec.hidden_size)
 
@@ -60,16 +80,69 @@ def weight_bytes(
     Linear weights are in `weight_format`, the rest in `dtype`. If the lm_head is tied to the embedding and quantized,
     both are stored. If it is not quantized, one tensor serves both.
     """
-    tp_size = len(place.tp_peers)
-    experts = ExpertShare(place.ep_peers.index(place.rank), len(place.ep_peers)) if expert_parallel else None
     held = weight_format.open_format()
-    total = 0
-    for name, shape in _held(spec, stages[place.pp_rank], held):
-        local = shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics, experts))
+
+    def num_bytes(name: str, local: Shape) -> int:
         if is_linear(name):
-            total += held.num_bytes(local[0], local[1], DTYPE_BYTES[dtype], _role(name))
+            return held.num_bytes(local[0], local[1], DTYPE_BYTES[dtype], _role(name))
+        return math.prod(local) * DTYPE_BYTES["float32" if is_kept_in_float32(name) else dtype]
+
+    counted = counted_parameters(spec, stages[place.pp_rank])
+    apart = spec.tied_embeddings and not held.is_dense("lm_head")
+    return rank_total(
+        spec, place, stages, _held(counted, spec, stages[place.pp_rank], apart), num_bytes, numerics, expert_parallel
+    )
+
+
+def stored_weight_bytes(
+    spec: DecoderSpec,
+    place: RankPlace,
+    stages: Sequence[Span],
+    stored: StoredWeights,
+    *,
+    whole: Collection[str] = (),
+    expert_parallel: bool = False,
+) -> int:
+    """Bytes of the rank's part of a checkpoint's weights if an engine keeps them as they are stored.
+
+    Output projections are split by their input, as with numerics "fast". Every rank has the parts in `whole`
+    (canonical parts, such as "attention.kv_down") undivided. A tied lm_head is not stored apart.
+    """
+    counted = counted_parameters(spec, stages[place.pp_rank], stored.layer_class)
+    held = _held(counted, spec, stages[place.pp_rank], False)
+    return rank_total(spec, place, stages, held, stored.num_bytes, "fast", expert_parallel, whole)
+
+
+def checkpoint_bytes(spec: DecoderSpec, stored: StoredWeights) -> int:
+    """Bytes of the whole checkpoint. Tied embeddings count once."""
+    return sum(
+        stored.num_bytes(one.name, one.shape) * one.num_layers * max(1, one.num_experts)
+        for one in counted_parameters(spec, Span(0, len(spec.layers)), stored.layer_class)
+    )
+
+
+def rank_total(
+    spec: DecoderSpec,
+    place: RankPlace,
+    stages: Sequence[Span],
+    held: Iterable[CountedParameter],
+    num_bytes: Callable[[str, Shape], int],
+    numerics: Numerics,
+    expert_parallel: bool,
+    whole: Collection[str] = (),
+) -> int:
+    """Sum of `num_bytes(name, local shape)` over the rank's parts of the parameters in `held`."""
+    total, tp_size = 0, len(place.tp_peers)
+    share = ExpertShare(place.ep_peers.index(place.rank), len(place.ep_peers)) if expert_parallel else None
+    for name, shape, num_layers, num_experts in held:
+        if num_experts and share is not None:
+            local, count = shape, num_layers * split_dim(num_experts, share.size)[share.rank].size
+        elif whole and parse_name(name).part in whole:
+            local, count = shape, num_layers
         else:
-            total += math.prod(local) * DTYPE_BYTES["float32" if is_kept_in_float32(name) else dtype]
+            local = shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics))
+            count = num_layers * max(1, num_experts)
+        total += count * num_bytes(name, local)
     return total
 
 
@@ -91,9 +164,14 @@ def largest_weight_bytes(
     """Bytes in `dtype` of the largest parameter part that the rank at `place` holds."""
     tp_size = len(place.tp_peers)
     experts = ExpertShare(place.ep_peers.index(place.rank), len(place.ep_peers)) if expert_parallel else None
-    held = _held(spec, stages[place.pp_rank], PLAIN.open_format())
-    shapes = (shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics, experts)) for name, shape in held)
-    return max(map(math.prod, shapes)) * DTYPE_BYTES[dtype]
+    stage = stages[place.pp_rank]
+    sizes = []
+    for name, shape, _, num_experts in _held(counted_parameters(spec, stage), spec, stage, False):
+        if num_experts and experts is not None:
+            sizes.append(math.prod(shape) if split_dim(num_experts, experts.size)[experts.rank].size else 0)
+        else:
+            sizes.append(math.prod(shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics))))
+    return max(sizes) * DTYPE_BYTES[dtype]
 
 
 def kv_bytes_per_token(
@@ -126,14 +204,26 @@ def kv_block_bytes(
     that of the largest group. For `latents_shared` see `kv_bytes_per_token`.
     """
     stage = stages[place.pp_rank]
+    sizes = {
+        id(attention): _layer_kv_bytes(attention, place, dtype, latents_shared)
+        for attention in {id(layer.attention): layer.attention for layer in spec.layers}.values()
+    }
     return block_size * max(
-        sum(
-            _layer_kv_bytes(spec.layers[index].attention, place, dtype, latents_shared)
-            for index in group.layers
-            if stage.start <= index < stage.stop
-        )
+        sum(sizes[id(spec.layers[index].attention)] for index in group.layers if stage.start <= index < stage.stop)
         for group in groups
     )
+
+
+def state_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span]) -> int:
+    """Bytes of the states of one request on the rank at `place`: float32 for the rule, bfloat16 for the convolution."""
+    stage, total = stages[place.pp_rank], 0
+    for layer in spec.layers[stage.start : stage.stop]:
+        attention = layer.attention
+        if isinstance(attention, LinearAttention):
+            heads = split_dim(attention.num_heads, len(place.tp_peers))[place.tp_rank].size
+            whole = 4 * attention.state_size + 2 * (attention.conv_width - 1) * attention.conv_size
+            total += whole * heads // attention.num_heads
+    return total
 
 
 def step_bytes(spec: DecoderSpec, dtype: DType, num_tokens: int, num_seqs: int) -> int:
@@ -162,11 +252,17 @@ def flops(spec: DecoderSpec, num_tokens: int, context_len: int = 0, num_logits: 
     products and attention count. An addition and a multiplication are two operations. A decode step has one new token.
     """
     total = 2 * num_logits * spec.vocab_size * spec.hidden_size
-    for layer in spec.layers:
+    for layer, count in _counted_layers(spec):
         matrices = round(_num_met(layer, spec.hidden_size, num_tokens=1, dims=2))
         pairs = attended_pairs(num_tokens, context_len, layer.attention.window)
-        total += 2 * num_tokens * matrices + 2 * _multiplications_per_pair(layer.attention) * pairs
+        total += count * (2 * num_tokens * matrices + 2 * multiplications_per_pair(layer.attention) * pairs)
     return total
+
+
+def _counted_layers(spec: DecoderSpec) -> list[tuple[Layer, int]]:
+    """The layers that are different objects, and how often each occurs."""
+    counts = Counter(map(id, spec.layers))
+    return [(layer, counts[key]) for key, layer in {id(layer): layer for layer in spec.layers}.items()]
 
 
 def attended_pairs(num_tokens: int, context_len: int, window: int | None) -> int:
@@ -179,20 +275,24 @@ def attended_pairs(num_tokens: int, context_len: int, window: int | None) -> int
     return growing * context_len + growing * (growing + 1) // 2 + (num_tokens - growing) * window
 
 
-def _held(spec: DecoderSpec, stage: Span, held: WeightFormat) -> Iterator[tuple[str, Shape]]:
+def _held(
+    counted: Iterable[CountedParameter], spec: DecoderSpec, stage: Span, head_is_apart: bool
+) -> Iterator[CountedParameter]:
     """The parameters that a stage holds. A tied lm_head has its own name if it is stored apart."""
     first, last = stage.start == 0, stage.stop == len(spec.layers)
-    for name, shape in stage_parameters(spec, stage):
-        yield ("lm_head.weight" if name == "embed.weight" and not first else name), shape
-    if first and last and spec.tied_embeddings and not held.is_dense("lm_head"):
-        yield "lm_head.weight", (spec.vocab_size, spec.hidden_size)
+    for one in counted:
+        yield one._replace(name="lm_head.weight") if one.name == "embed.weight" and not first else one
+    if first and last and head_is_apart:
+        yield CountedParameter("lm_head.weight", (spec.vocab_size, spec.hidden_size), 1, 0)
 
 
-def _multiplications_per_pair(attention: Attention) -> int:
+def multiplications_per_pair(attention: Attention) -> int:
     """Multiplications of one query with one key and its value, over all heads.
 
-    Latent attention computes in the dims of the latent.
+    Latent attention computes in the dims of the latent. Linear attention has no such pairs.
     """
+    if isinstance(attention, LinearAttention):
+        return 0
     if isinstance(attention, MLA):
         return attention.num_heads * (attention.latent_dim + attention.kv_lora_rank)
     return attention.num_heads * 2 * attention.head_dim
@@ -200,12 +300,12 @@ def _multiplications_per_pair(attention: Attention) -> int:
 
 def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, latents_shared: bool) -> int:
     """Bytes of keys and values of one token in one layer on one rank, scales included."""
+    num_kv_heads = 1
     if isinstance(attention, MLA):
         if latents_shared and DTYPE_BYTES[dtype] > 1:
             latent = split_dim(attention.latent_dim, len(place.tp_peers))[place.tp_rank]
             return latent.size * DTYPE_BYTES[dtype]
-        num_kv_heads = 1
-    else:
+    elif isinstance(attention, GQA):
         shares = split_heads(attention.num_heads, attention.num_kv_heads, len(place.tp_peers))
         num_kv_heads = shares[place.tp_rank].kv_heads.size
     return sum(part.num_bytes for part in kv_parts(attention, num_kv_heads, 1, 1, dtype))
@@ -217,18 +317,19 @@ def _num_met(layer: Layer, hidden_size: int, num_tokens: int, dims: int | None =
     With `dims`, only parameters with this number of dims count. For experts this is the expected number, if tokens
     choose at random and independently.
     """
-    always = experts = 0
-    for name, shape in layer_parameters(layer, hidden_size):
+    always = of_expert = 0
+    for name, shape in layer_parameters(layer, hidden_size, num_experts=1):
         if dims in (None, len(shape)):
             if expert_of(name) is None:
                 always += math.prod(shape)
             else:
-                experts += math.prod(shape)
+                of_expert += math.prod(shape)
     if isinstance(layer.feed_forward, MoE):
-        routing = layer.feed_forward.routing
-        return always + experts * (1 - (1 - routing.experts_per_token / routing.num_experts) ** num_tokens)
-    return always + experts
+        return always + of_expert * experts_met(layer.feed_forward.routing, num_tokens)
+    return always
 
 
-def _num_elements(shapes: Iterable[Shape]) -> int:
-    return sum(math.prod(shape) for shape in shapes)
+def experts_met(routing: Routing, num_tokens: float) -> float:
+    """Expected number of experts that `num_tokens` tokens choose, if they choose at random and independently."""
+    share = routing.experts_per_token / routing.num_experts
+    return routing.num_experts * float(1 - (1 - share) ** num_tokens)

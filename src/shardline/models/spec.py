@@ -60,6 +60,27 @@ class GQA(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Norm over head_dim of q and k, before rope."""
 
 
+class PlannedGQA(GQA, frozen=True, array_like=True, tag=True):
+    """Grouped-query attention with parts that only the planner knows."""
+
+    output_gate: bool = False
+    """Whether q has as many further rows, whose sigmoid multiplies the output (Qwen3.5)."""
+    value_is_key: bool = False
+    """Whether values are the projected keys, so there is no weight of v (Gemma 4)."""
+
+
+class Indexer(msgspec.Struct, frozen=True, array_like=True):
+    """The part of sparse latent attention that chooses the tokens to attend to (DeepSeek-V3.2).
+
+    It caches a key of one-byte elements and a float32 scale per token.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    """The most tokens that a token attends to."""
+
+
 class MLA(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one latent per token is key and value of all heads.
 
@@ -102,7 +123,52 @@ class MLA(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return self.kv_lora_rank + self.rope_head_dim
 
 
-Attention = GQA | MLA
+class SparseMLA(MLA, frozen=True, array_like=True, tag=True):
+    """Latent attention to the tokens that an indexer chooses. Only the planner knows it."""
+
+    indexer: Indexer = Indexer(64, 128, 2048)
+
+
+class LinearAttention(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Gated delta rule (Yang et al., 2024): a state of fixed size per request instead of keys and values per token.
+
+    Only the planner knows it. A short causal convolution precedes the rule.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int
+    """Tokens that the convolution sees."""
+
+    @property
+    def num_heads(self) -> int:
+        """Heads that ranks can share: a rank gets whole key heads."""
+        return self.num_key_heads
+
+    @property
+    def window(self) -> None:
+        """No token is cached, so no window limits the cache."""
+        return None
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.value_size
+
+    @property
+    def value_size(self) -> int:
+        """Elements of all value heads."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def state_size(self) -> int:
+        """Elements of the state of one request, without the convolution's."""
+        return self.value_size * self.key_head_dim
+
+
+Attention = GQA | MLA | LinearAttention
 
 
 class Dense(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardline.models.partition import Span
-from shardline.models.spec import MLA, Attention, MoE, Norm
+from shardline.models.spec import GQA, MLA, Attention, MoE, Norm
 from shardline.runtime.layers.attention import AttentionLayer, RotaryTables
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.feed_forward import DenseFeedForward
@@ -89,6 +89,7 @@ def _attention(
 ) -> AttentionLayer | LatentAttentionLayer:
     if isinstance(spec, MLA):
         return LatentAttentionLayer(loader, name, spec, tables)
+    assert isinstance(spec, GQA), "only the planner knows other kinds"
     return AttentionLayer(loader, name, spec, tables)
 
 

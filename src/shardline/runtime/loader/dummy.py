@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shardline.models.parameters import Shape, is_kept_in_float32, parameters, parse_name
 from shardline.models.partition import Span
 from shardline.models.sharding import Spans, shard_shape
-from shardline.models.spec import GQA, DecoderSpec, Norm
+from shardline.models.spec import GQA, MLA, DecoderSpec, Norm
 
 _SPREAD = 0.02 * math.sqrt(12) / 65536
 """Factor of a uniform 16-bit number, for a standard deviation of 0.02. Uniform numbers are drawn ten times as fast as
@@ -85,6 +85,7 @@ class DummyWeights:
             if isinstance(attention, GQA):
                 norm = attention.qk_norm
             else:
+                assert isinstance(attention, MLA), "only the planner knows other kinds"
                 norm = attention.kv_norm if part == "attention.kv_norm" else attention.q_norm
         else:
             norm = getattr(self._spec.layers[layer], part)

@@ -1,0 +1,192 @@
+"""`shardline plan MODEL --gpus 4xH100-80GB`: what fits, which layout, how fast, at what price. No GPU is needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardline.cli.flags import add_engine_flags, engine_config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardline.models.spec import DecoderSpec
+    from shardline.planner.hardware import Gpu
+    from shardline.planner.layout import Demand
+    from shardline.planner.search import Fixed
+
+_SECONDS = {"ms": 1e-3, "s": 1.0}
+_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+_DEFAULT_LENGTH = 8192
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers."""
+    description = "Plan a deployment before anything is rented: memory, layouts, speed and cost, with the reasons."
+    parser = commands.add_parser("plan", help="what fits, how fast, at what price", description=description)
+    group = parser.add_argument_group("plan")
+    group.add_argument("--gpus", metavar="GPUS", help="4xH100-80GB, 2x8xH100-80GB-SXM5, A100-80GB-PCIe+2xL40S; without "
+                       "a count: the fewest that do; any: the cheapest that do")  # fmt: skip
+    group.add_argument("--link", metavar="LINK", help="link inside a node: nvlink, bridge, xgmi or pcie")
+    group.add_argument("--inter-node", metavar="NET", help="network between nodes, for example ib-400 or eth-100")
+    group.add_argument("--hardware", type=Path, metavar="FILE", help="TOML file with further GPUs")
+    group.add_argument("--input-len", type=int, default=1024, metavar="N", help="tokens of a prompt (default: 1024)")
+    group.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens of an output (default: 128)")
+    group.add_argument("--rate", type=float, metavar="R", help="requests per second (default: as many as fit)")
+    group.add_argument("--running", type=int, metavar="N", help="requests running at once, instead of a rate")
+    group.add_argument("--concurrency", type=int, default=4, metavar="N",
+                       help="requests of full length that should fit (default: 4)")  # fmt: skip
+    group.add_argument("--ttft", metavar="TIME", help="longest time to the first token, for example 1s or 500ms")
+    group.add_argument("--tpot", metavar="TIME", help="longest time per output token, for example 60ms")
+    group.add_argument("--goal", choices=("cost", "latency", "throughput"), default="cost", help="what to optimize")
+    group.add_argument(
+        "--engine", choices=("shardline", "vllm"), help="default: this engine where it can run the model"
+    )
+    group.add_argument("--api-price", metavar="IN,CACHED,OUT", help="a managed API's dollars per million tokens")
+    group.add_argument("--all", action="store_true", help="show every layout")
+    group.add_argument("--json", action="store_true", help="print JSON")
+    group.add_argument("--validate", type=Path, metavar="FILE", help="predict the rows of a CSV file, and print errors")
+    add_engine_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a plan, or the errors of predictions.
+
+    Raises:
+        ValueError: the model, the GPUs or a number is at fault.
+    """
+    from shardline.planner.hardware import known_gpus
+
+    gpus = known_gpus(args.hardware)
+    if args.validate is not None:
+        return _validate(args, gpus)
+    if not hasattr(args, "model"):
+        raise ValueError(
+            "name a model, for example shardline plan meta-llama/Llama-3.1-70B-Instruct --gpus 4xH100-80GB"
+        )
+    if args.gpus is None:
+        raise ValueError("--gpus is missing; write for example --gpus 4xH100-80GB, or --gpus any")
+    return _plan(args, gpus)
+
+
+def _plan(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
+    from shardline.planner.catalog import find_model
+    from shardline.planner.cost import parse_api_price
+    from shardline.planner.report import format_plan, plan_json
+
+    api = None if args.api_price is None else parse_api_price(args.api_price)
+    model = find_model(args.model, getattr(args, "revision", None))
+    demand, fixed = _demand(args, model.spec), _fixed(args)
+    found = _search(args, gpus, model, demand, fixed)
+    print(json.dumps(plan_json(found, api), indent=1) if args.json else format_plan(found, show_all=args.all, api=api))
+    return 0
+
+
+def _search(args: argparse.Namespace, gpus: Mapping[str, Gpu], model: Any, demand: Demand, fixed: Fixed) -> Any:
+    """The search on the named GPUs, on the fewest of a kind, or on the cheapest of all kinds."""
+    from shardline.planner.cluster import parse_cluster
+    from shardline.planner.search import search
+
+    def on(text: str) -> Any:
+        cluster = parse_cluster(text, gpus, args.link, args.inter_node)
+        return search(model, cluster, demand, args.goal, args.engine, fixed)
+
+    if args.gpus != "any" and re.match(r"\d+x|.*\+", args.gpus, re.IGNORECASE):
+        return on(args.gpus)
+    if args.gpus != "any":
+        return _fewest(on, args.gpus)
+    results = [_fewest(on, name) for name, gpu in gpus.items() if gpu.price is not None]
+    good = [one for one in results if one.recommended is not None]
+    if not good:
+        return results[0]
+    return min(good, key=lambda one: one.options[one.recommended].cost_per_million)
+
+
+def _fewest(on: Any, name: str) -> Any:
+    """The search on the smallest number of GPUs with a layout to recommend; else on the largest."""
+    found = None
+    for count in _COUNTS:
+        found = on(f"{count}x{name}" if count <= 8 else f"{count // 8}x8x{name}")
+        if found.recommended is not None and found.options[found.recommended].fit.verdict != "tight":
+            break
+    return found
+
+
+def _demand(args: argparse.Namespace, spec: DecoderSpec) -> Demand:
+    """What the flags demand. Without --max-model-len, requests have up to 8,192 tokens, or as many as stated.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+    from shardline.deployment.length import check_length
+    from shardline.planner.layout import Demand
+
+    config = engine_config(args)
+    for name in ("input_len", "output_len", "concurrency", "rate", "running"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be above zero, got {value:g}")
+    needed = args.input_len + args.output_len
+    asked, most = config.model.max_model_len, spec.max_position_embeddings
+    check_length(asked, spec)
+    length = asked if isinstance(asked, int) else min(most, max(needed, _DEFAULT_LENGTH))
+    if needed > length:
+        raise ValueError(f"--input-len and --output-len make {needed} tokens, more than --max-model-len {length}")
+    return Demand(
+        max_model_len=length,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        concurrency=args.concurrency,
+        rate=args.rate,
+        running=args.running,
+        ttft=_time("--ttft", args.ttft),
+        tpot=_time("--tpot", args.tpot),
+        utilization=config.cache.gpu_memory_utilization,
+        max_num_seqs=getattr(args, "max_num_seqs", None),
+        max_num_batched_tokens=getattr(args, "max_num_batched_tokens", None),
+    )
+
+
+def _fixed(args: argparse.Namespace) -> Fixed:
+    from shardline.planner.search import Fixed
+
+    return Fixed(
+        tensor=getattr(args, "tensor_parallel_size", None),
+        pipeline=getattr(args, "pipeline_parallel_size", None),
+        data=getattr(args, "data_parallel_size", None),
+        whole_experts=getattr(args, "enable_expert_parallel", None),
+        weights={"none": "bf16"}.get(getattr(args, "quantization", None) or "", getattr(args, "quantization", None)),
+        kv=getattr(args, "kv_cache_dtype", None),
+    )
+
+
+def _time(flag: str, text: str | None) -> float | None:
+    """Seconds in "1s" or "60ms"; None for None.
+
+    Raises:
+        ValueError: the text is no time.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", text)
+    if match is None or float(match.group(1)) <= 0:
+        raise ValueError(f"{flag} {text!r}: write for example 60ms or 1.5s")
+    return float(match.group(1)) * _SECONDS[match.group(2)]
+
+
+def _validate(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
+    from shardline.planner.validate import format_summary, summarize, validate
+    from shardline.planner.validate_memory import format_memory, is_memory_table, summarize_memory, validate_memory
+
+    if is_memory_table(args.validate):
+        summary = summarize_memory(*validate_memory(args.validate, gpus))
+        text = format_memory(summary)
+    else:
+        summary = summarize(validate(args.validate, gpus))
+        text = format_summary(summary)
+    print(json.dumps(summary, indent=1) if args.json else text)
+    return 0

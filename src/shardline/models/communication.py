@@ -1,0 +1,155 @@
+"""What each parallel axis moves. These are the only formulas; docs/parallelism.md says them in words.
+
+All functions count the bytes that ONE rank receives, and the messages (collectives or hand-offs) that it waits for one
+after the other, for one step of `num_tokens` tokens of a replica. A decode step has a token for each sequence, and a
+prefill step a chunk of prompts. Sums over layers cover `layers`, a stage's layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from shardline.models.partition import Span
+from shardline.models.spec import MLA, Attention, DecoderSpec, Dense, Layer, LinearAttention, MoE, Routing
+
+Exchange = Literal["exact", "fast", "vllm"]
+"""How tensor-parallel ranks exchange: gathers of finished values, all-reduces in float32, or all-reduces in 16 bits."""
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank receives in a step."""
+
+    num_bytes: float
+    num_messages: int
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.num_bytes + other.num_bytes, self.num_messages + other.num_messages)
+
+
+NOTHING = Traffic(0.0, 0)
+
+
+def tensor_traffic(
+    spec: DecoderSpec, layers: Span, ranks: int, num_tokens: float, exchange: Exchange, dtype_bytes: int = 2
+) -> Traffic:
+    """Traffic of tensor parallelism over `ranks`. Experts count as split; for whole ones see `expert_traffic`."""
+    if ranks == 1:
+        return NOTHING
+    total = NOTHING
+    share = (ranks - 1) / ranks
+    for layer, count in count_layers(spec, layers):
+        if exchange == "exact":
+            elements, messages = _gathered(layer, spec.hidden_size)
+            one = Traffic(elements * dtype_bytes * share * num_tokens, messages)
+        else:
+            # An all-reduce is a reduce-scatter and a gather: every element crosses twice.
+            size = _FLOAT32 if exchange == "fast" else dtype_bytes
+            one = Traffic(2 * 2 * spec.hidden_size * size * share * num_tokens, 2)
+        total += Traffic(one.num_bytes * count, one.num_messages * count)
+    return total
+
+
+def all_reduce_payload(spec: DecoderSpec, num_tokens: int, dtype_bytes: int = 2) -> Traffic:
+    """What guides count for all-reduces: the bytes of the summed tensors, not those on the wire; two in each layer."""
+    reduces = 2 * len(spec.layers)
+    return Traffic(reduces * num_tokens * spec.hidden_size * dtype_bytes, reduces)
+
+
+def pipeline_traffic(
+    spec: DecoderSpec, stages: int, num_tokens: float, tensor: int = 1, dtype_bytes: int = 2
+) -> Traffic:
+    """Hand-offs of hidden states over all stage boundaries; each rank of a stage sends its equal part."""
+    if stages == 1:
+        return NOTHING
+    return Traffic((stages - 1) * num_tokens * spec.hidden_size * dtype_bytes / tensor, stages - 1)
+
+
+def expert_traffic(
+    spec: DecoderSpec, layers: Span, ranks: int, num_tokens: float, exchange: Exchange, dtype_bytes: int = 2
+) -> Traffic:
+    """Traffic of whole experts over `ranks`; `num_tokens` are the tokens of all replicas that share them.
+
+    A token travels once to each rank that has one of its experts. This engine ("exact") returns one product for each
+    chosen expert and then gathers the owners' rows; others return one sum from each rank.
+    """
+    total = NOTHING
+    if ranks == 1:
+        return total
+    for layer, count in count_layers(spec, layers):
+        if not isinstance(layer.feed_forward, MoE):
+            continue
+        routing = layer.feed_forward.routing
+        met = ranks_met(routing, ranks) * (ranks - 1) / ranks
+        back = routing.experts_per_token * (ranks - 1) / ranks if exchange == "exact" else met
+        owned = num_tokens / ranks
+        elements = owned * spec.hidden_size * (met + back)
+        messages = 2
+        if exchange == "exact":
+            elements += num_tokens * spec.hidden_size * (ranks - 1) / ranks
+            messages = 4
+        total += Traffic(count * elements * dtype_bytes, count * messages)
+    return total
+
+
+def context_traffic(spec: DecoderSpec, layers: Span, ranks: int, num_tokens: float) -> Traffic:
+    """Partial results (m, l, o) in float32 of attention over `ranks` that share each request's KV cache."""
+    if ranks == 1:
+        return NOTHING
+    total = NOTHING
+    for layer, count in count_layers(spec, layers):
+        if isinstance(layer.attention, LinearAttention):
+            continue
+        elements = layer.attention.num_heads * (2 + output_size(layer.attention) // layer.attention.num_heads)
+        total += Traffic(count * num_tokens * elements * _FLOAT32 * (ranks - 1) / ranks, count)
+    return total
+
+
+def ranks_met(routing: Routing, ranks: int) -> float:
+    """Expected number of ranks that have at least one of a token's experts, if it chooses at random."""
+    total, chosen = routing.num_experts, routing.experts_per_token
+    held = total / ranks
+    missed = math.prod(max(0.0, total - held - index) / (total - index) for index in range(chosen))
+    return ranks * (1 - missed)
+
+
+def kv_transfer_bytes(kv_bytes_per_token: int, num_tokens: int) -> int:
+    """Bytes of a request's keys and values that move when prefill and decode run on different GPUs."""
+    return kv_bytes_per_token * num_tokens
+
+
+def output_size(attention: Attention) -> int:
+    """Elements of attention's output for a token, over all heads."""
+    if isinstance(attention, LinearAttention):
+        return attention.value_size
+    return attention.num_heads * (attention.value_head_dim if isinstance(attention, MLA) else attention.head_dim)
+
+
+def count_layers(spec: DecoderSpec, layers: Span) -> Iterable[tuple[Layer, int]]:
+    """The different layers of a stage, and how often each occurs."""
+    counts: dict[int, list[Layer]] = {}
+    for layer in spec.layers[layers.start : layers.stop]:
+        counts.setdefault(id(layer), []).append(layer)
+    return [(same[0], len(same)) for same in counts.values()]
+
+
+def _gathered(layer: Layer, hidden_size: int) -> tuple[int, int]:
+    """(elements for a token, gathers) of one layer if no sum crosses a rank."""
+    attention, feed_forward = layer.attention, layer.feed_forward
+    elements, messages = output_size(attention) + hidden_size, 2
+    if isinstance(attention, MLA):
+        elements += (attention.q_lora_rank or 0) + attention.latent_dim
+        messages += 1
+    if isinstance(feed_forward, Dense):
+        return elements + feed_forward.intermediate_size + hidden_size, messages + 2
+    routing, shared = feed_forward.routing, feed_forward.shared
+    elements += routing.experts_per_token * feed_forward.expert.intermediate_size + hidden_size
+    if shared is not None:
+        elements += shared.intermediate_size
+        messages += 1
+    return elements, messages + 2

@@ -1,0 +1,126 @@
+"""Read any configuration for planning, also of checkpoints and model types that the engine refuses to load."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import shardline.models.planned
+from shardline.models.hf_config import HFConfig
+from shardline.models.lookup import Family, decoder_spec, family, known_families
+from shardline.models.spec import DecoderSpec
+from shardline.models.stored_weights import StoredRules, StoredWeights, read_stored
+
+_TEXT = "text_config"
+_FROM_WRAPPER = ("quantization_config", "tie_word_embeddings", "dtype", "torch_dtype")
+"""Keys that wrappers of a text model have outside of its section."""
+_ASSUMED_DTYPE = "bfloat16"
+"""Type of checkpoints that do not say it: all published ones of this kind are in bfloat16."""
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model as the planner sees it."""
+
+    name: str
+    config: Mapping[str, Any]
+    """config.json of the language model."""
+    spec: DecoderSpec
+    rules: StoredRules
+    """What the checkpoint stores."""
+    other_parameters: int
+    """Parameters beside the language model: an encoder of images. They are in 16 bits and whole on every rank."""
+    engine_refusal: str
+    """Why this engine cannot load the checkpoint; empty: it can."""
+
+    def stored(self, rules: StoredRules | None = None) -> StoredWeights:
+        """The bytes of the checkpoint's tensors, or of the same model stored by other `rules`."""
+        source = planned_family(self.spec.model_type).tensor_source
+
+        @functools.cache
+        def module(name: str) -> str:
+            return source(name, self.spec).key.rpartition(".")[0]
+
+        return StoredWeights(self.rules if rules is None else rules, self.spec.dtype, module)
+
+
+def read_planned(name: str, config: Mapping[str, Any]) -> PlannedModel:
+    """The model that a parsed config.json describes.
+
+    Raises:
+        ValueError: its type has no spec, or the configuration is wrong.
+    """
+    text = text_config(config)
+    return PlannedModel(
+        name=name,
+        config=text,
+        spec=_spec(text),
+        rules=read_stored(HFConfig(text)),
+        other_parameters=_encoder_parameters(HFConfig(config).section("vision_config")),
+        engine_refusal=_engine_refusal(config),
+    )
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the language model in `config`, which may be a wrapper. It has a dtype."""
+    text = dict(config)
+    if isinstance(config.get(_TEXT), Mapping):
+        outer = {key: config[key] for key in _FROM_WRAPPER if config.get(key) is not None}
+        inner = {key: value for key, value in config[_TEXT].items() if value is not None or key not in _FROM_WRAPPER}
+        # A wrapper without a type of its text model is one of the oldest kind, whose text model has its name.
+        text = {"model_type": config.get("model_type"), **outer, **inner}
+    if text.get("dtype") is None and text.get("torch_dtype") is None:
+        text["dtype"] = _ASSUMED_DTYPE
+    return text
+
+
+def planned_family(model_type: str) -> Family:
+    """The module for a `model_type`, of the engine's or for planning only.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if model_type not in known_families() and model_type in planned_families():
+        return cast(Family, importlib.import_module(f"shardline.models.planned.{model_type}"))
+    return family(model_type)
+
+
+@functools.cache
+def planned_families() -> tuple[str, ...]:
+    """The model types that only the planner knows."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(shardline.models.planned.__path__)))
+
+
+def _spec(text: Mapping[str, Any]) -> DecoderSpec:
+    model_type = HFConfig(text).text("model_type")
+    known = (*known_families(), *planned_families())
+    if model_type not in known:
+        raise ValueError(f"no spec for model_type {model_type!r}; known: {', '.join(sorted(known))}")
+    return planned_family(model_type).decoder_spec(text, None)
+
+
+def _engine_refusal(config: Mapping[str, Any]) -> str:
+    try:
+        decoder_spec(config)
+    except ValueError as refusal:
+        return str(refusal)
+    return ""
+
+
+def _encoder_parameters(vision: HFConfig) -> int:
+    """Parameters of the blocks of a vision transformer: four projections of attention, and two of its feed-forward.
+
+    Embeddings and the projection to the language model are left out: they are below a tenth of that.
+    """
+    hidden = vision.optional_integer("hidden_size", None) or vision.optional_integer("vt_hidden_size", None)
+    if hidden is None:
+        return 0
+    keys = ("num_hidden_layers", "depth", "vt_num_hidden_layers")
+    layers = next((vision.integer(key) for key in keys if vision.has(key)), 0)
+    key = "intermediate_size" if vision.has("intermediate_size") else "vt_intermediate_size"
+    matrices = 3 if vision.text("hidden_act", "gelu") == "silu" else 2
+    return layers * (4 * hidden * hidden + matrices * hidden * vision.integer(key, 4 * hidden))

@@ -1,0 +1,197 @@
+"""What a checkpoint stores: which weights are quantized, and how many bytes each tensor has.
+
+This is apart from what the engine loads (`packed_weights.py`), so that the planner can count any checkpoint. The file
+for a `quant_method` is found by its name in `stored/`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import math
+import pkgutil
+import re
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import msgspec
+
+import shardline.models.stored
+from shardline.models.hf_config import HFConfig
+from shardline.models.parameters import Shape, is_kept_in_float32, is_linear, parse_name
+from shardline.models.spec import DTYPE_BYTES, DType
+
+_NUMBERED_LAYER = re.compile(r"\blayers\.(\d+)\b")
+_CUT_LIST = re.compile(r"\.\.\. \d+ entries in all")
+
+
+class Packing(msgspec.Struct, frozen=True):
+    """How one weight [rows, columns] is stored: elements of `bits`, and a scale for each block of elements."""
+
+    label: str
+    """Name for people and for choosing: "nvfp4", ..."""
+    bits: int
+    block_rows: int = 0
+    """Rows of a block; 0: all."""
+    block_columns: int = 0
+    """Columns of a block; 0: all."""
+    scale_bytes: int = 0
+    zero_bits: int = 0
+    """Bits of a block's zero point; 0: there is none."""
+    column_bytes: int = 0
+    """Bytes of a table with an entry per column (GPTQ's order of groups)."""
+    tensor_bytes: int = 0
+    """Bytes of the scales of the whole tensor."""
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a weight [rows, columns] with its scales; 0 if it has no elements."""
+        if not rows or not columns:
+            return 0
+        blocks = -(-rows // (self.block_rows or rows)) * -(-columns // (self.block_columns or columns))
+        elements = -(-rows * columns * self.bits // 8)
+        per_block = blocks * self.scale_bytes + -(-blocks * self.zero_bits // 8)
+        return elements + per_block + columns * self.column_bytes + self.tensor_bytes
+
+
+class PackingRule(msgspec.Struct, frozen=True):
+    """A packing, and the modules of the checkpoint to which it applies."""
+
+    packing: Packing
+    targets: tuple[str, ...] = ("Linear",)
+    """Patterns of module names; "Linear" matches every linear layer. See `matches`."""
+    only_experts: bool = False
+
+
+class StoredRules(msgspec.Struct, frozen=True):
+    """What a `quantization_config` says. Weights to which no rule applies are in the checkpoint's dtype."""
+
+    rules: tuple[PackingRule, ...] = ()
+    excluded: tuple[str, ...] = ()
+    """Patterns of modules that are not quantized."""
+
+    @property
+    def label(self) -> str:
+        """The name of the first packing; empty: nothing is packed."""
+        return self.rules[0].packing.label if self.rules else ""
+
+
+class Method(Protocol):
+    """The module of a `quant_method`."""
+
+    USUAL: tuple[PackingRule, ...]
+    """How published checkpoints of this kind usually are; one rule for each label that the method brings."""
+
+    def read(self, section: HFConfig) -> StoredRules:
+        """What a `quantization_config` with this method says.
+
+        Raises:
+            ValueError: it describes something that this file does not know.
+        """
+
+
+def label_of(kind: str, bits: int) -> str:
+    """The label of elements of `bits`: "fp" and the bits for kind "float", else "int" and the bits."""
+    return f"fp{bits}" if kind == "float" else f"int{bits}"
+
+
+def methods() -> dict[str, Method]:
+    """Every known way of storing weights, by its file's name: the `quant_method` with underscores."""
+    names = sorted(module.name for module in pkgutil.iter_modules(shardline.models.stored.__path__))
+    return {name: cast(Method, importlib.import_module(f"shardline.models.stored.{name}")) for name in names}
+
+
+def usual_rules() -> dict[str, StoredRules]:
+    """For each label, how checkpoints with this label usually are stored."""
+    return {rule.packing.label: StoredRules((rule,)) for method in methods().values() for rule in method.USUAL}
+
+
+def read_stored(config: HFConfig) -> StoredRules:
+    """How a config.json says that weights are stored.
+
+    Raises:
+        ValueError: the `quant_method` is unknown, or its section is wrong.
+    """
+    if not config.has("quantization_config"):
+        return StoredRules()
+    section = config.section("quantization_config")
+    known = methods()
+    # Without a method it is compressed-tensors, whose section alone has groups.
+    method = section.text("quant_method", "compressed-tensors" if section.has("config_groups") else "unknown")
+    name = method.replace("-", "_")
+    if name not in known:
+        raise section.error("quant_method", f"{method!r} is not known; known: {', '.join(known)}")
+    rules = known[name].read(section)
+    return msgspec.structs.replace(rules, excluded=_complete(rules.excluded))
+
+
+def _complete(excluded: Sequence[str]) -> tuple[str, ...]:
+    """The patterns. If the list was cut, what it says about several layers holds for all of them."""
+    if not any(_CUT_LIST.search(one) for one in excluded):
+        return tuple(excluded)
+    listed = [one for one in excluded if not _CUT_LIST.search(one)]
+    layers: dict[str, set[str]] = {}
+    for one in listed:
+        if found := _NUMBERED_LAYER.search(one):
+            layers.setdefault(_NUMBERED_LAYER.sub("layers.*", one), set()).add(found.group(1))
+    return (*listed, *(general for general, numbers in layers.items() if len(numbers) > 1))
+
+
+def matches(module: str, pattern: str) -> bool:
+    """Whether `pattern` means the module: its name or the last part of it, a parent, a glob, or "re:" and a regex."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    module, pattern = _plain(module), _plain(pattern)
+    if pattern == module.rpartition(".")[2] or module == pattern or module.startswith(f"{pattern}."):
+        return True
+    return "*" in pattern and (fnmatch.fnmatch(module, pattern) or fnmatch.fnmatch(module, f"{pattern}.*"))
+
+
+def _plain(name: str) -> str:
+    """The name without the prefix of a model that is part of a larger one."""
+    return name.replace("model.language_model.", "model.").replace("language_model.", "")
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The bytes of a checkpoint's tensors."""
+
+    rules: StoredRules
+    dtype: DType
+    """Type of weights that are not packed."""
+    module: Callable[[str], str]
+    """The checkpoint's name for the module of a canonical parameter."""
+    _numbered: dict[int, frozenset[str]] = field(default_factory=dict, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        found: dict[int, set[str]] = {}
+        for pattern in self.rules.excluded:
+            if match := _NUMBERED_LAYER.search(pattern):
+                found.setdefault(int(match.group(1)), set()).add(_NUMBERED_LAYER.sub("layers.*", pattern))
+        self._numbered.update({index: frozenset(patterns) for index, patterns in found.items()})
+
+    def layer_class(self, index: int) -> Hashable:
+        """Equal for layers that the rules treat alike."""
+        return self._numbered.get(index)
+
+    def packing(self, name: str) -> Packing | None:
+        """How the canonical parameter `name` is packed; None: it is in the checkpoint's dtype."""
+        layer, part, kind = parse_name(name)
+        if layer is None or kind != "weight" or not (is_linear(name) or part == "attention.kv_up"):
+            return None
+        module = self.module(name)
+        if any(matches(module, pattern) for pattern in self.rules.excluded):
+            return None
+        for rule in self.rules.rules:
+            if rule.only_experts and not part.startswith("feed_forward.experts."):
+                continue
+            if any(target == "Linear" or matches(module, target) for target in rule.targets):
+                return rule.packing
+        return None
+
+    def num_bytes(self, name: str, shape: Shape) -> int:
+        """Bytes of the part `shape` of the canonical parameter `name`."""
+        packing = self.packing(name) if len(shape) == 2 else None
+        if packing is not None:
+            return packing.num_bytes(shape[0], shape[1])
+        return math.prod(shape) * DTYPE_BYTES["float32" if is_kept_in_float32(name) else self.dtype]

@@ -1,0 +1,110 @@
+"""Find a model to plan for: shipped facts (`models.json`), a folder, or config.json of the hub. No weights are read."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace as replace_struct
+
+from shardline.models.description import ModelDescription
+from shardline.models.hf_config import HFConfig
+from shardline.models.hub import DEMO_FOLDER, ModelFiles
+from shardline.models.packed_weights import packed_format
+from shardline.models.planning import PlannedModel, read_planned
+from shardline.models.stored_weights import StoredRules, usual_rules
+
+_CONFIG = "config.json"
+_HUB_TIMEOUT = 5.0
+"""Seconds to wait for the hub's answer."""
+
+
+@functools.cache
+def shipped_facts() -> dict[str, Any]:
+    """{"models": {hub id: {"source", "config"}}, "aliases": {hub id: {"of": hub id, "stored": label}}}."""
+    facts: dict[str, Any] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
+    return facts
+
+
+def find_model(name: str, revision: str | None = None) -> PlannedModel:
+    """The model that a user names: a folder with config.json, a known hub id, or any other hub id.
+
+    Raises:
+        ValueError: it cannot be found, its configuration is wrong, or its type has no spec.
+    """
+    folder = DEMO_FOLDER if name == "demo" else Path(name).expanduser()
+    if (folder / _CONFIG).is_file():
+        return read_planned(name, _read(folder / _CONFIG))
+    if folder.is_dir():
+        raise ValueError(f"model {name!r}: the folder has no {_CONFIG}")
+    facts = shipped_facts()
+    aliases = {key.lower(): value for key, value in facts["aliases"].items()}
+    alias = aliases.get(name.lower(), {"of": name})
+    known = {key.lower(): value["config"] for key, value in facts["models"].items()}
+    config = known.get(alias["of"].lower())
+    if config is None:
+        return read_planned(name, _download(name, revision))
+    model = read_planned(name, config)
+    if "stored" in alias:
+        return stored_as(model, usual_rules()[alias["stored"]])
+    return model
+
+
+def stored_as(model: PlannedModel, rules: StoredRules) -> PlannedModel:
+    """The same model in a checkpoint that is stored by `rules`. The engine can only load plain weights in it."""
+    spec = replace_struct(model.spec, dtype="bfloat16")
+    refusal = model.engine_refusal or f"this engine does not load checkpoints stored as {rules.label}"
+    return PlannedModel(model.name, model.config, spec, rules, model.other_parameters, refusal)
+
+
+def describe(model: PlannedModel) -> ModelDescription:
+    """The model as `resolve` reads it, without files.
+
+    Raises:
+        ValueError: this engine cannot load it.
+    """
+    if model.engine_refusal:
+        raise ValueError(model.engine_refusal)
+    files = ModelFiles(model.name, Path(model.name), dict(model.config), {}, ())
+    return ModelDescription(files, packed_format(HFConfig(model.config)), None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold an object")
+    return config
+
+
+def _download(name: str, revision: str | None) -> dict[str, Any]:
+    """config.json of a hub repository, and nothing else.
+
+    Raises:
+        ValueError: it is neither in the cache nor can it be fetched.
+    """
+    import huggingface_hub
+
+    def fetch(local_files_only: bool) -> dict[str, Any]:
+        path = huggingface_hub.hf_hub_download(
+            name, _CONFIG, revision=revision, etag_timeout=_HUB_TIMEOUT, local_files_only=local_files_only
+        )
+        return _read(Path(path))
+
+    # The transport's errors differ between versions of huggingface_hub. All of them are explained to the user.
+    try:
+        # Without this request, which has a time-out, a download is tried again and again for half a minute.
+        huggingface_hub.HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT)
+        return fetch(local_files_only=False)
+    except Exception as error:
+        try:
+            return fetch(local_files_only=True)
+        except Exception:
+            raise ValueError(
+                f"model {name!r} is neither a folder nor among the shipped facts, and {_CONFIG} of the hub repository "
+                f"{name} cannot be fetched ({type(error).__name__}); give a folder that has this file"
+            ) from None

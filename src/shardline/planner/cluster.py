@@ -1,0 +1,157 @@
+"""What the user can rent: `--gpus 2x8xH100-80GB-SXM5`, as nodes with links, and as a `Machine` for `resolve`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from shardline.deployment.machine import Device, Host, Machine
+from shardline.planner.hardware import GB, Gpu, GpuLink, find_gpu
+
+LINKS = ("nvlink", "bridge", "xgmi", "pcie")
+_NETWORK = re.compile(r"(?:ib|roce|eth|gbe)-?(\d+(?:\.\d+)?)")
+_PART = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", re.IGNORECASE)
+_HOST_CORES = 64
+_MOST_GPUS = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """Equal nodes, each with the same GPUs."""
+
+    gpus: tuple[Gpu, ...]
+    """The GPUs of one node."""
+    num_nodes: int
+    link: GpuLink
+    """The link inside a node."""
+    network_bytes_per_second: float
+    """Between nodes: one direction, each GPU."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all nodes."""
+        return len(self.gpus) * self.num_nodes
+
+    @property
+    def slowest(self) -> Gpu:
+        """The GPU with the least bandwidth. Ranks in lockstep wait for it."""
+        return min(self.gpus, key=lambda gpu: gpu.bandwidth_gbs)
+
+    @property
+    def smallest(self) -> Gpu:
+        """The GPU with the least memory."""
+        return min(self.gpus, key=lambda gpu: gpu.usable_gib)
+
+    @property
+    def name(self) -> str:
+        """As a user may write it."""
+        counts: dict[str, int] = {}
+        for gpu in self.gpus:
+            counts[gpu.name] = counts.get(gpu.name, 0) + 1
+        node = "+".join(f"{count}x{name}" for name, count in counts.items())
+        return node if self.num_nodes == 1 else f"{self.num_nodes}x{node}"
+
+    @property
+    def price_per_hour(self) -> tuple[float, float] | None:
+        """(low, high) US dollars for all GPUs; None: a price is not known."""
+        prices = [gpu.price for gpu in self.gpus if gpu.price is not None]
+        if len(prices) < len(self.gpus):
+            return None
+        low, high = sum(price.low for price in prices), sum(price.high for price in prices)
+        return self.num_nodes * low, self.num_nodes * high
+
+    def link_bytes_per_second(self, ranks: int) -> float:
+        """What each of `ranks` neighbouring GPUs sends to the others together, in bytes per second of one direction."""
+        if ranks > len(self.gpus):
+            return self.network_bytes_per_second
+        if ranks > self.link.domain:
+            return self.slowest.pcie_gbs * GB
+        return min(self.link.gbs, (ranks - 1) * self.link.pair_gbs or self.link.gbs) * GB
+
+    def part(self, num_gpus: int) -> Cluster:
+        """The first `num_gpus` GPUs: whole nodes, or a part of one."""
+        if num_gpus <= len(self.gpus):
+            return replace(self, gpus=self.gpus[:num_gpus], num_nodes=1)
+        return replace(self, num_nodes=-(-num_gpus // len(self.gpus)))
+
+    def machine(self, reserved: int) -> Machine:
+        """The cluster as the engine's description of hardware. `reserved` bytes of every GPU are taken already."""
+        return Machine(tuple(self._host(f"node{index}", reserved) for index in range(self.num_nodes)))
+
+    def _host(self, name: str, reserved: int) -> Host:
+        memory = sum(gpu.usable_bytes for gpu in self.gpus)
+        devices = [Device("cpu", "CPU", memory, memory, cores=_HOST_CORES)]
+        others = sorted({gpu.vendor for gpu in self.gpus} - {"NVIDIA"})
+        if not others:
+            for index, gpu in enumerate(self.gpus):
+                total = gpu.usable_bytes
+                devices.append(Device("cuda", gpu.name, total, total - reserved, gpu.capability, identifier=str(index)))
+        why = f"Shardline has no back end for GPUs of {others[0]}; use vLLM" if others else ""
+        return Host(name, memory, _HOST_CORES, tuple(devices), unusable_gpus=why)
+
+
+def parse_cluster(
+    text: str, gpus: Mapping[str, Gpu], link: str | None = None, inter_node: str | None = None
+) -> Cluster:
+    """The cluster that `--gpus`, `--link` and `--inter-node` describe. A name without a count is one GPU.
+
+    Raises:
+        ValueError: the text has another form, a GPU is unknown, or it cannot have the link.
+    """
+    node: list[Gpu] = []
+    num_nodes = 1
+    parts = text.split("+")
+    for part in parts:
+        match = _PART.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"--gpus {text!r}: write for example 4xH100-80GB, 2x8xH100-80GB-SXM5 or A100+2xL40S")
+        first, second, name = match.groups()
+        if second is not None and len(parts) > 1:
+            raise ValueError(f"--gpus {text!r}: a sum describes one node; write for example 2xL40S+A100-80GB-PCIe")
+        nodes, count = (int(first), int(second)) if second is not None else (1, int(first or 1))
+        if nodes * count < 1 or nodes * count > _MOST_GPUS:
+            raise ValueError(f"--gpus {text!r}: there must be 1 to {_MOST_GPUS} GPUs")
+        num_nodes = nodes
+        node += [find_gpu(name, gpus, link)] * count
+    used = _choose_link(node, link)
+    network = min(gpu.network_gbs for gpu in node) * GB if inter_node is None else _network_rate(inter_node)
+    return Cluster(tuple(node), num_nodes, used, network)
+
+
+def _network_rate(text: str) -> float:
+    """Bytes per second of a network such as "ib-400": gigabits per second for each GPU.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    match = _NETWORK.fullmatch(text.lower())
+    if match is None or float(match.group(1)) <= 0:
+        raise ValueError(f"--inter-node {text!r}: write the kind and gigabits per second of a GPU, for example ib-400")
+    return float(match.group(1)) * GB / 8
+
+
+def _choose_link(node: list[Gpu], asked: str | None) -> GpuLink:
+    """The link inside a node: the asked one, else the GPUs' own if all have the same, else PCIe.
+
+    Raises:
+        ValueError: a GPU cannot have the link.
+    """
+    rate = min(gpu.pcie_gbs for gpu in node)
+    pcie = GpuLink("pcie", rate, rate, len(node))
+    own = min((gpu.link for gpu in node), key=lambda link: link.gbs)
+    if asked is None:
+        return own if len({gpu.link.kind for gpu in node}) == 1 else pcie
+    if asked not in LINKS:
+        raise ValueError(f"--link {asked!r}: must be one of {', '.join(LINKS)}")
+    if asked == "pcie":
+        return pcie
+    for gpu in node:
+        if (asked == "bridge" and not gpu.bridge_gbs) or (asked != "bridge" and gpu.link.kind != asked):
+            extra = " or bridge" if gpu.bridge_gbs else ""
+            choices = " or ".join(dict.fromkeys((gpu.link.kind, "pcie"))) + extra
+            raise ValueError(f"--link {asked}: {gpu.name} cannot have it; use {choices}")
+    if asked == "bridge":
+        rate = min(gpu.bridge_gbs for gpu in node)
+        return GpuLink("bridge", rate, rate, domain=2)
+    return own

@@ -1,0 +1,55 @@
+"""What a deployment costs, and when a managed API is cheaper. All prices are US dollars."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardline.planner.layout import Demand
+
+HOURS_PER_DAY = 24
+HOURS_PER_MONTH = 720
+SECONDS_PER_HOUR = 3600
+_MILLION = 1e6
+
+
+@dataclass(frozen=True)
+class ApiPrice:
+    """Prices of a managed API for a million tokens."""
+
+    input: float
+    cached: float
+    """Of input tokens whose prefix is cached."""
+    output: float
+
+    def per_token(self, demand: Demand) -> float:
+        """Price of the mean token, input or output, of requests without cached prefixes."""
+        total = demand.input_len * self.input + demand.output_len * self.output
+        return total / (demand.input_len + demand.output_len) / _MILLION
+
+
+def parse_api_price(text: str) -> ApiPrice:
+    """The prices in "IN,CACHED,OUT".
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    try:
+        prices = [float(part) for part in text.split(",")]
+    except ValueError:
+        prices = []
+    if len(prices) != 3 or min(prices) < 0 or max(prices) <= 0:
+        raise ValueError(f"--api-price {text!r}: write dollars per million tokens as IN,CACHED,OUT, such as 3,0.3,15")
+    return ApiPrice(*prices)
+
+
+def per_million(price_per_hour: float, tokens_per_second: float) -> float:
+    """Dollars for a million tokens."""
+    return price_per_hour / (tokens_per_second * SECONDS_PER_HOUR) * _MILLION
+
+
+def break_even_tokens(price_per_hour: float, api: ApiPrice, demand: Demand) -> float:
+    """Tokens a day, input and output, from which reserved GPUs are cheaper than the API.
+
+    GPUs are paid for every hour of the day, busy or not.
+    """
+    return price_per_hour * HOURS_PER_DAY / api.per_token(demand)

@@ -1,0 +1,126 @@
+"""The GPUs that the planner knows: `hardware.toml`, and files of the same form from the user."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+GIB = 1 << 30
+GB = 1e9
+_NAMED = 4
+"""Names in the message about an unknown GPU."""
+
+
+class GpuLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the GPUs of a node are connected. Rates are GB/s (1e9 bytes) of one direction."""
+
+    kind: str
+    """nvlink, xgmi or pcie."""
+    gbs: float
+    """What a GPU sends to all others together."""
+    pair_gbs: float
+    """What it sends to one other GPU."""
+    domain: int
+    """Number of GPUs that the link joins."""
+
+
+class GpuPrice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """US dollars for an hour of one GPU."""
+
+    low: float
+    """Spot or long rental."""
+    high: float
+    """On demand."""
+    date: str
+    source: str
+
+
+class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One kind of GPU. See the head of hardware.toml for the units."""
+
+    vendor: str
+    architecture: str
+    capability: str
+    memory_gb: float
+    usable_gib: float
+    bandwidth_gbs: float
+    tflops: dict[str, float]
+    link: GpuLink
+    pcie_gbs: float
+    network_gbs: float
+    source: str
+    power_watts: float = 0.0
+    bridge_gbs: float = 0.0
+    price: GpuPrice | None = None
+    note: str = ""
+    network: str = ""
+    name: str = ""
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that a process sees, in bytes."""
+        return int(self.usable_gib * GIB)
+
+    def flops_per_second(self, compute: str) -> float:
+        """Dense operations per second in a format such as "bf16"; without a rate for it, the rate of bf16."""
+        return self.tflops.get(compute, self.tflops["bf16"]) * 1e12
+
+
+@functools.cache
+def known_gpus(overrides: Path | None = None) -> Mapping[str, Gpu]:
+    """All GPUs by name: the shipped ones, and those of the TOML file `overrides`, which replace shipped ones.
+
+    Raises:
+        ValueError: the file cannot be read, or an entry of it is wrong.
+    """
+    gpus = _parse(Path(__file__).with_name("hardware.toml"))
+    return gpus if overrides is None else {**gpus, **_parse(overrides)}
+
+
+def _parse(path: Path) -> dict[str, Gpu]:
+    try:
+        tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        return {name: msgspec.convert({**table, "name": name}, Gpu, strict=False) for name, table in tables.items()}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def find_gpu(name: str, gpus: Mapping[str, Gpu], link: str | None = None) -> Gpu:
+    """The GPU that `name` means. A name may leave parts out, such as "H100" or "h100_sxm".
+
+    Of several candidates, the first is taken whose own link is `link`; without a link, the first of all.
+
+    Raises:
+        ValueError: there is none. The message names the nearest.
+    """
+    wanted = _tokens(name)
+    found = [gpu for gpu in gpus.values() if wanted and all(_has(gpu.name, token) for token in wanted)]
+    exact = [gpu for gpu in found if _tokens(gpu.name) == wanted]
+    if exact:
+        return exact[0]
+    if not found:
+        by_name = {known.lower(): known for known in gpus}
+        close = [by_name[one] for one in difflib.get_close_matches(name.lower(), by_name, n=_NAMED, cutoff=0.3)]
+        raise ValueError(f"unknown GPU {name!r}; the nearest are {', '.join(close or list(gpus)[:_NAMED])}")
+    return next((gpu for gpu in found if gpu.link.kind == link), found[0])
+
+
+def _tokens(name: str) -> list[str]:
+    return [token for token in re.split(r"[-_ ]+", name.lower()) if token]
+
+
+def _has(name: str, token: str) -> bool:
+    """Whether a part of the name is the token. A token of letters may also be its beginning: "sxm" means SXM5."""
+    return any(part == token or (token.isalpha() and part.startswith(token)) for part in _tokens(name))

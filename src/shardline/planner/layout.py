@@ -1,0 +1,66 @@
+"""A way to run a model on GPUs, as the planner compares it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ENGINES = ("shardline", "vllm")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes, and the formats of weights and of the KV cache."""
+
+    engine: str
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    whole_experts: bool = False
+    """Whether each expert is whole on one rank: --enable-expert-parallel."""
+    weights: str = "bf16"
+    """Label: the checkpoint's type, or the format into which weights are quantized."""
+    kv: str = "auto"
+    """--kv-cache-dtype"""
+
+    @property
+    def num_gpus(self) -> int:
+        """One GPU for each rank."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of a stage over which whole experts are spread; 1: every rank has a part of each expert."""
+        return self.tensor * self.data if self.whole_experts else 1
+
+    def __str__(self) -> str:
+        sizes = (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data))
+        words = [self.weights, *(f"{axis}{size}" for axis, size in sizes if size > 1)]
+        words += ["ep"] if self.whole_experts else []
+        words += [f"kv:{self.kv}"] if self.kv != "auto" else []
+        return " ".join(words if len(words) > 1 else [*words, "tp1"])
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What the deployment must do."""
+
+    max_model_len: int
+    """Tokens of the longest request, prompt and output."""
+    input_len: int = 1024
+    output_len: int = 128
+    concurrency: int = 4
+    """Requests of max_model_len that must fit at once to call the memory comfortable."""
+    rate: float | None = None
+    """Requests per second; None: as many as are running at once."""
+    running: int | None = None
+    """Requests running at once; None: what fits, or what the rate needs."""
+    ttft: float | None = None
+    """Longest acceptable time to the first token, in seconds (p90)."""
+    tpot: float | None = None
+    """Longest acceptable time per output token, in seconds (p90)."""
+    utilization: float = 0.9
+    """Share of each GPU's memory to use."""
+    max_num_seqs: int | None = None
+    """None: the engine's default."""
+    max_num_batched_tokens: int | None = None
+    """None: the engine's default."""

@@ -1,0 +1,239 @@
+"""What fits: weights, KV cache and the rest of each GPU's memory, and the verdict on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import Deployment
+from shardline.deployment.kv_budget import gpu_room
+from shardline.deployment.machine import Machine
+from shardline.deployment.resolve import resolve
+from shardline.models.kv_groups import blocks_per_request, longest_request
+from shardline.models.partition import Span
+from shardline.models.planning import PlannedModel
+from shardline.models.sizes import stage_spans, step_bytes
+from shardline.models.spec import KVDType
+from shardline.models.stored_weights import StoredRules, StoredWeights, usual_rules
+from shardline.planner import vllm
+from shardline.planner.catalog import describe
+from shardline.planner.cluster import Cluster
+from shardline.planner.hardware import GIB
+from shardline.planner.layout import Demand, Layout
+
+VERDICTS = ("no", "tight", "comfortable", "generous")
+_PLAIN = "bf16"
+_GENEROUS = 4
+"""Times the wanted concurrency from which memory is generous."""
+_SHORT = 16
+"""Tokens of a request that is short enough to ask whether anything fits at all."""
+_CONTEXT_BYTES = int(0.55 * GIB)
+"""Memory of the driver, kernels and NCCL: as vLLM's logs show it, since both engines use the same libraries."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a layout uses the memory of its fullest GPU. All sizes in bytes for one GPU."""
+
+    layout: Layout
+    verdict: str
+    weight_bytes: int
+    other_bytes: int
+    """The largest step, and what the libraries take."""
+    kv_bytes: int
+    """Room for the KV cache; negative: so much is missing."""
+    kv_tokens: int
+    """Tokens that the cache of one replica holds, as the engine counts them."""
+    max_context: int
+    """Tokens of the longest request that fits."""
+    concurrency: float
+    """Requests of max_model_len tokens that fit at once, over all replicas."""
+    max_model_len: int
+    why_not: str = ""
+    """Why the engine refuses the layout, or what is missing; empty: it fits."""
+    stages: tuple[Span, ...] = ()
+
+
+def bits_label(model: PlannedModel) -> str:
+    """The label of the checkpoint as it is stored."""
+    if model.rules.label:
+        return model.rules.label
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[model.spec.dtype]
+
+
+def stored_weights(model: PlannedModel, label: str) -> StoredWeights:
+    """The model's weights under a label: as the checkpoint stores them, or as such checkpoints usually do.
+
+    Raises:
+        ValueError: there is no such way of storing weights.
+    """
+    if label == bits_label(model):
+        return model.stored()
+    rules = {_PLAIN: StoredRules(), **usual_rules()}
+    if label not in rules:
+        raise ValueError(f"weights {label!r}: known are {bits_label(model)}, {', '.join(sorted(rules))}")
+    return model.stored(rules[label])
+
+
+def fit(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Fit:
+    """How `layout` of `model` uses the memory of `cluster`."""
+    if layout.num_gpus > cluster.num_gpus:
+        return _refused(layout, demand, f"the layout needs {layout.num_gpus} GPUs, and there are {cluster.num_gpus}")
+    if layout.engine == "vllm":
+        return _fit_vllm(model, layout, cluster, demand)
+    return _fit_shardline(model, layout, cluster, demand)
+
+
+def _refused(layout: Layout, demand: Demand, why: str, weights: int = 0, others: int = 0, room: int = 0) -> Fit:
+    return Fit(layout, "no", weights, others, room, 0, 0, 0.0, demand.max_model_len, why)
+
+
+def verdict_of(concurrency: float, wanted: int) -> str:
+    """The verdict on room for `concurrency` requests of full length if `wanted` are wanted."""
+    if concurrency < 1:
+        return "no"
+    if concurrency < wanted:
+        return "tight"
+    return "generous" if concurrency >= _GENEROUS * wanted else "comfortable"
+
+
+def engine_config(model: PlannedModel, layout: Layout, demand: Demand, length: int) -> EngineConfig:
+    """The configuration of this engine for a layout and requests of up to `length` tokens."""
+    options = {
+        "model": model.name,
+        "max_model_len": length,
+        "quantization": None if layout.weights == bits_label(model) else layout.weights,
+        "tensor_parallel_size": layout.tensor,
+        "pipeline_parallel_size": layout.pipeline,
+        "data_parallel_size": layout.data,
+        "enable_expert_parallel": layout.whole_experts,
+        "kv_cache_dtype": layout.kv,
+        "gpu_memory_utilization": demand.utilization,
+        "device": "cuda",
+        "max_num_seqs": demand.max_num_seqs,
+        "max_num_batched_tokens": demand.max_num_batched_tokens,
+    }
+    optional = ("max_num_seqs", "max_num_batched_tokens")
+    given = {name: value for name, value in options.items() if value is not None or name not in optional}
+    return EngineConfig.from_options(**given)
+
+
+def _fit_shardline(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Fit:
+    machine = _machine(cluster)
+    why = ""
+    try:
+        description = describe(model)
+        config = engine_config(model, layout, demand, demand.max_model_len)
+        try:
+            deployment = resolve(config, description, machine)
+        except ValueError as refusal:
+            # Perhaps only the length does not fit. Then the figures are those of a short request.
+            why = str(refusal)
+            short = dataclasses.replace(config, model=dataclasses.replace(config.model, max_model_len=_SHORT))
+            deployment = resolve(short, description, machine)
+    except ValueError as refusal:
+        return _refused(layout, demand, why or str(refusal))
+    return _measure(deployment, layout, cluster, demand, why)
+
+
+@functools.lru_cache(maxsize=64)
+def _machine(cluster: Cluster) -> Machine:
+    return cluster.machine(_CONTEXT_BYTES)
+
+
+def _measure(deployment: Deployment, layout: Layout, cluster: Cluster, demand: Demand, why: str) -> Fit:
+    """The figures of a layout that `resolve` accepts, at least for short requests (then `why` says why not)."""
+    cache, limits, spec = deployment.cache, deployment.limits, deployment.spec
+    weights = max(rank.num_bytes for rank in deployment.weights)
+    step = step_bytes(spec, deployment.dtype, limits.max_num_batched_tokens, limits.max_num_seqs)
+    host = deployment.machine.hosts[0]
+    gpus = [host.devices[index] for index in host.of_kind("cuda")]
+    room = gpu_room(gpus, layout.num_gpus, demand.utilization, weights, step)
+    num_blocks = min(room // size for size in cache.block_bytes) - 1
+    step_tokens = limits.max_num_batched_tokens
+    replicas = layout.data
+    per_request = blocks_per_request(cache.groups, demand.max_model_len, cache.block_size, step_tokens)
+    concurrency = replicas * num_blocks / per_request
+    longest = longest_request(cache.groups, num_blocks, cache.block_size, step_tokens, spec.max_position_embeddings)
+    is_simple = len(cache.groups) == 1
+    tokens = num_blocks * cache.block_size if is_simple else int(concurrency / replicas * demand.max_model_len)
+    fits = not why
+    return Fit(
+        layout,
+        verdict_of(max(concurrency, 1.0) if fits else 0.0, demand.concurrency),
+        weights,
+        step + _CONTEXT_BYTES,
+        room,
+        tokens,
+        longest,
+        concurrency if fits else 0.0,
+        demand.max_model_len,
+        why,
+        deployment.stages,
+    )
+
+
+def _fit_vllm(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Fit:
+    spec = model.spec
+    stored = stored_weights(model, layout.weights)
+    why = vllm.refusal(spec, stored, layout)
+    if not why and demand.max_model_len > spec.max_position_embeddings:
+        why = f"the model has {spec.max_position_embeddings} positions"
+    if why:
+        return _refused(layout, demand, why)
+    stages = stage_spans(spec, layout.pipeline)
+    num_seqs, num_tokens = vllm.step_limits(cluster.smallest, demand.max_num_seqs, demand.max_num_batched_tokens)
+    weights, place = vllm.weight_bytes(model, stored, layout, stages)
+    others = vllm.other_bytes(spec, layout, num_seqs, num_tokens)
+    room = int(cluster.smallest.usable_bytes * demand.utilization) - weights - others
+    dtype = kv_dtype(layout)
+
+    size = vllm.request_size(spec, place, stages, dtype, num_tokens)
+    concurrency = layout.data * max(0, room) / size(demand.max_model_len)
+    longest = _longest(room, size, spec.max_position_embeddings)
+    tokens = int(concurrency / layout.data * demand.max_model_len)
+    result = Fit(
+        layout,
+        verdict_of(concurrency, demand.concurrency),
+        weights,
+        others,
+        room,
+        tokens,
+        longest,
+        concurrency,
+        demand.max_model_len,
+        "",
+        stages,
+    )
+    return result if concurrency >= 1 else dataclasses.replace(result, why_not=_shortage(result, size))
+
+
+def kv_dtype(layout: Layout) -> KVDType:
+    """The type of keys and values in the cache."""
+    return {"auto": "bfloat16", "int8": "int8"}.get(layout.kv, "float8_e4m3fn")  # type: ignore[return-value]
+
+
+def _longest(room: int, size: Callable[[int], int], most: int) -> int:
+    """The longest request, up to `most` tokens, with `size(tokens)` bytes of at most `room`; 0: none."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if size(middle) <= room else (low, middle - 1)
+    return low
+
+
+def _shortage(result: Fit, size: Callable[[int], int]) -> str:
+    """What is missing, in words."""
+    if result.kv_bytes <= 0:
+        return (
+            f"weights need {result.weight_bytes / GIB:.1f} GiB and the rest {result.other_bytes / GIB:.1f}: "
+            f"{-result.kv_bytes / GIB:.1f} GiB are missing"
+        )
+    needed = size(result.max_model_len) / GIB
+    return (
+        f"{result.max_model_len:,} tokens need {needed:.1f} GiB, {result.kv_bytes / GIB:.1f} are left; "
+        f"{result.max_context:,} fit"
+    )

@@ -1,0 +1,149 @@
+"""The path to a plan in words: the questions that decide, with the figures that answered them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardline.models.partition import check_tensor_parallel
+from shardline.models.spec import MoE
+from shardline.planner.hardware import GB, GIB
+from shardline.planner.layout import Layout
+from shardline.planner.memory import bits_label
+from shardline.planner.search import Option, Search, fewest_gpus, tensor_efficiency
+from shardline.planner.vllm import refusal
+
+_INTERCONNECTS = (("NVLink 450", 450 * GB), ("PCIe Gen5 64", 64 * GB), ("PCIe Gen4 32", 32 * GB))
+
+
+_GOOD_EFFICIENCY = 0.7
+"""Share of the ideal speed-up from which tensor parallelism is worth its GPUs for throughput too."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One step of the path."""
+
+    question: str
+    figures: str
+    answer: str
+
+
+def explain_path(found: Search) -> list[Question]:
+    """The questions that lead to the recommended layout, or to something else than these GPUs."""
+    best = found.options[found.recommended] if found.recommended is not None else None
+    questions = [_one_gpu(found), _heads(found), _experts(found)]
+    if best is not None and best.layout.num_gpus > 1:
+        questions += [_link(found, best), _efficiency(found, best)]
+    questions.append(_decision(found, best))
+    return questions
+
+
+def _one_gpu(found: Search) -> Question:
+    """How many of these GPUs hold the model, by the weights' format."""
+    model, own = found.model, bits_label(found.model)
+    labels = [own] if model.rules.rules else [own, *_smaller(found)]
+    parts, fewest = [], {}
+    engine = found.options[0].layout.engine if found.options else "vllm"
+    for label in labels:
+        result = fewest_gpus(model, found.cluster, found.demand, label, engine)
+        if result is None:
+            result = fewest_gpus(model, found.cluster, found.demand, label, "vllm")
+        if result is None:
+            parts.append(f"{label}: more than 64")
+            continue
+        fewest[label] = result[0]
+        parts.append(f"{label}: {result[0]} ({result[1].weight_bytes / GIB:.1f} GiB of weights each)")
+    size = len(found.cluster.gpus)
+    least = min(fewest.values(), default=65)
+    answer = "one GPU is enough" if least == 1 else f"{least} GPUs at least"
+    if least > size:
+        answer += f", so it does not fit one node of {size}" if least <= 64 else ": rent larger GPUs, or use an API"
+    return Question(
+        f"one GPU? one node? ({found.cluster.smallest.name}, {found.demand.max_model_len:,} tokens)",
+        "; ".join(parts),
+        answer,
+    )
+
+
+def _smaller(found: Search) -> list[str]:
+    return list(dict.fromkeys(one.layout.weights for one in found.options if one.layout.weights != "bf16"))
+
+
+def _heads(found: Search) -> Question:
+    spec, size = found.model.spec, len(found.cluster.gpus)
+    engine = found.options[0].layout.engine if found.options else "vllm"
+    legal = [tensor for tensor in range(1, size + 1) if _is_legal(found, tensor, engine)]
+    heads = spec.layers[-1].attention.num_heads
+    kv_heads = getattr(spec.layers[-1].attention, "num_kv_heads", None)
+    shared = "one latent" if kv_heads is None else f"{kv_heads} KV heads"
+    uneven = [tensor for tensor in legal if kv_heads is not None and max(kv_heads, tensor) % min(kv_heads, tensor)]
+    answer = f"tensor parallel {', '.join(map(str, legal))}"
+    if uneven:
+        answer += f" ({', '.join(map(str, uneven))} unevenly, and not in vLLM)"
+    return Question("do the heads divide?", f"{heads} heads, {shared}", answer)
+
+
+def _is_legal(found: Search, tensor: int, engine: str) -> bool:
+    if engine == "vllm":
+        return not refusal(found.model.spec, found.model.stored(), Layout("vllm", tensor))
+    try:
+        check_tensor_parallel(found.model.spec, tensor)
+    except ValueError:
+        return False
+    return True
+
+
+def _experts(found: Search) -> Question:
+    blocks = [one.feed_forward for one in found.model.spec.layers if isinstance(one.feed_forward, MoE)]
+    if not blocks:
+        return Question("dense or experts?", "no layer has experts", "dense: every step reads all weights")
+    routing = blocks[0].routing
+    return Question(
+        "dense or experts?",
+        f"{routing.num_experts} experts, {routing.experts_per_token} a token",
+        "experts: whole ones on ranks (ep) keep products wide, slices load ranks evenly",
+    )
+
+
+def _link(found: Search, best: Option) -> Question:
+    """What exchanges need of the link, and what other links would make of it."""
+    speed, cluster = best.speed, found.cluster
+    assert speed is not None
+    ranks = max(best.layout.tensor, best.layout.expert_ranks, 2)
+    rate = cluster.link_bytes_per_second(ranks)
+    others = ", ".join(f"{name}: {speed.exchange_bytes / value * 1e3:.2f} ms" for name, value in _INTERCONNECTS)
+    return Question(
+        f"which link? ({rate / GB:g} GB/s each way between {ranks} GPUs)",
+        f"{speed.exchange_bytes / 1e6:.1f} MB in {speed.exchange_messages} exchanges a step: {others}",
+        f"links take {speed.link_share:.0%} of a decode step; below {speed.link_bytes_per_second / GB:.1f} GB/s they "
+        "would take most of it",
+    )
+
+
+def _efficiency(found: Search, best: Option) -> Question:
+    """What tensor parallelism would keep of its GPUs' speed, by the link."""
+    parts: list[str] = []
+    at_own: dict[int, float] = {}
+    own = found.cluster.link_bytes_per_second(2)
+    for name, rate in (("this link", own), *_INTERCONNECTS):
+        shares = tensor_efficiency(found, best, rate)
+        at_own = at_own or shares
+        parts.append(f"{name}: " + ", ".join(f"tp{size} {share:.0%}" for size, share in shares.items()))
+    good = [size for size, share in at_own.items() if share >= _GOOD_EFFICIENCY]
+    answer = f"tensor parallel up to {max(good)} pays" if good else "tensor parallelism shortens latency, at a cost"
+    return Question("how much do tensor-parallel GPUs keep of their speed?", "; ".join(parts), answer)
+
+
+def _decision(found: Search, best: Option | None) -> Question:
+    if best is not None:
+        assert best.speed is not None
+        figures = f"bound by {best.speed.bound_by}; memory {best.fit.verdict}"
+        return Question(f"latency, throughput or cost? ({found.goal})", figures, f"{best.layout}")
+    fitting = [one for one in found.options if one.speed is not None]
+    if not fitting:
+        return Question("what then?", "no layout fits", "more or larger GPUs, fewer bits, a smaller model, or an API")
+    return Question(
+        "what then?",
+        f"the nearest layout, {fitting[0].layout}, misses {fitting[0].misses}",
+        "more GPUs, a weaker demand, a smaller model, or an API",
+    )

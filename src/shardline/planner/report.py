@@ -1,0 +1,223 @@
+"""A plan as text and as JSON."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardline.planner.cost import HOURS_PER_DAY, HOURS_PER_MONTH, SECONDS_PER_HOUR, ApiPrice
+from shardline.planner.hardware import GB, GIB
+from shardline.planner.layout import ENGINES, Layout
+from shardline.planner.memory import bits_label, fit
+from shardline.planner.path import explain_path
+from shardline.planner.search import Option, Search, api_break_even, frontier, turns_yes
+from shardline.planner.timing import Interval
+
+_SHOWN = 8
+_REFUSED = 3
+_TRIED = 12
+"""Layouts, the best first, of which one is sought that the other engine accepts."""
+
+
+def format_plan(found: Search, *, show_all: bool = False, api: ApiPrice | None = None) -> str:
+    """The plan as text."""
+    lines = [_head(found)]
+    if found.model.engine_refusal:
+        lines.append(f"vLLM only: {found.model.engine_refusal}")
+    shown = list(range(len(found.options))) if show_all else _selection(found)
+    lines += _table(found, [found.options[index] for index in shown])
+    lines += [f"why: {one.question} {one.figures} -> {one.answer}" for one in explain_path(found)]
+    if api is not None:
+        lines.append(_api_line(found, api))
+    hidden = len(found.options) - len(shown)
+    if hidden:
+        lines.append(f"{hidden} dominated or refused layouts: --all")
+    lines += [f"run: {command}" for command in commands(found).values() if command]
+    return "\n".join(lines)
+
+
+def _api_line(found: Search, api: ApiPrice) -> str:
+    tokens = api_break_even(found, api)
+    if tokens is None:
+        return "why: an API? nothing to compare it with -> an API"
+    most = _tokens_a_day(found)
+    answer = f"GPUs from {tokens / 1e6:,.1f} million tokens a day, an API below"
+    if tokens > most:
+        answer = f"an API: the layout makes at most {most / 1e6:,.1f} million tokens a day"
+    return f"why: an API? {api.per_token(found.demand) * 1e6:.2f} dollars for a million mean tokens -> {answer}"
+
+
+def _tokens_a_day(found: Search) -> float:
+    assert found.recommended is not None
+    speed = found.options[found.recommended].speed
+    assert speed is not None
+    share = (found.demand.input_len + found.demand.output_len) / found.demand.output_len
+    return speed.output_tok_s.p50 * share * HOURS_PER_DAY * SECONDS_PER_HOUR
+
+
+def plan_json(found: Search, api: ApiPrice | None = None) -> dict[str, Any]:
+    """The plan as JSON data. Times are milliseconds, prices US dollars, sizes bytes."""
+    return {
+        "api_break_even_tokens_a_day": None if api is None else api_break_even(found, api),
+        "model": found.model.name,
+        "gpus": found.cluster.name,
+        "vllm_only": found.model.engine_refusal or None,
+        "layouts": [
+            _option_json(one) | ({"turns_yes": turns_yes(found, one)} if one.speed is None else {})
+            for one in found.options
+        ],
+        "recommended": found.recommended,
+        "path": [
+            {"question": one.question, "figures": one.figures, "answer": one.answer} for one in explain_path(found)
+        ],
+        "commands": commands(found),
+    }
+
+
+def _head(found: Search) -> str:
+    cluster = found.cluster
+    nodes = "one node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes, "
+    if cluster.num_nodes > 1:
+        nodes += f"{cluster.network_bytes_per_second / GB:g} GB/s each way between them"
+    link = f"{cluster.link.kind} {cluster.link.gbs:g} GB/s each way"
+    if cluster.link.pair_gbs < cluster.link.gbs:
+        link += f" ({cluster.link.pair_gbs:g} between two)"
+    return f"{found.model.name} on {cluster.name}, {nodes}, {link}, {cluster.smallest.usable_gib:g} GiB usable"
+
+
+def _selection(found: Search) -> list[int]:
+    """The undominated options, and a few that are refused."""
+    best = frontier(found.options)[:_SHOWN]
+    if found.recommended is not None and found.recommended not in best:
+        best = [found.recommended, *best]
+    refused = [index for index, one in enumerate(found.options) if one.speed is None]
+    refused.sort(key=lambda index: _refusal_rank(found.options[index]))
+    return best + refused[:_REFUSED]
+
+
+def _refusal_rank(option: Option) -> tuple[bool, int, int]:
+    """Sort key: refusals for lack of memory before those of the shape, the nearest to fit first."""
+    return not option.fit.weight_bytes, -option.fit.max_context, -option.fit.kv_bytes
+
+
+def _table(found: Search, options: Sequence[Option]) -> list[str]:
+    length = f"{found.demand.max_model_len:,} reqs"
+    lines = [
+        f"{'layout':24} {'per GPU: weights+KV':20} {'verdict':12} {length:>13} {'TTFT s':>11} {'TPOT ms':>10} "
+        f"{'tok/s':>8} {'$/M out':>8}  bound by"
+    ]
+    for option in options:
+        size = f"{option.fit.weight_bytes / GIB:.1f}+{max(0, option.fit.kv_bytes) / GIB:.0f} GiB"
+        if option.speed is None:
+            lines.append(f"{option.layout!s:24} {size:20} no: {option.fit.why_not}")
+            continue
+        speed, data = option.speed, option.layout.data
+        requests = (
+            f"{option.fit.concurrency / data:.0f}" if data == 1 else f"{data}x{option.fit.concurrency / data:.0f}"
+        )
+        cost = "-" if option.cost_per_million is None else f"{option.cost_per_million:.2f}"
+        note = f"; misses {option.misses}" if option.misses else ""
+        lines.append(
+            f"{option.layout!s:24} {size:20} {option.fit.verdict:12} {requests:>13} {_span(speed.ttft, 1, 2):>11} "
+            f"{_span(speed.tpot, 1e3, 0):>10} {speed.output_tok_s.p50:>8.0f} {cost:>8}  {speed.bound_by}; links "
+            f"{speed.link_share:.0%}{note}"
+        )
+    return lines
+
+
+def _span(interval: Interval, factor: float, digits: int) -> str:
+    return f"{interval.p10 * factor:.{digits}f}-{interval.p90 * factor:.{digits}f}"
+
+
+def _option_json(option: Option) -> dict[str, Any]:
+    layout, fitted, speed = option.layout, option.fit, option.speed
+    found: dict[str, Any] = {
+        "engine": layout.engine,
+        "tp": layout.tensor,
+        "pp": layout.pipeline,
+        "ep": layout.expert_ranks,
+        "dp": layout.data,
+        "cp": 1,
+        "weights": layout.weights,
+        "kv": layout.kv,
+        "verdict": fitted.verdict,
+        "weight_bytes": fitted.weight_bytes,
+        "kv_bytes": fitted.kv_bytes,
+        "kv_tokens": fitted.kv_tokens,
+        "max_context": fitted.max_context,
+        "concurrency": round(fitted.concurrency, 2),
+        "why_not": fitted.why_not or option.misses or None,
+        "price_per_hour": option.price_per_hour,
+        "cost_per_million": option.cost_per_million,
+        "cost_per_month": None if option.price_per_hour is None else option.price_per_hour[1] * HOURS_PER_MONTH,
+        "ttft_ms": None,
+        "tpot_ms": None,
+        "output_tok_s": None,
+        "bound_by": None,
+        "link_share": None,
+        "running": None,
+    }
+    if speed is not None:
+        found |= {
+            "ttft_ms": _interval_json(speed.ttft, 1e3),
+            "tpot_ms": _interval_json(speed.tpot, 1e3),
+            "output_tok_s": _interval_json(speed.output_tok_s, 1.0),
+            "bound_by": speed.bound_by,
+            "link_share": round(speed.link_share, 4),
+            "running": round(speed.running, 1),
+        }
+    return found
+
+
+def _interval_json(interval: Interval, factor: float) -> dict[str, float]:
+    return {name: round(value * factor, 3) for name, value in interval._asdict().items()}
+
+
+def commands(found: Search) -> dict[str, str | None]:
+    """The command of each engine for the best layout that it accepts; None: nothing is recommended, or it has none."""
+    found_commands: dict[str, str | None] = dict.fromkeys(ENGINES)
+    if found.recommended is None:
+        return found_commands
+    good = [one.layout for one in found.options[:_TRIED] if one.speed is not None and not one.misses]
+    for engine in found_commands:
+        tried = (_command(found, layout, engine) for layout in good)
+        found_commands[engine] = next((command for command in tried if command is not None), None)
+    return found_commands
+
+
+def _command(found: Search, layout: Layout, engine: str) -> str | None:
+    """The command line of an engine, if it accepts the layout."""
+    own = replace(layout, engine=engine)
+    if fit(found.model, own, found.cluster, found.demand).verdict == "no":
+        return None
+    words = [engine, "serve", found.model.name]
+    sizes = {
+        "--tensor-parallel-size": layout.tensor,
+        "--pipeline-parallel-size": layout.pipeline,
+        "--data-parallel-size": layout.data,
+    }
+    for flag, size in sizes.items():
+        words += [flag, str(size)] if size > 1 else []
+    words += ["--enable-expert-parallel"] if layout.whole_experts else []
+    words += ["--max-model-len", str(found.demand.max_model_len)]
+    if layout.kv != "auto":
+        words += ["--kv-cache-dtype", layout.kv]
+    note = ""
+    if layout.weights != bits_label(found.model):
+        if engine == "vllm" and layout.weights.startswith("int"):
+            words[2] = f"{found.model.name}-AWQ"
+            note = "   # a checkpoint quantized to 4 bits: find the name of one"
+        else:
+            words += ["--quantization", layout.weights]
+    if found.demand.utilization != 0.9:
+        words += ["--gpu-memory-utilization", f"{found.demand.utilization:g}"]
+    if found.demand.max_num_seqs is not None:
+        words += ["--max-num-seqs", str(found.demand.max_num_seqs)]
+    if found.demand.max_num_batched_tokens is not None:
+        words += ["--max-num-batched-tokens", str(found.demand.max_num_batched_tokens)]
+    if found.cluster.part(layout.num_gpus).num_nodes > 1:
+        nodes = found.cluster.part(layout.num_gpus).num_nodes
+        words += ["--nnodes", str(nodes)]
+    return shlex.join(words) + note

@@ -1,0 +1,266 @@
+"""Published rows: reading them, and making a layout and a load of each."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardline.models.planning import PlannedModel
+from shardline.models.sizes import stage_spans
+from shardline.models.step_work import StepWork, step_work
+from shardline.models.stored_weights import usual_rules
+from shardline.planner import vllm
+from shardline.planner.catalog import find_model
+from shardline.planner.cluster import Cluster, parse_cluster
+from shardline.planner.hardware import Gpu
+from shardline.planner.layout import Demand, Layout
+from shardline.planner.memory import bits_label, fit, stored_weights
+from shardline.planner.timing import Load, LoopSteps, loop_steps
+
+CHUNK = 8192
+"""Prompt tokens in a step: the default of vLLM on large GPUs, and near those of other engines."""
+_RANDOM_SHARE = 0.9
+"""Mean of lengths that are drawn from 80% to 100% of the stated ones."""
+_OFFLINE_REQUESTS = 1024
+"""Requests that an engine runs at once in an offline benchmark, if memory allows."""
+_FP4 = "fp4"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published measurement. Times in seconds; None: not published."""
+
+    number: int
+    model: str
+    gpu: str
+    engine: str
+    tier: str
+    layout: Layout
+    running: float | None
+    """Requests at once, over all replicas; None: as many as fit, or another kind of load."""
+    is_offline: bool
+    """Whether all requests were there from the start, as many running as fit."""
+    input_len: float
+    output_len: float
+    ttft: float | None
+    tpot: float | None
+    output_tok_s: float | None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for copies of one measurement."""
+        return (self.gpu, self.layout, self.running, self.input_len, self.output_len, self.ttft, self.tpot)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that no prediction is made for, and why."""
+
+    number: int
+    why: str
+    names_layout: bool
+
+
+def read_rows(path: Path) -> tuple[list[Row], list[Skipped]]:
+    """The rows of a CSV file in the form of published_results.csv.
+
+    Raises:
+        ValueError: the file cannot be read, or it has other columns.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as stream:
+            table = list(csv.DictReader(stream))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    needed = {"model", "gpu", "tp", "engine", "isl", "osl"}
+    if not table or not needed <= set(table[0]):
+        raise ValueError(f"{path} must be a table with the columns {', '.join(sorted(needed))}")
+    rows: list[Row] = []
+    skipped: list[Skipped] = []
+    for number, one in enumerate(table, 2):
+        try:
+            rows.append(_row(number, one))
+        except (ValueError, TypeError, KeyError) as error:
+            skipped.append(Skipped(number, str(error), bool(one.get("tp"))))
+    return rows, skipped
+
+
+def _row(number: int, one: Mapping[str, str]) -> Row:
+    if not one["tp"]:
+        raise ValueError("no tensor-parallel size")
+    tensor, data, expert = (_size(one, axis) for axis in ("tp", "dp", "ep"))
+    model = find_model(_plain_name(one["model"]))
+    share = _RANDOM_SHARE if "range_ratio 0.8" in one.get("notes", "") else 1.0
+    load = one.get("concurrency_or_rate", "")
+    rate = load.split(" ")[0]
+    if not one["isl"] or not one["osl"]:
+        raise ValueError("no lengths")
+    return Row(
+        number=number,
+        model=model.name,
+        gpu=one["gpu"],
+        engine=_engine(one["engine"]),
+        tier=one.get("tier", ""),
+        layout=actual_layout(
+            Layout(
+                _engine(one["engine"]),
+                tensor,
+                _size(one, "pp"),
+                data,
+                whole_experts=expert > 1,
+                weights=read_label(model, one.get("precision", "")),
+            ),
+            expert,
+        ),
+        running=float(rate) if rate and "qps" not in load and "per GPU" not in load else None,
+        is_offline="offline" in one.get("load_type", "").lower(),
+        input_len=share * float(one["isl"]),
+        output_len=share * float(one["osl"]),
+        ttft=_milliseconds(one.get("ttft_ms")),
+        tpot=_milliseconds(one.get("tpot_ms")),
+        output_tok_s=_output_rate(one),
+    )
+
+
+def _size(one: Mapping[str, str], axis: str) -> int:
+    """The size of an axis; 1 if the row does not state it."""
+    text = one.get(axis) or "1"
+    if not text.isdecimal():
+        raise ValueError(f"{axis} {text!r} is no size of one group of ranks")
+    return max(1, int(text))
+
+
+def _plain_name(name: str) -> str:
+    return name.split(" ")[0] if "/" in name else name
+
+
+def _engine(name: str) -> str:
+    for known in ("vllm", "sglang", "trtllm"):
+        if name.lower().startswith(known):
+            return known
+    raise ValueError(f"unknown engine {name!r}")
+
+
+def _output_rate(one: Mapping[str, str]) -> float | None:
+    """Output tokens per second; if only all tokens are stated, the share of the outputs."""
+    if one.get("output_tok_s"):
+        return float(one["output_tok_s"])
+    if one.get("total_tok_s") and float(one["osl"]) > 1:
+        return float(one["total_tok_s"]) * float(one["osl"]) / (float(one["isl"]) + float(one["osl"]))
+    return None
+
+
+def _milliseconds(text: str | None) -> float | None:
+    return float(text) / 1000 if text else None
+
+
+def read_label(model: PlannedModel, precision: str) -> str:
+    """The label of the weights for a row's precision: "fp4" means the 4-bit floats that the model is published in."""
+    own = bits_label(model)
+    wanted = precision.split("/")[0].strip().lower()
+    if wanted in ("", "native") or wanted.startswith("weights native"):
+        return own
+    if wanted == own or wanted == "bf16":
+        return wanted
+    if wanted == "fp4":
+        return own if own.endswith("fp4") else "nvfp4"
+    if own.endswith("fp4"):
+        # The model exists in its own 4 bits only, and the row names the format of the arithmetic.
+        return own
+    if wanted not in usual_rules():
+        raise ValueError(f"unknown precision {precision!r}")
+    return wanted
+
+
+def compute_format(label: str, gpu: Gpu) -> str:
+    """The format in which products of weights with this label compute on a GPU."""
+    wanted = _FP4 if label.endswith(_FP4) else label
+    # Weights whose format a GPU does not compute in are expanded to 16 bits for each product.
+    return wanted if wanted in gpu.tflops else "bf16"
+
+
+def actual_layout(layout: Layout, expert_ranks: int) -> Layout:
+    """The layout that a row means. Some rows state products of sizes where others state the sizes.
+
+    - tp 64, ep 8 means tp 8: at each concurrency, the row is as fast as the one that says so. The same holds for dp.
+    - tp 4, dp 4, ep 16 means four GPUs: attention in four replicas of one GPU, and experts over all of them.
+    """
+    if expert_ranks > 1 and layout.tensor == expert_ranks**2 and layout.data == 1:
+        return replace(layout, tensor=expert_ranks)
+    if expert_ranks > 1 and layout.data == expert_ranks**2 and layout.tensor == 1:
+        return replace(layout, data=expert_ranks)
+    if layout.tensor == layout.data > 1 and layout.tensor**2 == expert_ranks:
+        return replace(layout, tensor=1)
+    return layout
+
+
+class Works:
+    """The coefficients of layouts, each computed once."""
+
+    def __init__(self, gpus: Mapping[str, Gpu]) -> None:
+        self._gpus = gpus
+        self._works: dict[object, StepWork] = {}
+        self._models: dict[str, PlannedModel] = {}
+        self._clusters: dict[tuple[str, int], Cluster] = {}
+
+    def cluster(self, gpu: str, num_gpus: int) -> Cluster:
+        """Nodes of eight GPUs; of a rack, as many as its link joins."""
+        if (gpu, num_gpus) not in self._clusters:
+            one = parse_cluster(gpu, self._gpus)
+            size = max(8, one.slowest.link.domain)
+            text = f"{num_gpus}x{gpu}" if num_gpus <= size else f"{-(-num_gpus // size)}x{size}x{gpu}"
+            self._clusters[gpu, num_gpus] = parse_cluster(text, self._gpus)
+        return self._clusters[gpu, num_gpus]
+
+    def steps(self, row: Row, running: float) -> LoopSteps:
+        """The steps of a row with `running` requests on all replicas.
+
+        Raises:
+            ValueError: the layout is impossible for the model, or the GPU is unknown.
+        """
+        layout, cluster = row.layout, self.cluster(row.gpu, row.layout.num_gpus)
+        work = self._work(row.model, layout)
+        load = Load(max(1.0, running / layout.data), row.input_len, row.output_len, CHUNK)
+        compute = compute_format(layout.weights, cluster.slowest)
+        return loop_steps(work, cluster, compute, load, layout.pipeline)
+
+    def most_running(self, row: Row) -> float:
+        """Requests of a row that fit at once, over all replicas, by vLLM's accounting.
+
+        Raises:
+            ValueError: not one fits.
+        """
+        layout = replace(row.layout, engine="vllm")
+        demand = Demand(math.ceil(row.input_len + row.output_len), max_num_seqs=_OFFLINE_REQUESTS)
+        model = self._models.setdefault(row.model, find_model(row.model))
+        found = fit(model, layout, self.cluster(row.gpu, layout.num_gpus), demand)
+        if found.verdict == "no":
+            raise ValueError(found.why_not)
+        return min(found.concurrency, float(_OFFLINE_REQUESTS * layout.data))
+
+    def _work(self, name: str, layout: Layout) -> StepWork:
+        key = (name, layout)
+        if key not in self._works:
+            model = self._models.setdefault(name, find_model(name))
+            self._works[key] = planned_work(model, layout)
+        return self._works[key]
+
+
+def planned_work(model: PlannedModel, layout: Layout) -> StepWork:
+    """The work of the rank with the most, for an engine with vLLM's sharding."""
+    stages = stage_spans(model.spec, layout.pipeline)
+    stored = stored_weights(model, layout.weights)
+    _, place = vllm.weight_bytes(model, stored, layout, stages)
+    return step_work(
+        model.spec,
+        place,
+        stages,
+        stored,
+        "bfloat16" if layout.kv == "auto" else "float8_e4m3fn",
+        "vllm",
+        whole_experts=layout.whole_experts,
+        whole=vllm.WHOLE_PARTS,
+    )

@@ -1,0 +1,389 @@
+"""Every layout of a model on a cluster: what fits, how fast it is, what it costs, and which one to take."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from shardline.models.partition import Span
+from shardline.models.planning import PlannedModel
+from shardline.models.step_work import StepWork, step_work
+from shardline.planner import vllm
+from shardline.planner.cluster import Cluster
+from shardline.planner.cost import ApiPrice, break_even_tokens, per_million
+from shardline.planner.hardware import GB, GpuLink
+from shardline.planner.layout import Demand, Layout
+from shardline.planner.memory import Fit, bits_label, fit, kv_dtype, stored_weights
+from shardline.planner.rows import compute_format
+from shardline.planner.timing import (
+    Interval,
+    Latency,
+    Load,
+    LoopSteps,
+    loop_latency,
+    loop_steps,
+    shipped_timing,
+    step_load,
+)
+
+_EFFICIENCY_SIZES = (1, 2, 4, 8)
+GOALS = ("cost", "latency", "throughput")
+_LITTLE_ROUNDS = 12
+_DEFAULT_RUNNING = {"shardline": 128, "vllm": 256}
+"""max_num_seqs of the engines; vLLM's is larger on large GPUs, where memory limits it first."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What requests see of a layout under the demanded load; times in seconds."""
+
+    running: float
+    """Requests running at once, over all replicas."""
+    ttft: Interval
+    tpot: Interval
+    output_tok_s: Interval
+    bound_by: str
+    link_share: float
+    """Share of a decode step that exchanges take."""
+    exchange_bytes: float
+    """What a rank receives in a decode step."""
+    exchange_messages: int
+    """Exchanges of a decode step, one after the other."""
+    link_bytes_per_second: float
+    """Rate at which the exchanged bytes alone would take as long as the rest of the step."""
+    is_sustained: bool
+    """Whether the layout keeps up with the demanded rate."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One layout with all figures. Prices are US dollars, (spot, on demand)."""
+
+    fit: Fit
+    speed: Speed | None
+    """None: it does not fit."""
+    price_per_hour: tuple[float, float] | None
+    cost_per_million: float | None
+    """US dollars for a million output tokens under the demanded load, on demand."""
+    misses: str = ""
+    """Which demand it misses; empty: none."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout."""
+        return self.fit.layout
+
+
+@dataclass(frozen=True)
+class Search:
+    """The options of a model on a cluster, the best first."""
+
+    model: PlannedModel
+    cluster: Cluster
+    demand: Demand
+    goal: str
+    options: tuple[Option, ...]
+    recommended: int | None
+    """Index into `options`; None: nothing fits or meets the demand."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Choices that the user has made; None: to be searched."""
+
+    tensor: int | None = None
+    pipeline: int | None = None
+    data: int | None = None
+    whole_experts: bool | None = None
+    weights: str | None = None
+    kv: str | None = None
+
+
+def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) -> Iterator[Layout]:
+    """Every layout that the fixed choices allow, up to all GPUs of the cluster."""
+    has_experts = any(hasattr(layer.feed_forward, "routing") for layer in model.spec.layers)
+    experts = (False, True) if has_experts else (False,)
+    labels = [fixed.weights] if fixed.weights else _labels(model, cluster)
+    caches = [fixed.kv] if fixed.kv else _kv_labels(cluster)
+    for num_gpus in _counts(cluster):
+        for tensor in _divisors(num_gpus, fixed.tensor):
+            for pipeline in _divisors(num_gpus // tensor, fixed.pipeline):
+                data = num_gpus // tensor // pipeline
+                if (fixed.data not in (None, data)) or pipeline > len(model.spec.layers):
+                    continue
+                for whole in experts if fixed.whole_experts is None else (fixed.whole_experts,):
+                    if whole and tensor * data == 1:
+                        continue
+                    for label in labels:
+                        for kv in caches:
+                            yield Layout(engine, tensor, pipeline, data, whole, label, kv)
+
+
+def _counts(cluster: Cluster) -> list[int]:
+    """Numbers of GPUs to look at: all, half of them and so on; in a small node every number."""
+    total = cluster.num_gpus
+    if total <= 4:
+        return list(range(1, total + 1))
+    halves = [total >> shift for shift in range(total.bit_length()) if total >> shift]
+    return sorted({*halves, total - 1, total - 2} if total <= 8 else set(halves))
+
+
+def _divisors(number: int, only: int | None) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0 and only in (None, n)]
+
+
+def _labels(model: PlannedModel, cluster: Cluster) -> list[str]:
+    """The weights to look at: the checkpoint's own, and quantized ones if it is not quantized."""
+    own = bits_label(model)
+    if model.rules.rules:
+        return [own]
+    computed = [label for label in cluster.slowest.tflops if label.endswith("8") and label.startswith("f")]
+    return [own, *computed, "int" + "4"]
+
+
+def _kv_labels(cluster: Cluster) -> list[str]:
+    kv_formats = [label for label in cluster.slowest.tflops if label.endswith("8") and label.startswith("f")]
+    return ["auto", *kv_formats]
+
+
+def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
+    """The work of the rank that has the most."""
+    stored = stored_weights(model, layout.weights)
+    grid = vllm.grid_of(layout)
+    places = [grid.place(rank) for rank in range(0, grid.replica_size, layout.tensor)]
+    place = max(places, key=lambda one: fitted.stages[one.pp_rank].size)
+    ours = layout.engine == "shardline"
+    return step_work(
+        model.spec,
+        place,
+        fitted.stages,
+        stored,
+        kv_dtype(layout),
+        "exact" if ours else "vllm",
+        whole_experts=layout.whole_experts,
+        whole=() if ours else vllm.WHOLE_PARTS,
+    )
+
+
+def tensor_efficiency(found: Search, option: Option, link_bytes_per_second: float) -> dict[int, float]:
+    """For tensor-parallel sizes, the speed-up of a decode step divided by the size, if the link had this rate.
+
+    The step has as many requests as one of the option's replicas. Memory is ignored.
+    """
+    assert option.speed is not None
+    spec, layout = found.model.spec, option.layout
+    running = option.speed.running / layout.data
+    constants = shipped_timing()[layout.engine].constants
+    context = found.demand.input_len + found.demand.output_len / 2
+    compute = compute_format(layout.weights, found.cluster.slowest)
+    rate = link_bytes_per_second / GB
+    times = {}
+    for size in _EFFICIENCY_SIZES:
+        link = GpuLink("any", rate, rate, size)
+        gpus = (found.cluster.slowest,) * size
+        alone = dataclasses.replace(layout, tensor=size, pipeline=1, data=1, whole_experts=False)
+        try:
+            work = layout_work(found.model, alone, dataclasses.replace(option.fit, stages=(Span(0, len(spec.layers)),)))
+        except ValueError:
+            continue
+        cluster = dataclasses.replace(found.cluster, gpus=gpus, num_nodes=1, link=link)
+        times[size] = step_load(work, cluster, compute, running, context, 0, 0).seconds(constants)
+    return {size: times[1] / time / size for size, time in times.items() if size > 1}
+
+
+def turns_yes(found: Search, option: Option) -> list[str]:
+    """What would make a refused layout fit: another format on the same ranks, or shorter requests."""
+    layout = option.layout
+    ranks = (layout.tensor, layout.pipeline, layout.data, layout.whole_experts)
+    ways = [
+        f"{one.layout.weights} weights, {one.layout.kv} KV cache"
+        for one in found.options
+        if one.speed is not None
+        and ranks == (one.layout.tensor, one.layout.pipeline, one.layout.data, one.layout.whole_experts)
+    ]
+    if option.fit.max_context > 1:
+        ways.append(f"--max-model-len {option.fit.max_context}")
+    return ways
+
+
+def api_break_even(found: Search, api: ApiPrice) -> float | None:
+    """Tokens a day from which the recommended layout, paid on demand, is cheaper than the API; None: not known."""
+    if found.recommended is None:
+        return None
+    price_per_hour = found.options[found.recommended].price_per_hour
+    return None if price_per_hour is None else break_even_tokens(price_per_hour[1], api, found.demand)
+
+
+def price(cluster: Cluster, layout: Layout) -> tuple[float, float] | None:
+    """(spot, on demand) US dollars an hour for the GPUs of a layout."""
+    return cluster.part(layout.num_gpus).price_per_hour
+
+
+def evaluate(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Option:
+    """All figures of one layout."""
+    fitted = fit(model, layout, cluster, demand)
+    cost = price(cluster, layout) if layout.num_gpus <= cluster.num_gpus else None
+    if fitted.verdict == "no":
+        return Option(fitted, None, cost, None)
+    speed = _speed(model, layout, cluster, demand, fitted)
+    dollars = None
+    if cost is not None:
+        dollars = per_million(cost[1], speed.output_tok_s.p50)
+    return Option(fitted, speed, cost, dollars, _misses(speed, demand))
+
+
+def _speed(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand, fitted: Fit) -> Speed:
+    used = cluster.part(layout.num_gpus)
+    work = layout_work(model, layout, fitted)
+    timing = shipped_timing()[layout.engine]
+    compute = compute_format(layout.weights, used.slowest)
+    per_request = demand.input_len + demand.output_len
+    by_memory = max(1.0, fitted.concurrency * demand.max_model_len / per_request / layout.data)
+    most = min(by_memory, demand.max_num_seqs or _DEFAULT_RUNNING[layout.engine])
+    chunk = demand.max_num_batched_tokens or (2048 if layout.engine == "shardline" else 8192)
+
+    def at(running: float) -> tuple[LoopSteps, Latency]:
+        load = Load(running, demand.input_len, demand.output_len, chunk)
+        steps = loop_steps(work, used, compute, load, layout.pipeline)
+        return steps, loop_latency(steps, timing.constants)
+
+    running, sustained = most, True
+    if demand.running is not None:
+        running = min(most, max(1.0, demand.running / layout.data))
+    elif demand.rate is not None:
+        running, sustained = _by_little(demand.rate / layout.data, most, lambda value: at(value)[1], demand.output_len)
+    steps, latency = at(running)
+    speed = layout.data * latency.output_tokens_per_second
+    if demand.rate is not None and sustained:
+        speed = min(speed, demand.rate * demand.output_len)
+    decode = steps.decode
+    seconds = decode.seconds(timing.constants)
+    share = decode.link_seconds(timing.constants) / seconds
+    rest = seconds * (1 - share)
+    moved = sum(traffic.num_bytes for traffic, _ in work.exchanges) * running / layout.pipeline
+    return Speed(
+        running * layout.data,
+        timing.interval("ttft", latency.ttft),
+        timing.interval("tpot", latency.tpot),
+        timing.interval("output_tok_s", speed),
+        decode.bound_by(timing.constants),
+        share,
+        moved,
+        sum(traffic.num_messages for traffic, _ in work.exchanges),
+        moved / rest,
+        sustained,
+    )
+
+
+def _by_little(rate: float, most: float, at: Callable[[float], Latency], output_len: int) -> tuple[float, bool]:
+    """Requests running at once if `rate` arrive per second at a replica (Little's law), and whether it keeps up."""
+    low, high = 1.0, most
+    if output_len * rate > at(most).output_tokens_per_second:
+        return most, False
+    for _ in range(_LITTLE_ROUNDS):
+        middle = math.sqrt(low * high)
+        if at(middle).output_tokens_per_second >= output_len * rate:
+            high = middle
+        else:
+            low = middle
+    return high, True
+
+
+def _misses(speed: Speed, demand: Demand) -> str:
+    missed = []
+    if not speed.is_sustained:
+        missed.append(f"{demand.rate:g} requests/s")
+    if demand.ttft is not None and speed.ttft.p90 > demand.ttft:
+        missed.append(f"TTFT {demand.ttft:g} s")
+    if demand.tpot is not None and speed.tpot.p90 > demand.tpot:
+        missed.append(f"TPOT {demand.tpot * 1e3:g} ms")
+    return ", ".join(missed)
+
+
+def search(
+    model: PlannedModel,
+    cluster: Cluster,
+    demand: Demand,
+    goal: str,
+    engine: str | None = None,
+    fixed: Fixed | None = None,
+) -> Search:
+    """Evaluate every layout. Without an `engine`, this one is taken if it can load the model, else vLLM."""
+    chosen = engine or _engine_for(model, cluster)
+    if goal == "latency" and demand.rate is None and demand.running is None:
+        # The latency of full memory would reward layouts with little memory.
+        demand = dataclasses.replace(demand, running=demand.concurrency)
+    fixed = fixed or Fixed()
+    options = [evaluate(model, one, cluster, demand) for one in layouts(model, cluster, chosen, fixed)]
+    own = bits_label(model)
+    options.sort(key=lambda option: _rank(option, goal, own))
+    good = options and options[0].speed is not None and not options[0].misses
+    return Search(model, cluster, demand, goal, tuple(options), 0 if good else None)
+
+
+def _engine_for(model: PlannedModel, cluster: Cluster) -> str:
+    is_ours = not model.engine_refusal and cluster.num_nodes == 1 and all(g.vendor == "NVIDIA" for g in cluster.gpus)
+    return "shardline" if is_ours else "vllm"
+
+
+def _rank(option: Option, goal: str, own: str) -> tuple[float, ...]:
+    """Sort key: layouts that fit and meet the demand first, of these the checkpoint's own format, then by the goal."""
+    speed, layout = option.speed, option.layout
+    if speed is None:
+        return (9.0, float(layout.weights != own), -float(option.fit.max_context), float(layout.num_gpus))
+    figures = {
+        "cost": option.cost_per_million or layout.num_gpus / speed.output_tok_s.p50,
+        "latency": speed.tpot.p50,
+        "throughput": -speed.output_tok_s.p50,
+    }
+    tight = 0.0 if option.fit.verdict != "tight" else 1.0
+    missed = float(len(option.misses.split(", "))) if option.misses else 0.0
+    return (missed, tight, float(changes_answers(option, own)), figures[goal], speed.tpot.p50, float(layout.num_gpus))
+
+
+def changes_answers(option: Option, own: str) -> bool:
+    """Whether the layout quantizes what the checkpoint, with weights of the label `own`, does not."""
+    return option.layout.weights != own or option.layout.kv != "auto"
+
+
+def frontier(options: tuple[Option, ...]) -> list[int]:
+    """Indices of the options that no other with the same formats beats in latency, throughput and cost together."""
+    kept: list[int] = []
+    for index, option in enumerate(options):
+        if option.speed is None:
+            continue
+        mine = _figures(option)
+        formats = (option.layout.weights, option.layout.kv)
+        others = (
+            _figures(one)
+            for one in options
+            if one.speed is not None and one is not option and (one.layout.weights, one.layout.kv) == formats
+        )
+        if not any(all(a <= b for a, b in zip(other, mine, strict=True)) and other != mine for other in others):
+            kept.append(index)
+    return kept
+
+
+def _figures(option: Option) -> tuple[float, ...]:
+    speed = option.speed
+    assert speed is not None
+    cost = option.cost_per_million or option.layout.num_gpus / speed.output_tok_s.p50
+    return (float(bool(option.misses)), speed.tpot.p50, -speed.output_tok_s.p50, cost)
+
+
+def fewest_gpus(
+    model: PlannedModel, cluster: Cluster, demand: Demand, label: str, engine: str, most: int = 64
+) -> tuple[int, Fit] | None:
+    """(GPUs, fit) of the fewest GPUs, over as many nodes as needed, on which weights of a label fit."""
+    size = 1
+    while size <= most:
+        nodes = -(-size // 8)
+        wide = dataclasses.replace(cluster, gpus=(cluster.smallest,) * min(8, size), num_nodes=nodes)
+        layout = Layout(engine, min(8, size), nodes, weights=label)
+        found = fit(model, layout, wide, demand)
+        if found.verdict != "no":
+            return size, found
+        size *= 2
+    return None

@@ -1,0 +1,138 @@
+"""Predicted KV memory against start-up logs, from a table in the form of kv_capacity.csv."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardline.models.planning import PlannedModel
+from shardline.planner.catalog import find_model
+from shardline.planner.cluster import parse_cluster
+from shardline.planner.hardware import GIB, Gpu, known_gpus
+from shardline.planner.layout import Demand, Layout
+from shardline.planner.memory import fit
+from shardline.planner.rows import read_label
+
+MARK = "kv_gib_per_gpu"
+"""The column by which such a table is known."""
+_DEFAULT_UTILIZATION = 0.9
+
+
+@dataclass(frozen=True)
+class LogError:
+    """One log against its prediction; errors as fractions."""
+
+    number: int
+    model: str
+    memory_error: float | None
+    """Difference of the KV memory as a share of the GPU's memory. None: the log does not say how it was started."""
+    token_error: float | None
+    """Error of the number of tokens in the logged memory; None: the log has no such number."""
+
+
+def is_memory_table(path: Path) -> bool:
+    """Whether the file's header has the column of KV memory."""
+    try:
+        with path.open(encoding="utf-8", newline="") as stream:
+            return MARK in next(csv.reader(stream), [])
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def validate_memory(path: Path, gpus: Mapping[str, Gpu]) -> tuple[list[LogError], list[tuple[int, str]]]:
+    """(errors, (line, reason) of rows without a prediction) of a table of start-up logs.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    found, missed = [], []
+    with path.open(encoding="utf-8", newline="") as stream:
+        for number, row in enumerate(csv.DictReader(stream), 2):
+            try:
+                found.append(_error(number, row, gpus))
+            except (ValueError, KeyError, TypeError) as error:
+                missed.append((number, str(error)))
+    return found, missed
+
+
+def _error(number: int, row: Mapping[str, str], gpus: Mapping[str, Gpu]) -> LogError:
+    model, tensor = find_model(row["model"]), int(row["tp"])
+    cluster = parse_cluster(f"{tensor}x{row['gpu']}", gpus)
+    length, utilization = _number(row["max_model_len"]), _number(row["util"])
+    is_known = utilization is not None
+    demand = Demand(int(length or model.spec.max_position_embeddings), utilization=utilization or _DEFAULT_UTILIZATION)
+    label = read_label(model, row["weights_precision"])
+    result = fit(model, Layout("vllm", tensor, weights=label), cluster, demand)
+    actual = float(row[MARK]) * GIB
+    memory = abs(result.kv_bytes - actual) / cluster.smallest.usable_bytes if is_known else None
+    tokens = None
+    logged = _number(row.get("kv_tokens", ""))
+    if logged:
+        per_byte = result.kv_tokens / result.kv_bytes if result.kv_tokens else _tokens_per_byte(model, tensor, label)
+        tokens = abs(per_byte * actual / logged - 1)
+    return LogError(number, model.name, memory, tokens)
+
+
+def _tokens_per_byte(model: PlannedModel, tensor: int, label: str) -> float:
+    """Tokens in a byte of KV memory, from a machine on which the model fits in any case."""
+    wide = parse_cluster(f"{tensor}xMI355X", known_gpus())
+    length = min(8192, model.spec.max_position_embeddings)
+    result = fit(model, Layout("vllm", tensor, weights=label), wide, Demand(length))
+    return result.kv_tokens / result.kv_bytes
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return None
+
+
+def summarize_memory(found: Sequence[LogError], missed: Sequence[tuple[int, str]]) -> dict[str, Any]:
+    """The figures of `plan --validate --json` for a table of start-up logs: errors as fractions."""
+    memory = [one.memory_error for one in found if one.memory_error is not None]
+    tokens = [one.token_error for one in found if one.token_error is not None]
+    return {
+        "kv_memory": _figures(memory, len(missed)),
+        "kv_tokens": _figures(tokens, len(missed)),
+        "by": [
+            {"model": one.model, "line": one.number, "kv_memory": one.memory_error, "kv_tokens": one.token_error}
+            for one in found
+        ],
+        "skipped": [{"line": number, "why": why} for number, why in missed],
+    }
+
+
+def _figures(errors: Sequence[float], missed: int) -> dict[str, float | int]:
+    if not errors:
+        return {"n": 0, "missed": missed}
+    return {
+        "n": len(errors),
+        "missed": missed,
+        "median_ape": round(float(np.median(errors)), 4),
+        "p90_ape": round(float(np.quantile(errors, 0.9)), 4),
+    }
+
+
+def format_memory(summary: Mapping[str, Any]) -> str:
+    """The summary as text."""
+    lines = [
+        "KV memory: difference as a share of the GPU's memory. KV tokens: error, given the logged memory.",
+        f"{'':52}{'KV memory':>12}{'KV tokens':>12}",
+    ]
+    for one in summary["by"]:
+        shares = [f"{'-':>12}" if one[key] is None else f"{one[key]:>12.2%}" for key in ("kv_memory", "kv_tokens")]
+        lines.append(f"{one['model']:52.52}{''.join(shares)}")
+    for key in ("kv_memory", "kv_tokens"):
+        figures = summary[key]
+        if figures["n"]:
+            lines.append(
+                f"{key}: {figures['n']} rows, {figures['missed']} missed, median {figures['median_ape']:.2%}, 90th "
+                f"percentile {figures['p90_ape']:.2%}"
+            )
+    return "\n".join(lines)

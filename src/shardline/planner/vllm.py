@@ -1,0 +1,139 @@
+"""What vLLM accepts, and how it divides a GPU's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shardline.config.topology import RankGrid, RankPlace
+from shardline.models.communication import count_layers
+from shardline.models.partition import Span
+from shardline.models.planning import PlannedModel
+from shardline.models.sizes import state_bytes, step_bytes, stored_weight_bytes
+from shardline.models.spec import GQA, MLA, DecoderSpec, KVDType, LinearAttention, MoE
+from shardline.models.step_work import cached_token_bytes
+from shardline.models.stored_weights import StoredWeights
+from shardline.planner.hardware import GIB, Gpu
+from shardline.planner.layout import Layout
+
+BLOCK_SIZE = 16
+WHOLE_PARTS = ("attention.q_down", "attention.kv_down")
+"""Parts that every rank has undivided: the projections down to latents are ReplicatedLinear."""
+_LOGIT_COPIES = 9.558
+_HIDDEN_COPIES = 1.28
+"""Peak of the profiled step: so many float32 logits of max_num_seqs rows, and so many hidden states of all tokens. Both
+fitted to the five models of kv_capacity.csv whose start-up logs show it (vLLM 0.11, largest error 0.02 GiB)."""
+_CONTEXT_BYTES = {False: int(0.13 * GIB), True: int(0.55 * GIB)}
+"""Memory outside of torch, without and with NCCL, from the same logs."""
+_LARGE_GPU_GIB = 70.0
+"""From this size on, vLLM's defaults are larger, except on A100 (EngineArgs._set_default_max_num_seqs_and_tokens)."""
+
+
+def step_limits(gpu: Gpu, max_num_seqs: int | None, max_num_batched_tokens: int | None) -> tuple[int, int]:
+    """(max_num_seqs, max_num_batched_tokens) of `vllm serve` on a GPU: the given ones, else its defaults."""
+    is_large = gpu.memory_gb >= _LARGE_GPU_GIB and "A100" not in gpu.name
+    defaults = (1024, 8192) if is_large else (256, 2048)
+    return max_num_seqs or defaults[0], max_num_batched_tokens or defaults[1]
+
+
+def refusal(spec: DecoderSpec, stored: StoredWeights, layout: Layout) -> str:
+    """Why vLLM would not start this layout; empty: it would."""
+    tp = layout.tensor
+    for attention in {layer.attention for layer in spec.layers}:
+        if attention.num_heads % tp:
+            return f"vLLM needs a tensor-parallel size that divides the {attention.num_heads} attention heads, not {tp}"
+        if isinstance(attention, GQA) and attention.num_kv_heads % tp and tp % attention.num_kv_heads:
+            return f"vLLM cannot share {attention.num_kv_heads} KV heads among {tp} ranks"
+    if layout.pipeline > len(spec.layers):
+        return f"{layout.pipeline} stages need as many layers, and the model has {len(spec.layers)}"
+    has_experts = any(isinstance(layer.feed_forward, MoE) for layer in spec.layers)
+    if layout.whole_experts and not has_experts:
+        return "expert parallelism needs a model with experts"
+    return _block_refusal(spec, stored, layout)
+
+
+def _block_refusal(spec: DecoderSpec, stored: StoredWeights, layout: Layout) -> str:
+    """vLLM refuses ranks whose part of a weight is not made of whole blocks of its quantization."""
+    seen: set[object] = set()
+    for index, layer in enumerate(spec.layers):
+        kind = (id(layer.feed_forward), stored.layer_class(index))
+        if kind in seen:
+            continue
+        seen.add(kind)
+        is_expert = isinstance(layer.feed_forward, MoE)
+        block = layer.feed_forward.expert if isinstance(layer.feed_forward, MoE) else layer.feed_forward
+        packing = stored.packing(f"layers.{index}.feed_forward.{'experts.0.' * is_expert}down.weight")
+        ranks = 1 if is_expert and layout.whole_experts else layout.tensor
+        if packing is None or ranks == 1:
+            continue
+        unit = packing.block_columns if packing.block_rows > 1 else 1
+        if block.intermediate_size % ranks or (block.intermediate_size // ranks) % unit:
+            return (
+                f"vLLM cannot split an intermediate size of {block.intermediate_size}, in blocks of {unit}, among "
+                f"{ranks} ranks" + ("; use expert parallelism" if is_expert else "")
+            )
+    return ""
+
+
+def weight_bytes(
+    model: PlannedModel, stored: StoredWeights, layout: Layout, stages: Sequence[Span]
+) -> tuple[int, RankPlace]:
+    """(bytes, place) of the weights of the rank that has the most."""
+    grid = grid_of(layout)
+    places = [grid.place(rank) for rank in range(0, grid.replica_size, layout.tensor)]
+    spec = model.spec
+    sizes = [
+        stored_weight_bytes(spec, place, stages, stored, whole=WHOLE_PARTS, expert_parallel=layout.whole_experts)
+        + _absorbed_bytes(spec, place, stages)
+        for place in places
+    ]
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
+    return sizes[largest] + 2 * model.other_parameters, places[largest]
+
+
+def grid_of(layout: Layout) -> RankGrid:
+    """The ranks that hold one set of weights."""
+    data = layout.data if layout.whole_experts else 1
+    return RankGrid(layout.tensor, layout.pipeline, data=data, expert=layout.expert_ranks)
+
+
+def _absorbed_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span]) -> int:
+    """Latent attention keeps a second, unquantized copy of the up-projections in the absorbed form."""
+    stage, total = stages[place.pp_rank], 0
+    for layer in spec.layers[stage.start : stage.stop]:
+        if isinstance(layer.attention, MLA):
+            mla = layer.attention
+            heads = -(-mla.num_heads // len(place.tp_peers))
+            total += 2 * heads * (mla.nope_head_dim + mla.value_head_dim) * mla.kv_lora_rank
+    return total
+
+
+def other_bytes(spec: DecoderSpec, layout: Layout, num_seqs: int, num_tokens: int) -> int:
+    """Memory of a GPU beside weights and KV cache: the profiled step, and what torch does not manage."""
+    sampled = _LOGIT_COPIES * 4 * num_seqs * spec.vocab_size + _HIDDEN_COPIES * 2 * num_tokens * spec.hidden_size
+    forward = step_bytes(spec, "bfloat16", num_tokens, 0) // layout.tensor
+    return int(max(sampled, forward)) + _CONTEXT_BYTES[layout.tensor * layout.pipeline > 1]
+
+
+def request_size(
+    spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: KVDType, num_tokens: int
+) -> Callable[[int], int]:
+    """The function from the length of a request, in tokens, to the bytes of its KV cache and states on a rank.
+
+    A windowed layer holds the window, a step of `num_tokens` tokens, and one block (SlidingWindowSpec).
+    """
+    tensor = len(place.tp_peers)
+    kinds = [
+        (layer.attention.window, count * BLOCK_SIZE * cached_token_bytes(layer.attention, tensor, dtype))
+        for layer, count in count_layers(spec, stages[place.pp_rank])
+        if not isinstance(layer.attention, LinearAttention)
+    ]
+    states = state_bytes(spec, place, stages)
+
+    def size(length: int) -> int:
+        total = states
+        for window, block_bytes in kinds:
+            held, extra = (length, 0) if window is None else (min(window - 1 + num_tokens, length), 1)
+            total += (-(-held // BLOCK_SIZE) + extra) * block_bytes
+        return total
+
+    return size

@@ -1,0 +1,171 @@
+"""Published verdicts, start-up logs and sizes: what fits, and how much is left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardline.cli.main import main
+from shardline.models.sizes import checkpoint_bytes
+from shardline.planner.catalog import find_model, shipped_facts
+from shardline.planner.cluster import parse_cluster
+from shardline.planner.hardware import GIB, known_gpus
+from shardline.planner.layout import Demand, Layout
+from shardline.planner.memory import Fit, bits_label, fit, stored_weights
+
+LLAMA_8B, LLAMA_70B = "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-70B-Instruct"
+LLAMA_405B, DEEPSEEK = "meta-llama/Llama-3.1-405B-Instruct", "deepseek-ai/DeepSeek-V3"
+MIXTRAL, QWEN_32B = "mistralai/Mixtral-8x7B-Instruct-v0.1", "Qwen/Qwen2.5-32B-Instruct"
+
+
+def fits(model: str, gpus: str, layout: Layout, length: int = 8192, utilization: float = 0.9) -> Fit:
+    cluster = parse_cluster(gpus, known_gpus())
+    return fit(find_model(model), layout, cluster, Demand(length, utilization=utilization))
+
+
+def both(weights: str, tp: int, pp: int = 1) -> list[Layout]:
+    return [Layout(engine, tp, pp, weights=weights) for engine in ("shardline", "vllm")]
+
+
+_NO = [
+    (LLAMA_405B, "4xA100-80GB", "fp8", 4, 1, 1024),
+    (LLAMA_405B, "4xRTX-PRO-6000", "fp8", 4, 1, 1024),
+    (LLAMA_405B, "8xH100", "bf16", 8, 1, 1024),
+    (DEEPSEEK, "8xH100", "fp8", 8, 1, 1024),
+    (DEEPSEEK, "8xH200", "bf16", 8, 1, 1024),
+    ("meta-llama/Llama-2-13b-hf", "L4", "bf16", 1, 1, 1024),
+    (MIXTRAL, "2xA100-40GB", "bf16", 2, 1, 1024),
+    (LLAMA_70B, "1xH100", "fp8", 1, 1, 16_000),
+]
+_YES = [
+    (LLAMA_70B, "1xH100", "int4", 1, 1, 32_768),
+    (LLAMA_70B, "8xL40S", "bf16", 8, 1, 8192),
+    (LLAMA_70B, "4xRTX-5090", "fp8", 4, 1, 8192),
+    (LLAMA_405B, "8xH100", "fp8", 8, 1, 8192),
+    (LLAMA_405B, "8xRTX-PRO-6000", "fp8", 8, 1, 8192),
+    (LLAMA_405B, "8xH200", "bf16", 8, 1, 8192),
+    (MIXTRAL, "2xA100-80GB", "bf16", 2, 1, 8192),
+]
+
+
+@pytest.mark.parametrize(("model", "gpus", "weights", "tp", "pp", "length"), _NO)
+def test_does_not_fit(model: str, gpus: str, weights: str, tp: int, pp: int, length: int) -> None:
+    for layout in both(weights, tp, pp):
+        result = fits(model, gpus, layout, length)
+        assert result.verdict == "no", (layout, result)
+        assert result.why_not
+
+
+@pytest.mark.parametrize(("model", "gpus", "weights", "tp", "pp", "length"), _YES)
+def test_fits(model: str, gpus: str, weights: str, tp: int, pp: int, length: int) -> None:
+    for layout in both(weights, tp, pp):
+        result = fits(model, gpus, layout, length)
+        assert result.verdict in ("tight", "comfortable", "generous"), (layout, result)
+        assert result.concurrency >= 1
+        assert result.max_context >= length
+
+
+def test_vllm_fits_where_this_engine_does_not_run() -> None:
+    assert fits(LLAMA_70B, "MI300X", Layout("vllm")).verdict != "no"
+    assert "no back end for GPUs of AMD" in fits(LLAMA_70B, "MI300X", Layout("shardline")).why_not
+    assert fits(LLAMA_405B, "2x8xA100-80GB", Layout("vllm", 8, 2)).verdict != "no"
+    assert "this host 8 GPUs" in fits(LLAMA_405B, "2x8xA100-80GB", Layout("shardline", 8, 2)).why_not
+    assert fits("openai/gpt-oss-120b", "1xH100", Layout("vllm", weights="mxfp4")).verdict != "no"
+    assert "not" in fits("openai/gpt-oss-120b", "1xH100", Layout("shardline", weights="mxfp4")).why_not
+
+
+def test_short_contexts() -> None:
+    for layout in both("bf16", 2):
+        result = fits(LLAMA_70B, "2xA100-80GB", layout, 32_768)
+        assert result.verdict == "no"
+        assert 20_000 < result.max_context < 30_000
+    for layout in both("int4", 1):
+        assert 4_000 < fits(QWEN_32B, "1xRTX-4090", layout, 4096).max_context < 20_000
+
+
+@pytest.mark.parametrize(
+    ("model", "gigabytes"),
+    [
+        (LLAMA_8B, 16),
+        (LLAMA_70B, 140),
+        (LLAMA_405B, 810),
+        ("Qwen/Qwen2.5-72B-Instruct", 144),
+        (MIXTRAL, 94),
+        (DEEPSEEK, 1342),
+    ],
+)
+def test_sizes_in_bf16(model: str, gigabytes: float) -> None:
+    found = find_model(model)
+    plain = found.stored(type(found.rules)())
+    assert checkpoint_bytes(found.spec, plain) / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_int4_of_70b_counts_scales_and_embeddings() -> None:
+    model = find_model(LLAMA_70B)
+    assert checkpoint_bytes(model.spec, stored_weights(model, "int4")) / 1e9 == pytest.approx(39.6, rel=0.005)
+
+
+# (model, weights, tp, utilization, GiB of weights a GPU, GiB of KV a GPU): start-up logs of vLLM 0.11 on H100,
+# llm-d-planner docs/empirical-vllm-memory-results.md
+_LOGS = [
+    ("openai/gpt-oss-20b", 1, 0.9, 13.47, 50.28),
+    ("RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic", 2, 0.9, 33.88, 32.0),
+    ("RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic", 1, 0.9, 67.72, -1.44),
+    (LLAMA_8B, 1, 0.9, 14.99, 51.38),
+    ("Qwen/Qwen3-0.6B", 1, 0.9, 1.12, 64.45),
+    ("Qwen/Qwen3-32B", 1, 0.9, 61.03, 4.45),
+]
+
+
+@pytest.mark.parametrize(("model", "tp", "utilization", "weights", "cache"), _LOGS)
+def test_start_up_logs_of_vllm(model: str, tp: int, utilization: float, weights: float, cache: float) -> None:
+    label = bits_label(find_model(model))
+    result = fits(model, f"{tp}xH100", Layout("vllm", tp, weights=label), 16_000, utilization)
+    assert result.weight_bytes / GIB == pytest.approx(weights, abs=0.02 * 79.18)
+    assert result.kv_bytes / GIB == pytest.approx(cache, abs=0.02 * 79.18), "2% of the card's memory"
+
+
+def test_windowed_layers_count_as_vllm_counts_them() -> None:
+    """626,949 tokens in 64.68 GiB, by a start-up log: concurrency times max_model_len."""
+    result = fits("google/gemma-4-31b-it", "H200", Layout("vllm"), 262_144)
+    assert result.kv_tokens / result.kv_bytes == pytest.approx(626_949 / (64.68 * GIB), rel=0.002)
+
+
+def test_every_shipped_model_has_a_spec() -> None:
+    facts = shipped_facts()
+    for name in [*facts["models"], *facts["aliases"]]:
+        model = find_model(name)
+        assert checkpoint_bytes(model.spec, model.stored()) > 1e8, name
+    assert all(entry["source"] for entry in facts["models"].values())
+
+
+def test_a_refusal_of_the_shape_is_that_of_resolve() -> None:
+    result = fits(LLAMA_8B, "8xH100", Layout("shardline", 7, 1))
+    assert result.verdict != "no", "seven ranks share eight KV heads unevenly"
+    assert fits(LLAMA_8B, "8xH100", Layout("vllm", 7)).why_not.startswith("vLLM needs a tensor-parallel size")
+    refused = fits(LLAMA_8B, "64xH100", Layout("shardline", 48))
+    assert "tensor_parallel_size 48 does not work" in refused.why_not
+    assert "expert parallelism" in fits("Qwen/Qwen3-235B-A22B-FP8", "8xH100", Layout("vllm", 8, weights="fp8")).why_not
+
+
+def test_a_table_of_start_up_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "logs.csv"
+    rows.write_text(
+        "model,weights_precision,gpu,tp,util,max_model_len,kv_gib_per_gpu,kv_tokens\n"
+        f"{LLAMA_8B},bf16,H100-80GB-SXM,1,0.9,16000,51.38,\n"
+        "neuralmagic/Meta-Llama-3.1-70B-Instruct-FP8,fp8,H100-80GB,2,not stated,not stated,31.323,205280\n"
+        "mistralai/Mistral-Small-3.2-24B-Instruct-2506,bf16,H100-80GB-SXM,1,0.95,16000,28.2,184832\n"
+        "google/gemma-4-31b-it,bf16,H200,1,,,64.68,626949\n"
+        "no/model,bf16,H999,1,,,1,\n"
+    )
+    assert main(["plan", "--validate", str(rows), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["kv_memory"]["n"] == 2
+    assert summary["kv_memory"]["missed"] == 1
+    assert summary["by"][0]["kv_memory"] < 0.001
+    assert summary["kv_tokens"]["n"] == 3
+    assert summary["kv_tokens"]["p90_ape"] < 0.002
+    assert main(["plan", "--validate", str(rows)]) == 0
+    assert "2 rows, 1 missed" in capsys.readouterr().out
