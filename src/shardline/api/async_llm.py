@@ -185,8 +185,12 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        shown_token_ids: frozenset[int] = frozenset(),
+        grammar: str = "",
     ) -> RequestStream:
         """Check and admit a request; the errors below are raised before any output.
+
+        `shown_token_ids` and `grammar`: see `RequestBuilder.build_from_ids`.
 
         If its replica dies, the choices end with the finish reason "error" and the message as `error`.
 
@@ -205,7 +209,16 @@ class AsyncLLM:
             request_id = secrets.token_hex(12)
         if request_id in self._processor:
             raise ValueError(f"a request with id {request_id!r} is in flight already")
-        request = builder.build_from_ids(request_id, text, ids, params, priority=priority, cache_salt=cache_salt)
+        request = builder.build_from_ids(
+            request_id,
+            text,
+            ids,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            shown_token_ids=shown_token_ids,
+            grammar=grammar,
+        )
         self._replicas.add_requests(request.children)
         state = self._processor.add_request(request)
         stream = RequestStream(state.output, lambda: self._abort(request_id))

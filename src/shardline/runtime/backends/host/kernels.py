@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,6 +79,14 @@ class HostKernels(PanelKernels):
     def route_experts(*arguments: Any) -> None:
         """Drops the last argument, since host steps have no padding."""
         _cpu.route_experts(*arguments[:-1])
+
+    @staticmethod
+    def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """Rows are few, so numpy is fast enough."""
+        values, masks = logits.numpy(), bits.numpy()
+        for row, words in zip(rows.tolist(), masks, strict=True):
+            allowed = np.unpackbits(words.view(np.uint8), bitorder="little", count=values.shape[1])
+            np.copyto(values[row], -np.inf, where=allowed == 0)
 
     @staticmethod
     def penalize(*arguments: Any) -> None:
