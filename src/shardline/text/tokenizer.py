@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import tokenizers
@@ -105,8 +105,22 @@ class Tokenizer:
         add_bos_token in tokenizer_config.json does not overrule it. A rendered chat template already contains its
         special tokens: encode it with add_special_tokens=False.
         """
+        if len(text) > MAX_INLINE_CHARS:
+            # Unlike `encode`, this lets other threads run meanwhile.
+            return self.encode_texts([text], add_special_tokens)[0]
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of the number of tokens of `text`, found without encoding it."""
+        return len(text) // self._most_chars
+
+    @cached_property
+    def _most_chars(self) -> int:
+        """The most characters of a text that one token can stand for."""
+        longest = max((len(token) for token in self._backend.get_vocab(with_added_tokens=True)), default=1)
+        # Normalizers may join characters.
+        return longest if self._backend.normalizer is None else 4 * longest
 
     async def encode_text_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """As `encode_text`; a long text is encoded on a thread, so that the event loop goes on."""
