@@ -66,6 +66,11 @@ def engine_dead(reason: str) -> ApiError:
     return unavailable(f"The engine has stopped: {reason or 'its process has ended'}", "engine_dead")
 
 
+def answer_failed(reason: str) -> ApiError:
+    """A 500: the engine gave up on one answer, and goes on with all others."""
+    return ApiError(500, f"The answer could not be completed: {reason}", type=SERVER_ERROR, code="answer_failed")
+
+
 def internal_error() -> ApiError:
     """A 500. The log says what happened; the answer does not."""
     return ApiError(

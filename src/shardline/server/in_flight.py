@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
@@ -36,9 +36,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], source: AbstractAsyncContextManager[Any]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        source: AbstractAsyncContextManager[Any],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         # Proxies such as nginx must not buffer the events.
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
         self._events = events
         self._source = source
