@@ -35,6 +35,7 @@ class FakeEngine:
         self.tokenizer: Tokenizer = tokenizer(byte_level_json())
         self.aborted: list[str] = []
         self.requests: list[Request] = []
+        self.grammars: list[str] = []
         self.paused = False
         self.seconds_per_token = 0.0
         self.cached_tokens = 0
@@ -64,6 +65,9 @@ class FakeEngine:
             for request in requests:
                 self._running[request.request_id] = (request, self._reply(request))
         self._wake.set()
+
+    def prepare_grammar(self, grammar: str) -> None:
+        self.grammars.append(grammar)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         with self._lock:

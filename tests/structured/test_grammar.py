@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from shardline.models.hub import DEMO_FOLDER
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
@@ -16,6 +17,7 @@ from shardline.structured.grammar import check_grammar, schema_grammar, structur
 from shardline.text.tokenizer import Tokenizer
 from shardline.text.tool_parsers import find_tool_parser, tool_parser_names
 from shardline.text.tool_parsers.call_rules import CallRules, OfferedFunction
+from tests.text.builders import byte_fallback_json, byte_level_json, metaspace_json
 from tests.text.test_answer_parsers import FORMS, mistral_v11
 
 TOKENIZER = Tokenizer.from_folder(Path(DEMO_FOLDER))
@@ -93,6 +95,54 @@ def test_sequences_have_their_own_matchers(compiler: GrammarCompiler) -> None:
     first.append_token(TOKENIZER.encode_text("{", add_special_tokens=False)[0], is_end=False)
     assert (second.find_allowed()[0] == before).all()
     assert (first.find_allowed()[0] != before).any()
+
+
+def test_a_tokenizer_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    matcher = GrammarCompiler(str(tmp_path / "tokenizer.json")).start_grammar(schema_grammar(SCHEMA))
+    assert not matcher.is_finished
+    with pytest.raises(ValueError, match="cannot be used with grammars"):
+        matcher.find_allowed()
+
+
+@pytest.mark.parametrize("source", [byte_level_json, metaspace_json, byte_fallback_json])
+def test_kinds_of_tokenizers(tmp_path: Path, source: Any) -> None:
+    (tmp_path / "tokenizer.json").write_text(source())
+    matcher = GrammarCompiler(str(tmp_path / "tokenizer.json")).start_grammar(
+        structured_grammar(StructuredOutputsParams(regex="(a| )+"))
+    )
+    backend = tokenizers.Tokenizer.from_str(source())
+    words, may_end = matcher.find_allowed()
+    allowed = [token for token in range(backend.get_vocab_size()) if words[token >> 5] >> (token & 31) & 1]
+    assert not may_end
+    assert allowed
+    for token in allowed:
+        spelled = (
+            backend.id_to_token(token).replace("▁", " ").replace("Ġ", " ").replace("<0x61>", "a").replace("<0x20>", " ")
+        )
+        assert set(spelled) <= {"a", " "}, spelled
+
+
+def test_added_tokens_are_text_unless_they_are_special(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer.from_file(str(Path(DEMO_FOLDER) / "tokenizer.json"))
+    backend.add_tokens([tokenizers.AddedToken("<tool_call>", special=False), "[PLAIN]"])
+    backend.add_special_tokens(["[SPECIAL]"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    own = GrammarCompiler(str(tmp_path / "tokenizer.json"))
+
+    def allows(lark: str, *before: str) -> set[str]:
+        matcher = own.start_grammar(wrap_grammar(lark, ""))
+        for token in before:
+            matcher.append_token(backend.token_to_id(token), is_end=False)
+        words, _ = matcher.find_allowed()
+        added = {token: backend.token_to_id(token) for token in ("<tool_call>", "[PLAIN]", "[SPECIAL]")}
+        return {token for token, i in added.items() if words[i >> 5] >> (i & 31) & 1}
+
+    text = 'start: lead "x"\nlead[lazy]: TEXT "<tool_call>"\nTEXT: /(.|\\n)*/\n'
+    assert allows(text) == {"<tool_call>", "[PLAIN]"}
+    assert allows(text, "[PLAIN]", "<tool_call>") == set()
+    special = backend.token_to_id("[SPECIAL]")
+    assert allows(f'start: TEXT <[{special}]> "x"\nTEXT: /(.|\\n)*/\n') == {"<tool_call>", "[PLAIN]", "[SPECIAL]"}
 
 
 def deep_schema(depth: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -19,6 +20,7 @@ from shardline.api.requests import Prompt, RequestBuilder, split_prompt
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams
 from shardline.stats import EngineStats, merge_stats
+from shardline.structured.grammar import check_grammar, is_checked
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
 from shardline.types import RequestOutput
@@ -26,6 +28,13 @@ from shardline.types import RequestOutput
 State = Literal["starting", "ready", "draining", "dead"]
 
 __all__ = ["AsyncLLM", "EngineDead", "EngineDraining", "Prompt", "QueueFull", "RequestStream", "State", "merge_stats"]
+
+
+MAX_INLINE_GRAMMAR_CHARS = 4096
+"""Longest grammar that is checked on the event loop. It takes about 1 ms."""
+
+_RANKS_TIME = 3
+"""How much longer ranks may take to compile a grammar than the front takes to check it."""
 
 
 class RequestStream:
@@ -176,6 +185,23 @@ class AsyncLLM:
     async def wait_dead(self) -> None:
         """Wait until the state is "dead"."""
         await self._dead.wait()
+
+    async def prepare_grammar(self, grammar: str) -> None:
+        """Check a grammar, and have the ranks compile it beside their steps, so that no stream waits for it.
+
+        Raises:
+            ValueError: it cannot be compiled; the message says what it lacks.
+        """
+        if is_checked(grammar):
+            return
+        started = time.perf_counter()
+        if len(grammar) <= MAX_INLINE_GRAMMAR_CHARS:
+            check_grammar(grammar)
+        else:
+            await asyncio.to_thread(check_grammar, grammar)
+        self._replicas.prepare_grammar(grammar)
+        # Ranks also build tables over the vocabulary, so they need longer than the check.
+        await asyncio.sleep(_RANKS_TIME * (time.perf_counter() - started))
 
     async def submit(
         self,

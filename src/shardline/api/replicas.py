@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -84,6 +85,13 @@ class Replicas:
             for child in children:
                 self._forget_request(child.request_id)
             raise
+
+    def prepare_grammar(self, grammar: str) -> None:
+        """Have all ranks compile a grammar, because a request with it will follow."""
+        for replica in self._replicas:
+            if not replica.dead:
+                with contextlib.suppress(OSError):  # it has just died
+                    replica.client.prepare_grammar(grammar)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Stop engine requests on the replicas that run them. Unknown ids are ignored."""

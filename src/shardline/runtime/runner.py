@@ -98,6 +98,11 @@ class Runner:
         self._finished = 0.0
         """When the last step finished, by `time.perf_counter`."""
 
+    def prepare_grammar(self, grammar: str) -> None:
+        """Begin to compile a grammar in another thread, if this rank samples."""
+        if self._constraints is not None:
+            self._constraints.prepare_grammar(grammar)
+
     def run_step(self, rank_step: RankStep) -> StepResult | None:
         """Run one step. Ranks of the last stage return the sampled tokens, other ranks return None."""
         return self.launch_step(rank_step).result()

@@ -27,7 +27,7 @@ class SlashMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection event."""
         if scope["type"] == "http" and scope["path"].endswith("/") and _route_path(scope) not in ("", "/"):
-            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+            scope["path"] = scope["path"].rstrip("/") or "/"
         await self._app(scope, receive, send)
 
 

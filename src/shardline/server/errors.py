@@ -36,6 +36,7 @@ class ApiError(HTTPException):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
+        self.code = code
         headers = None if retry_after is None else {"Retry-After": str(retry_after)}
         super().__init__(status, message, headers)
         self.body = msgspec.json.encode({"error": {"message": message, "type": type, "param": param, "code": code}})
@@ -59,6 +60,13 @@ def unavailable(message: str, code: str, retry_after: int | None = None) -> ApiE
 def draining() -> ApiError:
     """The answer to new requests during shutdown."""
     return unavailable("The server is shutting down and takes no new requests.", "draining", RETRY_DRAINING_SECONDS)
+
+
+def interrupted() -> ApiError:
+    """The answer to requests that are still running when a shutdown must end them."""
+    return unavailable(
+        "The server is shutting down, and this answer was not finished in time.", "draining", RETRY_DRAINING_SECONDS
+    )
 
 
 def engine_dead(reason: str) -> ApiError:

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 _DONE_EVENT = b"data: [DONE]\n\n"
 
+STREAM_ERROR = "shardline.stream_error"
+"""Where a request's scope says why its stream failed after it had begun."""
+
 
 def make_event(data: bytes) -> bytes:
     """One server-sent event with `data`, JSON without line breaks."""
@@ -57,9 +60,11 @@ class EventStream(Response):
                 async for item in events:
                     await send({"type": "http.response.body", "body": item, "more_body": True})
             except ApiError as error:
+                scope[STREAM_ERROR] = error.code or "error"
                 last = make_event(error.body) + _DONE_EVENT
             except Exception:
                 logger.exception("a stream failed")
+                scope[STREAM_ERROR] = "internal_error"
                 last = make_event(internal_error().body) + _DONE_EVENT
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
@@ -93,6 +98,8 @@ class Exchange:
                 return
             if self._error is None:
                 raise
+            if self._started:
+                scope[STREAM_ERROR] = self._error.code or "error"
             await self._send_error(self._error)
         finally:
             watcher.cancel()

@@ -10,32 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from shardline.structured.grammar import parser_limits
+from shardline.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
-_MAX_WARM = 256
-"""How many compiled grammars are kept."""
-
-_END = "<|end of the grammar|>"
-"""A token that no model has. A mask allows it where the answer may end."""
-
-
-class Vocabulary:
-    """The model's tokens, as grammars see them."""
-
-    def __init__(self, tokenizer_file: str) -> None:
-        import tokenizers
-        from llguidance import LLTokenizer
-
-        backend = tokenizers.Tokenizer.from_file(tokenizer_file)
-        backend.add_special_tokens([_END])
-        end_id = backend.token_to_id(_END)
-        assert end_id is not None
-        self.end_id = end_id
-        self.tokenizer: LLTokenizer = LLTokenizer(backend.to_str(), eos_token=[self.end_id])
-        self.num_words = -(-self.tokenizer.vocab_size // 32)
-        """Length of a mask, in words of 32 bits."""
+_MAX_WARM_CHARS = 4 << 20
+"""Length of all grammars whose compiled form is kept."""
 
 
 class GrammarCompiler:
@@ -45,14 +26,16 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(1, "grammars")
         self._vocabulary = self._threads.submit(Vocabulary, tokenizer_file)
         self._warm: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._num_chars = 0
 
     def start_grammar(self, grammar: str) -> Matcher:
         """A matcher at the beginning of `grammar`. If it is not compiled yet, the matcher's first use waits for it."""
         compiled = self._warm.get(grammar)
         if compiled is None:
             compiled = self._warm[grammar] = self._threads.submit(self._compile, grammar)
-            if len(self._warm) > _MAX_WARM:
-                self._warm.popitem(last=False)
+            self._num_chars += len(grammar)
+            while self._num_chars > _MAX_WARM_CHARS:
+                self._num_chars -= len(self._warm.popitem(last=False)[0])
         self._warm.move_to_end(grammar)
         return Matcher(compiled, self._vocabulary)
 
@@ -74,6 +57,7 @@ class Matcher:
         self._compiled = compiled
         self._vocabulary = vocabulary
         self._matcher: LLMatcher | None = None
+        self._error = ""
         self._unread: list[int] = []
 
     def append_token(self, token_id: int, *, is_end: bool) -> None:
@@ -84,7 +68,7 @@ class Matcher:
     def is_finished(self) -> bool:
         """Whether nothing can follow."""
         matcher = self._catch_up()
-        return matcher.is_stopped() and not matcher.is_error()
+        return matcher is not None and matcher.is_stopped() and not matcher.is_error()
 
     def find_allowed(self) -> tuple[npt.NDArray[np.int32], bool]:
         """The tokens that may come next, as bits, and whether the answer may end here.
@@ -92,7 +76,10 @@ class Matcher:
         Raises:
             ValueError: the grammar is too complex to go on, or the tokenizer cannot be used with grammars.
         """
-        matcher, vocabulary = self._catch_up(), self._vocabulary.result()
+        matcher = self._catch_up()
+        if matcher is None:
+            raise ValueError(f"the model's tokenizer cannot be used with grammars: {self._error}")
+        vocabulary = self._vocabulary.result()
         words = np.zeros(vocabulary.num_words, dtype=np.int32)
         if not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -103,10 +90,15 @@ class Matcher:
         words[end >> 5] &= ~np.int32(np.uint32(1 << (end & 31)).view(np.int32))
         return words, may_end
 
-    def _catch_up(self) -> LLMatcher:
-        """The matcher after all noted tokens."""
+    def _catch_up(self) -> LLMatcher | None:
+        """The matcher after all noted tokens; None: the vocabulary cannot be used."""
+        if self._matcher is None and not self._error:
+            try:
+                self._matcher = self._compiled.result().deep_copy()
+            except Exception as error:  # llguidance and tokenizers raise plain exceptions
+                self._error = str(error)
         if self._matcher is None:
-            self._matcher = self._compiled.result().deep_copy()
+            return None
         if self._unread:
             end = self._vocabulary.result().end_id
             tokens, self._unread = [end if token_id < 0 else token_id for token_id in self._unread], []

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 
+from shardline.structured.vocabulary import byte_alphabet
 from shardline.text.tokenizer_files import read_eos_token_ids, read_json, read_special_tokens
 
 MAX_INLINE_CHARS = 2048
@@ -93,7 +94,7 @@ class Tokenizer:
         text = self.decode([token_id], skip_special_tokens=False)
         if _REPLACEMENT not in text:
             return text.encode()
-        alphabet = _byte_alphabet()
+        alphabet = byte_alphabet()
         if all(char in alphabet for char in spelling):
             return bytes(alphabet[char] for char in spelling)
         return text.encode()
@@ -135,13 +136,3 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids out of range are left out."""
         return self._backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens)
-
-
-@lru_cache(maxsize=1)
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable characters for the 256 bytes, as byte-level BPE vocabularies spell them."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in printable}
-    rest = [byte for byte in range(256) if byte not in set(printable)]
-    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(rest)})
-    return alphabet

@@ -26,9 +26,11 @@ class TokenMask:
         self._num_words = -(-vocab_size // 32)
         self._matcher = matcher
         self._ends = [token_id for token_id in start.eos_token_ids if token_id < vocab_size]
-        self._banned_ends = [*self._ends, *start.sampling.stop_token_ids]
         self._min_tokens = start.sampling.min_tokens
-        self._bad_words = [tuple(word) for word in constraints.bad_words]
+        self._end_bits = _bits(self._ends, self._num_words)
+        self._stop_bits = _bits([*self._ends, *start.sampling.stop_token_ids], self._num_words)
+        self._bad_words = [tuple(word) for word in constraints.bad_words if len(word) > 1]
+        self._banned_bits = _bits([word[0] for word in constraints.bad_words if len(word) == 1], self._num_words)
         self._output: list[int] = []
         self._allowed = _bits(constraints.allowed_token_ids, self._num_words) if constraints.allowed_token_ids else None
         for token_id in start.token_ids[start.num_prompt_tokens :]:
@@ -58,15 +60,15 @@ class TokenMask:
             words[:size] = found[:size]
             words[size:] = 0
             if may_end:
-                words |= _bits(self._ends, self._num_words)
+                words |= self._end_bits
         if self._allowed is not None:
             words &= self._allowed
-        for word in self._bad_words:
-            prefix = len(word) - 1
-            if prefix == 0 or (prefix <= len(self._output) and tuple(self._output[-prefix:]) == word[:-1]):
-                words &= ~_bits(word[-1:], self._num_words)
+        words &= ~self._banned_bits
+        last = [word[-1] for word in self._bad_words if tuple(self._output[1 - len(word) :]) == word[:-1]]
+        if last:
+            words &= ~_bits(last, self._num_words)
         if len(self._output) < self._min_tokens:
-            words &= ~_bits(self._banned_ends, self._num_words)
+            words &= ~self._stop_bits
         if self._vocab_size % 32:
             words[-1] &= (1 << self._vocab_size % 32) - 1
         if not words.any():
@@ -83,6 +85,11 @@ class ConstraintMaker:
         """`tokenizer_file`: empty if the model has no tokenizer, so that no request has a grammar."""
         self._vocab_size = vocab_size
         self._compiler = GrammarCompiler(tokenizer_file) if tokenizer_file else None
+
+    def prepare_grammar(self, grammar: str) -> None:
+        """Begin to compile a grammar in another thread."""
+        if self._compiler is not None:
+            self._compiler.start_grammar(grammar)
 
     def make_mask(self, start: SequenceStart) -> TokenMask | None:
         """The constraints of a sequence that starts; None: it has none."""

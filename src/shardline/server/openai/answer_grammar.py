@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -11,17 +11,18 @@ from shardline.sampling_params import StructuredOutputsParams
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.protocol import ResponseFormat
-from shardline.structured.grammar import check_grammar, lark_text, structured_grammar, wrap_grammar
+from shardline.structured.grammar import lark_text, structured_grammar, wrap_grammar
 from shardline.text.tool_parsers.call_rules import CallRules, OfferedFunction
 
-_INLINE_CHARS = 4096
-"""A longer grammar is checked on a thread, so that streams go on."""
+Prepare = Callable[[str], Awaitable[None]]
+"""Refuses a grammar by a ValueError, or makes it ready for use; see `AsyncLLM.prepare_grammar`."""
 
 
 async def make_answer_grammar(
     answer_format: AnswerFormat | None,
     response_format: ResponseFormat | None,
     structured_outputs: dict[str, Any] | None,
+    prepare: Prepare,
     template: str = "",
 ) -> str:
     """The grammar of an answer; empty: it may be any text.
@@ -38,10 +39,10 @@ async def make_answer_grammar(
             grammar = structured_grammar(form)
         except ValueError as error:
             raise bad_request(f"Invalid value for '{param}': {error}.", param, "invalid_value") from error
-        await _check(grammar, param)
-    if answer_format is None:
+        await _prepare(grammar, param, prepare)
+    if answer_format is None or answer_format.is_plain:
         return grammar
-    return await _add_calls_and_reasoning(answer_format, grammar, template)
+    return await _add_calls_and_reasoning(answer_format, grammar, prepare, template)
 
 
 def _requested_form(
@@ -74,7 +75,7 @@ def _requested_form(
     return form, "response_format"
 
 
-async def _add_calls_and_reasoning(answer_format: AnswerFormat, grammar: str, template: str) -> str:
+async def _add_calls_and_reasoning(answer_format: AnswerFormat, grammar: str, prepare: Prepare, template: str) -> str:
     """The grammar of an answer with tool calls and reasoning, whose content has `grammar` (empty: it is any text)."""
     use = answer_format.tool_use
     rules = ""
@@ -93,10 +94,10 @@ async def _add_calls_and_reasoning(answer_format: AnswerFormat, grammar: str, te
     reasoning, reasoning_rules = _reasoning_rules(answer_format)
     whole = wrap_grammar(f"start: {reasoning}answer\nanswer: {answer}\n{rules}\n{reasoning_rules}", grammar)
     if use is None or use.required or grammar:
-        await _check(whole, "tools" if use is not None else "response_format")
+        await _prepare(whole, "tools" if use is not None else "response_format", prepare)
         return whole
     try:
-        await _check(whole, "tools")
+        await _prepare(whole, "tools", prepare)
     except ApiError:
         # Calls of an answer that need not have any are not worth a refusal: they are read as the model writes them.
         return ""
@@ -121,11 +122,8 @@ def _reasoning_rules(answer_format: AnswerFormat) -> tuple[str, str]:
     return "opened? ", f"opened: {mark(parser.begin)} reasoning\n{rules}"
 
 
-async def _check(grammar: str, param: str) -> None:
+async def _prepare(grammar: str, param: str, prepare: Prepare) -> None:
     try:
-        if len(grammar) <= _INLINE_CHARS:
-            check_grammar(grammar)
-        else:
-            await asyncio.to_thread(check_grammar, grammar)
+        await prepare(grammar)
     except ValueError as error:
         raise bad_request(f"Invalid value for '{param}': {error}", param, "invalid_value") from error

@@ -103,7 +103,7 @@ def chat_routes(service: Service) -> APIRouter:
         answer_format = AnswerFormat(service.require_tokenizer(), chat.text, chat.tool_use, reasoning)
         writer = ChatWriter(service, body, response_id, answer_format)
         grammar = await make_answer_grammar(
-            answer_format, body.response_format, body.requested_form, service.template_text
+            answer_format, body.response_format, body.requested_form, service.llm.prepare_grammar, service.template_text
         )
         generation = await Generation.start(
             service,

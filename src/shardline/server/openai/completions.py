@@ -262,7 +262,9 @@ def completion_routes(service: Service) -> APIRouter:
             params = msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
         response_id = new_id("cmpl")
         prompts, echoes = await _encode_prompts(service, body, body.list_prompts())
-        grammar = await make_answer_grammar(None, body.response_format, body.requested_form)
+        grammar = await make_answer_grammar(
+            None, body.response_format, body.requested_form, service.llm.prepare_grammar
+        )
         writer = CompletionWriter(service, body, response_id, echoes)
         generation = await Generation.start(
             service,
