@@ -24,15 +24,34 @@ PAD, BEGIN, END, USER, ASSISTANT = range(len(SPECIAL_TOKENS))
 VOCAB_SIZE = 2048
 MAX_POSITIONS = 2048
 
-# System messages are left out on purpose: the model is too small to follow them, they would only disturb it.
+# System messages are left out on purpose: the model is too small to follow them, they would only disturb it. It was not
+# trained to call tools either, but it calls them if the answer is constrained.
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
-{%- for message in messages if message['role'] in ('user', 'assistant') -%}
+{%- if tools -%}
+    {{- '<|user|>You may call these functions:\\n<tools>' -}}
+    {%- for tool in tools -%}
+        {{- '\\n' + tool | tojson -}}
+    {%- endfor -%}
+    {{- '\\n</tools>\\nTo call one, write:\\n' -}}
+    {{- '<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>' + eos_token -}}
+{%- endif -%}
+{%- for message in messages if message['role'] in ('user', 'assistant', 'tool') -%}
     {%- set content = message['content'] or '' -%}
     {%- if content is not string -%}
         {%- set content = content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join -%}
     {%- endif -%}
-    {{- '<|' + message['role'] + '|>' + content | trim + eos_token -}}
+    {%- if message['role'] == 'tool' -%}
+        {{- '<|user|><tool_response>\\n' + content + '\\n</tool_response>' + eos_token -}}
+    {%- else -%}
+        {{- '<|' + message['role'] + '|>' + content | trim -}}
+        {%- for call in message['tool_calls'] or () -%}
+            {{- '\\n' if content or not loop.first -}}
+            {{- '<tool_call>\\n{"name": ' + call['function']['name'] | tojson + ', "arguments": ' -}}
+            {{- call['function']['arguments'] | tojson + '}\\n</tool_call>' -}}
+        {%- endfor -%}
+        {{- eos_token -}}
+    {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {{- '<|assistant|>' -}}

@@ -8,11 +8,19 @@ if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
     from shardline.api.llm import LLM
     from shardline.config.engine import EngineConfig
-    from shardline.sampling_params import SamplingParams
+    from shardline.sampling_params import SamplingParams, StructuredOutputsParams
     from shardline.types import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 _HOMES = {
     "LLM": "shardline.api.llm",
@@ -21,6 +29,7 @@ _HOMES = {
     "CompletionOutput": "shardline.types",
     "RequestOutput": "shardline.types",
     "SamplingParams": "shardline.sampling_params",
+    "StructuredOutputsParams": "shardline.sampling_params",
 }
 
 

@@ -3,8 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
+
+
+class StructuredOutputsParams(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The form that an output must have. Exactly one of the first five is set. Names and meanings are vLLM's.
+
+    Raises:
+        ValueError: none of the forms is set, or several are.
+    """
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema."""
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    """The output is one of these texts."""
+    grammar: str | None = None
+    """In Lark or GBNF."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    disable_any_whitespace: bool = False
+    """JSON has no whitespace except one space after each comma and colon."""
+    whitespace_pattern: str | None = None
+    """A regular expression for the whitespace in JSON."""
+
+    def __post_init__(self) -> None:
+        names = ("json", "regex", "choice", "grammar", "json_object")
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_outputs must set one of {', '.join(names)}; it sets {' and '.join(given) or 'none'}"
+            )
+        if self.choice is not None and not (len(self.choice) > 0 and all(self.choice)):
+            raise ValueError("structured_outputs.choice must have texts, none of them empty")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -34,6 +69,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     """Number of most likely tokens reported in addition to the chosen one; None: no log probabilities."""
     logit_bias: dict[int, float] = {}
+    structured_outputs: StructuredOutputsParams | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    """The only tokens that may be chosen; None: all. To end early, the output needs an end token among them."""
+    bad_words: Sequence[str] | None = None
+    """Texts that the output must not contain, if they would be written with the tokens that encoding them gives."""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logits_digest: bool = False
@@ -69,6 +109,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for bias in self.logit_bias.values():
             require(-100.0 <= bias <= 100.0, "logit_bias values must be in [-100, 100]")
         require(all(self.stop_strings), "stop strings must not be empty")
+        require(
+            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
+            "allowed_token_ids must not be empty; leave it out to allow all tokens",
+        )
+        require(all(self.bad_words or ()), "bad_words must not have empty texts")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -16,6 +16,17 @@ from shardline.sampling_params import SamplingParams
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+class Constraints(msgspec.Struct, frozen=True, array_like=True):
+    """Which tokens an output may have, whatever their logits are."""
+
+    grammar: str = ""
+    """A grammar's text, see `structured.grammar`; empty: there is none."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty: all tokens."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the output must not contain."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One choice of one user request, as the engine sees it: token ids only.
 
@@ -36,6 +47,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds, time.monotonic() of the front process."""
     cache_salt: str = ""
     """Only requests with the same salt share cached prefixes."""
+    constraints: Constraints | None = None
     streamed: bool = True
     """Whether the user reads the tokens as they come. If not, the engine may send several tokens in one message."""
 
@@ -50,6 +62,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     choice: int
     eos_token_ids: tuple[int, ...]
+    constraints: Constraints | None = None
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
@@ -123,6 +136,8 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
     """A digest of the fp32 logits row of each token; None: the request did not ask for it."""
     error: str = ""
     """Why the tokens are invalid and the sequence must end; empty: they are valid."""
+    finished: bool = False
+    """Whether the sequence's grammar is at its end after the last token."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

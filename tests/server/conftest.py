@@ -19,6 +19,7 @@ from shardline.api.async_llm import AsyncLLM
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from shardline.server.app import create_app
+from shardline.server.http_protocol import BoundedHttpProtocol
 from shardline.server.service import Service
 from tests.server.fake_engine import FakeEngine, fake_llm
 
@@ -68,6 +69,7 @@ def serve(
         server = uvicorn.Server(
             uvicorn.Config(
                 app,
+                http=BoundedHttpProtocol,
                 lifespan="off",
                 log_config=None,
                 access_log=False,

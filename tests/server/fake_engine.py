@@ -26,7 +26,7 @@ Event = EngineOutputs | EngineFailed
 
 
 class FakeEngine:
-    """Replica 0. It answers every request with REPLY and EOS. Choices other than 0 begin with their number.
+    """Replica 0. It answers every request with `reply` and EOS. Choices other than 0 begin with their number.
 
     `paused` holds the tokens back; `aborted` collects the ids of aborted engine requests.
     """
@@ -35,9 +35,11 @@ class FakeEngine:
         self.tokenizer: Tokenizer = tokenizer(byte_level_json())
         self.aborted: list[str] = []
         self.requests: list[Request] = []
+        self.grammars: list[str] = []
         self.paused = False
         self.seconds_per_token = 0.0
         self.cached_tokens = 0
+        self.reply = REPLY
         self.die_after_steps: int | None = None
         self.load = threading.Event()
         self.reload = threading.Event()
@@ -69,6 +71,9 @@ class FakeEngine:
                 self._taken[request.request_id] = done
         self._wake.set()
 
+    def prepare_grammar(self, grammar: str) -> None:
+        self.grammars.append(grammar)
+
     def abort(self, request_ids: Sequence[str]) -> None:
         with self._lock:
             self.aborted += request_ids
@@ -95,7 +100,7 @@ class FakeEngine:
         self._wake.set()
 
     def _reply(self, request: Request) -> list[int]:
-        text = f"{request.choice}{REPLY}" if request.choice else REPLY
+        text = f"{request.choice}{self.reply}" if request.choice else self.reply
         ids = self.tokenizer.encode_text(text, add_special_tokens=False)
         return [*ids, request.eos_token_ids[0]] if not request.sampling.ignore_eos else ids * 1000
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import httpx
 import openai
 import pytest
@@ -139,12 +141,26 @@ def test_fields_that_the_sdk_sends_are_tolerated(http: httpx.Client) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"unknown": 1}}, "structured_outputs"),
+        ({"regex": "a", "ebnf": 'root ::= "a"'}, "structured_outputs"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [100_000]}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"echo": True}, "echo"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"continue_final_message": True}, "continue_final_message"),
+        ({"function_call": {"name": "f"}}, "function_call"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"modalities": ["audio"]}, "modalities"),
     ],
@@ -153,6 +169,76 @@ def test_refuses_with_the_field(http: httpx.Client, change: dict[str, object], p
     answer = http.post("/v1/chat/completions", json={"messages": HI, **change})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+def test_fields_of_other_engines_are_taken_and_named(http: httpx.Client) -> None:
+    """vllm-router adds the first four to every chat request."""
+    sent = {"no_stop_trim": False, "stream_reasoning": True, "return_hidden_states": False, "rid": "a", "store": None}
+    body = {"messages": HI, "separate_reasoning": True, "top_k": 3, **sent}
+    for stream in (False, True):
+        answer = http.post("/v1/chat/completions", json={**body, "stream": stream})
+        assert answer.status_code == 200, answer.text
+        named = set(answer.headers["x-shardline-ignored"].split(", "))
+        assert named == {"no_stop_trim", "stream_reasoning", "return_hidden_states", "rid"}
+    plain = http.post("/v1/chat/completions", json={"messages": HI})
+    assert "x-shardline-ignored" not in plain.headers
+    assert http.post("/v1/chat/completions", json={"messages": HI, "colour": 1}).status_code == 400
+
+
+def test_the_grammar_reaches_the_engine(shared: Running, http: httpx.Client) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    forms = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a+"}},
+        {"regex": "a+"},
+    ]
+    for form in forms:
+        assert http.post("/v1/chat/completions", json={"messages": HI, **form}).status_code == 200
+        constraints = shared.engine.requests[-1].constraints
+        assert constraints is not None
+        assert constraints.grammar
+    assert http.post("/v1/chat/completions", json={"messages": HI, "bad_words": ["x"]}).status_code == 200
+    assert shared.engine.requests[-1].constraints.bad_words  # type: ignore[union-attr]
+    http.post("/v1/chat/completions", json={"messages": HI})
+    assert shared.engine.requests[-1].constraints is None
+
+
+def test_a_new_grammar_is_announced_once(shared: Running, http: httpx.Client) -> None:
+    for _ in range(2):
+        http.post("/v1/chat/completions", json={"messages": HI, "regex": "announced (once){3}"})
+    assert sum("announced" in grammar for grammar in shared.engine.grammars) == 1
+
+
+def test_a_path_may_end_with_a_slash(http: httpx.Client) -> None:
+    assert http.post("/v1/chat/completions/", json={"messages": HI}).status_code == 200
+    assert http.get("/health/").status_code == 200
+
+
+def test_the_last_tokens_of_a_prompt_can_be_kept(shared: Running, http: httpx.Client) -> None:
+    http.post("/v1/chat/completions", json={"messages": HI, "truncate_prompt_tokens": 3})
+    assert len(shared.engine.requests[-1].prompt_token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [1] * 300_000},
+        {"messages": HI, "stop": [1] * 300_000},
+        {"messages": HI, "tools": [1] * 300_000},
+        {"messages": [{"role": "user", "content": [1] * 300_000}]},
+        {"messages": HI, "logit_bias": dict.fromkeys(map(str, range(300_000)), "x")},
+        {"messages": HI, "structured_outputs": {"json": {"type": ["x"] * 300_000}}},
+        {"messages": [{"role": "user", "content": "a " * 3_000_000}]},
+    ],
+    ids=["messages", "stop", "tools", "content", "logit_bias", "schema", "prompt"],
+)  # fmt: skip
+def test_hostile_bodies_are_refused_at_the_first_fault(http: httpx.Client, body: dict[str, object]) -> None:
+    started = time.process_time()
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert time.process_time() - started < 2
+    assert len(answer.content) < 2000
 
 
 def test_another_template() -> None:

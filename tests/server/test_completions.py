@@ -12,6 +12,20 @@ TOKENIZER = tokenizer(byte_level_json())
 MODEL = "demo"
 
 
+def test_best_of_ranks_the_choices(shared: Running, http: httpx.Client) -> None:
+    body = {"prompt": "Hi", "n": 2, "best_of": 3, "max_tokens": 4}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    choices = answer.json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1]
+    assert all(choice["logprobs"] is None for choice in choices)
+    assert answer.json()["usage"]["completion_tokens"] == 12
+    for change in ({"stream": True}, {"best_of": 1}):
+        refused = http.post("/v1/completions", json={**body, **change})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "best_of"
+
+
 def test_answers_a_prompt(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="Hi there", max_tokens=100)
     assert answer.object == "text_completion"
@@ -209,7 +223,7 @@ def test_extras_reach_the_engine(shared: Running, http: httpx.Client) -> None:
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "[-100, 100]"),
         ({"stop": [""]}, "stop", "must not be empty"),
-        ({"best_of": 3}, "best_of", "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of", "best_of"),
         ({"suffix": "x"}, "suffix", "suffix"),
         ({"echo": True, "logprobs": 1}, "logprobs", "prompt"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed when 'stream'"),

@@ -330,6 +330,30 @@ def test_equal_request_ids_do_not_collide(shared: Running, http: httpx.Client) -
     assert len({answer.json()["id"] for answer in answers}) == 2
 
 
+def test_the_access_log_tells_how_a_stream_ended(caplog: pytest.LogCaptureFixture) -> None:
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "shardline.access"]
+
+    with caplog.at_level(logging.INFO), serve() as running, running.http() as http:
+        body = {**CHAT, "stream": True}
+        http.post("/v1/chat/completions", json=body)
+        running.engine.paused = True
+        with http.stream("POST", "/v1/chat/completions", json=body) as stream:
+            next(stream.iter_raw())
+        wait_until(lambda: len(lines()) == 2)
+        with http.stream("POST", "/v1/chat/completions", json=body) as stream:
+            events = stream.iter_raw()
+            next(events)
+            running.engine.die("rank 1 was killed")
+            list(events)
+        wait_until(lambda: len(lines()) == 3)
+        whole, left, failed = lines()
+        assert whole.split()[3] == "200"
+        assert len(whole.split()) == 6
+        assert left.endswith(" disconnected")
+        assert failed.endswith(" engine_dead")
+
+
 def test_log_has_no_prompts(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         http.post("/v1/completions?note=hush", json={"prompt": "secret words", "bad field": 1})

@@ -99,7 +99,9 @@ def test_streams_that_take_too_long_are_told() -> None:
             next(events)
             server.popen.terminate()
             rest = [line for line in events if line]
-        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "draining"
+        error = json.loads(rest[-2].removeprefix("data: "))["error"]
+        assert error["code"] == "draining"
+        assert "not finished in time" in error["message"]
         assert rest[-1] == "data: [DONE]"
         assert server.end()[0] == 0
 

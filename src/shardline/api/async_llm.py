@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -19,6 +20,7 @@ from shardline.api.requests import Prompt, RequestBuilder, split_prompt
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams
 from shardline.stats import EngineStats, merge_stats
+from shardline.structured.grammar import check_grammar, is_checked
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
 from shardline.types import RequestOutput
@@ -26,6 +28,13 @@ from shardline.types import RequestOutput
 State = Literal["starting", "ready", "recovering", "draining", "dead"]
 
 __all__ = ["AsyncLLM", "EngineDead", "EngineDraining", "Prompt", "QueueFull", "RequestStream", "State", "merge_stats"]
+
+
+MAX_INLINE_GRAMMAR_CHARS = 4096
+"""Longest grammar that is checked on the event loop. It takes about 1 ms."""
+
+_RANKS_TIME = 3
+"""How much longer ranks may take to compile a grammar than the front takes to check it."""
 
 
 class RequestStream:
@@ -177,6 +186,23 @@ class AsyncLLM:
         """Wait until the state is "dead"."""
         await self._dead.wait()
 
+    async def prepare_grammar(self, grammar: str) -> None:
+        """Check a grammar, and have the ranks compile it beside their steps, so that no stream waits for it.
+
+        Raises:
+            ValueError: it cannot be compiled; the message says what it lacks.
+        """
+        if is_checked(grammar):
+            return
+        started = time.perf_counter()
+        if len(grammar) <= MAX_INLINE_GRAMMAR_CHARS:
+            check_grammar(grammar)
+        else:
+            await asyncio.to_thread(check_grammar, grammar)
+        self._replicas.prepare_grammar(grammar)
+        # Ranks also build tables over the vocabulary, so they need longer than the check.
+        await asyncio.sleep(_RANKS_TIME * (time.perf_counter() - started))
+
     async def submit(
         self,
         prompt: Prompt,
@@ -185,8 +211,12 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        shown_token_ids: frozenset[int] = frozenset(),
+        grammar: str = "",
     ) -> RequestStream:
         """Check and admit a request; the errors below are raised before any output.
+
+        `shown_token_ids` and `grammar`: see `RequestBuilder.build_from_ids`.
 
         If its replica fails, the choices go on at another replica, or when one has started again. If that is
         impossible, they end with the finish reason "error" and the message as `error`.
@@ -206,7 +236,16 @@ class AsyncLLM:
             request_id = secrets.token_hex(12)
         if request_id in self._processor:
             raise ValueError(f"a request with id {request_id!r} is in flight already")
-        request = builder.build_from_ids(request_id, text, ids, params, priority=priority, cache_salt=cache_salt)
+        request = builder.build_from_ids(
+            request_id,
+            text,
+            ids,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            shown_token_ids=shown_token_ids,
+            grammar=grammar,
+        )
         self._replicas.add_requests(request.children)
         state = self._processor.add_request(request)
         stream = RequestStream(state.output, lambda: self._abort(request_id))

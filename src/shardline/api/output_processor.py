@@ -21,7 +21,12 @@ class ChoiceState:
         self.output = output
         self._params = params
         self._detokenizer = (
-            Detokenizer(tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+            Detokenizer(
+                tokenizer,
+                request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                shown_token_ids=request.shown_token_ids,
+            )
             if tokenizer is not None
             else None
         )

@@ -12,8 +12,9 @@ import msgspec
 
 from shardline.api.errors import ContextLengthExceeded
 from shardline.sampling_params import SamplingParams
+from shardline.structured.grammar import check_grammar, structured_grammar
 from shardline.text.tokenizer import Tokenizer
-from shardline.types import Request
+from shardline.types import Constraints, Request
 
 
 class TextPrompt(TypedDict):
@@ -36,6 +37,7 @@ MAX_STOP_STRINGS = 1024
 MAX_STOP_CHARS = 65_536
 """Of all stop strings together: every choice builds its own tables of them."""
 
+MAX_BAD_WORDS = 256
 MAX_SALT_CHARS = 1024
 
 _WIRE_ENCODER = msgspec.msgpack.Encoder()
@@ -53,6 +55,8 @@ class PreparedRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     children: list[Request]
+    shown_token_ids: frozenset[int] = frozenset()
+    """Special tokens that are part of the text even if others are skipped."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,14 @@ class RequestBuilder:
         priority: int = 0,
         cache_salt: str = "",
         streamed: bool = True,
+        shown_token_ids: frozenset[int] = frozenset(),
+        grammar: str = "",
     ) -> PreparedRequest:
-        """As `build_request`, for an encoded prompt; `text` is for display only."""
+        """As `build_request`, for an encoded prompt; `text` is for display only.
+
+        `shown_token_ids`: special tokens that are part of the text even if others are skipped. `grammar`: the
+        output's, see `structured.grammar`; empty: that of `params`, if there is one.
+        """
         self._check_prompt(ids)
         self._check_params(params)
         if not -(2**63) <= priority < 2**63:
@@ -128,6 +138,7 @@ class RequestBuilder:
             stop_token_ids=tuple(dict.fromkeys(params.stop_token_ids)),
         )
         sampling = _engine_params(params)
+        constraints = self._make_constraints(params, grammar)
         arrival = time.monotonic()
         children = [
             Request(
@@ -139,12 +150,13 @@ class RequestBuilder:
                 priority=priority,
                 arrival_time=arrival,
                 cache_salt=cache_salt,
+                constraints=constraints,
                 # The front finds stop strings, so it must see every token at once.
                 streamed=streamed or bool(params.stop_strings),
             )
             for choice in range(params.n)
         ]
-        return PreparedRequest(request_id, text, ids, params, children)
+        return PreparedRequest(request_id, text, ids, params, children, shown_token_ids)
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer, for a prompt that is text.
@@ -168,6 +180,27 @@ class RequestBuilder:
             bad = next(token_id for token_id in ids if not 0 <= token_id < self.vocab_size)
             raise ValueError(f"token id {bad} is out of range: the vocabulary has {self.vocab_size} tokens")
 
+    def _make_constraints(self, params: SamplingParams, grammar: str) -> Constraints | None:
+        """The constraints on the output's tokens; None: there are none."""
+        if not grammar and params.structured_outputs is not None:
+            grammar = structured_grammar(params.structured_outputs)
+        bad_words: list[tuple[int, ...]] = []
+        if grammar or params.bad_words:
+            tokenizer = self._tokenizer_for_constraints()
+            if grammar:
+                check_grammar(grammar)
+            for word in params.bad_words or ():
+                bad_words += (tuple(tokenizer.encode_text(text, False)) for text in (word, " " + word.lstrip()))
+        allowed = tuple(params.allowed_token_ids or ())
+        if not (grammar or allowed or bad_words):
+            return None
+        return Constraints(grammar, allowed, tuple(dict.fromkeys(word for word in bad_words if word)))
+
+    def _tokenizer_for_constraints(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError("structured_outputs and bad_words need a tokenizer, and the model has none")
+        return self.tokenizer
+
     def _check_params(self, params: SamplingParams) -> None:
         if params.n > MAX_CHOICES_PER_REQUEST:
             raise ValueError(f"n must be at most {MAX_CHOICES_PER_REQUEST}, got {params.n}")
@@ -177,7 +210,15 @@ class RequestBuilder:
                 f"stop must have at most {MAX_STOP_STRINGS} strings, and {MAX_STOP_CHARS} characters in all of them; "
                 f"it has {len(stops)} and {sum(map(len, stops))}"
             )
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        if len(params.bad_words or ()) > MAX_BAD_WORDS or sum(map(len, params.bad_words or ())) > MAX_STOP_CHARS:
+            raise ValueError(
+                f"bad_words must have at most {MAX_BAD_WORDS} texts, and {MAX_STOP_CHARS} characters in all of them"
+            )
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+        ):
             for token_id in ids:
                 if not 0 <= token_id < self.vocab_size:
                     raise ValueError(f"{name} has token id {token_id}, but the vocabulary has {self.vocab_size} tokens")
@@ -186,12 +227,13 @@ class RequestBuilder:
 
 
 def _engine_params(params: SamplingParams) -> SamplingParams:
-    """`params` as the engine will decode them, without the stop strings, which the front finds.
+    """`params` as the engine will decode them, without what the front finds (stop strings) or translates (constraints).
 
     Parameters that cannot be sent must be refused here, where they harm no other request.
     """
+    own = msgspec.structs.replace(params, stop=(), structured_outputs=None, allowed_token_ids=None, bad_words=None)
     try:
-        return _WIRE_DECODER.decode(_WIRE_ENCODER.encode(msgspec.structs.replace(params, stop=())))
+        return _WIRE_DECODER.decode(_WIRE_ENCODER.encode(own))
     except (msgspec.MsgspecError, OverflowError, TypeError) as error:
         raise ValueError(f"the sampling parameters are invalid: {error}") from error
 

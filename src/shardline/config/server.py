@@ -39,6 +39,11 @@ class ServerConfig:
     uvicorn_log_level: str = option("warning", "log level of the HTTP library", choices=_LOG_LEVELS)
     shutdown_timeout: float = option(30.0, "seconds that running requests get to finish on SIGTERM or SIGINT")
     chat_template: str | None = option(None, "chat template to use instead of the model's: a file, or the text itself")
+    tool_call_parser: str = option(
+        "auto", "format in which the model writes tool calls, for example hermes; auto: from its chat template"
+    )
+    enable_auto_tool_choice: bool = option(False, "accepted for compatibility: tools are always taken")
+    reasoning_parser: str | None = option(None, "format in which the model writes reasoning, for example qwen3")
     enable_metrics: bool = option(True, "serve Prometheus metrics at /metrics")
 
     def __post_init__(self) -> None:

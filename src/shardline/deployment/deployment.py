@@ -34,6 +34,8 @@ class ModelSource(msgspec.Struct, frozen=True):
     """How config.json says that linear weights are packed. It is set for random weights too."""
     config_text: str
     """config.json with sorted keys. It is part of the fingerprint."""
+    tokenizer_file: str = ""
+    """The model's tokenizer.json, for grammars; empty: it has none."""
 
 
 class RankPlacement(msgspec.Struct, frozen=True):

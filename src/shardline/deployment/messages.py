@@ -73,7 +73,13 @@ class Probe(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-WorkerRequest = StartWorker | RunStep | AllocateCache | Probe
+class PrepareGrammar(msgspec.Struct, frozen=True, tag=True):
+    """Engine to worker, and front to engine: compile a grammar, because a request with it will follow."""
+
+    grammar: str
+
+
+WorkerRequest = StartWorker | RunStep | AllocateCache | Probe | PrepareGrammar
 
 
 class RankMeasured(msgspec.Struct, frozen=True, tag=True):

@@ -137,4 +137,5 @@ def _source(config: EngineConfig, model: ModelDescription) -> ModelSource:
         seed=config.model.seed,
         packed=model.packed,
         config_text=json.dumps(files.config, sort_keys=True),
+        tokenizer_file=model.tokenizer_file,
     )

@@ -73,6 +73,14 @@ class Engine:
         for scheduler in self._schedulers:
             scheduler.abort_requests(request_ids)
 
+    def prepare_grammar(self, grammar: str) -> None:
+        """Have the ranks compile a grammar, because a request with it will follow.
+
+        Raises:
+            ExecutorFailure: a rank is gone.
+        """
+        self._executor.prepare_grammar(grammar)
+
     def step(self) -> list[SequenceOutput]:
         """Submit as many steps as the executor takes, wait for the oldest one, and return its outputs.
 

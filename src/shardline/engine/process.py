@@ -15,7 +15,7 @@ import traceback
 
 from shardline.channel import Channel
 from shardline.deployment.fingerprint import fingerprint
-from shardline.deployment.messages import Probe, ProbeDone
+from shardline.deployment.messages import PrepareGrammar, Probe, ProbeDone
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor, ExecutorFailure
@@ -121,12 +121,15 @@ class EngineProcess:
                 return
 
     def _take_messages(self, engine: Engine) -> bool:
-        """Whether a message came that may change what the engine does or reports; a probe changes nothing."""
+        """Whether a message came that may change what the engine does or reports, other than a probe or a grammar."""
         changed = False
         while not self._stopping and select.select([self._channel.fileno()], [], [], 0)[0]:
             message = self._channel.receive()
             if isinstance(message, Probe):
                 self._channel.send(ProbeDone(message.number))
+                continue
+            if isinstance(message, PrepareGrammar):
+                engine.prepare_grammar(message.grammar)
                 continue
             changed = True
             if isinstance(message, AddRequests):

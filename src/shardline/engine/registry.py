@@ -100,6 +100,9 @@ class RequestRegistry:
         if sequence.num_output_tokens == 0:
             self.totals.prompt_tokens += len(sequence.tokens)
         count, reason = sequence.append_tokens(result.token_ids)
+        stop_token_id = sequence.tokens[-1] if reason == "stop" else None
+        if result.finished and count == len(result.token_ids):
+            reason = "stop"
         self.totals.generation_tokens += count
         if reason is not None:
             self._forget(sequence)
@@ -110,7 +113,7 @@ class RequestRegistry:
             result.logprobs and result.logprobs[:count],
             result.digests and result.digests[:count],
             reason,
-            sequence.tokens[-1] if reason == "stop" else None,
+            stop_token_id,
             sequence.num_cached_tokens or 0,
         )
 

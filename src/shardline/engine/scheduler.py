@@ -298,6 +298,7 @@ class Scheduler:
                 request.sampling,
                 request.choice,
                 request.eos_token_ids,
+                request.constraints,
             )
         )
         self._place(draft, sequence, min(draft.budget, sequence.num_uncomputed))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shardline.config.engine import ModelConfig
 from shardline.models.checkpoint import Checkpoint
 from shardline.models.hf_config import HFConfig
-from shardline.models.hub import ModelFiles, resolve_model
+from shardline.models.hub import ModelFiles, resolve_model, resolve_tokenizer
 from shardline.models.packed_weights import PackedFormat, packed_format
 
 
@@ -20,6 +20,8 @@ class ModelDescription:
     """How config.json says that linear weights are packed. It is set for random weights too."""
     checkpoint: Checkpoint | None
     """The tensors in the checkpoint's headers; None: weights are random, and no checkpoint was read."""
+    tokenizer_file: str = ""
+    """Its tokenizer.json; empty: it has none."""
 
 
 def read_model(config: ModelConfig) -> ModelDescription:
@@ -30,8 +32,11 @@ def read_model(config: ModelConfig) -> ModelDescription:
     """
     is_dummy = config.load_format == "dummy"
     files = resolve_model(config.model, config.revision, weights=not is_dummy)
+    folder = files.folder if config.tokenizer is None else resolve_tokenizer(config.tokenizer)
+    tokenizer_file = folder / "tokenizer.json"
     return ModelDescription(
         files=files,
         packed=packed_format(HFConfig(files.config)),
         checkpoint=None if is_dummy else Checkpoint.open(files.folder),
+        tokenizer_file=str(tokenizer_file) if tokenizer_file.is_file() else "",
     )

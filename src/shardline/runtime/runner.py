@@ -8,14 +8,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from shardline.runtime.backends.base import Backend, Counters, Download, Forward, StepSizes
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.finite import FiniteChecker, with_errors
+from shardline.runtime.ops.sampling.mask import TokenMasks
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
+from shardline.runtime.sampling.token_mask import ConstraintMaker, collect_masks
 from shardline.runtime.sequences import SequenceTable, WorkerSequence
 from shardline.types import RankStep, SequenceResult, StepResult
 
@@ -73,14 +76,19 @@ class Runner:
         sizes: StepSizes,
         finite_checker: FiniteChecker | None,
         expert_load: Counters | None = None,
+        constraints: ConstraintMaker | None = None,
     ) -> None:
-        """`forward`: the stage's forward pass, or a `Replay` of it. `expert_load` is published after each launch."""
+        """`forward`: the stage's forward pass, or a `Replay` of it. `expert_load` is published after each launch.
+
+        `constraints` makes the masks of sequences, on ranks that sample.
+        """
         self._stage = stage
         self._groups = groups
         self._forward = forward
         self._sizes = sizes
         self._finite_checker = finite_checker
         self._expert_load = expert_load
+        self._constraints = constraints
         self._sampler: Sampler | None = None
         if stage.lm_head is not None:
             self._sampler = Sampler(backend.kernels, stage.lm_head.spans, groups.tensor, backend.device)
@@ -89,6 +97,11 @@ class Runner:
         self._in_flight: deque[PendingStep] = deque()
         self._finished = 0.0
         """When the last step finished, by `time.perf_counter`."""
+
+    def prepare_grammar(self, grammar: str) -> None:
+        """Begin to compile a grammar in another thread, if this rank samples."""
+        if self._constraints is not None:
+            self._constraints.prepare_grammar(grammar)
 
     def run_step(self, rank_step: RankStep) -> StepResult | None:
         """Run one step. Ranks of the last stage return the sampled tokens, other ranks return None."""
@@ -109,7 +122,8 @@ class Runner:
         for seq_id in plan.ends:
             self._sequences.end_sequence(seq_id)
         for start in plan.starts:
-            self._sequences.start_sequence(start)
+            mask = self._constraints.make_mask(start) if self._constraints is not None else None
+            self._sequences.start_sequence(start, mask)
         launched = _Launched(None, None, [], {})
         if plan.steps:
             launched = self._compute(rank_step)
@@ -134,9 +148,11 @@ class Runner:
         if launched.sampled is not None:
             assert launched.sampling is not None
             results = self._sampler.make_results(launched.sampling, launched.sampled.from_copies(downloaded))
-            for sequence, result in zip(launched.sequences, results, strict=True):
+            for index, (sequence, result) in enumerate(zip(launched.sequences, results, strict=True)):
                 for token_id in result.token_ids:
                     sequence.settle_token(token_id)
+                if sequence.mask is not None and sequence.mask.is_finished:
+                    results[index] = msgspec.structs.replace(result, finished=True)
         if launched.errors:
             results = with_errors(results, launched.errors)
         # A step that was launched during another step began when that step ended.
@@ -164,8 +180,31 @@ class Runner:
         if sampler is None or sampling is None:
             return _Launched(None, None, [], errors)
         inputs = sampling.inputs if step.sampling is None else step.sampling
-        sampled = sampler.choose_best(output) if step.greedy else sampler.sample_tokens(output, sampling, inputs)
+        if step.greedy:
+            sampled = sampler.choose_best(output)
+        else:
+            masks, mask_errors = self._collect_masks(sequences, output.device)
+            errors |= mask_errors
+            sampled = sampler.sample_tokens(output, sampling, inputs, masks)
         self._inputs.keep_tokens(inputs, sampled.tokens)
         for sequence in sequences:
             sequence.append_pending()
         return _Launched(sampling, sampled, sequences, errors)
+
+    def _collect_masks(
+        self, sequences: list[WorkerSequence], device: torch.device
+    ) -> tuple[TokenMasks | None, dict[int, str]]:
+        """The masks of the sampled rows, on the device, and the errors of sequences that cannot go on, by their ids.
+
+        A mask depends on the sequence's last token, so this waits for steps in flight that sample it. The forward pass
+        has been launched already.
+        """
+        constrained = [sequence for sequence in sequences if sequence.mask is not None]
+        if not constrained:
+            return None, {}
+        while any(sequence.num_pending for sequence in constrained):
+            self._in_flight[0].result()
+        masks, errors = collect_masks([sequence.mask for sequence in sequences])
+        if masks is not None:
+            masks = TokenMasks(masks.rows.to(device), masks.bits.to(device))
+        return masks, {sequences[row].seq_id: error for row, error in errors.items()}

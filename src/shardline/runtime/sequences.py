@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from shardline.sampling_params import SamplingParams
 from shardline.types import SequenceStart, SequenceStep
+
+if TYPE_CHECKING:
+    from shardline.runtime.sampling.token_mask import TokenMask
 
 NO_TOKEN = torch.iinfo(torch.int64).max
 """Stands in place of a token id where there is no token and none will come."""
@@ -37,6 +41,8 @@ class WorkerSequence:
     eos_token_ids: tuple[int, ...]
     output_counts: dict[int, int] = field(default_factory=dict)
     """How often each token was generated; counted only if the sequence has penalties."""
+    mask: TokenMask | None = None
+    """The constraints on its tokens; None: it has none, or this rank does not sample."""
     num_pending: int = 0
     """How many of its last tokens steps in flight have still to sample; stand-ins hold their places."""
 
@@ -56,7 +62,8 @@ class WorkerSequence:
         """Whether every token needs more of its row of logits than the largest."""
         params = self.sampling
         reported = params.logprobs is not None or params.logits_digest
-        return params.temperature > 0.0 or reported or self.has_penalties or bool(params.logit_bias)
+        adjusted = self.has_penalties or bool(params.logit_bias) or self.mask is not None
+        return params.temperature > 0.0 or reported or adjusted
 
     @property
     def ends_are_banned(self) -> bool:
@@ -91,6 +98,8 @@ class WorkerSequence:
         self.num_tokens += 1
 
     def _count(self, token_id: int) -> None:
+        if self.mask is not None:
+            self.mask.append_token(token_id)
         if self.has_penalties:
             self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
 
@@ -113,8 +122,8 @@ class SequenceTable:
         """The largest row index of any sequence, plus one."""
         return len(self._num_blocks)
 
-    def start_sequence(self, start: SequenceStart) -> None:
-        """Add a sequence."""
+    def start_sequence(self, start: SequenceStart, mask: TokenMask | None = None) -> None:
+        """Add a sequence; `mask`: the constraints on its tokens."""
         num_tokens = len(start.token_ids)
         tokens = np.empty(num_tokens + 256, dtype=np.int64)
         tokens[:num_tokens] = start.token_ids
@@ -127,6 +136,7 @@ class SequenceTable:
             sampling=start.sampling,
             choice=start.choice,
             eos_token_ids=tuple(start.eos_token_ids),
+            mask=mask,
         )
         if sequence.has_penalties:
             for token_id in start.token_ids[start.num_prompt_tokens :]:

@@ -22,6 +22,7 @@ from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.memory_profile import largest_step
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.runner import Runner
+from shardline.runtime.sampling.token_mask import ConstraintMaker
 
 _PROGRESS_BYTES = 256 << 20
 """Expected weight bytes below which no progress bar is shown, because loading is too short."""
@@ -72,7 +73,14 @@ class Worker:
             replay.capture_steps()
         forward = replay if self._finite_checker is None else stage.forward
         self._runner = Runner(
-            backend, stage, self._groups, forward, self._sizes, self._finite_checker, self._expert_load
+            backend,
+            stage,
+            self._groups,
+            forward,
+            self._sizes,
+            self._finite_checker,
+            self._expert_load,
+            self._make_constraints(stage),
         )
         return RankReport(
             rank=place.rank,
@@ -135,6 +143,12 @@ class Worker:
             stage = DecoderStage(loader, deployment.stages[place.pp_rank])
         backend.finish_loading(loader.loaded_products(deployment.limits.max_num_batched_tokens))
         return stage, loaded
+
+    def _make_constraints(self, stage: DecoderStage) -> ConstraintMaker | None:
+        """What makes the masks of constrained sequences; None: this rank does not sample."""
+        if stage.lm_head is None:
+            return None
+        return ConstraintMaker(self._deployment.spec.vocab_size, self._deployment.model.tokenizer_file)
 
     def _make_replay(self, stage: DecoderStage) -> Replay:
         """The back end's replay of decode steps over the stage's forward pass."""

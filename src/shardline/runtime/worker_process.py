@@ -22,6 +22,7 @@ from shardline.deployment.deployment import KVAllocation
 from shardline.deployment.messages import (
     AllocateCache,
     MemoryUse,
+    PrepareGrammar,
     Probe,
     ProbeDone,
     RankFailed,
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
     from shardline.runtime.runner import PendingStep, Runner
     from shardline.runtime.worker import Agree
 
-    _Event = RankStep | PendingStep | Probe
-    """What the thread that runs steps waits for: a plan, a step that is over, or a probe."""
+    _Event = RankStep | PendingStep | Probe | PrepareGrammar
+    """What the thread that runs steps waits for: a plan, a step that is over, a probe, or a grammar to prepare."""
 
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
@@ -78,6 +79,9 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
             event = events.get()
             if isinstance(event, Probe):
                 channel.send(ProbeDone(event.number))
+                continue
+            if isinstance(event, PrepareGrammar):
+                runner.prepare_grammar(event.grammar)
                 continue
             pending = runner.launch_step(event) if isinstance(event, RankStep) else event
             if isinstance(event, RankStep) and not pending.is_over:
@@ -145,7 +149,7 @@ def _read_messages(
             message = channel.receive()
             if isinstance(message, AllocateCache):
                 allocations.put(message.allocation)
-            elif isinstance(message, Probe):
+            elif isinstance(message, (Probe, PrepareGrammar)):
                 events.put(message)
             else:
                 assert isinstance(message, RunStep)

@@ -18,6 +18,19 @@ OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/version", "/met
 """Paths that need no key: probes and Prometheus read them."""
 
 
+class SlashMiddleware:
+    """Takes a slash after a path as if it were not there."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] == "http" and scope["path"].endswith("/") and _route_path(scope) not in ("", "/"):
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        await self._app(scope, receive, send)
+
+
 class AuthMiddleware:
     """Refuses requests without a valid key as bearer token, except for the paths of OPEN_PATHS."""
 

@@ -16,12 +16,13 @@ from shardline import __version__
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
 from shardline.server.access_log import AccessMiddleware
-from shardline.server.admission import AuthMiddleware, BodyLimitMiddleware
+from shardline.server.admission import AuthMiddleware, BodyLimitMiddleware, SlashMiddleware
 from shardline.server.errors import ApiError, internal_error
 from shardline.server.health import health_routes
 from shardline.server.in_flight import InFlightMiddleware
 from shardline.server.openai.chat import chat_routes
 from shardline.server.openai.completions import completion_routes
+from shardline.server.openai.ignored_fields import IGNORED_HEADER
 from shardline.server.openai.models import model_routes
 from shardline.server.openai.tokenize import tokenize_routes
 from shardline.server.service import Service
@@ -37,7 +38,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     `app.state.service` is its Service. The caller closes `llm`.
 
     Raises:
-        ValueError: the configured chat template cannot be used.
+        ValueError: the configured chat template or a configured parser cannot be used.
     """
     model_name = (config.served_model_name or (llm.config.model.model,))[0]
     service = Service(llm, config, ServerMetrics(model_name, llm.stats))
@@ -50,7 +51,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    service.check_template()
+    service.check_config()
     app.state.service = service
     _install_error_handlers(app)
     app.include_router(health_routes(service))
@@ -76,11 +77,12 @@ def _middleware(service: Service) -> list[Middleware]:
                 allow_origins=config.allowed_origins,
                 allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=["X-Request-Id", "Retry-After"],
+                expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER],
             )
         )
     if config.keys:
         stack.append(Middleware(AuthMiddleware, keys=config.keys))
+    stack.append(Middleware(SlashMiddleware))
     stack.append(Middleware(BodyLimitMiddleware, limit=config.body_limit))
     stack.append(Middleware(InFlightMiddleware, in_flight=service.in_flight))
     return stack

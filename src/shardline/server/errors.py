@@ -36,6 +36,7 @@ class ApiError(HTTPException):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
+        self.code = code
         headers = None if retry_after is None else {"Retry-After": str(retry_after)}
         super().__init__(status, message, headers)
         self.body = msgspec.json.encode({"error": {"message": message, "type": type, "param": param, "code": code}})
@@ -61,9 +62,21 @@ def draining() -> ApiError:
     return unavailable("The server is shutting down and takes no new requests.", "draining", RETRY_DRAINING_SECONDS)
 
 
+def interrupted() -> ApiError:
+    """The answer to requests that are still running when a shutdown must end them."""
+    return unavailable(
+        "The server is shutting down, and this answer was not finished in time.", "draining", RETRY_DRAINING_SECONDS
+    )
+
+
 def engine_dead(reason: str) -> ApiError:
     """The answer to requests after the engine's death."""
     return unavailable(f"The engine has stopped: {reason or 'its process has ended'}", "engine_dead")
+
+
+def answer_failed(reason: str) -> ApiError:
+    """A 500: the engine gave up on one answer, and goes on with all others."""
+    return ApiError(500, f"The answer could not be completed: {reason}", type=SERVER_ERROR, code="answer_failed")
 
 
 def internal_error() -> ApiError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
@@ -23,6 +23,9 @@ _DONE_EVENT = b"data: [DONE]\n\n"
 _COMMENT = b": still working\n\n"
 _COMMENT_SECONDS = 5.0
 """Silence after which a stream gets a comment: proxies and clients end connections that say nothing for long."""
+
+STREAM_ERROR = "shardline.stream_error"
+"""Where a request's scope says why its stream failed after it had begun."""
 
 
 def make_event(data: bytes) -> bytes:
@@ -70,9 +73,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], source: AbstractAsyncContextManager[Any]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        source: AbstractAsyncContextManager[Any],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         # Proxies such as nginx must not buffer the events.
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
         self._events = events
         self._source = source
@@ -88,9 +96,11 @@ class EventStream(Response):
                     comments.note_item()
                     await send({"type": "http.response.body", "body": item, "more_body": True})
             except ApiError as error:
+                scope[STREAM_ERROR] = error.code or "error"
                 last = make_event(error.body) + _DONE_EVENT
             except Exception:
                 logger.exception("a stream failed")
+                scope[STREAM_ERROR] = "internal_error"
                 last = make_event(internal_error().body) + _DONE_EVENT
             finally:
                 await comments.stop()
@@ -126,6 +136,8 @@ class Exchange:
                 return
             if self._error is None:
                 raise
+            if self._started:
+                scope[STREAM_ERROR] = self._error.code or "error"
             await self._send_error(self._error)
         finally:
             watcher.cancel()

@@ -176,6 +176,10 @@ async def _serve_until_stopped(
 def _log_startup(llm: AsyncLLM, service: Service, listener: socket.socket, seconds: float) -> None:
     for line in llm.report:
         logger.info("%s", line)
+    if service.config.tool_call_parser == "auto" and service.tool_parser is not None:
+        logger.info(
+            "tool calls: parser %s, chosen from the chat template", service.tool_parser.__module__.split(".")[-1]
+        )
     notice = loopback_notice(listener)
     if notice is not None:
         logger.info("%s", notice)
@@ -195,7 +199,7 @@ async def _report_death(llm: AsyncLLM, service: Service) -> int:
 
 async def _drain(llm: AsyncLLM, service: Service, stop: _StopSignals) -> int:
     """Let running requests finish, then end those that have not; returns the exit code."""
-    from shardline.server.errors import draining
+    from shardline.server.errors import interrupted
 
     llm.drain()
     timeout = service.config.shutdown_timeout
@@ -209,7 +213,7 @@ async def _drain(llm: AsyncLLM, service: Service, stop: _StopSignals) -> int:
     await asyncio.wait({emptied, hurried}, return_when=asyncio.FIRST_COMPLETED)
     for task in (emptied, hurried):
         task.cancel()
-    ended = service.in_flight.interrupt(draining())
+    ended = service.in_flight.interrupt(interrupted())
     if ended:
         logger.warning("ended %d request(s) that had not finished", ended)
     return 1 if llm.state() == "dead" else 0
@@ -242,6 +246,8 @@ class _StopSignals:
 def _make_http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
     import uvicorn
 
+    from shardline.server.http_protocol import BoundedHttpProtocol
+
     class Server(uvicorn.Server):
         """uvicorn without its signal handlers: `_StopSignals` handles the signals, so that requests drain."""
 
@@ -252,7 +258,7 @@ def _make_http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
     return Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=BoundedHttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

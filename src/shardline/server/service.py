@@ -16,6 +16,10 @@ from shardline.metrics.server import ServerMetrics
 from shardline.server.errors import ApiError, bad_request, draining, engine_dead, unavailable
 from shardline.server.in_flight import InFlight
 from shardline.text.chat_template import ChatTemplate, render_and_encode
+from shardline.text.reasoning_parsers import find_reasoning_parser
+from shardline.text.reasoning_parsers.base import ReasoningParser
+from shardline.text.tool_parsers import find_tool_parser, guess_tool_parser
+from shardline.text.tool_parsers.base import ToolParser
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
@@ -39,14 +43,17 @@ class Service:
         """The names under which the model is served; responses contain the first one."""
         return self.config.served_model_name or (self.llm.config.model.model,)
 
-    def check_template(self) -> None:
-        """Parse the configured chat template, if there is one.
+    def check_config(self) -> None:
+        """Parse the configured chat template, if there is one, and look the configured parsers up.
 
         Raises:
-            ValueError: it cannot be read, or it does not parse.
+            ValueError: the template cannot be read, it does not parse, or there is no such parser.
         """
         if self._template_source is not None:
             ChatTemplate(self._template_source)
+        if self.config.tool_call_parser != "auto":
+            find_tool_parser(self.config.tool_call_parser)
+        assert self.reasoning_parser is None or self.config.reasoning_parser
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
@@ -55,6 +62,29 @@ class Service:
             return self.llm.chat_template
         tokenizer = self.llm.tokenizer
         return ChatTemplate(self._template_source, tokenizer.special_tokens if tokenizer is not None else None)
+
+    @cached_property
+    def tool_parser(self) -> type[ToolParser] | None:
+        """The parser of tool calls; None: the template shows no known format. Valid once the engine is ready."""
+        name: str | None = self.config.tool_call_parser
+        if name == "auto":
+            name = guess_tool_parser(self.template_text)
+        return None if name is None else find_tool_parser(name)
+
+    @cached_property
+    def template_text(self) -> str:
+        """The sources of all chat templates, one after another. Valid once the engine is ready."""
+        return "" if self.chat_template is None else "\n".join(self.chat_template.sources.values())
+
+    @cached_property
+    def reasoning_parser(self) -> type[ReasoningParser] | None:
+        """The parser of reasoning; None: answers are not searched for it.
+
+        Raises:
+            ValueError: there is no parser of the configured name.
+        """
+        name = self.config.reasoning_parser
+        return find_reasoning_parser(name) if name else None
 
     @cached_property
     def _template_source(self) -> str | None:
@@ -111,6 +141,26 @@ class Service:
             raise bad_request("The model has no tokenizer; send prompts to /v1/completions as token ids.")
         return self.llm.tokenizer
 
+    async def encode_prompt(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The token ids of a prompt.
+
+        Raises:
+            ApiError: 400, it is certainly longer than the model supports, or the model has no tokenizer.
+        """
+        tokenizer = self.require_tokenizer()
+        self._check_length(text, tokenizer)
+        return await tokenizer.encode_text_async(text, add_special_tokens)
+
+    def _check_length(self, text: str, tokenizer: Tokenizer) -> None:
+        least = tokenizer.least_tokens(text)
+        if least > self.llm.max_model_len:
+            raise bad_request(
+                f"The prompt has {len(text)} characters, which are at least {least} tokens, but the model's maximum "
+                f"length is {self.llm.max_model_len} tokens.",
+                "prompt",
+                "context_length_exceeded",
+            )
+
     def decode_tokens(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of `token_ids`.
 
@@ -128,9 +178,14 @@ class Service:
         *,
         add_special_tokens: bool,
         add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
-    ) -> list[int]:
-        """The prompt ids of a conversation. The chat template runs on a thread, since it may be slow.
+        max_tokens: int | None,
+    ) -> tuple[str, list[int]]:
+        """The prompt of a conversation, as text and as token ids; see `render_and_encode`.
+
+        The chat template runs on a thread, since it may be slow.
 
         Raises:
             ApiError: 400, there is no template, or the template refuses the messages.
@@ -142,18 +197,20 @@ class Service:
                 "The model has no chat template: use /v1/completions, or start the server with --chat-template."
             )
         try:
-            _, ids = await asyncio.to_thread(
+            return await asyncio.to_thread(
                 render_and_encode,
                 template,
                 tokenizer,
                 messages,
                 add_special_tokens=add_special_tokens,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
                 variables=variables,
+                max_tokens=max_tokens,
             )
         except ValueError as error:
             raise bad_request(str(error), "messages") from error
-        return ids
 
 
 def new_id(prefix: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from shardline.text.template_sandbox import MAX_RENDERED_CHARS, compile_templates
+from shardline.text.template_sandbox import MAX_RENDERED_CHARS, compile_templates, reads_variable
 from shardline.text.tokenizer import Tokenizer
 from shardline.text.tokenizer_files import read_chat_templates
 
@@ -38,6 +38,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self.sources = sources
         self._templates = compile_templates(sources)
+        self.takes_tools = "tool_use" in sources or reads_variable(sources.values(), "tools")
+        """Whether the template shows tools to the model."""
 
     @classmethod
     def from_folder(cls, folder: Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
@@ -99,7 +101,9 @@ def render_and_encode(
     add_special_tokens: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
+    max_tokens: int | None = None,
 ) -> tuple[str, list[int]]:
     """The prompt of a conversation, as text and as token ids. It may take long: servers call it on a thread.
 
@@ -109,12 +113,36 @@ def render_and_encode(
     Args:
         add_special_tokens: whether the tokenizer adds its special tokens; most templates contain them already.
         tools: as the other arguments, see `ChatTemplate.render`.
+        max_tokens: the longest prompt that is encoded; a longer one is refused before, where possible.
+        continue_final_message: whether the prompt ends within the last message, which the answer continues.
 
     Raises:
         ValueError: the messages are malformed, or the template refuses them.
     """
-    text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **dict(variables or {}))
+    generation = add_generation_prompt and not continue_final_message
+    text = template.render(messages, tools=tools, add_generation_prompt=generation, **dict(variables or {}))
+    if continue_final_message:
+        text = _cut_after_content(text, messages[-1])
+    if max_tokens is not None and tokenizer.least_tokens(text) > max_tokens:
+        raise ValueError(
+            f"the prompt has {len(text)} characters, which are at least {tokenizer.least_tokens(text)} tokens, but the "
+            f"model's maximum length is {max_tokens} tokens"
+        )
     return text, tokenizer.encode_text(text, add_special_tokens)
+
+
+def _cut_after_content(text: str, message: Message) -> str:
+    """The prompt up to the end of its last message's content.
+
+    Raises:
+        ValueError: the template does not show the content as it is.
+    """
+    content = _text_content(message.get("content"), -1)
+    shown = content.strip()
+    place = text.rfind(shown)
+    if not shown or place < 0:
+        raise ValueError("the last message cannot be continued: the chat template does not show its content as it is")
+    return text[: place + len(shown)] + content[len(content.rstrip()) :]
 
 
 def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -24,10 +24,16 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown_token_ids: frozenset[int] = frozenset(),
     ) -> None:
+        """`shown_token_ids`: special tokens that are not skipped."""
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._hidden = tokenizer.special_token_ids - shown_token_ids if skip_special_tokens else frozenset()
         tail = [token_id for token_id in prompt_token_ids[-4 * _TAIL_TOKENS :] if self._is_shown(token_id)]
         self._ids: list[int] = tail[-_TAIL_TOKENS:]
         self._read = len(self._ids)

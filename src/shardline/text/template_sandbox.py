@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jinja2
 import jinja2.exceptions
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
@@ -39,6 +40,12 @@ def compile_templates(sources: Mapping[str, str]) -> dict[str, jinja2.Template]:
         return {name: environment.from_string(source) for name, source in sources.items()}
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template is broken: {error}") from error
+
+
+def reads_variable(sources: Iterable[str], name: str) -> bool:
+    """Whether one of these templates, which parse, reads the variable `name`."""
+    environment = _Environment(extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
+    return any(name in jinja2.meta.find_undeclared_variables(environment.parse(source)) for source in sources)
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 
+from shardline.structured.vocabulary import byte_alphabet
 from shardline.text.tokenizer_files import read_eos_token_ids, read_json, read_special_tokens
 
 MAX_INLINE_CHARS = 2048
@@ -93,7 +94,7 @@ class Tokenizer:
         text = self.decode([token_id], skip_special_tokens=False)
         if _REPLACEMENT not in text:
             return text.encode()
-        alphabet = _byte_alphabet()
+        alphabet = byte_alphabet()
         if all(char in alphabet for char in spelling):
             return bytes(alphabet[char] for char in spelling)
         return text.encode()
@@ -105,8 +106,22 @@ class Tokenizer:
         add_bos_token in tokenizer_config.json does not overrule it. A rendered chat template already contains its
         special tokens: encode it with add_special_tokens=False.
         """
+        if len(text) > MAX_INLINE_CHARS:
+            # Unlike `encode`, this lets other threads run meanwhile.
+            return self.encode_texts([text], add_special_tokens)[0]
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of the number of tokens of `text`, found without encoding it."""
+        return len(text) // self._most_chars
+
+    @cached_property
+    def _most_chars(self) -> int:
+        """The most characters of a text that one token can stand for."""
+        longest = max((len(token) for token in self._backend.get_vocab(with_added_tokens=True)), default=1)
+        # Normalizers may join characters.
+        return longest if self._backend.normalizer is None else 4 * longest
 
     async def encode_text_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """As `encode_text`; a long text is encoded on a thread, so that the event loop goes on."""
@@ -121,13 +136,3 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids out of range are left out."""
         return self._backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens)
-
-
-@lru_cache(maxsize=1)
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable characters for the 256 bytes, as byte-level BPE vocabularies spell them."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in printable}
-    rest = [byte for byte in range(256) if byte not in set(printable)]
-    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(rest)})
-    return alphabet

@@ -16,6 +16,7 @@ from shardline.deployment.kv_budget import agree_allocation, fixed_allocation
 from shardline.deployment.messages import (
     AllocateCache,
     MemoryUse,
+    PrepareGrammar,
     Probe,
     ProbeDone,
     RankFailed,
@@ -100,6 +101,11 @@ class MultiprocessExecutor(Executor):
         self._submitted.append(plans[0].step_id)
         for rank in range(len(self._channels)):
             self._send(rank, messages[rank // self._replica_size])
+
+    def prepare_grammar(self, grammar: str) -> None:
+        body = encode_message(PrepareGrammar(grammar))
+        for rank in range(len(self._channels)):
+            self._send(rank, body)
 
     def _send(self, rank: int, body: bytes) -> None:
         try:

@@ -117,6 +117,7 @@ class Kernels(CommonKernels, WeightKernels, Protocol):
         uncounted: Tensor | None,
         /,
     ) -> None: ...
+    def mask_tokens(self, logits: Tensor, rows: Tensor, bits: Tensor, /) -> None: ...
 
 
 class Counters(Protocol):

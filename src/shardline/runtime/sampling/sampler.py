@@ -19,6 +19,7 @@ from torch import Tensor
 from shardline.models.partition import Span
 from shardline.runtime.backends.base import Kernels
 from shardline.runtime.ops.sampling.logprobs import Logprobs, logprobs
+from shardline.runtime.ops.sampling.mask import TokenMasks, mask_tokens_
 from shardline.runtime.ops.sampling.penalties import penalize_
 from shardline.runtime.ops.sampling.sample import find_best, sample
 from shardline.runtime.parallel.collectives import Collectives
@@ -106,19 +107,24 @@ class Sampler:
         params = [sequence.sampling for sequence in sequences]
         return SamplingPlan(seq_ids, [p.logprobs for p in params], [p.logits_digest for p in params], inputs)
 
-    def sample_tokens(self, local_logits: Tensor, plan: SamplingPlan, inputs: SamplingInput) -> Sampled:
+    def sample_tokens(
+        self, local_logits: Tensor, plan: SamplingPlan, inputs: SamplingInput, masks: TokenMasks | None = None
+    ) -> Sampled:
         """Tokens for rows [R, local vocab] of fp32 logits, which may be overwritten.
 
-        `inputs`: `plan.inputs`, on the device of the logits.
+        `inputs`: `plan.inputs`, on the device of the logits. `masks`: the tokens that some rows may have.
         """
         if inputs.draws is None:
             return self.choose_best(find_best(self._kernels, local_logits))
         logits = self._group.all_gather_columns(local_logits, self._widths)
         widest = max((count for count in plan.top_logprobs if count is not None), default=None)
         raw = logits
-        if inputs.penalties is not None:
+        if inputs.penalties is not None or masks is not None:
             raw = logits.clone() if widest is not None or any(plan.digests) else logits
+        if inputs.penalties is not None:
             penalize_(self._kernels, logits, inputs.penalties)
+        if masks is not None:
+            mask_tokens_(self._kernels, logits, masks)
         tokens = sample(self._kernels, logits, **inputs.draws._asdict())
         reported = None if widest is None else logprobs(self._kernels, raw, tokens, widest)
         return Sampled(tokens, reported, raw if any(plan.digests) else None)

@@ -14,9 +14,10 @@ from starlette.responses import Response
 
 from shardline.server.errors import ERROR_RESPONSES, bad_request
 from shardline.server.in_flight import EventStream, make_event
+from shardline.server.openai.answer_grammar import make_answer_grammar
 from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter, TokenPieces
-from shardline.server.openai.protocol import SamplingFields, TokenIds, refuse_if
+from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, TokenIds, refuse_if
 from shardline.server.openai.strict_json import StrictRoute
 from shardline.server.openai.usage import Usage, usage_of
 from shardline.server.service import Service, new_id
@@ -41,7 +42,8 @@ class CompletionRequest(SamplingFields):
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES_PER_HTTP_REQUEST)] | None = None
+    """Generate that many choices and answer with the `n` whose tokens are the likeliest."""
     suffix: str | None = None
 
     def check(self) -> None:
@@ -55,12 +57,21 @@ class CompletionRequest(SamplingFields):
             "logprobs",
             "Log probabilities of the prompt are not supported: set 'echo' to false or leave out 'logprobs'.",
         )
-        refuse_if(
-            self.best_of not in (None, self.n or 1),
-            "best_of",
-            "'best_of' is not supported unless it equals 'n': ask for 'n' choices and rank them yourself.",
-        )
+        self.check_supported()
+        if self.best_of is not None:
+            if self.best_of < (self.n or 1):
+                raise bad_request("'best_of' must not be smaller than 'n'.", "best_of")
+            refuse_if(
+                bool(self.stream) and self.best_of > (self.n or 1),
+                "best_of",
+                "'best_of' larger than 'n' cannot be streamed: the choices are ranked when all of them are whole.",
+            )
         refuse_if(bool(self.suffix), "suffix", "'suffix' (insertion) is not supported.")
+
+    @property
+    def ranks_choices(self) -> bool:
+        """Whether more choices are generated than the answer has."""
+        return self.best_of is not None and self.best_of > (self.n or 1)
 
     def list_prompts(self) -> list[str | list[int]]:
         """The prompts as a list.
@@ -129,9 +140,12 @@ class CompletionWriter:
         """The JSON of the whole answer."""
         choices = []
         for prompt_index, output in enumerate(outputs):
-            for choice in output.outputs:
+            ranked = _best_choices(output, self._choices_per_prompt) if self._body.ranks_choices else output.outputs
+            for choice in ranked:
                 delta = SentChoice().take_delta(choice, tokens_matter=True)
                 assert delta is not None
+                if self._body.logprobs is None:
+                    delta.logprobs = None
                 writer = self._logprobs_writer(prompt_index)
                 choices.append(self._write_choice(prompt_index, output, choice, delta, writer, first=True))
         return self._encode_response(choices, usage_of(outputs))
@@ -199,6 +213,16 @@ class CompletionWriter:
         )
 
 
+def _best_choices(output: RequestOutput, count: int) -> list[CompletionOutput]:
+    """The choices with the largest mean log probability of their tokens, best first, numbered anew."""
+
+    def score(choice: CompletionOutput) -> float:
+        return sum(entry.logprob for entry in choice.logprobs or ()) / max(1, len(choice.token_ids))
+
+    best = sorted(output.outputs, key=score, reverse=True)[:count]
+    return [msgspec.structs.replace(choice, index=index) for index, choice in enumerate(best)]
+
+
 async def _encode_prompts(
     service: Service, body: CompletionRequest, prompts: Sequence[str | list[int]]
 ) -> tuple[list[Prompt], list[str]]:
@@ -209,8 +233,9 @@ async def _encode_prompts(
     for prompt in prompts:
         ids = prompt
         if isinstance(prompt, str):
-            ids = await service.require_tokenizer().encode_text_async(prompt, with_special)
-        encoded.append(ids)
+            ids = await service.encode_prompt(prompt, with_special)
+        assert not isinstance(ids, str)
+        encoded.append(body.truncate_prompt(ids))
         if not body.echo:
             echoes.append("")
         elif isinstance(prompt, str):
@@ -232,8 +257,14 @@ def completion_routes(service: Service) -> APIRouter:
         params = body.sampling_params(
             max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs
         )
+        if body.ranks_choices:
+            assert body.best_of is not None
+            params = msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
         response_id = new_id("cmpl")
         prompts, echoes = await _encode_prompts(service, body, body.list_prompts())
+        grammar = await make_answer_grammar(
+            None, body.response_format, body.requested_form, service.llm.prepare_grammar
+        )
         writer = CompletionWriter(service, body, response_id, echoes)
         generation = await Generation.start(
             service,
@@ -243,10 +274,12 @@ def completion_routes(service: Service) -> APIRouter:
             prompt_param="prompt",
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
+            grammar=grammar,
         )
         if body.stream:
-            return EventStream(writer.write_chunks(generation), generation)
+            return EventStream(writer.write_chunks(generation), generation, body.ignored_headers)
         async with generation:
-            return Response(writer.write_whole(await generation.wait_finished()), media_type="application/json")
+            whole = writer.write_whole(await generation.wait_finished())
+            return Response(whole, headers=body.ignored_headers, media_type="application/json")
 
     return router

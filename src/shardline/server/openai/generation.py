@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardline.metrics.requests import RequestTimer
 from shardline.sampling_params import SamplingParams
-from shardline.server.errors import bad_request, engine_dead
+from shardline.server.errors import answer_failed, bad_request, engine_dead
 from shardline.server.openai.engine_errors import as_api_error
 from shardline.server.openai.merging import merge_updates
 from shardline.server.service import Service
@@ -26,7 +26,8 @@ class Generation:
     Use it as an async context manager: leaving it aborts unfinished requests and records the metrics.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, service: Service) -> None:
+        self._llm = service.llm
         self._streams: list[RequestStream] = []
         self._timers: list[RequestTimer] = []
 
@@ -41,8 +42,13 @@ class Generation:
         prompt_param: str,
         priority: int = 0,
         cache_salt: str = "",
+        shown_token_ids: frozenset[int] = frozenset(),
+        grammar: str = "",
     ) -> Generation:
         """Admit all prompts, or none; `prompt_param` is the field of the request that contained them.
+
+        `shown_token_ids`: special tokens that are part of the text even if others are skipped. `grammar`: that of all
+        outputs; empty: there is none.
 
         Raises:
             ApiError: 400, a prompt or a parameter is invalid; 429, the queue is full; 503, the engine accepts nothing.
@@ -54,7 +60,7 @@ class Generation:
                 f"most {most} are taken in one request (--max-num-waiting).",
                 prompt_param,
             )
-        generation = cls()
+        generation = cls(service)
         try:
             for index, prompt in enumerate(prompts):
                 timer = RequestTimer(service.metrics.requests, params.n)
@@ -64,6 +70,8 @@ class Generation:
                     request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
                     priority=priority,
                     cache_salt=cache_salt,
+                    shown_token_ids=shown_token_ids,
+                    grammar=grammar,
                 )
                 generation._streams.append(stream)
                 generation._timers.append(timer)
@@ -101,7 +109,7 @@ class Generation:
         """(Prompt index, output so far), each time an output changes.
 
         Raises:
-            ApiError: 503, the engine has died.
+            ApiError: 503, the engine has died; 500, it gave up on this answer.
         """
         if len(self._streams) == 1:
             async for output in self._streams[0]:
@@ -128,7 +136,7 @@ class Generation:
         self._timers[index].observe_output(output)
         for choice in output.outputs:
             if choice.finish_reason == "error":
-                raise engine_dead(choice.error)
+                raise answer_failed(choice.error) if all(self._llm.replicas_alive()) else engine_dead(choice.error)
 
 
 @dataclass

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import ApiError, bad_request
+from shardline.server.openai.ignored_fields import IgnoredFields
+from shardline.server.openai.request_model import RequestModel
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
@@ -15,10 +17,14 @@ MAX_CHOICES_PER_HTTP_REQUEST = 128
 """Largest `n` that a client may ask for, as at OpenAI."""
 
 
-class RequestModel(BaseModel):
-    """A request body. Unknown fields and wrong types are errors."""
+MAX_BIASES = 4096
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+def _check_size(value: Any) -> Any:
+    """Refuse a huge object before its members are looked at."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"at most {MAX_BIASES} entries are taken")
+    return value
 
 
 class StreamOptions(RequestModel):
@@ -32,7 +38,14 @@ class StreamOptions(RequestModel):
     """Accepted, but has no effect."""
 
 
-class SamplingFields(RequestModel):
+class ResponseFormat(RequestModel):
+    """The required format of the answer."""
+
+    type: str
+    json_schema: dict[str, Any] | None = None
+
+
+class SamplingFields(IgnoredFields):
     """The fields that both generating endpoints have: OpenAI's and vLLM's. None: SamplingParams' default."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES_PER_HTTP_REQUEST)] | None = None
@@ -44,7 +57,7 @@ class SamplingFields(RequestModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: TokenIds | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
@@ -52,7 +65,12 @@ class SamplingFields(RequestModel):
     include_stop_str_in_output: bool | None = None
     logits_digest: bool | None = None
     """Report a digest of the logits of every token."""
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_check_size)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """The form of the output, as vLLM's clients ask for it."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
@@ -63,6 +81,56 @@ class SamplingFields(RequestModel):
     return_token_ids: bool | None = None
     model: str | None = None
     user: str | None = None
+    use_beam_search: bool | None = None
+    prompt_logprobs: int | None = None
+    logits_processors: Any = None
+    lora_path: Any = None
+    truncate_prompt_tokens: int | None = None
+    """Keep only that many of the prompt's last tokens; None or -1: all that the model takes."""
+    regex: str | None = None
+    ebnf: str | None = None
+    """SGLang's names for the regex and the grammar of `structured_outputs`."""
+    min_new_tokens: int | None = None
+
+    def check_supported(self) -> None:
+        """Refuse what would change the answer and is not supported.
+
+        Raises:
+            ApiError: 400.
+        """
+        refuse_if(bool(self.use_beam_search), "use_beam_search", "Beam search is not supported: sample 'n' choices.")
+        refuse_if(
+            self.prompt_logprobs is not None, "prompt_logprobs", "Log probabilities of the prompt are not supported."
+        )
+        refuse_if(bool(self.logits_processors), "logits_processors", "'logits_processors' is not supported.")
+        refuse_if(self.lora_path is not None, "lora_path", "Adapters are not supported.")
+
+    @property
+    def requested_form(self) -> dict[str, Any] | None:
+        """`structured_outputs`, or SGLang's names for it.
+
+        Raises:
+            ApiError: 400, several of them are set.
+        """
+        forms = [self.structured_outputs, self.regex and {"regex": self.regex}, self.ebnf and {"grammar": self.ebnf}]
+        given = [form for form in forms if isinstance(form, dict)]
+        if len(given) > 1:
+            raise bad_request("Set one of 'structured_outputs', 'regex' and 'ebnf'.", "structured_outputs")
+        return given[0] if given else None
+
+    def truncate_prompt(self, token_ids: list[int]) -> list[int]:
+        """The part of a prompt that `truncate_prompt_tokens` leaves.
+
+        Raises:
+            ApiError: 400, the number is not positive.
+        """
+        count = self.truncate_prompt_tokens
+        if count in (None, -1):
+            return token_ids
+        assert count is not None
+        if count < 1:
+            raise bad_request("'truncate_prompt_tokens' must be at least 1, or -1.", "truncate_prompt_tokens")
+        return token_ids[-count:]
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The engine's parameters.
@@ -71,6 +139,8 @@ class SamplingFields(RequestModel):
             ApiError: 400, a value is out of range.
         """
         values = {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
+        if self.min_new_tokens is not None:
+            values.setdefault("min_tokens", self.min_new_tokens)
         if self.logit_bias:
             values["logit_bias"] = _parse_bias(self.logit_bias)
         try:
@@ -92,7 +162,9 @@ class SamplingFields(RequestModel):
 
 
 _SAMPLING_NAMES = tuple(
-    name for name in SamplingParams.__struct_fields__ if name in SamplingFields.model_fields and name != "logit_bias"
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in SamplingFields.model_fields and name not in ("logit_bias", "structured_outputs")
 )
 
 

@@ -7,8 +7,9 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from shardline.server.errors import ERROR_RESPONSES, bad_request
-from shardline.server.openai.chat import ConversationFields, Messages
-from shardline.server.openai.protocol import RequestModel, TokenIds
+from shardline.server.openai.messages import ConversationFields, Messages
+from shardline.server.openai.protocol import TokenIds
+from shardline.server.openai.request_model import RequestModel
 from shardline.server.openai.strict_json import StrictRoute
 from shardline.server.service import Service
 
@@ -51,7 +52,8 @@ def tokenize_routes(service: Service) -> APIRouter:
         if body.prompt is not None and body.messages is None:
             ids = await service.require_tokenizer().encode_text_async(body.prompt, body.add_special_tokens is not False)
         elif body.messages is not None and body.prompt is None:
-            ids = await body.encode_messages(service, body.messages, bool(body.add_special_tokens))
+            special = bool(body.add_special_tokens)
+            ids = (await body.encode_messages(service, body.messages, special, bounded=False)).token_ids
         else:
             raise bad_request("Set either 'prompt' or 'messages'.", "prompt")
         strings = None

@@ -15,6 +15,7 @@ from shardline.runtime.backends.cuda.kernels import (
     kv_cache,
     linear,
     logprobs,
+    mask,
     norm,
     penalties,
     quantize,
@@ -52,6 +53,7 @@ class CudaKernels(RowKernels):
     softcap = staticmethod(softcap.softcap)
     greedy_argmax = staticmethod(sampling.greedy_argmax)
     penalize = staticmethod(penalties.penalize)
+    mask_tokens = staticmethod(mask.mask_tokens)
     logprobs = staticmethod(logprobs.logprobs)
     sample = staticmethod(sampling.sample)
 

@@ -1,0 +1,101 @@
+"""HTTP/1.1 with bounds: the size of headers, and the time that a client may take to send a request."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from shardline.server.errors import ApiError
+
+MAX_HEADER_BYTES = 64 * 1024
+HEADER_SECONDS = 20.0
+"""From the connection, or from the first byte of a later request, to the last header."""
+BODY_SECONDS = 10.0
+"""Between two parts of a body."""
+
+_REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+_UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with these bounds, and with errors in OpenAI's shape.
+
+    Offers to upgrade the connection, such as Java's clients make, are ignored, as HTTP allows.
+    """
+
+    _num_header_bytes = 0
+    _in_headers = True
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first request."""
+        super().connection_made(transport)
+        self._set_timer(HEADER_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._set_timer(None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse the next bytes of a request."""
+        if self._in_headers:
+            if self._num_header_bytes == 0:
+                self._set_timer(HEADER_SECONDS)
+            self._num_header_bytes += len(data)
+            head, end, body = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + body
+        super().data_received(data)
+        if self._in_headers and self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self._refuse(431, f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
+
+    def on_headers_complete(self) -> None:
+        """Begin to answer; the body may still be on its way."""
+        self._in_headers = False
+        if sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADER_BYTES:
+            self._refuse(431, f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
+            return
+        super().on_headers_complete()
+        self._set_timer(BODY_SECONDS)
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body."""
+        if self.cycle is not None:
+            super().on_body(body)
+            self._set_timer(BODY_SECONDS)
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        self._in_headers, self._num_header_bytes = True, 0
+        self._set_timer(None)
+        if self.cycle is not None:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP."""
+        if not self.transport.is_closing():
+            self._refuse(400, msg)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer and close the connection, unless the answer of an earlier request is being sent."""
+        self._set_timer(None)
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            body = ApiError(status, message).body
+            head = (
+                f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _set_timer(self, seconds: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        if not self.transport.is_closing():
+            part = "headers" if self._in_headers else "body"
+            self._refuse(408, f"The request's {part} did not arrive in time.")

@@ -1,0 +1,54 @@
+"""How the answers to one chat request are read: the parsers of their text, and the count of reasoning tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardline.server.openai.tools import ToolUse
+from shardline.text.answer_parser import AnswerParser
+from shardline.text.reasoning_parsers.base import ReasoningParser
+from shardline.text.reasoning_tokens import ReasoningCounter
+from shardline.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """What the text of an answer may contain besides content."""
+
+    tokenizer: Tokenizer
+    prompt: str
+    """The prompt's text, which may end inside reasoning."""
+    tool_use: ToolUse | None = None
+    reasoning: type[ReasoningParser] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all text is content."""
+        return self.tool_use is None and self.reasoning is None
+
+    @cached_property
+    def shown_token_ids(self) -> frozenset[int]:
+        """The special tokens whose text the parsers must see."""
+        marks = [] if self.tool_use is None else list(self.tool_use.parser.markers)
+        if self.reasoning is not None:
+            marks += [self.reasoning.begin, self.reasoning.end]
+        return frozenset(self.special_marks(marks).values())
+
+    def special_marks(self, marks: Sequence[str]) -> dict[str, int]:
+        """Those of `marks` that are special tokens, and their ids."""
+        ids = {mark: self.tokenizer.token_id(mark) for mark in marks}
+        special = self.tokenizer.special_token_ids
+        return {mark: token_id for mark, token_id in ids.items() if token_id is not None and token_id in special}
+
+    def make_parser(self) -> AnswerParser:
+        """A parser for one choice."""
+        return AnswerParser(
+            None if self.reasoning is None else self.reasoning(self.prompt),
+            None if self.tool_use is None else self.tool_use.make_parser(),
+        )
+
+    def make_counter(self) -> ReasoningCounter | None:
+        """A counter for one choice; None: there is no reasoning to count."""
+        return None if self.reasoning is None else ReasoningCounter(self.reasoning(self.prompt), self.tokenizer)

@@ -1,0 +1,129 @@
+"""The grammar of the answers to one request: its form, its tool calls, and the reasoning before them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from shardline.sampling_params import StructuredOutputsParams
+from shardline.server.errors import ApiError, bad_request
+from shardline.server.openai.answer_format import AnswerFormat
+from shardline.server.openai.protocol import ResponseFormat
+from shardline.structured.grammar import lark_text, structured_grammar, wrap_grammar
+from shardline.text.tool_parsers.call_rules import CallRules, OfferedFunction
+
+Prepare = Callable[[str], Awaitable[None]]
+"""Refuses a grammar by a ValueError, or makes it ready for use; see `AsyncLLM.prepare_grammar`."""
+
+
+async def make_answer_grammar(
+    answer_format: AnswerFormat | None,
+    response_format: ResponseFormat | None,
+    structured_outputs: dict[str, Any] | None,
+    prepare: Prepare,
+    template: str = "",
+) -> str:
+    """The grammar of an answer; empty: it may be any text.
+
+    `answer_format`: None if the answer is plain text. `template`: the source of the chat template.
+
+    Raises:
+        ApiError: 400, a schema or grammar cannot be used; the message names what it lacks.
+    """
+    form, param = _requested_form(response_format, structured_outputs)
+    grammar = ""
+    if form is not None:
+        try:
+            grammar = structured_grammar(form)
+        except ValueError as error:
+            raise bad_request(f"Invalid value for '{param}': {error}.", param, "invalid_value") from error
+        await _prepare(grammar, param, prepare)
+    if answer_format is None or answer_format.is_plain:
+        return grammar
+    return await _add_calls_and_reasoning(answer_format, grammar, prepare, template)
+
+
+def _requested_form(
+    response_format: ResponseFormat | None, structured_outputs: dict[str, Any] | None
+) -> tuple[StructuredOutputsParams | None, str]:
+    """The form that a request asks for, and the field that does so."""
+    kind = "text" if response_format is None else response_format.type
+    if kind == "json_schema" and response_format is not None:
+        described = response_format.json_schema or {}
+        if not isinstance(described.get("schema"), dict):
+            name = "response_format.json_schema.schema"
+            raise bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
+        form = StructuredOutputsParams(json=described["schema"])
+    elif kind == "json_object":
+        form = StructuredOutputsParams(json_object=True)
+    elif kind == "text":
+        if structured_outputs is None:
+            return None, ""
+        try:
+            return msgspec.convert(structured_outputs, StructuredOutputsParams), "structured_outputs"
+        except ValueError as error:
+            raise bad_request(f"Invalid value for 'structured_outputs': {error}.", "structured_outputs") from error
+    else:
+        raise bad_request(
+            f"Invalid value for 'response_format.type': '{kind}'; use 'text', 'json_object' or 'json_schema'.",
+            "response_format.type",
+        )
+    if structured_outputs is not None:
+        raise bad_request("Set 'response_format' or 'structured_outputs', not both.", "structured_outputs")
+    return form, "response_format"
+
+
+async def _add_calls_and_reasoning(answer_format: AnswerFormat, grammar: str, prepare: Prepare, template: str) -> str:
+    """The grammar of an answer with tool calls and reasoning, whose content has `grammar` (empty: it is any text)."""
+    use = answer_format.tool_use
+    rules = ""
+    answer = "@answer" if grammar else ""
+    if use is not None:
+        functions = [OfferedFunction(function.name, function.parameters) for function in use.callable]
+        try:
+            rules = use.parser.write_rules(
+                CallRules(functions, use.parallel, template, answer_format.special_marks(use.parser.markers))
+            )
+        except ValueError as error:
+            raise bad_request(f"Invalid value for 'tools': {error}.", "tools", "invalid_value") from error
+        answer = "calls" if use.required else f"calls | {answer}" if answer else "auto"
+    if not answer:
+        return ""
+    reasoning, reasoning_rules = _reasoning_rules(answer_format)
+    whole = wrap_grammar(f"start: {reasoning}answer\nanswer: {answer}\n{rules}\n{reasoning_rules}", grammar)
+    if use is None or use.required or grammar:
+        await _prepare(whole, "tools" if use is not None else "response_format", prepare)
+        return whole
+    try:
+        await _prepare(whole, "tools", prepare)
+    except ApiError:
+        # Calls of an answer that need not have any are not worth a refusal: they are read as the model writes them.
+        return ""
+    return whole
+
+
+def _reasoning_rules(answer_format: AnswerFormat) -> tuple[str, str]:
+    """What stands before the answer in the start rule, and the rules for it."""
+    parser = answer_format.reasoning
+    if parser is None or parser(answer_format.prompt).is_over:
+        return "", ""
+    special = answer_format.special_marks([parser.begin, parser.end])
+
+    def mark(text: str) -> str:
+        return f"<[{special[text]}]>" if text in special else lark_text(text)
+
+    lazy = "" if parser.end in special else "[lazy]"
+    rules = f"reasoning: thoughts SPACE?\nthoughts{lazy}: THOUGHTS {mark(parser.end)}\nTHOUGHTS: /(.|\\n)*/\n"
+    rules += "SPACE: /[ \\n]{1,4}/\n"
+    if parser.starts_in_reasoning(answer_format.prompt) or parser.begins_unmarked:
+        return "reasoning ", rules
+    return "opened? ", f"opened: {mark(parser.begin)} reasoning\n{rules}"
+
+
+async def _prepare(grammar: str, param: str, prepare: Prepare) -> None:
+    try:
+        await prepare(grammar)
+    except ValueError as error:
+        raise bad_request(f"Invalid value for '{param}': {error}", param, "invalid_value") from error

@@ -1,0 +1,75 @@
+"""The answers of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shardline.server.openai.logprobs import ChatLogprobs
+from shardline.server.openai.usage import Usage
+
+
+class FunctionCall(msgspec.Struct, kw_only=True, frozen=True):
+    """The called function; in a chunk, what is new in it."""
+
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str
+    """JSON text."""
+
+
+class ToolCall(msgspec.Struct, kw_only=True, frozen=True):
+    """A tool call; in a chunk, what is new in it. `index` is the number of the call, in chunks only."""
+
+    index: int | msgspec.UnsetType = msgspec.UNSET
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: str | msgspec.UnsetType = msgspec.UNSET
+    function: FunctionCall
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True, frozen=True):
+    """The message of a whole answer."""
+
+    role: str = "assistant"
+    content: str | None
+    refusal: None = None
+    reasoning: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
+    """The same as `reasoning`, under the name that older clients know."""
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to the message."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True, frozen=True):
+    """One choice: `message` in a whole answer, `delta` in a chunk. The last two fields appear only on request."""
+
+    index: int
+    message: AssistantMessage | msgspec.UnsetType = msgspec.UNSET
+    delta: ChatDelta | msgspec.UnsetType = msgspec.UNSET
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    logits_digests: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatResponse(msgspec.Struct, kw_only=True, frozen=True):
+    """The whole answer, or a chunk of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: Sequence[ChatChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

@@ -1,0 +1,226 @@
+"""Writes chat answers, as a whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shardline.server.in_flight import make_event
+from shardline.server.openai.answer_format import AnswerFormat
+from shardline.server.openai.chat_response import (
+    AssistantMessage,
+    ChatChoice,
+    ChatDelta,
+    ChatResponse,
+    FunctionCall,
+    ToolCall,
+)
+from shardline.server.openai.generation import Delta, Generation, SentChoice
+from shardline.server.openai.logprobs import TokenPieces, chat_logprobs
+from shardline.server.openai.usage import Usage, usage_of
+from shardline.server.service import Service
+from shardline.text.answer_delta import AnswerDelta, CallDelta
+from shardline.text.answer_parser import AnswerParser
+from shardline.types import RequestOutput
+
+if TYPE_CHECKING:
+    from shardline.server.openai.chat import ChatRequest
+
+
+class ChatWriter:
+    """Writes the answer to one request, as a whole or in chunks."""
+
+    def __init__(self, service: Service, body: ChatRequest, response_id: str, answer_format: AnswerFormat) -> None:
+        self._options = body.check_stream()
+        self._id = response_id
+        self._created = int(time.time())
+        self._model = service.model_names[0]
+        self._fingerprint = service.llm.fingerprint
+        self._with_ids = bool(body.return_token_ids)
+        self._with_reasoning = body.include_reasoning is not False
+        self._tokens_matter = bool(body.logprobs or body.return_token_ids or body.logits_digest)
+        self._tokenizer = service.llm.tokenizer
+        self._format = answer_format
+        self._num_choices = body.n or 1
+        self._counters = [answer_format.make_counter() for _ in range(self._num_choices)]
+
+    @cached_property
+    def _pieces(self) -> TokenPieces:
+        return TokenPieces(self._tokenizer)
+
+    def write_whole(self, output: RequestOutput) -> bytes:
+        """The JSON of the whole answer."""
+        choices = []
+        for choice in output.outputs:
+            delta = SentChoice().take_delta(choice, tokens_matter=True)
+            assert delta is not None
+            reason: str | None = delta.finish_reason
+            if self._format.is_plain:
+                message = AssistantMessage(content=delta.text)
+            else:
+                parser = self._format.make_parser()
+                message = self._parsed_message(parser, delta)
+                reason = _finish_reason(delta, parser)
+            ending = {"finish_reason": reason, "stop_reason": delta.stop_reason}
+            choices.append(self._make_choice(choice.index, delta, message=message, **ending))
+        prompt_ids = output.prompt_token_ids if self._with_ids else msgspec.UNSET
+        return self._encode_response("chat.completion", choices, self._usage([output]), prompt_ids)
+
+    async def write_chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        """The events of a stream: for each choice its role, then pieces of its content, then its finish reason."""
+        sent = [SentChoice() for _ in range(self._num_choices)]
+        parsers = None if self._format.is_plain else [self._format.make_parser() for _ in sent]
+        prompt_ids = generation.outputs[0].prompt_token_ids if self._with_ids else msgspec.UNSET
+        yield b"".join(
+            self._write_chunk(generation, ChatChoice(index=index, delta=ChatDelta("assistant", "")), prompt_ids)
+            for index in range(len(sent))
+        )
+        async for _, output in generation.updates():
+            events = []
+            for choice in output.outputs:
+                delta = sent[choice.index].take_delta(choice, tokens_matter=self._tokens_matter)
+                if delta is None:
+                    continue
+                parts = (
+                    self._split_delta(choice.index, delta)
+                    if parsers is None
+                    else self._split_parsed(choice.index, delta, parsers[choice.index])
+                )
+                events += [self._write_chunk(generation, part) for part in parts]
+            if events:
+                yield b"".join(events)
+        if self._options.include_usage:
+            usage = self._usage(generation.outputs)
+            yield make_event(self._encode_response("chat.completion.chunk", [], usage))
+
+    def _split_delta(self, index: int, delta: Delta) -> list[ChatChoice]:
+        """A chunk with the new content, if there is any, and a chunk with the finish reason, if it ended."""
+        parts = []
+        if delta.text or (self._tokens_matter and delta.token_ids):
+            parts.append(self._make_choice(index, delta, delta=ChatDelta(content=delta.text)))
+        if delta.finish_reason is not None:
+            parts.append(_last_chunk(index, delta, delta.finish_reason))
+        return parts
+
+    def _split_parsed(self, index: int, delta: Delta, parser: AnswerParser) -> list[ChatChoice]:
+        """As `_split_delta`, of an answer that is parsed."""
+        parts = []
+        answers = [parser.add_text(delta.text)]
+        if delta.finish_reason is not None:
+            answers.append(parser.end_text(cut=delta.finish_reason != "stop"))
+        tokens_unsent = self._tokens_matter and bool(delta.token_ids)
+        for answer in answers:
+            chunk = self._chat_delta(answer, parser)
+            if chunk is not None or tokens_unsent:
+                chunk = chunk or ChatDelta(content="")
+                parts.append(
+                    self._make_choice(index, delta, delta=chunk)
+                    if tokens_unsent
+                    else ChatChoice(index=index, delta=chunk)
+                )
+                tokens_unsent = False
+        if delta.finish_reason is not None:
+            parts.append(_last_chunk(index, delta, _finish_reason(delta, parser)))
+        return parts
+
+    def _chat_delta(self, answer: AnswerDelta, parser: AnswerParser) -> ChatDelta | None:
+        """What a chunk adds; None: nothing."""
+        reasoning = answer.reasoning if self._with_reasoning else ""
+        if not (answer.content or reasoning or answer.calls):
+            return None
+        return ChatDelta(
+            content=answer.content or None,
+            reasoning=reasoning or None,
+            reasoning_content=reasoning or None,
+            tool_calls=[_call_delta(call, parser) for call in answer.calls] or None,
+        )
+
+    def _parsed_message(self, parser: AnswerParser, delta: Delta) -> AssistantMessage:
+        """The message of a whole answer that is parsed."""
+        answers = [parser.add_text(delta.text), parser.end_text(cut=delta.finish_reason != "stop")]
+        content = "".join(answer.content for answer in answers)
+        reasoning = "".join(answer.reasoning for answer in answers)
+        names: list[str] = []
+        arguments: list[str] = []
+        for call in (call for answer in answers for call in answer.calls):
+            if call.name is not None:
+                names.append(call.name)
+                arguments.append("")
+            arguments[call.index] += call.arguments
+        calls = [
+            ToolCall(id=parser.new_call_id(), type="function", function=FunctionCall(name=name, arguments=text))
+            for name, text in zip(names, arguments, strict=True)
+        ]
+        shown = reasoning or None
+        has_reasoning = self._format.reasoning is not None and self._with_reasoning
+        return AssistantMessage(
+            content=content if content or not calls else None,
+            reasoning=shown if has_reasoning else msgspec.UNSET,
+            reasoning_content=shown if has_reasoning else msgspec.UNSET,
+            tool_calls=calls or msgspec.UNSET,
+        )
+
+    def _make_choice(self, index: int, new: Delta, **fields: Any) -> ChatChoice:
+        """A choice with the new tokens and these other fields."""
+        return ChatChoice(
+            index=index,
+            logprobs=None if new.logprobs is None else chat_logprobs(self._pieces, new.token_ids, new.logprobs),
+            token_ids=new.token_ids if self._with_ids else msgspec.UNSET,
+            logits_digests=msgspec.UNSET if new.digests is None else new.digests,
+            **fields,
+        )
+
+    def _write_chunk(
+        self, generation: Generation, choice: ChatChoice, prompt_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    ) -> bytes:
+        usage: Usage | msgspec.UnsetType | None = None if self._options.include_usage else msgspec.UNSET
+        if self._options.continuous_usage_stats:
+            usage = self._usage(generation.outputs)
+        return make_event(self._encode_response("chat.completion.chunk", [choice], usage, prompt_ids))
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> Usage:
+        if self._format.reasoning is None:
+            return usage_of(outputs)
+        [output] = outputs
+        pairs = zip(self._counters, output.outputs, strict=True)
+        return usage_of(outputs, sum(counter.count_tokens(choice.token_ids) for counter, choice in pairs if counter))
+
+    def _encode_response(
+        self,
+        kind: str,
+        choices: Sequence[ChatChoice],
+        usage: Usage | msgspec.UnsetType | None,
+        prompt_ids: list[int] | msgspec.UnsetType = msgspec.UNSET,
+    ) -> bytes:
+        return msgspec.json.encode(
+            ChatResponse(
+                id=self._id,
+                object=kind,
+                created=self._created,
+                model=self._model,
+                system_fingerprint=self._fingerprint,
+                choices=choices,
+                usage=usage,
+                prompt_token_ids=prompt_ids,
+            )
+        )
+
+
+def _last_chunk(index: int, delta: Delta, reason: str | None) -> ChatChoice:
+    return ChatChoice(index=index, delta=ChatDelta(), finish_reason=reason, stop_reason=delta.stop_reason)
+
+
+def _finish_reason(delta: Delta, parser: AnswerParser) -> str | None:
+    """An answer that ends by itself and has a call ends because of it."""
+    return "tool_calls" if delta.finish_reason == "stop" and parser.has_calls else delta.finish_reason
+
+
+def _call_delta(call: CallDelta, parser: AnswerParser) -> ToolCall:
+    if call.name is None:
+        return ToolCall(index=call.index, function=FunctionCall(arguments=call.arguments))
+    function = FunctionCall(name=call.name, arguments=call.arguments)
+    return ToolCall(index=call.index, id=parser.new_call_id(), type="function", function=function)

@@ -1,0 +1,63 @@
+"""Fields that clients, engines and routers send and that have no effect here. The answer names those that were sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardline.server.openai.request_model import RequestModel
+
+IGNORED_HEADER = "X-Shardline-Ignored"
+
+
+class IgnoredFields(RequestModel):
+    """Taken with any value. `null` counts as not sent."""
+
+    # OpenAI
+    store: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    prediction: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    # vLLM
+    length_penalty: Any = None
+    early_stopping: Any = None
+    spaces_between_special_tokens: Any = None
+    detokenize: Any = None
+    request_id: Any = None
+    return_tokens_as_token_ids: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
+    kv_transfer_params: Any = None
+    vllm_xargs: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    # SGLang and the routers
+    no_stop_trim: Any = None
+    stream_reasoning: Any = None
+    return_hidden_states: Any = None
+    return_routed_experts: Any = None
+    return_cached_tokens_details: Any = None
+    return_meta_info: Any = None
+    rid: Any = None
+    extra_key: Any = None
+    session_params: Any = None
+    custom_params: Any = None
+    data_parallel_rank: Any = None
+    routed_dp_rank: Any = None
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+
+    @property
+    def ignored_headers(self) -> dict[str, str]:
+        """The header that names the ignored fields of this request; empty: it has none."""
+        names = [name for name in _NAMES if name in self.model_fields_set and getattr(self, name) is not None]
+        return {IGNORED_HEADER: ", ".join(names)} if names else {}
+
+
+_NAMES = tuple(IgnoredFields.model_fields)

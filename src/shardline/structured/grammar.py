@@ -1,0 +1,151 @@
+"""What a user asks of an answer's form, as the text of a grammar.
+
+A grammar's text is llguidance's: JSON with a list of parts, each in Lark or as a JSON schema. The first one is the
+start; others are referred to by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardline.sampling_params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
+
+MAX_GRAMMAR_CHARS = 128 * 1024
+"""Longest text of a grammar. Compiling takes time in proportion to the square of it: 50 ms for 45,000 characters."""
+
+_MAX_GOOD = 10_000
+_good_grammars: set[bytes] = set()
+"""Digests of grammars that can be compiled."""
+
+_WHITESPACE = r"[ \t\n\r]{0,40}"
+"""Between the parts of JSON. It is bounded, so that a model cannot write whitespace until the length limit."""
+
+
+def structured_grammar(params: StructuredOutputsParams) -> str:
+    """The grammar of a user's parameters.
+
+    Raises:
+        ValueError: the parameters are malformed. (`check_grammar` finds what cannot be compiled.)
+    """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if params.json is not None:
+        schema = params.json
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"structured_outputs.json is not JSON: {error}") from error
+        return schema_grammar(schema, params)
+    if params.json_object:
+        return schema_grammar({"type": "object"}, params)
+    if params.regex is not None:
+        return str(LLMatcher.grammar_from_regex(params.regex))
+    if params.choice is not None:
+        return lark_grammar("start: " + " | ".join(lark_text(text) for text in params.choice))
+    assert params.grammar is not None
+    try:
+        return lark_grammar(any_to_lark(params.grammar))
+    except Exception as error:  # the converter raises plain exceptions
+        raise ValueError(f"structured_outputs.grammar is neither Lark nor GBNF: {error}") from error
+
+
+def schema_grammar(schema: Any, params: StructuredOutputsParams | None = None) -> str:
+    """The grammar of a JSON schema.
+
+    Raises:
+        ValueError: it is no schema.
+    """
+    return _encode([{"name": "json", "json_schema": json_schema(schema, params)}])
+
+
+def json_schema(schema: Any, params: StructuredOutputsParams | None = None) -> dict[str, Any]:
+    """A schema with our rules for whitespace.
+
+    Raises:
+        ValueError: it is no schema.
+    """
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, Mapping):
+        raise ValueError("a JSON schema must be an object")
+    options: dict[str, Any] = {"whitespace_pattern": _WHITESPACE}
+    if params is not None and params.disable_any_whitespace:
+        options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    elif params is not None and params.whitespace_pattern is not None:
+        options = {"whitespace_pattern": params.whitespace_pattern}
+    return {**schema, "x-guidance": options}
+
+
+def lark_grammar(lark: str) -> str:
+    """The grammar of a text in Lark, whose first rule is `start`."""
+    return _encode([{"name": "lark", "lark_grammar": lark}])
+
+
+def lark_text(text: str) -> str:
+    """A text as a literal in Lark."""
+    return json.dumps(text, ensure_ascii=False) if text else '""'
+
+
+def lark_json(schema: Any) -> str:
+    """A JSON value of this schema, in Lark.
+
+    Raises:
+        ValueError: it is no schema.
+    """
+    return "%json " + json.dumps(json_schema(schema), ensure_ascii=False)
+
+
+def wrap_grammar(lark: str, grammar: str) -> str:
+    """A grammar in Lark that refers to another one as `@answer`; empty: it refers to none."""
+    parts = json.loads(grammar)["grammars"] if grammar else []
+    for part in parts[:1]:
+        part["name"] = "answer"
+    return _encode([{"name": "start", "lark_grammar": lark}, *parts])
+
+
+def check_grammar(grammar: str) -> None:
+    """Refuse a grammar that cannot be compiled.
+
+    Raises:
+        ValueError: the message says what it lacks.
+    """
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise ValueError(f"the grammar has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are taken")
+    if is_checked(grammar):
+        return
+    from llguidance import LLMatcher
+
+    problem = LLMatcher.validate_grammar(grammar, None, limits=parser_limits()).strip()
+    if problem:
+        raise ValueError(problem)
+    if len(_good_grammars) >= _MAX_GOOD:
+        _good_grammars.clear()
+    _good_grammars.add(_digest(grammar))
+
+
+def is_checked(grammar: str) -> bool:
+    """Whether `check_grammar` has taken this grammar lately."""
+    return _digest(grammar) in _good_grammars
+
+
+def _digest(grammar: str) -> bytes:
+    return hashlib.blake2b(grammar.encode(), digest_size=16).digest()
+
+
+def parser_limits() -> LLParserLimits:
+    """Bounds of the work for a grammar and for each token, the same in the front and on the ranks."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_grammar_size=50_000, precompute_large_lexemes=False, verbose_errors=False)
+
+
+def _encode(parts: Sequence[Mapping[str, Any]]) -> str:
+    return json.dumps({"grammars": list(parts)}, ensure_ascii=False)

@@ -1,0 +1,25 @@
+"""The formats in which models write reasoning before their answer: one file each, found by its name."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import cast
+
+from shardline.text.reasoning_parsers.base import ReasoningParser
+
+
+def reasoning_parser_names() -> list[str]:
+    """The names of all formats."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
+
+
+def find_reasoning_parser(name: str) -> type[ReasoningParser]:
+    """The parser of this format.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    if name not in reasoning_parser_names():
+        raise ValueError(f"there is no reasoning parser {name!r}; there are {', '.join(reasoning_parser_names())}")
+    return cast("type[ReasoningParser]", importlib.import_module(f"{__name__}.{name}").Parser)

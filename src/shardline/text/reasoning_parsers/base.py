@@ -1,0 +1,85 @@
+"""What the parsers of reasoning have in common. A format is one file beside this one, found by its name."""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import ClassVar
+
+from shardline.text.text_reader import Steps, TextReader
+
+
+class ReasoningParser(ABC):
+    """Splits one answer, as it arrives, into reasoning and what follows it. A file's parser is its class `Parser`.
+
+    Whitespace around the reasoning belongs to neither part. Together the parts do not depend on how the text is cut
+    into pieces.
+    """
+
+    begin: ClassVar[str]
+    end: ClassVar[str]
+    """The marks around the reasoning. A prompt may end with the first one, or with both if it forbids reasoning."""
+    begins_unmarked: ClassVar[bool] = False
+    """Whether an answer begins with reasoning even if the first mark is missing."""
+
+    def __init__(self, prompt: str) -> None:
+        """`prompt`: the prompt, or its last part."""
+        self._reader = TextReader()
+        self._reasoning = ""
+        self._rest = ""
+        self._space = ""
+        self.is_over = not self.starts_in_reasoning(prompt) and prompt.rstrip().endswith(self.end)
+        """Whether all that follows is no reasoning."""
+        self.is_marked = False
+        """Whether the answer has reasoning, as far as it has come."""
+        self._is_open = self.starts_in_reasoning(prompt) or self.begins_unmarked
+        self._steps = self._parse()
+        next(self._steps, None)
+
+    @classmethod
+    def starts_in_reasoning(cls, prompt: str) -> bool:
+        """Whether the prompt ends with the mark that begins reasoning."""
+        return prompt.rstrip().endswith(cls.begin)
+
+    def add_text(self, text: str) -> tuple[str, str]:
+        """The reasoning, and the text after it, that the next piece adds."""
+        if self.is_over:
+            return "", text
+        self._reader.add_text(text)
+        next(self._steps, None)
+        return self._take()
+
+    def end_text(self, *, cut: bool = False) -> tuple[str, str]:
+        """What was held back until the end of the text; `cut`: although the answer had not come to its end."""
+        self._reader.end_text(cut=cut)
+        for _ in self._steps:
+            pass
+        return self._take()
+
+    def _parse(self) -> Steps[None]:
+        reader = self._reader
+        if self.is_over:
+            return
+        reader.start_record()
+        yield from reader.skip_space()
+        marked = yield from reader.take_literal(self.begin)
+        skipped = reader.take_record()
+        if marked or self._is_open:
+            self.is_marked = True
+            yield from reader.skip_space()
+            if (yield from reader.copy_until((self.end,), self._write_reasoning)):
+                yield from reader.skip_space()
+        else:
+            self._rest += skipped
+        self.is_over = True
+        self._rest += reader.take_all()
+
+    def _write_reasoning(self, text: str) -> None:
+        text = self._space + text
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        self._reasoning += shown
+
+    def _take(self) -> tuple[str, str]:
+        reasoning, rest = self._reasoning, self._rest
+        self._reasoning = self._rest = ""
+        return reasoning, rest

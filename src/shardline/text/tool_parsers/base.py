@@ -1,0 +1,182 @@
+"""What the parsers of tool calls have in common. A format is one file beside this one, found by its name."""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import ClassVar
+
+from shardline.text.answer_delta import AnswerDelta
+from shardline.text.text_reader import Steps, TextReader
+from shardline.text.tool_parsers.call_rules import CallRules
+
+_ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+class ToolParser(ABC):
+    """Splits one answer, as it arrives, into content and tool calls. A file's parser is its class `Parser`.
+
+    The name of a call is sent as soon as it is known, and its arguments as they are written. Whitespace around calls
+    is no content. Together the deltas do not depend on how the text is cut into pieces.
+    """
+
+    template_marks: ClassVar[tuple[str, ...]]
+    """Texts that all occur in chat templates of this format, and together in no other."""
+    markers: ClassVar[tuple[str, ...]]
+    """Marks of the format that may be special tokens, and which the parser must see."""
+
+    def __init__(self, names: Collection[str], *, parallel: bool = True) -> None:
+        """`names`: the functions that the request offers; `parallel`: whether to report more than one call."""
+        self._names = names
+        self._parallel = parallel
+        self._reader = TextReader()
+        self._delta = AnswerDelta()
+        self._space = ""
+        """Whitespace that is content only if more content follows."""
+        self._has_content = False
+        self._follows_call = False
+        self._has_arguments = False
+        self.num_calls = 0
+        self._steps = self._parse()
+        next(self._steps, None)
+
+    @abstractmethod
+    def _parse(self) -> Steps[None]:
+        """Read the whole answer."""
+
+    @classmethod
+    @abstractmethod
+    def write_rules(cls, rules: CallRules) -> str:
+        """Two rules in Lark: `calls` for an answer that is tool calls, and `auto` for one that may have them.
+
+        Raises:
+            ValueError: a function's parameters are no schema.
+        """
+
+    @staticmethod
+    def new_call_id() -> str:
+        """An id for a call, in the form that the format's chat templates take."""
+        return f"call_{secrets.token_hex(12)}"
+
+    def add_text(self, text: str) -> AnswerDelta:
+        """What the next piece of text adds."""
+        self._reader.add_text(text)
+        next(self._steps, None)
+        return self._take_delta()
+
+    def end_text(self, *, cut: bool = False) -> AnswerDelta:
+        """What was held back until the end of the text; `cut`: although the answer had not come to its end."""
+        self._reader.end_text(cut=cut)
+        for _ in self._steps:
+            pass
+        if self.num_calls == 0:
+            self._delta.content += self._space
+        return self._take_delta()
+
+    def _take_delta(self) -> AnswerDelta:
+        delta, self._delta = self._delta, AnswerDelta(calls=[])
+        return delta
+
+    def _write_content(self, text: str) -> None:
+        if self._follows_call:
+            text = text.lstrip()
+            if not text:
+                return
+            self._follows_call = False
+            self._space = self._space if self._has_content else ""
+        text = self._space + text
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        self._has_content |= bool(shown)
+        self._delta.content += shown
+
+    def _start_call(self, name: str) -> None:
+        self._follows_call = True
+        self._has_arguments = False
+        self.num_calls += 1
+        if self._reports_call:
+            self._delta.start_call(self.num_calls - 1, name)
+
+    def _write_arguments(self, text: str) -> None:
+        if text:
+            self._has_arguments = True
+            if self._reports_call:
+                self._delta.add_arguments(self.num_calls - 1, text)
+
+    def _end_call(self) -> None:
+        """End a call that is whole. A call without arguments has an empty object."""
+        if not self._has_arguments:
+            self._write_arguments("{}")
+
+    @property
+    def _reports_call(self) -> bool:
+        return self._parallel or self.num_calls <= 1
+
+    def _read_arguments(self) -> Steps[bool]:
+        """Read the arguments of the call that was started; returns whether they are whole."""
+        first = yield from self._reader.peek()
+        if first == "{":
+            return (yield from self._reader.copy_value(self._write_arguments))
+        if first == '"':  # the arguments' JSON as a string
+            text = yield from self._reader.read_string()
+            self._write_arguments(text or "")
+            return text is not None
+        words: list[str] = []
+        whole = yield from self._reader.copy_value(words.append)
+        if words != ["null"]:
+            self._write_arguments("".join(words))
+        return whole
+
+    def _read_call(self, *, known_names_only: bool = False) -> Steps[bool]:
+        """Read a call as an object, {"name": …, "arguments": …}, in any order of its keys.
+
+        Returns whether it is a call. If not, and the text was not just cut, what was read becomes content.
+        """
+        reader = self._reader
+        reader.start_record()
+        name: str | None = None
+        held: list[str] = []
+        started = closed = False
+        yield from reader.take_literal("{")
+        while True:
+            yield from reader.skip_space()
+            if (yield from reader.take_literal("}")):
+                closed = True
+                break
+            yield from reader.take_literal(",")
+            yield from reader.skip_space()
+            key = yield from reader.read_string()
+            yield from reader.skip_space()
+            if key is None or not (yield from reader.take_literal(":")):
+                break
+            yield from reader.skip_space()
+            if key == "name" and not started:
+                name = yield from reader.read_string()
+                if name is None or (known_names_only and name not in self._names):
+                    break
+                reader.take_record()
+                self._start_call(name)
+                started = True
+                if held and held != ["null"]:
+                    self._write_arguments("".join(held))
+                whole = True
+            elif key in _ARGUMENT_KEYS and started:
+                whole = yield from self._read_arguments()
+            elif key in _ARGUMENT_KEYS:
+                whole = yield from reader.copy_value(held.append)
+            else:
+                whole = yield from reader.copy_value(lambda text: None)
+            if not whole:
+                break
+        if started:
+            if closed:
+                self._end_call()
+            return True
+        self._give_up(reader.take_record(), is_markup=not known_names_only)
+        return False
+
+    def _give_up(self, text: str, *, is_markup: bool) -> None:
+        """Write `text`, which is no call, as content, unless it is a call that was cut before its name was whole."""
+        if not (is_markup and self._reader.is_at_end):
+            self._write_content(text)

@@ -1,0 +1,109 @@
+"""Constrained outputs: the same in every layout, batch and schedule, and always of the form that was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from shardline.sampling_params import StructuredOutputsParams
+from shardline.structured.grammar import structured_grammar
+from shardline.types import Constraints, Request
+from tests.exactness.cases import Case
+from tests.exactness.harness import Answer, golden, make_requests, run_case
+from tests.models.checkpoints import make_checkpoint
+
+VOCAB_SIZE = 256
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "ages": {"type": "array", "items": {"enum": [1, 22]}, "maxItems": 2},
+    },
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}
+FORMS: list[dict[str, object] | None] = [
+    {"json": SCHEMA, "disable_any_whitespace": True},
+    {"regex": "(ab|c){5,9}d"},
+    None,
+    {"choice": ["no", "yes, of course", "yes"]},
+]
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (3, 2)]
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """One token for each byte, as the checkpoint's vocabulary has 256."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_checkpoint("llama", tmp_path_factory.mktemp("constraints") / "llama")
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    made = []
+    for index, request in enumerate(make_requests(VOCAB_SIZE, 12)):
+        form = FORMS[index % len(FORMS)]
+        constraints = Constraints(bad_words=((4, 5), (9,)), allowed_token_ids=tuple(range(3, 250)))
+        if form is not None:
+            constraints = Constraints(structured_grammar(StructuredOutputsParams(**form)))  # type: ignore[arg-type]
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=60, min_tokens=0)
+        made.append(msgspec.structs.replace(request, constraints=constraints, sampling=sampling))
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, requests: list[Request]) -> dict[str, Answer]:
+    return golden(model, "float32", "none", "auto", requests)
+
+
+def text_of(answer: Answer) -> str:
+    return byte_tokenizer().decode([token for token in answer.token_ids if token != 3])
+
+
+def test_outputs_have_the_form(requests: list[Request], expected: dict[str, Answer]) -> None:
+    for index, request in enumerate(requests):
+        answer = expected[request.request_id]
+        form = FORMS[index % len(FORMS)]
+        if form is None:
+            assert 9 not in answer.token_ids
+            assert (4, 5) not in set(zip(answer.token_ids, answer.token_ids[1:], strict=False))
+            continue
+        assert answer.finish_reason == "stop", text_of(answer)
+        if "json" in form:
+            value = json.loads(text_of(answer))
+            assert set(value) == {"name", "ages"}
+            assert set(value["ages"]) <= {1, 22}
+        elif "choice" in form:
+            assert text_of(answer) in form["choice"]  # type: ignore[operator]
+        else:
+            assert text_of(answer).endswith("d")
+
+
+@pytest.mark.parametrize("memory", ["roomy", "tight"])
+@pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
+def test_one_answer(
+    model: Path, requests: list[Request], expected: dict[str, Answer], tensor: int, pipeline: int, memory: str
+) -> None:
+    rest = ("staggered", "chunked", "warm", memory, "none", "split-experts", "kv-auto")
+    case = Case("llama", "float32", tensor, pipeline, 1, *rest)
+    answers, stats = run_case(model, case, requests)
+    assert {key: dataclasses.astuple(answer) for key, answer in answers.items()} == {
+        key: dataclasses.astuple(answer) for key, answer in expected.items()
+    }
+    if memory == "tight":
+        assert sum(replica.num_preemptions for replica in stats) > 0

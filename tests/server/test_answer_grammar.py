@@ -1,0 +1,91 @@
+"""The grammar of whole answers: reasoning, then calls or the form that was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardline.models.hub import DEMO_FOLDER
+from shardline.server.errors import ApiError
+from shardline.server.openai.answer_format import AnswerFormat
+from shardline.server.openai.answer_grammar import make_answer_grammar
+from shardline.server.openai.protocol import ResponseFormat
+from shardline.server.openai.tools import FunctionDefinition, ToolUse
+from shardline.structured.compiler import GrammarCompiler
+from shardline.structured.grammar import check_grammar
+from shardline.text.reasoning_parsers import find_reasoning_parser
+from shardline.text.tokenizer import Tokenizer
+from shardline.text.tool_parsers import find_tool_parser
+from tests.structured.test_grammar import accepts
+
+TOKENIZER = Tokenizer.from_folder(Path(DEMO_FOLDER))
+COMPILER = GrammarCompiler(str(Path(DEMO_FOLDER) / "tokenizer.json"))
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+FORM = ResponseFormat(type="json_schema", json_schema={"schema": SCHEMA})
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def use_tools(required: bool, parameters: dict[str, Any] = SCHEMA) -> ToolUse:
+    function = FunctionDefinition(name="f", parameters=parameters)
+    return ToolUse([], (function,), required, True, find_tool_parser("hermes"))
+
+
+def grammar(
+    tools: ToolUse | None = None, reasoning: str | None = None, prompt: str = "", form: ResponseFormat | None = None
+) -> str:
+    assert TOKENIZER is not None
+    parser = None if reasoning is None else find_reasoning_parser(reasoning)
+
+    async def prepare(grammar: str) -> None:
+        check_grammar(grammar)
+
+    return asyncio.run(make_answer_grammar(AnswerFormat(TOKENIZER, prompt, tools, parser), form, None, prepare))
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "prompt", "good", "bad"),
+    [
+        (None, "", ['{"a": 1}'], ['<think>x</think>{"a": 1}']),
+        ("qwen3", "", ['{"a": 1}', '<think>{"b"}</think>\n\n{"a": 1}'], ['x{"a": 1}', "<think>x</think>x"]),
+        ("qwen3", "<think>\n", ['x</think>{"a": 1}'], ['{"a": 1}', "x</think>{}"]),
+        ("qwen3", "<think>\n\n</think>\n\n", ['{"a": 1}'], ['x</think>{"a": 1}']),
+        ("deepseek_r1", "", ['<think>x</think>\n{"a": 1}', 'x</think>{"a": 1}'], ['{"a": 1}']),
+    ],
+)
+def test_grammars_begin_after_reasoning(reasoning: str | None, prompt: str, good: list[str], bad: list[str]) -> None:
+    made = grammar(reasoning=reasoning, prompt=prompt, form=FORM)
+    for text in good:
+        assert accepts(COMPILER, made, text), text
+    for text in bad:
+        assert not accepts(COMPILER, made, text), text
+
+
+def test_reasoning_before_calls() -> None:
+    required = grammar(use_tools(True), "qwen3")
+    assert accepts(COMPILER, required, "<think>hm</think>\n" + CALL)
+    assert not accepts(COMPILER, required, "<think>hm</think>\nHello")
+    auto = grammar(use_tools(False), "qwen3")
+    for text in ("Hello", "<think>hm</think>\nHello", "<think>hm</think>\nHello " + CALL):
+        assert accepts(COMPILER, auto, text), text
+
+
+def test_a_form_and_tools() -> None:
+    made = grammar(use_tools(False), form=FORM)
+    assert accepts(COMPILER, made, CALL)
+    assert accepts(COMPILER, made, '{"a": 1}')
+    assert not accepts(COMPILER, made, "Hello")
+
+
+def test_plain_answers_have_no_grammar() -> None:
+    assert grammar() == ""
+    assert grammar(reasoning="qwen3") == ""
+
+
+def test_schemas_that_cannot_be_compiled() -> None:
+    """A required call could not be kept valid; others are read as the model writes them."""
+    assert grammar(use_tools(False, {"not": {}})) == ""
+    with pytest.raises(ApiError, match="not"):
+        grammar(use_tools(True, {"not": {}}))

@@ -1,0 +1,82 @@
+"""Requests that are malformed, too large or never whole, byte by byte."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+import pytest
+
+from shardline.server import http_protocol
+from tests.server.conftest import Running, serve
+
+
+def talk(running: Running, *parts: bytes, seconds: float = 5.0) -> bytes:
+    """What the server answers to these bytes until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", running.port), timeout=seconds) as connection:
+        received = b""
+        try:
+            for part in parts:
+                connection.sendall(part)
+            while data := connection.recv(65536):
+                received += data
+        except ConnectionError:
+            pass
+        return received
+
+
+def error_of(answer: bytes) -> tuple[int, str]:
+    """Status and message of an error in OpenAI's shape."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"application/json" in head
+    return int(head.split()[1]), json.loads(body)["error"]["message"]
+
+
+def test_malformed_http_gets_a_json_error(shared: Running) -> None:
+    assert error_of(talk(shared, b"HELLO\r\n\r\n"))[0] == 400
+
+
+@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"])
+def test_large_headers_are_refused(shared: Running, end: bytes) -> None:
+    head = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+    assert error_of(talk(shared, head + b"A: " + b"b" * 70_000 + end))[0] == 431
+    many = b"".join(b"A%d: b\r\n" % index for index in range(9000))
+    assert error_of(talk(shared, head + many + end))[0] == 431
+
+
+def test_an_offer_to_upgrade_is_ignored(shared: Running) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+        b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body)
+    )
+    with socket.create_connection(("127.0.0.1", shared.port), timeout=5) as connection:
+        connection.sendall(head + body)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [b"", b"GET /health HT", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{"],
+    ids=["nothing", "half a head", "half a body"],
+)
+def test_half_a_request_meets_its_deadline(monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+    monkeypatch.setattr(http_protocol, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(http_protocol, "BODY_SECONDS", 0.3)
+    with serve() as running:
+        began = time.monotonic()
+        status, message = error_of(talk(running, start))
+        assert status == 408
+        assert "in time" in message
+        assert time.monotonic() - began < 3
+        with running.http() as http:
+            assert http.get("/health").status_code == 200
+
+
+def test_requests_one_after_another(shared: Running) -> None:
+    with shared.http() as http:
+        for _ in range(3):
+            assert http.post("/v1/completions", json={"prompt": "x" * 100_000, "max_tokens": 1}).status_code == 400
+            assert http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1}).status_code == 200

@@ -1,0 +1,231 @@
+"""Tool calls and reasoning through the server and the official client, with invented answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from shardline.config.server import ServerConfig
+from tests.server.conftest import Running, serve
+
+TEMPLATE = (
+    "{% for t in tools or () %}{{ t.function.name }} {% endfor %}<tool_call></tool_call>"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or () %}"
+    "{{ c.function.name }}={{ c.function.arguments | tojson }}{% endfor %}<|end|>{% endfor %}<|assistant|>"
+)
+CALLS = (
+    'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": {}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "time"}\n</tool_call>'
+)
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("weather", "time")
+]
+HI: list[Any] = [{"role": "user", "content": "Hi"}]
+FOUND = [("weather", '{"city": "Köln", "days": {}}'), ("time", "{}")]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Running]:
+    config = ServerConfig(chat_template=TEMPLATE, reasoning_parser="qwen3", enable_auto_tool_choice=True)
+    with serve(config) as running:
+        yield running
+
+
+def stream(client: openai.OpenAI, **options: Any) -> tuple[dict[str, Any], list[Any]]:
+    """The joined deltas of choice 0, and all chunks."""
+    chunks = list(client.chat.completions.create(model="demo", messages=HI, stream=True, **options))
+    message: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "ids": []}
+    for chunk in chunks:
+        for choice in (choice for choice in chunk.choices if choice.index == 0):
+            message["content"] += choice.delta.content or ""
+            assert getattr(choice.delta, "reasoning", None) == getattr(choice.delta, "reasoning_content", None)
+            message["reasoning"] += getattr(choice.delta, "reasoning", None) or ""
+            for call in choice.delta.tool_calls or ():
+                if call.id is not None:
+                    assert call.index == len(message["calls"])
+                    assert call.type == "function"
+                    assert call.function.name
+                    message["ids"].append(call.id)
+                    message["calls"].append((call.function.name, ""))
+                name, arguments = message["calls"][call.index]
+                message["calls"][call.index] = (name, arguments + (call.function.arguments or ""))
+            if choice.finish_reason is not None:
+                message["finish_reason"] = choice.finish_reason
+    return message, chunks
+
+
+def test_calls_in_a_whole_answer(shared: Running, client: openai.OpenAI) -> None:
+    shared.engine.reply = CALLS
+    [choice] = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS).choices
+    assert choice.message.content == "I look."
+    assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()] == FOUND
+    assert all(call.id.startswith("call_") and call.type == "function" for call in choice.message.tool_calls or ())
+    assert choice.finish_reason == "tool_calls"
+
+
+def test_calls_in_a_stream(shared: Running, client: openai.OpenAI) -> None:
+    shared.engine.reply = CALLS
+    message, chunks = stream(client, tools=TOOLS, tool_choice="auto")
+    assert message["content"] == "I look."
+    assert message["calls"] == FOUND
+    assert len(set(message["ids"])) == 2
+    assert message["finish_reason"] == "tool_calls"
+    names = [
+        chunk for chunk in chunks for c in chunk.choices for call in c.delta.tool_calls or () if call.function.name
+    ]
+    arguments = [call for chunk in chunks for c in chunk.choices for call in c.delta.tool_calls or () if not call.id]
+    assert len(names) == 2
+    assert len(arguments) > 5, "arguments are sent as they come"
+
+
+def test_history_with_calls_reaches_the_template(shared: Running, client: openai.OpenAI) -> None:
+    shared.engine.reply = CALLS
+    first = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in first.tool_calls or ()]
+    shared.engine.reply = "Done."
+    second = client.chat.completions.create(model="demo", messages=[*HI, first, *results], tools=TOOLS)
+    assert second.choices[0].message.content == "Done."
+    assert second.choices[0].message.tool_calls is None
+    assert second.choices[0].finish_reason == "stop"
+    ids = shared.engine.requests[-1].prompt_token_ids
+    prompt = shared.engine.tokenizer.decode(ids, skip_special_tokens=False)
+    assert prompt.startswith("weather time ")
+    assert 'weather={"city": "Köln", "days": {}}time={}' in prompt
+    assert "<|tool|>3" in prompt
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_cut_call_ends_with_length(shared: Running, client: openai.OpenAI, streamed: bool) -> None:
+    shared.engine.reply = CALLS
+    options: dict[str, Any] = {"tools": TOOLS, "max_tokens": 50}
+    if streamed:
+        message, _ = stream(client, **options)
+        assert message["finish_reason"] == "length"
+        assert FOUND[0][1].startswith(message["calls"][0][1])
+    else:
+        [choice] = client.chat.completions.create(model="demo", messages=HI, **options).choices
+        assert choice.finish_reason == "length"
+        assert FOUND[0][1].startswith((choice.message.tool_calls or [])[0].function.arguments)
+
+
+def test_one_call_without_parallel_calls(shared: Running, client: openai.OpenAI) -> None:
+    shared.engine.reply = CALLS
+    answer = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS, parallel_tool_calls=False)
+    assert [call.function.name for call in answer.choices[0].message.tool_calls or ()] == ["weather"]
+    message, _ = stream(client, tools=TOOLS, parallel_tool_calls=False)
+    assert message["calls"] == FOUND[:1]
+
+
+def test_tool_choice_none_hides_the_tools(shared: Running, client: openai.OpenAI) -> None:
+    shared.engine.reply = CALLS
+    [choice] = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS, tool_choice="none").choices
+    assert choice.message.content == CALLS
+    assert choice.finish_reason == "stop"
+    prompt = shared.engine.tokenizer.decode(shared.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+    assert "weather" not in prompt
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_logprobs_and_ids_of_a_parsed_stream_are_complete(shared: Running, client: openai.OpenAI, n: int) -> None:
+    shared.engine.reply = CALLS
+    body = {"return_token_ids": True}
+    _, chunks = stream(client, tools=TOOLS, logprobs=True, n=n, extra_body=body)
+    ids = [i for chunk in chunks for c in chunk.choices if c.index == 0 for i in getattr(c, "token_ids", None) or ()]
+    count = sum(len(c.logprobs.content) for k in chunks for c in k.choices if c.index == 0 and c.logprobs)
+    assert shared.engine.tokenizer.decode(ids) == CALLS
+    assert count == len(ids)
+
+
+def test_reasoning(shared: Running, client: openai.OpenAI) -> None:
+    shared.engine.reply = "<think>\nHm, 1+1.\n</think>\n\nTwo."
+    answer = client.chat.completions.create(model="demo", messages=HI)
+    message = answer.choices[0].message
+    assert (message.content, message.reasoning, message.reasoning_content) == ("Two.", "Hm, 1+1.", "Hm, 1+1.")  # type: ignore[attr-defined]
+    details = answer.usage.completion_tokens_details  # type: ignore[union-attr]
+    expected = len(shared.engine.tokenizer.encode_text("<think>\nHm, 1+1.\n</think>\n\nTwo."))
+    assert details is not None
+    assert 0 < (details.reasoning_tokens or 0) < expected
+    parts, chunks = stream(client, stream_options={"include_usage": True})
+    assert (parts["content"], parts["reasoning"]) == ("Two.", "Hm, 1+1.")
+    assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == details.reasoning_tokens
+
+
+def test_reasoning_can_be_left_out(shared: Running, client: openai.OpenAI) -> None:
+    shared.engine.reply = "<think>Hm.</think>Two."
+    body = {"include_reasoning": False}
+    message = client.chat.completions.create(model="demo", messages=HI, extra_body=body).choices[0].message
+    assert message.content == "Two."
+    assert not hasattr(message, "reasoning")
+    parts, _ = stream(client, extra_body=body)
+    assert (parts["content"], parts["reasoning"]) == ("Two.", "")
+
+
+def test_reasoning_before_calls(shared: Running, client: openai.OpenAI) -> None:
+    shared.engine.reply = "<think>Maybe <tool_call>.</think>\n" + CALLS
+    message, _ = stream(client, tools=TOOLS)
+    assert message["reasoning"] == "Maybe <tool_call>."
+    assert message["calls"] == FOUND
+
+
+def test_an_answer_without_reasoning_counts_none(shared: Running, client: openai.OpenAI) -> None:
+    shared.engine.reply = "Two."
+    answer = client.chat.completions.create(model="demo", messages=HI)
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "unknown"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"messages": [*HI, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls"),
+    ],
+)
+def test_refuses_with_the_field(shared: Running, change: dict[str, Any], param: str) -> None:
+    with shared.http() as http:
+        answer = http.post("/v1/chat/completions", json={"messages": HI, "tools": TOOLS, **change})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_a_template_without_a_known_format_is_refused() -> None:
+    with serve(ServerConfig(chat_template="{{ tools }}{{ messages[0].content }}")) as running, running.http() as http:
+        answer = http.post("/v1/chat/completions", json={"messages": HI, "tools": TOOLS})
+        assert answer.status_code == 400
+        assert "--tool-call-parser" in answer.json()["error"]["message"]
+
+
+def test_continues_the_final_message(shared: Running, client: openai.OpenAI) -> None:
+    shared.engine.reply = "world"
+    body = {"continue_final_message": True, "add_generation_prompt": False}
+    messages: list[Any] = [*HI, {"role": "assistant", "content": "Hello, "}]
+    client.chat.completions.create(model="demo", messages=messages, extra_body=body)
+    prompt = shared.engine.tokenizer.decode(shared.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+    assert prompt.endswith("<|assistant|>Hello, ")
+
+
+@pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
+def test_an_unknown_parser_is_refused_at_start(name: str) -> None:
+    from shardline.server.app import create_app
+    from tests.server.fake_engine import fake_llm
+
+    llm, engine = fake_llm()
+    with pytest.raises(ValueError, match="there is no"):
+        create_app(llm, ServerConfig(**{name: "o1"}))  # type: ignore[arg-type]
+    engine.close()
+
+
+def test_arguments_are_json(shared: Running, client: openai.OpenAI) -> None:
+    shared.engine.reply = CALLS
+    answer = client.chat.completions.create(model="demo", messages=HI, tools=TOOLS)
+    for call in answer.choices[0].message.tool_calls or ():
+        json.loads(call.function.arguments)

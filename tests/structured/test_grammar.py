@@ -1,0 +1,226 @@
+"""Grammars: what is taken, what is refused and why, and what matchers allow."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from shardline.models.hub import DEMO_FOLDER
+from shardline.sampling_params import SamplingParams, StructuredOutputsParams
+from shardline.structured.compiler import GrammarCompiler, Matcher
+from shardline.structured.grammar import check_grammar, schema_grammar, structured_grammar, wrap_grammar
+from shardline.text.tokenizer import Tokenizer
+from shardline.text.tool_parsers import find_tool_parser, tool_parser_names
+from shardline.text.tool_parsers.call_rules import CallRules, OfferedFunction
+from tests.text.builders import byte_fallback_json, byte_level_json, metaspace_json
+from tests.text.test_answer_parsers import FORMS, mistral_v11
+
+TOKENIZER = Tokenizer.from_folder(Path(DEMO_FOLDER))
+assert TOKENIZER is not None
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(str(Path(DEMO_FOLDER) / "tokenizer.json"))
+
+
+def follow(compiler: GrammarCompiler, grammar: str, text: str) -> Matcher | None:
+    """The matcher after `text`; None: the grammar does not allow it."""
+    check_grammar(grammar)
+    matcher = compiler.start_grammar(grammar)
+    assert TOKENIZER is not None
+    for token_id in TOKENIZER.encode_text(text, add_special_tokens=False):
+        if matcher.is_finished:
+            return None
+        words, _ = matcher.find_allowed()
+        if not words[token_id >> 5] >> (token_id & 31) & 1:
+            return None
+        matcher.append_token(token_id, is_end=False)
+    return matcher
+
+
+def accepts(compiler: GrammarCompiler, grammar: str, text: str) -> bool:
+    """Whether the whole answer may be `text`."""
+    matcher = follow(compiler, grammar, text)
+    return matcher is not None and (matcher.is_finished or matcher.find_allowed()[1])
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("params", "good", "bad"),
+    [
+        ({"json": SCHEMA}, ['{"a": 1}', '{ "a"\n:1}'], ["{}", '{"a": "x"}', '{"b": 1}', '{"a": 1']),
+        ({"json": json.dumps(SCHEMA)}, ['{"a": 1}'], ["{}"]),
+        ({"json": SCHEMA, "disable_any_whitespace": True}, ['{"a": 1}'], ['{ "a": 1}', '{"a":  1}']),
+        ({"json": SCHEMA, "whitespace_pattern": "x?"}, ['{"a":x1}', '{"a":1}'], ['{"a": 1}']),
+        ({"json_object": True}, ["{}", '{"x": [1, null]}'], ["[]", "3"]),
+        ({"regex": "[0-9]+é?"}, ["12", "1é"], ["", "x", "1éé"]),
+        ({"choice": ["yes", "no", 'a "b"']}, ["yes", 'a "b"'], ["maybe", "ye"]),
+        ({"grammar": 'start: "x" /[0-9]/'}, ["x1"], ["x", "1"]),
+        ({"grammar": 'root ::= "a" | "b"'}, ["a", "b"], ["ab"]),
+    ],
+)  # fmt: skip
+def test_forms(compiler: GrammarCompiler, params: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    grammar = structured_grammar(StructuredOutputsParams(**params))
+    for text in good:
+        assert accepts(compiler, grammar, text), text
+    for text in bad:
+        assert not accepts(compiler, grammar, text), text
+
+
+def test_a_finished_grammar_is_finished(compiler: GrammarCompiler) -> None:
+    matcher = follow(compiler, schema_grammar(SCHEMA), '{"a": 1}')
+    assert matcher is not None
+    assert matcher.is_finished
+    number = follow(compiler, structured_grammar(StructuredOutputsParams(regex="[0-9]+")), "12")
+    assert number is not None
+    assert not number.is_finished
+    assert number.find_allowed()[1]
+    number.append_token(2, is_end=True)
+    assert number.is_finished
+
+
+def test_sequences_have_their_own_matchers(compiler: GrammarCompiler) -> None:
+    grammar = schema_grammar(SCHEMA)
+    first, second = compiler.start_grammar(grammar), compiler.start_grammar(grammar)
+    before = second.find_allowed()[0].copy()
+    assert TOKENIZER is not None
+    first.append_token(TOKENIZER.encode_text("{", add_special_tokens=False)[0], is_end=False)
+    assert (second.find_allowed()[0] == before).all()
+    assert (first.find_allowed()[0] != before).any()
+
+
+def test_a_tokenizer_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    matcher = GrammarCompiler(str(tmp_path / "tokenizer.json")).start_grammar(schema_grammar(SCHEMA))
+    assert not matcher.is_finished
+    with pytest.raises(ValueError, match="cannot be used with grammars"):
+        matcher.find_allowed()
+
+
+@pytest.mark.parametrize("source", [byte_level_json, metaspace_json, byte_fallback_json])
+def test_kinds_of_tokenizers(tmp_path: Path, source: Any) -> None:
+    (tmp_path / "tokenizer.json").write_text(source())
+    matcher = GrammarCompiler(str(tmp_path / "tokenizer.json")).start_grammar(
+        structured_grammar(StructuredOutputsParams(regex="(a| )+"))
+    )
+    backend = tokenizers.Tokenizer.from_str(source())
+    words, may_end = matcher.find_allowed()
+    allowed = [token for token in range(backend.get_vocab_size()) if words[token >> 5] >> (token & 31) & 1]
+    assert not may_end
+    assert allowed
+    for token in allowed:
+        spelled = (
+            backend.id_to_token(token).replace("▁", " ").replace("Ġ", " ").replace("<0x61>", "a").replace("<0x20>", " ")
+        )
+        assert set(spelled) <= {"a", " "}, spelled
+
+
+def test_added_tokens_are_text_unless_they_are_special(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer.from_file(str(Path(DEMO_FOLDER) / "tokenizer.json"))
+    backend.add_tokens([tokenizers.AddedToken("<tool_call>", special=False), "[PLAIN]"])
+    backend.add_special_tokens(["[SPECIAL]"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    own = GrammarCompiler(str(tmp_path / "tokenizer.json"))
+
+    def allows(lark: str, *before: str) -> set[str]:
+        matcher = own.start_grammar(wrap_grammar(lark, ""))
+        for token in before:
+            matcher.append_token(backend.token_to_id(token), is_end=False)
+        words, _ = matcher.find_allowed()
+        added = {token: backend.token_to_id(token) for token in ("<tool_call>", "[PLAIN]", "[SPECIAL]")}
+        return {token for token, i in added.items() if words[i >> 5] >> (i & 31) & 1}
+
+    text = 'start: lead "x"\nlead[lazy]: TEXT "<tool_call>"\nTEXT: /(.|\\n)*/\n'
+    assert allows(text) == {"<tool_call>", "[PLAIN]"}
+    assert allows(text, "[PLAIN]", "<tool_call>") == set()
+    special = backend.token_to_id("[SPECIAL]")
+    assert allows(f'start: TEXT <[{special}]> "x"\nTEXT: /(.|\\n)*/\n') == {"<tool_call>", "[PLAIN]", "[SPECIAL]"}
+
+
+def deep_schema(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"not": {"type": "string"}}}, "not"),
+        ({"json": {"$ref": "#/$defs/x"}}, "x"),
+        ({"json": {"type": "string", "pattern": "(?=a)b"}}, "look-ahead"),
+        ({"json": {"type": "strin"}}, "strin"),
+        ({"json": "{"}, "JSON"),
+        ({"json": "[]"}, "object"),
+        ({"json": deep_schema(400)}, "recursion"),
+        ({"regex": "("}, "regex"),
+        ({"grammar": "start: unknown"}, "unknown"),
+        ({"grammar": 'start: "a"' + ' | "b"' * 100_000}, "characters"),
+    ],
+)
+def test_refusals_name_the_problem(params: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        check_grammar(structured_grammar(StructuredOutputsParams(**params)))
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"json": {}, "regex": "a"}, {"choice": []}, {"choice": [""]}, {"json_object": False}]
+)
+def test_one_form_must_be_set(params: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="structured_outputs"):
+        StructuredOutputsParams(**params)
+    assert SamplingParams(structured_outputs=None).structured_outputs is None
+
+
+def test_a_repetition_of_repetitions_is_cheap(compiler: GrammarCompiler) -> None:
+    started = time.process_time()
+    grammar = structured_grammar(StructuredOutputsParams(regex="(a{1,1000}){1,1000}"))
+    matcher = compiler.start_grammar(grammar)
+    check_grammar(grammar)
+    matcher.find_allowed()
+    assert time.process_time() - started < 2
+
+
+FUNCTIONS = [OfferedFunction("f", SCHEMA), OfferedFunction("weather", None)]
+CALLS = [("f", '{"a": 1}'), ("weather", "{}")]
+
+
+# The other form needs special tokens that the demo's tokenizer lacks.
+TEXT_FORMS = [form for form in FORMS if form[1] is not mistral_v11]
+
+
+@pytest.mark.parametrize(("name", "write"), TEXT_FORMS, ids=[writer.__name__ for _, writer in TEXT_FORMS])
+def test_calls_in_every_format(compiler: GrammarCompiler, name: str, write: Any) -> None:
+    template = "```json" if write.__name__ == "deepseek_v3" else ""
+
+    def grammar(rule: str, parallel: bool = True) -> str:
+        rules = find_tool_parser(name).write_rules(CallRules(FUNCTIONS, parallel, template, {}))
+        return wrap_grammar(f"start: answer\nanswer: {rule}\n{rules}", "")
+
+    both, wrong = write(CALLS), write([("f", '{"b": 1}')])
+    for rule in ("calls", "auto"):
+        assert accepts(compiler, grammar(rule), both)
+        assert accepts(compiler, grammar(rule), write(CALLS[:1]))
+        assert not accepts(compiler, grammar(rule), wrong)
+        assert not accepts(compiler, grammar(rule, parallel=False), both)
+        assert accepts(compiler, grammar(rule, parallel=False), write(CALLS[:1]))
+    assert accepts(compiler, grammar("auto"), 'Hello {"name": 1} <x>')
+    assert not accepts(compiler, grammar("calls"), "Hello")
+
+
+def test_every_format_has_rules() -> None:
+    for name in tool_parser_names():
+        for special in ({}, dict.fromkeys(find_tool_parser(name).markers, 3)):
+            rules = find_tool_parser(name).write_rules(CallRules(FUNCTIONS, True, "", special))
+            for rule in ("calls", "auto"):
+                check_grammar(wrap_grammar(f"start: answer\nanswer: {rule}\n{rules}", ""))

@@ -1,0 +1,278 @@
+"""Answers in every format, cut into pieces at every place."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardline.text.answer_parser import AnswerParser
+from shardline.text.reasoning_parsers import find_reasoning_parser, reasoning_parser_names
+from shardline.text.tool_parsers import find_tool_parser, guess_tool_parser, tool_parser_names
+
+NAMES = ("weather", "f", "find_files")
+
+
+@dataclass
+class Answer:
+    """The joined deltas of an answer."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+
+def join(parser: AnswerParser, pieces: list[str], cut: bool = False) -> Answer:
+    answer = Answer()
+    for delta in [*(parser.add_text(piece) for piece in pieces), parser.end_text(cut=cut)]:
+        answer.reasoning += delta.reasoning
+        answer.content += delta.content
+        for call in delta.calls:
+            if call.name is not None:
+                assert call.index == len(answer.calls), "calls begin in order, with their name"
+                answer.calls.append((call.name, ""))
+            name, arguments = answer.calls[call.index]
+            answer.calls[call.index] = (name, arguments + call.arguments)
+    assert parser.has_calls == bool(answer.calls)
+    return answer
+
+
+def parse(
+    text: str,
+    tools: str | None = None,
+    reasoning: str | None = None,
+    prompt: str = "",
+    *,
+    cut: bool = False,
+    **options: bool,
+) -> Answer:
+    """The answer in one piece; it must be the same in single characters and in two pieces, cut anywhere."""
+
+    def make() -> AnswerParser:
+        return AnswerParser(
+            find_reasoning_parser(reasoning)(prompt) if reasoning else None,
+            find_tool_parser(tools)(NAMES, **options) if tools else None,
+        )
+
+    whole = join(make(), [text], cut)
+    assert join(make(), list(text), cut) == whole
+    for place in range(len(text) + 1):
+        assert join(make(), [text[:place], text[place:]], cut) == whole, place
+    return whole
+
+
+def hermes(calls: list[tuple[str, str]]) -> str:
+    return "\n".join(
+        f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
+        for name, arguments in calls
+    )
+
+
+def llama3_json(calls: list[tuple[str, str]]) -> str:
+    return "; ".join(f'{{"name": {json.dumps(name)}, "parameters": {arguments}}}' for name, arguments in calls)
+
+
+def mistral(calls: list[tuple[str, str]]) -> str:
+    return (
+        "[TOOL_CALLS]["
+        + ", ".join(f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in calls)
+        + "]"
+    )
+
+
+def mistral_v11(calls: list[tuple[str, str]]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
+
+
+def deepseek_v3(calls: list[tuple[str, str]]) -> str:
+    inner = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+def deepseek_v31(calls: list[tuple[str, str]]) -> str:
+    inner = "".join(
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>" for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+WRITERS = {
+    "hermes": [hermes],
+    "llama3_json": [llama3_json],
+    "mistral": [mistral, mistral_v11],
+    "deepseek_v3": [deepseek_v3, deepseek_v31],
+}
+FORMS = [(name, writer) for name, writers in WRITERS.items() for writer in writers]
+in_every_form = pytest.mark.parametrize(("name", "write"), FORMS, ids=[writer.__name__ for _, writer in FORMS])
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+arguments = st.dictionaries(st.text(max_size=6), json_values, max_size=3).map(
+    lambda value: json.dumps(value, ensure_ascii=False)
+)
+call_lists = st.lists(st.tuples(st.sampled_from(NAMES), arguments), min_size=1, max_size=3)
+
+
+def test_every_format_is_tested() -> None:
+    assert set(WRITERS) == set(tool_parser_names())
+
+
+@in_every_form
+@settings(deadline=None, max_examples=40)
+@given(calls=call_lists)
+def test_calls_are_read(name: str, write, calls: list[tuple[str, str]]) -> None:
+    text = write(calls)
+    assert parse(text, name) == Answer(calls=calls)
+
+
+@in_every_form
+@settings(deadline=None, max_examples=40)
+@given(calls=call_lists, cut=st.integers(0, 200))
+def test_a_cut_answer_is_a_part_of_the_whole(name: str, write, calls: list[tuple[str, str]], cut: int) -> None:
+    text = write(calls)[:cut]
+    answer = parse(text, name, cut=True)
+    for (called, given_arguments), (expected, whole) in zip(answer.calls, calls, strict=False):
+        assert called == expected
+        assert whole.startswith(given_arguments)
+    # In Llama's format, the beginning of a call looks like any JSON.
+    assert name == "llama3_json" or answer.content == ""
+
+
+@in_every_form
+@settings(deadline=None, max_examples=40)
+@given(text=st.text(st.sampled_from('ab <>{}[]"\\:,;|`\n') | st.characters(codec="utf-8"), max_size=40))
+def test_any_text_is_the_same_in_any_pieces(name: str, write, text: str) -> None:
+    parse(text, name)
+    parse(write([("f", "{}")])[: len(text)] + text, name)
+
+
+@in_every_form
+@pytest.mark.parametrize("text", ["", " ", "Hello", " Hello, world \n", "a < b", "1 [2] {3}", "<tool", "[TOOL"])
+def test_an_answer_without_calls_stays_as_it_is(name: str, write, text: str) -> None:
+    assert parse(text, name) == Answer(content=text)
+
+
+@in_every_form
+def test_only_the_first_call_is_reported_without_parallel_calls(name: str, write) -> None:
+    calls = [("f", '{"a": 1}'), ("weather", "{}")]
+    assert parse(write(calls), name, parallel=False).calls == calls[:1]
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if name != "llama3_json"])
+def test_content_stands_before_calls(name: str) -> None:
+    write = WRITERS[name][0]
+    assert parse("Let me look.\n\n" + write([("f", "{}")]), name) == Answer(content="Let me look.", calls=[("f", "{}")])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', [("f", "{}")]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", "{}")]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', [("f", "{}")]),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [("f", '{"a": 1}')]),
+        ("hermes", '<tool_call>{"arguments": null, "name": "f"}</tool_call>', [("f", "{}")]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [("f", '{"a": 1}')]),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>}"}}</tool_call>',
+            [("f", '{"a": "</tool_call>}"}')],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": {}}}\n<tool_call>{"name": "f"}',
+            [("f", '{"a": {}}'), ("f", "{}")],
+        ),
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', [("f", "{}")]),
+        ("llama3_json", '{"type": "function", "name": "f", "parameters": {"x": "}"}}', [("f", '{"x": "}"}')]),
+        ("llama3_json", '{"name": "f", "arguments": {}}', [("f", "{}")]),
+        ("mistral", '[TOOL_CALLS] [{"arguments": {"a": 1}, "name": "f"}]', [("f", '{"a": 1}')]),
+        ("mistral", '[TOOL_CALLS]f{"a": 1}', [("f", '{"a": 1}')]),
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": 1}', [("f", '{"a": 1}')]),
+    ],
+)  # fmt: skip
+def test_variants(name: str, text: str, expected: list[tuple[str, str]]) -> None:
+    assert parse(text, name) == Answer(calls=expected)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "unknown", "parameters": {}}', '{"a": 1}', '{"name": "f', "{", '{"name": 3}', ' {"x": "é"} \n']
+)
+def test_llama_json_that_is_no_call_is_content(text: str) -> None:
+    assert parse(text, "llama3_json") == Answer(content=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "a <tool_call>no json</tool_call> b"),
+        ("hermes", '<tool_call>{"nam": 1}</tool_call>'),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>x<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
+    ],
+)
+def test_no_markup_reaches_content(name: str, text: str) -> None:
+    answer = parse(text, name)
+    assert answer.calls == []
+    assert not any(marker in answer.content for marker in find_tool_parser(name).markers)
+    assert answer.content
+
+
+@pytest.mark.parametrize("name", reasoning_parser_names())
+@settings(deadline=None, max_examples=40)
+@given(
+    reasoning=st.text(st.sampled_from("ab <>/thinkTHINK[]\n"), max_size=20),
+    content=st.text(st.sampled_from("ab <>[]\n"), max_size=20),
+)
+def test_reasoning_is_split_off(name: str, reasoning: str, content: str) -> None:
+    parser = find_reasoning_parser(name)
+    expected = Answer(reasoning.strip(), content.lstrip())
+    if parser.end not in reasoning and not reasoning.strip().startswith(parser.begin):
+        marked = f"{parser.begin}{reasoning}{parser.end}{content}"
+        assert parse(marked, reasoning=name) == expected
+        assert (
+            parse(marked.removeprefix(parser.begin), reasoning=name, prompt=f"<|assistant|>{parser.begin}\n")
+            == expected
+        )
+    closed = f"{parser.begin}\n\n{parser.end}\n\n"
+    assert parse(content, reasoning=name, prompt=closed) == Answer(content=content)
+
+
+def test_reasoning_without_marks() -> None:
+    assert parse("think</think>\n\nso", reasoning="deepseek_r1") == Answer("think", "so")
+    assert parse("no marks", reasoning="deepseek_r1") == Answer("no marks")
+    assert parse(" no marks ", reasoning="qwen3") == Answer(content=" no marks ")
+
+
+@pytest.mark.parametrize("name", list(WRITERS))
+def test_reasoning_before_calls(name: str) -> None:
+    calls = [("f", '{"a": "<think>"}')]
+    text = "<think>I shall call <tool_call>.</think>\n" + WRITERS[name][0](calls)
+    assert parse(text, name, "qwen3") == Answer("I shall call <tool_call>.", "", calls)
+
+
+def test_formats_are_guessed_from_templates() -> None:
+    templates = {
+        "hermes": "...<tool_call>\n{...}\n</tool_call>...",
+        "mistral": "{{- '[TOOL_CALLS]' }}",
+        "deepseek_v3": "{{'<｜tool▁calls▁begin｜>'}}",
+        "llama3_json": '{{- "Environment: ipython\n" }} {"name": f, "parameters": d}',
+    }
+    for name, template in templates.items():
+        assert guess_tool_parser(template.replace("f, ", 'f, "parameters": ')) == name
+    assert guess_tool_parser("{% for m in messages %}{{ m.content }}") is None
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="hermes"):
+        find_tool_parser("base")
+    with pytest.raises(ValueError, match="qwen3"):
+        find_reasoning_parser("o1")
