@@ -13,15 +13,18 @@ import pytest
 
 from shardline.api.async_llm import AsyncLLM
 from shardline.config.engine import EngineConfig
-from shardline.sampling_params import SamplingParams
+from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 from shardline.types import CompletionOutput
 from tests.faults.processes import assert_all_end
+
+NUMBERS = StructuredOutputsParams(regex="([0-9]{3},){40}end")
 
 REQUESTS = [
     ("Once upon a time", SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)),
     ("The answer is", SamplingParams(temperature=1.0, n=3, max_tokens=200, logprobs=2, ignore_eos=True)),
     ("A list:", SamplingParams(temperature=0.9, top_p=0.9, max_tokens=400, stop=["zzz", "\n\n\n\n"])),
     ("def main():", SamplingParams(temperature=0.7, repetition_penalty=1.2, min_tokens=150, max_tokens=250)),
+    ("Numbers:", SamplingParams(temperature=1.0, max_tokens=300, structured_outputs=NUMBERS)),
     ("Hello", SamplingParams(temperature=1.1, frequency_penalty=0.4, logits_digest=True, max_tokens=220)),
 ]
 
