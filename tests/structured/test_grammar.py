@@ -163,6 +163,7 @@ def deep_schema(depth: int) -> dict[str, Any]:
         ({"json": "{"}, "JSON"),
         ({"json": "[]"}, "object"),
         ({"json": deep_schema(400)}, "recursion"),
+        ({"json": deep_schema(5000)}, "too deeply"),
         ({"regex": "("}, "regex"),
         ({"grammar": "start: unknown"}, "unknown"),
         ({"grammar": 'start: "a"' + ' | "b"' * 100_000}, "characters"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +25,8 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer_file: str) -> None:
         self._threads = ThreadPoolExecutor(1, "grammars")
-        self._vocabulary = self._threads.submit(Vocabulary, tokenizer_file)
+        # Only the work is done beside the first steps; the file is read at once.
+        self._vocabulary = self._threads.submit(Vocabulary, Path(tokenizer_file).read_bytes())
         self._warm: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._num_chars = 0
 

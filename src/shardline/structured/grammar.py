@@ -148,4 +148,7 @@ def parser_limits() -> LLParserLimits:
 
 
 def _encode(parts: Sequence[Mapping[str, Any]]) -> str:
-    return json.dumps({"grammars": list(parts)}, ensure_ascii=False)
+    try:
+        return json.dumps({"grammars": list(parts)}, ensure_ascii=False)
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
