@@ -80,7 +80,7 @@ def test_a_local_model_streams_and_aborts() -> None:
     tokenizer = load_text(EngineConfig()).tokenizer
     assert tokenizer is not None
     cluster = FakeCluster(next_token=scripted(tokenizer.encode_text("one two three four")))
-    backend = local(cluster, EngineConfig())
+    backend = local(cluster, EngineConfig.from_options(on_failure="exit"))
     messages = [{"role": "user", "content": "hi"}]
     assert "".join(backend.reply(messages)) == "one two three four"
     assert tokenizer.decode(cluster.clients[0].added[0].prompt_token_ids, False).startswith("<|bos|><|user|>hi")
@@ -100,7 +100,7 @@ def test_a_local_model_streams_and_aborts() -> None:
 
 def test_an_engine_that_dies_during_an_answer_says_why() -> None:
     cluster = FakeCluster()
-    backend = local(cluster, EngineConfig())
+    backend = local(cluster, EngineConfig.from_options(on_failure="exit"))
     cluster.clients[0].paused.set()
     death = threading.Timer(0.1, cluster.clients[0].die, ["rank 1 was killed"])
     death.start()

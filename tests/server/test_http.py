@@ -334,7 +334,8 @@ def test_the_access_log_tells_how_a_stream_ended(caplog: pytest.LogCaptureFixtur
     def lines() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.name == "shardline.access"]
 
-    with caplog.at_level(logging.INFO), serve() as running, running.http() as http:
+    ends = EngineConfig.from_options(on_failure="exit")
+    with caplog.at_level(logging.INFO), serve(engine_config=ends) as running, running.http() as http:
         body = {**CHAT, "stream": True}
         http.post("/v1/chat/completions", json=body)
         running.engine.paused = True

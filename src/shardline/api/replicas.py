@@ -96,8 +96,8 @@ class Replicas:
     def prepare_grammar(self, grammar: str) -> None:
         """Have all ranks compile a grammar, because a request with it will follow."""
         for replica in self._replicas:
-            if not replica.dead:
-                with contextlib.suppress(OSError):  # it has just died
+            if not replica.failed:
+                with contextlib.suppress(OSError):  # it has just failed
                     replica.client.prepare_grammar(grammar)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:

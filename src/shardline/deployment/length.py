@@ -31,6 +31,7 @@ def choose_length(config: EngineConfig, groups: Sequence[KVGroup], wanted: int, 
         ValueError: one request of the wanted length does not fit.
     """
     cache, step_tokens = config.cache, config.scheduler.max_num_batched_tokens
+    assert cache.block_size is not None, "it is chosen before"
     fits = longest_request(groups, num_blocks - 1, cache.block_size, step_tokens, wanted)
     if fits >= wanted:
         return wanted
