@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.runtime.backends import open_backend
+from shardline.runtime.ops.sampling.mask import TokenMasks
 from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
@@ -29,7 +30,9 @@ class RecordingSampler(Sampler):
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
 
-    def sample_tokens(self, local_logits: Tensor, plan: SamplingPlan, inputs: SamplingInput) -> Sampled:
+    def sample_tokens(
+        self, local_logits: Tensor, plan: SamplingPlan, inputs: SamplingInput, masks: TokenMasks | None = None
+    ) -> Sampled:
         self.logits.append(local_logits.clone())
         return Sampled(local_logits.argmax(1), None, local_logits)
 

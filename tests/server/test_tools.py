@@ -69,7 +69,9 @@ def test_calls_in_a_whole_answer(shared: Running, client: openai.OpenAI) -> None
 
 def test_calls_in_a_stream(shared: Running, client: openai.OpenAI) -> None:
     shared.engine.reply = CALLS
+    shared.engine.seconds_per_token = 0.005  # tokens that come at once may leave in one piece
     message, chunks = stream(client, tools=TOOLS, tool_choice="auto")
+    shared.engine.seconds_per_token = 0.0
     assert message["content"] == "I look."
     assert message["calls"] == FOUND
     assert len(set(message["ids"])) == 2

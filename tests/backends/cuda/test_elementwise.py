@@ -7,6 +7,7 @@ import torch
 
 from shardline.runtime.ops.activation import activation_reference, gated_activation_reference
 from shardline.runtime.ops.attention.kv_cache import write_kv, write_kv_reference
+from shardline.runtime.ops.attention.pages import tokens_of
 from shardline.runtime.ops.attention.rope import apply_rope_reference, rotary_table
 from shardline.runtime.ops.norm import layer_norm_reference, rms_norm_reference
 from shardline.runtime.ops.sampling.softcap import softcap_reference
@@ -129,8 +130,9 @@ def test_write_kv_as_bytes(rng):
     scales = [torch.zeros(8, 3, 16) for _ in range(4)]
     KERNELS.write_kv(kv[:, 0], kv[:, 1], *caches[:2], slots, *scales[:2])
     write_kv(HOST_KERNELS, kv[:, 0], kv[:, 1], *caches[2:], slots, key_scales=scales[2], value_scales=scales[3])
-    for ours, theirs in zip(caches[:2], caches[2:], strict=True):
-        assert torch.equal(ours, theirs)
+    order = HOST_KERNELS.page_order(torch.float32, latents=False)
+    for ours, theirs, kind in zip(caches[:2], caches[2:], ("keys", "values"), strict=True):
+        assert torch.equal(ours, tokens_of(theirs, kind, order))
     for ours, theirs in zip(scales[:2], scales[2:], strict=True):
         assert torch.equal(ours.isnan(), theirs.isnan())
         assert_same_bits(ours.nan_to_num(), theirs.nan_to_num())

@@ -59,6 +59,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 def load(folder: Path, options: dict[str, object], backend: Backend | None = None) -> Worker:
     """A loaded worker of one rank, with the same weights every time; by default on a GPU in the interpreter."""
     chosen = {"dtype": "float32", "device": "cpu", "cpu_threads": 1, "num_gpu_blocks_override": 8, "max_model_len": 64}
+    chosen["block_size"] = 16
     # What resolve refuses on the CPU.
     accepted = {name: value for name, value in options.items() if value not in ("fp8", "w4a16_32")}
     setup = resolve_here(EngineConfig.from_options(model=str(folder), **chosen, **accepted))
