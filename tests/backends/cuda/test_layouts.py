@@ -42,6 +42,7 @@ pytestmark = pytest.mark.usefixtures("one_kernel_at_a_time")
 
 def setup_of(model: Path, **layout: object) -> Deployment:
     chosen = {"dtype": "float32", "device": "cpu", "cpu_threads": 1, "num_gpu_blocks_override": 8, "max_model_len": 64}
+    chosen["block_size"] = 16
     return resolve_here(EngineConfig.from_options(model=str(model), **chosen, **layout))
 
 
