@@ -118,7 +118,6 @@ class KvSplit {
   F32 value_scales(int64_t key) const { return load(value_scales_[key / kPanelTokens] + key % kPanelTokens); }
 
   int64_t key_words() const { return words_of<W>(key_dim_); }
-  int64_t key_dim() const { return key_dim_; }
   int64_t value_dim() const { return value_dim_; }
   bool pass_once() const { return pass_once_; }
 

@@ -146,6 +146,9 @@ class Engines:
         except (OSError, RuntimeError, ValueError) as error:
             if client is not None:
                 client.close()
+                with self._closing:
+                    if client in self._open:
+                        self._open.remove(client)
             self._on_event(index, RestartFailed(str(error)))
         else:
             self._on_event(index, EngineRestarted(client))

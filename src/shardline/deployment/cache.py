@@ -18,7 +18,6 @@ from shardline.models.spec import DTYPE_BYTES, MLA, DecoderSpec, DType, KVDType,
 BLOCK_TOKENS = 16
 """Blocks hold a multiple of this many tokens: products of attention take so many keys at once."""
 
-
 _STREAM_BYTES = 4096
 """A CPU reads memory at full speed in contiguous pieces of this size or more."""
 
@@ -41,7 +40,7 @@ def choose_block_size(asked: int | None, spec: DecoderSpec, dtype: DType, kv_dty
             raise ValueError(f"keys of {dim} elements: on a CPU, bf16 needs an even number; --dtype float32 would work")
     if asked is not None:
         return asked
-    is_short = BLOCK_TOKENS * min(dims) * DTYPE_BYTES[kv_dtype] < _STREAM_BYTES
+    is_short = BLOCK_TOKENS * min(dims, default=_STREAM_BYTES) * DTYPE_BYTES[kv_dtype] < _STREAM_BYTES
     return 2 * BLOCK_TOKENS if is_short and device == "cpu" else BLOCK_TOKENS
 
 
