@@ -70,21 +70,23 @@ def write_kv_reference(
 ) -> None:
     """`write_kv` to pages in the order of tokens."""
     block_size = key_cache.shape[2]
-    for token, slot in enumerate(slots.tolist()):
-        if slot < 0:
-            continue
-        place = slot // block_size, slice(None), slot % block_size
-        for new, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
-            row = new[token]
-            if scales is not None:
-                if cache.dtype == torch.float8_e4m3fn:
-                    row, scales[place] = quantize_rows_fp8_reference(row, cache.dtype)
-                else:
-                    largest = row.float().abs().amax(-1, keepdim=True)
-                    scales[place] = largest[:, 0] / 127
-                    inverse = torch.full_like(largest, 127) / largest
-                    row = torch.where(largest > 0, row.float() * inverse, 0.0).round()
-            cache[place] = row.to(cache.dtype)
+    is_kept = slots >= 0
+    place = slots[is_kept] // block_size, slice(None), slots[is_kept] % block_size
+    for new, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
+        rows = new[is_kept]
+        if scales is not None:
+            if cache.dtype == torch.float8_e4m3fn:
+                quantized, row_scales = quantize_rows_fp8_reference(rows.flatten(0, 1), cache.dtype)
+                rows, scales[place] = quantized.view(rows.shape), row_scales.view(rows.shape[:2])
+            else:
+                largest = rows.float().abs().amax(-1, keepdim=True)
+                scales[place] = largest[..., 0] / 127
+                inverse = torch.full_like(largest, 127) / largest
+                rows = torch.where(largest > 0, rows.float() * inverse, 0.0).round()
+        if cache.itemsize == 1:  # torch cannot scatter fp8
+            cache.view(torch.uint8)[place] = rows.to(cache.dtype).view(torch.uint8)
+        else:
+            cache[place] = rows.to(cache.dtype)
 
 
 class QuantizedLatents(NamedTuple):
@@ -123,7 +125,5 @@ def write_latent_reference(latent: Tensor, rope_key: Tensor, cache: LatentCache,
         write_kv_reference(latent[:, None], latent[:, None], heads, heads, slots, **named)
         write_kv_reference(*(rope_key[:, None],) * 2, *(cache.rope_keys[:, None],) * 2, slots)
         return
-    rows = cache.view(-1, cache.shape[2])
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            rows[slot] = torch.cat([latent[token], rope_key[token]])
+    is_kept = slots >= 0
+    cache.view(-1, cache.shape[2])[slots[is_kept]] = torch.cat([latent[is_kept], rope_key[is_kept]], dim=-1)
