@@ -6,9 +6,12 @@ Run in a process of its own: Triton must not be in interpreter mode.
 
 from __future__ import annotations
 
+import bisect
 import collections
+import itertools
 import json
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -310,24 +313,56 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-def describe(kernel: Any) -> dict[str, Any]:
-    """Its resources, and how often it has the instructions that matter."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
+_COUNTED = re.compile(r"\b(HGMMA|QGMMA|IGMMA|HMMA|QMMA|IMMA|FFMA|LDGSTS\.[\w.]*|LDL|STL)\b")
+"""Instructions that matter."""
+_INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/(.*)$", re.MULTILINE)
+
+
+def describe(kernels: list[Any]) -> list[dict[str, Any]]:
+    """Their resources, and how often they have the instructions that matter."""
+    opcodes = count_opcodes([code_of(kernel.asm["cubin"]) for kernel in kernels])
+    described = []
+    for kernel, counts in zip(kernels, opcodes, strict=True):
+        usage = run_tool("cuobjdump", "--dump-resource-usage", content=kernel.asm["cubin"])
+        described.append(
+            {
+                "name": kernel.metadata.name,
+                "shared_bytes": kernel.metadata.shared,
+                **{name.lower(): int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)},
+                "opcodes": dict(counts),
+            }
+        )
+    return described
+
+
+def run_tool(name: str, *options: str, content: bytes) -> str:
+    """What a tool prints about a file with this content."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
         file.flush()
+        done = subprocess.run([_TOOLS / name, *options, file.name], capture_output=True, text=True, check=True)
+    return done.stdout
 
-        def dump(what: str) -> str:
-            done = subprocess.run([_TOOLS / "cuobjdump", what, file.name], capture_output=True, text=True, check=True)
-            return done.stdout
 
-        usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", dump("--dump-resource-usage")))
-        opcodes = re.findall(r"\b(HGMMA|QGMMA|IGMMA|HMMA|QMMA|IMMA|FFMA|LDGSTS\.[\w.]*|LDL|STL)\b", dump("--dump-sass"))
-    return {
-        "name": kernel.metadata.name,
-        "shared_bytes": kernel.metadata.shared,
-        **{name.lower(): int(value) for name, value in usage.items()},
-        "opcodes": dict(collections.Counter(opcodes)),
-    }
+def code_of(cubin: bytes) -> bytes:
+    """The instructions of a kernel: the section .text.NAME of its ELF file."""
+    (sections_begin,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, sections_begin + index * size) for index in range(count)]
+    names_begin = sections[names][4]
+    [(_, _, _, _, begin, length)] = [
+        section for section in sections if cubin.startswith(b".text.", names_begin + section[0])
+    ]
+    return cubin[begin : begin + length]
+
+
+def count_opcodes(codes: list[bytes]) -> list[collections.Counter[str]]:
+    """Of each kernel. All are disassembled as one, because the disassembler takes half a second to start."""
+    ends = list(itertools.accumulate(map(len, codes)))
+    counts: list[collections.Counter[str]] = [collections.Counter() for _ in codes]
+    for address, text in _INSTRUCTION.findall(run_tool("nvdisasm", "-b", "SM90a", content=b"".join(codes))):
+        counts[bisect.bisect_right(ends, int(address, 16))].update(_COUNTED.findall(text))
+    return counts
 
 
 def main() -> None:
@@ -337,11 +372,15 @@ def main() -> None:
         case names:
             wanted = names or list(CASES)
     driver.set_active(_Sm90Driver())
-    result = {}
+    cases, compiled = [], []
     for name in wanted:
         with _compiled() as kernels:
             CASES[name]()
-        result[name] = [describe(kernel) for kernel in kernels]
+        cases += [name] * len(kernels)
+        compiled += kernels
+    result: dict[str, list[dict[str, Any]]] = {name: [] for name in wanted}
+    for name, kernel in zip(cases, describe(compiled), strict=True):
+        result[name].append(kernel)
     json.dump(result, sys.stdout, indent=1)
 
 
