@@ -82,8 +82,7 @@ def logits_of_one(model: Path) -> list[Tensor]:
         return logits(worker, groups)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(("family", "size"), [("mixtral", 3), ("qwen2_moe", 2)])
 def test_whole_experts(tmp_path: Path, family: str, size: int) -> None:
     make_checkpoint(family, tmp_path, num_hidden_layers=2)
     expected = logits_of_one(tmp_path)

@@ -158,7 +158,7 @@ def test_steps_launched_behind_another_have_the_answers_of_steps_alone(tmp_path,
     """The host knows of every token a step late; penalties, draws and positions do not show it."""
     model = make_checkpoint("llama", tmp_path, num_hidden_layers=1)
     requests = [
-        msgspec.structs.replace(r, sampling=msgspec.structs.replace(r.sampling, max_tokens=6, logprobs=2))
+        msgspec.structs.replace(r, sampling=msgspec.structs.replace(r.sampling, max_tokens=4, logprobs=2))
         for r in make_requests(256, count=6)
     ]
     finish, most = PendingStep.result, 0
