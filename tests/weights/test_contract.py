@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardline import _cpu
 from shardline.runtime.ops.activation import gated_activation
 from shardline.runtime.ops.moe.experts import expert_up
 from shardline.runtime.ops.sampling.sample import find_best
@@ -23,6 +24,8 @@ EXACT_ORACLES = {"int8", "int4"}
 
 PARTS = [(150,), (1, 149), (64, 64, 22), (65, 0, 85), (7, 3, 1, 139)]
 SLICES = [(0, 1), (0, 67), (67, 134), (134, 150), (149, 150), (63, 129)]
+BATCHES = (*range(1, 34), 61, 119, 121, 239, 241, 481)
+"""Numbers of rows: every way to cut a few rows into tiles, and those about the bounds of a task (see gemm_tiles.h)."""
 
 
 @pytest.fixture(params=[name for name in format_names() if name not in WITHOUT_HOST_KERNELS])
@@ -90,12 +93,12 @@ def test_parts_are_packed_like_the_whole(form, dtype, rng, parts):
 @pytest.mark.usefixtures("isa")
 def test_an_output_depends_on_its_row_of_x_only(form, dtype, rng):
     weight, bias = randn(70, 150, dtype=dtype, rng=rng), randn(70, dtype=dtype, rng=rng)
-    x = randn(130, 150, dtype=dtype, rng=rng)
+    x = randn(490, 150, dtype=dtype, rng=rng)
     for packed in (form.pack_linear(KERNELS, weight), form.pack_lm_head(KERNELS, weight)):
         whole = packed(x, bias, out_dtype=torch.float32)
-        for m in range(1, 131):
+        for m in BATCHES:
             assert_same_bits(packed(x[:m], bias, out_dtype=torch.float32), whole[:m])
-        for start in (1, 5, 77, 129):
+        for start in (1, 5, 239, 489):
             assert_same_bits(packed(x[start : start + 1], bias, out_dtype=torch.float32), whole[start : start + 1])
 
 
@@ -110,14 +113,29 @@ def test_an_output_depends_on_its_row_of_the_weight_only(form, dtype, rng):
             assert_same_bits(part, whole[:, begin:end])
 
 
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 64), (3, 77, 100), (6, 1, 1), (13, 1500, 65), (31, 130, 640)])
+@pytest.mark.usefixtures("isa")
+def test_threads_do_not_matter(form, dtype, rng):
+    """With three threads, the rows are cut into smaller tasks."""
+    weight, x = randn(140, 300, dtype=dtype, rng=rng), randn(300, 300, dtype=dtype, rng=rng)
+    packed, gated = form.pack_linear(KERNELS, weight), form.pack_gated(KERNELS, weight[:70], weight[70:])
+    alone, gated_alone = packed(x, out_dtype=torch.float32), gated(x, None, "silu")
+    for num_threads in (2, 3):
+        _cpu.set_num_threads(num_threads)
+        assert_same_bits(packed(x, out_dtype=torch.float32), alone)
+        assert_same_bits(gated(x, None, "silu"), gated_alone)
+        assert_same_bytes(form.pack_linear(KERNELS, weight), packed)
+    _cpu.set_num_threads(1)
+
+
+# The deepest has several blocks of K in every format.
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 64), (3, 77, 100), (6, 1, 1), (13, 4200, 65), (250, 130, 190)])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.usefixtures("isa")
 def test_products_are_those_of_the_oracle(name, form, dtype, rng, m, k, n, with_bias):
     x, weight = randn(m, k, dtype=dtype, rng=rng), randn(n, k, dtype=dtype, rng=rng)
     bias = randn(n, dtype=dtype, rng=rng) if with_bias else None
     packed = form.pack_linear(KERNELS, weight)
-    for out_dtype in (dtype, torch.float32):
+    for out_dtype in (torch.bfloat16, torch.float32):
         actual = packed(x, bias, out_dtype=out_dtype)
         expected = form.multiply_reference(KERNELS, x, weight, bias, out_dtype)
         if name in EXACT_ORACLES:
@@ -160,17 +178,25 @@ def test_rows_may_come_quantized_where_the_format_says_so(form, dtype, rng):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.usefixtures("isa")
 def test_gated_products_are_rounded_once(form, dtype, rng, with_bias):
-    x, gate, up = (randn(rows, 150, dtype=dtype, rng=rng) for rows in (90, 101, 101))
+    x, gate, up = (randn(rows, 150, dtype=dtype, rng=rng) for rows in (490, 101, 101))
     bias = randn(2 * 101, dtype=dtype, rng=rng) if with_bias else None
     product = form.pack_linear(KERNELS, gate, up)(x, bias, out_dtype=torch.float32)
     expected = gated_activation(KERNELS, product, "silu").to(dtype)
     packed = form.pack_gated(KERNELS, gate, up)
-    for m in (*range(1, 34), 90):
+    for m in BATCHES:
         assert_same_bits(packed(x[:m], bias, "silu"), expected[:m])
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.usefixtures("isa")
+def test_a_gated_output_depends_on_its_rows_of_the_weight_only(form, dtype, rng, with_bias):
+    x, gate, up = (randn(rows, 1100, dtype=dtype, rng=rng) for rows in (9, 101, 101))
+    bias = randn(2 * 101, dtype=dtype, rng=rng) if with_bias else None
+    whole = form.pack_gated(KERNELS, gate, up)(x, bias, "silu")
     for begin, end in [(0, 1), (0, 34), (34, 68), (68, 101), (100, 101), (31, 65)]:
         both = None if bias is None else torch.cat([bias[begin:end], bias[101 + begin : 101 + end]])
         part = form.pack_gated(KERNELS, gate[begin:end], up[begin:end])
-        assert_same_bits(part(x, both, "silu"), expected[:, begin:end].contiguous())
+        assert_same_bits(part(x, both, "silu"), whole[:, begin:end].contiguous())
 
 
 @pytest.mark.usefixtures("isa")
@@ -189,7 +215,7 @@ def test_rows_of_experts_have_the_bits_of_one_linear(form, dtype, rng):
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 1), (3, 77, 63), (9, 40, 65), (50, 130, 1000)])
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 1), (3, 77, 63), (7, 100, 64), (9, 40, 65), (250, 130, 333)])
 @pytest.mark.usefixtures("isa")
 def test_the_best_output_is_the_first_largest_of_all(form, dtype, rng, with_bias, m, k, n):
     x, weight = randn(m, k, dtype=dtype, rng=rng), randn(n, k, dtype=dtype, rng=rng)
@@ -202,6 +228,16 @@ def test_the_best_output_is_the_first_largest_of_all(form, dtype, rng, with_bias
     assert_same_bits(best[:, 0].contiguous(), logits.amax(1))
     is_largest = logits == logits.amax(1, keepdim=True)
     assert torch.equal(best[:, 1].contiguous().view(torch.int32), is_largest.int().argmax(1).int())
+
+
+@pytest.mark.usefixtures("isa")
+def test_ties_go_to_the_lowest_column(form, dtype, rng):
+    x, few = randn(20, 32, dtype=dtype, rng=rng), randn(3, 32, dtype=dtype, rng=rng)
+    order = torch.randint(0, 3, (333,), generator=rng)
+    ids = form.pack_lm_head(KERNELS, few[order]).argmax(x)[:, 1].contiguous().view(torch.int32)
+    first = [int((order == kind).int().argmax()) for kind in range(3)]
+    assert set(ids.tolist()) <= set(first)
+    assert len(set(ids.tolist())) > 1
 
 
 def test_bytes_are_those_of_the_formula(form, dtype):

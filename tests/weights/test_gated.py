@@ -1,6 +1,6 @@
-from __future__ import annotations
+"""Gated products beyond what test_contract.py asks of every format: all activations, and unusual values."""
 
-from functools import partial
+from __future__ import annotations
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ FORMATS = ["plain", "int8", "int4"]
 NAMES = ["silu", "gelu_tanh", "gelu", "relu"]
 
 
-def two_ops(form: str, x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, name: str) -> Tensor:
+def two_ops(x: Tensor, gate: Tensor, up: Tensor, name: str) -> Tensor:
     """In fp32, rounded at the end."""
-    product = weight_format(form).pack_linear(KERNELS, torch.cat([gate, up]))(x, bias, out_dtype=torch.float32)
+    product = plain.Format().pack_linear(KERNELS, torch.cat([gate, up]))(x, out_dtype=torch.float32)
     return gated_activation(KERNELS, product, name).to(x.dtype)
 
 
@@ -40,36 +40,18 @@ def test_matches_reference(dtype, rng, name):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("m", "k", "width"), [(1, 64, 32), (3, 77, 1), (9, 1500, 65), (250, 130, 111)])
+@pytest.mark.parametrize(("m", "k", "width"), [(1, 64, 32), (4, 77, 1), (9, 1500, 65), (250, 130, 111)])
 @pytest.mark.usefixtures("isa")
-def test_bits_of_two_ops(dtype, rng, form, name, with_bias, m, k, width):
+def test_bits_of_two_ops(dtype, rng, form, m, k, width):
+    """With every activation; half of them with a bias, the other half at the next shape."""
     x, gate, up = (randn(rows, k, dtype=dtype, rng=rng) for rows in (m, width, width))
-    bias = randn(2 * width, dtype=dtype, rng=rng) if with_bias else None
-    actual = weight_format(form).pack_gated(KERNELS, gate, up)(x, bias, name)
-    assert_same_bits(actual, two_ops(form, x, gate, up, bias, name))
-
-
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.usefixtures("isa")
-def test_bits_of_two_ops_for_every_batch(dtype, rng, form):
-    k, width = 70, 45
-    x, gate, up = (randn(rows, k, dtype=dtype, rng=rng) for rows in (4096, width, width))
-    expected, packed = two_ops(form, x, gate, up, None, "silu"), weight_format(form).pack_gated(KERNELS, gate, up)
-    for m in [*range(1, 258), 1024, 4096]:
-        assert_same_bits(packed(x[:m], None, "silu"), expected[:m])
-
-
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.usefixtures("isa")
-def test_a_column_does_not_depend_on_the_shard(dtype, rng, form):
-    k, width = 1100, 101
-    x, gate, up = (randn(rows, k, dtype=dtype, rng=rng) for rows in (9, width, width))
-    pack_gated = partial(weight_format(form).pack_gated, KERNELS)
-    whole = pack_gated(gate, up)(x, None, "silu")
-    for begin, end in [(0, 1), (0, 34), (34, 68), (68, 101), (100, 101), (31, 65)]:
-        assert_same_bits(pack_gated(gate[begin:end], up[begin:end])(x, None, "silu"), whole[:, begin:end])
+    bias = randn(2 * width, dtype=dtype, rng=rng)
+    packed = weight_format(form).pack_gated(KERNELS, gate, up)
+    product = weight_format(form).pack_linear(KERNELS, torch.cat([gate, up]))
+    for place, name in enumerate(NAMES):
+        added = bias if (place + m) % 2 else None
+        expected = gated_activation(KERNELS, product(x, added, out_dtype=torch.float32), name).to(dtype)
+        assert_same_bits(packed(x, added, name), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,19 +63,9 @@ def test_tiny_and_infinite_values(dtype, name):
     up = torch.tensor(values).repeat_interleave(7)[:, None].to(dtype)
     x = torch.tensor([[1.0], [1e-3], [-1.0]]).to(dtype)
     actual = weight_format("plain").pack_gated(KERNELS, gate, up)(x, None, name)
-    expected = two_ops("plain", x, gate, up, None, name)
+    expected = two_ops(x, gate, up, name)
     assert torch.equal(actual.isnan(), expected.isnan())
     assert_same_bits(actual.nan_to_num(nan=1.0), expected.nan_to_num(nan=1.0))
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_threads_do_not_matter(dtype, rng, form):
-    x, gate, up = (randn(rows, 300, dtype=dtype, rng=rng) for rows in (600, 250, 250))
-    packed = weight_format(form).pack_gated(KERNELS, gate, up)
-    alone = packed(x, None, "silu")
-    _cpu.set_num_threads(2)
-    assert_same_bits(packed(x, None, "silu"), alone)
-    _cpu.set_num_threads(1)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -114,7 +86,7 @@ def test_is_replayed(dtype, rng):
     x.copy_(randn(3, 40, dtype=dtype, rng=rng))
     replayed = program.replay()
     assert replayed is not None
-    assert_same_bits(replayed, two_ops("plain", x, gate, up, None, "silu"))
+    assert_same_bits(replayed, two_ops(x, gate, up, "silu"))
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -1,57 +1,14 @@
+"""What plain weights have of their own; test_contract.py has the rest."""
+
 from __future__ import annotations
 
 import pytest
 import torch
 
-from shardline import _cpu
 from shardline.weights.formats.plain import Format
-from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
+from tests.ops.helpers import KERNELS, assert_same_bits, randn
 
 PLAIN = Format()
-
-
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 64), (3, 77, 100), (6, 1, 1), (13, 1500, 65), (250, 600, 130)])
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.usefixtures("isa")
-def test_matches_reference(dtype, rng, m, k, n, with_bias):
-    x, weight = randn(m, k, dtype=dtype, rng=rng), randn(n, k, dtype=dtype, rng=rng)
-    bias = randn(n, dtype=dtype, rng=rng) if with_bias else None
-    scale = x.double().abs() @ weight.double().abs().T + 1
-    packed = PLAIN.pack_linear(KERNELS, weight)
-    for out_dtype in (dtype, torch.float32):
-        actual = packed(x, bias, out_dtype=out_dtype)
-        assert_close(actual, PLAIN.multiply_reference(KERNELS, x, weight, bias, out_dtype), scale=scale)
-
-
-@pytest.mark.usefixtures("isa")
-def test_a_row_does_not_depend_on_the_batch(dtype, rng):
-    k, n = 150, 70
-    weight, bias = PLAIN.pack_linear(KERNELS, randn(n, k, dtype=dtype, rng=rng)), randn(n, dtype=dtype, rng=rng)
-    x = randn(4096, k, dtype=dtype, rng=rng)
-    whole = weight(x, bias)
-    for m in [*range(1, 258), 1024]:
-        assert_same_bits(weight(x[:m], bias), whole[:m])
-    for start in (1, 5, 239, 4095):
-        assert_same_bits(weight(x[start : start + 1], bias), whole[start : start + 1])
-
-
-@pytest.mark.usefixtures("isa")
-def test_a_column_does_not_depend_on_the_shard(dtype, rng):
-    k, n = 1100, 200  # more than one block of K
-    weight, x = randn(n, k, dtype=dtype, rng=rng), randn(9, k, dtype=dtype, rng=rng)
-    whole = PLAIN.pack_linear(KERNELS, weight)(x)
-    for begin, end in [(0, 1), (0, 67), (67, 134), (134, 200), (199, 200), (63, 129)]:
-        assert_same_bits(PLAIN.pack_linear(KERNELS, weight[begin:end])(x), whole[:, begin:end])
-
-
-@pytest.mark.usefixtures("isa")
-def test_threads_do_not_matter(dtype, rng):
-    weight, x = PLAIN.pack_linear(KERNELS, randn(500, 300, dtype=dtype, rng=rng)), randn(600, 300, dtype=dtype, rng=rng)
-    alone = weight(x)
-    for num_threads in (2, 3):
-        _cpu.set_num_threads(num_threads)
-        assert_same_bits(weight(x), alone)
-    _cpu.set_num_threads(1)
 
 
 def test_strided_input_and_output(dtype, rng):
@@ -75,10 +32,6 @@ def test_one_rounding_to_bf16_is_torchs(rng):
     one = PLAIN.pack_linear(KERNELS, torch.ones(1, 1))
     alone = torch.stack([one(x[:, i : i + 1], out_dtype=torch.bfloat16) for i in range(64)])
     assert_same_bits(alone[:, :, 0].T, x.to(torch.bfloat16))
-
-
-def test_no_rows(dtype):
-    assert PLAIN.pack_linear(KERNELS, torch.ones(5, 8, dtype=dtype))(torch.empty(0, 8, dtype=dtype)).shape == (0, 5)
 
 
 @pytest.mark.parametrize(
