@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -275,10 +279,20 @@ def make_checkpoint(
 
     Same arguments, same bytes. With a `max_shard_size` like "60KB" there are several files and an index.
     """
-    model = make_model(family, seed, **overrides).to(getattr(torch, dtype))
-    model.config.dtype = dtype
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in _checkpoint_files(family, seed, dtype, max_shard_size, json.dumps(overrides)).items():
+        (folder / name).write_bytes(content)
     return folder
+
+
+@functools.lru_cache(maxsize=32)
+def _checkpoint_files(family: str, seed: int, dtype: str, max_shard_size: str, overrides: str) -> Mapping[str, bytes]:
+    """Files by their names; kept, since many tests want the same ones."""
+    model = make_model(family, seed, **json.loads(overrides)).to(getattr(torch, dtype))
+    model.config.dtype = dtype
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def make_variant(name: str, folder: Path, **options: Any) -> Path:
