@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scripts.house.imports import cycles, import_graph
+from scripts.house.imports import cycles, import_graph, parse_file
 from scripts.house.machine import library_uses, machine_places
 from scripts.house.mentions import format_mentions, model_mentions
 from scripts.house.request import spine_files, touched_files
@@ -22,6 +23,13 @@ LIBRARY_LINES = 5
 
 FORMAT_FILES = {"int8": 3, "int4": 0, "fp8": 1, "w4a16": 1}
 """Files besides its own that know a weight format."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees() -> Iterator[None]:
+    """Parsed once, and kept no longer than these tests need them."""
+    yield
+    parse_file.cache_clear()
 
 
 def test_modules_in_cycles():

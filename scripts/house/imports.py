@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,12 @@ def module_files(source: Path = SOURCE) -> dict[str, Path]:
         parts = path.relative_to(source).with_suffix("").parts
         files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return files
+
+
+@functools.cache
+def parse_file(path: Path) -> ast.Module:
+    """The tree of a file, kept because every figure reads all files."""
+    return ast.parse(path.read_text())
 
 
 def runtime_imports(tree: ast.Module, module: str, is_package: bool) -> list[Import]:
@@ -84,7 +91,7 @@ def import_graph(source: Path = SOURCE) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for module, path in files.items():
         edges = set()
-        for one in runtime_imports(ast.parse(path.read_text()), module, path.stem == "__init__"):
+        for one in runtime_imports(parse_file(path), module, path.stem == "__init__"):
             whole = f"{one.target}.{one.name}"
             target = whole if one.name and whole in files else one.target
             if target in files and target != module:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.house.imports import PACKAGE, SOURCE, module_files, runtime_imports
+from scripts.house.imports import PACKAGE, SOURCE, module_files, parse_file, runtime_imports
 
 _BACK_ENDS = (f"{PACKAGE}.runtime.backends", f"{PACKAGE}.runtime.ops.dispatch", f"{PACKAGE}.runtime.ops.triton")
 ROOMS = (*_BACK_ENDS, f"{PACKAGE}.deployment")
@@ -72,7 +72,7 @@ def _places(source: Path, find: Find) -> list[Place]:
         if _is_in(module, ROOMS):
             continue
         rules: dict[int, set[str]] = {}
-        tree = ast.parse(path.read_text())
+        tree = parse_file(path)
         imports = [
             (one.line, one.target, f"{one.target}.{one.name}" if one.name else one.target)
             for one in runtime_imports(tree, module, path.stem == "__init__")

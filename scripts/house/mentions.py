@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.house.imports import PACKAGE, SOURCE, module_files, runtime_imports
+from scripts.house.imports import PACKAGE, SOURCE, module_files, parse_file, runtime_imports
 from scripts.house.machine import PROTOCOLS
 
 FORMATS = ("int8", "int4", "fp8", "w4a16")
@@ -33,7 +33,7 @@ def format_mentions(source: Path = SOURCE) -> dict[str, list[str]]:
     for module, path in module_files(source).items():
         if (module.startswith(_KERNELS) and module not in PROTOCOLS) or "kv" in path.stem:
             continue
-        mentioned = set(_formats_in(ast.parse(path.read_text()), ""))
+        mentioned = set(_formats_in(parse_file(path), ""))
         for name in mentioned - {path.stem}:
             found[name].append(str(path.relative_to(source)))
     return found
@@ -81,7 +81,7 @@ def model_files(source: Path = SOURCE) -> dict[str, Path]:
 
 
 def _is_family(path: Path) -> bool:
-    tree = ast.parse(path.read_text())
+    tree = parse_file(path)
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     return names >= {"decoder_spec", "tensor_source"}
 
@@ -93,7 +93,7 @@ def model_mentions(source: Path = SOURCE) -> dict[str, list[str]]:
     for module, path in module_files(source).items():
         if path in models.values():
             continue
-        tree = ast.parse(path.read_text())
+        tree = parse_file(path)
         strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         imported = {
             part
