@@ -39,11 +39,14 @@ def quantize(weight: Array, group_size: int, symmetric: bool, rng: np.random.Gen
 def dense(q: Array, scales: Array, zeros: Array, group_size: int) -> Array:
     """The weight that these numbers stand for, in fp64."""
     size = q.shape[1] if group_size == -1 else group_size
+    steps, offsets = scales.astype(np.float64).tolist(), zeros.tolist()
     weight = np.zeros(q.shape)
-    for row in range(q.shape[0]):
-        for column in range(q.shape[1]):
+    for row, numbers in enumerate(q.tolist()):
+        values = []
+        for column, number in enumerate(numbers):
             group = column // size
-            weight[row, column] = (q[row, column] - zeros[row, group]) * float(scales[row, group])
+            values.append((number - offsets[row][group]) * steps[row][group])
+        weight[row] = values
     return weight
 
 
@@ -51,10 +54,12 @@ def words_of(numbers: Array, places: dict[int, int] | None = None) -> torch.Tens
     """[rows, 8 W] numbers below 16 -> [rows, W] int32; the n-th of eight goes to bits 4 * places[n]."""
     rows, count = numbers.shape
     words = np.zeros((rows, count // 8), dtype=np.uint32)
-    for row in range(rows):
-        for column in range(count):
+    for row, values in enumerate(numbers.tolist()):
+        packed = [0] * (count // 8)
+        for column, value in enumerate(values):
             place = column % 8 if places is None else places[column % 8]
-            words[row, column // 8] |= np.uint32(int(numbers[row, column]) << (4 * place))
+            packed[column // 8] |= value << (4 * place)
+        words[row] = packed
     return torch.from_numpy(words.view(np.int32))
 
 
