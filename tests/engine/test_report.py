@@ -27,7 +27,7 @@ def test_ranks_hold_what_the_formulas_say(family: str, tensor: int, pipeline: in
                  "v_head_dim": 64, "moe_intermediate_size": 192}  # fmt: skip
         wide |= {"q_lora_rank": 192} if family == "deepseek_v3" else {}
     model = make_checkpoint(family, tmp_path / family, **wide)
-    backend = "uni" if tensor * pipeline == 1 else "mp"
+    backend = "uni" if tensor * pipeline == 1 else "threads"
     config = EngineConfig.from_options(
         model=str(model),
         tensor_parallel_size=tensor,

@@ -111,7 +111,7 @@ def test_tiny_pools(
 ) -> None:
     monkeypatch.setattr(scheduler_module, "MIN_PREFILL_TOKENS", 3)
     preemptions = 0
-    for seed in range(15):
+    for seed in range(6):
         shape = Shape(
             groups,
             num_blocks=2 + blocks_per_request(groups, 39, 4, 1),
