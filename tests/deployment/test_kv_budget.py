@@ -16,9 +16,10 @@ from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment, FixedPool, MeasuredPool
 from shardline.deployment.here import resolve_here
 from shardline.deployment.kv_budget import agree_allocation, explain, fixed_allocation
-from shardline.deployment.messages import MemoryUse
+from shardline.deployment.messages import MemoryUse, RankReport
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor, rank_processes
+from shardline.engine.executor.base import Executor
 from shardline.engine.report import startup_report
 from shardline.models.sizes import kv_block_bytes
 from tests.engine import measuring_worker
@@ -101,33 +102,41 @@ def measuring_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_ranks_measure_agree_and_answer(model: Path, layout: dict[str, int], measuring_workers: None) -> None:
     setup = measuring(model, **layout, max_num_seqs=64, max_num_batched_tokens=32)
-    plain = with_pool(setup, FixedPool(201))
-    answers = []
-    for chosen in (setup, plain):
-        executor = make_executor(chosen)
-        try:
-            reports = executor.start()
-            if chosen is setup:
-                smallest = int(measuring_worker.TOTALS[1] * 0.9) - 16 * MIB
-                expected = smallest // block_bytes(setup, 1)
-                assert 200 < expected * setup.cache.block_size < 64 * 64
-                assert executor.allocation.num_blocks == expected
-                held = [report.kv_bytes // block_bytes(setup, rank) for rank, report in enumerate(reports)]
-                assert held == [expected] * 2
-                assert reports[0].memory == MemoryUse(
-                    total=64 * MIB, others=5 * MIB, weights=8 * MIB, step=3 * MIB, graphs=0
-                )
-            text = "\n".join(startup_report(chosen, executor.allocation, reports, {}))
-            assert ("rank 1 memory: 0.9 x 18.00 MiB - " in text) == (chosen is setup)
-            engine = Engine(chosen, executor)
-            tokens: dict[str, list[int]] = {}
-            for request in make_requests(setup.spec.vocab_size, count=3):
-                engine.add_request(request)
-                tokens[request.request_id] = []
-            while engine.busy:
-                for output in engine.step():
-                    tokens[output.request_id] += output.token_ids
-            answers.append(tokens)
-        finally:
-            executor.close()
-    assert answers[0] == answers[1]
+    executor = make_executor(setup)
+    try:
+        reports = executor.start()
+        smallest = int(measuring_worker.TOTALS[1] * 0.9) - 16 * MIB
+        expected = smallest // block_bytes(setup, 1)
+        assert 200 < expected * setup.cache.block_size < 64 * 64
+        assert executor.allocation.num_blocks == expected
+        held = [report.kv_bytes // block_bytes(setup, rank) for rank, report in enumerate(reports)]
+        assert held == [expected] * 2
+        assert reports[0].memory == MemoryUse(total=64 * MIB, others=5 * MIB, weights=8 * MIB, step=3 * MIB, graphs=0)
+        assert "rank 1 memory: 0.9 x 18.00 MiB - " in report_of(setup, executor, reports)
+        answers = answers_of(setup, executor)
+    finally:
+        executor.close()
+    plain = with_pool(measuring(model, distributed_executor_backend="uni"), FixedPool(201))
+    executor = make_executor(plain)
+    try:
+        assert "rank 0 memory: " not in report_of(plain, executor, executor.start())
+        assert answers_of(plain, executor) == answers
+    finally:
+        executor.close()
+
+
+def report_of(deployment: Deployment, executor: Executor, reports: Sequence[RankReport]) -> str:
+    return "\n".join(startup_report(deployment, executor.allocation, list(reports), {}))
+
+
+def answers_of(deployment: Deployment, executor: Executor) -> dict[str, list[int]]:
+    """The tokens of a few requests."""
+    engine = Engine(deployment, executor)
+    tokens: dict[str, list[int]] = {}
+    for request in make_requests(deployment.spec.vocab_size, count=3):
+        engine.add_request(request)
+        tokens[request.request_id] = []
+    while engine.busy:
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+    return tokens
