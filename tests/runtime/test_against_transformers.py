@@ -84,11 +84,6 @@ def check(model: Path, prompt_len: int) -> None:
     assert tokens == expected.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families(family: str, tmp_path: Path) -> None:
-    check(make_checkpoint(family, tmp_path / "model"), prompt_len=37)
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(name: str, tmp_path: Path) -> None:
     check(make_variant(name, tmp_path / "model"), prompt_len=VARIANTS[name].prompt_len)

@@ -17,10 +17,16 @@ from shardline.models.sizes import weight_bytes
 from tests.exactness.harness import golden, make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 
+SCHEMES = ("none", "int8", "int4")
+# Every layout with every scheme; half of each with whole experts.
+LAYOUTS = [
+    (tensor, pipeline, scheme, (place + number) % 2 == 1)
+    for place, (tensor, pipeline) in enumerate([(1, 1), (2, 1), (3, 2)])
+    for number, scheme in enumerate(SCHEMES)
+]
 
-@pytest.mark.parametrize("whole", [False, True], ids=["split", "whole"])
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (3, 2)])
+
+@pytest.mark.parametrize(("tensor", "pipeline", "quantization", "whole"), LAYOUTS)
 def test_reported_bytes_are_those_of_the_formula(
     tensor: int, pipeline: int, quantization: str, whole: bool, tmp_path: Path
 ) -> None:

@@ -61,7 +61,8 @@ def test_rotating_and_writing_is_one_after_the_other(dtype, rng, dim, rot, inter
 @pytest.mark.parametrize("as_bytes", [False, True])
 @pytest.mark.usefixtures("isa", "two_threads")
 def test_so_it_is_for_every_number_of_tokens(dtype, rng, as_bytes):
-    for num_tokens in range(1, 258):
+    """Few of them, about the numbers from which threads share the work, and many."""
+    for num_tokens in (*range(1, 34), *range(51, 57), *range(118, 124), 257):
         assert_one_is_the_other(Call(num_tokens, 34, 18, dtype, rng), False, as_bytes)
 
 
