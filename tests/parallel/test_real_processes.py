@@ -13,8 +13,6 @@ from tests.models.checkpoints import make_checkpoint
 
 LAYOUTS = {
     "tp2-pp2-dp2": ("qwen3", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}),
-    "tp3-gloo": ("qwen3", {"tensor_parallel_size": 3, "collectives": "gloo"}),
-    "ep2": ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     "dp2-tp2-ep": (
         "qwen3_moe",
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
@@ -29,7 +27,7 @@ LAYOUTS = {
         },
     ),
     "mla-tp3-pp2": ("deepseek_v3", {"tensor_parallel_size": 3, "pipeline_parallel_size": 2}),
-    "mla-tp2-gloo": ("deepseek_v2", {"tensor_parallel_size": 2, "collectives": "gloo"}),
+    "mla-tp3-gloo": ("deepseek_v2", {"tensor_parallel_size": 3, "collectives": "gloo"}),
     "ep3-gloo": ("mixtral", {"tensor_parallel_size": 3, "enable_expert_parallel": True, "collectives": "gloo"}),
 }
 
@@ -64,10 +62,9 @@ def test_one_answer(layout: str, tmp_path: Path) -> None:
 def test_fast_numerics_answer_alike() -> None:
     """Partial sums across ranks change last bits, not what a confident model says in float32."""
     messages = [{"role": "user", "content": "What does os.path.join do?"}]
-    answers = []
-    for options in ({}, {"tensor_parallel_size": 2, "numerics": "fast"}):
-        with LLM("demo", dtype="float32", **options) as llm:
-            [output] = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=64), use_tqdm=False)
-            answers.append(output.outputs[0].text)
-    assert answers[0] == answers[1]
-    assert "Join two or more pathname components" in answers[0]
+    with LLM("demo", dtype="float32", tensor_parallel_size=2, numerics="fast") as llm:
+        [output] = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=64), use_tqdm=False)
+    assert output.outputs[0].text == (
+        "Join two or more pathname components, inserting '/' as needed. If any component is an absolute path, all "
+        "previous path components will be discarded."
+    )
