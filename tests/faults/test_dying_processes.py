@@ -20,7 +20,7 @@ from tests.models.checkpoints import make_checkpoint
 
 @pytest.fixture
 def replica() -> Iterator[Replica]:
-    replica = Replica(step_timeout=3.0)
+    replica = Replica(step_timeout=2.0)
     yield replica
     clean_up(replica)
 
@@ -29,7 +29,7 @@ def replica() -> Iterator[Replica]:
 def expert_parallel(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Replica]:
     """Ranks that spend most of their time in exchanges of tokens."""
     model = make_checkpoint("qwen3_moe", tmp_path / "model", max_position_embeddings=2048)
-    replica = Replica(3.0, str(model), tensor_parallel_size=2, enable_expert_parallel=True, collectives=request.param)
+    replica = Replica(2.0, str(model), tensor_parallel_size=2, enable_expert_parallel=True, collectives=request.param)
     yield replica
     clean_up(replica)
 
@@ -51,7 +51,7 @@ def test_a_killed_rank_is_named(replica: Replica, busy: bool) -> None:
 def test_a_replica_in_lockstep_that_is_gone_ends_the_step_with_its_name(tmp_path: Path, number: int) -> None:
     """The other replica has the request, and waits for the idle one in the exchange of experts."""
     replica = Replica(
-        3.0, str(make_checkpoint("qwen3_moe", tmp_path)), data_parallel_size=2, enable_expert_parallel=True
+        2.0, str(make_checkpoint("qwen3_moe", tmp_path)), data_parallel_size=2, enable_expert_parallel=True
     )
     try:
         replica.start_long_request(200)
@@ -86,7 +86,7 @@ def test_a_stopped_rank_is_named_at_the_deadline(replica: Replica) -> None:
     victim = replica.worker_pids[1]
     os.kill(victim, signal.SIGSTOP)
     message = replica.failure(timeout=10)
-    assert "missed its deadline of 3 s" in message
+    assert "missed its deadline of 2 s" in message
     assert "rank 1 (pp 0, tp 1)" in message
     assert "rank 0" not in message
     assert_all_end([replica.engine_pid, *replica.worker_pids], within=10)

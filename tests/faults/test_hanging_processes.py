@@ -73,7 +73,7 @@ def test_a_stopped_rank_is_named_without_a_request(replica: Replica) -> None:
 
 def test_stopped_engines_of_one_rank_are_named_and_their_streams_go_on(caplog: pytest.LogCaptureFixture) -> None:
     """One engine is in the middle of a stream, the other one is idle."""
-    params = SamplingParams(max_tokens=1500, ignore_eos=True, seed=5)
+    params = SamplingParams(max_tokens=300, ignore_eos=True, seed=5)
 
     async def run() -> None:
         llm = AsyncLLM(EngineConfig.from_options(model="demo", data_parallel_size=2, step_timeout=1.0))
