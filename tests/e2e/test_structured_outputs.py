@@ -36,7 +36,7 @@ class Person(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serve("-tp", "2", "-pp", "2", "--enable-auto-tool-choice") as server:
+    with serve("-tp", "2", "--enable-auto-tool-choice") as server:
         yield server
 
 
