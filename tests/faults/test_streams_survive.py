@@ -54,7 +54,7 @@ async def run(options: dict[str, object], kills: list[str]) -> tuple[list[object
         await asyncio.gather(*(flow.wait() for flow in flows))
         for kill in kills:
             client = llm._replicas._replicas[0].client
-            os.kill(client._process.pid if kill == "engine" else pids[1], signal.SIGKILL)  # type: ignore[attr-defined]
+            os.kill(client._child.pid if kill == "engine" else pids[1], signal.SIGKILL)  # type: ignore[attr-defined]
             while client is llm._replicas._replicas[0].client:
                 await asyncio.sleep(0.01)
         outputs = await asyncio.gather(*tasks)

@@ -65,12 +65,15 @@ class Replicas:
         self._engines = engines = Engines(config, on_event, connect)
         self.config = engines.config
         self.wait_ready = engines.wait_ready
-        self.close = engines.close
         self._max_running = self.config.max_running
         self._replicas = [_Replica(client) for client in engines.clients]
         self._home: dict[str, int] = {}
         self._homeless: dict[str, RunningChoice] = {}
         """Choices that wait for a replica to start again."""
+
+    def close(self) -> None:
+        """End all replicas, and other nodes with exit code 1 if no replica is left; any thread may call this."""
+        self._engines.close(1 if self.dead_reason else 0)
 
     def add_requests(self, children: Sequence[Request], *, bounded: bool = True) -> None:
         """Run all choices of one user request on the replica with the least load.
