@@ -45,7 +45,7 @@ def adopt_isa(isa: str) -> None:
 def for_children(gpus: str | None = None) -> dict[str, str]:
     """The environment of engines and workers. Unless the user set an interface, gloo listens on the loopback interface.
 
-    The join token is left out. `gpus`: the GPUs that they see, as in CUDA_VISIBLE_DEVICES; None: the same as this process.
+    The join token is left out. `gpus`: the GPUs that they see, as in CUDA_VISIBLE_DEVICES; None: as this process.
     """
     seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
     inherited = {name: value for name, value in os.environ.items() if name != _JOIN_TOKEN}

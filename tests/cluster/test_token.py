@@ -21,7 +21,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_head_writes_a_token_that_only_its_user_reads(home: Path) -> None:
-    with pytest.raises(ValueError, match="no join token; copy .*join-token of the head"):
+    with pytest.raises(ValueError, match=r"no join token; copy .*join-token of the head"):
         find_token(NODE)
     token = find_token(HEAD)
     file = home / ".config" / "shardline" / "join-token"

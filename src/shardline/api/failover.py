@@ -14,9 +14,8 @@ from shardline.types import Request
 MAX_FAILURES = 3
 """A choice that was present at so many failures ends with an error: it may be their cause."""
 
-MAX_RESTARTS = 5
 RESTART_WINDOW = 300.0
-"""Seconds in which a replica may restart MAX_RESTARTS times."""
+"""Seconds in which a replica may restart --max-restarts times."""
 
 
 @dataclass
@@ -41,7 +40,9 @@ class RunningChoice:
 class RestartLimit:
     """Says whether a replica may restart once more."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`most`: restarts within RESTART_WINDOW."""
+        self._most = most
         self._clock = clock
         self._times: deque[float] = deque()
 
@@ -50,7 +51,7 @@ class RestartLimit:
         now = self._clock()
         while self._times and now - self._times[0] > RESTART_WINDOW:
             self._times.popleft()
-        if len(self._times) >= MAX_RESTARTS:
+        if len(self._times) >= self._most:
             return False
         self._times.append(now)
         return True

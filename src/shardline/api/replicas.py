@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 @dataclass
 class _Replica:
     client: Client
+    restarts: RestartLimit
     in_flight: dict[str, RunningChoice] = field(default_factory=dict)
     tokens: int = 0
     """Prompt tokens and maximal output tokens of the requests in flight."""
@@ -32,7 +33,6 @@ class _Replica:
     failed: str = ""
     """Why the replica failed; empty while it runs."""
     restarting: bool = False
-    restarts: RestartLimit = field(default_factory=RestartLimit)
 
     def estimate_waiting(self, max_running: int) -> int:
         """About how many of its requests wait: all beyond `max_running`, or as many as it last reported."""
@@ -66,7 +66,9 @@ class Replicas:
         self.config = engines.config
         self.wait_ready = engines.wait_ready
         self._max_running = self.config.max_running
-        self._replicas = [_Replica(client) for client in engines.clients]
+        self._replicas = [
+            _Replica(client, RestartLimit(self.config.parallel.max_restarts)) for client in engines.clients
+        ]
         self._home: dict[str, int] = {}
         self._homeless: dict[str, RunningChoice] = {}
         """Choices that wait for a replica to start again."""

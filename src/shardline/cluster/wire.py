@@ -29,7 +29,7 @@ def encode(message: object) -> bytes:
 
 
 class HeadSocket:
-    """The head's listening socket. Without ZAP, libzmq would let in any client key, so there is an allow-list of one."""
+    """The head's listening socket. Without ZAP, libzmq would let in any client key; one key is allowed."""
 
     def __init__(self, token: str, address: str, port: int) -> None:
         """Listen.

@@ -88,6 +88,7 @@ class ParallelConfig:
         "another replica if there is one; exit: the server ends with code 1",
         choices=("restart", "exit"),
     )
+    max_restarts: int = option(5, "restarts of a replica within five minutes, after which it stays down")
     cpu_threads: int | None = option(None, "threads per rank; default: this process's cores divided by its ranks")
 
     @property

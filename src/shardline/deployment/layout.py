@@ -165,7 +165,7 @@ def place_ranks(
     """For each engine, the host and the device of each of its ranks.
 
     Consecutive ranks fill a host before the next one gets any. On a CPU, all ranks of a host compute on its one device,
-    and hosts get equal shares. On GPUs, each rank has one; with `shared` GPUs, every engine starts at the first one again.
+    and hosts get equal shares. On GPUs, each rank has one. With `shared` GPUs, every engine starts at the first one.
 
     Raises:
         ValueError: there are fewer GPUs than ranks, or fewer ranks than hosts.

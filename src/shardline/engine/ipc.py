@@ -68,7 +68,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineBeat(msgspec.Struct, frozen=True, tag=True):
-    """Node to front, once a second, in the channel of an engine on another host: pieces of work that it has finished."""
+    """Node to front, once a second for an engine on another host: pieces of work that it has finished."""
 
     work: int
 
