@@ -74,6 +74,7 @@ def test_a_slow_reader_gets_everything_and_then_the_last_frame() -> None:
         except BlockingIOError:
             continue
         received += data
+    relay.process.close()
     assert split_frames(received) == [large, large, large, b"the end"]
     assert relay.ended == [], "this side has ended it"
     assert relay.streams.all() == []
