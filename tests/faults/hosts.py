@@ -39,7 +39,7 @@ class Hosts:
         _ip("-n", self._switch, "link", "set", "br0", "up")
         for index, space in enumerate(self._spaces):
             self._connect(f"p{index}", space, "eth0", f"{self.address(index)}/24")
-        self._connect("up", None, self._prefix, f"{self._net}.254/24")
+        self._connect("uplink", None, self._prefix, f"{self._net}.254/24")
 
     def address(self, host: int) -> str:
         """The address of a host."""
@@ -90,9 +90,9 @@ class Hosts:
         inside = ("-n", space) if space else ()
         peer = ("netns", space) if space else ("netns", "1")
         _ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", interface, *peer)
-        _ip("-n", self._switch, "link", "set", port, "master", "br0", "up")
+        _ip("-n", self._switch, "link", "set", "dev", port, "master", "br0", "up")
         _ip(*inside, "addr", "add", address, "dev", interface)
-        _ip(*inside, "link", "set", interface, "up")
+        _ip(*inside, "link", "set", "dev", interface, "up")
 
 
 def await_ready(address: str, seconds: float, *processes: subprocess.Popen[str]) -> None:
