@@ -139,6 +139,14 @@ class Chaos:
             time.sleep(0.1)
         self.report.wrong.append(f"after {kind} not all replicas ran again within {RUNS_WITHIN:g} s")
 
+    def _difference(self, number: int, answer: str) -> str:
+        """The first place in which an answer differs from the expected one."""
+        if number == len(REQUESTS):
+            return answer[-200:]
+        expected = self._expected[number]
+        place = next((i for i, pair in enumerate(zip(answer, expected, strict=False)) if len(set(pair)) > 1), 0)
+        return f"at {place}: {answer[place - 40 : place + 40]!r}, expected {expected[place - 40 : place + 40]!r}"
+
     def _error_lines(self) -> int:
         return len(re.findall(r"ERROR", self.site.log()))
 
@@ -158,10 +166,11 @@ class Chaos:
             number = chooser.randrange(len(REQUESTS) + 1)
             try:
                 if number == len(REQUESTS):
-                    answer = json.loads(self._answer(UNSEEDED))
-                    right = answer["usage"]["completion_tokens"] == UNSEEDED["max_tokens"]
+                    answer = self._answer(UNSEEDED)
+                    right = json.loads(answer)["usage"]["completion_tokens"] == UNSEEDED["max_tokens"]
                 else:
-                    right = self._answer(REQUESTS[number]) == self._expected[number]
+                    answer = self._answer(REQUESTS[number])
+                    right = answer == self._expected[number]
             except _Busy:
                 time.sleep(0.2)
                 continue
@@ -170,7 +179,7 @@ class Chaos:
                 continue
             self.report.answers += 1
             if not right:
-                self.report.wrong.append(f"request {number} has another answer")
+                self.report.wrong.append(f"request {number} has another answer: {self._difference(number, answer)}")
 
     def _answer(self, request: dict[str, Any]) -> str:
         """The whole answer to a request as text, in a form that does not depend on how it was cut into pieces.

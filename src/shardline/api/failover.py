@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
-from shardline.types import Request
+from shardline.types import Request, SequenceOutput
 
 MAX_FAILURES = 3
 """A choice that was present at so many failures ends with an error: it may be their cause."""
@@ -25,10 +25,17 @@ class RunningChoice:
     request: Request
     token_ids: list[int] = field(default_factory=list)
     num_failures: int = 0
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the first replica found in its cache; None: no output has come."""
 
-    def note_tokens(self, token_ids: Sequence[int]) -> None:
-        """Keep new tokens."""
-        self.token_ids.extend(token_ids)
+    def note_output(self, output: SequenceOutput) -> SequenceOutput:
+        """Keep new tokens; returns the output as it would be if nothing had failed."""
+        self.token_ids.extend(output.token_ids)
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = output.num_cached_tokens
+        if output.num_cached_tokens == self.num_cached_tokens:
+            return output
+        return msgspec.structs.replace(output, num_cached_tokens=self.num_cached_tokens)
 
     def as_request(self) -> Request:
         """The request for a replica that goes on after the tokens that are known."""

@@ -128,12 +128,13 @@ class Replicas:
         replica = self._replicas[index]
         if isinstance(event, EngineOutputs):
             replica.stats = event.stats
+            outputs = []
             for output in event.outputs:
+                choice = replica.in_flight.get(output.request_id)
+                outputs.append(output if choice is None else choice.note_output(output))
                 if output.finish_reason is not None:
                     self._forget_request(output.request_id)
-                elif (choice := replica.in_flight.get(output.request_id)) is not None:
-                    choice.note_tokens(output.token_ids)
-            return event.outputs
+            return outputs
         if isinstance(event, EngineRestarted):
             return self._welcome_replica(index, event.client)
         if isinstance(event, RestartFailed):
