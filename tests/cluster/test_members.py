@@ -45,15 +45,15 @@ def test_nodes_join_in_any_order_and_come_back(own: Join) -> None:
     first = members.add(b"a", node(own, 1))
     assert members.missing() == ""
     assert [join.node for join in members.settle()] == [1, 2]
-    assert [members.on_host(host) for host in range(4)] == [None, first, second, None]
+    assert [members.at_index(host) for host in range(4)] == [None, first, second, None]
     assert members.host_of(second) == 2
     assert members.find(b"a") is first
     members.remove(first)
-    assert members.on_host(1) is None
+    assert members.at_index(1) is None
     assert members.find(b"a") is None
     assert members.missing() == "node 1 (--node-rank)"
     again = members.add(b"c", node(own, 1))
-    assert members.on_host(1) is again
+    assert members.at_index(1) is again
 
 
 def test_nodes_that_say_which_replicas_they_run(own: Join) -> None:

@@ -61,7 +61,7 @@ def test_consecutive_ranks_fill_hosts() -> None:
     assert stages.gpus_of(0, 1) == "0,1,2,3,4,5,6,7"
     assert stages.remote_ranks(0) == list(range(8, 16))
     assert [stages.local_rank(0, rank) for rank in (0, 7, 8, 15)] == [0, 7, 0, 7]
-    with pytest.raises(ValueError, match="32 ranks and node is to run 16 of them and has 8 GPUs"):
+    with pytest.raises(ValueError, match="32 ranks and the 2 nodes 16 GPUs"):
         resolve_on(two_nodes, tensor_parallel_size=8, data_parallel_size=4)
     with pytest.raises(ValueError, match="2 nodes are more than the 1 ranks of this layout; use --nnodes 1"):
         resolve_on(two_nodes)

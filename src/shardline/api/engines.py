@@ -179,11 +179,12 @@ class Engines:
             ValueError: the configuration cannot be.
             RuntimeError: nodes are missing.
         """
+        from shardline.deployment.deployment import Deployment
         from shardline.deployment.here import resolve_here
         from shardline.engine.client import EngineClient
-        from shardline.engine.start import start_engine
+        from shardline.engine.start import StartedEngine, start_engine
 
-        start = start_engine
+        start: Callable[[Deployment, int], StartedEngine] = start_engine
         if config.cluster.has_nodes:
             from shardline.cluster.cluster import Cluster
 

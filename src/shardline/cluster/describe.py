@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import ipaddress
-import platform
 import socket
 from pathlib import Path
 
 import msgspec
 
-from shardline import __version__, _cpu, env
+from shardline import env
 from shardline.cluster.messages import Join
 from shardline.config.cluster import ClusterConfig
 from shardline.config.engine import EngineConfig
-from shardline.deployment.probe import probe_machine
+from shardline.deployment.here import probe_here
+from shardline.deployment.probe import available_isas, software_versions
 from shardline.deployment.resolve import model_source
 from shardline.models.description import read_model
 
@@ -33,7 +32,7 @@ def describe_node(config: EngineConfig) -> Join:
     """
     cluster, parallel = config.cluster, config.parallel
     model = model_source(config, read_model(config.model))
-    (host,) = probe_machine(gpus=parallel.device != "cpu").hosts
+    (host,) = probe_here(config).hosts
     host = msgspec.structs.replace(
         host, address=own_address(cluster), num_replicas=cluster.num_local_replicas(parallel.data_parallel_size)
     )
@@ -44,13 +43,9 @@ def describe_node(config: EngineConfig) -> Join:
                 flags[field.name.replace("_", "-")] = str(getattr(part, field.name))
     return Join(
         node=cluster.node_rank or cluster.data_parallel_start_rank,
-        software={
-            "shardline": __version__,
-            "Python": ".".join(platform.python_version_tuple()[:2]),
-            "torch": importlib.metadata.version("torch").partition("+")[0],
-        },
+        software=software_versions(),
         flags=flags,
-        isas=tuple(_cpu.available_isas()),
+        isas=available_isas(),
         host=host,
         model=model,
         weights_digest=_digest_weights(model.weight_files),

@@ -68,7 +68,7 @@ class Head:
         self._poller = zmq.Poller()
         self._streams = Streams(self._poller, self._send_data, self._end_stream)
         self._deployment: Deployment | None = None
-        self._decoder: msgspec.msgpack.Decoder[NodeMessage] = msgspec.msgpack.Decoder(NodeMessage)  # type: ignore[arg-type]
+        self._decoder: msgspec.msgpack.Decoder[NodeMessage] = msgspec.msgpack.Decoder(NodeMessage)
         self._wire = HeadSocket(start.token, start.address, start.port)
         self._shutdown: Shutdown | None = None
         self._noticed = time.monotonic()
@@ -88,7 +88,7 @@ class Head:
                 if now >= next_beat:
                     self._beat(now, was_late=now > next_beat + _OWN_DELAY)
                     next_beat = now + BEAT_SECONDS
-                for source, event in self._poller.poll(max(1.0, (next_beat - now) * 1000)):
+                for source, event in self._poller.poll(max(1, int((next_beat - now) * 1000))):
                     self._handle(source, event)
         except EOFError:
             _log.debug("the front has ended")
@@ -136,7 +136,7 @@ class Head:
 
     def _start_for(self, asking: Member | None, stream: Stream) -> None:
         """Have a node start the process at the far end of a stream, for the front or for another node."""
-        if (member := self._members.on_host(self._host_of(stream))) is not None:
+        if (member := self._members.at_index(self._where_runs(stream))) is not None:
             self._send(member, StartStream(stream))
             return
         why = f"cannot start: {self._members.missing() or 'its node'} is away"
@@ -204,7 +204,7 @@ class Head:
         host = self._members.host_of(member)
         self._members.remove(member)
         for stream in self._streams.all():
-            if self._host_of(stream) == host:
+            if self._where_runs(stream) == host:
                 self._streams.close(stream, last_words(stream, f"is on {member.name}, which {why}"))
         for other in self._members.present():
             self._send(other, HostLost(host, f"is on {member.name}, which {why}"))
@@ -212,11 +212,11 @@ class Head:
 
     def _send_data(self, stream: Stream, data: bytes) -> None:
         """Frames of a process on this host travel to the far end."""
-        if (member := self._members.on_host(self._host_of(stream))) is not None:
+        if (member := self._members.at_index(self._where_runs(stream))) is not None:
             self._send(member, StreamData(stream, data))
 
     def _end_stream(self, stream: Stream) -> None:
-        if (member := self._members.on_host(self._host_of(stream))) is not None:
+        if (member := self._members.at_index(self._where_runs(stream))) is not None:
             self._send(member, StreamEnded(stream))
 
     def _pass_on(self, member: Member, message: StreamData) -> None:
@@ -231,9 +231,9 @@ class Head:
             return None
         places = self._deployment.placements[stream.engine]
         hosts = {places[0].host, places[stream.rank].host} - {self._members.host_of(member)}
-        return self._members.on_host(hosts.pop()) if hosts else None
+        return self._members.at_index(hosts.pop()) if hosts else None
 
-    def _host_of(self, stream: Stream) -> int:
+    def _where_runs(self, stream: Stream) -> int:
         """The host on which the process at the far end of a stream runs."""
         assert self._deployment is not None, "the front launches before it starts anything"
         return self._deployment.placements[stream.engine][max(0, stream.rank)].host

@@ -41,7 +41,7 @@ class Members:
         """The nodes that are there now, in the order of their numbers."""
         return [self._members[node] for node in sorted(self._members)]
 
-    def on_host(self, host: int) -> Member | None:
+    def at_index(self, host: int) -> Member | None:
         """The node with an index among the deployment's hosts; None: it is away."""
         return self._members.get(self._order[host - 1]) if 0 < host <= len(self._order) else None
 
@@ -130,6 +130,8 @@ class Members:
                 f"{own.host.name} computes with {isa}, and {join.host.name} has {', '.join(join.isas)}: set "
                 f"SHARDLINE_ISA={both[-1] if both else 'portable'} on the head"
             )
-        mine, other = ({d.capability for d in host.devices if d.kind == "cuda"} for host in (own.host, join.host))
+        mine, other = own.host.gpu_architectures, join.host.gpu_architectures
         if mine and other and mine != other:
-            raise ValueError(f"{own.host.name} has GPUs {sorted(mine)}, {join.host.name} {sorted(other)}")
+            raise ValueError(
+                f"{own.host.name} has GPUs of {', '.join(mine)}, {join.host.name} of {', '.join(other)}; use one kind"
+            )

@@ -107,7 +107,7 @@ class Node:
         self._token = token
         self._join = join
         self._asked_to_leave = False
-        self._decoder: msgspec.msgpack.Decoder[HeadMessage] = msgspec.msgpack.Decoder(HeadMessage)  # type: ignore[arg-type]
+        self._decoder: msgspec.msgpack.Decoder[HeadMessage] = msgspec.msgpack.Decoder(HeadMessage)
         self._children: dict[Stream, Child] = {}
         self._ending: list[tuple[float, Child]] = []
         self._segments: dict[tuple[int, int], _Segment] = {}
@@ -194,7 +194,7 @@ class Node:
             if now >= next_beat:
                 self._beat()
                 next_beat = now + BEAT_SECONDS
-            for source, event in self._poller.poll(CHECK_INTERVAL * 500):
+            for source, event in self._poller.poll(int(CHECK_INTERVAL * 500)):
                 if source is self._wire.socket:
                     while self._wire.socket.poll(0):
                         self._handle(self._receive())

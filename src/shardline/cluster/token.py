@@ -66,7 +66,8 @@ def node_keys(token: str) -> CurveKeys:
 
 
 def _derive_keys(token: str, label: bytes) -> CurveKeys:
-    secret = zmq.utils.z85.encode(hmac.new(token.encode(), label, hashlib.sha256).digest())
+    digest = hmac.new(token.encode(), label, hashlib.sha256).digest()
+    secret: bytes = zmq.utils.z85.encode(digest)  # type: ignore[no-untyped-call]
     return CurveKeys(zmq.curve_public(secret), secret)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
 
 import msgspec
 import zmq
@@ -83,7 +82,7 @@ class NodeSocket:
         from zmq.utils.monitor import recv_monitor_message
 
         while self._monitor.poll(0):
-            event: dict[str, Any] = recv_monitor_message(self._monitor)  # type: ignore[arg-type]
+            event = recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._greeted, self._refusals = True, 0
             elif event["event"] != zmq.EVENT_CONNECTED and not self._greeted:
@@ -104,7 +103,7 @@ class _AllowedKey:
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether a client with this key may connect."""
-        return zmq.utils.z85.encode(key) == self._key if len(key) == 32 else key == self._key
+        return key == self._key
 
 
 def _configured(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:

@@ -15,6 +15,11 @@ from shardline.models.description import read_model
 _log = logging.getLogger(__name__)
 
 
+def probe_here(config: EngineConfig) -> Machine:
+    """This host as a machine, without GPUs if the user wants none."""
+    return probe_machine(gpus=config.parallel.device != "cpu")
+
+
 def resolve_here(config: EngineConfig, machine: Machine | None = None) -> Deployment:
     """Decide what runs where on this host, or on a machine of which it is the first, and log warnings and reasons.
 
@@ -23,7 +28,7 @@ def resolve_here(config: EngineConfig, machine: Machine | None = None) -> Deploy
     Raises:
         ValueError: the model, the layout or the memory does not allow it. The message says what would work.
     """
-    machine = machine or probe_machine(gpus=config.parallel.device != "cpu")
+    machine = machine or probe_here(config)
     choose_layout(config.parallel, machine)  # refuses what works for no model, before a download
     deployment = resolve(config, read_model(config.model), machine)
     for warning in deployment.warnings:

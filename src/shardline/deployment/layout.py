@@ -175,12 +175,8 @@ def place_ranks(
     for index, (host, count) in enumerate(zip(machine.hosts, shares, strict=True)):
         devices = host.of_kind(kind)
         if kind == "cuda" and not shared and len(devices) < count:
-            where = f"{host.name} is to run {count} of them" if len(machine.hosts) > 1 else "this host"
-            raise ValueError(
-                f"this layout has {grid.world_size * num_engines} ranks and {where} "
-                f"{'and has ' if len(machine.hosts) > 1 else ''}{len(devices)} GPUs; use fewer ranks, or --device cpu, "
-                "or, for tests only, --collectives gloo, which lets ranks share a GPU"
-            )
+            name = host.name if len(machine.hosts) > 1 else "this host"
+            raise ValueError(_too_few_gpus(count, f"{name} {len(devices)}"))
         places += [
             (index, devices[position % (world if shared else count) % len(devices)]) for position in range(count)
         ]
@@ -212,5 +208,13 @@ def _share_ranks(grid: RankGrid, num_engines: int, machine: Machine, kind: Devic
     for host in hosts:
         filled.append(min(left, len(host.of_kind(kind))))
         left -= filled[-1]
-    filled[-1] += left  # refused by the caller, with the figures of this host
+    if left:
+        raise ValueError(_too_few_gpus(num_ranks, f"the {len(hosts)} nodes {num_ranks - left}"))
     return filled
+
+
+def _too_few_gpus(num_ranks: int, found: str) -> str:
+    return (
+        f"this layout has {num_ranks} ranks and {found} GPUs; use fewer ranks, or --device cpu, or, for tests only, "
+        "--collectives gloo, which lets ranks share a GPU"
+    )

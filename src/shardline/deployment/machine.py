@@ -46,6 +46,11 @@ class Host(msgspec.Struct, frozen=True):
     unusable_gpus: str = ""
     """If the host has GPUs that are not among `devices`: why, and what to do about it. Otherwise empty."""
 
+    @property
+    def gpu_architectures(self) -> tuple[str, ...]:
+        """The architectures of its GPUs, each once."""
+        return tuple(sorted({device.capability for device in self.devices if device.kind == "cuda"}))
+
     def of_kind(self, kind: DeviceKind) -> tuple[int, ...]:
         """Indices of the devices of one kind."""
         return tuple(index for index, device in enumerate(self.devices) if device.kind == kind)

@@ -177,8 +177,7 @@ def _read_messages(
 def end_with_parent() -> None:
     """Have the operating system kill this process when the engine that started it ends, even if this process is
     stopped."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:
