@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+_JOIN_TOKEN = "SHARDLINE_JOIN_TOKEN"
+
 
 def cuda_visible_devices() -> str | None:
     """CUDA_VISIBLE_DEVICES as the user set it."""
@@ -25,10 +27,26 @@ def force_isa() -> str | None:
     return os.environ.get("SHARDLINE_ISA")
 
 
+def host_address() -> str | None:
+    """SHARDLINE_HOST_IP, else VLLM_HOST_IP: the address at which other nodes reach this one."""
+    return os.environ.get("SHARDLINE_HOST_IP") or os.environ.get("VLLM_HOST_IP")
+
+
+def join_token() -> str | None:
+    """SHARDLINE_JOIN_TOKEN: the secret that all nodes of a cluster share."""
+    return os.environ.get(_JOIN_TOKEN)
+
+
+def adopt_isa(isa: str) -> None:
+    """Use the CPU kernel path that the head has chosen, in this process and its children."""
+    os.environ["SHARDLINE_ISA"] = isa
+
+
 def for_children(gpus: str | None = None) -> dict[str, str]:
     """The environment of engines and workers. Unless the user set an interface, gloo listens on the loopback interface.
 
-    `gpus`: the GPUs that they see, as in CUDA_VISIBLE_DEVICES; None: the same as this process.
+    The join token is left out. `gpus`: the GPUs that they see, as in CUDA_VISIBLE_DEVICES; None: as this process.
     """
     seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-    return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **seen}
+    inherited = {name: value for name, value in os.environ.items() if name != _JOIN_TOKEN}
+    return {"GLOO_SOCKET_IFNAME": "lo", **inherited, **seen}

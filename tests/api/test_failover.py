@@ -15,7 +15,7 @@ import pytest
 from shardline.api.async_llm import AsyncLLM
 from shardline.api.engines import Client, EngineEvent, EngineRestarted, RestartFailed
 from shardline.api.errors import EngineDead, EngineRecovering
-from shardline.api.failover import MAX_FAILURES, MAX_RESTARTS, RESTART_WINDOW, RestartLimit
+from shardline.api.failover import MAX_FAILURES, RESTART_WINDOW, RestartLimit
 from shardline.api.llm import LLM
 from shardline.api.replicas import Replicas
 from shardline.config.engine import EngineConfig
@@ -28,6 +28,9 @@ from tests.api.test_async_llm import on_loop
 from tests.api.test_replicas import request
 
 Connect = Callable[[EngineConfig, int, Callable[[EngineEvent], None]], Client]
+
+MAX_RESTARTS = 5
+"""The default of --max-restarts."""
 
 
 class Cluster:
@@ -133,7 +136,7 @@ def test_a_replica_that_fails_too_often_stays_down() -> None:
 
 def test_restarts_are_counted_over_five_minutes() -> None:
     now = 1000.0
-    limit = RestartLimit(lambda: now)
+    limit = RestartLimit(MAX_RESTARTS, lambda: now)
     assert [limit.allow_restart() for _ in range(MAX_RESTARTS + 1)] == [True] * MAX_RESTARTS + [False]
     now += RESTART_WINDOW + 1
     assert limit.allow_restart()

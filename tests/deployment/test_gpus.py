@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from shardline.deployment.deployment import Deployment, FixedPool, MeasuredPool, RankPlacement
+from shardline.deployment.deployment import Deployment, FixedPool, MeasuredPool
 from shardline.deployment.kv_budget import gpu_room
 from shardline.deployment.machine import Machine
 from shardline.deployment.segment import segment_layout
@@ -46,17 +47,39 @@ def test_replicas_take_gpus_in_turn() -> None:
     assert resolve_on(ONE, collectives="gloo", tensor_parallel_size=2).gpus_of(0) is None, "all are seen"
 
 
-def test_every_rank_has_a_place_on_the_first_host() -> None:
+def places(resolved: Deployment) -> list[list[tuple[int, int]]]:
+    return [[(place.host, place.device) for place in engine] for engine in resolved.placements]
+
+
+def test_consecutive_ranks_fill_hosts() -> None:
     node = host(*(gpu(80 * GIB, 79 * GIB) for _ in range(8)))
     two_nodes = Machine((node, node))
-    resolved = resolve_on(two_nodes, tensor_parallel_size=4, data_parallel_size=2, cpu_threads=1)
-    assert resolved.placements == tuple(
-        tuple(RankPlacement(0, 1 + 4 * engine + rank, 1) for rank in range(4)) for engine in range(2)
-    )
-    with pytest.raises(ValueError, match="16 ranks and this host 8 GPUs"):
-        resolve_on(two_nodes, tensor_parallel_size=8, data_parallel_size=2)
+    replicas = resolve_on(two_nodes, tensor_parallel_size=4, data_parallel_size=2, cpu_threads=1)
+    assert places(replicas) == [[(0, gpu) for gpu in range(1, 5)], [(1, gpu) for gpu in range(1, 5)]]
+    stages = resolve_on(two_nodes, tensor_parallel_size=8, pipeline_parallel_size=2)
+    assert places(stages) == [[(host, gpu) for host in range(2) for gpu in range(1, 9)]]
+    assert stages.gpus_of(0, 1) == "0,1,2,3,4,5,6,7"
+    assert stages.remote_ranks(0) == list(range(8, 16))
+    assert [stages.local_rank(0, rank) for rank in (0, 7, 8, 15)] == [0, 7, 0, 7]
+    with pytest.raises(ValueError, match="32 ranks and the 2 nodes 16 GPUs"):
+        resolve_on(two_nodes, tensor_parallel_size=8, data_parallel_size=4)
+    with pytest.raises(ValueError, match="2 nodes are more than the 1 ranks of this layout; use --nnodes 1"):
+        resolve_on(two_nodes)
     on_cpu = resolve_on(two_nodes, device="cpu", tensor_parallel_size=2)
-    assert on_cpu.placements == ((RankPlacement(0, 0, 8),) * 2,)
+    assert places(on_cpu) == [[(0, 0), (1, 0)]]
+    assert any("wait" in warning and "network" in warning for warning in on_cpu.warnings)
+    assert not on_cpu.cache.latents_shared
+
+
+def test_shares_follow_devices_and_replicas() -> None:
+    small, large = (host(*(gpu(80 * GIB, 79 * GIB) for _ in range(count))) for count in (2, 6))
+    uneven = resolve_on(Machine((small, large)), tensor_parallel_size=2, pipeline_parallel_size=4)
+    assert [place[0] for place in places(uneven)[0]] == [0, 0, 1, 1, 1, 1, 1, 1]
+    groups = resolve_on(Machine((host(), host())), tensor_parallel_size=2, pipeline_parallel_size=3)
+    assert [place[0] for place in places(groups)[0]] == [0, 0, 1, 1, 1, 1], "tensor-parallel groups stay whole"
+    front_only = Machine((host(), replace(host(), num_replicas=3)))
+    away = resolve_on(front_only, data_parallel_size=3)
+    assert [place[0][0] for place in places(away)] == [1, 1, 1]
 
 
 def test_the_estimate_is_what_weights_and_activations_leave_of_the_share() -> None:

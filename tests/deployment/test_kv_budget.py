@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,14 +9,14 @@ import pytest
 from msgspec.structs import replace
 
 import shardline
-from shardline import env
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment, FixedPool, MeasuredPool
 from shardline.deployment.here import resolve_here
 from shardline.deployment.kv_budget import agree_allocation, explain, fixed_allocation
 from shardline.deployment.messages import MemoryUse, RankReport
+from shardline.engine.children import Child
 from shardline.engine.engine import Engine
-from shardline.engine.executor import make_executor, rank_processes
+from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor
 from shardline.engine.report import startup_report
 from shardline.models.sizes import kv_block_bytes
@@ -90,13 +88,9 @@ def test_the_sum_is_told() -> None:
 
 @pytest.fixture
 def measuring_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(module: str, fds: Sequence[int], gpus: str | None = None) -> subprocess.Popen[bytes]:
-        path = [str(Path(shardline.__file__).parents[1]), str(ROOT)]
-        code = f"import sys; sys.path[:0] = {path}; from tests.engine.measuring_worker import main; main()"
-        command = [sys.executable, "-c", code, *map(str, fds)]
-        return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=env.for_children(gpus))
-
-    monkeypatch.setattr(rank_processes, "start_child", start)
+    path = [str(Path(shardline.__file__).parents[1]), str(ROOT)]
+    code = f"import sys; sys.path[:0] = {path}; from tests.engine.measuring_worker import main; main()"
+    monkeypatch.setattr(Child, "code", lambda self, module: code)
 
 
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])

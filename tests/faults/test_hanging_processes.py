@@ -6,10 +6,8 @@ import asyncio
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ import pytest
 from shardline.api.async_llm import AsyncLLM
 from shardline.config.engine import EngineConfig
 from shardline.engine import client
+from shardline.engine.children import Child
 from shardline.engine.ipc import EngineFailed, EngineOutputs
 from shardline.sampling_params import SamplingParams
 from shardline.types import Request
@@ -104,10 +103,7 @@ def test_stopped_engines_of_one_rank_are_named_and_their_streams_go_on(caplog: p
 def test_slow_steps_are_spared_and_one_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each slow step is shorter than the deadline of 1 s; together they are much longer."""
 
-    def start_slow_child(module: str, fds: Sequence[int], gpus: str | None = None) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-c", SLOW_STEPS, *map(str, fds)], pass_fds=fds)
-
-    monkeypatch.setattr(client, "start_child", start_slow_child)
+    monkeypatch.setattr(Child, "code", lambda self, module: SLOW_STEPS)
     monkeypatch.setattr(client, "_GRACE", 0.5)
     replica = Replica(step_timeout=1.0, tensor_parallel_size=1)
     try:

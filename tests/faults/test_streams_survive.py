@@ -14,7 +14,6 @@ import pytest
 from shardline.api.async_llm import AsyncLLM
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
-from shardline.types import CompletionOutput
 from tests.faults.processes import assert_all_end
 
 NUMBERS = StructuredOutputsParams(regex="([0-9]{3},){40}end")
@@ -29,15 +28,15 @@ REQUESTS = [
 ]
 
 
-async def collect(llm: AsyncLLM, prompt: str, params: SamplingParams, flows: asyncio.Event) -> list[CompletionOutput]:
-    """The outputs of a stream; `flows` is set once it has some tokens."""
+async def collect(llm: AsyncLLM, prompt: str, params: SamplingParams, flows: asyncio.Event) -> object:
+    """The outputs of a stream and its cached tokens; `flows` is set once it has some tokens."""
     stream = await llm.submit(prompt, params)
     async with aclosing(stream):
         async for output in stream:
             if all(len(choice.token_ids) > 20 for choice in output.outputs):
                 flows.set()
     flows.set()
-    return stream.output.outputs
+    return [msgspec.to_builtins(stream.output.outputs), stream.output.num_cached_tokens]
 
 
 async def run(options: dict[str, object], kills: list[str]) -> tuple[list[object], list[int]]:
@@ -54,12 +53,12 @@ async def run(options: dict[str, object], kills: list[str]) -> tuple[list[object
         await asyncio.gather(*(flow.wait() for flow in flows))
         for kill in kills:
             client = llm._replicas._replicas[0].client
-            os.kill(client._process.pid if kill == "engine" else pids[1], signal.SIGKILL)  # type: ignore[attr-defined]
+            os.kill(client._child.pid if kill == "engine" else pids[1], signal.SIGKILL)  # type: ignore[attr-defined]
             while client is llm._replicas._replicas[0].client:
                 await asyncio.sleep(0.01)
         outputs = await asyncio.gather(*tasks)
         assert llm.state() == "ready"
-        return [msgspec.to_builtins(output) for output in outputs], pids
+        return list(outputs), pids
     finally:
         await llm.close()
 

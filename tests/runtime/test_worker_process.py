@@ -80,7 +80,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
         ours, theirs = socket.socketpair()
         sockets.extend((ours, theirs))
         report = RankReport(0, "host", 1, "GPU", "none", 1, 0, 0, 0.0)
-        load: Callable[..., Any] = lambda start, segment, agree: (device, report, True)  # noqa: E731
+        load: Callable[..., Any] = lambda start, segment, agree, store: (device, report, True)  # noqa: E731
         monkeypatch.setattr(worker_process, "_load", load)
         channel = Channel[WorkerRequest](theirs, WorkerRequest)  # type: ignore[arg-type]
         threading.Thread(target=worker_process.serve_rank, args=(channel, memoryview(b"")), daemon=True).start()

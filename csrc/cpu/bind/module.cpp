@@ -5,6 +5,7 @@
 #include "bind/bind.h"
 #include "dispatch/dispatch.h"
 #include "dispatch/kernels.h"
+#include "runtime/pulse.h"
 #include "runtime/thread_pool.h"
 
 namespace nb = nanobind;
@@ -12,6 +13,8 @@ namespace nb = nanobind;
 NB_MODULE(_cpu, m) {
   using namespace nanobind::literals;
   using namespace shardline;
+  // A process ends while its programs and groups are alive; that is no leak.
+  nb::set_leak_warnings(false);
   m.doc() = "CPU kernels. Use them through shardline.runtime.ops.";
   m.def("isa", [] { return kernels().isa; });
   m.def("available_isas", &available_isas);
@@ -24,6 +27,8 @@ NB_MODULE(_cpu, m) {
         set_num_threads(count, pin);
       },
       "num_threads"_a, "pin"_a = std::vector<int>());
+  m.def("note_work", &note_work);
+  m.def("start_pulse", &start_pulse, "fd"_a);
   bind_attention(m);
   bind_exchange(m);
   bind_experts(m);

@@ -8,6 +8,7 @@
 #include <string>
 #include <thread>
 
+#include "runtime/pulse.h"
 #include "runtime/wait.h"
 
 #if defined(__linux__)
@@ -163,6 +164,7 @@ thread_local Scratch scratch;
 }  // namespace
 
 void run_tasks(int64_t num_tasks, TaskFunction function, void* context) {
+  note_work();
   if (pool && num_tasks > 1 && !in_task) {
     in_task = true;
     pool->run(num_tasks, function, context);

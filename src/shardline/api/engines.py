@@ -8,11 +8,14 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
 from shardline.types import Request
+
+if TYPE_CHECKING:
+    from shardline.cluster.cluster import Cluster
 
 _POLL_SECONDS = 0.2
 
@@ -63,8 +66,9 @@ class Engines:
         Raises:
             ValueError: the configuration is invalid; nothing was started.
         """
+        self._cluster: Cluster | None = None
         if connect is None:
-            connect, config = _deploy(config)
+            connect, config = self._deploy(config)
         self.config = config
         self.clients: list[Client] = []
         self._connect = connect
@@ -114,14 +118,19 @@ class Engines:
         name = f"restart-{index}"
         threading.Thread(target=self._restart_engine, args=(index, failed), name=name, daemon=True).start()
 
-    def close(self) -> None:
-        """End the processes of all engines; may be called again, and from any thread."""
+    def close(self, code: int = 0) -> None:
+        """End the processes of all engines; may be called again, and from any thread.
+
+        Other nodes end with the exit code `code`.
+        """
         with self._closing:
             self._is_closed = True
             clients, self._open = self._open, []
             if clients:
                 with ThreadPoolExecutor(len(clients), "close") as pool:
                     list(pool.map(lambda client: client.close(), clients))
+        if self._cluster is not None:
+            self._cluster.close(code)
 
     def _restart_engine(self, index: int, failed: Client) -> None:
         failed.close()
@@ -133,6 +142,8 @@ class Engines:
 
         client = None
         try:
+            if self._cluster is not None:
+                self._cluster.await_hosts(index)
             with self._closing:
                 if self._is_closed:
                     return
@@ -161,20 +172,34 @@ class Engines:
                 return client.wait_ready(_POLL_SECONDS)
         raise RuntimeError("the engine was closed while it started")
 
+    def _deploy(self, config: EngineConfig) -> tuple[Connect, EngineConfig]:
+        """What starts the engines of a deployment, and the configuration with its model named by the found folder.
 
-def _deploy(config: EngineConfig) -> tuple[Connect, EngineConfig]:
-    """What starts the engines of a deployment, and the configuration with its model named by the folder that was found.
+        Raises:
+            ValueError: the configuration cannot be.
+            RuntimeError: nodes are missing.
+        """
+        from shardline.deployment.deployment import Deployment
+        from shardline.deployment.here import resolve_here
+        from shardline.engine.client import EngineClient
+        from shardline.engine.start import StartedEngine, start_engine
 
-    Raises:
-        ValueError: the configuration cannot be.
-    """
-    from shardline.deployment.here import resolve_here
-    from shardline.engine.client import EngineClient
+        start: Callable[[Deployment, int], StartedEngine] = start_engine
+        if config.cluster.has_nodes:
+            from shardline.cluster.cluster import Cluster
 
-    deployment = resolve_here(config)
+            self._cluster = cluster = Cluster(config)
+            try:
+                deployment = cluster.launch(resolve_here(config, cluster.machine))
+            except BaseException:
+                cluster.close(1)
+                raise
+            start = cluster.start_engine
+        else:
+            deployment = resolve_here(config)
 
-    def connect(config: EngineConfig, index: int, on_event: Callable[[EngineEvent], None]) -> Client:
-        return EngineClient(deployment, index, on_event)
+        def connect(config: EngineConfig, index: int, on_event: Callable[[EngineEvent], None]) -> Client:
+            return EngineClient(deployment, index, on_event, start)
 
-    found = dataclasses.replace(config.model, model=deployment.model.folder)
-    return connect, dataclasses.replace(config, model=found)
+        found = dataclasses.replace(config.model, model=deployment.model.folder)
+        return connect, dataclasses.replace(config, model=found)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
-from shardline.types import Request
+from shardline.types import Request, SequenceOutput
 
 MAX_FAILURES = 3
 """A choice that was present at so many failures ends with an error: it may be their cause."""
 
-MAX_RESTARTS = 5
 RESTART_WINDOW = 300.0
-"""Seconds in which a replica may restart MAX_RESTARTS times."""
+"""Seconds in which a replica may restart --max-restarts times."""
 
 
 @dataclass
@@ -26,10 +25,17 @@ class RunningChoice:
     request: Request
     token_ids: list[int] = field(default_factory=list)
     num_failures: int = 0
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the first replica found in its cache; None: no output has come."""
 
-    def note_tokens(self, token_ids: Sequence[int]) -> None:
-        """Keep new tokens."""
-        self.token_ids.extend(token_ids)
+    def note_output(self, output: SequenceOutput) -> SequenceOutput:
+        """Keep new tokens; returns the output as it would be if nothing had failed."""
+        self.token_ids.extend(output.token_ids)
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = output.num_cached_tokens
+        if output.num_cached_tokens == self.num_cached_tokens:
+            return output
+        return msgspec.structs.replace(output, num_cached_tokens=self.num_cached_tokens)
 
     def as_request(self) -> Request:
         """The request for a replica that goes on after the tokens that are known."""
@@ -41,7 +47,9 @@ class RunningChoice:
 class RestartLimit:
     """Says whether a replica may restart once more."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`most`: restarts within RESTART_WINDOW."""
+        self._most = most
         self._clock = clock
         self._times: deque[float] = deque()
 
@@ -50,7 +58,7 @@ class RestartLimit:
         now = self._clock()
         while self._times and now - self._times[0] > RESTART_WINDOW:
             self._times.popleft()
-        if len(self._times) >= MAX_RESTARTS:
+        if len(self._times) >= self._most:
             return False
         self._times.append(now)
         return True

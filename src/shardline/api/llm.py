@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -72,6 +73,10 @@ class LLM:
     def _start(
         self, config: EngineConfig, connect: Connect | None, load_text: Callable[[EngineConfig], ModelText]
     ) -> None:
+        if config.cluster.is_headless:
+            from shardline.cluster.node import run_node
+
+            sys.exit(run_node(config))
         self.config = config
         self._lock = threading.Lock()
         self._ids = itertools.count()

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 @dataclass
 class _Replica:
     client: Client
+    restarts: RestartLimit
     in_flight: dict[str, RunningChoice] = field(default_factory=dict)
     tokens: int = 0
     """Prompt tokens and maximal output tokens of the requests in flight."""
@@ -32,7 +33,6 @@ class _Replica:
     failed: str = ""
     """Why the replica failed; empty while it runs."""
     restarting: bool = False
-    restarts: RestartLimit = field(default_factory=RestartLimit)
 
     def estimate_waiting(self, max_running: int) -> int:
         """About how many of its requests wait: all beyond `max_running`, or as many as it last reported."""
@@ -65,12 +65,17 @@ class Replicas:
         self._engines = engines = Engines(config, on_event, connect)
         self.config = engines.config
         self.wait_ready = engines.wait_ready
-        self.close = engines.close
         self._max_running = self.config.max_running
-        self._replicas = [_Replica(client) for client in engines.clients]
+        self._replicas = [
+            _Replica(client, RestartLimit(self.config.parallel.max_restarts)) for client in engines.clients
+        ]
         self._home: dict[str, int] = {}
         self._homeless: dict[str, RunningChoice] = {}
         """Choices that wait for a replica to start again."""
+
+    def close(self) -> None:
+        """End all replicas, and other nodes with exit code 1 if no replica is left; any thread may call this."""
+        self._engines.close(1 if self.dead_reason else 0)
 
     def add_requests(self, children: Sequence[Request], *, bounded: bool = True) -> None:
         """Run all choices of one user request on the replica with the least load.
@@ -123,12 +128,13 @@ class Replicas:
         replica = self._replicas[index]
         if isinstance(event, EngineOutputs):
             replica.stats = event.stats
+            outputs = []
             for output in event.outputs:
+                choice = replica.in_flight.get(output.request_id)
+                outputs.append(output if choice is None else choice.note_output(output))
                 if output.finish_reason is not None:
                     self._forget_request(output.request_id)
-                elif (choice := replica.in_flight.get(output.request_id)) is not None:
-                    choice.note_tokens(output.token_ids)
-            return event.outputs
+            return outputs
         if isinstance(event, EngineRestarted):
             return self._welcome_replica(index, event.client)
         if isinstance(event, RestartFailed):

@@ -18,11 +18,7 @@ _LEAST_LIKENESS = 0.75
 """Similarity (0 to 1, by difflib) from which a known flag is suggested for an unknown one."""
 
 _NOT_SUPPORTED_YET = {
-    "Shardline runs on one host": (
-        "nnodes", "node-rank", "master-addr", "master-port", "headless", "data-parallel-size-local",
-        "data-parallel-rank", "data-parallel-start-rank", "data-parallel-address", "data-parallel-rpc-port",
-        "data-parallel-backend", "data-parallel-hybrid-lb", "data-parallel-external-lb",
-    ),
+    "one head serves all replicas": ("data-parallel-rank", "data-parallel-hybrid-lb", "data-parallel-external-lb"),
     "Shardline serves no LoRA adapters": (
         "enable-lora", "lora-modules", "max-loras", "max-lora-rank", "max-cpu-loras", "lora-dtype",
         "fully-sharded-loras", "default-mm-loras",
@@ -108,7 +104,7 @@ def fields_from_flags(args: argparse.Namespace, config: Any) -> dict[str, Any]:
 
 def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
     names = ["--" + field.name.replace("_", "-")]
-    names += ["-" + alias if len(alias) <= 2 else "--" + alias for alias in field.metadata["aliases"]]
+    names += ["-" + alias if len(alias) <= 3 else "--" + alias for alias in field.metadata["aliases"]]
     options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
     kind = str(field.type)
     if kind == "bool":

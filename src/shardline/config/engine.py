@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardline.config.cluster import ClusterConfig
 from shardline.config.fields import option
 from shardline.config.units import parse_bytes
 from shardline.weights.formats import format_names
@@ -77,8 +78,9 @@ class ParallelConfig:
         False, "accepted for compatibility: no effect, since replicas synchronise over sockets, never over NCCL"
     )
     step_timeout: float = option(
-        300.0,
-        "seconds that a step may take, and within which an idle rank must answer; an engine that exceeds them is ended",
+        10.0,
+        "seconds within which some rank must finish a kernel or an exchange, and an idle rank must answer; an engine "
+        "that is stalled for longer is ended",
     )
     on_failure: str = option(
         "restart",
@@ -86,6 +88,7 @@ class ParallelConfig:
         "another replica if there is one; exit: the server ends with code 1",
         choices=("restart", "exit"),
     )
+    max_restarts: int = option(5, "restarts of a replica within five minutes, after which it stays down")
     cpu_threads: int | None = option(None, "threads per rank; default: this process's cores divided by its ranks")
 
     @property
@@ -140,6 +143,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -169,7 +173,7 @@ class EngineConfig:
 
 def option_names() -> list[str]:
     """The names that EngineConfig.from_options accepts."""
-    parts = (ModelConfig, ParallelConfig, CacheConfig, SchedulerConfig)
+    parts = (ModelConfig, ParallelConfig, CacheConfig, SchedulerConfig, ClusterConfig)
     return [f.name for part in parts for f in dataclasses.fields(part)]
 
 

@@ -62,7 +62,7 @@ def plan_cache(
     """
     asked, block_size, groups = config.cache, config.cache.block_size, kv_groups(spec)
     assert block_size is not None, "it is chosen before"
-    is_shared = layout.device == "cpu" and layout.num_hosts == 1
+    is_shared = layout.device == "cpu" and not layout.splits_tensor_groups
     block_bytes = tuple(
         kv_block_bytes(spec, groups, layout.grid.place(rank), stages, dtype, block_size, latents_shared=is_shared)
         for rank in range(layout.grid.world_size)

@@ -140,6 +140,9 @@ class Deployment(msgspec.Struct, frozen=True):
     limits: StepLimits
     cache: CachePlan
 
+    host_models: tuple[ModelSource, ...]
+    """For each host, the model as its files lie there; empty: they lie at the same places on all hosts."""
+
     reasons: tuple[str, ...]
     """Each choice that was left open, what was chosen, and why."""
     warnings: tuple[str, ...]
@@ -149,15 +152,29 @@ class Deployment(msgspec.Struct, frozen=True):
         """Whether linear weights stay packed as in the checkpoint."""
         return self.weight_format.open_format().reads_packed
 
-    def gpus_of(self, engine: int) -> str | None:
-        """The value of CUDA_VISIBLE_DEVICES for an engine's processes; None: they see the GPUs of this process.
+    def gpus_of(self, engine: int, host: int = 0) -> str | None:
+        """The value of CUDA_VISIBLE_DEVICES for an engine's processes on a host; None: they see the node's own GPUs.
 
         Ranks that share GPUs see all of them.
         """
         if self.device != "cuda" or self.collectives == "gloo":
             return None
+        places = [place for place in self.placements[engine] if place.host == host]
+        return ",".join(self.machine.hosts[host].devices[place.device].identifier for place in places)
+
+    def local_rank(self, engine: int, rank: int) -> int:
+        """The position of a rank among the ranks of its engine on the same host."""
         places = self.placements[engine]
-        return ",".join(self.machine.hosts[place.host].devices[place.device].identifier for place in places)
+        return sum(place.host == places[rank].host for place in places[:rank])
+
+    def remote_ranks(self, engine: int) -> list[int]:
+        """The ranks of an engine that are not on its host. An engine runs on the host of its first rank."""
+        places = self.placements[engine]
+        return [rank for rank, place in enumerate(places) if place.host != places[0].host]
+
+    def seen_from(self, host: int) -> Deployment:
+        """The deployment with the model's files as they lie on a host."""
+        return msgspec.structs.replace(self, model=self.host_models[host]) if self.host_models else self
 
 
 class KVAllocation(msgspec.Struct, frozen=True):

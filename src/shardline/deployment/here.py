@@ -7,6 +7,7 @@ import logging
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.layout import choose_layout
+from shardline.deployment.machine import Machine
 from shardline.deployment.probe import probe_machine
 from shardline.deployment.resolve import resolve
 from shardline.models.description import read_model
@@ -14,15 +15,20 @@ from shardline.models.description import read_model
 _log = logging.getLogger(__name__)
 
 
-def resolve_here(config: EngineConfig) -> Deployment:
-    """Decide what runs where on this host, and log warnings and reasons.
+def probe_here(config: EngineConfig) -> Machine:
+    """This host as a machine, without GPUs if the user wants none."""
+    return probe_machine(gpus=config.parallel.device != "cpu")
+
+
+def resolve_here(config: EngineConfig, machine: Machine | None = None) -> Deployment:
+    """Decide what runs where on this host, or on a machine of which it is the first, and log warnings and reasons.
 
     The model is downloaded from the hub if it is not on this host yet.
 
     Raises:
         ValueError: the model, the layout or the memory does not allow it. The message says what would work.
     """
-    machine = probe_machine(gpus=config.parallel.device != "cpu")
+    machine = machine or probe_here(config)
     choose_layout(config.parallel, machine)  # refuses what works for no model, before a download
     deployment = resolve(config, read_model(config.model), machine)
     for warning in deployment.warnings:

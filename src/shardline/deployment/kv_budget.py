@@ -47,29 +47,44 @@ def rank_room(
         return parse_bytes(config.cache.kv_cache_memory)
     if layout.device == "cpu":
         return _host_room(config, layout, machine, weights)
-    host = machine.hosts[0]
-    gpus = [host.devices[index] for index in host.of_kind("cuda")]
     scheduler = config.scheduler
     activations = step_bytes(spec, dtype, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     largest = max(rank.num_bytes for rank in weights)
-    room = gpu_room(gpus, layout.num_ranks, config.cache.gpu_memory_utilization, largest, activations)
+    room = min(
+        gpu_room(
+            [machine.hosts[index].devices[gpu] for gpu in machine.hosts[index].of_kind("cuda")],
+            len(layout.ranks_on(index)),
+            config.cache.gpu_memory_utilization,
+            largest,
+            activations,
+        )
+        for index in layout.hosts
+    )
     if is_measured(config, layout) and config.model.max_model_len == "auto":
         return int(room * _AUTO_LENGTH_SHARE)
     return room
 
 
 def _host_room(config: EngineConfig, layout: Layout, machine: Machine, weights: Sequence[RankWeights]) -> int:
-    of_engine = sum(rank.num_bytes for rank in weights)
-    total, available = of_engine * layout.num_engines, machine.hosts[0].free_memory
-    if total > available:
-        raise ValueError(
-            f"the weights need {format_bytes(total)} ({layout.num_engines} x {format_bytes(of_engine)}), but this host "
-            f"has {format_bytes(available)} available; use a smaller model, fewer replicas, --dtype bfloat16 or "
-            "--quantization int8"
-        )
-    # Half of what is left: the page cache with the checkpoint, and other programs, need memory too.
-    free = (available - total) * config.cache.gpu_memory_utilization / 2
-    return int(free / layout.num_ranks)
+    rooms = []
+    for index in layout.hosts:
+        host, ranks = machine.hosts[index], layout.ranks_on(index)
+        total = sum(weights[rank].num_bytes for _, rank in ranks)
+        if total > host.free_memory:
+            engines = len({engine for engine, _ in ranks})
+            raise ValueError(
+                f"the weights need {format_bytes(total)} ({engines} x {format_bytes(total // engines)}), but "
+                f"{_name_host(machine, index)} has {format_bytes(host.free_memory)} available; use a smaller model, "
+                "fewer replicas, --dtype bfloat16 or --quantization int8"
+            )
+        # Half of what is left: the page cache with the checkpoint, and other programs, need memory too.
+        free = (host.free_memory - total) * config.cache.gpu_memory_utilization / 2
+        rooms.append(int(free / len(ranks)))
+    return min(rooms)
+
+
+def _name_host(machine: Machine, index: int) -> str:
+    return machine.hosts[index].name if len(machine.hosts) > 1 else "this host"
 
 
 def gpu_room(gpus: Sequence[Device], num_ranks: int, share: float, weights: int, activations: int) -> int:
@@ -122,13 +137,14 @@ def check_host_memory(
     """
     if layout.device != "cpu":
         return
-    of_engine = sum(rank.num_bytes for rank in weights) + num_blocks * sum(block_bytes)
-    needed, available = layout.num_engines * of_engine, machine.hosts[0].free_memory
-    if needed > available:
-        raise ValueError(
-            f"weights and KV cache need {format_bytes(needed)}, but this host has {format_bytes(available)} available; "
-            "lower --kv-cache-memory"
-        )
+    for index in layout.hosts:
+        needed = sum(weights[rank].num_bytes + num_blocks * block_bytes[rank] for _, rank in layout.ranks_on(index))
+        available = machine.hosts[index].free_memory
+        if needed > available:
+            raise ValueError(
+                f"weights and KV cache need {format_bytes(needed)}, but {_name_host(machine, index)} has "
+                f"{format_bytes(available)} available; lower --kv-cache-memory"
+            )
 
 
 def fixed_allocation(deployment: Deployment) -> KVAllocation | None:

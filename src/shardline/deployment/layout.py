@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from shardline.config.engine import ParallelConfig
@@ -29,10 +29,25 @@ class Layout:
         """Number of ranks, summed over all engines."""
         return self.grid.world_size * self.num_engines
 
+    def ranks_on(self, host: int) -> list[tuple[int, int]]:
+        """The ranks of a host, as pairs of an engine and a rank within it."""
+        pairs = ((engine, rank) for engine, places in enumerate(self.placements) for rank in range(len(places)))
+        return [(engine, rank) for engine, rank in pairs if self.placements[engine][rank].host == host]
+
     @property
-    def num_hosts(self) -> int:
-        """Number of hosts on which ranks run."""
-        return len({place.host for of_engine in self.placements for place in of_engine})
+    def hosts(self) -> list[int]:
+        """The hosts on which ranks run."""
+        return sorted({place.host for of_engine in self.placements for place in of_engine})
+
+    @property
+    def splits_tensor_groups(self) -> bool:
+        """Whether the ranks of a tensor-parallel group are on several hosts."""
+        size = self.grid.tensor
+        return any(
+            len({place.host for place in places[first : first + size]}) > 1
+            for places in self.placements
+            for first in range(0, len(places), size)
+        )
 
     @property
     def shares_gpus(self) -> bool:
@@ -54,28 +69,42 @@ def choose_layout(parallel: ParallelConfig, machine: Machine) -> Layout:
         data=parallel.lockstep,
         expert=parallel.tensor_parallel_size * parallel.lockstep if parallel.enable_expert_parallel else 1,
     )
-    host = machine.hosts[0]
     executor = _choose_executor(parallel, grid)
-    device, warnings = _choose_device(parallel, host)
+    device, warnings = _choose_device(parallel, machine)
     collectives = _choose_collectives(parallel, device, executor)
-    num_ranks = grid.world_size * parallel.num_engines
-    threads = _choose_threads(parallel, host, num_ranks)
-    if threads * num_ranks > host.cores:
-        warnings.append(
-            f"{num_ranks} ranks of {threads} threads share {host.cores} cores: expect them to wait for each other"
-        )
-    if device == "cuda" and collectives == "gloo":
+    if executor == "threads" and len(machine.hosts) > 1:
+        raise ValueError("distributed_executor_backend 'threads' runs in one process; use 'mp' with several nodes")
+    shares_gpus = collectives == "gloo"
+    placements = place_ranks(grid, parallel.num_engines, machine, device, shared=shares_gpus)
+    threads = []
+    for index, host in enumerate(machine.hosts):
+        num_ranks = sum(place == index for of_engine in placements for place, _ in of_engine)
+        threads.append(_choose_threads(parallel, host, max(1, num_ranks)))
+        if threads[index] * num_ranks > host.cores:
+            warnings.append(
+                f"{num_ranks} ranks of {threads[index]} threads share {host.cores} cores: "
+                "expect them to wait for each other"
+            )
+    if device == "cuda" and shares_gpus:
         warnings.append("collectives gloo on GPUs are a test mode: slow, through host memory; ranks may share a GPU")
-    devices = _place_ranks(grid, parallel.num_engines, host, device, shared=collectives == "gloo")
-    return Layout(
+    layout = Layout(
         device=device,
         grid=grid,
         num_engines=parallel.num_engines,
         executor=executor,
         collectives=collectives,
-        placements=tuple(tuple(RankPlacement(0, index, threads) for index in of_engine) for of_engine in devices),
+        placements=tuple(
+            tuple(RankPlacement(host, index, threads[host]) for host, index in of_engine) for of_engine in placements
+        ),
         warnings=tuple(warnings),
     )
+    if not layout.splits_tensor_groups:
+        return layout
+    slow = (
+        f"the {grid.tensor} ranks of a tensor-parallel group are on several hosts: every layer waits for the network "
+        "four times; pipeline stages (-pp) or replicas (-dp) across hosts wait once a token or never"
+    )
+    return replace(layout, warnings=(*layout.warnings, slow))
 
 
 def _choose_executor(parallel: ParallelConfig, grid: RankGrid) -> ExecutorName:
@@ -87,9 +116,14 @@ def _choose_executor(parallel: ParallelConfig, grid: RankGrid) -> ExecutorName:
     return cast(ExecutorName, executor)
 
 
-def _choose_device(parallel: ParallelConfig, host: Host) -> tuple[DeviceKind, list[str]]:
+def _choose_device(parallel: ParallelConfig, machine: Machine) -> tuple[DeviceKind, list[str]]:
     """The kind of device, and the warnings about this choice."""
-    has_gpus = bool(host.of_kind("cuda"))
+    with_gpus = [host for host in machine.hosts if host.of_kind("cuda")]
+    without = [host for host in machine.hosts if not host.of_kind("cuda")]
+    host = (without or with_gpus)[0]
+    if with_gpus and without and parallel.device != "cpu":
+        raise ValueError(f"{with_gpus[0].name} has GPUs and {host.name} has none; use --device cpu on all nodes")
+    has_gpus = bool(with_gpus)
     if parallel.device == "auto":
         if has_gpus or not host.unusable_gpus:
             return "cuda" if has_gpus else "cpu", []
@@ -125,25 +159,62 @@ def _choose_threads(parallel: ParallelConfig, host: Host, num_ranks: int) -> int
     return parallel.cpu_threads
 
 
-def _place_ranks(
-    grid: RankGrid, num_engines: int, host: Host, kind: DeviceKind, *, shared: bool
-) -> list[tuple[int, ...]]:
-    """For each engine, the device of each of its ranks: the CPU for all, or one GPU each, in order.
+def place_ranks(
+    grid: RankGrid, num_engines: int, machine: Machine, kind: DeviceKind, *, shared: bool
+) -> list[tuple[tuple[int, int], ...]]:
+    """For each engine, the host and the device of each of its ranks.
 
-    With `shared` GPUs, every engine starts at the first GPU again.
+    Consecutive ranks fill a host before the next one gets any. On a CPU, all ranks of a host compute on its one device,
+    and hosts get equal shares. On GPUs, each rank has one. With `shared` GPUs, every engine starts at the first one.
 
     Raises:
-        ValueError: there are fewer GPUs than ranks.
+        ValueError: there are fewer GPUs than ranks, or fewer ranks than hosts.
     """
-    devices, world = host.of_kind(kind), grid.world_size
-    if kind == "cpu":
-        return [devices[:1] * world] * num_engines
-    if shared:
-        return [tuple(devices[rank % len(devices)] for rank in range(world))] * num_engines
-    num_ranks = world * num_engines
-    if len(devices) < num_ranks:
+    world, shares = grid.world_size, _share_ranks(grid, num_engines, machine, kind, shared=shared)
+    places: list[tuple[int, int]] = []
+    for index, (host, count) in enumerate(zip(machine.hosts, shares, strict=True)):
+        devices = host.of_kind(kind)
+        if kind == "cuda" and not shared and len(devices) < count:
+            name = host.name if len(machine.hosts) > 1 else "this host"
+            raise ValueError(_too_few_gpus(count, f"{name} {len(devices)}"))
+        places += [
+            (index, devices[position % (world if shared else count) % len(devices)]) for position in range(count)
+        ]
+    return [tuple(places[engine * world : (engine + 1) * world]) for engine in range(num_engines)]
+
+
+def _share_ranks(grid: RankGrid, num_engines: int, machine: Machine, kind: DeviceKind, *, shared: bool) -> list[int]:
+    """The number of ranks of each host."""
+    hosts, num_ranks = machine.hosts, grid.world_size * num_engines
+    if any(host.num_replicas for host in hosts):
+        return [host.num_replicas * grid.replica_size for host in hosts]
+    if len(hosts) == 1:
+        return [num_ranks]
+    if num_ranks < len(hosts):
         raise ValueError(
-            f"this layout has {num_ranks} ranks and this host {len(devices)} GPUs; use fewer ranks, or --device cpu, "
-            "or, for tests only, --collectives gloo, which lets ranks share a GPU"
+            f"{len(hosts)} nodes are more than the {num_ranks} ranks of this layout; use --nnodes {num_ranks}"
         )
-    return [devices[engine * world : (engine + 1) * world] for engine in range(num_engines)]
+    # Whole tensor-parallel groups, if there are enough of them.
+    unit = grid.tensor if num_ranks // grid.tensor >= len(hosts) else 1
+    units = num_ranks // unit
+    even = [(units * (index + 1) // len(hosts) - units * index // len(hosts)) * unit for index in range(len(hosts))]
+    if (
+        kind == "cpu"
+        or shared
+        or all(len(host.of_kind(kind)) >= count for host, count in zip(hosts, even, strict=True))
+    ):
+        return even
+    filled, left = [], num_ranks
+    for host in hosts:
+        filled.append(min(left, len(host.of_kind(kind))))
+        left -= filled[-1]
+    if left:
+        raise ValueError(_too_few_gpus(num_ranks, f"the {len(hosts)} nodes {num_ranks - left}"))
+    return filled
+
+
+def _too_few_gpus(num_ranks: int, found: str) -> str:
+    return (
+        f"this layout has {num_ranks} ranks and {found} GPUs; use fewer ranks, or --device cpu, or, for tests only, "
+        "--collectives gloo, which lets ranks share a GPU"
+    )

@@ -39,8 +39,17 @@ class Host(msgspec.Struct, frozen=True):
     """Cores that this process may use."""
     devices: tuple[Device, ...]
     num_numa_nodes: int = 1
+    address: str = ""
+    """The address at which other hosts reach it; empty if there are no others."""
+    num_replicas: int = 0
+    """The replicas that it is to run, if hosts say how many; 0 on all hosts: they share them out evenly."""
     unusable_gpus: str = ""
     """If the host has GPUs that are not among `devices`: why, and what to do about it. Otherwise empty."""
+
+    @property
+    def gpu_architectures(self) -> tuple[str, ...]:
+        """The architectures of its GPUs, each once."""
+        return tuple(sorted({device.capability for device in self.devices if device.kind == "cuda"}))
 
     def of_kind(self, kind: DeviceKind) -> tuple[int, ...]:
         """Indices of the devices of one kind."""

@@ -53,6 +53,8 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
     """Rank within the engine."""
     store_path: str
     """The file through which gloo's ranks find each other; empty: collectives use the shared segment."""
+    nonce: bytes = b""
+    """A secret of this start. Ranks on several hosts prove to each other that they know it."""
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True):
@@ -79,7 +81,14 @@ class PrepareGrammar(msgspec.Struct, frozen=True, tag=True):
     grammar: str
 
 
-WorkerRequest = StartWorker | RunStep | AllocateCache | Probe | PrepareGrammar
+class StoreValue(msgspec.Struct, frozen=True, tag=True):
+    """Engine to worker: the value that a StoreGet asked for."""
+
+    key: str
+    value: bytes
+
+
+WorkerRequest = StartWorker | RunStep | AllocateCache | Probe | PrepareGrammar | StoreValue
 
 
 class RankMeasured(msgspec.Struct, frozen=True, tag=True):
@@ -117,4 +126,53 @@ class ProbeDone(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-WorkerReply = RankMeasured | RankReady | StepDone | RankFailed | ProbeDone
+class StoreSet(msgspec.Struct, frozen=True, tag=True):
+    """Worker to engine: a value for other ranks, for example the address on which this rank listens."""
+
+    key: str
+    value: bytes
+
+
+class StoreGet(msgspec.Struct, frozen=True, tag=True):
+    """Worker to engine: send this value as soon as some rank has set it."""
+
+    key: str
+
+
+class RankStarted(msgspec.Struct, frozen=True, tag=True):
+    """Node to engine, in the channel of a rank on another host: its process runs."""
+
+    host: str
+    pid: int
+
+
+class RankBeat(msgspec.Struct, frozen=True, tag=True):
+    """Node to engine, once a second for each rank on another host: how far it is."""
+
+    work: int
+    """Pieces of work that the rank has finished."""
+    progress: tuple[int, ...] = ()
+    """The rank's line of the progress board."""
+    expert_load: bytes = b""
+    """The rank's counters of tokens per expert, as int64."""
+
+
+class RankEnded(msgspec.Struct, frozen=True, tag=True):
+    """Node to engine: the last message in the channel of a rank on another host."""
+
+    how: str
+    """How its process ended, in words that follow its name."""
+
+
+WorkerReply = (
+    RankMeasured
+    | RankReady
+    | StepDone
+    | RankFailed
+    | ProbeDone
+    | StoreSet
+    | StoreGet
+    | RankStarted
+    | RankBeat
+    | RankEnded
+)

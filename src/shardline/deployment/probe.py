@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import os
+import platform
 import socket
 import subprocess
 from pathlib import Path
 
-from shardline import _cpu, env
+from shardline import __version__, _cpu, env
 from shardline.deployment.machine import Device, Host, Machine
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -37,6 +38,20 @@ def probe_machine(*, gpus: bool = True) -> Machine:
             ),
         )
     )
+
+
+def available_isas() -> tuple[str, ...]:
+    """The CPU kernel paths that this host has, the fastest last."""
+    return tuple(_cpu.available_isas())
+
+
+def software_versions() -> dict[str, str]:
+    """The versions on which the answers of a rank depend, and which all ranks must share."""
+    return {
+        "shardline": __version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": importlib.metadata.version("torch").partition("+")[0],
+    }
 
 
 def probe_gpus() -> tuple[list[Device], str]:

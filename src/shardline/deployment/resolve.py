@@ -53,7 +53,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     room = rank_room(config, layout, machine, spec, dtype, weights)
     cache, length = plan_cache(sized, layout, machine, spec, stages, weights, kv_dtype, room)
     deployment = Deployment(
-        model=_source(config, model),
+        model=model_source(config, model),
         spec=_spec_for_length(model, spec, length),
         dtype=dtype,
         weight_format=held,
@@ -75,6 +75,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         max_model_len=length,
         limits=StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens),
         cache=cache,
+        host_models=(),
         reasons=(),
         warnings=layout.warnings,
     )
@@ -127,7 +128,8 @@ def _num_experts(spec: DecoderSpec) -> int:
     return max((block.routing.num_experts for block in blocks if isinstance(block, MoE)), default=0)
 
 
-def _source(config: EngineConfig, model: ModelDescription) -> ModelSource:
+def model_source(config: EngineConfig, model: ModelDescription) -> ModelSource:
+    """Where this host finds the model."""
     files = model.files
     return ModelSource(
         name=files.name,

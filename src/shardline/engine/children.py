@@ -1,4 +1,4 @@
-"""Child processes: how they are started, and how they ended, in words."""
+"""Child processes: how they are started, how they show that they live, and how they ended, in words."""
 
 from __future__ import annotations
 
@@ -7,25 +7,77 @@ import sys
 from collections.abc import Sequence
 
 from shardline import env
+from shardline.segment.pulse import SILENCE, Pulse, PulseWatch
 
 
-def start_child(module: str, fds: Sequence[int], gpus: str | None = None) -> subprocess.Popen[bytes]:
-    """Start a Python process that runs `module.main()`; its arguments are the numbers of these file descriptors.
+class Child:
+    """A Python process that runs `module.main()`; its arguments are the numbers of file descriptors.
 
-    `gpus` is as in `env.for_children`. This is not multiprocessing, so the user's script needs no __main__ guard. The
-    current directory is removed from the import path: otherwise a model's folder could contain code that is imported.
+    The last descriptor is that of its pulse (`segment.pulse.start_pulse`). This is not multiprocessing, so the user's
+    script needs no __main__ guard. The current directory is removed from the import path: otherwise a model's folder
+    could contain code that is imported.
     """
-    code = f"import sys; sys.path[:] = [p for p in sys.path if p]; from {module} import main; main()"
-    command = [sys.executable, "-c", code, *map(str, fds)]
-    return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=env.for_children(gpus))
 
+    def __init__(self, module: str, fds: Sequence[int], gpus: str | None = None) -> None:
+        """Start the process. `gpus` is as in `env.for_children`."""
+        self._pulse = Pulse()
+        self._watch = PulseWatch(lambda: self._pulse.beats)
+        passed = [*fds, self._pulse.fd]
+        command = [sys.executable, "-c", self.code(module), *map(str, passed)]
+        self._process = subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL, env=env.for_children(gpus))
+        self._pulse.release_fd()
+        self._was_silent = False
 
-def describe_end(process: subprocess.Popen[bytes]) -> str:
-    """How a process that has just closed its channel ended; waits up to a second for its exit code."""
-    try:
-        code = process.wait(1.0)
-    except subprocess.TimeoutExpired:
-        return "closed its channel but still runs"
-    if code == -9:
-        return "was killed by signal 9 (somebody's kill, or the host ran out of memory)"
-    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+    def code(self, module: str) -> str:
+        """What the process runs."""
+        return f"import sys; sys.path[:] = [p for p in sys.path if p]; from {module} import main; main()"
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def work(self) -> int:
+        """Pieces of work that the process has finished; see `Pulse.work`."""
+        return self._pulse.work
+
+    def is_silent(self) -> bool:
+        """Whether the process lives, but has given no sign of it for SILENCE seconds; look every CHECK_INTERVAL."""
+        if self._watch.is_silent() and self._process.poll() is None:
+            self._was_silent = True
+        return self._was_silent
+
+    def poll(self) -> int | None:
+        """The exit code; None while the process runs."""
+        return self._process.poll()
+
+    def wait(self, timeout: float) -> bool:
+        """Whether the process ends within `timeout` seconds."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """Kill the process, even if it is stopped."""
+        self._process.kill()
+
+    def end(self, timeout: float) -> bool:
+        """Give the process `timeout` seconds to end, then kill it; False: it hangs in the kernel and is left."""
+        if self.wait(timeout):
+            return True
+        self._process.kill()
+        return self.wait(2.0)
+
+    def describe_end(self) -> str:
+        """How the process ended, or that it is silent; waits up to a second for its exit code."""
+        if self._was_silent:
+            return f"has given no sign of life for {SILENCE:g} s: it is stopped"
+        if not self.wait(1.0):
+            return "closed its channel but still runs"
+        code = self._process.returncode
+        if code == -9:
+            return "was killed by signal 9 (somebody's kill, or the host ran out of memory)"
+        return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"

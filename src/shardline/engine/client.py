@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import socket
-import subprocess
 import threading
 from collections.abc import Callable, Sequence
 
@@ -15,18 +13,19 @@ import msgspec
 from shardline.channel import Channel, encode_message
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.messages import PrepareGrammar, Probe, ProbeDone
-from shardline.engine.children import describe_end, start_child
 from shardline.engine.ipc import (
     AbortRequests,
     AddRequests,
+    EngineBeat,
     EngineFailed,
     EngineMessage,
     EngineOutputs,
     EngineReady,
-    StartEngine,
     StopEngine,
 )
+from shardline.engine.start import StartedEngine, start_engine
 from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
+from shardline.segment.pulse import CHECK_INTERVAL
 from shardline.types import Request
 
 _GRACE = 2.0
@@ -44,22 +43,26 @@ class EngineClient:
     """
 
     def __init__(
-        self, deployment: Deployment, replica: int, on_message: Callable[[EngineOutputs | EngineFailed], None]
+        self,
+        deployment: Deployment,
+        replica: int,
+        on_message: Callable[[EngineOutputs | EngineFailed], None],
+        start: Callable[[Deployment, int], StartedEngine] = start_engine,
     ) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = start_child("shardline.engine.process", [theirs.fileno()], deployment.gpus_of(replica))
-        self._process = process
+        """`start` starts the engine's process, on this host or on another one."""
+        started = start(deployment, replica)
+        self._child = started.child
         self._deployment = deployment
         self._replica = replica
-        self._channel: Channel[EngineMessage] = Channel(ours, EngineMessage)  # type: ignore[arg-type]
-        self._channel.send(StartEngine(deployment, replica))
+        self._channel: Channel[EngineMessage] = Channel(started.sock, EngineMessage)  # type: ignore[arg-type]
         self._on_message = on_message
         self._first: queue.SimpleQueue[EngineReady | EngineFailed] = queue.SimpleQueue()
         self._answer: EngineReady | EngineFailed | None = None
         self._closing = False
         self._ended = threading.Event()
         """Nobody need watch the engine any more: it has ended, or it is to end."""
+        self._ready = threading.Event()
+        self._remote_work = 0
         self._killed_because = ""
         interval, patience = probe_interval(deployment.step_timeout), deployment.step_timeout + _GRACE
         self._watchdog = Watchdog(interval, patience)
@@ -67,6 +70,7 @@ class EngineClient:
         threading.Thread(target=self._write, name=f"engine-{replica}-writer", daemon=True).start()
         self._reader = threading.Thread(target=self._read, name=f"engine-{replica}-reader", daemon=True)
         self._reader.start()
+        threading.Thread(target=self._watch_engine, name=f"engine-{replica}-watchdog", daemon=True).start()
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady:
         """Block until the engine can take requests.
@@ -109,17 +113,13 @@ class EngineClient:
         self._ended.set()
         self._outbox.put(encode_message(StopEngine()))
         self._outbox.put(None)
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
+        if self._child is None:
+            self._reader.join(timeout)
+            self._channel.shutdown()
+        elif not self._child.wait(timeout):
             _log.warning("engine %d did not end within %g s and is killed", self._replica, timeout)
-            self._process.kill()
-            try:
-                self._process.wait(_GRACE)
-            except subprocess.TimeoutExpired:
-                _log.error(
-                    "engine %d (pid %d) hangs in the kernel and is left behind", self._replica, self._process.pid
-                )
+            if not self._child.end(0.0):
+                _log.error("engine %d (pid %d) hangs in the kernel and is left behind", self._replica, self._child.pid)
         self._reader.join(timeout=1.0)
         self._channel.close()
 
@@ -131,29 +131,48 @@ class EngineClient:
                 self._channel.send_encoded(body)
 
     def _watch_engine(self) -> None:
-        """Kill the engine if it does not answer; the reader thread then reports why."""
-        number = 0
-        self._watchdog.restart()
-        while not self._ended.wait(self._watchdog.seconds_to_check()):
+        """End the engine if it gives no sign of life or does not answer; the reader thread then reports why."""
+        number, work = 0, 0
+        while not self._ended.wait(CHECK_INTERVAL):
+            if self._child is not None and self._child.is_silent():
+                self._give_up("")
+                return
+            if not self._ready.is_set():
+                self._watchdog.restart()
+                continue
+            if (now_done := self._work()) != work:  # a step may be long
+                work = now_done
+                self._watchdog.note_life()
             verdict = self._watchdog.check()
             if verdict is Verdict.PROBE:
                 number += 1
                 self._outbox.put(encode_message(Probe(number)))
             elif verdict is Verdict.LOST:
                 waited = f"{self._watchdog.patience:g} s"
-                self._killed_because = (
-                    f"{self._name()} did not answer within {waited}: it is stopped or hangs in a step"
-                )
-                self._process.kill()
-                # A process that hangs in a driver outlives even this; the front must not wait for its end.
-                self._channel.shutdown()
+                self._give_up(f"{self._name()} did not answer within {waited}: it is stopped or hangs in a step")
                 return
+
+    def _give_up(self, reason: str) -> None:
+        self._killed_because = reason
+        if self._child is not None:
+            self._child.kill()
+        # A process that hangs in a driver outlives even this; the front must not wait for its end.
+        self._channel.shutdown()
+
+    def _work(self) -> int:
+        return self._remote_work if self._child is None else self._child.work
 
     def _name(self) -> str:
         """The engine, and its rank if it has no more than one: that runs in the engine's process."""
         grid = self._deployment.grid
         rank = f"{grid.place(0)} " if grid.world_size == 1 else ""
-        return f"engine {self._replica} ({rank}on {socket.gethostname()}, pid {self._process.pid})"
+        host = self._deployment.machine.hosts[self._deployment.placements[self._replica][0].host].name
+        pid = f", pid {self._child.pid}" if self._child else ""
+        return f"engine {self._replica} ({rank}on {host}{pid})"
+
+    def _describe_end(self) -> str:
+        how = self._child.describe_end() if self._child else "has lost its connection"
+        return f"{self._name()} {how}"
 
     def _read(self) -> None:
         ready = False
@@ -161,12 +180,14 @@ class EngineClient:
             try:
                 message = self._channel.receive()
             except (EOFError, OSError, msgspec.MsgspecError):
-                message = EngineFailed(self._killed_because or f"{self._name()} {describe_end(self._process)}")
+                message = EngineFailed(self._killed_because or self._describe_end())
+            if isinstance(message, EngineBeat):
+                self._remote_work = message.work
+                continue
             self._watchdog.note_life()
             if isinstance(message, EngineReady):
                 ready = True
-                name = f"engine-{self._replica}-watchdog"
-                threading.Thread(target=self._watch_engine, name=name, daemon=True).start()
+                self._ready.set()
                 self._first.put(message)
             elif isinstance(message, EngineOutputs):
                 self._on_message(message)

@@ -67,4 +67,10 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     """The configuration is at fault, not the program."""
 
 
-EngineMessage = EngineReady | EngineOutputs | EngineFailed | ProbeDone
+class EngineBeat(msgspec.Struct, frozen=True, tag=True):
+    """Node to front, once a second for an engine on another host: pieces of work that it has finished."""
+
+    work: int
+
+
+EngineMessage = EngineBeat | EngineReady | EngineOutputs | EngineFailed | ProbeDone

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 
 from shardline.channel import Channel
 from shardline.deployment.fingerprint import fingerprint
@@ -33,6 +34,7 @@ from shardline.engine.outbox import Outbox
 from shardline.engine.report import startup_report
 from shardline.log import configure_logging
 from shardline.process_title import set_process_title
+from shardline.segment.pulse import start_pulse
 
 _GRACE = 5.0
 """Seconds in which the engine may end in the usual way once the front is gone."""
@@ -43,8 +45,10 @@ _log = logging.getLogger(__name__)
 class EngineProcess:
     """Serves one front over one channel until either side ends."""
 
-    def __init__(self, channel: Channel[FrontMessage]) -> None:
+    def __init__(self, channel: Channel[FrontMessage], streams: Sequence[int] = ()) -> None:
+        """`streams`: the descriptors of the sockets that lead to the ranks on other hosts, in their order."""
         self._channel = channel
+        self._streams = streams
         self._stopping = False
         self._ready = False
         self._executor: Executor | None = None
@@ -58,8 +62,9 @@ class EngineProcess:
             set_process_title(f"engine {start.replica}")
             gc.disable()  # almost nothing is garbage while loading; collections would take a tenth of the time
             began = time.perf_counter()
-            deployment = start.deployment
-            self._executor = executor = make_executor(deployment, start.replica)
+            deployment = start.deployment.seen_from(start.deployment.placements[start.replica][0].host)
+            streams = dict(zip(deployment.remote_ranks(start.replica), self._streams, strict=True))
+            self._executor = executor = make_executor(deployment, start.replica, streams)
             ranks = executor.start()
             isas = {report.isa for report in ranks}
             if len(isas) > 1:
@@ -157,13 +162,15 @@ class EngineProcess:
 
 
 def main() -> None:
-    """Serve the front at the other end of the socket whose number is the first argument."""
+    """Serve the front. The arguments are descriptors: of the front's socket, of the sockets that lead to ranks on other
+    hosts, and of the pulse."""
     # Ctrl-C and a service manager's SIGTERM reach the whole process group; the front decides when engines end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    front, *streams, pulse = map(int, sys.argv[1:])
+    start_pulse(pulse)
     configure_logging()
-    sock = socket.socket(fileno=int(sys.argv[1]))
-    process = EngineProcess(Channel(sock, FrontMessage))  # type: ignore[arg-type]
+    process = EngineProcess(Channel(socket.socket(fileno=front), FrontMessage), streams)  # type: ignore[arg-type]
     threading.Thread(target=process.end_with_front, daemon=True).start()
     process.run()
 

@@ -1,4 +1,4 @@
-"""One rank as a separate process, started by engine.children with the arguments SOCKET_FD and SEGMENT_FD."""
+"""One rank as a separate process, started by engine.children with the arguments SOCKET_FD, SEGMENT_FD and PULSE_FD."""
 
 from __future__ import annotations
 
@@ -32,12 +32,15 @@ from shardline.deployment.messages import (
     RunStep,
     StartWorker,
     StepDone,
+    StoreValue,
     WorkerRequest,
 )
 from shardline.deployment.segment import segment_layout
 from shardline.log import configure_logging
 from shardline.process_title import set_process_title
 from shardline.runtime.backends import open_backend, reserve_memory
+from shardline.runtime.control_store import ControlStore
+from shardline.segment.pulse import start_pulse
 from shardline.types import RankStep
 
 if TYPE_CHECKING:
@@ -48,6 +51,8 @@ if TYPE_CHECKING:
     """What the thread that runs steps waits for: a plan, a step that is over, a probe, or a grammar to prepare."""
 
 _PR_SET_PDEATHSIG = 1
+_LONGEST_WAIT = 600.0
+"""Seconds that a rank waits for another one beyond the engine's deadline: the other may compute for long."""
 _log = logging.getLogger(__name__)
 
 
@@ -58,7 +63,8 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
     allocations: queue.SimpleQueue[KVAllocation] = queue.SimpleQueue()
     # The reader starts before torch is imported, so that an engine that ends meanwhile also ends its workers.
-    threading.Thread(target=_read_messages, args=(channel, events, allocations), daemon=True).start()
+    store = ControlStore(channel.send)
+    threading.Thread(target=_read_messages, args=(channel, events, allocations, store), daemon=True).start()
 
     def agree(memory: MemoryUse | None) -> KVAllocation:
         if memory is not None:
@@ -68,7 +74,7 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
     loaded = False
     try:
         gc.disable()  # imported and loaded objects stay alive, and scanning them would take a tenth of the time
-        runner, report, is_driver = _load(start, segment, agree)
+        runner, report, is_driver = _load(start, segment, agree, store)
         channel.send(RankReady(report))
         loaded = True
         gc.freeze()
@@ -98,8 +104,12 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
             channel.send(RankFailed(start.rank, message, user_error, consequence))
 
 
-def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Runner, RankReport, bool]:
-    deployment, layout = start.deployment, segment_layout(start.deployment)
+def _load(
+    start: StartWorker, segment: memoryview, agree: Agree, store: ControlStore
+) -> tuple[Runner, RankReport, bool]:
+    here = start.deployment.placements[start.engine][start.rank]
+    deployment = start.deployment.seen_from(here.host)
+    layout = segment_layout(deployment)
     place, weights = deployment.grid.place(start.rank), deployment.weights[start.rank]
     replica = start.engine * deployment.grid.data + place.dp_rank
     set_process_title(f"rank {place.rank} (dp {replica} pp {place.pp_rank} tp {place.tp_rank})")
@@ -108,9 +118,9 @@ def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Runner
     from shardline.runtime.parallel.groups import connect_distributed, connect_shared_memory
     from shardline.runtime.worker import Worker
 
-    # The engine's deadline comes first, since the engine can name the late rank. This one is the fallback.
-    timeout = 2 * deployment.step_timeout + 5.0
-    backend = open_backend(deployment.device, start.rank, deployment.placements[start.engine][start.rank].threads)
+    # The engine finds a stall first, and can name the late rank. This is the fallback.
+    timeout = 2 * deployment.step_timeout + _LONGEST_WAIT
+    backend = open_backend(deployment.device, deployment.local_rank(start.engine, start.rank), here.threads)
     if start.store_path:
         groups = connect_distributed(
             backend,
@@ -142,6 +152,7 @@ def _read_messages(
     channel: Channel[WorkerRequest],
     events: queue.SimpleQueue[_Event],
     allocations: queue.SimpleQueue[KVAllocation],
+    store: ControlStore,
 ) -> None:
     """Runs in a thread of its own, so that the engine's end is noticed even in the middle of an exchange."""
     try:
@@ -151,6 +162,8 @@ def _read_messages(
                 allocations.put(message.allocation)
             elif isinstance(message, (Probe, PrepareGrammar)):
                 events.put(message)
+            elif isinstance(message, StoreValue):
+                store.put_value(message)
             else:
                 assert isinstance(message, RunStep)
                 events.put(message.step)
@@ -164,8 +177,7 @@ def _read_messages(
 def end_with_parent() -> None:
     """Have the operating system kill this process when the engine that started it ends, even if this process is
     stopped."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:
@@ -173,9 +185,10 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
+    channel_fd, segment_fd, pulse = map(int, sys.argv[1:])
+    start_pulse(pulse)
     configure_logging()
-    sock = socket.socket(fileno=int(sys.argv[1]))
-    segment_fd = int(sys.argv[2])
+    sock = socket.socket(fileno=channel_fd)
     segment = mmap.mmap(segment_fd, os.fstat(segment_fd).st_size)
     serve_rank(Channel(sock, WorkerRequest), memoryview(segment))  # type: ignore[arg-type]
 

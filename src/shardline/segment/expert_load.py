@@ -30,6 +30,11 @@ class ExpertLoadBoard:
         counters: Counts = self._counts[rank]
         return counters
 
+    def copy_counters(self, rank: int, counters: bytes) -> None:
+        """Take over the counters of a rank on another host; empty: nothing is known of them."""
+        if counters:
+            self._counts[rank] = np.frombuffer(counters, dtype=np.int64).reshape(self._counts[rank].shape)
+
     def total(self) -> Counts:
         """[num_layers, num_experts]: the sum over ranks."""
         total: Counts = self._counts.sum(axis=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -31,6 +31,14 @@ class ProgressBoard:
     def line(self, rank: int) -> ProgressLine:
         """The line of one rank, for writing."""
         return ProgressLine(self._lines[rank])
+
+    def copy_line(self, rank: int, fields: Sequence[int]) -> None:
+        """Take over the line of a rank on another host, as `read_line` of that host gave it."""
+        self._lines[rank, : len(fields)] = fields
+
+    def read_line(self, rank: int) -> tuple[int, ...]:
+        """The counters of one rank."""
+        return tuple(int(field) for field in self._lines[rank, : _WAITING + 1])
 
     def late_ranks(self, step_id: int) -> list[int]:
         """The ranks that cause the delay of step `step_id`.

@@ -20,12 +20,16 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM, and return the server's exit code.
+    """Serve until SIGINT or SIGTERM, and return the exit code. A headless node serves its head instead.
 
     Raises:
         ValueError: the configuration is at fault.
     """
     engine, server = engine_config(args), ServerConfig(**fields_from_flags(args, ServerConfig))
+    if engine.cluster.is_headless:
+        from shardline.cluster.node import run_node
+
+        return run_node(engine)
     from shardline.process_title import set_process_title
     from shardline.server.launch import run_server
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from shardline.deployment.deployment import Deployment
 from shardline.engine.executor.base import Executor
 
 
-def make_executor(deployment: Deployment, engine: int = 0) -> Executor:
-    """The executor of one of the deployment's engines."""
+def make_executor(
+    deployment: Deployment, engine: int = 0, streams: Mapping[int, int] = MappingProxyType({})
+) -> Executor:
+    """The executor of one of the deployment's engines.
+
+    `streams`: for each rank on another host, the descriptor of the socket that leads to it.
+    """
     if deployment.executor == "uni":
         from shardline.engine.executor.uni import UniExecutor
 
@@ -18,4 +26,4 @@ def make_executor(deployment: Deployment, engine: int = 0) -> Executor:
         return ThreadExecutor(deployment, engine)
     from shardline.engine.executor.multiprocess import MultiprocessExecutor
 
-    return MultiprocessExecutor(deployment, engine)
+    return MultiprocessExecutor(deployment, engine, streams)

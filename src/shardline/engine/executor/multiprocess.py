@@ -1,4 +1,4 @@
-"""One process per rank on this host; plans go over a socketpair each, tensors through a common segment."""
+"""One process per rank; plans go over a channel each, tensors over the transport of each group of ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import select
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -19,12 +19,18 @@ from shardline.deployment.messages import (
     PrepareGrammar,
     Probe,
     ProbeDone,
+    RankBeat,
+    RankEnded,
     RankFailed,
     RankMeasured,
     RankReady,
     RankReport,
+    RankStarted,
     RunStep,
     StepDone,
+    StoreGet,
+    StoreSet,
+    StoreValue,
     WorkerReply,
 )
 from shardline.deployment.segment import segment_layout
@@ -33,6 +39,7 @@ from shardline.engine.executor.rank_processes import RankProcesses
 from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
 from shardline.segment.expert_load import Counts
 from shardline.segment.progress import ProgressBoard
+from shardline.segment.pulse import CHECK_INTERVAL, note_work
 from shardline.types import StepPlan, StepResult, rank_steps
 
 _FRAME_TIMEOUT = 10.0
@@ -47,11 +54,12 @@ _log = logging.getLogger(__name__)
 class MultiprocessExecutor(Executor):
     """Starts the ranks, watches their pipes, and names the one that dies, is late or does not answer."""
 
-    def __init__(self, deployment: Deployment, engine: int) -> None:
+    def __init__(self, deployment: Deployment, engine: int, streams: Mapping[int, int]) -> None:
+        """`streams`: for each rank on another host, the descriptor of the socket that leads to it."""
         self._deployment = deployment
         self.max_in_flight = deployment.max_in_flight
         self._replica_size = deployment.grid.replica_size
-        self._processes = RankProcesses(deployment, engine, _FRAME_TIMEOUT)
+        self._processes = RankProcesses(deployment, engine, streams, _FRAME_TIMEOUT)
         self._channels: list[Channel[WorkerReply]] = []
         self._submitted: list[int] = []
         self._results: list[deque[StepResult]] = [deque() for _ in deployment.grid.drivers]
@@ -60,23 +68,27 @@ class MultiprocessExecutor(Executor):
         self._probe_number = 0
         self._unanswered: set[int] = set()
         """Ranks that have not answered the last probe."""
+        self._store: dict[str, bytes] = {}
+        self._awaiting: dict[str, list[int]] = {}
+        """For each key that the store lacks, the ranks that have asked for it."""
         layout = segment_layout(deployment)
         self._progress = ProgressBoard(layout.progress(self._processes.segment), deployment.grid)
         self._load = layout.expert_load(self._processes.segment)
 
     def start(self) -> list[RankReport]:
-        for _ in range(self._deployment.grid.world_size):
-            self._channels.append(self._processes.spawn_rank())
+        for rank in range(self._deployment.grid.world_size):
+            self._channels.append(self._processes.start_rank(rank))
         if (fixed := fixed_allocation(self._deployment)) is not None:
             self._allocate(fixed)
         reports: dict[int, RankReport] = {}
         measured: dict[int, MemoryUse] = {}
+        noticed = time.monotonic()
         while len(reports) < len(self._channels):
             waiting = [rank for rank in range(len(self._channels)) if rank not in reports]
-            ready = self._readable(waiting, _LOADING_NOTICE)
-            if not ready:
+            if time.monotonic() - noticed >= _LOADING_NOTICE:
+                noticed = time.monotonic()
                 _log.info("still loading: %s", self._processes.name_ranks(waiting))
-            for rank in ready:
+            for rank in self._readable(range(len(self._channels)), CHECK_INTERVAL):
                 reply = self._receive(rank)
                 if isinstance(reply, RankReady):
                     reports[rank] = reply.report
@@ -120,15 +132,17 @@ class MultiprocessExecutor(Executor):
             raise ExecutorFailure(self._death(rank)) from None
 
     def collect_results(self) -> list[StepResult]:
-        deadline = time.monotonic() + self._deployment.step_timeout
+        last_progress, work = time.monotonic(), self._processes.work
         while not all(self._results):
-            ready = self._readable(range(len(self._channels)), max(0.0, deadline - time.monotonic()))
-            for rank in ready:
+            for rank in self._readable(range(len(self._channels)), CHECK_INTERVAL):
                 reply = self._receive(rank)
                 if isinstance(reply, StepDone):
                     self._results[rank // self._replica_size].append(reply.result)
-            if not ready:
-                raise ExecutorFailure(self._missed_deadline())
+            if (now_done := self._processes.work) != work:
+                last_progress, work = time.monotonic(), now_done
+                note_work()  # for the front, which watches this process
+            elif time.monotonic() - last_progress >= self._deployment.step_timeout and not all(self._results):
+                raise ExecutorFailure(self._stall())
         self._submitted.pop(0)
         self._watchdog.note_life()
         return [results.popleft() for results in self._results]
@@ -149,7 +163,7 @@ class MultiprocessExecutor(Executor):
         elif verdict is Verdict.LOST:
             names = " ".join(self._processes.name_rank(rank) for rank in sorted(self._unanswered))
             raise ExecutorFailure(f"{names} did not answer a probe within {self._watchdog.patience:g} s while idle")
-        return self._watchdog.seconds_to_check()
+        return min(CHECK_INTERVAL, self._watchdog.seconds_to_check())
 
     def _probe_ranks(self) -> None:
         self._probe_number += 1
@@ -169,20 +183,44 @@ class MultiprocessExecutor(Executor):
     def kill(self) -> None:
         self._processes.kill()
 
-    def _readable(self, ranks: range | list[int], timeout: float | None) -> list[int]:
+    def _readable(self, ranks: range | list[int], timeout: float) -> list[int]:
+        """The ranks that have sent something.
+
+        Raises:
+            ExecutorFailure: a rank gives no sign of life.
+        """
         fds = {self._channels[rank].fileno(): rank for rank in ranks}
         ready, _, _ = select.select(list(fds), [], [], timeout)
+        if (silent := self._processes.find_silent()) is not None:
+            raise ExecutorFailure(self._death(silent))
         return [fds[fd] for fd in ready]
 
     def _receive(self, rank: int) -> WorkerReply:
+        """The next message of a rank. Those that concern no step are handled here too.
+
+        Raises:
+            ExecutorFailure: the rank failed or ended.
+            ValueError: the rank says that the configuration or the checkpoint is at fault.
+        """
         try:
             reply = self._channels[rank].receive(_FRAME_TIMEOUT)
         except (EOFError, OSError, TimeoutError, msgspec.MsgspecError):
             raise ExecutorFailure(self._death(rank)) from None
+        if isinstance(reply, (RankStarted, RankBeat, RankEnded)):
+            self._note_report(rank, reply)
+        elif isinstance(reply, StoreSet):
+            self._store[reply.key] = reply.value
+            for asking in self._awaiting.pop(reply.key, []):
+                self._send(asking, encode_message(StoreValue(reply.key, reply.value)))
+        elif isinstance(reply, StoreGet):
+            if (value := self._store.get(reply.key)) is None:
+                self._awaiting.setdefault(reply.key, []).append(rank)
+            else:
+                self._send(rank, encode_message(StoreValue(reply.key, value)))
         if isinstance(reply, RankFailed):
             if reply.user_error:
                 raise ValueError(reply.message)
-            if reply.consequence and (crashed := self._processes.find_crashed(rank)) is not None:
+            if reply.consequence and (crashed := self._processes.find_crashed(rank, self._channels)) is not None:
                 # The rank only noticed that the other one has died.
                 raise ExecutorFailure(self._death(crashed))
             raise ExecutorFailure(f"{self._processes.name_rank(rank)} failed{self._at_step()}: {reply.message}")
@@ -194,8 +232,20 @@ class MultiprocessExecutor(Executor):
     def _death(self, rank: int) -> str:
         return self._processes.describe_end(rank) + self._at_step()
 
-    def _missed_deadline(self) -> str:
+    def _note_report(self, rank: int, report: RankStarted | RankBeat | RankEnded) -> None:
+        """Handle what a node says of a rank on another host."""
+        self._processes.note_report(rank, report)
+        if isinstance(report, RankEnded):
+            raise ExecutorFailure(self._death(rank))
+        if isinstance(report, RankBeat):
+            self._progress.copy_line(rank, report.progress)
+            self._load.copy_counters(rank, report.expert_load)
+
+    def _stall(self) -> str:
         step = self._submitted[0]
         late = self._progress.late_ranks(step)
         names = self._processes.name_ranks(late) or "no rank"
-        return f"step {step} missed its deadline of {self._deployment.step_timeout:g} s; did not arrive: {names}"
+        return (
+            f"step {step} is stalled: no rank has finished anything for {self._deployment.step_timeout:g} s; "
+            f"did not arrive: {names}"
+        )

@@ -1,59 +1,102 @@
-"""The processes of an engine's ranks: their start, their names in messages, and their end."""
+"""The processes of an engine's ranks, here and on other hosts: their start, their names in messages, and their end."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 import os
+import secrets
 import shutil
 import socket
 import struct
-import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from shardline.channel import Channel
 from shardline.deployment.deployment import Deployment
-from shardline.deployment.messages import StartWorker, WorkerReply
+from shardline.deployment.messages import RankBeat, RankEnded, RankStarted, StartWorker, WorkerReply
 from shardline.deployment.segment import segment_layout
-from shardline.engine.children import describe_end, start_child
+from shardline.engine.children import Child
+
+_NO_NEWS = "has lost its connection to the engine"
+
+
+class RemoteRank:
+    """What is known of a rank on another host. Its node reports it over the rank's own channel."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.pid = 0
+        self.work = 0
+        self.end = ""
 
 
 class RankProcesses:
-    """One process per rank, and what all of them share: a memory segment, and a store where they meet."""
+    """One process per rank, and what the ranks of this host share: a memory segment, and a store where they meet."""
 
-    def __init__(self, deployment: Deployment, engine: int, send_timeout: float) -> None:
-        """`send_timeout`: seconds after which a message that a rank does not read counts as undeliverable."""
+    def __init__(self, deployment: Deployment, engine: int, streams: Mapping[int, int], send_timeout: float) -> None:
+        """`streams`: for each rank on another host, the descriptor of the socket that leads to it.
+
+        `send_timeout`: seconds after which a message that a rank does not read counts as undeliverable.
+        """
         self._deployment = deployment
         self._engine = engine
         self._send_timeout = int(send_timeout)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._streams = streams
+        self._nonce = secrets.token_bytes(32)
+        self._local: dict[int, Child] = {}
+        hosts = [deployment.machine.hosts[place.host].name for place in deployment.placements[engine]]
+        self._remote = {rank: RemoteRank(hosts[rank]) for rank in streams}
         # The kernel removes an anonymous file with its last user, so nothing is left in /dev/shm after a crash.
         self._segment_fd = os.memfd_create("shardline")
         num_bytes = segment_layout(deployment).num_bytes
         os.ftruncate(self._segment_fd, num_bytes)
         self.segment = memoryview(mmap.mmap(self._segment_fd, num_bytes))
-        """Memory that all ranks and this process map."""
+        """Memory that the ranks of this host and this process map."""
         self._store_folder = tempfile.mkdtemp(prefix="shardline-") if deployment.collectives != "shm" else None
 
-    def spawn_rank(self) -> Channel[WorkerReply]:
-        """Start the process of the next rank."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = start_child("shardline.runtime.worker_process", [theirs.fileno(), self._segment_fd])
-        rank = len(self._processes)
-        self._processes.append(process)
+    def start_rank(self, rank: int) -> Channel[WorkerReply]:
+        """Start the process of a rank. The node of a rank on another host has started it already."""
+        if rank in self._remote:
+            ours = socket.socket(fileno=self._streams[rank])
+        else:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                module = "shardline.runtime.worker_process"
+                self._local[rank] = Child(module, [theirs.fileno(), self._segment_fd])
         # A worker reads at once, whatever it is doing. One that does not has stopped, and must not stop the engine.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", self._send_timeout, 0))
         channel: Channel[WorkerReply] = Channel(ours, WorkerReply)  # type: ignore[arg-type]
         store = str(Path(self._store_folder) / "store") if self._store_folder else ""
-        channel.send(StartWorker(self._deployment, self._engine, rank, store))
+        channel.send(StartWorker(self._deployment, self._engine, rank, store, self._nonce))
         return channel
+
+    def note_report(self, rank: int, report: RankStarted | RankBeat | RankEnded) -> None:
+        """Keep what the node of a rank on another host has said of it."""
+        remote = self._remote[rank]
+        if isinstance(report, RankStarted):
+            remote.host, remote.pid = report.host, report.pid
+        elif isinstance(report, RankBeat):
+            remote.work = report.work
+        else:
+            remote.end = report.how
+
+    def find_silent(self) -> int | None:
+        """A rank of this host that gives no sign of life; the nodes watch the others."""
+        return next((rank for rank, child in self._local.items() if child.is_silent()), None)
+
+    @property
+    def work(self) -> int:
+        """Pieces of work that all ranks have finished."""
+        return sum(child.work for child in self._local.values()) + sum(rank.work for rank in self._remote.values())
 
     def name_rank(self, rank: int) -> str:
         """The rank's place in the grid, its host and its process id, with a comma at the end."""
-        return f"{self._deployment.grid.place(rank)} on {socket.gethostname()}, pid {self._processes[rank].pid},"
+        remote = self._remote.get(rank)
+        host, pid = (remote.host, remote.pid) if remote else (socket.gethostname(), self._local[rank].pid)
+        return f"{self._deployment.grid.place(rank)} on {host}, pid {pid},"
 
     def name_ranks(self, ranks: list[int]) -> str:
         """The names of several ranks."""
@@ -61,18 +104,35 @@ class RankProcesses:
 
     def describe_end(self, rank: int) -> str:
         """The rank's name, and how its process ended."""
-        return f"{self.name_rank(rank)} {describe_end(self._processes[rank])}"
+        remote = self._remote.get(rank)
+        how = (remote.end or _NO_NEWS) if remote else self._local[rank].describe_end()
+        return f"{self.name_rank(rank)} {how}"
 
-    def find_crashed(self, complaining: int) -> int | None:
+    def find_crashed(self, complaining: int, channels: list[Channel[WorkerReply]]) -> int | None:
         """A rank other than `complaining` whose process crashed; waits half a second for one. None: there is none."""
-        deadline = time.monotonic() + 0.5
-        others = [rank for rank in range(len(self._processes)) if rank != complaining]
+        deadline = time.monotonic() + (1.5 if self._remote else 0.5)
         while time.monotonic() < deadline:
-            for rank in others:
-                if self._processes[rank].poll() not in (None, 0):
+            for rank, child in self._local.items():
+                if rank != complaining and child.poll() not in (None, 0):
+                    return rank
+            for rank, remote in self._remote.items():
+                if rank != complaining and (remote.end or self._read_end(rank, channels[rank])):
                     return rank
             time.sleep(0.01)
         return None
+
+    def _read_end(self, rank: int, channel: Channel[WorkerReply]) -> bool:
+        """Whether the node has reported the rank's end by now. Other messages no longer matter."""
+        with contextlib.suppress(TimeoutError):
+            try:
+                while not isinstance(message := channel.receive(0.001), RankEnded):
+                    pass
+                self.note_report(rank, message)
+            except (EOFError, OSError):
+                pass
+            else:
+                return True
+        return False
 
     def remove_store(self) -> None:
         """Remove the store; the ranks do not need it once they have met."""
@@ -83,17 +143,13 @@ class RankProcesses:
     def close(self) -> None:
         """Wait two seconds for the processes to end, since their channels are closed; kill those that do not."""
         deadline = time.monotonic() + 2.0
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for child in self._local.values():
+            child.end(max(0.0, deadline - time.monotonic()))
         self.remove_store()
         with contextlib.suppress(OSError):
             os.close(self._segment_fd)
 
     def kill(self) -> None:
-        """Kill all processes at once; any thread may call this."""
-        for process in self._processes:
-            process.kill()
+        """Kill all processes of this host at once; any thread may call this."""
+        for child in self._local.values():
+            child.kill()

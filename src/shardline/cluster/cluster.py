@@ -1,0 +1,201 @@
+"""The front's handle on a cluster: its nodes as a machine, and the start of engines on any of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+
+import msgspec
+
+from shardline.channel import Channel
+from shardline.cluster.describe import describe_node
+from shardline.cluster.messages import (
+    ENGINE,
+    HeadFailed,
+    HeadToFront,
+    Join,
+    Joined,
+    Launch,
+    NodesPresent,
+    Shutdown,
+    StartHead,
+    Stream,
+)
+from shardline.cluster.token import find_token
+from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import Deployment
+from shardline.deployment.machine import Machine
+from shardline.engine.children import Child
+from shardline.engine.ipc import StartEngine
+from shardline.engine.start import StartedEngine, start_engine
+from shardline.segment.pulse import CHECK_INTERVAL
+
+_MAX_FDS = 64
+"""Descriptors that one message carries."""
+
+_log = logging.getLogger(__name__)
+
+
+class Cluster:
+    """Nodes that have joined. Several threads may start engines; `close` ends all nodes."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the head, and wait until all nodes have joined.
+
+        Raises:
+            ValueError: the configuration is at fault.
+            RuntimeError: nodes are missing after --join-timeout.
+        """
+        self._config = config
+        self._token = find_token(config.cluster)
+        self._own = describe_node(config)
+        self._deployment: Deployment | None = None
+        self._lock = threading.Lock()
+        self._starts = 0
+        self._closed = False
+        self._present = threading.Condition()
+        self._hosts: frozenset[int] = frozenset()
+        self._start_head()
+        joins = (self._own, *self._await_nodes())
+        self.machine = Machine(tuple(join.host for join in joins))
+        """The hosts of all nodes; the head's is the first."""
+        self._models = tuple(join.model for join in joins)
+
+    def launch(self, deployment: Deployment) -> Deployment:
+        """Tell all nodes what runs where; returns the deployment with the model's places on them."""
+        self._deployment = msgspec.structs.replace(deployment, host_models=self._models)
+        self._channel.send(Launch(self._deployment))
+        return self._deployment
+
+    def start_engine(self, deployment: Deployment, engine: int) -> StartedEngine:
+        """Start an engine on its host, and connect it with its ranks on other hosts."""
+        with self._lock:
+            self._starts += 1
+            start = self._starts
+            if deployment.placements[engine][0].host == 0:
+                started = start_engine(deployment, engine)
+                self._attach({Stream(engine, rank, start): sock for rank, sock in started.streams.items()})
+                return started
+            ours, theirs = socket.socketpair()
+            self._attach({Stream(engine, ENGINE, start): theirs})
+            Channel(ours, StartEngine).send(StartEngine(deployment, engine))
+            return StartedEngine(None, ours, {})
+
+    def close(self, code: int = 0) -> None:
+        """End all nodes with an exit code."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            with contextlib.suppress(OSError):
+                self._channel.send(Shutdown(code, "the head was stopped" if code == 0 else "the head has failed"))
+            self._head.end(3.0)
+            self._channel.close()
+            self._sockets.close()
+        with self._present:
+            self._present.notify_all()
+
+    def _start_head(self) -> None:
+        cluster, replicas = self._config.cluster, self._config.parallel.data_parallel_size
+        by_replicas = cluster.data_parallel_address is not None
+        ours, theirs = socket.socketpair()
+        self._sockets, passed = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, passed:
+            self._head = Child("shardline.cluster.head", [theirs.fileno(), passed.fileno()])
+        self._channel: Channel[HeadToFront] = Channel(ours, HeadToFront)  # type: ignore[arg-type]
+        nodes = () if by_replicas else tuple(range(1, cluster.nnodes))
+        address, port = self._own.host.address, cluster.head_port
+        self._channel.send(StartHead(self._token, address, port, self._own, nodes, replicas if by_replicas else 0))
+        self._joined: queue.SimpleQueue[Joined | HeadFailed] = queue.SimpleQueue()
+        threading.Thread(target=self._read, args=(self._channel,), name="head-reader", daemon=True).start()
+        threading.Thread(target=self._watch, args=(self._head, self._channel), name="head-watch", daemon=True).start()
+
+    def _await_nodes(self) -> tuple[Join, ...]:
+        timeout = self._config.cluster.join_timeout
+        try:
+            answer = self._joined.get(timeout=timeout)
+        except queue.Empty:
+            self.close(1)
+            raise RuntimeError(
+                f"nodes are missing after --join-timeout {timeout:g} s; the log above names them"
+            ) from None
+        except BaseException:
+            self.close(1)
+            raise
+        if isinstance(answer, HeadFailed):
+            self.close(1)
+            raise (ValueError if answer.user_error else RuntimeError)(answer.message)
+        return answer.nodes
+
+    def await_hosts(self, engine: int) -> None:
+        """Wait until all hosts of an engine are there.
+
+        Raises:
+            RuntimeError: a host is away for longer than --join-timeout, or the cluster is closed.
+        """
+        assert self._deployment is not None, "the cluster launches before it starts anything"
+        hosts = {place.host for place in self._deployment.placements[engine]}
+        deadline = time.monotonic() + self._config.cluster.join_timeout
+        while True:
+            with self._lock:
+                if not self._closed and self._head.poll() is not None:
+                    self._restart_head()
+            with self._present:
+                if self._closed:
+                    raise RuntimeError("the cluster is closed")
+                if hosts <= self._hosts:
+                    return
+                if time.monotonic() >= deadline:
+                    names = ", ".join(self.machine.hosts[host].name for host in sorted(hosts - self._hosts))
+                    raise RuntimeError(f"{names} did not come back within --join-timeout")
+                self._present.wait(CHECK_INTERVAL)
+
+    def _restart_head(self) -> None:
+        _log.error("the head process %s; it starts again, and nodes join anew", self._head.describe_end())
+        self._channel.close()
+        self._sockets.close()
+        with self._present:
+            self._hosts = frozenset()
+        self._start_head()
+        if self._deployment is not None:
+            self._channel.send(Launch(self._deployment))
+
+    def _read(self, channel: Channel[HeadToFront]) -> None:
+        """Takes the head's news, in a thread of its own."""
+        try:
+            while True:
+                message = channel.receive()
+                if isinstance(message, NodesPresent):
+                    with self._present:
+                        self._hosts = frozenset(message.hosts)
+                        self._present.notify_all()
+                else:
+                    self._joined.put(message)
+        except (EOFError, OSError, msgspec.MsgspecError):
+            self._joined.put(HeadFailed("the head process has ended", user_error=False))
+            with self._present:
+                self._hosts = frozenset()
+
+    def _watch(self, head: Child, channel: Channel[HeadToFront]) -> None:
+        """Ends a head process that gives no sign of life, in a thread of its own."""
+        while head.poll() is None:
+            if head.is_silent():
+                head.kill()
+                channel.shutdown()
+                return
+            time.sleep(CHECK_INTERVAL)
+
+    def _attach(self, ends: dict[Stream, socket.socket]) -> None:
+        """Hand local ends of streams to the head process, which starts the processes at the far ends."""
+        pairs = list(ends.items())
+        for first in range(0, len(pairs), _MAX_FDS):
+            part = pairs[first : first + _MAX_FDS]
+            names = msgspec.msgpack.encode([stream for stream, _ in part])
+            with contextlib.suppress(OSError):  # a head process that has ended ends the streams too
+                socket.send_fds(self._sockets, [names], [sock.fileno() for _, sock in part])
+        for _, sock in pairs:
+            sock.close()

@@ -1,0 +1,84 @@
+"""What a node tells its head about itself: hardware, versions, flags, model."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import ipaddress
+import socket
+from pathlib import Path
+
+import msgspec
+
+from shardline import env
+from shardline.cluster.messages import Join
+from shardline.config.cluster import ClusterConfig
+from shardline.config.engine import EngineConfig
+from shardline.deployment.here import probe_here
+from shardline.deployment.probe import available_isas, software_versions
+from shardline.deployment.resolve import model_source
+from shardline.models.description import read_model
+
+_OWN_FLAGS = {"model", "tokenizer", "cpu_threads", *(field.name for field in dataclasses.fields(ClusterConfig))}
+"""Flags that nodes need not share: the model is compared by its content."""
+_HEADER_BYTES = 1 << 20
+
+
+def describe_node(config: EngineConfig) -> Join:
+    """This node, for its head.
+
+    Raises:
+        ValueError: the model is not here, or this node has no address that others can reach.
+    """
+    cluster, parallel = config.cluster, config.parallel
+    model = model_source(config, read_model(config.model))
+    (host,) = probe_here(config).hosts
+    host = msgspec.structs.replace(
+        host, address=own_address(cluster), num_replicas=cluster.num_local_replicas(parallel.data_parallel_size)
+    )
+    flags = {}
+    for part in (config.model, parallel, config.cache, config.scheduler, cluster):
+        for field in dataclasses.fields(part):
+            if field.name not in _OWN_FLAGS or field.name == "nnodes":
+                flags[field.name.replace("_", "-")] = str(getattr(part, field.name))
+    return Join(
+        node=cluster.node_rank or cluster.data_parallel_start_rank,
+        software=software_versions(),
+        flags=flags,
+        isas=available_isas(),
+        host=host,
+        model=model,
+        weights_digest=_digest_weights(model.weight_files),
+    )
+
+
+def own_address(cluster: ClusterConfig) -> str:
+    """The address at which other nodes reach this one: the user's, else that of the route to the head.
+
+    Raises:
+        ValueError: the head's address cannot be found, or only this host can reach it.
+    """
+    if (chosen := env.host_address()) is not None:
+        return chosen
+    try:
+        head = socket.getaddrinfo(cluster.head_address, cluster.head_port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(head[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(head[4])
+            address = str(probe.getsockname()[0])
+    except OSError as error:
+        raise ValueError(f"the head's address {cluster.head_address} cannot be reached: {error}") from error
+    if ipaddress.ip_address(address).is_loopback:
+        raise ValueError(
+            f"{cluster.head_address} leads to {address}, which other nodes cannot reach; give --master-addr an address "
+            "of the head's network, or set SHARDLINE_HOST_IP on every node"
+        )
+    return address
+
+
+def _digest_weights(files: tuple[str, ...]) -> str:
+    """A digest of the names, the sizes and the headers of weight files; a header has the names of all tensors."""
+    digest = hashlib.sha256()
+    for file in sorted(map(Path, files)):
+        with file.open("rb") as opened:
+            digest.update(f"{file.name} {file.stat().st_size} ".encode() + opened.read(_HEADER_BYTES))
+    return digest.hexdigest()

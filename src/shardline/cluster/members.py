@@ -1,0 +1,137 @@
+"""The nodes that a head knows, and the rules by which it accepts one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from shardline.cluster.messages import Join, StartHead
+
+
+@dataclass
+class Member:
+    """A node that has joined."""
+
+    identity: bytes
+    """Its name on the head's socket, drawn anew each time it joins."""
+    join: Join
+    heard: float = field(default_factory=time.monotonic)
+    """When the last message of it came."""
+
+    @property
+    def name(self) -> str:
+        """The node for messages."""
+        return f"node {self.join.node} ({self.join.host.name}, {self.join.host.address})"
+
+
+class Members:
+    """The nodes of a cluster. The deployment's hosts are the head, and then the nodes in the order of their numbers."""
+
+    def __init__(self, start: StartHead) -> None:
+        self._start = start
+        self._members: dict[int, Member] = {}
+        self._order: tuple[int, ...] = ()
+        """The numbers of the nodes once all have joined; later starts keep it."""
+
+    def find(self, identity: bytes) -> Member | None:
+        """The node with this name on the socket; None: it has not joined, or it is lost."""
+        return next((member for member in self._members.values() if member.identity == identity), None)
+
+    def present(self) -> list[Member]:
+        """The nodes that are there now, in the order of their numbers."""
+        return [self._members[node] for node in sorted(self._members)]
+
+    def at_index(self, host: int) -> Member | None:
+        """The node with an index among the deployment's hosts; None: it is away."""
+        return self._members.get(self._order[host - 1]) if 0 < host <= len(self._order) else None
+
+    def host_of(self, member: Member) -> int:
+        """The node's index among the deployment's hosts; 0 before all have joined."""
+        node = member.join.node
+        return self._order.index(node) + 1 if node in self._order else 0
+
+    def add(self, identity: bytes, join: Join) -> Member:
+        """Take up a node.
+
+        Raises:
+            ValueError: it does not fit the cluster; the message says why, and what would.
+        """
+        self._check_place(join)
+        self._check_likeness(join)
+        member = self._members[join.node] = Member(identity, join)
+        return member
+
+    def remove(self, member: Member) -> None:
+        """Forget a node."""
+        self._members.pop(member.join.node, None)
+
+    def missing(self) -> str:
+        """The nodes that are awaited, in words; empty: all are there."""
+        if self._order:
+            absent = [str(node) for node in self._order if node not in self._members]
+        elif self._start.num_replicas:
+            covered = self._start.own.host.num_replicas + sum(m.join.host.num_replicas for m in self.present())
+            left = self._start.num_replicas - covered
+            return (
+                f"nodes for {left} of {self._start.num_replicas} replicas (--data-parallel-size-local)" if left else ""
+            )
+        else:
+            absent = [str(node) for node in self._start.nodes if node not in self._members]
+        return f"node{'s' * (len(absent) > 1)} {', '.join(absent)} (--node-rank)" if absent else ""
+
+    def settle(self) -> tuple[Join, ...]:
+        """All nodes are there: fix which host of the deployment each of them is, and return what they are."""
+        self._order = self._order or tuple(sorted(self._members))
+        return tuple(self._members[node].join for node in self._order)
+
+    def _check_place(self, join: Join) -> None:
+        start = self._start
+        if (taken := self._members.get(join.node)) is not None:
+            raise ValueError(f"--node-rank {join.node} is taken by {taken.join.host.name} ({taken.join.host.address})")
+        if self._order:
+            if join.node not in self._order:
+                raise ValueError(f"node {join.node} does not belong to this cluster, which runs on {self._order}")
+            return
+        if not start.num_replicas:
+            if join.node not in start.nodes:
+                raise ValueError(f"--node-rank {join.node} is not one of this cluster's; free are {start.nodes}")
+            return
+        first, count = join.node, join.host.num_replicas
+        if count < 1 or first + count > start.num_replicas:
+            raise ValueError(
+                f"replicas {first} to {first + count - 1} are not all among the {start.num_replicas} of this cluster"
+            )
+        for other in (start.own, *(member.join for member in self.present())):
+            begin, end = other.node, other.node + other.host.num_replicas
+            if first < end and begin < first + count:
+                raise ValueError(
+                    f"replicas {first} to {first + count - 1} overlap with those of {other.host.name}, "
+                    f"{begin} to {end - 1}; set --data-parallel-start-rank and --data-parallel-size-local"
+                )
+
+    def _check_likeness(self, join: Join) -> None:
+        own = self._start.own
+        for what, ours, theirs in (("", own.software, join.software), ("--", own.flags, join.flags)):
+            for name in sorted(ours.keys() | theirs.keys()):
+                if ours.get(name) != theirs.get(name):
+                    raise ValueError(
+                        f"{what}{name} differs: the head has {ours.get(name, 'none')}, "
+                        f"{join.host.name} {theirs.get(name, 'none')}"
+                    )
+        if join.model.config_text != own.model.config_text or join.weights_digest != own.weights_digest:
+            raise ValueError(
+                f"the models differ: {own.model.folder} on the head and {join.model.folder} on {join.host.name} have "
+                "the same name but not the same config.json or weights; copy one over the other"
+            )
+        isa = own.host.devices[0].capability
+        if isa not in join.isas:
+            both = [name for name in join.isas if name in own.isas]
+            raise ValueError(
+                f"{own.host.name} computes with {isa}, and {join.host.name} has {', '.join(join.isas)}: set "
+                f"SHARDLINE_ISA={both[-1] if both else 'portable'} on the head"
+            )
+        mine, other = own.host.gpu_architectures, join.host.gpu_architectures
+        if mine and other and mine != other:
+            raise ValueError(
+                f"{own.host.name} has GPUs of {', '.join(mine)}, {join.host.name} of {', '.join(other)}; use one kind"
+            )

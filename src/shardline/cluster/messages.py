@@ -1,0 +1,145 @@
+"""The messages between a head and its nodes, and between a front and its head process."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shardline.deployment.deployment import Deployment, ModelSource
+from shardline.deployment.machine import Host
+
+ENGINE = -1
+"""The `rank` of a stream that leads to an engine."""
+
+
+class Stream(msgspec.Struct, frozen=True, array_like=True):
+    """A channel between processes on two hosts: of a front and an engine, or of an engine and a rank."""
+
+    engine: int
+    rank: int
+    """ENGINE: between the front and the engine."""
+    start: int
+    """The front's number for this start of the engine, so that nothing of an earlier start is taken for its own."""
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """Node to head, first message: what this node is and has."""
+
+    node: int
+    """--node-rank, or --data-parallel-start-rank."""
+    software: dict[str, str]
+    """Versions that must be equal on all nodes."""
+    flags: dict[str, str]
+    """Flags that must be equal on all nodes."""
+    isas: tuple[str, ...]
+    """The CPU kernel paths that this node has."""
+    host: Host
+    model: ModelSource
+    weights_digest: str
+    """A digest of the names, sizes and headers of the weight files."""
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: the node belongs to the cluster."""
+
+    isa: str
+    """The CPU kernel path that all nodes use."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: the node cannot belong to the cluster."""
+
+    message: str
+
+
+class Rejoin(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: the head does not know it, or no longer does. The node ends its ranks and joins anew."""
+
+
+class Launch(msgspec.Struct, frozen=True, tag=True):
+    """Head to nodes, front to head: what runs where."""
+
+    deployment: Deployment
+
+
+class StartStream(msgspec.Struct, frozen=True, tag=True):
+    """Start the process at the far end of a stream, and connect it."""
+
+    stream: Stream
+
+
+class StreamData(msgspec.Struct, frozen=True, tag=True):
+    """Whole frames of a stream."""
+
+    stream: Stream
+    data: bytes
+
+
+class StreamEnded(msgspec.Struct, frozen=True, tag=True):
+    """One end of a stream is closed."""
+
+    stream: Stream
+
+
+class HostLost(msgspec.Struct, frozen=True, tag=True):
+    """Head to nodes: a host of the deployment is gone, and with it the far ends of its streams."""
+
+    host: int
+    why: str
+    """Words that follow the name of a process on it."""
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """Both ways, once a second: the sender lives."""
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """Node to head: it ends, because somebody has asked it to."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Head to nodes, front to head: end with this exit code."""
+
+    code: int
+    reason: str
+
+
+NodeMessage = Join | StartStream | StreamData | StreamEnded | Beat | Leave
+HeadMessage = Accepted | Refused | Rejoin | Launch | StartStream | StreamData | StreamEnded | HostLost | Beat | Shutdown
+
+
+class StartHead(msgspec.Struct, frozen=True, tag=True):
+    """Front to head process, first message."""
+
+    token: str
+    address: str
+    port: int
+    own: Join
+    """What the head's own host is and has."""
+    nodes: tuple[int, ...]
+    """The nodes to wait for; empty: until all replicas have a node."""
+    num_replicas: int
+    """The replicas to wait for, the head's own included; 0: nodes are waited for by number."""
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """Head process to front: all nodes are there."""
+
+    nodes: tuple[Join, ...]
+    """In the order of their numbers, without the head itself."""
+
+
+class HeadFailed(msgspec.Struct, frozen=True, tag=True):
+    """Head process to front: it cannot go on."""
+
+    message: str
+    user_error: bool
+
+
+class NodesPresent(msgspec.Struct, frozen=True, tag=True):
+    """Head process to front: the hosts that are there now, by their index in the deployment."""
+
+    hosts: tuple[int, ...]
+
+
+FrontToHead = StartHead | Launch | Shutdown
+HeadToFront = Joined | HeadFailed | NodesPresent

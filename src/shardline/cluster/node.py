@@ -1,0 +1,328 @@
+"""A headless node: joins its head, runs the engines and ranks that the head places on it, and outlives the head."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from shardline import env
+from shardline.channel import encode_message
+from shardline.cluster.describe import describe_node
+from shardline.cluster.head import last_words
+from shardline.cluster.messages import (
+    ENGINE,
+    Accepted,
+    Beat,
+    HeadMessage,
+    HostLost,
+    Join,
+    Launch,
+    Leave,
+    Refused,
+    Rejoin,
+    Shutdown,
+    StartStream,
+    Stream,
+    StreamData,
+    StreamEnded,
+)
+from shardline.cluster.streams import Streams, frame
+from shardline.cluster.token import find_token
+from shardline.cluster.wire import BEAT_SECONDS, SILENCE, NodeSocket, encode
+from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import Deployment
+from shardline.deployment.messages import RankBeat, RankStarted
+from shardline.deployment.segment import segment_layout
+from shardline.engine.children import Child
+from shardline.engine.ipc import EngineBeat
+from shardline.engine.start import start_engine
+from shardline.log import configure_logging
+from shardline.process_title import set_process_title
+from shardline.segment.progress import ProgressBoard
+from shardline.segment.pulse import CHECK_INTERVAL
+
+_END_SECONDS = 7.0
+"""Seconds in which a process may end after its stream has ended; an engine gives its ranks 5."""
+_NOTICE_SECONDS = 30.0
+_OWN_DELAY = 2.0
+_log = logging.getLogger(__name__)
+
+
+class _HeadGone(Exception):
+    """The node's head is away, or does not know the node any more."""
+
+
+class _Ending(Exception):
+    """The node must end, with an exit code."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+def run_node(config: EngineConfig) -> int:
+    """Serve the head until it ends or SIGTERM arrives; returns the exit code.
+
+    Raises:
+        ValueError: the configuration is at fault, or the head refuses this node; the message says what to change.
+    """
+    configure_logging()
+    set_process_title("node")
+    token = find_token(config.cluster)
+    join = describe_node(config)
+    node = Node(config, token, join)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: node.ask_to_leave())
+    return node.run()
+
+
+@dataclass
+class _Segment:
+    """The memory that the ranks of an engine map on this host."""
+
+    deployment: Deployment
+    users: set[Stream] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        layout = segment_layout(self.deployment)
+        self.fd = os.memfd_create("shardline")
+        os.ftruncate(self.fd, layout.num_bytes)
+        self.memory = memoryview(mmap.mmap(self.fd, layout.num_bytes))
+        self.progress = ProgressBoard(layout.progress(self.memory), self.deployment.grid)
+        self.load = layout.expert_load(self.memory)
+
+
+class Node:
+    """Joins its head, again and again if the head is lost."""
+
+    def __init__(self, config: EngineConfig, token: str, join: Join) -> None:
+        self._config = config
+        self._token = token
+        self._join = join
+        self._asked_to_leave = False
+        self._decoder: msgspec.msgpack.Decoder[HeadMessage] = msgspec.msgpack.Decoder(HeadMessage)
+        self._children: dict[Stream, Child] = {}
+        self._ending: list[tuple[float, Child]] = []
+        self._segments: dict[tuple[int, int], _Segment] = {}
+        self._deployment: Deployment | None = None
+        self._wire: NodeSocket
+        self._streams: Streams
+        self._poller: zmq.Poller
+        self._heard = time.monotonic()
+
+    def ask_to_leave(self) -> None:
+        """End soon; for signal handlers."""
+        self._asked_to_leave = True
+
+    def run(self) -> int:
+        """Serve heads, one after another, until one says when to end."""
+        address, port = self._config.cluster.head_address, self._config.cluster.head_port
+        deadline = time.monotonic() + self._config.cluster.join_timeout
+        while True:
+            self._poller = zmq.Poller()
+            self._streams = Streams(self._poller, self._send_data, self._end_stream)
+            self._wire = NodeSocket(self._token, address, port)
+            try:
+                self._join_head(deadline)
+                self._serve()
+            except _HeadGone as gone:
+                _log.error("%s; its ranks end here, and the node waits for the next head", gone)
+            except _Ending as ending:
+                return ending.code
+            finally:
+                self._end_children()
+                self._streams.close_all()
+                self._wire.close()
+            deadline = time.monotonic() + self._config.cluster.join_timeout
+
+    def _join_head(self, deadline: float) -> None:
+        """Wait for the head, and join it."""
+        cluster = self._config.cluster
+        place = f"the head at {cluster.head_address} port {cluster.head_port}"
+        self._send(self._join)
+        asked, noticed = time.monotonic(), time.monotonic()
+        while True:
+            now = time.monotonic()
+            if self._asked_to_leave:
+                raise _Ending(0)
+            if now >= deadline:
+                _log.error("%s did not answer within --join-timeout %g s", place, cluster.join_timeout)
+                raise _Ending(1)
+            if now - noticed >= _NOTICE_SECONDS:
+                noticed = now
+                _log.warning("still waiting for %s", place)
+            if self._wire.was_refused():
+                raise ValueError(
+                    f"{place} refuses the handshake: the join tokens differ, or another program listens there; copy "
+                    "the head's token (--join-token-file, SHARDLINE_JOIN_TOKEN, ~/.config/shardline/join-token)"
+                )
+            if not self._wire.socket.poll(200):
+                continue
+            message = self._receive()
+            if isinstance(message, Refused):
+                raise ValueError(f"the head refuses this node: {message.message}")
+            if isinstance(message, Accepted):
+                env.adopt_isa(message.isa)
+                self._heard = time.monotonic()
+                _log.info("joined %s as node %d", place, self._join.node)
+                return
+            if isinstance(message, Rejoin) and now - asked > 1.0:
+                asked = now
+                self._send(self._join)
+
+    def _serve(self) -> None:
+        self._poller.register(self._wire.socket, zmq.POLLIN)
+        next_beat = next_check = 0.0
+        while True:
+            now = time.monotonic()
+            if self._asked_to_leave:
+                _log.info("the node leaves; its requests go on elsewhere")
+                self._send(Leave())
+                raise _Ending(0)
+            if now >= next_check:
+                if now > next_check + _OWN_DELAY:  # this process was stopped, and has not read what the head has sent
+                    self._heard = max(self._heard, now - SILENCE / 2)
+                self._check(now)
+                next_check = now + CHECK_INTERVAL
+            if now >= next_beat:
+                self._beat()
+                next_beat = now + BEAT_SECONDS
+            for source, event in self._poller.poll(int(CHECK_INTERVAL * 500)):
+                if source is self._wire.socket:
+                    while self._wire.socket.poll(0):
+                        self._handle(self._receive())
+                else:
+                    self._streams.handle_event(source, event)
+
+    def _handle(self, message: HeadMessage) -> None:
+        self._heard = time.monotonic()
+        if isinstance(message, StreamData):
+            self._streams.write(message.stream, message.data)
+        elif isinstance(message, Launch):
+            self._deployment = message.deployment
+        elif isinstance(message, StartStream):
+            self._start(message.stream)
+        elif isinstance(message, StreamEnded):
+            self._streams.close(message.stream)
+            self._retire(message.stream)
+        elif isinstance(message, HostLost):
+            self._end_streams_to(message.host, message.why)
+        elif isinstance(message, Rejoin):
+            raise _HeadGone("the head does not know this node any more")
+        elif isinstance(message, Shutdown):
+            _log.info("the head ends: %s", message.reason)
+            raise _Ending(message.code)
+
+    def _start(self, stream: Stream) -> None:
+        """Start the engine or the rank at this end of a stream."""
+        assert self._deployment is not None, "a head launches before it starts anything"
+        if stream.rank == ENGINE:
+            started = start_engine(self._deployment, stream.engine, sends_start=False)
+            assert started.child is not None
+            self._children[stream] = started.child
+            self._streams.attach(stream, started.sock)
+            for rank, sock in started.streams.items():
+                to_rank = Stream(stream.engine, rank, stream.start)
+                self._streams.attach(to_rank, sock)
+                self._send(StartStream(to_rank))
+            return
+        key = (stream.engine, stream.start)
+        segment = self._segments.get(key)
+        if segment is None:
+            segment = self._segments[key] = _Segment(self._deployment)
+        segment.users.add(stream)
+        ours, theirs = socket.socketpair()
+        host = self._deployment.placements[stream.engine][stream.rank].host
+        with theirs:
+            fds = [theirs.fileno(), segment.fd]
+            child = Child("shardline.runtime.worker_process", fds, self._deployment.gpus_of(stream.engine, host))
+        self._children[stream] = child
+        self._streams.attach(stream, ours)
+        self._send_data(stream, frame(encode_message(RankStarted(self._join.host.name, child.pid))))
+
+    def _send_data(self, stream: Stream, data: bytes) -> None:
+        self._send(StreamData(stream, data))
+
+    def _end_stream(self, stream: Stream) -> None:
+        """A process on this host has closed its end."""
+        child = self._children.get(stream)
+        if child is not None:
+            name = f"(on {self._join.host.name}, pid {child.pid}) " if stream.rank == ENGINE else ""
+            self._send_data(stream, last_words(stream, name + child.describe_end()))
+        self._send(StreamEnded(stream))
+        self._retire(stream)
+
+    def _end_streams_to(self, host: int, why: str) -> None:
+        """Another host is lost: end the streams that lead to it."""
+        assert self._deployment is not None
+        for stream in self._streams.all():
+            places = self._deployment.placements[stream.engine]
+            if stream.rank == ENGINE:
+                continue
+            if stream in self._children:
+                if places[0].host == host:
+                    self._streams.close(stream)
+                    self._retire(stream)
+            elif places[stream.rank].host == host:
+                self._streams.close(stream, last_words(stream, why))
+
+    def _retire(self, stream: Stream) -> None:
+        """The process at this end of a stream has ended, or is to end soon."""
+        child = self._children.pop(stream, None)
+        if child is not None:
+            self._ending.append((time.monotonic() + _END_SECONDS, child))
+        key = (stream.engine, stream.start)
+        segment = self._segments.get(key)
+        if segment is not None:
+            segment.users.discard(stream)
+            if not segment.users:
+                os.close(self._segments.pop(key).fd)
+
+    def _check(self, now: float) -> None:
+        """Look at the processes of this host and at the head."""
+        for child in self._children.values():
+            if child.is_silent():
+                child.kill()  # its end of file follows, and `describe_end` says why
+        for deadline, child in list(self._ending):
+            if child.poll() is not None:
+                self._ending.remove((deadline, child))
+            elif now >= deadline:
+                child.kill()
+        if now - self._heard > SILENCE:
+            raise _HeadGone(f"the head has not been heard of for {SILENCE:g} s: it is down, stopped, or cut off")
+
+    def _beat(self) -> None:
+        """Tell the head that the node lives, and engines and fronts how far their processes are."""
+        self._send(Beat())
+        for stream, child in self._children.items():
+            if stream.rank == ENGINE:
+                message: EngineBeat | RankBeat = EngineBeat(child.work)
+            else:
+                segment = self._segments[stream.engine, stream.start]
+                counters = segment.load.of_rank(stream.rank).tobytes()
+                message = RankBeat(child.work, segment.progress.read_line(stream.rank), counters)
+            self._send_data(stream, frame(encode_message(message)))
+
+    def _end_children(self) -> None:
+        """End all processes of this node at once."""
+        children = [*self._children.values(), *(child for _, child in self._ending)]
+        for child in children:
+            child.kill()
+        for child in children:
+            child.wait(2.0)
+        for segment in self._segments.values():
+            os.close(segment.fd)
+        self._children, self._ending, self._segments = {}, [], {}
+
+    def _send(self, message: object) -> None:
+        self._wire.socket.send(encode(message))
+
+    def _receive(self) -> HeadMessage:
+        return self._decoder.decode(self._wire.socket.recv())

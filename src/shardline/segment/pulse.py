@@ -1,0 +1,75 @@
+"""Signs of life of a child process: a page of shared memory that a thread without Python's lock writes to."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable
+
+from shardline import _cpu
+
+SILENCE = 4.0
+"""Seconds without a sign of life after which a process counts as stopped."""
+
+CHECK_INTERVAL = 0.5
+"""Seconds between two looks at a pulse."""
+
+_START = 120.0
+"""Seconds that a process may take to its first sign of life: Python and libraries may come from a slow disk."""
+_OWN_DELAY = 2.0
+"""A watcher that is this late was stopped itself, and begins anew."""
+_FIELDS = struct.Struct("<qq")
+
+
+class Pulse:
+    """The page of one child. The parent creates it, and the child inherits the descriptor `fd`."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("shardline-pulse")
+        os.ftruncate(self.fd, mmap.PAGESIZE)
+        self._page = mmap.mmap(self.fd, mmap.PAGESIZE)
+
+    def release_fd(self) -> None:
+        """Close the descriptor, once the child has inherited it. The page stays readable."""
+        os.close(self.fd)
+
+    @property
+    def beats(self) -> int:
+        """How often the child's thread has written."""
+        return int(_FIELDS.unpack_from(self._page)[0])
+
+    @property
+    def work(self) -> int:
+        """Pieces of work that the child has finished, such as kernels; it grows as long as the child gets on."""
+        return int(_FIELDS.unpack_from(self._page)[1])
+
+
+class PulseWatch:
+    """Tells whether a process has been without a sign of life for SILENCE seconds that the watcher saw pass."""
+
+    def __init__(self, read_beats: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+        self._read_beats = read_beats
+        self._clock = clock
+        self._beats = 0
+        self._changed = self._checked = clock()
+
+    def is_silent(self) -> bool:
+        """Look again. Call this every CHECK_INTERVAL seconds; a watcher that comes late gives the process new time."""
+        now, beats = self._clock(), self._read_beats()
+        if beats != self._beats or now - self._checked > _OWN_DELAY:
+            self._changed = now
+        self._beats, self._checked = beats, now
+        return now - self._changed >= (SILENCE if beats else _START)
+
+
+def start_pulse(fd: int) -> None:
+    """Begin to show signs of life on the page behind `fd`, until this process ends."""
+    _cpu.start_pulse(fd)
+    os.close(fd)
+
+
+def note_work() -> None:
+    """Count a piece of work that this process has seen done. Kernels of the CPU count themselves."""
+    _cpu.note_work()

@@ -1,0 +1,114 @@
+"""Which nodes a head accepts: each refusal names both values, and what would work."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from shardline.cluster.describe import describe_node, own_address
+from shardline.cluster.members import Members
+from shardline.cluster.messages import Join, StartHead
+from shardline.config.engine import EngineConfig
+
+ISAS = ("portable", "avx2", "avx512")
+
+
+@pytest.fixture(scope="module")
+def own() -> Join:
+    config = EngineConfig.from_options(model="demo", device="cpu", nnodes=3, master_addr="127.0.0.1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDLINE_HOST_IP", "10.0.0.1")
+        join = describe_node(config)
+    cpu = replace(join.host.devices[0], capability="avx512")
+    return replace(join, isas=ISAS, host=replace(join.host, name="one", devices=(cpu,)))
+
+
+def start(own: Join, **options: Any) -> StartHead:
+    return StartHead(
+        **{"token": "t", "address": "10.0.0.1", "port": 1, "own": own, "nodes": (1, 2), "num_replicas": 0} | options
+    )
+
+
+def node(own: Join, number: int, **changes: Any) -> Join:
+    host = {"name": f"host{number}", "address": f"10.0.0.{number + 1}", **changes.pop("host", {})}
+    return replace(own, node=number, host=replace(own.host, **host), **changes)
+
+
+def test_nodes_join_in_any_order_and_come_back(own: Join) -> None:
+    members = Members(start(own))
+    assert members.missing() == "nodes 1, 2 (--node-rank)"
+    second = members.add(b"b", node(own, 2))
+    assert members.missing() == "node 1 (--node-rank)"
+    first = members.add(b"a", node(own, 1))
+    assert members.missing() == ""
+    assert [join.node for join in members.settle()] == [1, 2]
+    assert [members.at_index(host) for host in range(4)] == [None, first, second, None]
+    assert members.host_of(second) == 2
+    assert members.find(b"a") is first
+    members.remove(first)
+    assert members.at_index(1) is None
+    assert members.find(b"a") is None
+    assert members.missing() == "node 1 (--node-rank)"
+    again = members.add(b"c", node(own, 1))
+    assert members.at_index(1) is again
+
+
+def test_nodes_that_say_which_replicas_they_run(own: Join) -> None:
+    head = replace(own, host=replace(own.host, num_replicas=2))
+    members = Members(start(head, nodes=(), num_replicas=5))
+    assert members.missing() == "nodes for 3 of 5 replicas (--data-parallel-size-local)"
+    with pytest.raises(ValueError, match="replicas 1 to 2 overlap with those of one, 0 to 1"):
+        members.add(b"x", node(own, 1, host={"num_replicas": 2}))
+    with pytest.raises(ValueError, match="replicas 4 to 5 are not all among the 5"):
+        members.add(b"x", node(own, 4, host={"num_replicas": 2}))
+    members.add(b"b", node(own, 4, host={"num_replicas": 1}))
+    assert members.missing() == "nodes for 2 of 5 replicas (--data-parallel-size-local)"
+    members.add(b"a", node(own, 2, host={"num_replicas": 2}))
+    assert not members.missing()
+    assert [join.node for join in members.settle()] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"flags": {"max-num-seqs": "7"}}, "--max-num-seqs differs: the head has 128, host1 7"),
+        ({"software": {"shardline": "9.9"}}, "shardline differs: the head has .*, host1 9.9"),
+        ({"weights_digest": "other"}, "the models differ"),
+        ({"isas": ("portable", "avx2")}, "computes with avx512, and host1 has portable, avx2: set SHARDLINE_ISA=avx2"),
+    ],
+)
+def test_unlike_nodes_are_refused(own: Join, changes: dict[str, Any], message: str) -> None:
+    for field in ("flags", "software"):
+        if field in changes:
+            changes = {field: {**getattr(own, field), **changes[field]}}
+    with pytest.raises(ValueError, match=message):
+        Members(start(own)).add(b"a", node(own, 1, **changes))
+
+
+def test_a_rank_that_is_taken_or_unknown_is_refused(own: Join) -> None:
+    members = Members(start(own))
+    members.add(b"a", node(own, 1))
+    with pytest.raises(ValueError, match=r"--node-rank 1 is taken by host1 \(10.0.0.2\)"):
+        members.add(b"b", node(own, 1))
+    with pytest.raises(ValueError, match="--node-rank 3 is not one of this cluster's"):
+        members.add(b"b", node(own, 3))
+
+
+def test_only_flags_of_a_single_node_may_differ(own: Join) -> None:
+    assert "max-model-len" in own.flags
+    assert "nnodes" in own.flags
+    assert not {"node-rank", "model", "cpu-threads", "join-token-file"} & own.flags.keys()
+
+
+def test_an_address_that_others_cannot_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig.from_options(nnodes=2, master_addr="127.0.0.1").cluster
+    with pytest.raises(ValueError, match=r"leads to 127\.0\.0\.1, which other nodes cannot reach"):
+        own_address(config)
+    monkeypatch.setenv("VLLM_HOST_IP", "10.1.1.1")
+    assert own_address(config) == "10.1.1.1"
+    monkeypatch.delenv("VLLM_HOST_IP")
+    with pytest.raises(ValueError, match=r"no\.such\.host cannot be reached"):
+        own_address(dataclasses.replace(config, master_addr="no.such.host"))

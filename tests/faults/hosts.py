@@ -1,0 +1,121 @@
+"""Hosts that share nothing but a network and the file system: network namespaces on a bridge."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+TOKEN = "a-token-of-these-tests-only"
+_PORT = 8000
+
+
+class Hosts:
+    """`count` hosts with one interface each, at addresses that this process can reach too.
+
+    Names carry the id of this process, and everything goes with `close`.
+    """
+
+    def __init__(self, count: int) -> None:
+        if os.geteuid() != 0 and "CI" not in os.environ:
+            pytest.skip("network namespaces need root")
+        pid = os.getpid()
+        self._prefix = f"sl{pid}"
+        self._net = f"10.{64 + pid % 128}.{pid // 128 % 256}"
+        self._switch = f"{self._prefix}s"
+        self._spaces = [f"{self._prefix}h{index}" for index in range(count)]
+        self._children: list[subprocess.Popen[str]] = []
+        for space in (self._switch, *self._spaces):
+            _ip("netns", "add", space)
+            _ip("-n", space, "link", "set", "lo", "up")
+        _ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "br0", "up")
+        for index, space in enumerate(self._spaces):
+            self._connect(f"p{index}", space, "eth0", f"{self.address(index)}/24")
+        self._connect("uplink", None, self._prefix, f"{self._net}.254/24")
+
+    def address(self, host: int) -> str:
+        """The address of a host."""
+        return f"{self._net}.{host + 1}"
+
+    def start(self, host: int, *words: str, log: Path, **environment: str) -> subprocess.Popen[str]:
+        """Start `shardline WORDS…` on a host; its output goes to `log`."""
+        code = "import sys; from shardline.cli.main import main; sys.exit(main())"
+        command = ["ip", "netns", "exec", self._spaces[host], sys.executable, "-c", code, *words]
+        with log.open("a") as output:
+            child = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=output,
+                text=True,
+                start_new_session=True,
+                env={**os.environ, "SHARDLINE_JOIN_TOKEN": TOKEN, **environment},
+            )
+        self._children.append(child)
+        return child
+
+    def cut(self, host: int) -> None:
+        """Drop all packets of a host, silently."""
+        _run("ip", "netns", "exec", self._switch, "bridge", "link", "set", "dev", f"p{host}", "state", "0")
+
+    def heal(self, host: int) -> None:
+        """End a cut."""
+        _run("ip", "netns", "exec", self._switch, "bridge", "link", "set", "dev", f"p{host}", "state", "3")
+
+    def close(self) -> None:
+        """End all processes and remove the network."""
+        for child in self._children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        for space in self._spaces:
+            for pid in pids_in(space):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for space in (*self._spaces, self._switch):
+            _ip("netns", "del", space)
+
+    def pids(self, host: int) -> list[int]:
+        """The processes of a host."""
+        return pids_in(self._spaces[host])
+
+    def _connect(self, port: str, space: str | None, interface: str, address: str) -> None:
+        inside = ("-n", space) if space else ()
+        peer = ("netns", space) if space else ("netns", "1")
+        _ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", interface, *peer)
+        _ip("-n", self._switch, "link", "set", "dev", port, "master", "br0", "up")
+        _ip(*inside, "addr", "add", address, "dev", interface)
+        _ip(*inside, "link", "set", "dev", interface, "up")
+
+
+def await_ready(address: str, seconds: float, *processes: subprocess.Popen[str]) -> None:
+    """Wait until the server at an address is ready, while these processes run."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for process in processes:
+            assert process.poll() is None, "a node has ended"
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"http://{address}:{_PORT}/ready", timeout=2.0).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"the server was not ready within {seconds:g} s")
+
+
+def pids_in(space: str) -> list[int]:
+    """The processes in a network namespace."""
+    return [int(word) for word in _run("ip", "netns", "pids", space).split()]
+
+
+def _ip(*words: str) -> str:
+    return _run("ip", *words)
+
+
+def _run(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,139 @@
+"""Servers whose ranks are on several hosts: one answer in every layout, and streams that outlive what is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from shardline import LLM, SamplingParams
+from tests.faults.site import Site, await_line, site
+
+PROMPT = "The first thing that"
+STREAM = {"model": "demo", "prompt": PROMPT, "max_tokens": 400, "temperature": 0.8, "seed": 7, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    """What STREAM gives on one rank."""
+    with contextlib.closing(LLM("demo", device="cpu")) as llm:
+        params = SamplingParams(max_tokens=400, temperature=0.8, seed=7, ignore_eos=True)
+        return llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text
+
+
+class Reader(threading.Thread):
+    """Reads STREAM from a server, in a thread of its own."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        self.text = ""
+        self.gap = 0.0
+        """The longest time in seconds between two pieces."""
+        self.begun = threading.Event()
+        self.error = ""
+        self.start()
+
+    def run(self) -> None:
+        last = None
+        with httpx.stream(
+            "POST", f"{self._url}/v1/completions", json=STREAM | {"stream": True}, timeout=90.0
+        ) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                piece = json.loads(line.removeprefix("data: "))
+                if "error" in piece:
+                    self.error = str(piece)
+                    return
+                self.gap = max(self.gap, time.monotonic() - last) if last else 0.0
+                last = time.monotonic()
+                self.text += piece["choices"][0]["text"]
+                if len(self.text) > 20:
+                    self.begun.set()
+
+    def finish(self, within: float) -> str:
+        self.join(within)
+        assert not self.is_alive(), "the stream hangs"
+        assert not self.error
+        return self.text
+
+
+@pytest.mark.parametrize(
+    ("count", "flags"),
+    [
+        (2, ("-tp", "2", "-pp", "2")),
+        (
+            2,
+            (
+                "-tp",
+                "2",
+            ),
+        ),
+        (3, ("-pp", "3")),
+    ],
+)
+def test_one_answer_on_several_hosts(count: int, flags: tuple[str, ...], tmp_path: Path, undisturbed: str) -> None:
+    with site(tmp_path, count, *flags) as server:
+        assert Reader(server.url).finish(60) == undisturbed
+        os.kill(server.head.pid, signal.SIGTERM)
+        assert server.head.wait(15) == 0
+        for node in server.nodes:
+            assert node.wait(10) == 0
+        assert [server.hosts.pids(index) for index in range(count)] == [[]] * count
+
+
+def test_streams_outlive_lost_ranks_and_cut_hosts(tmp_path: Path, undisturbed: str) -> None:
+    with site(tmp_path, 2, "-dp", "2") as server:
+        readers = [Reader(server.url) for _ in range(4)]
+        for reader in readers:
+            assert reader.begun.wait(20)
+        server.hosts.cut(1)
+        assert await_line(server, "has not been heard of for 4 s", 6.5) < 6.0
+        assert [reader.finish(30) for reader in readers] == [undisturbed] * 4
+        await_line(server, "waits for the next head", 8, index=1)
+        server.hosts.heal(1)
+        await_line(server, "replica 1 runs again", 40)
+        # The engine of the head's host ends; all goes on at the node that has come back.
+        readers = [Reader(server.url) for _ in range(2)]
+        for reader in readers:
+            assert reader.begun.wait(20)
+        for pid in server.pids(r"rank 0: .*pid (\d+)"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert [reader.finish(30) for reader in readers] == [undisturbed] * 2
+        os.kill(server.nodes[0].pid, signal.SIGTERM)
+        assert server.nodes[0].wait(10) == 0
+
+
+def test_a_node_outlives_its_head(tmp_path: Path, undisturbed: str) -> None:
+    with site(tmp_path, 2, "-pp", "2") as server:
+        assert server.pids(r"rank 1: \S+ .*pid (\d+)")
+        os.killpg(server.head.pid, signal.SIGKILL)
+        await_line(server, "waits for the next head", 8, index=1)
+        server.head = server.start_node(0)
+        server.await_ready()
+        assert Reader(server.url).finish(60) == undisturbed
+        [node] = server.nodes
+        [worker] = [pid for pid in server.hosts.pids(1) if pid != node.pid]
+        os.kill(worker, signal.SIGSTOP)
+        assert await_line(server, rf"pid {worker}, has given no sign of life for 4 s", 6.5) < 5.5
+        server.await_ready()
+        assert Reader(server.url).finish(60) == undisturbed
+
+
+def test_a_node_that_does_not_fit_ends_with_one_line(tmp_path: Path) -> None:
+    server = Site(tmp_path, 2)
+    try:
+        await_line(server, "the head waits", 20)
+        server.nodes[0].wait(30)
+        assert server.nodes[0].returncode == 2 or "joined" in server.log(1)
+    finally:
+        server.hosts.close()
