@@ -50,7 +50,7 @@ def make_requests(vocab_size: int, count: int = 8, seed: int = 7) -> list[Reques
         tail = [rng.randrange(vocab_size) for _ in range(rng.choice([1, 5, 14, 30]))]
         prompt = shared + tail if index % 2 else tail + [rng.randrange(vocab_size) for _ in range(9)]
         params = SamplingParams(
-            max_tokens=rng.choice([8, 14, 20]),
+            max_tokens=rng.choice([10, 20, 30]),
             logits_digest=True,
             **samplings[index % len(samplings)],  # type: ignore[arg-type]
         )
