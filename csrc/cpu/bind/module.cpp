@@ -25,10 +25,11 @@ NB_MODULE(_cpu, m) {
       },
       "num_threads"_a, "pin"_a = std::vector<int>());
   bind_attention(m);
-  bind_exchange(m);
   bind_experts(m);
   bind_gemm(m);
+  bind_groups(m);
   bind_kv_cache(m);
+  bind_links(m);
   bind_memory(m);
   bind_mla(m);
   bind_program(m);

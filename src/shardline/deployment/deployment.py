@@ -149,6 +149,10 @@ class Deployment(msgspec.Struct, frozen=True):
         """Whether linear weights stay packed as in the checkpoint."""
         return self.weight_format.open_format().reads_packed
 
+    def ranks_on(self, engine: int, host: int) -> tuple[int, ...]:
+        """The ranks of an engine that run on one of the machine's hosts, in order."""
+        return tuple(rank for rank, place in enumerate(self.placements[engine]) if place.host == host)
+
     def gpus_of(self, engine: int) -> str | None:
         """The value of CUDA_VISIBLE_DEVICES for an engine's processes; None: they see the GPUs of this process.
 

@@ -99,18 +99,19 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
 
 
 def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Runner, RankReport, bool]:
-    deployment, layout = start.deployment, segment_layout(start.deployment)
+    deployment, placement = start.deployment, start.deployment.placements[start.engine][start.rank]
+    layout = segment_layout(deployment, start.engine, placement.host)
     place, weights = deployment.grid.place(start.rank), deployment.weights[start.rank]
     replica = start.engine * deployment.grid.data + place.dp_rank
     set_process_title(f"rank {place.rank} (dp {replica} pp {place.pp_rank} tp {place.tp_rank})")
     # Start this before torch is imported: the import takes long enough to touch most of the memory.
     reserve_memory(weights.num_bytes, weights.touched_bytes)
-    from shardline.runtime.parallel.groups import connect_distributed, connect_shared_memory
+    from shardline.runtime.parallel.groups import connect_distributed, connect_host_memory
     from shardline.runtime.worker import Worker
 
     # The engine's deadline comes first, since the engine can name the late rank. This one is the fallback.
     timeout = 2 * deployment.step_timeout + 5.0
-    backend = open_backend(deployment.device, start.rank, deployment.placements[start.engine][start.rank].threads)
+    backend = open_backend(deployment.device, start.rank, placement.threads)
     if start.store_path:
         groups = connect_distributed(
             backend,
@@ -123,7 +124,7 @@ def _load(start: StartWorker, segment: memoryview, agree: Agree) -> tuple[Runner
             tries_symmetric_memory=deployment.tries_symmetric_memory,
         )
     else:
-        groups = connect_shared_memory(backend.kernels, segment, layout, start.rank, timeout)
+        groups = connect_host_memory(backend.kernels, segment, layout, start.rank, timeout)
     worker = Worker(deployment, backend, groups)
     report = worker.load(agree)
     return worker.runner, report, start.rank in deployment.grid.drivers

@@ -32,7 +32,7 @@ from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.engine.executor.rank_processes import RankProcesses
 from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
 from shardline.segment.expert_load import Counts
-from shardline.segment.progress import ProgressBoard
+from shardline.segment.progress import late_ranks
 from shardline.types import StepPlan, StepResult, rank_steps
 
 _FRAME_TIMEOUT = 10.0
@@ -60,8 +60,8 @@ class MultiprocessExecutor(Executor):
         self._probe_number = 0
         self._unanswered: set[int] = set()
         """Ranks that have not answered the last probe."""
-        layout = segment_layout(deployment)
-        self._progress = ProgressBoard(layout.progress(self._processes.segment), deployment.grid)
+        layout = segment_layout(deployment, engine, deployment.placements[engine][0].host)
+        self._progress = layout.progress(self._processes.segment)
         self._load = layout.expert_load(self._processes.segment)
 
     def start(self) -> list[RankReport]:
@@ -196,6 +196,6 @@ class MultiprocessExecutor(Executor):
 
     def _missed_deadline(self) -> str:
         step = self._submitted[0]
-        late = self._progress.late_ranks(step)
+        late = late_ranks(self._deployment.grid, self._progress.read(), step)
         names = self._processes.name_ranks(late) or "no rank"
         return f"step {step} missed its deadline of {self._deployment.step_timeout:g} s; did not arrive: {names}"
