@@ -202,7 +202,7 @@ def test_every_gpu_holds_all_latents(tmp_path: Path) -> None:
     for device, size in (("cpu", 1), ("cuda", 1), ("cpu", 2), ("cuda", 2)):
         setup = resolve_on(TWO, **options, device=device, tensor_parallel_size=size)
         blocks[device, size] = pool(setup)
-        assert (segment_layout(setup).kv_bytes != ()) == (device == "cpu" and size == 2)
+        assert (segment_layout(setup, 0, 0).kv_bytes != ()) == (device == "cpu" and size == 2)
     # 4 layers x (24 + 8) elements x 4 bytes, 16 tokens a block; host memory holds half of it per rank.
     assert blocks["cpu", 1] == blocks["cuda", 1] == blocks["cuda", 2] == (1 << 20) // (4 * 32 * 4 * 16)
     assert blocks["cpu", 2] == 2 * blocks["cpu", 1]

@@ -34,6 +34,9 @@ class Case(NamedTuple):
     """split-experts: a part of every one on each rank; whole-experts: some on each, where the family has any."""
     kv: str
     """Type of the KV cache."""
+    hosts: str
+    """Where the ranks are: one-host; two-hosts, each with half of them in order; in-turns on two hosts. Ranks of two
+    hosts exchange tensors over sockets."""
 
     @property
     def name(self) -> str:
@@ -75,6 +78,7 @@ def axes(families: Sequence[str]) -> list[tuple[Any, ...]]:
         ("none", "int8", "int4"),
         ("split-experts", WHOLE_EXPERTS),
         ("kv-auto", INT8_KV),
+        ("one-host", "two-hosts", "in-turns"),
     ]
 
 
@@ -85,7 +89,7 @@ def full_product(families: Sequence[str]) -> list[Case]:
 
 def latent_layouts() -> list[Case]:
     """Latent attention in every layout: ranks share one cache there, which a sample of layouts might not catch."""
-    rest = ("staggered", "chunked", "warm", "tight", "none", WHOLE_EXPERTS, "kv-auto")
+    rest = ("staggered", "chunked", "warm", "tight", "none", WHOLE_EXPERTS, "kv-auto", "one-host")
     return [Case("deepseek_v3", "bfloat16", tp, pp, 1, *rest) for tp in (1, 2, 3, 4) for pp in (1, 2)]
 
 

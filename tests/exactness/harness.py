@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+import msgspec
+
 from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import resolve_here
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
@@ -67,9 +70,10 @@ def make_requests(vocab_size: int, count: int = 8, seed: int = 7) -> list[Reques
 
 
 def start_engine(
-    model: Path, *, tensor: int = 1, pipeline: int = 1, lockstep: int = 1, **options: object
+    model: Path, *, tensor: int = 1, pipeline: int = 1, lockstep: int = 1, hosts: str = "one-host", **options: object
 ) -> tuple[Engine, Executor]:
-    """An engine whose ranks are threads (one rank: none), and the executor to close; `lockstep`: replicas in it."""
+    """An engine whose ranks are threads (one rank: none), and the executor to close; `lockstep`: replicas in it;
+    `hosts`: as in `Case`."""
     config = EngineConfig.from_options(
         model=str(model),
         tensor_parallel_size=tensor,
@@ -81,10 +85,19 @@ def start_engine(
         block_size=BLOCK_SIZE,
         **options,
     )
-    setup = resolve_here(config)
+    setup = _spread(resolve_here(config), hosts)
     executor = make_executor(setup)
     executor.start()
     return Engine(setup, executor), executor
+
+
+def _spread(setup: Deployment, hosts: str) -> Deployment:
+    """The deployment with its ranks on two hosts, if `hosts` says so."""
+    places = setup.placements[0]
+    num_first = len(places) if hosts == "one-host" else -(-len(places) // 2)
+    host_of = {rank: rank % 2 if hosts == "in-turns" else int(rank >= num_first) for rank in range(len(places))}
+    spread = tuple(msgspec.structs.replace(place, host=host_of[rank]) for rank, place in enumerate(places))
+    return msgspec.structs.replace(setup, placements=(spread, *setup.placements[1:]))
 
 
 def run(engine: Engine, requests: Sequence[Request], batch: str) -> dict[str, Answer]:
@@ -152,7 +165,7 @@ def run_case(model: Path, case: Case, requests: Sequence[Request]) -> tuple[dict
             replica_options["max_model_len"] = longest
             replica_options["num_gpu_blocks_override"] = _tight_pool(model, longest, max_step_tokens)
         engine, executor = start_engine(
-            model, tensor=case.tensor, pipeline=case.pipeline, lockstep=lockstep, **replica_options
+            model, tensor=case.tensor, pipeline=case.pipeline, lockstep=lockstep, hosts=case.hosts, **replica_options
         )
         try:
             if case.cache == "warm":

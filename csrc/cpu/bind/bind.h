@@ -45,10 +45,11 @@ inline PanelColumns panel_columns(const Tensor& panels, int64_t num_columns, int
 }
 
 void bind_attention(nanobind::module_& m);
-void bind_exchange(nanobind::module_& m);
 void bind_experts(nanobind::module_& m);
 void bind_gemm(nanobind::module_& m);
+void bind_groups(nanobind::module_& m);
 void bind_kv_cache(nanobind::module_& m);
+void bind_links(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
 void bind_mla(nanobind::module_& m);
 void bind_program(nanobind::module_& m);

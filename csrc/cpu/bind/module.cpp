@@ -30,10 +30,11 @@ NB_MODULE(_cpu, m) {
   m.def("note_work", &note_work);
   m.def("start_pulse", &start_pulse, "fd"_a);
   bind_attention(m);
-  bind_exchange(m);
   bind_experts(m);
   bind_gemm(m);
+  bind_groups(m);
   bind_kv_cache(m);
+  bind_links(m);
   bind_memory(m);
   bind_mla(m);
   bind_program(m);

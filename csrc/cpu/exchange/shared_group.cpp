@@ -10,47 +10,6 @@ namespace {
 constexpr size_t kLine = 128;  // two cache lines, since the hardware fetches adjacent ones together
 constexpr size_t kPage = 4096;
 
-float widen(float x) { return x; }
-float widen(bf16 x) {
-  const uint32_t bits = uint32_t{x.bits} << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-void narrow(float x, float* out) { *out = x; }
-void narrow(float x, bf16* out) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  const uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1);
-  out->bits = static_cast<uint16_t>((x == x ? rounded : bits | 0x400000) >> 16);
-}
-
-// Copies bytes [begin, end) of a rank's contribution to their places in the result.
-void scatter(const char* from, int64_t begin, int64_t end, const GatherPart& part, char* out) {
-  while (begin < end) {
-    const int64_t row = begin / part.row_bytes, column = begin % part.row_bytes;
-    const int64_t run = std::min(part.row_bytes - column, end - begin);
-    char* to = out + part.offset_bytes + row * part.stride_bytes + column;
-    if (to != from) std::memcpy(to, from, static_cast<size_t>(run));
-    from += run;
-    begin += run;
-  }
-}
-
-template <class T>
-void sum_in_rank_order(const std::vector<const T*>& sources, int64_t count, T* out) {
-  constexpr int64_t kBlock = 512;
-  float sum[kBlock];
-  for (int64_t begin = 0; begin < count; begin += kBlock) {
-    const int64_t n = std::min(kBlock, count - begin);
-    for (int64_t i = 0; i < n; ++i) sum[i] = widen(sources[0][begin + i]);
-    for (size_t r = 1; r < sources.size(); ++r) {
-      for (int64_t i = 0; i < n; ++i) sum[i] += widen(sources[r][begin + i]);
-    }
-    for (int64_t i = 0; i < n; ++i) narrow(sum[i], out + begin + i);
-  }
-}
-
 }  // namespace
 
 struct SharedGroup::Header {
@@ -69,7 +28,7 @@ size_t SharedGroup::required_bytes(int size, size_t data_bytes) {
 }
 
 SharedGroup::SharedGroup(void* memory, size_t num_bytes, int rank, int size, int spin_iterations)
-    : rank_(rank), size_(size), spin_(spin_iterations) {
+    : Group(rank, size, spin_iterations) {
   if (size < 1 || rank < kObserver || rank >= size) throw std::invalid_argument("rank must be in [0, size), or -1");
   const size_t control = required_bytes(size, 0);
   const size_t smallest = control + 2 * static_cast<size_t>(size) * 64;
@@ -89,10 +48,6 @@ SharedGroup::SharedGroup(void* memory, size_t num_bytes, int rank, int size, int
     throw std::invalid_argument("the buffer holds a group of another size, or was not zero-filled");
   }
   if (rank != kObserver) epoch_ = lines_[rank].epoch.load();
-}
-
-WaitLimits SharedGroup::limits(double timeout_s, bool (*interrupted)()) {
-  return {deadline_after(timeout_s), &spin_, interrupted};
 }
 
 WaitStatus SharedGroup::arrive_and_wait(const WaitLimits& limits) {
@@ -252,15 +207,7 @@ WaitStatus SharedGroup::all_reduce_sum(void* x, int64_t count, DType dtype, doub
     const WaitStatus status = arrive_and_wait(limits);
     if (status != WaitStatus::kDone) return status;
     for (int r = 0; r < size_; ++r) check_announced(r, total);
-    if (dtype == DType::kFloat32) {
-      std::vector<const float*> sources;
-      for (const char* from : slabs) sources.push_back(reinterpret_cast<const float*>(from));
-      sum_in_rank_order(sources, bytes / 4, reinterpret_cast<float*>(own));
-    } else {
-      std::vector<const bf16*> sources;
-      for (const char* from : slabs) sources.push_back(reinterpret_cast<const bf16*>(from));
-      sum_in_rank_order(sources, bytes / 2, reinterpret_cast<bf16*>(own));
-    }
+    sum_in_rank_order(slabs, bytes / static_cast<int64_t>(element_size(dtype)), dtype, own);
   }
   return WaitStatus::kDone;
 }

@@ -8,22 +8,13 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <string>
 #include <vector>
 
-#include "runtime/types.h"
-#include "runtime/wait.h"
+#include "exchange/group.h"
 
 namespace shardline {
 
-// Where one rank's contribution belongs in the result: `rows` rows of `row_bytes`, `stride_bytes` apart.
-struct GatherPart {
-  int64_t rows, row_bytes, offset_bytes, stride_bytes;
-  int64_t total_bytes() const { return rows * row_bytes; }
-};
-
-class SharedGroup {
+class SharedGroup final : public Group {
  public:
   static constexpr int kObserver = -1;  // may look and abort, but takes no part in collectives
 
@@ -32,37 +23,26 @@ class SharedGroup {
   // Throws std::invalid_argument if the memory cannot hold the group, or if a group of another shape uses it.
   SharedGroup(void* memory, size_t num_bytes, int rank, int size, int spin_iterations);
 
-  WaitStatus barrier(double timeout_s, bool (*interrupted)());
-  // parts[r] describes the data of rank r; `local` is this rank's data, contiguous.
+  WaitStatus barrier(double timeout_s, bool (*interrupted)()) override;
   WaitStatus all_gather(const void* local, const std::vector<GatherPart>& parts, void* out, double timeout_s,
-                        bool (*interrupted)());
-  // Gathers rows of row_bytes[r] bytes from every rank r, as many at a time as there is room for. `local` has this
-  // rank's rows. Calls take(first_row, num_rows, pieces); pieces[r] points to the rows of rank r until take returns.
-  using TakeRows = std::function<void(int64_t, int64_t, const std::vector<const char*>&)>;
+                        bool (*interrupted)()) override;
+  // Throws std::invalid_argument if the memory has no room for a row.
   WaitStatus gather_rows(const void* local, int64_t num_rows, const std::vector<int64_t>& row_bytes,
-                         const TakeRows& take, double timeout_s, bool (*interrupted)());
-  // Sends rows of `row_bytes` from every rank to every other: counts[from * size + to], the same on all ranks. `local`
-  // has the rows for each rank, one rank after another; `out` gets the rows from each rank.
+                         const TakeRows& take, double timeout_s, bool (*interrupted)()) override;
   WaitStatus all_to_all_rows(const void* local, const int64_t* counts, int64_t row_bytes, void* out, double timeout_s,
-                             bool (*interrupted)());
-  // x becomes the sum over ranks, added in the order of ranks in fp32 and rounded once.
-  WaitStatus all_reduce_sum(void* x, int64_t count, DType dtype, double timeout_s, bool (*interrupted)());
+                             bool (*interrupted)()) override;
+  WaitStatus all_reduce_sum(void* x, int64_t count, DType dtype, double timeout_s, bool (*interrupted)()) override;
 
-  void abort() { abort_waiters(cell_, rank_); }
-  uint32_t aborted() const { return cell_->aborted.load(); }
+  void abort() override { abort_waiters(cell_, rank_); }
+  uint32_t aborted() const override { return cell_->aborted.load(); }
   std::vector<uint64_t> arrived() const;
-  std::vector<int> missing() const;  // ranks that have not reached the barrier at which this one waits
-
-  int rank() const { return rank_; }
-  int size() const { return size_; }
-  uint64_t epoch() const { return epoch_; }
+  std::vector<int> missing() const override;
 
  private:
   struct Header;
   struct RankLine;
 
   WaitStatus arrive_and_wait(const WaitLimits& limits);
-  WaitLimits limits(double timeout_s, bool (*interrupted)());
   char* slab(int rank) const;
   void announce(int64_t bytes);
   void check_announced(int rank, int64_t bytes) const;
@@ -72,9 +52,6 @@ class SharedGroup {
   RankLine* lines_;
   char* data_;
   int64_t slab_bytes_;
-  int rank_, size_;
-  Spin spin_;
-  uint64_t epoch_ = 0;
 };
 
 }  // namespace shardline

@@ -46,7 +46,6 @@ from shardline.engine.ipc import EngineBeat
 from shardline.engine.start import start_engine
 from shardline.log import configure_logging
 from shardline.process_title import set_process_title
-from shardline.segment.progress import ProgressBoard
 from shardline.segment.pulse import CHECK_INTERVAL
 
 _END_SECONDS = 7.0
@@ -88,15 +87,18 @@ class _Segment:
     """The memory that the ranks of an engine map on this host."""
 
     deployment: Deployment
+    engine: int
+    host: int
     users: set[Stream] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        layout = segment_layout(self.deployment)
+        layout = segment_layout(self.deployment, self.engine, self.host)
         self.fd = os.memfd_create("shardline")
         os.ftruncate(self.fd, layout.num_bytes)
-        self.memory = memoryview(mmap.mmap(self.fd, layout.num_bytes))
-        self.progress = ProgressBoard(layout.progress(self.memory), self.deployment.grid)
-        self.load = layout.expert_load(self.memory)
+        memory = memoryview(mmap.mmap(self.fd, layout.num_bytes))
+        self.ranks = layout.ranks
+        self.progress = layout.progress(memory)
+        self.load = layout.expert_load(memory)
 
 
 class Node:
@@ -234,12 +236,12 @@ class Node:
                 self._send(StartStream(to_rank))
             return
         key = (stream.engine, stream.start)
+        host = self._deployment.placements[stream.engine][stream.rank].host
         segment = self._segments.get(key)
         if segment is None:
-            segment = self._segments[key] = _Segment(self._deployment)
+            segment = self._segments[key] = _Segment(self._deployment, stream.engine, host)
         segment.users.add(stream)
         ours, theirs = socket.socketpair()
-        host = self._deployment.placements[stream.engine][stream.rank].host
         with theirs:
             fds = [theirs.fileno(), segment.fd]
             child = Child("shardline.runtime.worker_process", fds, self._deployment.gpus_of(stream.engine, host))
@@ -306,8 +308,8 @@ class Node:
                 message: EngineBeat | RankBeat = EngineBeat(child.work)
             else:
                 segment = self._segments[stream.engine, stream.start]
-                counters = segment.load.of_rank(stream.rank).tobytes()
-                message = RankBeat(child.work, segment.progress.read_line(stream.rank), counters)
+                progress = segment.progress.read()[segment.ranks.index(stream.rank)]
+                message = RankBeat(child.work, progress, segment.load.of_rank(stream.rank).tobytes())
             self._send_data(stream, frame(encode_message(message)))
 
     def _end_children(self) -> None:

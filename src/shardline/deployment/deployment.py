@@ -132,6 +132,8 @@ class Deployment(msgspec.Struct, frozen=True):
     """Whether small gathers between GPUs may go over symmetric memory."""
     step_timeout: float
     """Seconds."""
+    connect_timeout: float
+    """Seconds within which the ranks of a group must have connected."""
     max_in_flight: int
     """Steps in flight at once: one per stage, but at least two, so that the next step is planned while one runs."""
 
@@ -152,6 +154,10 @@ class Deployment(msgspec.Struct, frozen=True):
         """Whether linear weights stay packed as in the checkpoint."""
         return self.weight_format.open_format().reads_packed
 
+    def ranks_on(self, engine: int, host: int) -> tuple[int, ...]:
+        """The ranks of an engine that run on one of the machine's hosts, in order."""
+        return tuple(rank for rank, place in enumerate(self.placements[engine]) if place.host == host)
+
     def gpus_of(self, engine: int, host: int = 0) -> str | None:
         """The value of CUDA_VISIBLE_DEVICES for an engine's processes on a host; None: they see the node's own GPUs.
 
@@ -164,8 +170,7 @@ class Deployment(msgspec.Struct, frozen=True):
 
     def local_rank(self, engine: int, rank: int) -> int:
         """The position of a rank among the ranks of its engine on the same host."""
-        places = self.placements[engine]
-        return sum(place.host == places[rank].host for place in places[:rank])
+        return self.ranks_on(engine, self.placements[engine][rank].host).index(rank)
 
     def remote_ranks(self, engine: int) -> list[int]:
         """The ranks of an engine that are not on its host. An engine runs on the host of its first rank."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shardline.deployment.deployment import Deployment, KVAllocation
+from shardline.segment.progress import RankProgress
 from shardline.types import RankStep, StepResult
 
 
@@ -151,9 +152,8 @@ class RankBeat(msgspec.Struct, frozen=True, tag=True):
 
     work: int
     """Pieces of work that the rank has finished."""
-    progress: tuple[int, ...] = ()
-    """The rank's line of the progress board."""
-    expert_load: bytes = b""
+    progress: RankProgress
+    expert_load: bytes
     """The rank's counters of tokens per expert, as int64."""
 
 

@@ -71,6 +71,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         collectives=layout.collectives,
         tries_symmetric_memory=layout.device == "cuda" and parallel.collectives == "auto",
         step_timeout=parallel.step_timeout,
+        connect_timeout=config.cluster.distributed_timeout_seconds,
         max_in_flight=max(2, layout.grid.pipeline),
         max_model_len=length,
         limits=StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens),

@@ -1,4 +1,4 @@
-"""The layout of the memory segment that all ranks of an engine map."""
+"""The layout of the memory segment that the ranks of one engine on one host map."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from shardline.models.spec import MLA
 from shardline.segment.layout import SegmentLayout
 
 
-def segment_layout(deployment: Deployment) -> SegmentLayout:
-    """The layout of an engine's shared segment."""
+def segment_layout(deployment: Deployment, engine: int, host: int) -> SegmentLayout:
+    """The layout of the segment that an engine has on one of the machine's hosts."""
     num_layers = len(deployment.spec.layers) if deployment.num_experts else 0
-    return SegmentLayout(deployment.grid, num_layers, deployment.num_experts, _shared_kv_bytes(deployment))
+    ranks = deployment.ranks_on(engine, host)
+    return SegmentLayout(deployment.grid, ranks, num_layers, deployment.num_experts, _shared_kv_bytes(deployment))
 
 
 def _shared_kv_bytes(deployment: Deployment) -> tuple[int, ...]:

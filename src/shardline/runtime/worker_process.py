@@ -109,13 +109,14 @@ def _load(
 ) -> tuple[Runner, RankReport, bool]:
     here = start.deployment.placements[start.engine][start.rank]
     deployment = start.deployment.seen_from(here.host)
-    layout = segment_layout(deployment)
+    layout = segment_layout(deployment, start.engine, here.host)
     place, weights = deployment.grid.place(start.rank), deployment.weights[start.rank]
     replica = start.engine * deployment.grid.data + place.dp_rank
     set_process_title(f"rank {place.rank} (dp {replica} pp {place.pp_rank} tp {place.tp_rank})")
     # Start this before torch is imported: the import takes long enough to touch most of the memory.
     reserve_memory(weights.num_bytes, weights.touched_bytes)
-    from shardline.runtime.parallel.groups import connect_distributed, connect_shared_memory
+    from shardline.runtime.parallel.groups import connect_distributed, connect_host_memory
+    from shardline.runtime.parallel.rendezvous import Meeting
     from shardline.runtime.worker import Worker
 
     # The engine finds a stall first, and can name the late rank. This is the fallback.
@@ -133,7 +134,9 @@ def _load(
             tries_symmetric_memory=deployment.tries_symmetric_memory,
         )
     else:
-        groups = connect_shared_memory(backend.kernels, segment, layout, start.rank, timeout)
+        address = deployment.machine.hosts[here.host].address
+        meeting = Meeting(store, address, start.nonce, deployment.connect_timeout)
+        groups = connect_host_memory(backend.kernels, segment, layout, start.rank, timeout, meeting)
     worker = Worker(deployment, backend, groups)
     report = worker.load(agree)
     return worker.runner, report, start.rank in deployment.grid.drivers

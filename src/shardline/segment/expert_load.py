@@ -1,6 +1,8 @@
-"""How many tokens each expert got. Every rank counts in memory that the engine maps too. No torch is needed."""
+"""How many tokens each expert got. Every rank counts in shared memory, so that others can read. No torch is needed."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -9,16 +11,18 @@ Counts = npt.NDArray[np.int64]
 
 
 class ExpertLoadBoard:
-    """Counters [num_layers, num_experts] of each rank over a shared buffer. Each rank writes only its own counters.
+    """Counters [num_layers, num_experts] of the ranks of one host. Each rank writes only its own counters.
 
     One rank counts a token, once for each expert that the token chose. So the sum over ranks counts every token.
     Layers without experts stay at zero.
     """
 
-    def __init__(self, buffer: memoryview, num_ranks: int, num_layers: int, num_experts: int) -> None:
-        count = num_ranks * num_layers * num_experts
+    def __init__(self, buffer: memoryview, ranks: Sequence[int], num_layers: int, num_experts: int) -> None:
+        """`ranks`: those that count in this buffer."""
+        count = len(ranks) * num_layers * num_experts
         flat: Counts = np.frombuffer(buffer, dtype=np.int64, count=count) if count else np.empty(0, dtype=np.int64)
-        self._counts = flat.reshape(num_ranks, num_layers, num_experts)
+        self._counts = flat.reshape(len(ranks), num_layers, num_experts)
+        self._ranks = list(ranks)
 
     @staticmethod
     def num_bytes(num_ranks: int, num_layers: int, num_experts: int) -> int:
@@ -27,15 +31,14 @@ class ExpertLoadBoard:
 
     def of_rank(self, rank: int) -> Counts:
         """The counters of one rank, for writing."""
-        counters: Counts = self._counts[rank]
+        counters: Counts = self._counts[self._ranks.index(rank)]
         return counters
 
-    def copy_counters(self, rank: int, counters: bytes) -> None:
-        """Take over the counters of a rank on another host; empty: nothing is known of them."""
-        if counters:
-            self._counts[rank] = np.frombuffer(counters, dtype=np.int64).reshape(self._counts[rank].shape)
+    def from_bytes(self, counters: bytes) -> Counts:
+        """The counters of a rank on another host, which were sent as `of_rank(...).tobytes()`."""
+        return np.frombuffer(counters, dtype=np.int64).reshape(self._counts.shape[1:])
 
     def total(self) -> Counts:
-        """[num_layers, num_experts]: the sum over ranks."""
+        """[num_layers, num_experts]: the sum over the ranks of this host."""
         total: Counts = self._counts.sum(axis=0)
         return total

@@ -1,8 +1,10 @@
-"""The layout of the memory segment that all ranks of an engine map. It needs no torch, since the engine makes it."""
+"""The layout of the memory segment that the ranks of one engine on one host map. It needs no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardline.config.topology import RankGrid, RankPlace
 from shardline.segment.expert_load import ExpertLoadBoard
@@ -15,13 +17,16 @@ _ALIGNMENT = 4096
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """The places of the parts of an engine's shared segment.
+    """The places of the parts of one segment. It holds only what ranks of one host share.
 
-    The parts in order: the progress board; an area per TP group; an area per group that shares experts across
-    replicas; an area per stage link; the expert load; the KV pools that the ranks of a stage share.
+    The parts: a progress board and the expert load of these ranks; an area for each TP group, for each group that
+    shares experts across replicas and for each stage link, and a KV pool for each TP group that shares one. A group or
+    link that reaches another host has no part in any segment.
     """
 
     grid: RankGrid
+    ranks: tuple[int, ...]
+    """The ranks of the engine that map the segment, in order."""
     num_layers: int = 0
     num_experts: int = 0
     """The largest number of experts in a layer."""
@@ -31,70 +36,67 @@ class SegmentLayout:
     @property
     def num_bytes(self) -> int:
         """Size of the segment. Pages that nobody touches take no memory."""
-        return self._kv_start + self.grid.data * sum(_aligned(size) for size in self.kv_bytes)
+        return max(_aligned(stop) for _, stop in self._parts.values())
 
-    @property
-    def _groups_start(self) -> int:
-        return _aligned(ProgressBoard.num_bytes(self.grid.world_size))
+    @cached_property
+    def _parts(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """First byte and end of each part, by its name and the first rank that uses it."""
+        num_ranks = len(self.ranks)
+        sizes = {
+            ("progress", 0): ProgressBoard.num_bytes(num_ranks),
+            ("expert load", 0): ExpertLoadBoard.num_bytes(num_ranks, self.num_layers, self.num_experts),
+        }
+        for place in map(self.grid.place, self.ranks):
+            if place.tp_peers[0] == place.rank and self._holds(place.tp_peers):
+                if self.grid.tensor > 1:
+                    sizes["tensor", place.rank] = _GROUP_BYTES
+                if self.kv_bytes:
+                    sizes["kv pool", place.rank] = self.kv_bytes[place.pp_rank]
+            if self.grid.data > 1 and place.ep_peers[0] == place.rank and self._holds(place.ep_peers):
+                sizes["experts", place.rank] = _GROUP_BYTES
+            if place.next_stage in self.ranks:
+                sizes["link", place.rank] = _LINK_BYTES
+        parts, start = {}, 0
+        for key, size in sizes.items():
+            parts[key] = start, start + size
+            start = _aligned(start + size)
+        return parts
 
-    @property
-    def _load_start(self) -> int:
-        return self._links_start + self.grid.data * self._links_each * _LINK_BYTES
+    def _holds(self, ranks: Sequence[int]) -> bool:
+        return all(rank in self.ranks for rank in ranks)
 
-    @property
-    def _links_start(self) -> int:
-        num_groups = self.grid.world_size // self.grid.tensor
-        if self.grid.data > 1:
-            num_groups += self.grid.pipeline * self.grid.context
-        return self._groups_start + num_groups * _GROUP_BYTES
+    def _part(self, segment: memoryview, name: str, rank: int = 0) -> memoryview | None:
+        part = self._parts.get((name, rank))
+        return None if part is None else segment[part[0] : part[1]]
 
-    @property
-    def _links_each(self) -> int:
-        """Number of stage links of a replica: one for each rank outside the last stage."""
-        return self.grid.replica_size - self.grid.tensor * self.grid.context
-
-    @property
-    def _load_stop(self) -> int:
-        return self._load_start + ExpertLoadBoard.num_bytes(self.grid.world_size, self.num_layers, self.num_experts)
-
-    @property
-    def _kv_start(self) -> int:
-        return _aligned(self._load_stop)
-
-    def kv_pool(self, segment: memoryview, place: RankPlace) -> memoryview | None:
-        """The KV pool that the ranks of a replica's stage share; None if they do not share one."""
-        if not self.kv_bytes:
-            return None
-        before = self.kv_bytes * place.dp_rank + self.kv_bytes[: place.pp_rank]
-        start = self._kv_start + sum(_aligned(size) for size in before)
-        return segment[start : start + self.kv_bytes[place.pp_rank]]
+    def progress(self, segment: memoryview) -> ProgressBoard:
+        """The progress board of the segment's ranks."""
+        part = self._part(segment, "progress")
+        assert part is not None
+        return ProgressBoard(part, self.ranks)
 
     def expert_load(self, segment: memoryview) -> ExpertLoadBoard:
-        """The counters of tokens per expert."""
-        return ExpertLoadBoard(
-            segment[self._load_start : self._load_stop], self.grid.world_size, self.num_layers, self.num_experts
-        )
+        """The counters of tokens per expert, of the segment's ranks."""
+        part = self._part(segment, "expert load")
+        assert part is not None
+        return ExpertLoadBoard(part, self.ranks, self.num_layers, self.num_experts)
 
-    def progress(self, segment: memoryview) -> memoryview:
-        """The area of the progress board."""
-        return segment[: ProgressBoard.num_bytes(self.grid.world_size)]
+    def tensor_group(self, segment: memoryview, place: RankPlace) -> memoryview | None:
+        """The area of a rank's tensor-parallel group; None: the group has ranks on other hosts."""
+        return self._part(segment, "tensor", place.tp_peers[0])
 
-    def group(self, segment: memoryview, rank: int) -> memoryview:
-        """The area of the tensor-parallel group of `rank`."""
-        start = self._groups_start + (rank // self.grid.tensor) * _GROUP_BYTES
-        return segment[start : start + _GROUP_BYTES]
+    def expert_group(self, segment: memoryview, place: RankPlace) -> memoryview | None:
+        """The area of the group over which a rank shares experts with other replicas; None: it has ranks on other
+        hosts."""
+        return self._part(segment, "experts", place.ep_peers[0])
 
-    def expert_group(self, segment: memoryview, rank: int) -> memoryview:
-        """The area of the group over which `rank` shares experts with other replicas."""
-        first = self.grid.world_size // self.grid.tensor
-        start = self._groups_start + (first + rank % self.grid.replica_size // self.grid.tensor) * _GROUP_BYTES
-        return segment[start : start + _GROUP_BYTES]
+    def link(self, segment: memoryview, sender: int) -> memoryview | None:
+        """The area of the link from rank `sender` to the next stage; None: one of its ends is on another host."""
+        return self._part(segment, "link", sender)
 
-    def link(self, segment: memoryview, sender: int) -> memoryview:
-        """The area of the link from rank `sender` to the next stage."""
-        replica, within = divmod(sender, self.grid.replica_size)
-        start = self._links_start + (replica * self._links_each + within) * _LINK_BYTES
-        return segment[start : start + _LINK_BYTES]
+    def kv_pool(self, segment: memoryview, place: RankPlace) -> memoryview | None:
+        """The KV pool that a rank's tensor-parallel group shares; None: each rank has its own."""
+        return self._part(segment, "kv pool", place.tp_peers[0])
 
 
 def _aligned(size: int) -> int:

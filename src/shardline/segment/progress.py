@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -15,48 +16,61 @@ _FIELDS = 16
 _FINISHED, _ARRIVALS, _WAITING = range(3)
 
 
-class ProgressBoard:
-    """One line of counters per rank over a shared buffer. Each rank writes only its own line."""
+class RankProgress(msgspec.Struct, frozen=True):
+    """What a rank's counters say at one moment. It can be sent from another host."""
 
-    def __init__(self, buffer: memoryview, grid: RankGrid) -> None:
-        count = grid.world_size * _FIELDS
-        self._stages = [grid.place(rank).pp_rank for rank in range(grid.world_size)]
+    rank: int
+    finished: int
+    """The last step that the rank has finished, plus one."""
+    arrivals: int
+    """Exchanges that the rank has entered."""
+    waiting: bool
+    """Whether it waits in an exchange for other ranks."""
+
+
+class ProgressBoard:
+    """The counters of the ranks of one host over a shared buffer. Each rank writes only its own line."""
+
+    def __init__(self, buffer: memoryview, ranks: Sequence[int]) -> None:
+        """`ranks`: those that count in this buffer."""
+        count = len(ranks) * _FIELDS
+        self._ranks = list(ranks)
         self._lines: npt.NDArray[np.int64] = np.frombuffer(buffer, dtype=np.int64, count=count).reshape(-1, _FIELDS)
 
     @staticmethod
-    def num_bytes(world_size: int) -> int:
-        """Bytes of the buffer for `world_size` ranks."""
-        return world_size * _FIELDS * 8
+    def num_bytes(num_ranks: int) -> int:
+        """Bytes of the buffer for `num_ranks` ranks."""
+        return num_ranks * _FIELDS * 8
 
     def line(self, rank: int) -> ProgressLine:
         """The line of one rank, for writing."""
-        return ProgressLine(self._lines[rank])
+        return ProgressLine(self._lines[self._ranks.index(rank)])
 
-    def copy_line(self, rank: int, fields: Sequence[int]) -> None:
-        """Take over the line of a rank on another host, as `read_line` of that host gave it."""
-        self._lines[rank, : len(fields)] = fields
+    def read(self) -> list[RankProgress]:
+        """The progress of the ranks of this host."""
+        return [
+            RankProgress(rank, int(line[_FINISHED]), int(line[_ARRIVALS]), bool(line[_WAITING]))
+            for rank, line in zip(self._ranks, self._lines, strict=True)
+        ]
 
-    def read_line(self, rank: int) -> tuple[int, ...]:
-        """The counters of one rank."""
-        return tuple(int(field) for field in self._lines[rank, : _WAITING + 1])
 
-    def late_ranks(self, step_id: int) -> list[int]:
-        """The ranks that cause the delay of step `step_id`.
+def late_ranks(grid: RankGrid, progress: Sequence[RankProgress], step_id: int) -> list[int]:
+    """The ranks that cause the delay of step `step_id`, given the progress of all ranks of the engine.
 
-        They belong to the first stage that has not finished the step, since later stages wait for it. They are the
-        ranks of that stage that do not wait for another rank. If all of them wait, they are the ranks that have
-        arrived at the fewest exchanges.
-        """
-        unfinished = [rank for rank, line in enumerate(self._lines) if line[_FINISHED] <= step_id]
-        if not unfinished:
-            return []
-        stage = min(self._stages[rank] for rank in unfinished)
-        suspects = [rank for rank in unfinished if self._stages[rank] == stage]
-        busy = [rank for rank in suspects if not self._lines[rank][_WAITING]]
-        if busy:
-            return busy
-        fewest = min(self._lines[rank][_ARRIVALS] for rank in suspects)
-        return [rank for rank in suspects if self._lines[rank][_ARRIVALS] == fewest]
+    They belong to the first stage that has not finished the step, since later stages wait for it. They are the ranks
+    of that stage that do not wait for another rank. If all of them wait, they are the ranks that have arrived at the
+    fewest exchanges.
+    """
+    unfinished = [line for line in progress if line.finished <= step_id]
+    if not unfinished:
+        return []
+    stage = min(grid.place(line.rank).pp_rank for line in unfinished)
+    suspects = [line for line in unfinished if grid.place(line.rank).pp_rank == stage]
+    busy = [line.rank for line in suspects if not line.waiting]
+    if busy:
+        return busy
+    fewest = min(line.arrivals for line in suspects)
+    return [line.rank for line in suspects if line.arrivals == fewest]
 
 
 class ProgressLine:

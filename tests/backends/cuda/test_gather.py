@@ -19,7 +19,7 @@ from shardline.runtime.backends.cuda.kernels.gather import collect_columns, put_
 from shardline.runtime.backends.cuda.symmetric import SymmetricGather
 from shardline.runtime.parallel import distributed
 from shardline.runtime.parallel.groups import RankGroups, make_single_rank_groups
-from shardline.runtime.parallel.shared_memory import SharedCollectives
+from shardline.runtime.parallel.host_memory import HostCollectives
 from shardline.runtime.worker import Worker
 from tests.backends.cuda.helpers import CPU, KERNELS
 from tests.backends.cuda.test_layouts import on_ranks, setup_of
@@ -147,14 +147,12 @@ def test_ranks_that_gather_so_have_the_bits_of_one(tmp_path: Path, monkeypatch: 
     [expected] = on_ranks(setup_of(tmp_path), logits)
     gathers, calls = gathers_of(3, 1 << 16), []
 
-    def columns(group: SharedCollectives, local: Tensor, widths: list[int]) -> Tensor:
+    def columns(group: HostCollectives, local: Tensor, widths: list[int]) -> Tensor:
         calls.append(group.rank)
         return gathers[group.rank].gather_columns(local, widths)
 
-    monkeypatch.setattr(SharedCollectives, "all_gather_columns", columns)
-    monkeypatch.setattr(
-        SharedCollectives, "all_gather_rows", lambda g, local, counts: gathers[g.rank].gather_rows(local)
-    )
+    monkeypatch.setattr(HostCollectives, "all_gather_columns", columns)
+    monkeypatch.setattr(HostCollectives, "all_gather_rows", lambda g, local, counts: gathers[g.rank].gather_rows(local))
     for answers in on_ranks(setup_of(tmp_path, tensor_parallel_size=3), logits):
         for ours, theirs in zip(answers, expected, strict=True):
             assert_same_bits(ours, theirs)

@@ -27,7 +27,7 @@ from shardline.runtime.backends.cuda.backend import CudaBackend, NoReplay
 from shardline.runtime.backends.cuda.fused_layers import CudaFusedLayers
 from shardline.runtime.backends.cuda.fused_layers import _Stream as Stream
 from shardline.runtime.backends.cuda.graphs import GraphReplay, PaddedStep, Recording, batch_sizes
-from shardline.runtime.parallel.groups import RankGroups, connect_shared_memory, make_single_rank_groups
+from shardline.runtime.parallel.groups import RankGroups, connect_host_memory, make_single_rank_groups
 from shardline.runtime.worker import Worker
 from tests.backends.cuda.helpers import CPU, KERNELS, InterpretedBackend
 from tests.backends.cuda.test_model import PROMPT, step_of
@@ -48,11 +48,11 @@ def setup_of(model: Path, **layout: object) -> Deployment:
 
 def on_ranks(setup: Deployment, work: Callable[[Worker, RankGroups], list[Tensor]]) -> list[list[Tensor]]:
     """What `work` gives on each rank."""
-    layout = segment_layout(setup)
+    layout = segment_layout(setup, 0, 0)
     segment = memoryview(mmap.mmap(-1, layout.num_bytes))
 
     def run(rank: int) -> list[Tensor]:
-        groups = connect_shared_memory(KERNELS, segment, layout, rank, 60.0)
+        groups = connect_host_memory(KERNELS, segment, layout, rank, 60.0)
         worker = Worker(setup, InterpretedBackend(), groups)
         worker.load()
         with torch.inference_mode():

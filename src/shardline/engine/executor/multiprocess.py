@@ -38,7 +38,7 @@ from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.engine.executor.rank_processes import RankProcesses
 from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
 from shardline.segment.expert_load import Counts
-from shardline.segment.progress import ProgressBoard
+from shardline.segment.progress import RankProgress, late_ranks
 from shardline.segment.pulse import CHECK_INTERVAL, note_work
 from shardline.types import StepPlan, StepResult, rank_steps
 
@@ -71,8 +71,10 @@ class MultiprocessExecutor(Executor):
         self._store: dict[str, bytes] = {}
         self._awaiting: dict[str, list[int]] = {}
         """For each key that the store lacks, the ranks that have asked for it."""
-        layout = segment_layout(deployment)
-        self._progress = ProgressBoard(layout.progress(self._processes.segment), deployment.grid)
+        layout = segment_layout(deployment, engine, deployment.placements[engine][0].host)
+        self._progress = layout.progress(self._processes.segment)
+        self._remote_progress: dict[int, RankProgress] = {}
+        self._remote_load: dict[int, Counts] = {}
         self._load = layout.expert_load(self._processes.segment)
 
     def start(self) -> list[RankReport]:
@@ -173,7 +175,7 @@ class MultiprocessExecutor(Executor):
             self._send(rank, body)
 
     def expert_load(self) -> Counts:
-        return self._load.total()
+        return sum(self._remote_load.values(), start=self._load.total())
 
     def close(self) -> None:
         for channel in self._channels:
@@ -238,12 +240,13 @@ class MultiprocessExecutor(Executor):
         if isinstance(report, RankEnded):
             raise ExecutorFailure(self._death(rank))
         if isinstance(report, RankBeat):
-            self._progress.copy_line(rank, report.progress)
-            self._load.copy_counters(rank, report.expert_load)
+            self._remote_progress[rank] = report.progress
+            self._remote_load[rank] = self._load.from_bytes(report.expert_load)
 
     def _stall(self) -> str:
         step = self._submitted[0]
-        late = self._progress.late_ranks(step)
+        progress = [*self._progress.read(), *self._remote_progress.values()]
+        late = late_ranks(self._deployment.grid, progress, step)
         names = self._processes.name_ranks(late) or "no rank"
         return (
             f"step {step} is stalled: no rank has finished anything for {self._deployment.step_timeout:g} s; "

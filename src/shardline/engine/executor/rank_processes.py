@@ -51,7 +51,7 @@ class RankProcesses:
         self._remote = {rank: RemoteRank(hosts[rank]) for rank in streams}
         # The kernel removes an anonymous file with its last user, so nothing is left in /dev/shm after a crash.
         self._segment_fd = os.memfd_create("shardline")
-        num_bytes = segment_layout(deployment).num_bytes
+        num_bytes = segment_layout(deployment, engine, deployment.placements[engine][0].host).num_bytes
         os.ftruncate(self._segment_fd, num_bytes)
         self.segment = memoryview(mmap.mmap(self._segment_fd, num_bytes))
         """Memory that the ranks of this host and this process map."""

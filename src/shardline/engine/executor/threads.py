@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
+import operator
 import queue
+import secrets
 import threading
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.kv_budget import fixed_allocation
@@ -14,37 +18,44 @@ from shardline.deployment.messages import RankReport
 from shardline.deployment.segment import segment_layout
 from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.segment.expert_load import Counts, ExpertLoadBoard
+from shardline.segment.layout import SegmentLayout
 from shardline.types import RankStep, StepPlan, StepResult, rank_steps
+
+if TYPE_CHECKING:
+    from shardline.runtime.parallel.rendezvous import Meeting
 
 
 class ThreadExecutor(Executor):
-    """The groups, the segment's layout and the workers are those of processes; only the memory is private."""
+    """The groups, the layout of segments and the workers are those of processes; only the memory is private.
+
+    Ranks that the deployment places on several hosts have a segment per host, and exchange tensors over loopback.
+    """
 
     def __init__(self, deployment: Deployment, engine: int) -> None:
         self._deployment = deployment
         self._engine = engine
-        self._layout = segment_layout(deployment)
         self.max_in_flight = deployment.max_in_flight
         self._replies: queue.SimpleQueue[RankReport | tuple[int, StepResult] | Exception] = queue.SimpleQueue()
         self._steps: list[queue.SimpleQueue[RankStep | None]] = []
         self._results: list[deque[StepResult]] = [deque() for _ in deployment.grid.drivers]
         self._threads: list[threading.Thread] = []
-        self._load: ExpertLoadBoard | None = None
+        self._load: list[ExpertLoadBoard] = []
 
     def start(self) -> list[RankReport]:
         from shardline.runtime.backends.host.torch_detector import resolve_operators
+        from shardline.runtime.parallel.rendezvous import LocalStore, Meeting
 
         resolve_operators()
         allocation = fixed_allocation(self._deployment)
         assert allocation is not None, "threads compute on the CPU, where nothing is measured"
         self.allocation = allocation
         grid = self._deployment.grid
-        segment = memoryview(mmap.mmap(-1, self._layout.num_bytes))
-        self._load = self._layout.expert_load(segment)
+        segments = self._make_segments()
+        meeting = Meeting(LocalStore(), "127.0.0.1", secrets.token_bytes(32), self._deployment.step_timeout)
         for rank in range(grid.world_size):
             steps: queue.SimpleQueue[RankStep | None] = queue.SimpleQueue()
             thread = threading.Thread(
-                target=self._run_rank, args=(rank, segment, steps), name=f"rank-{rank}", daemon=True
+                target=self._run_rank, args=(rank, segments, meeting, steps), name=f"rank-{rank}", daemon=True
             )
             self._steps.append(steps)
             self._threads.append(thread)
@@ -56,16 +67,33 @@ class ThreadExecutor(Executor):
             reports.append(reply)
         return sorted(reports, key=lambda report: report.rank)
 
-    def _run_rank(self, rank: int, segment: memoryview, steps: queue.SimpleQueue[RankStep | None]) -> None:
+    def _make_segments(self) -> dict[int, tuple[SegmentLayout, memoryview]]:
+        """The segment of each host."""
+        segments = {}
+        for host in {place.host for place in self._deployment.placements[self._engine]}:
+            layout = segment_layout(self._deployment, self._engine, host)
+            segment = memoryview(mmap.mmap(-1, layout.num_bytes))
+            segments[host] = layout, segment
+            self._load.append(layout.expert_load(segment))
+        return segments
+
+    def _run_rank(
+        self,
+        rank: int,
+        segments: dict[int, tuple[SegmentLayout, memoryview]],
+        meeting: Meeting,
+        steps: queue.SimpleQueue[RankStep | None],
+    ) -> None:
         from shardline.runtime.backends import open_backend
-        from shardline.runtime.parallel.groups import connect_shared_memory
+        from shardline.runtime.parallel.groups import connect_host_memory
         from shardline.runtime.worker import Worker
 
         try:
             deployment = self._deployment
-            threads = deployment.placements[self._engine][rank].threads
-            backend = open_backend(deployment.device, rank, threads)
-            groups = connect_shared_memory(backend.kernels, segment, self._layout, rank, deployment.step_timeout)
+            place = deployment.placements[self._engine][rank]
+            layout, segment = segments[place.host]
+            backend = open_backend(deployment.device, rank, place.threads)
+            groups = connect_host_memory(backend.kernels, segment, layout, rank, deployment.step_timeout, meeting)
             worker = Worker(deployment, backend, groups)
             self._replies.put(worker.load(lambda memory: self.allocation))
             while (step := steps.get()) is not None:
@@ -100,8 +128,7 @@ class ThreadExecutor(Executor):
         return reply
 
     def expert_load(self) -> Counts:
-        assert self._load is not None
-        return self._load.total()
+        return functools.reduce(operator.add, (board.total() for board in self._load))
 
     def close(self) -> None:
         for steps in self._steps:

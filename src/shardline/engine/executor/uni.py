@@ -40,8 +40,10 @@ class UniExecutor(Executor):
         from shardline.runtime.parallel.groups import make_single_rank_groups
         from shardline.runtime.worker import Worker
 
-        deployment, layout = self._deployment, segment_layout(self._deployment)
-        backend = open_backend(deployment.device, 0, deployment.placements[self._engine][0].threads)
+        deployment = self._deployment
+        place = deployment.placements[self._engine][0]
+        layout = segment_layout(deployment, self._engine, place.host)
+        backend = open_backend(deployment.device, 0, place.threads)
         if backend.overlaps_steps:
             self._overlaps_steps, self.max_in_flight = True, deployment.max_in_flight
         groups = make_single_rank_groups(layout.num_layers, layout.num_experts)

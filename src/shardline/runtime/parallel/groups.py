@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import torch
 from shardline.config.topology import RankGrid, RankPlace
 from shardline.runtime.backends.base import Backend, Kernels
 from shardline.runtime.parallel.collectives import Collectives, SingleRank, StageLink
+from shardline.runtime.parallel.exchange import Mailbox, SharedGroup, SocketGroup, SocketLink
+from shardline.runtime.parallel.host_memory import HostCollectives, HostLink
+from shardline.runtime.parallel.rendezvous import Meeting, connect_ranks
 from shardline.segment.expert_load import Counts
 from shardline.segment.layout import SegmentLayout
 from shardline.segment.progress import ProgressBoard, ProgressLine
@@ -34,36 +38,84 @@ class RankGroups:
     """Memory for the KV pool that all ranks of the TP group map; None: each has a pool of its own."""
 
 
-def connect_shared_memory(
-    kernels: Kernels, segment: memoryview, layout: SegmentLayout, rank: int, timeout: float
+def connect_host_memory(
+    kernels: Kernels,
+    segment: memoryview,
+    layout: SegmentLayout,
+    rank: int,
+    timeout: float,
+    meeting: Meeting | None = None,
 ) -> RankGroups:
-    """Groups over a segment that all ranks of the replica map (see SegmentLayout)."""
-    from shardline.runtime.parallel.shared_memory import SharedCollectives, SharedLink
+    """Groups that exchange host memory: through the segment of this host, or over sockets if they reach other hosts.
 
+    `timeout`: seconds that an exchange may take; `meeting`: where to meet the ranks of other hosts, if there are any.
+
+    Raises:
+        TimeoutError: ranks of other hosts did not connect in time. The message names them.
+    """
     grid = layout.grid
     place = grid.place(rank)
-    progress = ProgressBoard(layout.progress(segment), grid).line(rank)
-    tensor: Collectives = SingleRank()
-    if grid.tensor > 1:
-        tensor = SharedCollectives(kernels, layout.group(segment, rank), place.tp_rank, grid.tensor, timeout, progress)
-    experts = tensor
-    if grid.data > 1:
-        area, peers = layout.expert_group(segment, rank), place.ep_peers
-        experts = SharedCollectives(kernels, area, peers.index(rank), len(peers), timeout, progress)
+    progress = layout.progress(segment).line(rank)
+    joined = _joined(segment, layout, place)
+    remote = {name: ranks for name, (ranks, area) in joined.items() if area is None}
+    assert meeting is not None or not remote, "ranks of several hosts need a place to meet"
+    sockets = connect_ranks(meeting, rank, remote) if meeting is not None and remote else {}
 
-    def link(sender: int) -> StageLink:
-        return SharedLink(layout.link(segment, sender), timeout, progress)
+    def group(name: str) -> Collectives:
+        ranks, area = joined[name]
+        if area is not None:
+            shared = SharedGroup(area, ranks.index(rank), len(ranks), progress=progress.exchanges)
+            return HostCollectives(kernels, shared, timeout)
+        names = [_peer_name(grid, sockets[name].get(peer), peer) for peer in ranks]
+        fds = [-1 if peer == rank else sockets[name][peer].detach() for peer in ranks]
+        return HostCollectives(
+            kernels, SocketGroup(fds, ranks.index(rank), names, progress=progress.exchanges), timeout
+        )
 
+    def link(sender: int, receiver: int) -> StageLink:
+        name = _link_name(sender, receiver)
+        _, area = joined[name]
+        if area is not None:
+            return HostLink(Mailbox(area), timeout, progress)
+        [(peer, connection)] = sockets[name].items()
+        name = _peer_name(grid, connection, peer)
+        return HostLink(SocketLink(connection.detach(), name), timeout, progress)
+
+    tensor = group("tensor") if grid.tensor > 1 else SingleRank()
     return RankGroups(
         place=place,
         tensor=tensor,
-        experts=experts,
-        from_previous=None if place.previous_stage is None else link(place.previous_stage),
-        to_next=None if place.next_stage is None else link(rank),
+        experts=group("experts") if grid.data > 1 else tensor,
+        from_previous=None if place.previous_stage is None else link(place.previous_stage, rank),
+        to_next=None if place.next_stage is None else link(rank, place.next_stage),
         progress=progress,
         expert_load=layout.expert_load(segment).of_rank(rank),
         kv_pool=layout.kv_pool(segment, place),
     )
+
+
+def _joined(
+    segment: memoryview, layout: SegmentLayout, place: RankPlace
+) -> dict[str, tuple[tuple[int, ...], memoryview | None]]:
+    """The ranks of each group and link of a rank, by its name, and its area in the segment; None: it needs sockets."""
+    joined = {}
+    if layout.grid.tensor > 1:
+        joined["tensor"] = place.tp_peers, layout.tensor_group(segment, place)
+    if layout.grid.data > 1:
+        joined["experts"] = place.ep_peers, layout.expert_group(segment, place)
+    for sender, receiver in ((place.previous_stage, place.rank), (place.rank, place.next_stage)):
+        if sender is not None and receiver is not None:
+            joined[_link_name(sender, receiver)] = (sender, receiver), layout.link(segment, sender)
+    return joined
+
+
+def _link_name(sender: int, receiver: int) -> str:
+    return f"stage link {sender}-{receiver}"
+
+
+def _peer_name(grid: RankGrid, connection: socket.socket | None, peer: int) -> str:
+    """The name of another rank in errors."""
+    return str(grid.place(peer)) if connection is None else f"{grid.place(peer)} at {connection.getpeername()[0]}"
 
 
 def connect_distributed(
@@ -88,7 +140,7 @@ def connect_distributed(
 
     grid = layout.grid
     place = grid.place(rank)
-    progress = ProgressBoard(layout.progress(segment), grid).line(rank)
+    progress = layout.progress(segment).line(rank)
     # gloo moves host memory, so GPU tensors are copied to the host and back. That is a test mode.
     transit = torch.device("cpu") if transport == "gloo" else backend.device
     join_world(transport, store_path, rank, grid, timeout)
@@ -118,7 +170,7 @@ def connect_distributed(
 def make_single_rank_groups(num_layers: int = 0, num_experts: int = 0) -> RankGroups:
     """The groups of a replica of one rank, with token counts of shape [num_layers, num_experts]."""
     grid = RankGrid(tensor=1, pipeline=1)
-    board = ProgressBoard(memoryview(bytearray(ProgressBoard.num_bytes(1))), grid)
+    board = ProgressBoard(memoryview(bytearray(ProgressBoard.num_bytes(1))), (0,))
     load = np.zeros((num_layers, num_experts), dtype=np.int64)
     single = SingleRank()
     return RankGroups(grid.place(0), single, single, None, None, board.line(0), load)

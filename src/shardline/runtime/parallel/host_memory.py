@@ -1,4 +1,4 @@
-"""Collectives between ranks of one host (processes or threads) through memory that all ranks map."""
+"""Collectives that move host memory: through a shared segment within a host, over sockets between hosts."""
 
 from __future__ import annotations
 
@@ -9,28 +9,20 @@ from torch import Tensor
 
 from shardline.runtime.backends.base import Kernels
 from shardline.runtime.parallel.collectives import Collectives, StageLink
-from shardline.runtime.parallel.shared_group import Mailbox, SharedGroup
+from shardline.runtime.parallel.exchange import Group, Mailbox, SocketLink
 from shardline.segment.progress import ProgressLine
 from shardline.weights.rows import QuantizedRows
 
 
-class SharedCollectives(Collectives):
-    """A gather has three steps: each rank writes its slice into the segment, all ranks pass one barrier, each rank
-    reads the whole."""
+class HostCollectives(Collectives):
+    """The exchanges of a group of `shardline._cpu`. A recorded program replays them too."""
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        buffer: memoryview,
-        rank: int,
-        size: int,
-        timeout: float,
-        progress: ProgressLine,
-    ) -> None:
+    def __init__(self, kernels: Kernels, group: Group, timeout: float) -> None:
+        """`timeout`: seconds that an exchange may take."""
         self._kernels = kernels
-        self.rank = rank
-        self.size = size
-        self._group = SharedGroup(buffer, rank, size, progress=progress.exchanges)
+        self.rank = group.rank
+        self.size = group.size
+        self._group = group
         self._timeout = timeout
 
     def all_gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
@@ -58,20 +50,21 @@ class SharedCollectives(Collectives):
         return local
 
 
-class SharedLink(StageLink):
-    """A ring of bytes with one writer and one reader."""
+class HostLink(StageLink):
+    """A mailbox in a shared segment, or a connection, with one writer and one reader."""
 
-    def __init__(self, buffer: memoryview, timeout: float, progress: ProgressLine) -> None:
-        self._mailbox = Mailbox(buffer)
+    def __init__(self, link: Mailbox | SocketLink, timeout: float, progress: ProgressLine) -> None:
+        """`timeout`: seconds that a message may take."""
+        self._link = link
         self._timeout = timeout
         self._progress = progress
 
     def send(self, tensor: Tensor) -> None:
         with self._progress.waiting():
-            self._mailbox.send(tensor, self._timeout)
+            self._link.send(tensor, self._timeout)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype)
         with self._progress.waiting():
-            self._mailbox.recv_into(tensor, self._timeout)
+            self._link.recv_into(tensor, self._timeout)
         return tensor

@@ -1,4 +1,4 @@
-"""Groups and mailboxes between threads of this process, and between real processes."""
+"""Groups and mailboxes between threads of this process, and between real processes; sockets give the same results."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import multiprocessing
 import signal
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
@@ -16,36 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardline.runtime.parallel.shared_group import CollectiveAborted, Mailbox, SharedGroup
+from shardline.runtime.parallel.exchange import CollectiveAborted, Group, Mailbox, SharedGroup
 from shardline.weights.rows import QuantizedRows, quantize_rows, quantize_rows_reference
 from tests.ops.helpers import KERNELS, assert_same_bits
+from tests.parallel.carriers import SOCKETS, run_ranks, zeros
 
 PATIENCE_S = 30.0
 
 
-def zeros(num_bytes: int) -> Tensor:
-    return torch.zeros(num_bytes, dtype=torch.uint8)
-
-
-def run_ranks(size: int, body: Callable[[SharedGroup], object], *, data_bytes: int = 1 << 14) -> list:
-    """Runs body on `size` ranks, each a thread; returns what they return or raise."""
-    buffer = zeros(SharedGroup.required_bytes(size, data_bytes))
-
-    def run(rank: int) -> object:
-        try:
-            return body(SharedGroup(buffer, rank, size))
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, range(size)))
-
-
+@pytest.mark.parametrize("data_bytes", [1 << 14, SOCKETS])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_barrier_keeps_ranks_in_step(size):
+def test_barrier_keeps_ranks_in_step(size, data_bytes):
     counts = [0] * size
 
-    def body(group: SharedGroup) -> list[int]:
+    def body(group: Group) -> list[int]:
         lowest = []
         for _ in range(200):
             counts[group.rank] += 1
@@ -54,13 +36,14 @@ def test_barrier_keeps_ranks_in_step(size):
             group.barrier(PATIENCE_S)
         return lowest
 
-    for lowest in run_ranks(size, body):
+    for lowest in run_ranks(size, body, data_bytes=data_bytes):
         assert lowest == list(range(1, 201))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 300])
-def test_gathered_rows_are_quantized_as_a_whole(size, num_rows, dtype):
+@pytest.mark.parametrize("data_bytes", [1 << 14, SOCKETS])
+def test_gathered_rows_are_quantized_as_a_whole(size, num_rows, dtype, data_bytes):
     """In several goes, where the group's memory holds fewer rows."""
     widths = [70, 0, 33][:size]
     x = torch.randn(num_rows, sum(widths), generator=torch.Generator().manual_seed(size)).to(dtype)
@@ -68,20 +51,20 @@ def test_gathered_rows_are_quantized_as_a_whole(size, num_rows, dtype):
     x[3:4, -1] = torch.inf
     expected = quantize_rows_reference(x) if num_rows else quantize_rows(KERNELS, x)
 
-    def body(group: SharedGroup) -> QuantizedRows:
+    def body(group: Group) -> QuantizedRows:
         local = torch.split(x, widths, dim=1)[group.rank].contiguous()
         rows = KERNELS.quantized_empty(num_rows, sum(widths), dtype)
         group.all_gather_quantized(local, widths, rows.values.fill_(9), rows.scales, rows.sums.fill_(9), PATIENCE_S)
         return rows._replace(values=rows.values.clone(), scales=rows.scales.clone(), sums=rows.sums.clone())
 
-    for rows in run_ranks(size, body):
+    for rows in run_ranks(size, body, data_bytes=data_bytes):
         assert torch.equal(rows.values, expected.values)
         assert torch.equal(rows.sums, expected.sums)
         assert_same_bits(torch.nan_to_num(rows.scales, nan=-1.0), torch.nan_to_num(expected.scales, nan=-1.0))
 
 
 def test_a_row_that_the_memory_cannot_hold_is_refused():
-    def body(group: SharedGroup) -> None:
+    def body(group: Group) -> None:
         local = torch.ones(1, 5000)
         rows = KERNELS.quantized_empty(1, 10000, local.dtype)
         group.all_gather_quantized(local, [5000, 5000], rows.values, rows.scales, rows.sums, PATIENCE_S)
@@ -91,7 +74,12 @@ def test_a_row_that_the_memory_cannot_hold_is_refused():
         assert "no room for a row of 20000 bytes" in str(error)
 
 
-def collectives(group: SharedGroup) -> list[Tensor]:
+def room(data_bytes: int, size: int) -> int:
+    """At least the smallest memory that a group accepts."""
+    return data_bytes if data_bytes == SOCKETS else max(data_bytes, 2 * size * 64)
+
+
+def collectives(group: Group) -> list[Tensor]:
     """A few of each, longer and shorter than the data area; every result is a function of the ranks' inputs."""
     results = []
     rng = torch.Generator().manual_seed(group.rank)
@@ -129,14 +117,13 @@ def check_collectives(per_rank: list[list[Tensor]]) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-@pytest.mark.parametrize("data_bytes", [0, 1 << 10, 1 << 18])
+@pytest.mark.parametrize("data_bytes", [0, 1 << 10, 1 << 18, SOCKETS])
 def test_collectives_between_threads(size, data_bytes):
-    smallest = 2 * size * 64
-    check_collectives(run_ranks(size, collectives, data_bytes=max(data_bytes, smallest)))
+    check_collectives(run_ranks(size, collectives, data_bytes=room(data_bytes, size)))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-@pytest.mark.parametrize("data_bytes", [0, 1 << 10, 1 << 18])
+@pytest.mark.parametrize("data_bytes", [0, 1 << 10, 1 << 18, SOCKETS])
 def test_all_to_all_between_threads(size, data_bytes):
     """Rows say where they come from and go to; some ranks send nothing, in the end all of them."""
     tables = [
@@ -146,7 +133,7 @@ def test_all_to_all_between_threads(size, data_bytes):
     def rows(sender: int, receiver: int, count: int) -> Tensor:
         return torch.arange(count * 33).view(count, 33).to(torch.float32) + 1e4 * sender + 1e5 * receiver
 
-    def body(group: SharedGroup) -> None:
+    def body(group: Group) -> None:
         for counts in tables:
             local = torch.cat([rows(group.rank, to, int(counts[group.rank, to])) for to in range(size)])
             out = torch.full((int(counts[:, group.rank].sum()) + 2, 33), -1.0)
@@ -155,15 +142,16 @@ def test_all_to_all_between_threads(size, data_bytes):
             assert_same_bits(out[:-2], expected)
             assert (out[-2:] == -1).all()
 
-    assert run_ranks(size, body, data_bytes=max(data_bytes, 2 * size * 64)) == [None] * size
+    assert run_ranks(size, body, data_bytes=room(data_bytes, size)) == [None] * size
 
 
-def test_all_to_all_checks_its_counts():
-    def body(group: SharedGroup) -> None:
+@pytest.mark.parametrize("data_bytes", [1 << 14, SOCKETS])
+def test_all_to_all_checks_its_counts(data_bytes):
+    def body(group: Group) -> None:
         counts = torch.tensor([[0, 2], [1, 0]])
         group.all_to_all_rows(torch.zeros(2, 4), counts, torch.zeros(0, 4), PATIENCE_S)
 
-    assert all("counts name" in str(error) for error in run_ranks(2, body))
+    assert all("counts name" in str(error) for error in run_ranks(2, body, data_bytes=data_bytes))
 
 
 def collectives_in_process(name: str, rank: int, size: int, results: multiprocessing.Queue) -> None:
@@ -210,7 +198,7 @@ def test_collectives_between_processes():
 
 
 def test_a_timeout_names_the_missing_ranks():
-    def body(group: SharedGroup) -> None:
+    def body(group: Group) -> None:
         group.barrier(PATIENCE_S)
         if group.rank not in (1, 3):
             group.barrier(0.2)
@@ -224,7 +212,7 @@ def test_a_timeout_names_the_missing_ranks():
 
 
 def test_abort_wakes_everyone():
-    def body(group: SharedGroup) -> None:
+    def body(group: Group) -> None:
         if group.rank == 2:
             time.sleep(0.1)
             group.abort()
@@ -253,12 +241,13 @@ def test_an_observer_looks_and_aborts():
         group.barrier()
 
 
-def test_diverged_ranks_are_noticed():
-    def body(group: SharedGroup) -> None:
+@pytest.mark.parametrize("data_bytes", [1 << 14, SOCKETS])
+def test_diverged_ranks_are_noticed(data_bytes):
+    def body(group: Group) -> None:
         width = 3 + group.rank
         group.all_gather_columns(torch.ones(2, width), [width, width], torch.empty(2, 2 * width), PATIENCE_S)
 
-    for error in run_ranks(2, body):
+    for error in run_ranks(2, body, data_bytes=data_bytes):
         assert isinstance(error, RuntimeError)
         assert "diverged" in str(error)
 
