@@ -26,6 +26,7 @@ def test_defaults_listen_on_this_machine_only() -> None:
         ({"ssl_keyfile": "/no/key", "ssl_certfile": "/no/cert"}, "there is no file"),
         ({"max_request_bytes": "lots"}, "is not a size"),
         ({"max_request_bytes": 0}, "at least 1"),
+        ({"response_store_bytes": -1}, "at least 0"),
         ({"root_path": "api"}, "start with /"),
         ({"uvicorn_log_level": "loud"}, "must be one of"),
         ({"shutdown_timeout": -1.0}, "shutdown_timeout must be seconds"),

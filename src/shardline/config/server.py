@@ -33,6 +33,9 @@ class ServerConfig:
         (), "web origins whose pages may call this server (CORS), for example http://localhost:3000; *: every one"
     )
     max_request_bytes: int | str = option("32MiB", "largest request body; a larger one is answered 413")
+    response_store_bytes: int | str = option(
+        "256MiB", "memory for the responses that /v1/responses keeps; the least recently used ones go first"
+    )
     disable_log_requests: bool = option(False, "accepted for compatibility: prompts are never logged")
     disable_access_log: bool = option(False, "no log line per request", aliases=("disable-uvicorn-access-log",))
     root_path: str = option("", "path prefix that a reverse proxy strips before it forwards")
@@ -62,6 +65,11 @@ class ServerConfig:
         """Largest request body, in bytes."""
         return parse_bytes(self.max_request_bytes)
 
+    @property
+    def response_store_limit(self) -> int:
+        """Memory for stored responses, in bytes."""
+        return parse_bytes(self.response_store_bytes)
+
 
 def _validate(config: ServerConfig) -> None:
     def require(holds: bool, message: str) -> None:
@@ -88,6 +96,9 @@ def _validate(config: ServerConfig) -> None:
         path = getattr(config, name)
         require(path is None or os.path.isfile(path), f"{name}: there is no file {path!r}")
     require(config.body_limit >= 1, f"max_request_bytes must be at least 1, got {config.max_request_bytes}")
+    require(
+        config.response_store_limit >= 0, f"response_store_bytes must be at least 0, got {config.response_store_bytes}"
+    )
     require(
         config.root_path == "" or (config.root_path.startswith("/") and not config.root_path.endswith("/")),
         f"root_path must start with / and not end with it, got {config.root_path!r}",

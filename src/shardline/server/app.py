@@ -24,6 +24,7 @@ from shardline.server.openai.chat import chat_routes
 from shardline.server.openai.completions import completion_routes
 from shardline.server.openai.ignored_fields import IGNORED_HEADER
 from shardline.server.openai.models import model_routes
+from shardline.server.openai.responses.routes import response_routes
 from shardline.server.openai.tokenize import tokenize_routes
 from shardline.server.service import Service
 from shardline.server.validation import explain_validation
@@ -55,7 +56,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.state.service = service
     _install_error_handlers(app)
     app.include_router(health_routes(service))
-    for routes in (model_routes, completion_routes, chat_routes, tokenize_routes):
+    for routes in (model_routes, completion_routes, chat_routes, response_routes, tokenize_routes):
         app.include_router(routes(service), dependencies=[Depends(service.require_ready)])
     return app
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
@@ -31,6 +31,10 @@ STREAM_ERROR = "shardline.stream_error"
 def make_event(data: bytes) -> bytes:
     """One server-sent event with `data`, JSON without line breaks."""
     return b"data: " + data + b"\n\n"
+
+
+def _error_event(error: ApiError) -> bytes:
+    return make_event(error.body)
 
 
 class _Comments:
@@ -65,9 +69,10 @@ class _Comments:
 
 
 class EventStream(Response):
-    """An answer that sends the items of `events`, each one or several whole events, and then `data: [DONE]`.
+    """An answer that sends the items of `events`, each one or several whole events.
 
-    An error in the middle becomes an error event, since the status line has been sent. `source` is the context manager
+    An error in the middle becomes what `write_error` returns, since the status line has been sent. `done`: the last
+    event of all. `source` is the context manager
     that the events are made from; it is always left, even if no event was requested.
     """
 
@@ -78,16 +83,21 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         source: AbstractAsyncContextManager[Any],
         headers: Mapping[str, str] | None = None,
+        *,
+        write_error: Callable[[ApiError], bytes] = _error_event,
+        done: bytes = _DONE_EVENT,
     ) -> None:
         # Proxies such as nginx must not buffer the events.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
         self._events = events
         self._source = source
+        self._write_error = write_error
+        self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. If the client reads slowly, `send` waits, so that nothing piles up here."""
-        last = _DONE_EVENT
+        last = self._done
         async with self._source, aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             comments = _Comments(send)
@@ -97,11 +107,11 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": item, "more_body": True})
             except ApiError as error:
                 scope[STREAM_ERROR] = error.code or "error"
-                last = make_event(error.body) + _DONE_EVENT
+                last = self._write_error(error) + self._done
             except Exception:
                 logger.exception("a stream failed")
                 scope[STREAM_ERROR] = "internal_error"
-                last = make_event(internal_error().body) + _DONE_EVENT
+                last = self._write_error(internal_error()) + self._done
             finally:
                 await comments.stop()
         await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -182,10 +182,11 @@ class Service:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
         max_tokens: int | None,
+        param: str,
     ) -> tuple[str, list[int]]:
         """The prompt of a conversation, as text and as token ids; see `render_and_encode`.
 
-        The chat template runs on a thread, since it may be slow.
+        The chat template runs on a thread, since it may be slow. `param`: the field of the request with the messages.
 
         Raises:
             ApiError: 400, there is no template, or the template refuses the messages.
@@ -210,7 +211,7 @@ class Service:
                 max_tokens=max_tokens,
             )
         except ValueError as error:
-            raise bad_request(str(error), "messages") from error
+            raise bad_request(str(error), param) from error
 
 
 def new_id(prefix: str) -> str:

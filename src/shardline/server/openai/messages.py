@@ -85,9 +85,17 @@ class ConversationFields(RequestModel):
         return dict(self.chat_template_kwargs or {})
 
     async def encode_messages(
-        self, service: Service, messages: Sequence[ChatMessage], add_special_tokens: bool, *, bounded: bool = True
+        self,
+        service: Service,
+        messages: Sequence[ChatMessage],
+        add_special_tokens: bool,
+        *,
+        bounded: bool = True,
+        param: str = "messages",
     ) -> EncodedChat:
         """The prompt of `messages`; `bounded`: refuse one that is too long for the model before it is encoded.
+
+        `param`: the field of the request that had the messages.
 
         Raises:
             ApiError: 400, a field is not supported, or the model's template refuses the messages.
@@ -103,6 +111,7 @@ class ConversationFields(RequestModel):
             tools=None if tool_use is None else tool_use.definitions,
             variables=self.template_variables,
             max_tokens=service.llm.max_model_len if bounded else None,
+            param=param,
         )
         return EncodedChat(text, ids, tool_use)
 
