@@ -6,7 +6,7 @@ msgspec struct, so that msgpack with a declared type is the only wire format.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -164,24 +164,74 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
+Decode = Callable[[int], str | None]
+"""The text of a token id; None: it is not known."""
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """How likely the model found a token at one position."""
+
+    logprob: float
+    rank: int
+    """1: the token was the most likely one."""
+    decoded_token: str | None
+
+
+def logprobs_by_token(token_id: int, chosen: TokenLogprobs, decode: Decode) -> dict[int, Logprob]:
+    """The log probabilities at one position by token id: first the token there, then the most likely ones."""
+    entries = {token_id: Logprob(chosen.logprob, chosen.rank, decode(token_id))}
+    for rank, (other, value) in enumerate(zip(chosen.top_ids, chosen.top_logprobs, strict=True), 1):
+        if other not in entries:
+            entries[other] = Logprob(value, rank, decode(other))
+    return entries
+
+
+def decode_nothing(token_id: int) -> None:
+    """The `Decode` of a model without a tokenizer."""
+    return None
+
+
 class CompletionOutput(msgspec.Struct, kw_only=True):
     """One choice of a finished or running request."""
 
     index: int
     text: str = ""
     token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] | None = None
+    token_logprobs: list[TokenLogprobs] | None = None
+    """One entry for each token; None: the request did not ask for them. `logprobs` has them in vLLM's shape."""
+    decode: Decode = decode_nothing
     digests: list[str] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended the choice; None: it ended otherwise, or has not ended."""
     error: str = ""
     """What happened, if the finish reason is "error"."""
+    shaped_logprobs: list[dict[int, Logprob]] = []
+    """What `logprobs` has made so far."""
 
-    @property
     def finished(self) -> bool:
         """Whether the choice has ended."""
         return self.finish_reason is not None
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """For each token, its log probability and those of the most likely tokens, by token id.
+
+        None: the request did not ask for them.
+        """
+        if self.token_logprobs is None:
+            return None
+        for index in range(len(self.shaped_logprobs), len(self.token_logprobs)):
+            chosen = self.token_logprobs[index]
+            self.shaped_logprobs.append(logprobs_by_token(self.token_ids[index], chosen, self.decode))
+        return self.shaped_logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' log probabilities. None: the request did not ask for them."""
+        if self.token_logprobs is None:
+            return None
+        return sum(entry.logprob for entry in self.token_logprobs)
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
@@ -196,4 +246,4 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     @property
     def finished(self) -> bool:
         """Whether every choice has ended."""
-        return all(output.finished for output in self.outputs)
+        return all(output.finished() for output in self.outputs)

@@ -99,6 +99,10 @@ class Tokenizer:
             return bytes(alphabet[char] for char in spelling)
         return text.encode()
 
+    def token_text(self, token_id: int) -> str:
+        """The text of one token. Bytes that are no whole character become U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
     def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.
 

@@ -217,7 +217,7 @@ def _best_choices(output: RequestOutput, count: int) -> list[CompletionOutput]:
     """The choices with the largest mean log probability of their tokens, best first, numbered anew."""
 
     def score(choice: CompletionOutput) -> float:
-        return sum(entry.logprob for entry in choice.logprobs or ()) / max(1, len(choice.token_ids))
+        return (choice.cumulative_logprob or 0.0) / max(1, len(choice.token_ids))
 
     best = sorted(output.outputs, key=score, reverse=True)[:count]
     return [msgspec.structs.replace(choice, index=index) for index, choice in enumerate(best)]

@@ -179,7 +179,7 @@ class SentChoice:
         return Delta(
             text,
             output.token_ids[first:],
-            None if output.logprobs is None else output.logprobs[first : self.num_tokens],
+            None if output.token_logprobs is None else output.token_logprobs[first : self.num_tokens],
             None if output.digests is None else output.digests[first : self.num_tokens],
             output.finish_reason,
             output.stop_reason,
