@@ -77,6 +77,8 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """Token at `start`, if an earlier step generated it and this rank may not know it; -1: the worker knows it."""
     sample: bool
     """Whether a token is sampled from the logits of the last position."""
+    score: bool = False
+    """Whether the log probabilities of the prompt's tokens after these positions are reported."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -95,8 +97,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_samples(self) -> int:
-        """Number of sequences for which this step samples."""
-        return sum(step.sample for step in self.steps)
+        """Number of tokens that the model's last layer computes: those that are sampled or scored."""
+        return sum(step.num_tokens if step.score else step.sample for step in self.steps)
 
 
 class RankStep(msgspec.Struct, frozen=True, array_like=True):
@@ -138,6 +140,8 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
     """Why the tokens are invalid and the sequence must end; empty: they are valid."""
     finished: bool = False
     """Whether the sequence's grammar is at its end after the last token."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens after the step's positions; None: the step scored none."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -162,6 +166,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     """The EOS or stop token that ended the sequence; it is the last of `token_ids`."""
     num_cached_tokens: int = 0
     error: str = ""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of all prompt tokens but the first, with the first generated token; None: the request did not ask for them."""
 
 
 Decode = Callable[[int], str | None]
@@ -188,7 +194,6 @@ def logprobs_by_token(token_id: int, chosen: TokenLogprobs, decode: Decode) -> d
 
 def decode_nothing(token_id: int) -> None:
     """The `Decode` of a model without a tokenizer."""
-    return None
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
@@ -242,8 +247,22 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    prompt_token_logprobs: list[TokenLogprobs] | None = None
+    """Of all prompt tokens but the first, once there is output; None: the request did not ask for them."""
+    decode: Decode = decode_nothing
 
     @property
     def finished(self) -> bool:
         """Whether every choice has ended."""
         return all(output.finished() for output in self.outputs)
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """For each prompt token, its log probability and those of the most likely tokens, by token id.
+
+        The first token has None, since nothing precedes it. None instead of a list: the request did not ask for them.
+        """
+        if self.prompt_token_logprobs is None:
+            return None
+        pairs = zip(self.prompt_token_ids[1:], self.prompt_token_logprobs, strict=True)
+        return [None, *(logprobs_by_token(token_id, chosen, self.decode) for token_id, chosen in pairs)]

@@ -139,6 +139,11 @@ class FakeEngine:
         if sampling.logprobs is not None:
             others = [token_id, 5, 6, 7][: sampling.logprobs]
             logprobs = [TokenLogprobs(-0.5, 1, others, [-0.5, -1.5, -2.5, float("-inf")][: sampling.logprobs])]
+        prompt_logprobs = None
+        if sampling.prompt_logprobs is not None and taken == 1:
+            ids = request.prompt_token_ids[1:]
+            top = [5][: sampling.prompt_logprobs]
+            prompt_logprobs = [TokenLogprobs(-1.0 - index, 2, top, [-0.5] * len(top)) for index in range(len(ids))]
         return SequenceOutput(
             request.request_id,
             request.choice,
@@ -148,6 +153,7 @@ class FakeEngine:
             reason,
             token_id if reason == "stop" else None,
             self.cached_tokens,
+            prompt_logprobs=prompt_logprobs,
         )
 
 

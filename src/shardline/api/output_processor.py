@@ -114,6 +114,7 @@ class RequestState:
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
+            decode=decode,
             outputs=[
                 CompletionOutput(
                     index=child.choice,
@@ -174,6 +175,8 @@ class OutputProcessor:
                 continue
             if state.choices[output.choice].add_output(output):
                 done.aborts.append(output.request_id)
+            if output.prompt_logprobs is not None:
+                state.output.prompt_token_logprobs = output.prompt_logprobs
             state.output.num_cached_tokens = max(state.output.num_cached_tokens, output.num_cached_tokens)
             request_id = state.request.request_id
             if request_id not in seen:

@@ -144,7 +144,8 @@ class RequestBuilder:
             Request(
                 request_id=f"{request_id}-{choice}",
                 prompt_token_ids=ids,
-                sampling=sampling,
+                # All choices have the same prompt, so one of them reports its log probabilities.
+                sampling=msgspec.structs.replace(sampling, prompt_logprobs=None) if choice else sampling,
                 choice=choice,
                 eos_token_ids=self.eos_token_ids,
                 priority=priority,

@@ -97,7 +97,8 @@ class RequestRegistry:
 
     def take_result(self, sequence: LiveSequence, result: SequenceResult) -> SequenceOutput:
         """Append what a step sampled to a live sequence; returns the output for the front."""
-        if sequence.num_output_tokens == 0:
+        is_first = sequence.num_output_tokens == 0
+        if is_first:
             self.totals.prompt_tokens += len(sequence.tokens)
         count, reason = sequence.append_tokens(result.token_ids)
         stop_token_id = sequence.tokens[-1] if reason == "stop" else None
@@ -115,6 +116,7 @@ class RequestRegistry:
             reason,
             stop_token_id,
             sequence.num_cached_tokens or 0,
+            prompt_logprobs=sequence.prompt_logprobs if is_first else None,
         )
 
     def fail_sequence(self, sequence: LiveSequence, error: str) -> SequenceOutput:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -124,8 +126,7 @@ class DecoderStage:
         this rank's fp32 logits of the sampled rows, [R, local vocab], or, for a greedy step, only the best logit of
         each row (see LMHead.find_best).
         """
-        fused = self._fused
-        hidden, delta = fused(step, hidden) if fused and fused.fits_step(step) else self.run_layers(step, hidden)
+        hidden, delta = self._run_stage(step, hidden)
         if self._final_norm is None or self.lm_head is None:
             return hidden if delta is None else add(self._kernels, hidden, delta)
         normed, _ = self._final_norm(hidden, delta)
@@ -135,6 +136,43 @@ class DecoderStage:
         if self._finite_checker is not None:
             self._finite_checker.check_tensor("the logits", logits, _sampled_rows(step))
         return logits
+
+    def forward_scored(
+        self, step: StepInput, hidden: Tensor, rows_each: int, read_logits: Callable[[slice, Tensor], None]
+    ) -> Tensor:
+        """As `forward`, on the last stage, for a step with scored tokens.
+
+        `read_logits` gets this rank's logits of `step.scored`, for at most `rows_each` of its rows at a time. The
+        logits of the sampled rows are returned.
+        """
+        assert self._final_norm is not None
+        assert self.lm_head is not None
+        assert step.scored is not None
+        assert step.sampled is not None
+        hidden, delta = self._run_stage(step, hidden)
+        tokens, scored = step.sampled.rows, step.scored
+        for first in range(0, len(scored.rows), rows_each):
+            part = slice(first, first + rows_each)
+            read_logits(part, self._logits_of(hidden, delta, scored.rows[part], tokens))
+        if len(scored.sampled) == 0:
+            return torch.empty(0, 0, device=hidden.device)
+        return self._logits_of(hidden, delta, scored.sampled, tokens)
+
+    def _logits_of(self, hidden: Tensor, delta: Tensor | None, rows: Tensor, tokens: Tensor) -> Tensor:
+        """This rank's logits of some rows of the last layer's output; `tokens`: the step's token of each row."""
+        assert self._final_norm is not None
+        assert self.lm_head is not None
+        own_delta = None if delta is None else torch.index_select(delta, 0, rows)
+        normed, _ = self._final_norm(torch.index_select(hidden, 0, rows), own_delta)
+        logits = self.lm_head(normed)
+        if self._finite_checker is not None:
+            self._finite_checker.check_tensor("the logits", logits, tokens[rows])
+        return logits
+
+    def _run_stage(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `run_layers`, fused if that is faster."""
+        fused = self._fused
+        return fused(step, hidden) if fused and fused.fits_step(step) else self.run_layers(step, hidden)
 
     def run_layers(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, H] after the layers, and the tensor that the next norm adds to it; None: it adds

@@ -16,12 +16,12 @@ from shardline.server.errors import ERROR_RESPONSES, bad_request
 from shardline.server.in_flight import EventStream, make_event
 from shardline.server.openai.answer_grammar import make_answer_grammar
 from shardline.server.openai.generation import Delta, Generation, SentChoice
-from shardline.server.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter, TokenPieces
+from shardline.server.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter, TokenPieces, join_logprobs
 from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, TokenIds, refuse_if
 from shardline.server.openai.strict_json import StrictRoute
 from shardline.server.openai.usage import Usage, usage_of
 from shardline.server.service import Service, new_id
-from shardline.types import CompletionOutput, RequestOutput
+from shardline.types import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import Prompt
@@ -52,11 +52,6 @@ class CompletionRequest(SamplingFields):
         Raises:
             ApiError: 400, the fields contradict each other or ask for something unsupported.
         """
-        refuse_if(
-            bool(self.echo) and self.logprobs is not None,
-            "logprobs",
-            "Log probabilities of the prompt are not supported: set 'echo' to false or leave out 'logprobs'.",
-        )
         self.check_supported()
         if self.best_of is not None:
             if self.best_of < (self.n or 1):
@@ -67,6 +62,18 @@ class CompletionRequest(SamplingFields):
                 "'best_of' larger than 'n' cannot be streamed: the choices are ranked when all of them are whole.",
             )
         refuse_if(bool(self.suffix), "suffix", "'suffix' (insertion) is not supported.")
+
+    @property
+    def generates_nothing(self) -> bool:
+        """Whether the answer is about the prompt only. The engine then generates one token, which is not shown."""
+        return self.max_tokens == 0
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many of the most likely tokens to report with each prompt token; None: no log probabilities."""
+        if self.prompt_logprobs is not None or not self.echo:
+            return self.prompt_logprobs
+        return self.logprobs
 
     @property
     def ranks_choices(self) -> bool:
@@ -93,7 +100,7 @@ class CompletionRequest(SamplingFields):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
-    """One choice; in a chunk, what is new in it. The last three fields appear only on request."""
+    """One choice; in a chunk, what is new in it. The last four fields appear only on request."""
 
     index: int
     text: str
@@ -103,6 +110,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     logits_digests: list[str] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True, frozen=True):
@@ -138,6 +146,8 @@ class CompletionWriter:
 
     def write_whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The JSON of the whole answer."""
+        if self._body.generates_nothing:
+            outputs = [_without_tokens(output) for output in outputs]
         choices = []
         for prompt_index, output in enumerate(outputs):
             ranked = _best_choices(output, self._choices_per_prompt) if self._body.ranks_choices else output.outputs
@@ -148,7 +158,7 @@ class CompletionWriter:
                     delta.logprobs = None
                 writer = self._logprobs_writer(prompt_index)
                 choices.append(self._write_choice(prompt_index, output, choice, delta, writer, first=True))
-        return self._encode_response(choices, usage_of(outputs))
+        return self._encode_response(choices, self._usage(outputs))
 
     async def write_chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The events of a stream."""
@@ -158,7 +168,8 @@ class CompletionWriter:
         sent = [[SentChoice() for _ in choices] for _ in self._texts]
         writers = [[self._logprobs_writer(prompt_index) for _ in choices] for prompt_index in range(len(self._texts))]
         no_usage = None if self._options.include_usage else msgspec.UNSET
-        async for prompt_index, output in generation.updates():
+        async for prompt_index, update in generation.updates():
+            output = _without_tokens(update) if body.generates_nothing else update
             events = []
             for choice in output.outputs:
                 sent_choice = sent[prompt_index][choice.index]
@@ -168,12 +179,15 @@ class CompletionWriter:
                     continue
                 writer = writers[prompt_index][choice.index]
                 chunk = self._write_choice(prompt_index, output, choice, delta, writer, first=first)
-                usage = usage_of(generation.outputs) if self._options.continuous_usage_stats else no_usage
+                usage = self._usage(generation.outputs) if self._options.continuous_usage_stats else no_usage
                 events.append(make_event(self._encode_response([chunk], usage)))
             if events:
                 yield b"".join(events)
         if self._options.include_usage:
-            yield make_event(self._encode_response([], usage_of(generation.outputs)))
+            yield make_event(self._encode_response([], self._usage(generation.outputs)))
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> Usage:
+        return usage_of([_without_tokens(output) for output in outputs] if self._body.generates_nothing else outputs)
 
     def _logprobs_writer(self, prompt_index: int) -> CompletionLogprobsWriter:
         return CompletionLogprobsWriter(self._pieces, len(self._texts[prompt_index]))
@@ -188,16 +202,26 @@ class CompletionWriter:
         *,
         first: bool,
     ) -> CompletionChoice:
-        with_ids = bool(self._body.return_token_ids)
+        body = self._body
+        with_ids = bool(body.return_token_ids)
+        logprobs = None if delta.logprobs is None else writer.write(delta.token_ids, delta.logprobs)
+        if first and body.echo and body.logprobs is not None:
+            scores = output.prompt_token_logprobs or []
+            count = body.logprobs
+            own = [TokenLogprobs(s.logprob, s.rank, s.top_ids[:count], s.top_logprobs[:count]) for s in scores]
+            before = CompletionLogprobsWriter(self._pieces, len(self._texts[prompt_index]))
+            prompt = before.write_prompt(output.prompt_token_ids, own)
+            logprobs = prompt if logprobs is None else join_logprobs(prompt, logprobs)
         return CompletionChoice(
             index=prompt_index * self._choices_per_prompt + choice.index,
             text=self._texts[prompt_index] + delta.text if first else delta.text,
-            logprobs=None if delta.logprobs is None else writer.write(delta.token_ids, delta.logprobs),
+            logprobs=logprobs,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if with_ids else msgspec.UNSET,
             prompt_token_ids=output.prompt_token_ids if with_ids and first else msgspec.UNSET,
             logits_digests=msgspec.UNSET if delta.digests is None else delta.digests,
+            prompt_logprobs=msgspec.UNSET if body.prompt_logprobs is None else output.prompt_logprobs,
         )
 
     def _encode_response(self, choices: Sequence[CompletionChoice], usage: Usage | msgspec.UnsetType | None) -> bytes:
@@ -211,6 +235,15 @@ class CompletionWriter:
                 usage=usage,
             )
         )
+
+
+def _without_tokens(output: RequestOutput) -> RequestOutput:
+    """The output as if nothing had been generated."""
+    ended = [
+        CompletionOutput(index=choice.index, finish_reason=choice.finish_reason and "length")
+        for choice in output.outputs
+    ]
+    return msgspec.structs.replace(output, outputs=ended)
 
 
 def _best_choices(output: RequestOutput, count: int) -> list[CompletionOutput]:
@@ -254,9 +287,9 @@ def completion_routes(service: Service) -> APIRouter:
         """Continue a text. With `stream`, the answer is sent as server-sent events."""
         service.require_model(body.model)
         body.check()
-        params = body.sampling_params(
-            max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs
-        )
+        most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        params = body.sampling_params(max_tokens=1 if body.generates_nothing else most, logprobs=body.logprobs)
+        params = msgspec.structs.replace(params, prompt_logprobs=body.num_prompt_logprobs)
         if body.ranks_choices:
             assert body.best_of is not None
             params = msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)

@@ -100,7 +100,9 @@ class SamplingFields(IgnoredFields):
         """
         refuse_if(bool(self.use_beam_search), "use_beam_search", "Beam search is not supported: sample 'n' choices.")
         refuse_if(
-            self.prompt_logprobs is not None, "prompt_logprobs", "Log probabilities of the prompt are not supported."
+            self.prompt_logprobs is not None and bool(self.stream),
+            "prompt_logprobs",
+            "'prompt_logprobs' cannot be streamed: set 'stream' to false.",
         )
         refuse_if(bool(self.logits_processors), "logits_processors", "'logits_processors' is not supported.")
         refuse_if(self.lora_path is not None, "lora_path", "Adapters are not supported.")

@@ -75,8 +75,12 @@ class ResponsesRequest(SamplingFields):
         self.check_supported()
         refuse_if(self.n not in (None, 1), "n", "A response has one answer: leave out 'n'.")
         refuse_if(self.response_format is not None, "response_format", "Use 'text.format' instead.")
-        for name in ("return_token_ids", "logits_digest"):
-            refuse_if(bool(getattr(self, name)), name, f"'{name}' is not supported here: use /v1/chat/completions.")
+        for name in ("return_token_ids", "logits_digest", "prompt_logprobs"):
+            refuse_if(
+                getattr(self, name) not in (None, False),
+                name,
+                f"'{name}' is not supported here: use /v1/chat/completions.",
+            )
         refuse_if(
             bool(self.background), "background", "Responses in the background are not supported: set it to false."
         )
