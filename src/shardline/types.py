@@ -142,6 +142,8 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
     """Whether the sequence's grammar is at its end after the last token."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of the prompt's tokens after the step's positions; None: the step scored none."""
+    embedding: bytes = b""
+    """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -168,6 +170,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of all prompt tokens but the first, with the first generated token; None: the request did not ask for them."""
+    embedding: bytes = b""
+    """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
 
 
 Decode = Callable[[int], str | None]
@@ -211,6 +215,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """The stop token id or stop string that ended the choice; None: it ended otherwise, or has not ended."""
     error: str = ""
     """What happened, if the finish reason is "error"."""
+    embedding: bytes = b""
+    """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
     shaped_logprobs: list[dict[int, Logprob]] = []
     """What `logprobs` has made so far."""
 

@@ -93,6 +93,13 @@ def test_logprobs_have_the_shape_of_vllm() -> None:
     assert without.outputs[0].cumulative_logprob is None
 
 
+def test_what_the_runner_cannot_do_is_refused() -> None:
+    with make(FakeCluster()) as llm, pytest.raises(ValueError, match="runner='pooling'"):
+        llm.embed("a")
+    with make(FakeCluster(), runner="pooling") as llm, pytest.raises(ValueError, match="use embed"):
+        llm.generate("a")
+
+
 def test_times_are_in_order() -> None:
     with make(FakeCluster()) as llm:
         _, times = llm.generate_timed(["a", "b"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 
 from shardline.api.async_llm import AsyncLLM
@@ -37,6 +38,7 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.grammars: list[str] = []
         self.paused = False
+        self.embedding = [3.0, 4.0, 12.0] if config.embeds else []
         self.seconds_per_token = 0.0
         self.cached_tokens = 0
         self.reply = REPLY
@@ -127,6 +129,9 @@ class FakeEngine:
             time.sleep(self.seconds_per_token)
 
     def _step(self, request: Request, ids: list[int]) -> SequenceOutput:
+        if self.embedding:
+            vector = array("f", self.embedding).tobytes()
+            return SequenceOutput(request.request_id, request.choice, [], finish_reason="stop", embedding=vector)
         token_id = ids.pop(0)
         sampling = request.sampling
         taken = self._taken[request.request_id] = self._taken.get(request.request_id, 0) + 1

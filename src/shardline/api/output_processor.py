@@ -175,6 +175,7 @@ class OutputProcessor:
                 continue
             if state.choices[output.choice].add_output(output):
                 done.aborts.append(output.request_id)
+            state.output.outputs[output.choice].embedding = output.embedding
             if output.prompt_logprobs is not None:
                 state.output.prompt_token_logprobs = output.prompt_logprobs
             state.output.num_cached_tokens = max(state.output.num_cached_tokens, output.num_cached_tokens)

@@ -119,6 +119,20 @@ class RequestRegistry:
             prompt_logprobs=sequence.prompt_logprobs if is_first else None,
         )
 
+    def finish_embedding(self, sequence: LiveSequence, embedding: bytes) -> SequenceOutput:
+        """End a live sequence whose prompt was embedded; returns its only output."""
+        self.totals.prompt_tokens += len(sequence.tokens)
+        self._forget(sequence)
+        request, cached = sequence.request, sequence.num_cached_tokens or 0
+        return SequenceOutput(
+            request.request_id,
+            request.choice,
+            [],
+            finish_reason="stop",
+            num_cached_tokens=cached,
+            embedding=embedding,
+        )
+
     def fail_sequence(self, sequence: LiveSequence, error: str) -> SequenceOutput:
         """End a live sequence whose computation failed; returns its last output."""
         self._forget(sequence)

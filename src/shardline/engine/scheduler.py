@@ -203,6 +203,9 @@ class Scheduler:
         if result.error:
             self._leave(sequence, State.FINISHED)
             return self._registry.fail_sequence(sequence, result.error)
+        if result.embedding:
+            self._leave(sequence, State.FINISHED)
+            return self._registry.finish_embedding(sequence, result.embedding)
         assert result.token_ids, "a step that samples must have a token"
         several = len(result.token_ids) > 1
         assert not (several and sequence.num_in_flight), "several tokens came while a later step was in flight"

@@ -68,11 +68,14 @@ class _Launched(NamedTuple):
     """The sequences that are sampled."""
     errors: dict[int, str]
     scores: PromptScores | None = None
+    pooled: Tensor | None = None
+    """[R, H] float32: the final hidden states of `sequences`."""
 
     def list_tensors(self) -> list[Tensor]:
         """All tensors, to be copied."""
         sampled = [] if self.sampled is None else self.sampled.list_tensors()
-        return sampled + ([] if self.scores is None else list(self.scores.logprobs))
+        scores = [] if self.scores is None else list(self.scores.logprobs)
+        return sampled + scores + ([] if self.pooled is None else [self.pooled])
 
 
 class Runner:
@@ -157,11 +160,16 @@ class Runner:
         """The result of the oldest step in flight."""
         self._in_flight.popleft()
         self._groups.progress.finish(step_id)
-        if self._sampler is None:
+        if launched.pooled is not None:
+            rows = zip(launched.sequences, downloaded[0], strict=True)
+            pooled = [SequenceResult(sequence.seq_id, [], embedding=row.numpy().tobytes()) for sequence, row in rows]
+            return StepResult(step_id, with_errors(pooled, launched.errors), time.perf_counter() - started)
+        if self._sampler is None and not self._stage.embeds_prompts:
             return None
         results: list[SequenceResult] = []
         if launched.sampled is not None:
             assert launched.sampling is not None
+            assert self._sampler is not None
             results = self._sampler.make_results(launched.sampling, launched.sampled.from_copies(downloaded))
             for index, (sequence, result) in enumerate(zip(launched.sequences, results, strict=True)):
                 for token_id in result.token_ids:
@@ -201,6 +209,8 @@ class Runner:
         if self._groups.to_next is not None:
             self._groups.to_next.send(output)
         errors = self._finite_checker.report_step(plan) if self._finite_checker is not None else {}
+        if self._stage.embeds_prompts and sequences:
+            return _Launched(None, None, sequences, errors, pooled=output.float())
         if sampler is None or sampling is None:
             return _Launched(None, None, [], errors, scores)
         inputs = sampling.inputs if step.sampling is None else step.sampling

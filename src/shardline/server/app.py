@@ -22,6 +22,7 @@ from shardline.server.health import health_routes
 from shardline.server.in_flight import InFlightMiddleware
 from shardline.server.openai.chat import chat_routes
 from shardline.server.openai.completions import completion_routes
+from shardline.server.openai.embeddings import embedding_routes
 from shardline.server.openai.ignored_fields import IGNORED_HEADER
 from shardline.server.openai.models import model_routes
 from shardline.server.openai.responses.routes import response_routes
@@ -56,8 +57,14 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.state.service = service
     _install_error_handlers(app)
     app.include_router(health_routes(service))
-    for routes in (model_routes, completion_routes, chat_routes, response_routes, tokenize_routes):
-        app.include_router(routes(service), dependencies=[Depends(service.require_ready)])
+    ready, generates, embeds = map(
+        Depends, (service.require_ready, service.require_generating, service.require_embedding)
+    )
+    for routes in (model_routes, tokenize_routes):
+        app.include_router(routes(service), dependencies=[ready])
+    for routes in (completion_routes, chat_routes, response_routes):
+        app.include_router(routes(service), dependencies=[ready, generates])
+    app.include_router(embedding_routes(service), dependencies=[ready, embeds])
     return app
 
 

@@ -116,6 +116,26 @@ class Service:
         if state == "dead":
             raise engine_dead(self.llm.dead_reason)
 
+    async def require_generating(self) -> None:
+        """Refuse a request for text if the server embeds prompts.
+
+        Raises:
+            ApiError: 400.
+        """
+        if self.llm.config.embeds:
+            message = "This server embeds prompts (--runner pooling): use /v1/embeddings."
+            raise bad_request(message, code="unsupported_parameter")
+
+    async def require_embedding(self) -> None:
+        """Refuse a request for vectors if the server generates text.
+
+        Raises:
+            ApiError: 400.
+        """
+        if not self.llm.config.embeds:
+            message = "This server generates text: start one with --runner pooling for embeddings."
+            raise bad_request(message, code="unsupported_parameter")
+
     def require_model(self, name: str | None) -> None:
         """Refuse a request for another model. A request without a name means the served model.
 

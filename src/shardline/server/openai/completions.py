@@ -17,7 +17,8 @@ from shardline.server.in_flight import EventStream, make_event
 from shardline.server.openai.answer_grammar import make_answer_grammar
 from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter, TokenPieces, join_logprobs
-from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, TokenIds, refuse_if
+from shardline.server.openai.prompts import PromptValue, encode_prompt, list_prompts
+from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, refuse_if
 from shardline.server.openai.strict_json import StrictRoute
 from shardline.server.openai.usage import Usage, usage_of
 from shardline.server.service import Service, new_id
@@ -26,19 +27,13 @@ from shardline.types import CompletionOutput, Logprob, RequestOutput, TokenLogpr
 if TYPE_CHECKING:
     from shardline.api.async_llm import Prompt
 
-MAX_PROMPTS = 2048
-"""Largest number of prompts in one request, as at OpenAI."""
-
 _DEFAULT_MAX_TOKENS = 16
-
-Texts = Annotated[list[str], Field(fail_fast=True)]
-TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True)]
 
 
 class CompletionRequest(SamplingFields):
     """The body of POST /v1/completions."""
 
-    prompt: str | Texts | TokenIds | TokenIdLists
+    prompt: PromptValue
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
@@ -79,24 +74,6 @@ class CompletionRequest(SamplingFields):
     def ranks_choices(self) -> bool:
         """Whether more choices are generated than the answer has."""
         return self.best_of is not None and self.best_of > (self.n or 1)
-
-    def list_prompts(self) -> list[str | list[int]]:
-        """The prompts as a list.
-
-        Raises:
-            ApiError: 400, there are none or too many.
-        """
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt:
-            raise bad_request("'prompt' must not be empty.", "prompt")
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]  # the first item tells a list of ids from a list of prompts
-        if len(self.prompt) > MAX_PROMPTS:
-            raise bad_request(
-                f"'prompt' has {len(self.prompt)} entries; at most {MAX_PROMPTS} are taken in one request.", "prompt"
-            )
-        return list(self.prompt)
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
@@ -264,11 +241,7 @@ async def _encode_prompts(
     encoded: list[Prompt] = []
     echoes: list[str] = []
     for prompt in prompts:
-        ids = prompt
-        if isinstance(prompt, str):
-            ids = await service.encode_prompt(prompt, with_special)
-        assert not isinstance(ids, str)
-        encoded.append(body.truncate_prompt(ids))
+        encoded.append(body.truncate_prompt(await encode_prompt(service, prompt, with_special)))
         if not body.echo:
             echoes.append("")
         elif isinstance(prompt, str):
@@ -294,7 +267,7 @@ def completion_routes(service: Service) -> APIRouter:
             assert body.best_of is not None
             params = msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
         response_id = new_id("cmpl")
-        prompts, echoes = await _encode_prompts(service, body, body.list_prompts())
+        prompts, echoes = await _encode_prompts(service, body, list_prompts(body.prompt, "prompt"))
         grammar = await make_answer_grammar(
             None, body.response_format, body.requested_form, service.llm.prepare_grammar
         )
