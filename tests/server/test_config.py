@@ -20,6 +20,8 @@ def test_defaults_listen_on_this_machine_only() -> None:
         ({"api_key": ("",)}, "api_key must not be empty"),
         ({"api_key": "secret"}, "api_key must be a sequence"),
         ({"api_key": ("schlüssel",)}, "printable ASCII"),
+        ({"admin_api_key": ""}, "printable ASCII"),
+        ({"api_key_file": "/no/keys"}, "there is no file"),
         ({"allowed_origins": ("example.org",)}, "is no origin"),
         ({"allowed_origins": ("https://example.org/",)}, "is no origin"),
         ({"ssl_keyfile": "key"}, "together"),

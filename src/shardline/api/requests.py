@@ -262,6 +262,6 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
 
 def _as_ids(values: Any) -> list[int]:
     ids = list(values) if isinstance(values, Sequence) and not isinstance(values, (str, bytes)) else None
-    if ids is None or not all(type(value) is int for value in ids):
+    if ids is None or not set(map(type, ids)) <= {int}:
         raise ValueError("prompt token ids must be a list of integers")
     return ids

@@ -24,6 +24,8 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every IPv4 interface")
     port: int = option(8000, "port to listen on; 0: any free one")
     api_key: tuple[str, ...] = option((), "keys that clients may send as bearer token; default: $SHARDLINE_API_KEY")
+    api_key_file: str | None = option(None, "file with further keys, one a line; SIGHUP makes the server read it again")
+    admin_api_key: str | None = option(None, "key for administration, such as /requests; it is valid everywhere")
     served_model_name: tuple[str, ...] = option(
         (), "names under which the model is served, the first one in responses; default: the model as given"
     )
@@ -83,6 +85,11 @@ def _validate(config: ServerConfig) -> None:
         require(not isinstance(values, str), f"{name} must be a sequence of strings, not one string")
         require(all(values), f"{name} must not be empty")
     require(all(key.isascii() and key.isprintable() for key in config.api_key), "api_key must be printable ASCII")
+    admin = config.admin_api_key
+    require(
+        admin is None or (bool(admin) and admin.isascii() and admin.isprintable()),
+        "admin_api_key must be printable ASCII",
+    )
     for origin in config.allowed_origins:
         require(
             origin == "*" or re.fullmatch(r"https?://[^/\s]+", origin) is not None,
@@ -92,7 +99,7 @@ def _validate(config: ServerConfig) -> None:
         (config.ssl_keyfile is None) == (config.ssl_certfile is None),
         "ssl_keyfile and ssl_certfile must be given together",
     )
-    for name in ("ssl_keyfile", "ssl_certfile"):
+    for name in ("ssl_keyfile", "ssl_certfile", "api_key_file"):
         path = getattr(config, name)
         require(path is None or os.path.isfile(path), f"{name}: there is no file {path!r}")
     require(config.body_limit >= 1, f"max_request_bytes must be at least 1, got {config.max_request_bytes}")

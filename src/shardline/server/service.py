@@ -15,6 +15,7 @@ from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
 from shardline.server.errors import ApiError, bad_request, draining, engine_dead, unavailable
 from shardline.server.in_flight import InFlight
+from shardline.server.keys import ApiKeys
 from shardline.text.chat_template import ChatTemplate, render_and_encode
 from shardline.text.reasoning_parsers import find_reasoning_parser
 from shardline.text.reasoning_parsers.base import ReasoningParser
@@ -35,6 +36,7 @@ class Service:
     llm: AsyncLLM
     config: ServerConfig
     metrics: ServerMetrics
+    keys: ApiKeys
     in_flight: InFlight = field(default_factory=InFlight)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -168,15 +170,20 @@ class Service:
             ApiError: 400, it is certainly longer than the model supports, or the model has no tokenizer.
         """
         tokenizer = self.require_tokenizer()
-        self._check_length(text, tokenizer)
+        await self._check_length(text, tokenizer)
         return await tokenizer.encode_text_async(text, add_special_tokens)
 
-    def _check_length(self, text: str, tokenizer: Tokenizer) -> None:
-        least = tokenizer.least_tokens(text)
-        if least > self.llm.max_model_len:
+    async def _check_length(self, text: str, tokenizer: Tokenizer) -> None:
+        limit = self.llm.max_model_len
+        exceeds = (
+            tokenizer.exceeds(text, limit)
+            if len(text) <= limit
+            else await asyncio.to_thread(tokenizer.exceeds, text, limit)
+        )
+        if exceeds:
             raise bad_request(
-                f"The prompt has {len(text)} characters, which are at least {least} tokens, but the model's maximum "
-                f"length is {self.llm.max_model_len} tokens.",
+                f"The prompt has {len(text)} characters, which are more than {limit} tokens, the model's maximum "
+                "length.",
                 "prompt",
                 "context_length_exceeded",
             )

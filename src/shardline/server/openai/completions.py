@@ -22,6 +22,7 @@ from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, Sampl
 from shardline.server.openai.strict_json import StrictRoute
 from shardline.server.openai.usage import Usage, usage_of
 from shardline.server.service import Service, new_id
+from shardline.text.fill_in_middle import middle_prompt
 from shardline.types import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -56,7 +57,11 @@ class CompletionRequest(SamplingFields):
                 "best_of",
                 "'best_of' larger than 'n' cannot be streamed: the choices are ranked when all of them are whole.",
             )
-        refuse_if(bool(self.suffix), "suffix", "'suffix' (insertion) is not supported.")
+        refuse_if(
+            bool(self.suffix) and (bool(self.echo) or not isinstance(self.prompt, str)),
+            "suffix",
+            "'suffix' needs one prompt that is text, and 'echo' must be false.",
+        )
 
     @property
     def generates_nothing(self) -> bool:
@@ -240,6 +245,8 @@ async def _encode_prompts(
     with_special = body.add_special_tokens is not False
     encoded: list[Prompt] = []
     echoes: list[str] = []
+    if body.suffix and isinstance(prompts[0], str):
+        prompts = [_insertion_prompt(service, prompts[0], body.suffix)]
     for prompt in prompts:
         encoded.append(body.truncate_prompt(await encode_prompt(service, prompt, with_special)))
         if not body.echo:
@@ -249,6 +256,14 @@ async def _encode_prompts(
         else:
             echoes.append(service.decode_tokens(prompt, skip_special_tokens=body.skip_special_tokens is not False))
     return encoded, echoes
+
+
+def _insertion_prompt(service: Service, prefix: str, suffix: str) -> str:
+    """The prompt of the text between `prefix` and `suffix`."""
+    prompt = middle_prompt(service.require_tokenizer(), prefix, suffix)
+    refuse_if(prompt is None, "suffix", "'suffix' is not supported: this model has no tokens for insertion.")
+    assert prompt is not None
+    return prompt
 
 
 def completion_routes(service: Service) -> APIRouter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -11,7 +12,7 @@ from pydantic import Field
 from shardline.server.errors import bad_request
 from shardline.server.openai.protocol import refuse_if
 from shardline.server.openai.request_model import RequestModel
-from shardline.server.openai.tools import Tool, ToolUse, choose_tools
+from shardline.server.openai.tools import MAX_TOOLS, Tool, ToolUse, choose_tools
 from shardline.server.service import Service
 
 
@@ -56,7 +57,11 @@ class ChatMessage(RequestModel):
         return message
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+MAX_MESSAGES = 8192
+_INLINE_MESSAGES = 256
+"""The most messages that are converted on the event loop."""
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class ConversationFields(RequestModel):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
@@ -104,7 +109,7 @@ class ConversationFields(RequestModel):
         _check_messages(messages)
         tool_use = choose_tools(service, self.tools or (), self.tool_choice, self.parallel_tool_calls is not False)
         text, ids = await service.encode_chat(
-            [message.for_template() for message in messages],
+            await _for_template(messages),
             add_special_tokens=add_special_tokens,
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
@@ -132,6 +137,13 @@ class ConversationFields(RequestModel):
                 f"'chat_template_kwargs' must not set '{sorted(reserved)[0]}'; there is a field of that name.",
                 "chat_template_kwargs",
             )
+
+
+async def _for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages as chat templates expect them; many are converted on a thread."""
+    if len(messages) <= _INLINE_MESSAGES:
+        return [message.for_template() for message in messages]
+    return await asyncio.to_thread(list, map(ChatMessage.for_template, messages))
 
 
 def _check_messages(messages: Sequence[ChatMessage]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from pydantic import Field
@@ -41,4 +42,6 @@ async def encode_prompt(service: Service, prompt: str | list[int], add_special_t
     Raises:
         ApiError: 400, it is certainly too long, or the model has no tokenizer.
     """
+    # Many short prompts must not keep other streams waiting.
+    await asyncio.sleep(0)
     return await service.encode_prompt(prompt, add_special_tokens) if isinstance(prompt, str) else prompt

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from shardline.server.errors import bad_request
-from shardline.server.openai.messages import ChatMessage
+from shardline.server.openai.messages import MAX_MESSAGES, ChatMessage
 from shardline.server.openai.protocol import refuse_if
 from shardline.server.openai.request_model import RequestModel
 
@@ -63,7 +63,7 @@ class InputItem(RequestModel):
     encrypted_content: str | None = None
 
 
-Items = Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
+Items = Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class _Conversation:

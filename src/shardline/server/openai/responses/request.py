@@ -11,7 +11,7 @@ from shardline.server.openai.messages import ConversationFields
 from shardline.server.openai.protocol import ResponseFormat, SamplingFields, refuse_if
 from shardline.server.openai.request_model import RequestModel
 from shardline.server.openai.responses.input_items import Items
-from shardline.server.openai.tools import FunctionDefinition, Tool
+from shardline.server.openai.tools import MAX_TOOLS, FunctionDefinition, Tool
 
 LOGPROBS = "message.output_text.logprobs"
 _UNUSED_TOOL_FIELDS = frozenset({"type", "output_schema", "allowed_callers", "defer_loading", "async"})
@@ -47,7 +47,7 @@ class ResponsesRequest(SamplingFields):
     """Whether the server keeps the response; None: it does."""
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     text: TextConfig | None = None
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
