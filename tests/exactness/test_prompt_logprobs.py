@@ -52,7 +52,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     for one in plain:
         tokens, _, _ = generated[one.request_id]
         ids = one.prompt_token_ids + tokens
-        asked = with_params(one, prompt_logprobs=TOP, logprobs=None, max_tokens=3)
+        asked = with_params(one, prompt_logprobs=TOP, logprobs=None, max_tokens=5)
         whole.append(msgspec.structs.replace(asked, prompt_token_ids=ids))
     return folder, whole, [generated[one.request_id][1] for one in plain]
 
@@ -62,7 +62,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     [
         ((1, 1, 1), {}),
         ((3, 2, 1), {"max_num_batched_tokens": 13}),
-        ((2, 1, 1), {"max_num_batched_tokens": 13, "num_gpu_blocks_override": 12, "max_model_len": 96}),
+        ((2, 1, 1), {"max_num_batched_tokens": 13, "num_gpu_blocks_override": 12, "max_model_len": 140}),
         ((2, 1, 2), {"enable_expert_parallel": True, "max_num_batched_tokens": 20}),
     ],
     ids=["whole", "chunked", "tight", "experts"],
@@ -77,6 +77,8 @@ def test_prompts_have_the_logprobs_of_their_generation(
     if "enable_expert_parallel" in options and "moe" not in folder.name:
         pytest.skip("needs experts")
     monkeypatch.setattr(sampler, "MAX_LOGIT_BYTES", 4 * VOCAB_SIZE * 7)  # a few rows at a time
+    if "num_gpu_blocks_override" in options:
+        requests = [with_params(one, max_tokens=40, ignore_eos=True) for one in requests]
     tensor, pipeline, lockstep = layout
     engine, executor = start_engine(folder, tensor=tensor, pipeline=pipeline, lockstep=lockstep, **options)
     try:

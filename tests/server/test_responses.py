@@ -10,6 +10,7 @@ import pydantic
 import pytest
 from openai.types.responses import Response
 
+from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 from shardline.server.openai.responses.store import ResponseStore
 from tests.server.conftest import Running, serve
@@ -147,12 +148,13 @@ def test_logprobs_belong_to_the_text(shared: Running, client: openai.OpenAI) -> 
     answer = client.responses.create(model="demo", input="Hi", include=["message.output_text.logprobs"], top_logprobs=2)
     [part] = answer.output[1].content  # type: ignore[union-attr, misc]
     logprobs = part.logprobs or []  # type: ignore[union-attr]
-    assert "".join(entry.token for entry in logprobs).replace("</think>", "") == "Hello."
+    assert "".join(entry.token for entry in logprobs) == "Hello.<|eos|>"
     assert all(len(entry.top_logprobs) == 2 for entry in logprobs)
 
 
 def test_a_stream_that_fails_says_so() -> None:
-    with serve() as running, running.openai() as client:
+    ends = EngineConfig.from_options(on_failure="exit")
+    with serve(engine_config=ends) as running, running.openai() as client:
         running.engine.die_after_steps = 3
         events = list(client.responses.create(model="demo", input="Hi", stream=True))
         assert events[-1].type == "response.failed"

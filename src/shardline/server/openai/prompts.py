@@ -30,10 +30,10 @@ def list_prompts(value: PromptValue, param: str) -> list[str | list[int]]:
     if not value:
         raise bad_request(f"'{param}' must not be empty.", param)
     if isinstance(value[0], int):
-        return [value]  # type: ignore[list-item]  # the first item tells a list of ids from a list of prompts
+        return [value]  # the first item tells a list of ids from a list of prompts
     if len(value) > MAX_PROMPTS:
         raise bad_request(f"'{param}' has {len(value)} entries; at most {MAX_PROMPTS} are taken in one request.", param)
-    return list(value)  # type: ignore[arg-type]
+    return list(value)
 
 
 async def encode_prompt(service: Service, prompt: str | list[int], add_special_tokens: bool) -> list[int]:

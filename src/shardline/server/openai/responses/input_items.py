@@ -37,7 +37,7 @@ class InputPart(RequestModel):
     input_audio: Any = None
 
 
-Content = str | Annotated[list[InputPart], Field(fail_fast=True)]
+Parts = Annotated[list[InputPart], Field(fail_fast=True)]
 
 
 class InputItem(RequestModel):
@@ -48,13 +48,13 @@ class InputItem(RequestModel):
     status: str | None = None
     # messages
     role: str | None = None
-    content: Content | None = None
+    content: str | Parts | None = None
     phase: str | None = None
     # calls and their outputs
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: Content | None = None
+    output: str | Parts | None = None
     namespace: str | None = None
     caller: Any = None
     parsed_arguments: Any = None
@@ -131,13 +131,13 @@ def _add_item(conversation: _Conversation, item: InputItem, place: str) -> None:
     if item.type == "message" or (item.type is None and item.role is not None):
         if item.role not in _ROLES:
             raise bad_request(f"Invalid value for '{place}.role': use {', '.join(_ROLES)}.", f"{place}.role")
-        conversation.add_message(item.role, _text(_require(item.content, f"{place}.content"), f"{place}.content"))
+        conversation.add_message(item.role, _text(item.content, f"{place}.content"))
     elif item.type == "function_call":
         name = _require(item.name, f"{place}.name")
         arguments = _require(item.arguments, f"{place}.arguments")
         conversation.add_call(_require(item.call_id, f"{place}.call_id"), name, arguments)
     elif item.type == "function_call_output":
-        text = _text(_require(item.output, f"{place}.output"), f"{place}.output")
+        text = _text(item.output, f"{place}.output")
         conversation.add_output(_require(item.call_id, f"{place}.call_id"), text)
     elif item.type == "reasoning":
         conversation.add_reasoning(_text(item.content or item.summary or "", f"{place}.content"))
@@ -156,12 +156,12 @@ def _require(value: T | None, name: str) -> T:
     return value
 
 
-def _text(content: Content, name: str) -> str:
+def _text(given: str | list[InputPart] | None, name: str) -> str:
     """The text of a content; its parts are joined."""
-    if isinstance(content, str):
-        return content
+    if given is None or isinstance(given, str):
+        return _require(given, name)
     texts = []
-    for part in content:
+    for part in given:
         text = part.text if part.type in _TEXT_PARTS else part.refusal if part.type == "refusal" else None
         message = f"'{name}' has a part of the type '{part.type}'; this model takes text only."
         refuse_if(text is None, name, message)

@@ -39,6 +39,7 @@ class ResponseWriter:
         self._parser = answer_format.make_parser()
         self._items = ItemWriter(self._parser)
         self._sent = SentChoice()
+        self._counter = answer_format.make_counter()
         self._held: list[ChatLogprob] = []
         """Logprobs of tokens whose text the parser still holds back."""
 
@@ -77,21 +78,28 @@ class ResponseWriter:
         delta = self._sent.take_delta(output.outputs[0], tokens_matter=True)
         if delta is None:
             return
-        self._add_answer(delta)
+        self._add_answer(delta, output.outputs[0].token_ids)
         if delta.finish_reason is not None:
             self._end_response(output, delta.finish_reason == "stop")
 
-    def _add_answer(self, delta: Delta) -> None:
+    def _add_answer(self, delta: Delta, token_ids: list[int]) -> None:
         if delta.logprobs is not None:
-            self._held += chat_logprobs(self._pieces, delta.token_ids, delta.logprobs).content
+            # Tokens of reasoning are not reported.
+            before = len(token_ids) - len(delta.token_ids)
+            skipped = max(0, self._num_reasoning(token_ids) - before)
+            new = chat_logprobs(self._pieces, delta.token_ids[skipped:], delta.logprobs[skipped:])
+            self._held += new.content
         answers = [self._parser.add_text(delta.text)]
         if delta.finish_reason is not None:
             answers.append(self._parser.end_text(cut=delta.finish_reason != "stop"))
         for answer in answers:
             if answer:
-                # Tokens of reasoning and of calls are not reported.
+                # Neither are those of calls.
                 logprobs, self._held = self._held, []
                 self._items.add_answer(answer, logprobs if answer.content else [])
+
+    def _num_reasoning(self, token_ids: list[int]) -> int:
+        return 0 if self._counter is None else self._counter.count_tokens(token_ids)
 
     def _end_response(self, output: RequestOutput, complete: bool) -> None:
         response = self._response
@@ -102,14 +110,12 @@ class ResponseWriter:
         if not complete:
             response.incomplete_details = {"reason": "max_output_tokens"}
         token_ids = output.outputs[0].token_ids
-        counter = self._format.make_counter()
-        reasoning = 0 if counter is None else counter.count_tokens(token_ids)
         num_input, num_output = len(output.prompt_token_ids), len(token_ids)
         response.usage = ResponseUsage(
             num_input,
             InputTokensDetails(output.num_cached_tokens),
             num_output,
-            OutputTokensDetails(reasoning),
+            OutputTokensDetails(self._num_reasoning(token_ids)),
             num_input + num_output,
         )
         self._keep(response)
