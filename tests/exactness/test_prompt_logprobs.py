@@ -91,6 +91,7 @@ def test_prompts_have_the_logprobs_of_their_generation(
         stats = engine.stats()
         if "num_gpu_blocks_override" in options:
             assert stats.num_preemptions > 0
+            return
         # A request that asks for no scores finds the blocks of one that did.
         plain = with_params(requests[0], prompt_logprobs=None)
         run(engine, [msgspec.structs.replace(plain, request_id="plain")])

@@ -301,20 +301,20 @@ def test_malformed_bodies(http: httpx.Client, content: bytes, part: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("content", "status"),
+    "content",
     [
-        (b'{"messages": [' + b"1," * 2_000_000 + b"1]}", 413),
-        (b'{"messages": [' + b"{}," * 60_000 + b"1]}", 413),
-        (b'{"prompt": "' + b"[,{" * 500_000 + b'"}', 400),
-        (b'{"prompt": "Hi", ' + b", ".join(b'"f%d": 1' % index for index in range(20_000)) + b"}", 400),
-        (b'{"prompt": "' + b'\\"' * 3_000_000, 400),
+        b'{"messages": [' + b"1," * 2_000_000 + b"1]}",
+        b'{"messages": [' + b"{}," * 60_000 + b"1]}",
+        b'{"prompt": "' + b"[,{" * 500_000 + b'"}',
+        b'{"prompt": "Hi", ' + b", ".join(b'"f%d": 1' % index for index in range(20_000)) + b"}",
+        b'{"prompt": "' + b'\\"' * 3_000_000,
     ],
     ids=["values", "objects", "a text", "fields", "an open string"],
 )
-def test_bodies_of_many_parts_are_refused_soon(http: httpx.Client, content: bytes, status: int) -> None:
+def test_bodies_of_many_parts_are_refused_soon(http: httpx.Client, content: bytes) -> None:
     began = time.monotonic()
     answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
-    assert answer.status_code == status, answer.text[:200]
+    assert answer.status_code == 400, answer.text[:200]
     assert answer.json()["error"]["message"]
     assert time.monotonic() - began < 2
 

@@ -9,6 +9,7 @@ import socket
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shardline.server.errors import ApiError
+from shardline.server.in_flight import PROBE_CLIENT
 
 MAX_HEADER_BYTES = 64 * 1024
 HEADER_SECONDS = 20.0
@@ -96,9 +97,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
-        # An answer that has begun tells it by itself.
-        if number % _LOOKS_PER_PROBE == 0 and not cycle.response_started and cycle.scope["http_version"] == "1.1":
-            self.transport.write(_PROBE)
+        if number % _LOOKS_PER_PROBE == 0:
+            if probe := cycle.scope.get(PROBE_CLIENT):
+                probe()  # type: ignore[operator]
+            elif not cycle.response_started and cycle.scope["http_version"] == "1.1":
+                self.transport.write(_PROBE)
         self.loop.call_later(LOOK_SECONDS, self._look_for_client, number + 1)
 
     def send_400_response(self, msg: str) -> None:

@@ -27,6 +27,9 @@ _COMMENT_SECONDS = 5.0
 STREAM_ERROR = "shardline.stream_error"
 """Where a request's scope says why its stream failed after it had begun."""
 
+PROBE_CLIENT = "shardline.probe_client"
+"""Where a request's scope has a function that writes something harmless to its stream."""
+
 
 def make_event(data: bytes) -> bytes:
     """One server-sent event with `data`, JSON without line breaks."""
@@ -47,6 +50,11 @@ class _Comments:
         self._timer = self._loop.call_later(_COMMENT_SECONDS, self._look)
         self._sending: asyncio.Task[None] | None = None
 
+    def probe_client(self) -> None:
+        """Send a comment now: a client that has left will refuse it."""
+        if self._sending is None or self._sending.done():
+            self._sending = self._loop.create_task(self._send_comment())
+
     def note_item(self) -> None:
         """The stream is about to send something."""
         self._num_items += 1
@@ -59,8 +67,8 @@ class _Comments:
             await asyncio.gather(self._sending, return_exceptions=True)
 
     def _look(self) -> None:
-        if self._num_items == self._num_seen and (self._sending is None or self._sending.done()):
-            self._sending = self._loop.create_task(self._send_comment())
+        if self._num_items == self._num_seen:
+            self.probe_client()
         self._num_seen = self._num_items
         self._timer = self._loop.call_later(_COMMENT_SECONDS, self._look)
 
@@ -101,6 +109,7 @@ class EventStream(Response):
         async with self._source, aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             comments = _Comments(send)
+            scope[PROBE_CLIENT] = comments.probe_client
             try:
                 async for item in events:
                     comments.note_item()
@@ -113,6 +122,7 @@ class EventStream(Response):
                 scope[STREAM_ERROR] = "internal_error"
                 last = self._write_error(internal_error()) + self._done
             finally:
+                del scope[PROBE_CLIENT]
                 await comments.stop()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 

@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 
-from shardline.server.errors import ApiError
+from shardline.server.errors import bad_request
 
 MAX_VALUES = 1_000_000
 MAX_OBJECTS = 50_000
@@ -21,7 +21,7 @@ async def check_json_size(body: bytes) -> None:
     """Refuse a body whose JSON has too many values, before it is parsed.
 
     Raises:
-        ApiError: 413.
+        ApiError: 400.
     """
     if len(body) <= _SMALL_BYTES:
         return
@@ -40,8 +40,7 @@ def _count_values(body: bytes) -> None:
         num_values += body.count(b",", position, end)
         num_objects += body.count(b"{", position, end) + body.count(b"[", position, end)
         if num_values > MAX_VALUES or num_objects > MAX_OBJECTS:
-            raise ApiError(
-                413,
+            raise bad_request(
                 f"The JSON of the request has more than {MAX_VALUES} values, or more than {MAX_OBJECTS} objects and "
                 "arrays.",
                 code="request_too_large",
