@@ -68,6 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     logprobs: int | None = None
     """Number of most likely tokens reported in addition to the chosen one; None: no log probabilities."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens. The whole prompt is computed then, even if it is cached."""
     logit_bias: dict[int, float] = {}
     structured_outputs: StructuredOutputsParams | None = None
     allowed_token_ids: Sequence[int] | None = None
@@ -105,7 +107,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens ({self.min_tokens}) must not be larger than max_tokens ({self.max_tokens})",
         )
-        require(self.logprobs is None or 0 <= self.logprobs <= 20, f"logprobs must be in [0, 20], got {self.logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            require(count is None or 0 <= count <= 20, f"{name} must be in [0, 20], got {count}")
         for bias in self.logit_bias.values():
             require(-100.0 <= bias <= 100.0, "logit_bias values must be in [-100, 100]")
         require(all(self.stop_strings), "stop strings must not be empty")

@@ -6,7 +6,7 @@ msgspec struct, so that msgpack with a declared type is the only wire format.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -77,6 +77,8 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """Token at `start`, if an earlier step generated it and this rank may not know it; -1: the worker knows it."""
     sample: bool
     """Whether a token is sampled from the logits of the last position."""
+    score: bool = False
+    """Whether the log probabilities of the prompt's tokens after these positions are reported."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -95,8 +97,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_samples(self) -> int:
-        """Number of sequences for which this step samples."""
-        return sum(step.sample for step in self.steps)
+        """Number of tokens that the model's last layer computes: those that are sampled or scored."""
+        return sum(step.num_tokens if step.score else step.sample for step in self.steps)
 
 
 class RankStep(msgspec.Struct, frozen=True, array_like=True):
@@ -138,6 +140,10 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
     """Why the tokens are invalid and the sequence must end; empty: they are valid."""
     finished: bool = False
     """Whether the sequence's grammar is at its end after the last token."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens after the step's positions; None: the step scored none."""
+    embedding: bytes = b""
+    """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -162,6 +168,36 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     """The EOS or stop token that ended the sequence; it is the last of `token_ids`."""
     num_cached_tokens: int = 0
     error: str = ""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of all prompt tokens but the first, with the first generated token; None: the request did not ask for them."""
+    embedding: bytes = b""
+    """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
+
+
+Decode = Callable[[int], str | None]
+"""The text of a token id; None: it is not known."""
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """How likely the model found a token at one position."""
+
+    logprob: float
+    rank: int
+    """1: the token was the most likely one."""
+    decoded_token: str | None
+
+
+def logprobs_by_token(token_id: int, chosen: TokenLogprobs, decode: Decode) -> dict[int, Logprob]:
+    """The log probabilities at one position by token id: first the token there, then the most likely ones."""
+    entries = {token_id: Logprob(chosen.logprob, chosen.rank, decode(token_id))}
+    for rank, (other, value) in enumerate(zip(chosen.top_ids, chosen.top_logprobs, strict=True), 1):
+        if other not in entries:
+            entries[other] = Logprob(value, rank, decode(other))
+    return entries
+
+
+def decode_nothing(token_id: int) -> None:
+    """The `Decode` of a model without a tokenizer."""
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
@@ -170,18 +206,43 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     index: int
     text: str = ""
     token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] | None = None
+    token_logprobs: list[TokenLogprobs] | None = None
+    """One entry for each token; None: the request did not ask for them. `logprobs` has them in vLLM's shape."""
+    decode: Decode = decode_nothing
     digests: list[str] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended the choice; None: it ended otherwise, or has not ended."""
     error: str = ""
     """What happened, if the finish reason is "error"."""
+    embedding: bytes = b""
+    """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
+    shaped_logprobs: list[dict[int, Logprob]] = []
+    """What `logprobs` has made so far."""
 
-    @property
     def finished(self) -> bool:
         """Whether the choice has ended."""
         return self.finish_reason is not None
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """For each token, its log probability and those of the most likely tokens, by token id.
+
+        None: the request did not ask for them.
+        """
+        if self.token_logprobs is None:
+            return None
+        for index in range(len(self.shaped_logprobs), len(self.token_logprobs)):
+            chosen = self.token_logprobs[index]
+            self.shaped_logprobs.append(logprobs_by_token(self.token_ids[index], chosen, self.decode))
+        return self.shaped_logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' log probabilities. None: the request did not ask for them."""
+        if self.token_logprobs is None:
+            return None
+        return sum(entry.logprob for entry in self.token_logprobs)
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
@@ -192,8 +253,22 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    prompt_token_logprobs: list[TokenLogprobs] | None = None
+    """Of all prompt tokens but the first, once there is output; None: the request did not ask for them."""
+    decode: Decode = decode_nothing
 
     @property
     def finished(self) -> bool:
         """Whether every choice has ended."""
-        return all(output.finished for output in self.outputs)
+        return all(output.finished() for output in self.outputs)
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """For each prompt token, its log probability and those of the most likely tokens, by token id.
+
+        The first token has None, since nothing precedes it. None instead of a list: the request did not ask for them.
+        """
+        if self.prompt_token_logprobs is None:
+            return None
+        pairs = zip(self.prompt_token_ids[1:], self.prompt_token_logprobs, strict=True)
+        return [None, *(logprobs_by_token(token_id, chosen, self.decode) for token_id, chosen in pairs)]

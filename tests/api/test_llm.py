@@ -73,6 +73,33 @@ def test_chat_renders_the_template() -> None:
             llm.chat([])
 
 
+def test_logprobs_have_the_shape_of_vllm() -> None:
+    with make(FakeCluster()) as llm:
+        [with_logprobs, without] = llm.generate(
+            ["a", "b"], [SamplingParams(max_tokens=3, logprobs=2), SamplingParams(max_tokens=3)], use_tqdm=False
+        )
+    choice = with_logprobs.outputs[0]
+    assert choice.finished()
+    assert with_logprobs.finished
+    assert choice.logprobs is not None
+    assert len(choice.logprobs) == 3
+    for entries, token_id in zip(choice.logprobs, choice.token_ids, strict=True):
+        assert next(iter(entries)) == token_id, "the token itself comes first"
+        entry = entries[token_id]
+        assert (entry.logprob, entry.rank) == (-0.5, 1)
+        assert isinstance(entry.decoded_token, str)
+    assert choice.cumulative_logprob == -1.5
+    assert without.outputs[0].logprobs is None
+    assert without.outputs[0].cumulative_logprob is None
+
+
+def test_what_the_runner_cannot_do_is_refused() -> None:
+    with make(FakeCluster()) as llm, pytest.raises(ValueError, match="runner='pooling'"):
+        llm.embed("a")
+    with make(FakeCluster(), runner="pooling") as llm, pytest.raises(ValueError, match="use embed"):
+        llm.generate("a")
+
+
 def test_times_are_in_order() -> None:
     with make(FakeCluster()) as llm:
         _, times = llm.generate_timed(["a", "b"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 
 from shardline.api.async_llm import AsyncLLM
@@ -37,6 +38,7 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.grammars: list[str] = []
         self.paused = False
+        self.embedding = [3.0, 4.0, 12.0] if config.embeds else []
         self.seconds_per_token = 0.0
         self.cached_tokens = 0
         self.reply = REPLY
@@ -127,6 +129,9 @@ class FakeEngine:
             time.sleep(self.seconds_per_token)
 
     def _step(self, request: Request, ids: list[int]) -> SequenceOutput:
+        if self.embedding:
+            vector = array("f", self.embedding).tobytes()
+            return SequenceOutput(request.request_id, request.choice, [], finish_reason="stop", embedding=vector)
         token_id = ids.pop(0)
         sampling = request.sampling
         taken = self._taken[request.request_id] = self._taken.get(request.request_id, 0) + 1
@@ -139,6 +144,11 @@ class FakeEngine:
         if sampling.logprobs is not None:
             others = [token_id, 5, 6, 7][: sampling.logprobs]
             logprobs = [TokenLogprobs(-0.5, 1, others, [-0.5, -1.5, -2.5, float("-inf")][: sampling.logprobs])]
+        prompt_logprobs = None
+        if sampling.prompt_logprobs is not None and taken == 1:
+            ids = request.prompt_token_ids[1:]
+            top = [5][: sampling.prompt_logprobs]
+            prompt_logprobs = [TokenLogprobs(-1.0 - index, 2, top, [-0.5] * len(top)) for index in range(len(ids))]
         return SequenceOutput(
             request.request_id,
             request.choice,
@@ -148,6 +158,7 @@ class FakeEngine:
             reason,
             token_id if reason == "stop" else None,
             self.cached_tokens,
+            prompt_logprobs=prompt_logprobs,
         )
 
 

@@ -152,7 +152,7 @@ def test_fields_that_the_sdk_sends_are_tolerated(http: httpx.Client) -> None:
         ({"allowed_token_ids": [100_000]}, "allowed_token_ids"),
         ({"bad_words": [""]}, "bad_words"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"echo": True}, "echo"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),

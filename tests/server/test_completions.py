@@ -148,6 +148,43 @@ def test_logprobs(client: openai.OpenAI, stream: bool) -> None:
     assert whole.startswith("Hello, w")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echo_with_logprobs_begins_with_the_prompt(client: openai.OpenAI, stream: bool, max_tokens: int) -> None:
+    prompt = "Say it: Grüße 🙂"
+    request = client.completions.create(
+        model=MODEL, prompt=prompt, echo=True, logprobs=1, max_tokens=max_tokens, stream=stream
+    )
+    answers = list(request) if stream else [request]
+    ids = TOKENIZER.encode_text(prompt)
+    parts = [choice.logprobs for answer in answers for choice in answer.choices]  # type: ignore[union-attr]
+    values = [value for part in parts if part for value in part.token_logprobs or []]
+    assert values == [None, *(-1.0 - index for index in range(len(ids) - 1)), *[-0.5] * max_tokens]
+    tops = [top for part in parts if part for top in part.top_logprobs or []]
+    assert tops[0] is None
+    assert all(len(top) == 2 for top in tops[1 : len(ids)]), "the most likely token, and the prompt's own"
+    offsets = [offset for part in parts if part for offset in part.text_offset or []]
+    assert offsets[0] == 0
+    assert offsets == sorted(offsets)
+    assert "".join(c.text for a in answers for c in a.choices).startswith(prompt)  # type: ignore[union-attr]
+    if not stream:
+        assert answers[0].usage.completion_tokens == max_tokens  # type: ignore[union-attr]
+        assert answers[0].choices[0].finish_reason == "length"  # type: ignore[union-attr]
+
+
+def test_prompt_logprobs(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json={"prompt": [5, 6, 7], "prompt_logprobs": 1, "max_tokens": 1, "n": 2})
+    for choice in answer.json()["choices"]:
+        first, second, third = choice["prompt_logprobs"]
+        assert first is None
+        assert second["6"] == {"logprob": -1.0, "rank": 2, "decoded_token": TOKENIZER.decode([6], False)}
+        assert set(third) == {"7", "5"}
+    chat = http.post(
+        "/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 0}
+    )
+    assert chat.json()["prompt_logprobs"][0] is None
+
+
 def test_a_prompt_that_is_too_long_has_openais_code(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="demo", prompt="x" * 5000)
@@ -211,7 +248,7 @@ def test_extras_reach_the_engine(shared: Running, http: httpx.Client) -> None:
         ({"prompt": {"a": 1}}, "prompt", "string"),
         ({"prompt": [999999]}, None, "out of range"),
         ({"prompt": "x" * 5000}, "prompt", "maximum length"),
-        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": -1}, "max_tokens", "at least 1"),
         ({"max_tokens": "7"}, "max_tokens", "integer"),
         ({"temperature": -1}, "temperature", "[0, 100]"),
         ({"temperature": "hot"}, "temperature", "number"),
@@ -225,7 +262,8 @@ def test_extras_reach_the_engine(shared: Running, http: httpx.Client) -> None:
         ({"stop": [""]}, "stop", "must not be empty"),
         ({"best_of": 1, "n": 2}, "best_of", "best_of"),
         ({"suffix": "x"}, "suffix", "suffix"),
-        ({"echo": True, "logprobs": 1}, "logprobs", "prompt"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "streamed"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "[0, 20]"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed when 'stream'"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "Unrecognized"),
         ({"frobnicate": 1}, "frobnicate", "Unrecognized request argument supplied: frobnicate"),

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from openai.resources.chat.completions import Completions as ChatCompletions
 from openai.resources.completions import Completions
+from openai.resources.responses import Responses
 
 from shardline.server.openai.chat import ChatRequest
 from shardline.server.openai.completions import CompletionRequest
 from shardline.server.openai.ignored_fields import IgnoredFields
+from shardline.server.openai.responses.request import ResponsesRequest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 OPTIONS_OF_THE_CLIENT = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
@@ -37,9 +39,14 @@ def test_every_field_of_a_completion_is_documented() -> None:
         "taken by completions only",
         "ignored by both",
         "refused by both",
-        "refused by completions",
     )
     assert named(*rows) == set(CompletionRequest.model_fields)
+
+
+def test_every_field_of_a_response_is_documented() -> None:
+    rows = ("taken", "ignored", "refused")
+    of_both = named("taken by both", "ignored by both", "refused by both")
+    assert set(ResponsesRequest.model_fields) - of_both <= named(*rows) <= set(ResponsesRequest.model_fields)
 
 
 def test_ignored_fields_are_documented() -> None:
@@ -47,5 +54,9 @@ def test_ignored_fields_are_documented() -> None:
 
 
 def test_every_parameter_of_the_official_client_is_known() -> None:
-    for call, model in ((ChatCompletions.create, ChatRequest), (Completions.create, CompletionRequest)):
+    for call, model in (
+        (ChatCompletions.create, ChatRequest),
+        (Completions.create, CompletionRequest),
+        (Responses.create, ResponsesRequest),
+    ):
         assert set(inspect.signature(call).parameters) - OPTIONS_OF_THE_CLIENT <= set(model.model_fields)

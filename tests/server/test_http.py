@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -221,6 +222,32 @@ def test_keys() -> None:
             assert http.get(path).status_code == 200
 
 
+def test_a_file_of_keys_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# team a\nfirst\n\n")
+    config = ServerConfig(api_key_file=str(file), admin_api_key="root")
+    with serve(config) as running, running.http() as http:
+
+        def status(key: str, path: str = "/v1/models") -> int:
+            return http.get(path, headers={"Authorization": f"Bearer {key}"}).status_code
+
+        assert (status("first"), status("second"), status("root")) == (200, 401, 200)
+        assert (status("first", "/requests/x"), status("root", "/requests/x")) == (401, 404)
+        file.write_text("second\n")
+        assert status("first") == 200
+        running.in_loop(running.service.keys.reload)
+        assert (status("first"), status("second")) == (401, 200)
+        file.write_text("\n")
+        running.in_loop(running.service.keys.reload)
+        assert status("second") == 200, "a file without a key changes nothing"
+
+
+def test_an_admin_key_alone_leaves_the_rest_open() -> None:
+    with serve(ServerConfig(admin_api_key="root")) as running, running.http() as http:
+        assert http.get("/v1/models").status_code == 200
+        assert http.get("/requests/x").status_code == 401
+
+
 def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDLINE_API_KEY", "secret")
     assert ServerConfig().keys == ("secret",)
@@ -271,6 +298,25 @@ def test_malformed_bodies(http: httpx.Client, content: bytes, part: str) -> None
     assert error["type"] == "invalid_request_error"
     assert part in error["message"]
     assert "http" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"messages": [' + b"1," * 2_000_000 + b"1]}",
+        b'{"messages": [' + b"{}," * 60_000 + b"1]}",
+        b'{"prompt": "' + b"[,{" * 500_000 + b'"}',
+        b'{"prompt": "Hi", ' + b", ".join(b'"f%d": 1' % index for index in range(20_000)) + b"}",
+        b'{"prompt": "' + b'\\"' * 3_000_000,
+    ],
+    ids=["values", "objects", "a text", "fields", "an open string"],
+)
+def test_bodies_of_many_parts_are_refused_soon(http: httpx.Client, content: bytes) -> None:
+    began = time.monotonic()
+    answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text[:200]
+    assert answer.json()["error"]["message"]
+    assert time.monotonic() - began < 2
 
 
 def test_other_content_types_are_refused(http: httpx.Client) -> None:

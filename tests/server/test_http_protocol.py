@@ -80,3 +80,22 @@ def test_requests_one_after_another(shared: Running) -> None:
         for _ in range(3):
             assert http.post("/v1/completions", json={"prompt": "x" * 100_000, "max_tokens": 1}).status_code == 400
             assert http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_stops_sending_gets_its_answer(shared: Running, stream: bool) -> None:
+    body = json.dumps({"prompt": "Hi", "max_tokens": 99, "stream": stream}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    shared.engine.seconds_per_token = 0.03
+    try:
+        with socket.create_connection(("127.0.0.1", shared.port), timeout=5) as connection:
+            connection.sendall(head % len(body) + body)
+            connection.shutdown(socket.SHUT_WR)
+            received = b""
+            while data := connection.recv(65536):
+                received += data
+    finally:
+        shared.engine.seconds_per_token = 0.0
+    answer = received.replace(b"HTTP/1.1 102 Processing\r\n\r\n", b"")
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b'"finish_reason":"stop"' in answer

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
 
+from shardline.api.embedding import EMBEDDING_PARAMS, Embedding, EmbeddingOutput, normalized_embedding
 from shardline.api.engines import Connect, EngineEvent
 from shardline.api.errors import EngineDead
 from shardline.api.model_text import ModelText, load_model_text
@@ -131,8 +132,37 @@ class LLM:
         use_tqdm: bool = False,
     ) -> tuple[list[RequestOutput], list[RequestTimes]]:
         """As `generate`; also returns the times of each request."""
+        if self.config.embeds:
+            raise ValueError("this LLM embeds prompts (runner='pooling'); use embed()")
         batch = as_prompts(prompts)
-        params = _as_params(sampling_params, len(batch))
+        return self._run_batch(batch, _as_params(sampling_params, len(batch)), use_tqdm)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, use_tqdm: bool = True
+    ) -> list[EmbeddingOutput]:
+        """The vectors of one or several prompts, in their order: `outputs.embedding` of each has the length 1.
+
+        A vector is the final hidden state of the prompt's last token. `dimensions`: keep only so many of its numbers.
+
+        Raises:
+            ValueError: the engine was not started with runner="pooling", or a prompt is invalid.
+        """
+        if not self.config.embeds:
+            raise ValueError("this LLM generates; start it with runner='pooling' to embed prompts")
+        batch = as_prompts(prompts)
+        outputs, _ = self._run_batch(batch, [EMBEDDING_PARAMS] * len(batch), use_tqdm)
+        return [
+            EmbeddingOutput(
+                output.request_id,
+                output.prompt_token_ids,
+                Embedding(normalized_embedding(output, dimensions).tolist()),
+            )
+            for output in outputs
+        ]
+
+    def _run_batch(
+        self, batch: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: bool
+    ) -> tuple[list[RequestOutput], list[RequestTimes]]:
         with self._lock:
             if self._closed:
                 raise EngineDead("this LLM was closed; make a new one")

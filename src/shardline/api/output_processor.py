@@ -10,7 +10,7 @@ from shardline.sampling_params import SamplingParams
 from shardline.text.detokenizer import Detokenizer
 from shardline.text.stop_strings import StopMatcher
 from shardline.text.tokenizer import Tokenizer
-from shardline.types import CompletionOutput, FinishReason, RequestOutput, SequenceOutput
+from shardline.types import CompletionOutput, Decode, FinishReason, RequestOutput, SequenceOutput, decode_nothing
 
 
 class ChoiceState:
@@ -51,15 +51,15 @@ class ChoiceState:
 
     def abort(self) -> None:
         """End the choice with the text that it has."""
-        if not self.output.finished:
+        if not self.output.finished():
             self._flush_text()
             self._set_finished("abort", None)
 
     def _append_token(self, step: SequenceOutput, index: int) -> None:
         output = self.output
         output.token_ids.append(step.token_ids[index])
-        if output.logprobs is not None and step.logprobs is not None:
-            output.logprobs.append(step.logprobs[index])
+        if output.token_logprobs is not None and step.logprobs is not None:
+            output.token_logprobs.append(step.logprobs[index])
         if output.digests is not None and step.digests is not None:
             output.digests.append(step.digests[index])
 
@@ -109,14 +109,17 @@ class RequestState:
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         params: SamplingParams = request.params
         self.request = request
+        decode: Decode = decode_nothing if tokenizer is None else tokenizer.token_text
         self.output = RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
+            decode=decode,
             outputs=[
                 CompletionOutput(
                     index=child.choice,
-                    logprobs=None if params.logprobs is None else [],
+                    token_logprobs=None if params.logprobs is None else [],
+                    decode=decode,
                     digests=[] if params.logits_digest else None,
                 )
                 for child in request.children
@@ -127,7 +130,7 @@ class RequestState:
     def unfinished_children(self) -> list[str]:
         """Ids of the engine requests that still run."""
         pairs = zip(self.request.children, self.output.outputs, strict=True)
-        return [child.request_id for child, output in pairs if not output.finished]
+        return [child.request_id for child, output in pairs if not output.finished()]
 
 
 @dataclass
@@ -168,10 +171,13 @@ class OutputProcessor:
         seen: set[str] = set()
         for output in outputs:
             state = self._by_child.get(output.request_id)
-            if state is None or state.output.outputs[output.choice].finished:
+            if state is None or state.output.outputs[output.choice].finished():
                 continue
             if state.choices[output.choice].add_output(output):
                 done.aborts.append(output.request_id)
+            state.output.outputs[output.choice].embedding = output.embedding
+            if output.prompt_logprobs is not None:
+                state.output.prompt_token_logprobs = output.prompt_logprobs
             state.output.num_cached_tokens = max(state.output.num_cached_tokens, output.num_cached_tokens)
             request_id = state.request.request_id
             if request_id not in seen:

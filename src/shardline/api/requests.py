@@ -144,7 +144,8 @@ class RequestBuilder:
             Request(
                 request_id=f"{request_id}-{choice}",
                 prompt_token_ids=ids,
-                sampling=sampling,
+                # All choices have the same prompt, so one of them reports its log probabilities.
+                sampling=msgspec.structs.replace(sampling, prompt_logprobs=None) if choice else sampling,
                 choice=choice,
                 eos_token_ids=self.eos_token_ids,
                 priority=priority,
@@ -261,6 +262,6 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
 
 def _as_ids(values: Any) -> list[int]:
     ids = list(values) if isinstance(values, Sequence) and not isinstance(values, (str, bytes)) else None
-    if ids is None or not all(type(value) is int for value in ids):
+    if ids is None or not set(map(type, ids)) <= {int}:
         raise ValueError("prompt token ids must be a list of integers")
     return ids

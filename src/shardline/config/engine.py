@@ -43,6 +43,11 @@ class ModelConfig:
         "computed in fp8; w4a16 (GPUs, default for GPTQ and AWQ): the checkpoint's own 4 bits",
         choices=("none", *(name for name in format_names() if name != "plain")),
     )
+    runner: str = option(
+        "auto",
+        "auto, generate: continue prompts; pooling: embed them, one vector for each",
+        choices=("auto", "generate", "pooling"),
+    )
     check_finite: bool = option(False, "look for NaN and Inf in weights and after every layer, and say where; slower")
     seed: int = option(0, "seed of dummy weights, and of requests that set no seed")
 
@@ -149,6 +154,11 @@ class EngineConfig:
         _validate(self)
 
     @property
+    def embeds(self) -> bool:
+        """Whether prompts get a vector instead of a continuation."""
+        return self.model.runner == "pooling"
+
+    @property
     def max_running(self) -> int:
         """Sequences that one engine runs at a time, summed over its replicas in lockstep."""
         return self.scheduler.max_num_seqs * self.parallel.lockstep
@@ -188,7 +198,7 @@ def _validate(config: EngineConfig) -> None:
             choices = f.metadata.get("choices")
             if choices and value not in choices:
                 raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
-    for name in ("dtype", "load_format", "quantization"):
+    for name in ("dtype", "load_format", "quantization", "runner"):
         f = ModelConfig.__dataclass_fields__[name]
         if getattr(config.model, name) not in (f.default, *f.metadata["choices"]):
             raise ValueError(

@@ -24,6 +24,8 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every IPv4 interface")
     port: int = option(8000, "port to listen on; 0: any free one")
     api_key: tuple[str, ...] = option((), "keys that clients may send as bearer token; default: $SHARDLINE_API_KEY")
+    api_key_file: str | None = option(None, "file with further keys, one a line; SIGHUP makes the server read it again")
+    admin_api_key: str | None = option(None, "key for administration, such as /requests; it is valid everywhere")
     served_model_name: tuple[str, ...] = option(
         (), "names under which the model is served, the first one in responses; default: the model as given"
     )
@@ -33,6 +35,9 @@ class ServerConfig:
         (), "web origins whose pages may call this server (CORS), for example http://localhost:3000; *: every one"
     )
     max_request_bytes: int | str = option("32MiB", "largest request body; a larger one is answered 413")
+    response_store_bytes: int | str = option(
+        "256MiB", "memory for the responses that /v1/responses keeps; the least recently used ones go first"
+    )
     disable_log_requests: bool = option(False, "accepted for compatibility: prompts are never logged")
     disable_access_log: bool = option(False, "no log line per request", aliases=("disable-uvicorn-access-log",))
     root_path: str = option("", "path prefix that a reverse proxy strips before it forwards")
@@ -62,6 +67,11 @@ class ServerConfig:
         """Largest request body, in bytes."""
         return parse_bytes(self.max_request_bytes)
 
+    @property
+    def response_store_limit(self) -> int:
+        """Memory for stored responses, in bytes."""
+        return parse_bytes(self.response_store_bytes)
+
 
 def _validate(config: ServerConfig) -> None:
     def require(holds: bool, message: str) -> None:
@@ -75,6 +85,11 @@ def _validate(config: ServerConfig) -> None:
         require(not isinstance(values, str), f"{name} must be a sequence of strings, not one string")
         require(all(values), f"{name} must not be empty")
     require(all(key.isascii() and key.isprintable() for key in config.api_key), "api_key must be printable ASCII")
+    admin = config.admin_api_key
+    require(
+        admin is None or (bool(admin) and admin.isascii() and admin.isprintable()),
+        "admin_api_key must be printable ASCII",
+    )
     for origin in config.allowed_origins:
         require(
             origin == "*" or re.fullmatch(r"https?://[^/\s]+", origin) is not None,
@@ -84,10 +99,13 @@ def _validate(config: ServerConfig) -> None:
         (config.ssl_keyfile is None) == (config.ssl_certfile is None),
         "ssl_keyfile and ssl_certfile must be given together",
     )
-    for name in ("ssl_keyfile", "ssl_certfile"):
+    for name in ("ssl_keyfile", "ssl_certfile", "api_key_file"):
         path = getattr(config, name)
         require(path is None or os.path.isfile(path), f"{name}: there is no file {path!r}")
     require(config.body_limit >= 1, f"max_request_bytes must be at least 1, got {config.max_request_bytes}")
+    require(
+        config.response_store_limit >= 0, f"response_store_bytes must be at least 0, got {config.response_store_bytes}"
+    )
     require(
         config.root_path == "" or (config.root_path.startswith("/") and not config.root_path.endswith("/")),
         f"root_path must start with / and not end with it, got {config.root_path!r}",

@@ -109,6 +109,8 @@ class Deployment(msgspec.Struct, frozen=True):
     numerics: Numerics
     """Whether floating-point sums may cross ranks."""
     check_finite: bool
+    embeds: bool
+    """Whether requests get the final hidden state of their last token instead of sampled tokens."""
 
     machine: Machine
     device: DeviceKind

@@ -59,6 +59,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         weight_format=held,
         numerics=cast(Numerics, parallel.numerics),
         check_finite=config.model.check_finite,
+        embeds=config.embeds,
         machine=machine,
         device=layout.device,
         grid=layout.grid,

@@ -135,10 +135,14 @@ class KVCache:
         return KVState([[] for _ in self._groups], [0] * len(self._groups))
 
     def lookup_prefix(self, sequence: LiveSequence) -> PrefixHit:
-        """The longest cached prefix of the sequence's tokens that leaves at least one token to compute."""
+        """The longest cached prefix of the sequence's tokens that leaves at least one token to compute.
+
+        Positions whose logits are wanted are computed too, even if they are cached.
+        """
         if self._hasher is None:
             return PrefixHit(self._nothing, 0, 0, 0)
-        most = (len(sequence.tokens) - 1) // self._block_size
+        unscored = sequence.first_unscored
+        most = (len(sequence.tokens) - 1 if unscored is None else unscored) // self._block_size
         hashes, find, suffixes = sequence.kv.hashes, self.pool.find_block, self._suffixes
         self._hasher.extend(hashes, sequence.request.cache_salt, sequence.tokens, most)
         length = longest_hit(

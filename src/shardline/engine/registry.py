@@ -97,7 +97,8 @@ class RequestRegistry:
 
     def take_result(self, sequence: LiveSequence, result: SequenceResult) -> SequenceOutput:
         """Append what a step sampled to a live sequence; returns the output for the front."""
-        if sequence.num_output_tokens == 0:
+        is_first = sequence.num_output_tokens == 0
+        if is_first:
             self.totals.prompt_tokens += len(sequence.tokens)
         count, reason = sequence.append_tokens(result.token_ids)
         stop_token_id = sequence.tokens[-1] if reason == "stop" else None
@@ -115,6 +116,21 @@ class RequestRegistry:
             reason,
             stop_token_id,
             sequence.num_cached_tokens or 0,
+            prompt_logprobs=sequence.prompt_logprobs if is_first else None,
+        )
+
+    def finish_embedding(self, sequence: LiveSequence, embedding: bytes) -> SequenceOutput:
+        """End a live sequence whose prompt was embedded; returns its only output."""
+        self.totals.prompt_tokens += len(sequence.tokens)
+        self._forget(sequence)
+        request, cached = sequence.request, sequence.num_cached_tokens or 0
+        return SequenceOutput(
+            request.request_id,
+            request.choice,
+            [],
+            finish_reason="stop",
+            num_cached_tokens=cached,
+            embedding=embedding,
         )
 
     def fail_sequence(self, sequence: LiveSequence, error: str) -> SequenceOutput:

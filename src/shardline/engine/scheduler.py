@@ -54,6 +54,7 @@ class Scheduler:
       group's block table so that it covers the step's last token; NULL_BLOCK entries lie before the group's window. A
       step may read what its own plan or an earlier one writes for another sequence: layers store the keys and values of
       all tokens of a step before they attend.
+    * `score` is set if the request wants log probabilities that the step's logits tell: the result then has them.
     * `sample` is set if the step ends with the sequence's last token. The result then has one token for it, or several
       if no other plan in flight steps the sequence (later steps compute the KV of these).
     * `token_id` is the token at `start` if the scheduler knows it, else -1.
@@ -174,13 +175,13 @@ class Scheduler:
         self._in_flight.append((plan, []))
         return plan
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+    def update(self, plan: StepPlan, step_result: StepResult) -> list[SequenceOutput]:
         """Apply the result of the oldest plan in flight; returns outputs of the sequences that got tokens or ended."""
         flying, sequences = self._in_flight.popleft()
-        assert flying.step_id == plan.step_id == result.step_id, "results must come in the order of their plans"
-        self._registry.totals.step_seconds += result.seconds
+        assert flying.step_id == plan.step_id == step_result.step_id, "results must come in the order of their plans"
+        self._registry.totals.step_seconds += step_result.seconds
         outputs = self._registry.take_outputs()
-        results = {entry.seq_id: entry for entry in result.results}
+        results = {entry.seq_id: entry for entry in step_result.results}
         for sequence, step in zip(sequences, flying.steps, strict=True):
             sequence.num_in_flight -= 1
             sequence.num_computed = step.start + step.num_tokens
@@ -188,17 +189,24 @@ class Scheduler:
                 sequence.num_pending -= 1
             if sequence.state is not State.FINISHED:
                 self._kv.slide_windows(sequence)
-                if step.sample:
-                    outputs.append(self._take_result(sequence, results[step.seq_id]))
+                result = results.get(step.seq_id)
+                if step.score and result is not None:
+                    sequence.append_scores(step.start, result.prompt_logprobs or [])
+                if step.sample or (result is not None and result.error):
+                    assert result is not None
+                    outputs.append(self._take_result(sequence, result))
             if sequence.num_in_flight == 0 and sequence in self._draining:
                 self._release(sequence)
         return outputs
 
     def _take_result(self, sequence: LiveSequence, result: SequenceResult) -> SequenceOutput:
-        assert result.token_ids, "a step that samples must have a token"
         if result.error:
             self._leave(sequence, State.FINISHED)
             return self._registry.fail_sequence(sequence, result.error)
+        if result.embedding:
+            self._leave(sequence, State.FINISHED)
+            return self._registry.finish_embedding(sequence, result.embedding)
+        assert result.token_ids, "a step that samples must have a token"
         several = len(result.token_ids) > 1
         assert not (several and sequence.num_in_flight), "several tokens came while a later step was in flight"
         output = self._registry.take_result(sequence, result)
@@ -257,8 +265,9 @@ class Scheduler:
         tokens = sequence.tokens
         token_id = tokens[start] if start < len(tokens) else -1
         sample = end == sequence.num_tokens
+        score = sequence.is_scored(start, end)
         blocks = self._kv.grow_tables(sequence, end)
-        draft.steps.append(SequenceStep(sequence.seq_id, start, end - start, blocks, token_id, sample))
+        draft.steps.append(SequenceStep(sequence.seq_id, start, end - start, blocks, token_id, sample, score))
         draft.sequences.append(sequence)
         draft.budget -= end - start
         sequence.num_scheduled = end

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardline.types import FinishReason, Request
+from shardline.types import FinishReason, Request, TokenLogprobs
 
 
 class State(enum.Enum):
@@ -76,9 +76,14 @@ class LiveSequence:
     next_lookup: int = 0
     """The first step in which it may look its prefix up again while there are too few free blocks."""
     stop_token_ids: frozenset[int] = frozenset()
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens from the second one on, as far as they are known; None: nobody asked for them."""
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
+        # With the first output the user has had them.
+        if sampling.prompt_logprobs is not None and not self.request.output_token_ids:
+            self.prompt_logprobs = []
         eos = () if sampling.ignore_eos else self.request.eos_token_ids
         self.stop_token_ids = frozenset((*eos, *sampling.stop_token_ids))
 
@@ -96,6 +101,25 @@ class LiveSequence:
     def num_output_tokens(self) -> int:
         """Generated tokens that are known."""
         return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def first_unscored(self) -> int | None:
+        """The first position whose logits tell the log probability of the prompt's next token, which is not known yet.
+
+        None: all that were asked for are known.
+        """
+        known = self.prompt_logprobs
+        return None if known is None or len(known) + 1 >= len(self.request.prompt_token_ids) else len(known)
+
+    def is_scored(self, start: int, end: int) -> bool:
+        """Whether a step that computes these positions reports log probabilities of the prompt."""
+        first = self.first_unscored
+        return first is not None and end > first and start + 1 < len(self.request.prompt_token_ids)
+
+    def append_scores(self, start: int, scores: Sequence[TokenLogprobs]) -> None:
+        """Append the scores of a step that began at `start`; a preempted sequence may have had some of them before."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += scores[len(self.prompt_logprobs) - start :]
 
     def begin_run(self, seq_id: int, num_cached_tokens: int) -> None:
         """Note that workers get all tokens known now, and that the first `num_cached_tokens` need no computation."""

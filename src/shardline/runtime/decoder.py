@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from shardline.runtime.layers.norm import InputNorm, NormLayer
 from shardline.runtime.layers.vocabulary import LMHead, TokenEmbedding
 from shardline.runtime.ops.add import add
 from shardline.runtime.step import Queries, StepInput
-from shardline.weights.rows import LinearInput
+from shardline.weights.rows import InputForm, LinearInput, as_tensor
 
 
 class DecoderLayer:
@@ -94,7 +96,10 @@ def _attention(
 
 
 class DecoderStage:
-    """The layers [layers.start, layers.stop) of a model; the first stage embeds, the last computes logits."""
+    """The layers [layers.start, layers.stop) of a model; the first stage embeds tokens, the last computes logits.
+
+    If prompts are embedded, the last stage has no lm_head and returns the final hidden states.
+    """
 
     def __init__(self, loader: LayerLoader, layers: Span) -> None:
         stage = loader.stage
@@ -103,15 +108,17 @@ class DecoderStage:
         self._kernels = stage.kernels
         self._nothing = torch.empty(0, spec.hidden_size, dtype=stage.dtype, device=stage.device)
         first, last = layers.start == 0, layers.stop == len(spec.layers)
-        self.lm_head = LMHead(loader) if last else None
+        self.lm_head = LMHead(loader) if last and not stage.embeds else None
         tied = self.lm_head.look_up_rows if self.lm_head is not None and spec.tied_embeddings else None
         self._embedding = TokenEmbedding(loader, tied) if first else None
         self.layers = [DecoderLayer(loader, index, tables) for index in range(layers.start, layers.stop)]
         self._finite_checker = stage.finite_checker
         self._first_layer, self._last_layer = layers.start, len(spec.layers) - 1
         self._final_norm: InputNorm | None = None
-        if self.lm_head is not None:
-            self._final_norm = InputNorm(loader, "final_norm", spec.final_norm, input_form=self.lm_head.input_form)
+        if last:
+            input_form: InputForm = "tensor" if self.lm_head is None else self.lm_head.input_form
+            self._final_norm = InputNorm(loader, "final_norm", spec.final_norm, input_form=input_form)
+        self.embeds_prompts = last and stage.embeds
         self._fused = None if self._finite_checker is not None else stage.backend.fuse_layers(self)
 
     def embed(self, step: StepInput) -> Tensor:
@@ -122,19 +129,57 @@ class DecoderStage:
     def forward(self, step: StepInput, hidden: Tensor) -> Tensor:
         """Run the layers on hidden states [T, H]. Returns the input of the next stage, [T, H]. The last stage returns
         this rank's fp32 logits of the sampled rows, [R, local vocab], or, for a greedy step, only the best logit of
-        each row (see LMHead.find_best).
+        each row (see LMHead.find_best). If prompts are embedded, it returns the final hidden states [R, H].
         """
-        fused = self._fused
-        hidden, delta = fused(step, hidden) if fused and fused.fits_step(step) else self.run_layers(step, hidden)
-        if self._final_norm is None or self.lm_head is None:
+        hidden, delta = self._run_stage(step, hidden)
+        if self._final_norm is None:
             return hidden if delta is None else add(self._kernels, hidden, delta)
         normed, _ = self._final_norm(hidden, delta)
+        if self.lm_head is None:
+            return as_tensor(normed)
         if step.greedy:
             return self.lm_head.find_best(normed)
         logits = self.lm_head(normed)
         if self._finite_checker is not None:
             self._finite_checker.check_tensor("the logits", logits, _sampled_rows(step))
         return logits
+
+    def forward_scored(
+        self, step: StepInput, hidden: Tensor, rows_each: int, read_logits: Callable[[slice, Tensor], None]
+    ) -> Tensor:
+        """As `forward`, on the last stage, for a step with scored tokens.
+
+        `read_logits` gets this rank's logits of `step.scored`, for at most `rows_each` of its rows at a time. The
+        logits of the sampled rows are returned.
+        """
+        assert self._final_norm is not None
+        assert self.lm_head is not None
+        assert step.scored is not None
+        assert step.sampled is not None
+        hidden, delta = self._run_stage(step, hidden)
+        tokens, scored = step.sampled.rows, step.scored
+        for first in range(0, len(scored.rows), rows_each):
+            part = slice(first, first + rows_each)
+            read_logits(part, self._logits_of(hidden, delta, scored.rows[part], tokens))
+        if len(scored.sampled) == 0:
+            return torch.empty(0, 0, device=hidden.device)
+        return self._logits_of(hidden, delta, scored.sampled, tokens)
+
+    def _logits_of(self, hidden: Tensor, delta: Tensor | None, rows: Tensor, tokens: Tensor) -> Tensor:
+        """This rank's logits of some rows of the last layer's output; `tokens`: the step's token of each row."""
+        assert self._final_norm is not None
+        assert self.lm_head is not None
+        own_delta = None if delta is None else torch.index_select(delta, 0, rows)
+        normed, _ = self._final_norm(torch.index_select(hidden, 0, rows), own_delta)
+        logits = self.lm_head(normed)
+        if self._finite_checker is not None:
+            self._finite_checker.check_tensor("the logits", logits, tokens[rows])
+        return logits
+
+    def _run_stage(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `run_layers`, fused if that is faster."""
+        fused = self._fused
+        return fused(step, hidden) if fused and fused.fits_step(step) else self.run_layers(step, hidden)
 
     def run_layers(self, step: StepInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, H] after the layers, and the tensor that the next norm adds to it; None: it adds

@@ -15,11 +15,20 @@ from torch import Tensor
 from shardline.runtime.backends.base import Backend, Counters, Download, Forward, StepSizes
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.finite import FiniteChecker, with_errors
+from shardline.runtime.ops.sampling.logprobs import Logprobs
 from shardline.runtime.ops.sampling.mask import TokenMasks
 from shardline.runtime.parallel.groups import RankGroups
+from shardline.runtime.sampling.prompt_scores import (
+    PromptScores,
+    ScoringPlan,
+    add_scores,
+    join_logprobs,
+    plan_scoring,
+)
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.sampling.token_mask import ConstraintMaker, collect_masks
 from shardline.runtime.sequences import SequenceTable, WorkerSequence
+from shardline.runtime.step import StepInput
 from shardline.types import RankStep, SequenceResult, StepResult
 
 
@@ -58,6 +67,15 @@ class _Launched(NamedTuple):
     sequences: list[WorkerSequence]
     """The sequences that are sampled."""
     errors: dict[int, str]
+    scores: PromptScores | None = None
+    pooled: Tensor | None = None
+    """[R, H] float32: the final hidden states of `sequences`."""
+
+    def list_tensors(self) -> list[Tensor]:
+        """All tensors, to be copied."""
+        sampled = [] if self.sampled is None else self.sampled.list_tensors()
+        scores = [] if self.scores is None else list(self.scores.logprobs)
+        return sampled + scores + ([] if self.pooled is None else [self.pooled])
 
 
 class Runner:
@@ -129,7 +147,7 @@ class Runner:
             launched = self._compute(rank_step)
         elif any(rank_step.replica_tokens):
             self._stage.run_empty_step(rank_step.replica_tokens, rank_step.replica_samples)
-        download = self._inputs.download([] if launched.sampled is None else launched.sampled.list_tensors())
+        download = self._inputs.download(launched.list_tensors())
         pending = PendingStep(download, partial(self._finish, plan.step_id, started, launched))
         self._in_flight.append(pending)
         if pending.is_over:
@@ -142,17 +160,25 @@ class Runner:
         """The result of the oldest step in flight."""
         self._in_flight.popleft()
         self._groups.progress.finish(step_id)
-        if self._sampler is None:
+        if launched.pooled is not None:
+            rows = zip(launched.sequences, downloaded[0], strict=True)
+            pooled = [SequenceResult(sequence.seq_id, [], embedding=row.numpy().tobytes()) for sequence, row in rows]
+            return StepResult(step_id, with_errors(pooled, launched.errors), time.perf_counter() - started)
+        if self._sampler is None and not self._stage.embeds_prompts:
             return None
         results: list[SequenceResult] = []
         if launched.sampled is not None:
             assert launched.sampling is not None
+            assert self._sampler is not None
             results = self._sampler.make_results(launched.sampling, launched.sampled.from_copies(downloaded))
             for index, (sequence, result) in enumerate(zip(launched.sequences, results, strict=True)):
                 for token_id in result.token_ids:
                     sequence.settle_token(token_id)
                 if sequence.mask is not None and sequence.mask.is_finished:
                     results[index] = msgspec.structs.replace(result, finished=True)
+        if launched.scores is not None:
+            scores = launched.scores
+            results = add_scores(results, scores.from_copies(downloaded[-len(scores.logprobs) :]))
         if launched.errors:
             results = with_errors(results, launched.errors)
         # A step that was launched during another step began when that step ended.
@@ -166,19 +192,27 @@ class Runner:
         sequences = [sequence for sequence, entry in zip(stepped, plan.steps, strict=True) if entry.sample]
         sampling = sampler.plan_sampling(sequences) if sampler is not None and sequences else None
         lm_head = self._stage.lm_head
-        greedy = lm_head is not None and lm_head.fuses_argmax and sampling is not None and sampling.is_greedy
+        scoring = plan_scoring(plan.steps, stepped)
+        fuses_argmax = lm_head is not None and lm_head.fuses_argmax and scoring is None
+        greedy = fuses_argmax and sampling is not None and sampling.is_greedy
         step = self._inputs.make_step(rank_step, stepped, sampling, greedy)
         if self._groups.from_previous is None:
             hidden = self._stage.embed(step)
         else:
             shape = (plan.num_tokens, self._sizes.hidden_size)
             hidden = self._groups.from_previous.receive(shape, self._sizes.dtype)
-        output = self._forward(step, hidden)
+        scores = None
+        if sampler is not None and scoring is not None:
+            output, scores = self._score(step, hidden, sampler, scoring)
+        else:
+            output = self._forward(step, hidden)
         if self._groups.to_next is not None:
             self._groups.to_next.send(output)
         errors = self._finite_checker.report_step(plan) if self._finite_checker is not None else {}
+        if self._stage.embeds_prompts and sequences:
+            return _Launched(None, None, sequences, errors, pooled=output.float())
         if sampler is None or sampling is None:
-            return _Launched(None, None, [], errors)
+            return _Launched(None, None, [], errors, scores)
         inputs = sampling.inputs if step.sampling is None else step.sampling
         if step.greedy:
             sampled = sampler.choose_best(output)
@@ -189,7 +223,21 @@ class Runner:
         self._inputs.keep_tokens(inputs, sampled.tokens)
         for sequence in sequences:
             sequence.append_pending()
-        return _Launched(sampling, sampled, sequences, errors)
+        return _Launched(sampling, sampled, sequences, errors, scores)
+
+    def _score(
+        self, step: StepInput, hidden: Tensor, sampler: Sampler, scoring: ScoringPlan
+    ) -> tuple[Tensor, PromptScores]:
+        """The logits of the sampled rows, and the log probabilities of the prompts' tokens."""
+        assert step.scored is not None
+        targets, widest = step.scored.targets, max(scoring.top_logprobs)
+        parts: list[Logprobs] = []
+
+        def read_logits(rows: slice, logits: Tensor) -> None:
+            parts.append(sampler.score_rows(logits, targets[rows], widest))
+
+        output = self._stage.forward_scored(step, hidden, sampler.scored_rows_each, read_logits)
+        return output, PromptScores(scoring, join_logprobs(parts))
 
     def _collect_masks(
         self, sequences: list[WorkerSequence], device: torch.device

@@ -104,6 +104,11 @@ class WorkerSequence:
             self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
 
 
+def num_scored(step: SequenceStep, sequence: WorkerSequence) -> int:
+    """How many of a scored step's tokens have a next token in the prompt."""
+    return min(step.start + step.num_tokens, sequence.num_prompt_tokens - 1) - step.start
+
+
 class SequenceTable:
     """All sequences of a worker, with one block table per KV group as rows of a common array."""
 

@@ -21,8 +21,8 @@ class KVGroupInput:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """The tokens of a step whose logits are sampled. Beyond keys and values, the model's last layer computes only
-    these."""
+    """The tokens of a step whose logits are sampled or scored. Beyond keys and values, the model's last layer computes
+    only these."""
 
     rows: Tensor
     """[num_samples] int64: indices of the tokens in the step."""
@@ -32,6 +32,18 @@ class SampledTokens:
     """[num_sampled_seqs] int32: KV length of each sampled sequence at its last row."""
     block_tables: tuple[Tensor, ...]
     """One for each KV group, [num_sampled_seqs, max_blocks] int32."""
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Which of a step's sampled tokens tell how likely the prompt's next token was, and which are really sampled."""
+
+    rows: Tensor
+    """[num_scored] int64: indices into the sampled tokens."""
+    targets: Tensor
+    """[num_scored] int64: the id of the prompt's next token after each of these."""
+    sampled: Tensor
+    """[num_sampled_seqs] int64: indices of the tokens whose logits are sampled."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,8 @@ class StepInput:
     sampling: SamplingInput | None = None
     """The sampler's input on a device. None if nothing is sampled, and on the host, where the sampler reads its
     plan."""
+    scored: ScoredTokens | None = None
+    """None: all of `sampled` are sampled, and none is scored."""
     is_replayable: bool = False
     """Whether this is a decode step that can be replayed: all decode steps of as many sequences use the same memory."""
 

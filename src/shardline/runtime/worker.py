@@ -131,6 +131,7 @@ class Worker:
                 dtype=self._sizes.dtype,
                 max_model_len=deployment.max_model_len,
                 finite_checker=self._finite_checker,
+                embeds=deployment.embeds,
                 expert_parallel=deployment.expert_parallel,
                 expert_load=self._expert_load.counts if self._expert_load is not None else None,
             )

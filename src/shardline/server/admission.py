@@ -5,17 +5,17 @@ This is plain ASGI, so that streams are not buffered.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Sequence
-
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardline.server.errors import ApiError
+from shardline.server.keys import ApiKeys
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/version", "/metrics"})
 """Paths that need no key: probes and Prometheus read them."""
+
+ADMIN_PREFIXES = ("/requests",)
+"""Paths of administration."""
 
 
 class SlashMiddleware:
@@ -32,22 +32,28 @@ class SlashMiddleware:
 
 
 class AuthMiddleware:
-    """Refuses requests without a valid key as bearer token, except for the paths of OPEN_PATHS."""
+    """Refuses requests without a valid key as bearer token, except for the paths of OPEN_PATHS.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    Paths that begin with one of ADMIN_PREFIXES need the key for administration, if there is one.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection event."""
-        if scope["type"] == "http" and _route_path(scope) not in OPEN_PATHS:
-            error = self._check(Headers(scope=scope).get("authorization", ""))
+        if scope["type"] == "http":
+            error = self._check(_route_path(scope), Headers(scope=scope).get("authorization", ""))
             if error is not None:
                 await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _check(self, authorization: str) -> ApiError | None:
+    def _check(self, path: str, authorization: str) -> ApiError | None:
+        admin = self._keys.has_admin and path.startswith(ADMIN_PREFIXES)
+        if path in OPEN_PATHS or not (admin or self._keys.are_required):
+            return None
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             return ApiError(
@@ -55,9 +61,7 @@ class AuthMiddleware:
                 "You didn't provide an API key. You need to provide your API key in an Authorization header using "
                 "Bearer auth (i.e. Authorization: Bearer YOUR_KEY).",
             )
-        digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
-        # Every key is compared in constant time, so that the time tells nothing about the keys.
-        if not any([hmac.compare_digest(digest, valid) for valid in self._digests]):  # noqa: C419
+        if not self._keys.is_valid(key.strip(), admin=admin):
             return ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
         return None
 

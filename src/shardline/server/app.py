@@ -20,10 +20,13 @@ from shardline.server.admission import AuthMiddleware, BodyLimitMiddleware, Slas
 from shardline.server.errors import ApiError, internal_error
 from shardline.server.health import health_routes
 from shardline.server.in_flight import InFlightMiddleware
+from shardline.server.keys import ApiKeys
 from shardline.server.openai.chat import chat_routes
 from shardline.server.openai.completions import completion_routes
+from shardline.server.openai.embeddings import embedding_routes
 from shardline.server.openai.ignored_fields import IGNORED_HEADER
 from shardline.server.openai.models import model_routes
+from shardline.server.openai.responses.routes import response_routes
 from shardline.server.openai.tokenize import tokenize_routes
 from shardline.server.service import Service
 from shardline.server.validation import explain_validation
@@ -41,7 +44,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         ValueError: the configured chat template or a configured parser cannot be used.
     """
     model_name = (config.served_model_name or (llm.config.model.model,))[0]
-    service = Service(llm, config, ServerMetrics(model_name, llm.stats))
+    service = Service(llm, config, ServerMetrics(model_name, llm.stats), ApiKeys(config))
     app = FastAPI(
         title="Shardline",
         version=__version__,
@@ -55,8 +58,14 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.state.service = service
     _install_error_handlers(app)
     app.include_router(health_routes(service))
-    for routes in (model_routes, completion_routes, chat_routes, tokenize_routes):
-        app.include_router(routes(service), dependencies=[Depends(service.require_ready)])
+    ready, generates, embeds = map(
+        Depends, (service.require_ready, service.require_generating, service.require_embedding)
+    )
+    for routes in (model_routes, tokenize_routes):
+        app.include_router(routes(service), dependencies=[ready])
+    for routes in (completion_routes, chat_routes, response_routes):
+        app.include_router(routes(service), dependencies=[ready, generates])
+    app.include_router(embedding_routes(service), dependencies=[ready, embeds])
     return app
 
 
@@ -80,8 +89,8 @@ def _middleware(service: Service) -> list[Middleware]:
                 expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER],
             )
         )
-    if config.keys:
-        stack.append(Middleware(AuthMiddleware, keys=config.keys))
+    if service.keys.are_required or service.keys.has_admin:
+        stack.append(Middleware(AuthMiddleware, keys=service.keys))
     stack.append(Middleware(SlashMiddleware))
     stack.append(Middleware(BodyLimitMiddleware, limit=config.body_limit))
     stack.append(Middleware(InFlightMiddleware, in_flight=service.in_flight))

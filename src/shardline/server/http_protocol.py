@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shardline.server.errors import ApiError
+from shardline.server.in_flight import PROBE_CLIENT
 
 MAX_HEADER_BYTES = 64 * 1024
 HEADER_SECONDS = 20.0
 """From the connection, or from the first byte of a later request, to the last header."""
 BODY_SECONDS = 10.0
 """Between two parts of a body."""
+
+LOOK_SECONDS = 0.25
+"""Between two looks at a client that sends nothing more."""
+_LOOKS_PER_PROBE = 20
+_PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
 
 _REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
 _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
@@ -72,6 +79,30 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._set_timer(None)
         if self.cycle is not None:
             super().on_message_complete()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more. It may still read the answer, or have left."""
+        cycle = self.cycle
+        if self.scheme == "https" or cycle is None or cycle.more_body or cycle.response_complete:
+            return False
+        cycle.keep_alive = False
+        self.loop.call_later(LOOK_SECONDS, self._look_for_client, 0)
+        return True
+
+    def _look_for_client(self, number: int) -> None:
+        """Close the connection if the client has left: then its host refuses what it is sent."""
+        cycle = self.cycle
+        if self.transport.is_closing() or cycle is None or cycle.response_complete:
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if number % _LOOKS_PER_PROBE == 0:
+            if probe := cycle.scope.get(PROBE_CLIENT):
+                probe()  # type: ignore[operator]
+            elif not cycle.response_started and cycle.scope["http_version"] == "1.1":
+                self.transport.write(_PROBE)
+        self.loop.call_later(LOOK_SECONDS, self._look_for_client, number + 1)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP."""

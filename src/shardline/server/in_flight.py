@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
@@ -27,10 +27,17 @@ _COMMENT_SECONDS = 5.0
 STREAM_ERROR = "shardline.stream_error"
 """Where a request's scope says why its stream failed after it had begun."""
 
+PROBE_CLIENT = "shardline.probe_client"
+"""Where a request's scope has a function that writes something harmless to its stream."""
+
 
 def make_event(data: bytes) -> bytes:
     """One server-sent event with `data`, JSON without line breaks."""
     return b"data: " + data + b"\n\n"
+
+
+def _error_event(error: ApiError) -> bytes:
+    return make_event(error.body)
 
 
 class _Comments:
@@ -42,6 +49,11 @@ class _Comments:
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(_COMMENT_SECONDS, self._look)
         self._sending: asyncio.Task[None] | None = None
+
+    def probe_client(self) -> None:
+        """Send a comment now: a client that has left will refuse it."""
+        if self._sending is None or self._sending.done():
+            self._sending = self._loop.create_task(self._send_comment())
 
     def note_item(self) -> None:
         """The stream is about to send something."""
@@ -55,8 +67,8 @@ class _Comments:
             await asyncio.gather(self._sending, return_exceptions=True)
 
     def _look(self) -> None:
-        if self._num_items == self._num_seen and (self._sending is None or self._sending.done()):
-            self._sending = self._loop.create_task(self._send_comment())
+        if self._num_items == self._num_seen:
+            self.probe_client()
         self._num_seen = self._num_items
         self._timer = self._loop.call_later(_COMMENT_SECONDS, self._look)
 
@@ -65,9 +77,10 @@ class _Comments:
 
 
 class EventStream(Response):
-    """An answer that sends the items of `events`, each one or several whole events, and then `data: [DONE]`.
+    """An answer that sends the items of `events`, each one or several whole events.
 
-    An error in the middle becomes an error event, since the status line has been sent. `source` is the context manager
+    An error in the middle becomes what `write_error` returns, since the status line has been sent. `done`: the last
+    event of all. `source` is the context manager
     that the events are made from; it is always left, even if no event was requested.
     """
 
@@ -78,31 +91,38 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         source: AbstractAsyncContextManager[Any],
         headers: Mapping[str, str] | None = None,
+        *,
+        write_error: Callable[[ApiError], bytes] = _error_event,
+        done: bytes = _DONE_EVENT,
     ) -> None:
         # Proxies such as nginx must not buffer the events.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
         self._events = events
         self._source = source
+        self._write_error = write_error
+        self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. If the client reads slowly, `send` waits, so that nothing piles up here."""
-        last = _DONE_EVENT
+        last = self._done
         async with self._source, aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             comments = _Comments(send)
+            scope[PROBE_CLIENT] = comments.probe_client
             try:
                 async for item in events:
                     comments.note_item()
                     await send({"type": "http.response.body", "body": item, "more_body": True})
             except ApiError as error:
                 scope[STREAM_ERROR] = error.code or "error"
-                last = make_event(error.body) + _DONE_EVENT
+                last = self._write_error(error) + self._done
             except Exception:
                 logger.exception("a stream failed")
                 scope[STREAM_ERROR] = "internal_error"
-                last = make_event(internal_error().body) + _DONE_EVENT
+                last = self._write_error(internal_error()) + self._done
             finally:
+                del scope[PROBE_CLIENT]
                 await comments.stop()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 

@@ -134,7 +134,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, s
     try:
         app = create_app(llm, config)
         server = _make_http_server(app, config)
-        with stop.handled():
+        with stop.handled(), _reload_handled(app.state.service.keys.reload, config):
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:
                 return await _serve_until_stopped(llm, app, stop, listener, started)
@@ -241,6 +241,20 @@ class _StopSignals:
 
     def _count_signal(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
+
+
+@contextlib.contextmanager
+def _reload_handled(reload: Callable[[], None], config: ServerConfig) -> Iterator[None]:
+    """Call `reload` on SIGHUP while the block runs, if there is a file of keys."""
+    if config.api_key_file is None:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 def _make_http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:

@@ -15,6 +15,7 @@ from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
 from shardline.server.errors import ApiError, bad_request, draining, engine_dead, unavailable
 from shardline.server.in_flight import InFlight
+from shardline.server.keys import ApiKeys
 from shardline.text.chat_template import ChatTemplate, render_and_encode
 from shardline.text.reasoning_parsers import find_reasoning_parser
 from shardline.text.reasoning_parsers.base import ReasoningParser
@@ -35,6 +36,7 @@ class Service:
     llm: AsyncLLM
     config: ServerConfig
     metrics: ServerMetrics
+    keys: ApiKeys
     in_flight: InFlight = field(default_factory=InFlight)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -116,6 +118,26 @@ class Service:
         if state == "dead":
             raise engine_dead(self.llm.dead_reason)
 
+    async def require_generating(self) -> None:
+        """Refuse a request for text if the server embeds prompts.
+
+        Raises:
+            ApiError: 400.
+        """
+        if self.llm.config.embeds:
+            message = "This server embeds prompts (--runner pooling): use /v1/embeddings."
+            raise bad_request(message, code="unsupported_parameter")
+
+    async def require_embedding(self) -> None:
+        """Refuse a request for vectors if the server generates text.
+
+        Raises:
+            ApiError: 400.
+        """
+        if not self.llm.config.embeds:
+            message = "This server generates text: start one with --runner pooling for embeddings."
+            raise bad_request(message, code="unsupported_parameter")
+
     def require_model(self, name: str | None) -> None:
         """Refuse a request for another model. A request without a name means the served model.
 
@@ -148,15 +170,20 @@ class Service:
             ApiError: 400, it is certainly longer than the model supports, or the model has no tokenizer.
         """
         tokenizer = self.require_tokenizer()
-        self._check_length(text, tokenizer)
+        await self._check_length(text, tokenizer)
         return await tokenizer.encode_text_async(text, add_special_tokens)
 
-    def _check_length(self, text: str, tokenizer: Tokenizer) -> None:
-        least = tokenizer.least_tokens(text)
-        if least > self.llm.max_model_len:
+    async def _check_length(self, text: str, tokenizer: Tokenizer) -> None:
+        limit = self.llm.max_model_len
+        exceeds = (
+            tokenizer.exceeds(text, limit)
+            if len(text) <= limit
+            else await asyncio.to_thread(tokenizer.exceeds, text, limit)
+        )
+        if exceeds:
             raise bad_request(
-                f"The prompt has {len(text)} characters, which are at least {least} tokens, but the model's maximum "
-                f"length is {self.llm.max_model_len} tokens.",
+                f"The prompt has {len(text)} characters, which are more than {limit} tokens, the model's maximum "
+                "length.",
                 "prompt",
                 "context_length_exceeded",
             )
@@ -182,10 +209,11 @@ class Service:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
         max_tokens: int | None,
+        param: str,
     ) -> tuple[str, list[int]]:
         """The prompt of a conversation, as text and as token ids; see `render_and_encode`.
 
-        The chat template runs on a thread, since it may be slow.
+        The chat template runs on a thread, since it may be slow. `param`: the field of the request with the messages.
 
         Raises:
             ApiError: 400, there is no template, or the template refuses the messages.
@@ -210,7 +238,7 @@ class Service:
                 max_tokens=max_tokens,
             )
         except ValueError as error:
-            raise bad_request(str(error), "messages") from error
+            raise bad_request(str(error), param) from error
 
 
 def new_id(prefix: str) -> str:

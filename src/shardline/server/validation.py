@@ -35,6 +35,8 @@ def explain_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiErr
     if error["loc"] == ("body",):
         if error["type"] == "missing" or body is None:
             return bad_request("The request has no body; a JSON object is expected.")
+        if error["type"] == "value_error":
+            return bad_request(error["msg"])
         return bad_request("The body must be a JSON object, sent with the header Content-Type: application/json.")
     if error["type"] == "missing":
         name = _format_path((*path, str(error["loc"][-1])))

@@ -123,10 +123,10 @@ def render_and_encode(
     text = template.render(messages, tools=tools, add_generation_prompt=generation, **dict(variables or {}))
     if continue_final_message:
         text = _cut_after_content(text, messages[-1])
-    if max_tokens is not None and tokenizer.least_tokens(text) > max_tokens:
+    if max_tokens is not None and tokenizer.exceeds(text, max_tokens):
         raise ValueError(
-            f"the prompt has {len(text)} characters, which are at least {tokenizer.least_tokens(text)} tokens, but the "
-            f"model's maximum length is {max_tokens} tokens"
+            f"the prompt has {len(text)} characters, which are more than {max_tokens} tokens, "
+            "the model's maximum length"
         )
     return text, tokenizer.encode_text(text, add_special_tokens)
 

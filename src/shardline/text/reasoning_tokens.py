@@ -9,7 +9,7 @@ from shardline.text.tokenizer import Tokenizer
 
 
 class ReasoningCounter:
-    """Counts the tokens of one answer up to the end of its reasoning, marks included."""
+    """Counts the tokens of one answer up to the end of its reasoning, the marks and the space behind them included."""
 
     def __init__(self, parser: ReasoningParser, tokenizer: Tokenizer) -> None:
         """`parser`: a parser that has read nothing, and that nobody else uses."""
@@ -23,7 +23,7 @@ class ReasoningCounter:
         while self._num_seen < len(token_ids) and not self._parser.is_over:
             piece = self._tokenizer.token_bytes(token_ids[self._num_seen])
             # Half a character is no part of a mark.
-            self._parser.add_text(piece.decode("utf-8", "replace"))
+            _, rest = self._parser.add_text(piece.decode("utf-8", "replace"))
             self._num_seen += 1
-            self._count += 1
+            self._count += not rest
         return self._count if self._parser.is_marked else 0

@@ -15,6 +15,8 @@ from shardline.text.tokenizer_files import read_eos_token_ids, read_json, read_s
 MAX_INLINE_CHARS = 2048
 """Longest text that is encoded on the event loop. It takes about 0.3 ms; a longer text would delay every stream."""
 
+_PIECE_CHARS = 65_536
+
 _REPLACEMENT = "\ufffd"
 
 
@@ -99,6 +101,10 @@ class Tokenizer:
             return bytes(alphabet[char] for char in spelling)
         return text.encode()
 
+    def token_text(self, token_id: int) -> str:
+        """The text of one token. Bytes that are no whole character become U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
     def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.
 
@@ -111,6 +117,24 @@ class Tokenizer:
             return self.encode_texts([text], add_special_tokens)[0]
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def exceeds(self, text: str, limit: int) -> bool:
+        """Whether `text` certainly has more than `limit` tokens; a long text is encoded piece by piece until it does.
+
+        May be called on a thread. The bounds of pieces may cut tokens, so a text that is little too long passes.
+        """
+        if self.least_tokens(text) > limit:
+            return True
+        size = max(_PIECE_CHARS, limit)
+        if len(text) <= 2 * size:
+            return False
+        count = 0
+        for start in range(0, len(text), size):
+            # `len` of an encoding makes no list of its ids, which would hold up other threads.
+            count += len(self._backend.encode_batch([text[start : start + size]], add_special_tokens=False)[0])
+            if count > limit + limit // 16 + start // size:
+                return True
+        return False
 
     def least_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens of `text`, found without encoding it."""

@@ -39,6 +39,8 @@ class StageContext:
     max_model_len: int
     finite_checker: FiniteChecker | None
     """Set with `--check-finite`."""
+    embeds: bool = False
+    """Whether the last stage returns hidden states instead of logits."""
     expert_parallel: bool = False
     """Whether each expert is held whole, by one rank of `expert_group`."""
     expert_load: Tensor | None = None

@@ -25,6 +25,7 @@ from shardline.runtime.ops.sampling.sample import find_best, sample
 from shardline.runtime.parallel.collectives import Collectives
 from shardline.runtime.sampling.adjustments import penalties_of
 from shardline.runtime.sampling.inputs import Draws, SamplingInput
+from shardline.runtime.sampling.prompt_scores import MAX_LOGIT_BYTES
 from shardline.runtime.sequences import WorkerSequence
 from shardline.types import SequenceResult, TokenLogprobs
 
@@ -128,6 +129,16 @@ class Sampler:
         tokens = sample(self._kernels, logits, **inputs.draws._asdict())
         reported = None if widest is None else logprobs(self._kernels, raw, tokens, widest)
         return Sampled(tokens, reported, raw if any(plan.digests) else None)
+
+    def score_rows(self, local_logits: Tensor, targets: Tensor, top_n: int) -> Logprobs:
+        """The log probabilities of `targets` [R] and of the `top_n` most likely tokens, from rows [R, local vocab]."""
+        logits = self._group.all_gather_columns(local_logits, self._widths)
+        return logprobs(self._kernels, logits, targets, top_n)
+
+    @property
+    def scored_rows_each(self) -> int:
+        """How many rows may be scored at a time: this rank's logits and the gathered ones are alive together."""
+        return max(1, MAX_LOGIT_BYTES // (4 * sum(self._widths) * min(self._group.size, 2)))
 
     @staticmethod
     def make_results(plan: SamplingPlan, sampled: Sampled) -> list[SequenceResult]:

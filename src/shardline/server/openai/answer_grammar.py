@@ -24,15 +24,18 @@ async def make_answer_grammar(
     structured_outputs: dict[str, Any] | None,
     prepare: Prepare,
     template: str = "",
+    *,
+    format_param: str = "response_format",
 ) -> str:
     """The grammar of an answer; empty: it may be any text.
 
     `answer_format`: None if the answer is plain text. `template`: the source of the chat template.
+    `format_param`: the field of the request that has `response_format`.
 
     Raises:
         ApiError: 400, a schema or grammar cannot be used; the message names what it lacks.
     """
-    form, param = _requested_form(response_format, structured_outputs)
+    form, param = _requested_form(response_format, structured_outputs, format_param)
     grammar = ""
     if form is not None:
         try:
@@ -46,14 +49,14 @@ async def make_answer_grammar(
 
 
 def _requested_form(
-    response_format: ResponseFormat | None, structured_outputs: dict[str, Any] | None
+    response_format: ResponseFormat | None, structured_outputs: dict[str, Any] | None, format_param: str
 ) -> tuple[StructuredOutputsParams | None, str]:
     """The form that a request asks for, and the field that does so."""
     kind = "text" if response_format is None else response_format.type
     if kind == "json_schema" and response_format is not None:
         described = response_format.json_schema or {}
         if not isinstance(described.get("schema"), dict):
-            name = "response_format.json_schema.schema"
+            name = "text.format.schema" if format_param == "text.format" else f"{format_param}.json_schema.schema"
             raise bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
         form = StructuredOutputsParams(json=described["schema"])
     elif kind == "json_object":
@@ -67,12 +70,12 @@ def _requested_form(
             raise bad_request(f"Invalid value for 'structured_outputs': {error}.", "structured_outputs") from error
     else:
         raise bad_request(
-            f"Invalid value for 'response_format.type': '{kind}'; use 'text', 'json_object' or 'json_schema'.",
-            "response_format.type",
+            f"Invalid value for '{format_param}.type': '{kind}'; use 'text', 'json_object' or 'json_schema'.",
+            f"{format_param}.type",
         )
     if structured_outputs is not None:
-        raise bad_request("Set 'response_format' or 'structured_outputs', not both.", "structured_outputs")
-    return form, "response_format"
+        raise bad_request(f"Set '{format_param}' or 'structured_outputs', not both.", "structured_outputs")
+    return form, format_param
 
 
 async def _add_calls_and_reasoning(answer_format: AnswerFormat, grammar: str, prepare: Prepare, template: str) -> str:

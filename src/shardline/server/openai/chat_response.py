@@ -8,6 +8,7 @@ import msgspec
 
 from shardline.server.openai.logprobs import ChatLogprobs
 from shardline.server.openai.usage import Usage
+from shardline.types import Logprob
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, frozen=True):
@@ -73,3 +74,4 @@ class ChatResponse(msgspec.Struct, kw_only=True, frozen=True):
     choices: Sequence[ChatChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET

@@ -25,7 +25,7 @@ from shardline.server.openai.usage import Usage, usage_of
 from shardline.server.service import Service
 from shardline.text.answer_delta import AnswerDelta, CallDelta
 from shardline.text.answer_parser import AnswerParser
-from shardline.types import RequestOutput
+from shardline.types import Logprob, RequestOutput
 
 if TYPE_CHECKING:
     from shardline.server.openai.chat import ChatRequest
@@ -41,6 +41,7 @@ class ChatWriter:
         self._model = service.model_names[0]
         self._fingerprint = service.llm.fingerprint
         self._with_ids = bool(body.return_token_ids)
+        self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._with_reasoning = body.include_reasoning is not False
         self._tokens_matter = bool(body.logprobs or body.return_token_ids or body.logits_digest)
         self._tokenizer = service.llm.tokenizer
@@ -68,7 +69,8 @@ class ChatWriter:
             ending = {"finish_reason": reason, "stop_reason": delta.stop_reason}
             choices.append(self._make_choice(choice.index, delta, message=message, **ending))
         prompt_ids = output.prompt_token_ids if self._with_ids else msgspec.UNSET
-        return self._encode_response("chat.completion", choices, self._usage([output]), prompt_ids)
+        prompt_logprobs = output.prompt_logprobs if self._with_prompt_logprobs else msgspec.UNSET
+        return self._encode_response("chat.completion", choices, self._usage([output]), prompt_ids, prompt_logprobs)
 
     async def write_chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The events of a stream: for each choice its role, then pieces of its content, then its finish reason."""
@@ -195,6 +197,7 @@ class ChatWriter:
         choices: Sequence[ChatChoice],
         usage: Usage | msgspec.UnsetType | None,
         prompt_ids: list[int] | msgspec.UnsetType = msgspec.UNSET,
+        prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET,
     ) -> bytes:
         return msgspec.json.encode(
             ChatResponse(
@@ -206,6 +209,7 @@ class ChatWriter:
                 choices=choices,
                 usage=usage,
                 prompt_token_ids=prompt_ids,
+                prompt_logprobs=prompt_logprobs,
             )
         )
 

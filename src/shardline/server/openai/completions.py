@@ -16,29 +16,25 @@ from shardline.server.errors import ERROR_RESPONSES, bad_request
 from shardline.server.in_flight import EventStream, make_event
 from shardline.server.openai.answer_grammar import make_answer_grammar
 from shardline.server.openai.generation import Delta, Generation, SentChoice
-from shardline.server.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter, TokenPieces
-from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, TokenIds, refuse_if
+from shardline.server.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter, TokenPieces, join_logprobs
+from shardline.server.openai.prompts import PromptValue, encode_prompt, list_prompts
+from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, refuse_if
 from shardline.server.openai.strict_json import StrictRoute
 from shardline.server.openai.usage import Usage, usage_of
 from shardline.server.service import Service, new_id
-from shardline.types import CompletionOutput, RequestOutput
+from shardline.text.fill_in_middle import middle_prompt
+from shardline.types import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import Prompt
 
-MAX_PROMPTS = 2048
-"""Largest number of prompts in one request, as at OpenAI."""
-
 _DEFAULT_MAX_TOKENS = 16
-
-Texts = Annotated[list[str], Field(fail_fast=True)]
-TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True)]
 
 
 class CompletionRequest(SamplingFields):
     """The body of POST /v1/completions."""
 
-    prompt: str | Texts | TokenIds | TokenIdLists
+    prompt: PromptValue
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
@@ -52,11 +48,6 @@ class CompletionRequest(SamplingFields):
         Raises:
             ApiError: 400, the fields contradict each other or ask for something unsupported.
         """
-        refuse_if(
-            bool(self.echo) and self.logprobs is not None,
-            "logprobs",
-            "Log probabilities of the prompt are not supported: set 'echo' to false or leave out 'logprobs'.",
-        )
         self.check_supported()
         if self.best_of is not None:
             if self.best_of < (self.n or 1):
@@ -66,34 +57,32 @@ class CompletionRequest(SamplingFields):
                 "best_of",
                 "'best_of' larger than 'n' cannot be streamed: the choices are ranked when all of them are whole.",
             )
-        refuse_if(bool(self.suffix), "suffix", "'suffix' (insertion) is not supported.")
+        refuse_if(
+            bool(self.suffix) and (bool(self.echo) or not isinstance(self.prompt, str)),
+            "suffix",
+            "'suffix' needs one prompt that is text, and 'echo' must be false.",
+        )
+
+    @property
+    def generates_nothing(self) -> bool:
+        """Whether the answer is about the prompt only. The engine then generates one token, which is not shown."""
+        return self.max_tokens == 0
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many of the most likely tokens to report with each prompt token; None: no log probabilities."""
+        if self.prompt_logprobs is not None or not self.echo:
+            return self.prompt_logprobs
+        return self.logprobs
 
     @property
     def ranks_choices(self) -> bool:
         """Whether more choices are generated than the answer has."""
         return self.best_of is not None and self.best_of > (self.n or 1)
 
-    def list_prompts(self) -> list[str | list[int]]:
-        """The prompts as a list.
-
-        Raises:
-            ApiError: 400, there are none or too many.
-        """
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt:
-            raise bad_request("'prompt' must not be empty.", "prompt")
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]  # the first item tells a list of ids from a list of prompts
-        if len(self.prompt) > MAX_PROMPTS:
-            raise bad_request(
-                f"'prompt' has {len(self.prompt)} entries; at most {MAX_PROMPTS} are taken in one request.", "prompt"
-            )
-        return list(self.prompt)
-
 
 class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
-    """One choice; in a chunk, what is new in it. The last three fields appear only on request."""
+    """One choice; in a chunk, what is new in it. The last four fields appear only on request."""
 
     index: int
     text: str
@@ -103,6 +92,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     logits_digests: list[str] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True, frozen=True):
@@ -138,6 +128,8 @@ class CompletionWriter:
 
     def write_whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The JSON of the whole answer."""
+        if self._body.generates_nothing:
+            outputs = [_without_tokens(output) for output in outputs]
         choices = []
         for prompt_index, output in enumerate(outputs):
             ranked = _best_choices(output, self._choices_per_prompt) if self._body.ranks_choices else output.outputs
@@ -148,7 +140,7 @@ class CompletionWriter:
                     delta.logprobs = None
                 writer = self._logprobs_writer(prompt_index)
                 choices.append(self._write_choice(prompt_index, output, choice, delta, writer, first=True))
-        return self._encode_response(choices, usage_of(outputs))
+        return self._encode_response(choices, self._usage(outputs))
 
     async def write_chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The events of a stream."""
@@ -158,7 +150,8 @@ class CompletionWriter:
         sent = [[SentChoice() for _ in choices] for _ in self._texts]
         writers = [[self._logprobs_writer(prompt_index) for _ in choices] for prompt_index in range(len(self._texts))]
         no_usage = None if self._options.include_usage else msgspec.UNSET
-        async for prompt_index, output in generation.updates():
+        async for prompt_index, update in generation.updates():
+            output = _without_tokens(update) if body.generates_nothing else update
             events = []
             for choice in output.outputs:
                 sent_choice = sent[prompt_index][choice.index]
@@ -168,12 +161,15 @@ class CompletionWriter:
                     continue
                 writer = writers[prompt_index][choice.index]
                 chunk = self._write_choice(prompt_index, output, choice, delta, writer, first=first)
-                usage = usage_of(generation.outputs) if self._options.continuous_usage_stats else no_usage
+                usage = self._usage(generation.outputs) if self._options.continuous_usage_stats else no_usage
                 events.append(make_event(self._encode_response([chunk], usage)))
             if events:
                 yield b"".join(events)
         if self._options.include_usage:
-            yield make_event(self._encode_response([], usage_of(generation.outputs)))
+            yield make_event(self._encode_response([], self._usage(generation.outputs)))
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> Usage:
+        return usage_of([_without_tokens(output) for output in outputs] if self._body.generates_nothing else outputs)
 
     def _logprobs_writer(self, prompt_index: int) -> CompletionLogprobsWriter:
         return CompletionLogprobsWriter(self._pieces, len(self._texts[prompt_index]))
@@ -188,16 +184,26 @@ class CompletionWriter:
         *,
         first: bool,
     ) -> CompletionChoice:
-        with_ids = bool(self._body.return_token_ids)
+        body = self._body
+        with_ids = bool(body.return_token_ids)
+        logprobs = None if delta.logprobs is None else writer.write(delta.token_ids, delta.logprobs)
+        if first and body.echo and body.logprobs is not None:
+            scores = output.prompt_token_logprobs or []
+            count = body.logprobs
+            own = [TokenLogprobs(s.logprob, s.rank, s.top_ids[:count], s.top_logprobs[:count]) for s in scores]
+            before = CompletionLogprobsWriter(self._pieces, len(self._texts[prompt_index]))
+            prompt = before.write_prompt(output.prompt_token_ids, own)
+            logprobs = prompt if logprobs is None else join_logprobs(prompt, logprobs)
         return CompletionChoice(
             index=prompt_index * self._choices_per_prompt + choice.index,
             text=self._texts[prompt_index] + delta.text if first else delta.text,
-            logprobs=None if delta.logprobs is None else writer.write(delta.token_ids, delta.logprobs),
+            logprobs=logprobs,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if with_ids else msgspec.UNSET,
             prompt_token_ids=output.prompt_token_ids if with_ids and first else msgspec.UNSET,
             logits_digests=msgspec.UNSET if delta.digests is None else delta.digests,
+            prompt_logprobs=msgspec.UNSET if body.prompt_logprobs is None else output.prompt_logprobs,
         )
 
     def _encode_response(self, choices: Sequence[CompletionChoice], usage: Usage | msgspec.UnsetType | None) -> bytes:
@@ -213,11 +219,20 @@ class CompletionWriter:
         )
 
 
+def _without_tokens(output: RequestOutput) -> RequestOutput:
+    """The output as if nothing had been generated."""
+    ended = [
+        CompletionOutput(index=choice.index, finish_reason=choice.finish_reason and "length")
+        for choice in output.outputs
+    ]
+    return msgspec.structs.replace(output, outputs=ended)
+
+
 def _best_choices(output: RequestOutput, count: int) -> list[CompletionOutput]:
     """The choices with the largest mean log probability of their tokens, best first, numbered anew."""
 
     def score(choice: CompletionOutput) -> float:
-        return sum(entry.logprob for entry in choice.logprobs or ()) / max(1, len(choice.token_ids))
+        return (choice.cumulative_logprob or 0.0) / max(1, len(choice.token_ids))
 
     best = sorted(output.outputs, key=score, reverse=True)[:count]
     return [msgspec.structs.replace(choice, index=index) for index, choice in enumerate(best)]
@@ -230,12 +245,10 @@ async def _encode_prompts(
     with_special = body.add_special_tokens is not False
     encoded: list[Prompt] = []
     echoes: list[str] = []
+    if body.suffix and isinstance(prompts[0], str):
+        prompts = [_insertion_prompt(service, prompts[0], body.suffix)]
     for prompt in prompts:
-        ids = prompt
-        if isinstance(prompt, str):
-            ids = await service.encode_prompt(prompt, with_special)
-        assert not isinstance(ids, str)
-        encoded.append(body.truncate_prompt(ids))
+        encoded.append(body.truncate_prompt(await encode_prompt(service, prompt, with_special)))
         if not body.echo:
             echoes.append("")
         elif isinstance(prompt, str):
@@ -243,6 +256,14 @@ async def _encode_prompts(
         else:
             echoes.append(service.decode_tokens(prompt, skip_special_tokens=body.skip_special_tokens is not False))
     return encoded, echoes
+
+
+def _insertion_prompt(service: Service, prefix: str, suffix: str) -> str:
+    """The prompt of the text between `prefix` and `suffix`."""
+    prompt = middle_prompt(service.require_tokenizer(), prefix, suffix)
+    refuse_if(prompt is None, "suffix", "'suffix' is not supported: this model has no tokens for insertion.")
+    assert prompt is not None
+    return prompt
 
 
 def completion_routes(service: Service) -> APIRouter:
@@ -254,14 +275,14 @@ def completion_routes(service: Service) -> APIRouter:
         """Continue a text. With `stream`, the answer is sent as server-sent events."""
         service.require_model(body.model)
         body.check()
-        params = body.sampling_params(
-            max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs
-        )
+        most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        params = body.sampling_params(max_tokens=1 if body.generates_nothing else most, logprobs=body.logprobs)
+        params = msgspec.structs.replace(params, prompt_logprobs=body.num_prompt_logprobs)
         if body.ranks_choices:
             assert body.best_of is not None
             params = msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
         response_id = new_id("cmpl")
-        prompts, echoes = await _encode_prompts(service, body, body.list_prompts())
+        prompts, echoes = await _encode_prompts(service, body, list_prompts(body.prompt, "prompt"))
         grammar = await make_answer_grammar(
             None, body.response_format, body.requested_form, service.llm.prepare_grammar
         )

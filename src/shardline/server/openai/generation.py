@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -63,6 +64,8 @@ class Generation:
         generation = cls(service)
         try:
             for index, prompt in enumerate(prompts):
+                if index:
+                    await asyncio.sleep(0)  # many prompts must not keep other streams waiting
                 timer = RequestTimer(service.metrics.requests, params.n)
                 stream = await service.llm.submit(
                     prompt,
@@ -179,7 +182,7 @@ class SentChoice:
         return Delta(
             text,
             output.token_ids[first:],
-            None if output.logprobs is None else output.logprobs[first : self.num_tokens],
+            None if output.token_logprobs is None else output.token_logprobs[first : self.num_tokens],
             None if output.digests is None else output.digests[first : self.num_tokens],
             output.finish_reason,
             output.stop_reason,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from shardline.server.openai.request_model import RequestModel
 
@@ -11,6 +11,9 @@ IGNORED_HEADER = "X-Shardline-Ignored"
 
 class IgnoredFields(RequestModel):
     """Taken with any value. `null` counts as not sent."""
+
+    taken_here: ClassVar[frozenset[str]] = frozenset()
+    """Those of these fields that have an effect at one endpoint."""
 
     # OpenAI
     store: Any = None
@@ -56,7 +59,8 @@ class IgnoredFields(RequestModel):
     @property
     def ignored_headers(self) -> dict[str, str]:
         """The header that names the ignored fields of this request; empty: it has none."""
-        names = [name for name in _NAMES if name in self.model_fields_set and getattr(self, name) is not None]
+        names = [name for name in _NAMES if name in self.model_fields_set and name not in self.taken_here]
+        names = [name for name in names if getattr(self, name) is not None]
         return {IGNORED_HEADER: ", ".join(names)} if names else {}
 
 

@@ -87,12 +87,13 @@ def chat_logprobs(pieces: TokenPieces, token_ids: Sequence[int], logprobs: Seque
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """The `logprobs` of a completion choice: four lists with one entry for each token."""
+    """The `logprobs` of a completion choice: four lists with one entry for each token. The prompt's first token has no
+    log probability."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionLogprobsWriter:
@@ -106,21 +107,39 @@ class CompletionLogprobsWriter:
         self._pieces = pieces
         self._offset = offset
 
-    def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+    def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
         """The logprobs of the next tokens. The chosen token is always among the top ones."""
         written = CompletionLogprobs([], [], [], [])
         for token_id, chosen in zip(token_ids, logprobs, strict=True):
             piece = self._pieces[token_id]
-            logprob = max(chosen.logprob, _LOWEST)
-            top: dict[str, float] = {}
-            for i, value in zip(chosen.top_ids, chosen.top_logprobs, strict=True):
-                # Two ids may have the same text; the first one is more likely and keeps it.
-                top.setdefault(self._pieces[i].text, max(value, _LOWEST))
-            top.setdefault(piece.text, logprob)
             continues = bool(piece.bytes) and piece.bytes[0] & 0xC0 == 0x80
-            written.text_offset.append(self._offset - 1 if continues and self._offset else self._offset)
-            written.token_logprobs.append(logprob)
+            written.text_offset.append(max(0, self._offset - continues))
             written.tokens.append(piece.text)
-            written.top_logprobs.append(top)
+            written.token_logprobs.append(None if chosen is None else max(chosen.logprob, _LOWEST))
+            written.top_logprobs.append(None if chosen is None else self._top(piece, chosen))
             self._offset += piece.num_chars
         return written
+
+    def write_prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+        """The logprobs of an echoed prompt, before all others; `logprobs` begins with its second token."""
+        # Tokens that the text does not show, such as the first one of many models, lie before it.
+        self._offset -= sum(self._pieces[token_id].num_chars for token_id in token_ids)
+        return self.write(token_ids, [None, *logprobs])
+
+    def _top(self, piece: TokenPiece, chosen: TokenLogprobs) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token_id, value in zip(chosen.top_ids, chosen.top_logprobs, strict=True):
+            # Two ids may have the same text; the first one is more likely and keeps it.
+            top.setdefault(self._pieces[token_id].text, max(value, _LOWEST))
+        top.setdefault(piece.text, max(chosen.logprob, _LOWEST))
+        return top
+
+
+def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """The logprobs of two parts of a choice."""
+    return CompletionLogprobs(
+        first.text_offset + second.text_offset,
+        first.token_logprobs + second.token_logprobs,
+        first.tokens + second.tokens,
+        first.top_logprobs + second.top_logprobs,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -11,7 +12,7 @@ from pydantic import Field
 from shardline.server.errors import bad_request
 from shardline.server.openai.protocol import refuse_if
 from shardline.server.openai.request_model import RequestModel
-from shardline.server.openai.tools import Tool, ToolUse, choose_tools
+from shardline.server.openai.tools import MAX_TOOLS, Tool, ToolUse, choose_tools
 from shardline.server.service import Service
 
 
@@ -56,7 +57,11 @@ class ChatMessage(RequestModel):
         return message
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+MAX_MESSAGES = 8192
+_INLINE_MESSAGES = 256
+"""The most messages that are converted on the event loop."""
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class ConversationFields(RequestModel):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
@@ -85,9 +90,17 @@ class ConversationFields(RequestModel):
         return dict(self.chat_template_kwargs or {})
 
     async def encode_messages(
-        self, service: Service, messages: Sequence[ChatMessage], add_special_tokens: bool, *, bounded: bool = True
+        self,
+        service: Service,
+        messages: Sequence[ChatMessage],
+        add_special_tokens: bool,
+        *,
+        bounded: bool = True,
+        param: str = "messages",
     ) -> EncodedChat:
         """The prompt of `messages`; `bounded`: refuse one that is too long for the model before it is encoded.
+
+        `param`: the field of the request that had the messages.
 
         Raises:
             ApiError: 400, a field is not supported, or the model's template refuses the messages.
@@ -96,13 +109,14 @@ class ConversationFields(RequestModel):
         _check_messages(messages)
         tool_use = choose_tools(service, self.tools or (), self.tool_choice, self.parallel_tool_calls is not False)
         text, ids = await service.encode_chat(
-            [message.for_template() for message in messages],
+            await _for_template(messages),
             add_special_tokens=add_special_tokens,
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
             tools=None if tool_use is None else tool_use.definitions,
             variables=self.template_variables,
             max_tokens=service.llm.max_model_len if bounded else None,
+            param=param,
         )
         return EncodedChat(text, ids, tool_use)
 
@@ -123,6 +137,13 @@ class ConversationFields(RequestModel):
                 f"'chat_template_kwargs' must not set '{sorted(reserved)[0]}'; there is a field of that name.",
                 "chat_template_kwargs",
             )
+
+
+async def _for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages as chat templates expect them; many are converted on a thread."""
+    if len(messages) <= _INLINE_MESSAGES:
+        return [message.for_template() for message in messages]
+    return await asyncio.to_thread(list, map(ChatMessage.for_template, messages))
 
 
 def _check_messages(messages: Sequence[ChatMessage]) -> None:

@@ -100,7 +100,9 @@ class SamplingFields(IgnoredFields):
         """
         refuse_if(bool(self.use_beam_search), "use_beam_search", "Beam search is not supported: sample 'n' choices.")
         refuse_if(
-            self.prompt_logprobs is not None, "prompt_logprobs", "Log probabilities of the prompt are not supported."
+            self.prompt_logprobs is not None and bool(self.stream),
+            "prompt_logprobs",
+            "'prompt_logprobs' cannot be streamed: set 'stream' to false.",
         )
         refuse_if(bool(self.logits_processors), "logits_processors", "'logits_processors' is not supported.")
         refuse_if(self.lora_path is not None, "lora_path", "Adapters are not supported.")
@@ -124,13 +126,7 @@ class SamplingFields(IgnoredFields):
         Raises:
             ApiError: 400, the number is not positive.
         """
-        count = self.truncate_prompt_tokens
-        if count in (None, -1):
-            return token_ids
-        assert count is not None
-        if count < 1:
-            raise bad_request("'truncate_prompt_tokens' must be at least 1, or -1.", "truncate_prompt_tokens")
-        return token_ids[-count:]
+        return truncate_prompt(token_ids, self.truncate_prompt_tokens)
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The engine's parameters.
@@ -159,6 +155,19 @@ class SamplingFields(IgnoredFields):
                 "The 'stream_options' parameter is only allowed when 'stream' is enabled.", "stream_options"
             )
         return self.stream_options or StreamOptions()
+
+
+def truncate_prompt(token_ids: list[int], count: int | None) -> list[int]:
+    """The last `count` tokens of a prompt; None or -1: all of them.
+
+    Raises:
+        ApiError: 400, the number is not positive.
+    """
+    if count is None or count == -1:
+        return token_ids
+    if count < 1:
+        raise bad_request("'truncate_prompt_tokens' must be at least 1, or -1.", "truncate_prompt_tokens")
+    return token_ids[-count:]
 
 
 _SAMPLING_NAMES = tuple(

@@ -11,13 +11,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shardline.server.errors import bad_request
+from shardline.server.openai.body_size import check_json_size
 
 
 class _StrictRequest(Request):
     async def json(self) -> Any:
         # The standard library's parser accepts NaN and lone surrogates, which break tokenizers and answers.
+        body = await self.body()
+        await check_json_size(body)
         try:
-            return pydantic_core.from_json(await self.body(), allow_inf_nan=False)
+            return pydantic_core.from_json(body, allow_inf_nan=False)
         except ValueError as error:
             raise bad_request(f"We could not parse the JSON body of your request: {error}.") from error
 

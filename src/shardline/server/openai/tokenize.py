@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes: text or a conversation to token ids, and ids to text."""
+"""POST /tokenize and /detokenize, and GET /tokenizer_info, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -61,6 +61,20 @@ def tokenize_routes(service: Service) -> APIRouter:
             tokenizer = service.require_tokenizer()
             strings = [tokenizer.token(token_id) for token_id in ids]
         answer = TokenizeResponse(len(ids), service.llm.max_model_len, ids, strings)
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    @router.get("/tokenizer_info", responses=ERROR_RESPONSES)
+    async def describe_tokenizer() -> Response:
+        """What a client must know to prepare prompts: special tokens and the chat template."""
+        tokenizer, template = service.require_tokenizer(), service.chat_template
+        sources = {} if template is None else template.sources
+        answer = {
+            **tokenizer.special_tokens,
+            "tokenizer_class": "TokenizersBackend",
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": service.llm.max_model_len,
+            "chat_template": next(iter(sources.values()), None),
+        }
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     @router.post("/detokenize", responses=ERROR_RESPONSES)

@@ -101,8 +101,6 @@ def choose_tools(
 
 
 def _check_functions(functions: Sequence[FunctionDefinition]) -> None:
-    if len(functions) > MAX_TOOLS:
-        raise bad_request(f"'tools' has {len(functions)} entries; at most {MAX_TOOLS} are taken.", "tools")
     names = set()
     for index, function in enumerate(functions):
         param = f"tools[{index}].function.name"

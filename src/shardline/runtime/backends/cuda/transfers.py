@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardline.runtime.backends.cuda.download import Download
-from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
+from shardline.runtime.step import KVGroupInput, SampledTokens, ScoredTokens, StepInput
 
 
 class DeviceCounters:
@@ -54,6 +54,8 @@ class Uploader:
             tensors += [group.block_tables.contiguous(), group.slots]
         if (sampled := step.sampled) is not None:
             tensors += [sampled.rows, sampled.query_starts, sampled.context_lens, *sampled.block_tables]
+        if (scored := step.scored) is not None:
+            tensors += [scored.rows, scored.targets, scored.sampled]
         if step.sampling is not None:
             tensors += step.sampling.list_tensors()
         on_device = iter(self._copy(tensors))
@@ -70,6 +72,7 @@ class Uploader:
             else SampledTokens(
                 next(on_device), next(on_device), next(on_device), tuple(next(on_device) for _ in step.kv_groups)
             ),
+            scored=None if scored is None else ScoredTokens(next(on_device), next(on_device), next(on_device)),
             greedy=step.greedy,
             sampling=None if step.sampling is None else step.sampling.from_copies(on_device),
         )

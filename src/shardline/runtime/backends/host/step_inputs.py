@@ -15,8 +15,8 @@ from shardline import _cpu
 from shardline.runtime.backends.base import StepSizes
 from shardline.runtime.sampling.inputs import SamplingInput
 from shardline.runtime.sampling.sampler import SamplingPlan
-from shardline.runtime.sequences import SequenceTable, WorkerSequence
-from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
+from shardline.runtime.sequences import SequenceTable, WorkerSequence, num_scored
+from shardline.runtime.step import KVGroupInput, SampledTokens, ScoredTokens, StepInput
 from shardline.types import RankStep, SequenceStep
 
 _MAX_SHAPES = 1024
@@ -50,7 +50,7 @@ class StepLayout:
         """The step of a plan; `sequences` has one sequence for each of the plan's entries."""
         steps = rank_step.plan.steps
         starts, lengths = [entry.start for entry in steps], [entry.num_tokens for entry in steps]
-        decodes = all(entry.num_tokens == 1 and entry.sample for entry in steps)
+        decodes = all(entry.num_tokens == 1 and entry.sample and not entry.score for entry in steps)
         replicas = rank_step.replica_tokens, rank_step.replica_samples
         if decodes and len(steps) <= self._max_seqs:
             step = self._decode_step(len(steps), *replicas, greedy)
@@ -72,7 +72,10 @@ class StepLayout:
             for sequence, start, length in zip(sequences, starts, lengths, strict=True)
         ]
         np.concatenate(tokens, out=step.token_ids.numpy())
-        return dataclasses.replace(step, sampled=_sampled_tokens(step, steps))
+        step = dataclasses.replace(step, sampled=_sampled_tokens(step, steps))
+        if any(entry.score for entry in steps):
+            step = dataclasses.replace(step, scored=_scored_tokens(steps, sequences))
+        return step
 
     def _allocate(self, num_tokens: int, num_seqs: int, num_blocks: int) -> _StepMemory:
         groups = [
@@ -111,13 +114,37 @@ class StepLayout:
 
 
 def _sampled_tokens(step: StepInput, steps: Sequence[SequenceStep]) -> SampledTokens:
-    """The last tokens of the sampled sequences."""
-    seqs = torch.tensor([entry.sample for entry in steps])
+    """The last tokens of the sampled sequences, and all tokens of the scored ones."""
+    counts = torch.tensor([entry.num_tokens if entry.score else int(entry.sample) for entry in steps])
+    seqs = counts > 0
+    counts = counts[seqs]
+    query_starts = torch.zeros(len(counts) + 1, dtype=torch.int32)
+    torch.cumsum(counts, 0, dtype=torch.int32, out=query_starts[1:])
+    firsts = step.query_starts[1:][seqs] - counts - query_starts[:-1]
     return SampledTokens(
-        rows=(step.query_starts[1:] - 1)[seqs].long(),
-        query_starts=torch.arange(int(seqs.sum()) + 1, dtype=torch.int32),
+        rows=torch.repeat_interleave(firsts, counts) + torch.arange(int(query_starts[-1])),
+        query_starts=query_starts,
         context_lens=step.context_lens[seqs],
         block_tables=tuple(group.block_tables[seqs] for group in step.kv_groups),
+    )
+
+
+def _scored_tokens(steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequence]) -> ScoredTokens:
+    """The scored tokens among those of `_sampled_tokens`; those behind the prompt are not scored."""
+    rows, targets, sampled = [], [], []
+    first = 0
+    for entry, sequence in zip(steps, sequences, strict=True):
+        if entry.score:
+            count = num_scored(entry, sequence)
+            rows.append(np.arange(first, first + count))
+            targets.append(sequence.tokens[entry.start + 1 : entry.start + 1 + count])
+        first += entry.num_tokens if entry.score else entry.sample
+        if entry.sample:
+            sampled.append(first - 1)
+    return ScoredTokens(
+        torch.from_numpy(np.concatenate(rows)),
+        torch.from_numpy(np.concatenate(targets)),
+        torch.tensor(sampled, dtype=torch.int64),
     )
 
 

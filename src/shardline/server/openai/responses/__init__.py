@@ -1,0 +1,1 @@
+"""/v1/responses: OpenAI's newer endpoint for conversations, whose answers the server can keep."""

@@ -1,0 +1,152 @@
+"""POST /v1/responses, and GET and DELETE of the responses that the server keeps."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import TypeAdapter
+from starlette.responses import Response
+
+from shardline.server.errors import ERROR_RESPONSES, ApiError
+from shardline.server.in_flight import EventStream
+from shardline.server.openai.answer_format import AnswerFormat
+from shardline.server.openai.answer_grammar import make_answer_grammar
+from shardline.server.openai.generation import Generation
+from shardline.server.openai.responses.input_items import InputItem, to_messages
+from shardline.server.openai.responses.output_items import OutputItem, ResponseObject
+from shardline.server.openai.responses.request import ResponsesRequest
+from shardline.server.openai.responses.store import ResponseStore
+from shardline.server.openai.responses.writer import ResponseWriter
+from shardline.server.openai.strict_json import StrictRoute
+from shardline.server.service import Service, new_id
+
+_STORED_ITEMS = TypeAdapter(list[InputItem])
+
+
+def response_routes(service: Service) -> APIRouter:
+    """The endpoints."""
+    router = APIRouter(route_class=StrictRoute)
+    store = ResponseStore(service.config.response_store_limit)
+
+    @router.post("/v1/responses", responses=ERROR_RESPONSES)
+    async def create_response(body: ResponsesRequest) -> Response:
+        """Answer a conversation. With `stream`, the answer is sent as server-sent events."""
+        service.require_model(body.model)
+        body.check()
+        params = body.sampling_params(max_tokens=body.max_output_tokens, logprobs=body.num_logprobs)
+        own_items = _own_items(body)
+        messages = to_messages(body.instructions, [*_earlier_turns(store, body.previous_response_id), own_items])
+        chat = await body.conversation_fields.encode_messages(
+            service, messages, add_special_tokens=bool(body.add_special_tokens), param="input"
+        )
+        answer_format = AnswerFormat(service.require_tokenizer(), chat.text, chat.tool_use, service.reasoning_parser)
+        grammar = await make_answer_grammar(
+            answer_format,
+            body.text_format,
+            body.requested_form,
+            service.llm.prepare_grammar,
+            service.template_text,
+            format_param="text.format",
+        )
+        response = _begin_response(service, body)
+
+        def keep(ended: ResponseObject) -> None:
+            if ended.store:
+                items = _encode_turn(own_items, ended.output)
+                store.add_response(ended.id, msgspec.json.encode(ended), items, ended.previous_response_id)
+
+        writer = ResponseWriter(response, answer_format, keep)
+        generation = await Generation.start(
+            service,
+            [body.truncate_prompt(chat.token_ids)],
+            params,
+            request_id=response.id,
+            prompt_param="input",
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            shown_token_ids=answer_format.shown_token_ids,
+            grammar=grammar,
+        )
+        if body.stream:
+            events = writer.write_events(generation)
+            return EventStream(events, generation, body.ignored_headers, write_error=writer.write_error, done=b"")
+        async with generation:
+            [output] = await generation.wait_finished()
+            return Response(writer.write_whole(output), headers=body.ignored_headers, media_type="application/json")
+
+    @router.get("/v1/responses/{response_id}", responses=ERROR_RESPONSES)
+    async def read_response(response_id: str) -> Response:
+        """A response that the server keeps."""
+        answer = store.find_answer(response_id)
+        if answer is None:
+            raise _not_found(response_id)
+        return Response(answer, media_type="application/json")
+
+    @router.delete("/v1/responses/{response_id}", responses=ERROR_RESPONSES)
+    async def delete_response(response_id: str) -> Response:
+        """Forget a response."""
+        if not store.delete_response(response_id):
+            raise _not_found(response_id)
+        answer = {"id": response_id, "object": "response", "deleted": True}
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    return router
+
+
+def _own_items(body: ResponsesRequest) -> list[InputItem]:
+    if isinstance(body.input, str):
+        return [InputItem(type="message", role="user", content=body.input)]
+    return list(body.input)
+
+
+def _earlier_turns(store: ResponseStore, previous_id: str | None) -> list[list[InputItem]]:
+    """The items of the turns that this request continues."""
+    if previous_id is None:
+        return []
+    turns = store.find_items(previous_id)
+    if turns is None:
+        raise ApiError(
+            404,
+            f"Previous response with id '{previous_id}' not found. The server keeps responses in memory while there is "
+            "room (--response-store-bytes): send the whole conversation as 'input'.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return [_STORED_ITEMS.validate_json(items) for items in turns]
+
+
+def _encode_turn(own: list[InputItem], output: list[OutputItem]) -> bytes:
+    items = [item.model_dump(exclude_none=True) for item in own]
+    return msgspec.json.encode([*items, *output])
+
+
+def _begin_response(service: Service, body: ResponsesRequest) -> ResponseObject:
+    """The response without its output."""
+    wanted = {} if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
+    return ResponseObject(
+        id=new_id("resp"),
+        created_at=int(time.time()),
+        model=service.model_names[0],
+        system_fingerprint=service.llm.fingerprint,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        max_tool_calls=body.max_tool_calls,
+        metadata=body.metadata or {},
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        reasoning={"effort": None, "summary": None, **(body.reasoning or {})},
+        store=body.store is not False,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        text={"format": {"type": "text"}, **wanted},
+        tool_choice=body.tool_choice or "auto",
+        tools=body.tools or [],
+        top_logprobs=body.top_logprobs or 0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        user=body.user,
+    )
+
+
+def _not_found(response_id: str) -> ApiError:
+    return ApiError(404, f"Response with id '{response_id}' not found.", param="response_id", code="response_not_found")
