@@ -3,7 +3,8 @@
 Attention in decode reads every key and value once, so the machine's read rate bounds it. For each shape, number of
 sequences and context length, this prints the rate at which one layer's attention reads its pages, as a share of the
 rate of `torch.sum` over memory of the same size. Calls alternate in one run, and figures are medians. A call uses the
-next of several caches, so pages come from memory, as in a model; its blocks lie in random order.
+next of several caches, so pages come from memory, as in a model; its blocks lie in random order. Blocks have the size
+that an engine chooses, and pages lie on huge pages, as in an engine.
 
 `--steps` measures whole steps instead, of models with random weights: how much longer a decode step of 16 sequences
 takes with 1,024 tokens of context than with 16, against the time that `torch.sum` needs for the bytes of those keys and
@@ -27,12 +28,12 @@ import torch
 from torch import Tensor
 
 from shardline import LLM, SamplingParams, _cpu
-from shardline.runtime.backends.host.kernels import HostKernels
+from shardline.deployment.cache import streamed_block_size
+from shardline.runtime.backends.host.backend import HostBackend
 from shardline.runtime.ops.attention.latent import mla_attention
 from shardline.runtime.ops.attention.paged import paged_attention
 
-KERNELS = HostKernels()
-BLOCK_SIZE = 16
+BACKEND = HostBackend()
 COLD_BYTES = 192 << 20  # of all caches of a case: more than the processor's caches hold
 MOST_BYTES = 3 << 30
 MIN_SECONDS = 0.1  # of calls per measurement
@@ -98,12 +99,18 @@ def block_tables(num_seqs: int, num_blocks: int, rng: torch.Generator) -> Tensor
     return torch.randperm(num_seqs * num_blocks, generator=rng).to(torch.int32).view(num_seqs, num_blocks)
 
 
-def paged_case(shape: Shape, num_seqs: int, context: int) -> Case | None:
+def random_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    pages = BACKEND.pages_empty(shape, dtype)
+    return pages.normal_() if dtype.is_floating_point else pages.random_(-127, 128)
+
+
+def paged_case(shape: Shape, num_seqs: int, context: int, block_size: int | None) -> Case | None:
     """A decode step's attention in one layer, or None if its keys and values are too many to measure."""
     rng = torch.Generator().manual_seed(0)
-    blocks_each = context // BLOCK_SIZE
-    cache_shape = (num_seqs * blocks_each, shape.kv_heads, BLOCK_SIZE, shape.dim)
     element = torch.bfloat16 if shape.stored is None else shape.stored
+    block_size = block_size or streamed_block_size(shape.dim * element.itemsize)
+    blocks_each = context // block_size
+    cache_shape = (num_seqs * blocks_each, shape.kv_heads, block_size, shape.dim)
     pool_bytes = 2 * math.prod(cache_shape) * element.itemsize
     if pool_bytes > MOST_BYTES:
         return None
@@ -112,10 +119,11 @@ def paged_case(shape: Shape, num_seqs: int, context: int) -> Case | None:
     num_bytes = 2 * num_seqs * shape.kv_heads * seen * (shape.dim * element.itemsize + scale_bytes)
 
     def cache() -> dict[str, Tensor]:
+        made = {name: random_pages(cache_shape, element) for name in ("key_cache", "value_cache")}
         if shape.stored is None:
-            return {name: torch.randn(cache_shape, dtype=element) for name in ("key_cache", "value_cache")}
-        made = {name: torch.randint(-127, 128, cache_shape, dtype=element) for name in ("key_cache", "value_cache")}
-        return made | {name: torch.rand(cache_shape[:3]) for name in ("key_scales", "value_scales")}
+            return made
+        scales = (random_pages(cache_shape[:3], torch.float32).abs_() for _ in range(2))
+        return made | dict(zip(("key_scales", "value_scales"), scales, strict=True))
 
     query = torch.randn(num_seqs, shape.heads, shape.dim, dtype=torch.bfloat16)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32)
@@ -126,7 +134,7 @@ def paged_case(shape: Shape, num_seqs: int, context: int) -> Case | None:
         pages, tables = next(turns)
         scale = shape.dim**-0.5
         return paged_attention(
-            KERNELS,
+            BACKEND.kernels,
             query,
             block_tables=tables,
             query_starts=starts,
@@ -139,11 +147,12 @@ def paged_case(shape: Shape, num_seqs: int, context: int) -> Case | None:
     return Case(call, num_bytes)
 
 
-def latent_case(num_seqs: int, context: int) -> Case | None:
+def latent_case(num_seqs: int, context: int, block_size: int | None) -> Case | None:
     """The same for latents."""
     rng = torch.Generator().manual_seed(0)
     heads, latent_dim, rope_dim = 16, 512, 64
-    blocks_each = context // BLOCK_SIZE
+    block_size = block_size or streamed_block_size(latent_dim * 2)
+    blocks_each = context // block_size
     num_bytes = num_seqs * context * (latent_dim + rope_dim) * 2
     if num_bytes > MOST_BYTES:
         return None
@@ -151,17 +160,17 @@ def latent_case(num_seqs: int, context: int) -> Case | None:
     latent, rope = query[..., :latent_dim].contiguous(), query[..., latent_dim:]
     starts = torch.arange(num_seqs + 1, dtype=torch.int32)
     lengths = torch.full((num_seqs,), context, dtype=torch.int32)
-    cache_shape = (num_seqs * blocks_each, BLOCK_SIZE, latent_dim + rope_dim)
+    cache_shape = (num_seqs * blocks_each, block_size, latent_dim + rope_dim)
     turns = cycle(
         [
-            (torch.randn(cache_shape, dtype=torch.bfloat16), block_tables(num_seqs, blocks_each, rng))
+            (random_pages(cache_shape, torch.bfloat16), block_tables(num_seqs, blocks_each, rng))
             for _ in range(num_copies(num_bytes))
         ]
     )
 
     def call() -> object:
         cache, tables = next(turns)
-        return mla_attention(KERNELS, latent, rope, cache, tables, starts, lengths, 0.05)
+        return mla_attention(BACKEND.kernels, latent, rope, cache, tables, starts, lengths, 0.05)
 
     return Case(call, num_bytes)
 
@@ -248,13 +257,15 @@ def report_demo(threads: int, rounds: int) -> str:
     return f"demo, 64 sequences: {statistics.median(times):.2f} ms a step [{min(times):.2f}-{max(times):.2f}]"
 
 
-def cases(only: str, sequences: Sequence[int], contexts: Sequence[int]) -> Iterator[tuple[str, Case]]:
+def cases(
+    only: str, sequences: Sequence[int], contexts: Sequence[int], block_size: int | None
+) -> Iterator[tuple[str, Case]]:
     for num_seqs in sequences:
         for context in contexts:
             for shape in SHAPES:
-                if only in shape.name and (case := paged_case(shape, num_seqs, context)):
+                if only in shape.name and (case := paged_case(shape, num_seqs, context, block_size)):
                     yield f"{shape.name:30} {num_seqs:3} x {context:6}", case
-            if only in LATENTS and (case := latent_case(num_seqs, context)):
+            if only in LATENTS and (case := latent_case(num_seqs, context, block_size)):
                 yield f"{LATENTS:30} {num_seqs:3} x {context:6}", case
 
 
@@ -265,6 +276,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="measure the shapes whose name contains this")
     parser.add_argument("--sequences", nargs="+", type=int, default=SEQUENCES)
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS)
+    parser.add_argument("--block-size", type=int, help="tokens of a block, instead of the size that an engine chooses")
     parser.add_argument("--steps", action="store_true", help="measure whole steps")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -277,7 +289,7 @@ def main() -> None:
         if args.only in "demo":
             print(report_demo(args.threads, args.rounds), flush=True)
         return
-    for name, case in cases(args.only, args.sequences, args.contexts):
+    for name, case in cases(args.only, args.sequences, args.contexts, args.block_size):
         print(report(name, case, args.rounds), flush=True)
 
 

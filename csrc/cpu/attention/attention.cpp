@@ -1,4 +1,4 @@
-// Causal attention over a paged KV cache, for prefill and decode alike. This file decides which rows meet which splits,
+// Causal attention over a paged KV cache or over latents, for prefill and decode alike. This file decides which rows meet which splits,
 // and on which thread.
 #include "attention/attention_sharing.h"
 #include "attention/attention_tile.h"
@@ -9,24 +9,20 @@
 namespace shardline::SHARDLINE_ISA {
 namespace {
 
-// The most rows that pass over a split together: they find it in L2, where their outputs stay, too.
-constexpr int64_t kMostTileRows = 480;
 constexpr size_t kMaxPartialBytes = 64 << 20;
 
 // The number of rows of a call, over all heads.
 int64_t num_places(const AttentionArgs& args) { return args.query_starts[args.num_sequences] * args.num_heads; }
 
 // Computes all splits of a tile, one after another, except those that the sequence shares: they are computed already.
-template <class T, class Stored>
+template <class Tile>
 void attend_tile(const AttentionArgs& args, const TileIndex& index, const NextPanels& next, int64_t num_shared,
                  const PartialMemory* shared) {
-  const int64_t width = RowTile<T, Stored>::output_width(args), num_rows = index.num_rows;
-  RowTile<T, Stored> tile(args, index);
-  const size_t num_words = RowTile<T, Stored>::scratch_words(args, num_rows) + static_cast<size_t>(num_rows * width);
-  float* outputs =
-      reinterpret_cast<float*>(tile.prepare(static_cast<int32_t*>(thread_scratch(num_words * sizeof(int32_t)))));
-  Partial merged[kMostTileRows];
-  bool first[kMostTileRows];  // whether nothing is merged yet
+  const int64_t width = Tile::output_width(args), num_rows = index.num_rows;
+  Tile tile(args, index);
+  float* outputs = reinterpret_cast<float*>(tile.prepare(num_rows * width));
+  Partial merged[Tile::kMostRows];
+  bool first[Tile::kMostRows];  // whether nothing is merged yet
   for (int64_t r = 0; r < num_rows; ++r) {
     merged[r].output = outputs + r * width;
     first[r] = true;
@@ -54,33 +50,28 @@ void attend_tile(const AttentionArgs& args, const TileIndex& index, const NextPa
 }
 
 // The number of rows in a tile changes no result, so tiles have as many rows as leave each thread some tiles.
-int64_t choose_tile_rows(const AttentionArgs& args) {
-  const int64_t rows_per_token = args.num_heads / args.num_kv_heads;
-  int64_t tile_rows = kMostTileRows;
-  while (tile_rows > kFewestTileRows && RowTiles<AttentionArgs>::count(args, rows_per_token, tile_rows) *
-                                                args.num_kv_heads < 4 * num_threads()) {
-    tile_rows /= 2;
-  }
+// num_tiles(tile_rows) counts them.
+template <class Tile, class NumTiles>
+int64_t choose_tile_rows(const NumTiles& num_tiles) {
+  int64_t tile_rows = Tile::kMostRows;
+  while (tile_rows > kFewestTileRows && num_tiles(tile_rows) < 4 * num_threads()) tile_rows /= 2;
   return tile_rows;
 }
 
 // The rows of all sequences that share a split meet it as one tile.
-template <class T, class Stored>
+template <class Tile>
 void attend_shared(const AttentionArgs& args, const SharedRun& run, PartialMemory& partials) {
-  const int64_t first_token = args.query_starts[run.first_sequence];
-  const int64_t num_tokens = args.query_starts[run.end_sequence] - first_token;
-  const int64_t num_rows = num_tokens * (args.num_heads / args.num_kv_heads);
-  int64_t tile_rows = kMostTileRows;
-  const auto num_tiles = [&] { return ceil_div(num_rows, tile_rows); };
-  while (tile_rows > kFewestTileRows && num_tiles() * args.num_kv_heads < 4 * num_threads()) tile_rows /= 2;
-  parallel_for(num_tiles() * args.num_kv_heads, [&](int64_t task) {
-    const int64_t first_row = task / args.num_kv_heads * tile_rows;
+  const int64_t first_token = args.query_starts[run.first_sequence], num_heads = args.num_kv_heads;
+  const int64_t num_rows = (args.query_starts[run.end_sequence] - first_token) * (args.num_heads / num_heads);
+  const auto num_tiles = [&](int64_t tile_rows) { return ceil_div(num_rows, tile_rows) * num_heads; };
+  const int64_t tile_rows = choose_tile_rows<Tile>(num_tiles);
+  parallel_for(num_tiles(tile_rows), [&](int64_t task) {
+    const int64_t first_row = task / num_heads * tile_rows;
     // A position that sees the whole split, as every row here does.
     const int64_t position = (run.split + 1) * kSplitKeys - 1;
-    RowTile<T, Stored> tile(args, {run.first_sequence, task % args.num_kv_heads, first_row,
-                                   min64(tile_rows, num_rows - first_row), position});
-    const size_t num_words = RowTile<T, Stored>::scratch_words(args, tile_rows);
-    tile.prepare(static_cast<int32_t*>(thread_scratch(num_words * sizeof(int32_t))));
+    Tile tile(args, {run.first_sequence, task % num_heads, first_row, min64(tile_rows, num_rows - first_row),
+                     position});
+    tile.prepare();
     tile.attend(run.split, tile.first_panels(run.split), [&](int64_t first, int count, const Row* rows) {
       for (int r = 0; r < count; ++r) {
         partials.put(run.split * num_places(args) + tile.place(first + r), rows[r].partial);
@@ -90,13 +81,12 @@ void attend_shared(const AttentionArgs& args, const SharedRun& run, PartialMemor
 }
 
 // Computes one split of a tile; its rows' partials begin at `place`.
-template <class T, class Stored>
+template <class Tile>
 void attend_one_split(const AttentionArgs& args, const TileIndex& index, int64_t split, const NextPanels& next,
                       PartialMemory& partials, int64_t place) {
   for (int64_t r = 0; r < index.num_rows; ++r) partials.clear(place + r);
-  RowTile<T, Stored> tile(args, index);
-  const size_t num_words = RowTile<T, Stored>::scratch_words(args, index.num_rows);
-  tile.prepare(static_cast<int32_t*>(thread_scratch(num_words * sizeof(int32_t))));
+  Tile tile(args, index);
+  tile.prepare();
   tile.attend(split, next, [&](int64_t first_row, int count, const Row* rows) {
     for (int r = 0; r < count; ++r) partials.put(place + first_row + r, rows[r].partial);
   });
@@ -104,11 +94,11 @@ void attend_one_split(const AttentionArgs& args, const TileIndex& index, int64_t
 
 // Merges the splits that a tile shares with others, and then its own, in index order. Its rows' own partials begin at
 // `place`, those of the next split follow at a distance of `stride`.
-template <class T, class Stored>
+template <class Tile>
 void merge_splits(const AttentionArgs& args, const TileIndex& index, int64_t num_shared, const PartialMemory& shared,
                   int64_t num_own, const PartialMemory& own, int64_t place, int64_t stride) {
-  const RowTile<T, Stored> tile(args, index);
-  const size_t width = static_cast<size_t>(RowTile<T, Stored>::output_width(args));
+  const Tile tile(args, index);
+  const size_t width = static_cast<size_t>(Tile::output_width(args));
   Partial merged = {0.0f, 0.0f, static_cast<float*>(thread_scratch(width * sizeof(float)))};
   for (int64_t r = 0; r < index.num_rows; ++r) {
     bool first = true;
@@ -127,24 +117,27 @@ void merge_splits(const AttentionArgs& args, const TileIndex& index, int64_t num
 }
 
 // In decode, and if there are few tiles, every split of a tile is a task. Otherwise a task is a whole tile.
-template <class T, class Stored>
+template <class Tile>
 void attend(const AttentionArgs& args) {
-  const RowTiles<AttentionArgs> tiles(args, args.num_heads / args.num_kv_heads, choose_tile_rows(args));
+  const int64_t num_heads = args.num_kv_heads, rows_per_token = args.num_heads / num_heads;
+  const RowTiles tiles(args, rows_per_token, choose_tile_rows<Tile>([&](int64_t tile_rows) {
+                         return RowTiles::count(args, rows_per_token, tile_rows) * num_heads;
+                       }));
   if (tiles.count() == 0) return;
-  const int64_t width = RowTile<T, Stored>::output_width(args), num_heads = args.num_kv_heads;
+  const int64_t width = Tile::output_width(args);
   const size_t most_splits = kMaxPartialBytes / PartialMemory::num_bytes(num_places(args), width);
   const int64_t most_shared = min64(tiles.longest_context() / kSplitKeys, static_cast<int64_t>(most_splits));
   const SharedSplits sharing(args, most_shared);
   PartialMemory shared(sharing.num_splits() * num_places(args), width);
-  for (int64_t i = 0; i < sharing.num_runs(); ++i) attend_shared<T, Stored>(args, sharing.run(i), shared);
+  for (int64_t i = 0; i < sharing.num_runs(); ++i) attend_shared<Tile>(args, sharing.run(i), shared);
 
   const bool are_few = num_threads() > 1 && tiles.count() * num_heads < 2 * num_threads();
-  const int64_t most_rows = are_few ? kMostTileRows : kMaxRows;
+  const int64_t most_rows = are_few ? Tile::kMostRows : Tile::kBlockRows;
   int64_t rows = 0, num_parts = 0;  // of tiles whose splits are tasks: rows of the largest, and the sum of their parts
   const auto first_split = [&](const TileIndex& index) {
-    return max64(RowTile<T, Stored>(args, index).first_split(), sharing.splits_of(index.sequence));
+    return max64(Tile(args, index).first_split(), sharing.splits_of(index.sequence));
   };
-  const auto end_split = [&](const TileIndex& index) { return RowTile<T, Stored>(args, index).end_split(); };
+  const auto end_split = [&](const TileIndex& index) { return Tile(args, index).end_split(); };
   const auto parts_of = [&](int64_t tile) {
     const TileIndex index = tiles.at(tile, 0);
     return index.num_rows > most_rows ? 1 : max64(1, end_split(index) - first_split(index));
@@ -160,30 +153,33 @@ void attend(const AttentionArgs& args) {
       [&](const TileTasks::Task& task, const TileTasks::Task& following) {
         const TileIndex index = tiles.at(task.group, task.tile), after = tiles.at(following.group, following.tile);
         const int64_t next_split = min64(first_split(after) + following.part, end_split(after) - 1);
-        const NextPanels next = RowTile<T, Stored>(args, after).first_panels(next_split);
+        const NextPanels next = Tile(args, after).first_panels(next_split);
         if (tasks.parts_of(task.group) == 1) {
-          attend_tile<T, Stored>(args, index, next, sharing.splits_of(index.sequence), &shared);
+          attend_tile<Tile>(args, index, next, sharing.splits_of(index.sequence), &shared);
         } else {
           const int64_t place = (task.first_task + task.part * num_heads) * rows;
-          attend_one_split<T, Stored>(args, index, first_split(index) + task.part, next, partials, place);
+          attend_one_split<Tile>(args, index, first_split(index) + task.part, next, partials, place);
         }
       },
       [&](const TileTasks::Task& task) {
         const int64_t parts = tasks.parts_of(task.group);
         if (parts == 1) return;
         const TileIndex index = tiles.at(task.group, task.tile);
-        merge_splits<T, Stored>(args, index, sharing.splits_of(index.sequence), shared, parts, partials,
-                                task.first_task * rows, num_heads * rows);
+        merge_splits<Tile>(args, index, sharing.splits_of(index.sequence), shared, parts, partials,
+                           task.first_task * rows, num_heads * rows);
       });
 }
 
 }  // namespace
 
 void paged_attention(const AttentionArgs& args) {
-  if (args.key_scales != nullptr) {
-    args.dtype == DType::kFloat32 ? attend<float, int8_t>(args) : attend<bf16, int8_t>(args);
+  const bool is_fp32 = args.dtype == DType::kFloat32;
+  if (args.value_cache == nullptr) {
+    is_fp32 ? attend<RowTile<float, float, true>>(args) : attend<RowTile<bf16, bf16, true>>(args);
+  } else if (args.key_scales != nullptr) {
+    is_fp32 ? attend<RowTile<float, int8_t, false>>(args) : attend<RowTile<bf16, int8_t, false>>(args);
   } else {
-    args.dtype == DType::kFloat32 ? attend<float, float>(args) : attend<bf16, bf16>(args);
+    is_fp32 ? attend<RowTile<float, float, false>>(args) : attend<RowTile<bf16, bf16, false>>(args);
   }
 }
 

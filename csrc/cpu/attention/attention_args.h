@@ -50,12 +50,14 @@ struct WriteLatentArgs {
   int64_t num_tokens, latent_dim, rope_dim;
 };
 
+// Attention over latents (MLA, absorbed) has one KV head and no value cache: a cached row is the key of all heads, and
+// its first value_dim elements, the latent, are their value. The query is in two parts.
 struct AttentionArgs {
   DType dtype;
-  const void* query;  // [num_tokens, num_heads, key_dim]
+  const void* query;  // [num_tokens, num_heads, key_dim]; over latents [num_tokens, num_heads, value_dim]
   int64_t query_stride;
   const void* key_cache;    // [num_blocks, num_kv_heads, block_size, key_dim]
-  const void* value_cache;  // [num_blocks, num_kv_heads, block_size, value_dim]
+  const void* value_cache;  // [num_blocks, num_kv_heads, block_size, value_dim]; null over latents
   const int32_t* block_tables;
   int64_t block_table_stride;
   const int32_t* query_starts;  // [num_sequences + 1]
@@ -67,22 +69,8 @@ struct AttentionArgs {
   float softcap;  // 0 for none
   // [num_blocks, num_kv_heads, block_size] if the caches are int8; null if they are in dtype
   const float *key_scales, *value_scales;
-};
-
-struct MlaAttentionArgs {
-  DType dtype;
-  const void* query_latent;  // [num_tokens, num_heads, latent_dim], contiguous in a token
-  int64_t query_latent_stride;
-  const void* query_rope;  // [num_tokens, num_heads, rope_dim]
+  const void* query_rope;  // [num_tokens, num_heads, key_dim - value_dim] over latents, else null
   int64_t query_rope_stride, query_rope_head_stride;
-  const void* cache;  // [num_blocks, block_size, latent_dim + rope_dim]
-  const int32_t* block_tables;
-  int64_t block_table_stride;
-  const int32_t* query_starts;  // [num_sequences + 1]
-  const int32_t* context_lens;  // [num_sequences]
-  void* out;                    // [num_tokens, num_heads, latent_dim], contiguous
-  int64_t num_sequences, num_heads, latent_dim, rope_dim, block_size;
-  float scale;
 };
 
 }  // namespace shardline

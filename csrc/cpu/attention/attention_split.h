@@ -1,4 +1,4 @@
-// Attention of a few query rows to one split of the keys. The arithmetic of this unit never changes.
+// Attention of some query rows to one split of the keys. The arithmetic of this unit never changes.
 //
 // Keys are cut into splits of 512 anchored at absolute position. One query row meets one split in a fixed order. First
 // come the scores, each a sum over the head's width from its start, and their maximum. Then come the weights, which are
@@ -16,6 +16,8 @@ namespace shardline::SHARDLINE_ISA {
 // How many rows share each load of keys and values: as many as fill the registers with sums, or all rows of a
 // tile that has a few more, so that nothing is loaded twice.
 constexpr int kBestRows = 6, kMaxRows = 8;
+// The most rows that meet a split together. They take turns with each group of panels.
+constexpr int kMostBlockRows = 64;
 
 // The result of one query row for one split, or for all splits merged so far.
 struct Partial {
@@ -39,28 +41,27 @@ constexpr int tile_vectors(int rows) {
 
 // Computes the scores of kRows rows for kVectors vectors of keys, from the split's key `first` on. If it fetches, it
 // asks for one later line of the cache per line of keys, so that memory never waits for the products.
-template <class W, int kRows, int kVectors, bool kFetches, class Stored>
-void score_vectors(const Row* rows, KvSplit<W, Stored>& split, int64_t first) {
+template <class W, int kRows, int kVectors, bool kFetches, class Split>
+void score_vectors(const Row* rows, Split& split, int64_t first) {
   const int32_t* keys[kVectors];
-  FetchAhead ahead[kVectors];
-  for (int v = 0; v < kVectors; ++v) {
-    keys[v] = split.keys(first + v * kLanes);
-    if constexpr (kFetches) ahead[v] = split.after_keys((first + v * kLanes) / kPanelTokens);
-  }
+  for (int v = 0; v < kVectors; ++v) keys[v] = split.keys(first + v * kLanes);
   F32 sum[kRows][kVectors] = {};
   const int64_t num_words = split.key_words();
-  for (int64_t word = 0; word < num_words; ++word) {
-    I32 key[kVectors];
+  int64_t word = 0;
+  // One later panel after the other is fetched: the addresses of all would take too many registers.
+  for (int fetched = 0; fetched < kVectors; ++fetched) {
+    FetchAhead ahead = split.after_keys((first + fetched * kLanes) / kPanelTokens);
+    for (const int64_t end = num_words * (fetched + 1) / kVectors; word < end; ++word) {
+      if constexpr (kFetches) ahead.template fetch<(kRows > 2 && Split::kFetchesToL1), kVectors>();
+      I32 key[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      if constexpr (kFetches) ahead[v].template fetch<kRows>(word * kPanelTokens * 4);
-      key[v] = load_words(keys[v] + word * kPanelTokens);
-    }
+      for (int v = 0; v < kVectors; ++v) key[v] = load_words(keys[v] + word * kPanelTokens);
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const I32 query = broadcast_int(rows[r].query[word]);
+      for (int r = 0; r < kRows; ++r) {
+        const I32 query = broadcast_int(rows[r].query[word]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_words<W>(sum[r][v], query, key[v]);
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_words<W>(sum[r][v], query, key[v]);
+      }
     }
   }
 #pragma GCC unroll 8
@@ -68,15 +69,15 @@ void score_vectors(const Row* rows, KvSplit<W, Stored>& split, int64_t first) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       const int64_t place = first + v * kLanes;
-      if constexpr (KvSplit<W, Stored>::kScaled) sum[r][v] = sum[r][v] * split.key_scales(place);
+      if constexpr (Split::kScaled) sum[r][v] = sum[r][v] * split.key_scales(place);
       store_words(rows[r].scores + place, (I32)sum[r][v]);
     }
   }
 }
 
 // The same for the keys [first, end) of whole vectors.
-template <class W, int kRows, bool kFetches, int kVectors = tile_vectors(kRows), class Stored>
-void score_keys(const Row* rows, KvSplit<W, Stored>& split, int64_t first, int64_t end) {
+template <class W, int kRows, bool kFetches, int kVectors = tile_vectors(kRows), class Split>
+void score_keys(const Row* rows, Split& split, int64_t first, int64_t end) {
   for (; first + kVectors * kLanes <= end; first += kVectors * kLanes) {
     score_vectors<W, kRows, kVectors, kFetches>(rows, split, first);
   }
@@ -130,8 +131,8 @@ inline F32 scaled_weights(F32 weights, const Split& split, int64_t place) {
 
 // Turns a row's scores into weights and their sum. If pairs are multiplied, the sum is that of the rounded weights,
 // which multiply the values, so that the weights add up to one. Weights with scales are summed without the scales.
-template <class W, class Stored>
-void weigh_scores(Row& row, const KvSplit<W, Stored>& split, const AttentionArgs& args) {
+template <class W, class Split>
+void weigh_scores(Row& row, const Split& split, const AttentionArgs& args) {
   const Range keys = padded(row.keys);
   const float scale = args.softcap != 0.0f ? 1.0f : args.scale;
   const float max = row.partial.max == -__builtin_inff() ? 0.0f : row.partial.max;
@@ -145,7 +146,7 @@ void weigh_scores(Row& row, const KvSplit<W, Stored>& split, const AttentionArgs
       const F32 second = exp2_coarse(fma(load_score(row.scores + i + kLanes), factor, shift));
       const I32 pairs = rounded_pairs(scaled_weights(first, split, i), scaled_weights(second, split, i + kLanes));
       store_words(row.scores + (i >> 1), pairs);
-      if constexpr (KvSplit<W, Stored>::kScaled) {
+      if constexpr (Split::kScaled) {
         return sum + (first + second);
       } else {
         return dot_pairs(sum, pairs, broadcast_int(0x3f803f80));  // ones
@@ -176,11 +177,11 @@ enum class Values { kFetched, kPlain, kMasked };
 // Adds weights * values of the split's words [begin, end) to the outputs of kRows rows, over kVectors vectors of
 // columns, or, if kVectors is 0, over the last columns that fill no vector. `visible` masks the halves of the values'
 // pairs. Hidden values must be masked: a weight of zero would turn an infinite value of a later token into NaN.
-template <class W, int kRows, int kVectors, Values kHow, class Stored>
-void add_columns(Row* rows, KvSplit<W, Stored>& split, int64_t column, Range words, I32 visible) {
+template <class W, int kRows, int kVectors, Values kHow, class Split>
+void add_columns(Row* rows, Split& split, int64_t column, Range words, I32 visible) {
   constexpr int kLoads = kVectors > 0 ? kVectors : 1;
   constexpr int64_t kPanelWords = kPanelTokens / kPerWord<W>;
-  const int64_t dim = split.value_dim();
+  const int64_t left = split.value_dim() - column, stride = split.value_stride();
   F32 sum[kRows][kLoads];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -191,12 +192,12 @@ void add_columns(Row* rows, KvSplit<W, Stored>& split, int64_t column, Range wor
     const int64_t panel = word / kPanelWords, end = min64(words.end, (panel + 1) * kPanelWords);
     const int32_t* values = split.values(panel);
     const FetchAhead ahead = split.after_values(panel);
-    for (int64_t at = word % kPanelWords * dim + column; word < end; ++word, at += dim) {
+    for (int64_t at = word % kPanelWords * stride + column; word < end; ++word, at += stride) {
       I32 value[kLoads];
 #pragma GCC unroll 4
       for (int v = 0; v < kLoads; ++v) {
-        if constexpr (kHow == Values::kFetched) ahead.template fetch<kRows>((at + v * kLanes) * 4);
-        value[v] = kVectors > 0 ? load_words(values + at + v * kLanes) : load_words_n(values + at, dim - column);
+        if constexpr (kHow == Values::kFetched) ahead.template fetch_at<(kRows > 2)>((at + v * kLanes) * 4);
+        value[v] = kVectors > 0 ? load_words(values + at + v * kLanes) : load_words_n(values + at, left);
         if constexpr (kHow == Values::kMasked) value[v] &= visible;
       }
 #pragma GCC unroll 8
@@ -215,8 +216,8 @@ void add_columns(Row* rows, KvSplit<W, Stored>& split, int64_t column, Range wor
 }
 
 // The same over all columns from `column` on.
-template <class W, int kRows, Values kHow, int kVectors = tile_vectors(kRows), class Stored>
-void add_words(Row* rows, KvSplit<W, Stored>& split, Range words, int64_t column = 0, I32 visible = I32{}) {
+template <class W, int kRows, Values kHow, int kVectors = tile_vectors(kRows), class Split>
+void add_words(Row* rows, Split& split, Range words, int64_t column = 0, I32 visible = I32{}) {
   const int64_t dim = split.value_dim();
   for (; column + kVectors * kLanes <= dim; column += kVectors * kLanes) {
     add_columns<W, kRows, kVectors, kHow>(rows, split, column, words, visible);
@@ -228,20 +229,9 @@ void add_words(Row* rows, KvSplit<W, Stored>& split, Range words, int64_t column
   }
 }
 
-// The same, a few panels at a time, so that values stay in L1 until all columns are added.
-template <class W, int kRows, Values kHow, class Stored>
-void add_values(Row* rows, KvSplit<W, Stored>& split, Range words) {
-  constexpr int64_t kGroupWords = kGroupKeys / kPerWord<W>;
-  while (!words.empty()) {
-    const int64_t end = min64(words.end, (words.begin / kGroupWords + 1) * kGroupWords);
-    add_words<W, kRows, kHow>(rows, split, {words.begin, end});
-    words.begin = end;
-  }
-}
-
 // Adds the values of those words that one row sees.
-template <class W, class Stored>
-void add_visible_values(Row& row, KvSplit<W, Stored>& split, Range words) {
+template <class W, class Split>
+void add_visible_values(Row& row, Split& split, Range words) {
   for (; words.begin < words.end; ++words.begin) {
     uint32_t visible = 0xffffffffu;
     if constexpr (kPerWord<W> == 2) {
@@ -253,48 +243,75 @@ void add_visible_values(Row& row, KvSplit<W, Stored>& split, Range words) {
   }
 }
 
-// Computes one split for kRows rows, each of which sees a part of it, and fills each row's partial. This is also the
-// unit that context parallelism distributes.
-template <class W, int kRows, class Stored>
-void attend_split(Row* rows, KvSplit<W, Stored>& split, const AttentionArgs& args) {
+template <int kCount>
+struct Count {
+  static constexpr int value = kCount;
+};
+
+// Calls body(part, Count<n>) for the n <= kMaxRows rows of each part.
+template <int kRows = kMaxRows, class Body>
+void for_part(Row* part, int num_rows, const Body& body) {
+  if (num_rows == kRows) return body(part, Count<kRows>{});
+  if constexpr (kRows > 1) for_part<kRows - 1>(part, num_rows, body);
+}
+template <class Body>
+void for_parts(Row* rows, int num_rows, const Body& body) {
+  const int num_parts = num_rows <= kMaxRows ? 1 : (num_rows + kBestRows - 1) / kBestRows;
+  for (int part = 0; part < num_parts; ++part) {  // evenly: 9 rows are 4 + 5, not 6 + 3
+    const int first = num_rows * part / num_parts;
+    for_part(rows + first, num_rows * (part + 1) / num_parts - first, body);
+  }
+}
+
+// Computes one split for up to kMostBlockRows rows, each of which sees a part of it, and fills each row's partial. This
+// is also the unit that context parallelism distributes.
+template <class W, class Split>
+void attend_split(Row* rows, int num_rows, Split& split, const AttentionArgs& args) {
+  constexpr int64_t kGroupKeys = Split::kGroupPanels * kPanelTokens, kGroupWords = kGroupKeys / kPerWord<W>;
   Range any = rows[0].keys, all = rows[0].keys;
-  for (int r = 1; r < kRows; ++r) {
+  for (int r = 1; r < num_rows; ++r) {
     any = {min64(any.begin, rows[r].keys.begin), max64(any.end, rows[r].keys.end)};
     all = {max64(all.begin, rows[r].keys.begin), min64(all.end, rows[r].keys.end)};
   }
-  const int64_t first_key = any.begin / kLanes * kLanes, end_key = ceil_div(any.end, kLanes) * kLanes;
-  const bool fetches = split.pass_once() && KvSplit<W, Stored>::kHoldsWords;  // else fetched when it becomes words
-  if (fetches) {
-    score_keys<W, kRows, true>(rows, split, first_key, end_key);
-  } else {
-    score_keys<W, kRows, false>(rows, split, first_key, end_key);
+  const int64_t end_key = ceil_div(any.end, kLanes) * kLanes;
+  const int64_t step = num_rows <= kMaxRows ? kSplitKeys : kGroupKeys;
+  for (int64_t key = any.begin / kLanes * kLanes, stop; key < end_key; key = stop) {
+    stop = min64(end_key, (key / step + 1) * step);
+    for_parts(rows, num_rows, [&](Row* part, auto count) {
+      constexpr int kRows = decltype(count)::value;
+      if (Split::kHoldsKeys && split.pass_once() && part == rows) {  // other keys are fetched when they become words
+        score_keys<W, kRows, true>(part, split, key, stop);
+      } else {
+        score_keys<W, kRows, false>(part, split, key, stop);
+      }
+    });
   }
-  for (int r = 0; r < kRows; ++r) find_maximum<W>(rows[r], args);
-  for (int r = 0; r < kRows; ++r) {
-    weigh_scores(rows[r], split, args);
+  for (int r = 0; r < num_rows; ++r) find_maximum<W>(rows[r], args);
+  for (int r = 0; r < num_rows; ++r) {
+    weigh_scores<W>(rows[r], split, args);
     for (int64_t d = 0; d < split.value_dim(); d += kLanes) store(rows[r].partial.output + d, F32{});
   }
   const auto words_seen = [](const Row& row) {
     return Range{row.keys.begin / kPerWord<W>, words_of<W>(row.keys.end)};
   };
-  const Range whole = {words_of<W>(all.begin), all.end / kPerWord<W>};  // words that every row sees in full
+  Range whole = {words_of<W>(all.begin), all.end / kPerWord<W>};  // words that every row sees in full
   if (whole.empty()) {
-    for (int r = 0; r < kRows; ++r) add_visible_values(rows[r], split, words_seen(rows[r]));
+    for (int r = 0; r < num_rows; ++r) add_visible_values<W>(rows[r], split, words_seen(rows[r]));
     return;
   }
-  for (int r = 0; r < kRows; ++r) add_visible_values(rows[r], split, {words_seen(rows[r]).begin, whole.begin});
-  if (fetches) {
-    add_values<W, kRows, Values::kFetched>(rows, split, whole);
-  } else {
-    add_values<W, kRows, Values::kPlain>(rows, split, whole);
+  for (int r = 0; r < num_rows; ++r) add_visible_values<W>(rows[r], split, {words_seen(rows[r]).begin, whole.begin});
+  for (const int64_t end = whole.end; whole.begin < end; whole.begin = whole.end) {
+    whole.end = min64(end, (whole.begin / kGroupWords + 1) * kGroupWords);
+    for_parts(rows, num_rows, [&](Row* part, auto count) {
+      constexpr int kRows = decltype(count)::value;
+      if (Split::kHoldsValues && split.pass_once() && part == rows) {
+        add_words<W, kRows, Values::kFetched>(part, split, whole);
+      } else {
+        add_words<W, kRows, Values::kPlain>(part, split, whole);
+      }
+    });
   }
-  for (int r = 0; r < kRows; ++r) add_visible_values(rows[r], split, {whole.end, words_seen(rows[r]).end});
-}
-
-template <class W, int kRows = kMaxRows, class Stored>
-void attend_rows(int num_rows, Row* rows, KvSplit<W, Stored>& split, const AttentionArgs& args) {
-  if (num_rows == kRows) return attend_split<W, kRows>(rows, split, args);
-  if constexpr (kRows > 1) attend_rows<W, kRows - 1>(num_rows, rows, split, args);
+  for (int r = 0; r < num_rows; ++r) add_visible_values<W>(rows[r], split, {whole.end, words_seen(rows[r]).end});
 }
 
 // Merges a row's partial of the next split into those before; `shrink` is exp(-|difference of the maxima|).
@@ -308,9 +325,9 @@ inline void merge(Partial& merged, const Partial& next, F32 shrink, int64_t dim)
   }
 }
 
-// The same for up to kMaxRows rows that meet one split together. A row marked `first` has nothing merged yet.
+// The same for up to kMostBlockRows rows that meet one split together. A row marked `first` has nothing merged yet.
 inline void merge_rows(Partial* merged, const Row* rows, int num_rows, const bool* first, int64_t dim) {
-  float differences[ceil_div(kMaxRows, kLanes) * kLanes] = {};
+  float differences[kMostBlockRows] = {};
   for (int r = 0; r < num_rows; ++r) {
     const float next = rows[r].partial.max;
     if (!first[r]) differences[r] = next > merged[r].max ? merged[r].max - next : next - merged[r].max;

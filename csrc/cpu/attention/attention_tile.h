@@ -8,9 +8,14 @@ namespace shardline::SHARDLINE_ISA {
 
 // Row r of a sequence's rows for one KV head is token r / group, head r % group. The model computes in T, and the
 // caches hold elements of type Stored.
-template <class T, class Stored>
+template <class T, class Stored, bool kLatents>
 class RowTile {
  public:
+  // Rows that meet a split together. Latents are so wide that more rows should share them.
+  static constexpr int kBlockRows = kLatents ? kMostBlockRows : kMaxRows;
+  // The most rows of a tile, which pass over a split together: they find it in L2, where their outputs stay, too.
+  static constexpr int64_t kMostRows = kLatents ? kMostBlockRows : 480;
+
   RowTile(const AttentionArgs& args, const TileIndex& index)
       : args_(args),
         index_(index),
@@ -19,25 +24,23 @@ class RowTile {
 
   static int64_t output_width(const AttentionArgs& args) { return whole_vectors(args.value_dim); }
 
-  // Four-byte words of scratch memory, for tiles of up to num_rows rows.
-  static size_t scratch_words(const AttentionArgs& args, int64_t num_rows) {
-    const int64_t row_words = kSplitKeys + output_width(args);
-    return static_cast<size_t>(num_rows * query_width(args) + kMaxRows * row_words) +
-           KvSplit<W, Stored>::scratch_words(args);
-  }
-
-  // Takes scratch_words() of memory, 64-byte aligned, and returns what follows them.
-  int32_t* prepare(int32_t* memory) {
+  // Takes the thread's scratch memory, with room for `extra` words, which it returns.
+  int32_t* prepare(int64_t extra = 0) {
+    const int64_t num_rows = index_.num_rows, row_words = kSplitKeys + output_width(args_);
+    const size_t split_words = Split::scratch_words(args_);
+    // One more row than there are: queries over latents are joined there.
+    const int64_t num_words = (num_rows + 1) * query_width(args_) + kBlockRows * row_words + extra;
+    auto* memory = static_cast<int32_t*>(
+        thread_scratch((static_cast<size_t>(num_words) + split_words) * sizeof(int32_t)));
     queries_ = memory;
-    memory += index_.num_rows * query_width(args_);
-    for (int r = 0; r < kMaxRows; ++r) {
+    memory += (num_rows + 1) * query_width(args_);
+    for (int r = 0; r < kBlockRows; ++r, memory += row_words) {
       rows_[r].scores = memory;
       rows_[r].partial.output = reinterpret_cast<float*>(memory + kSplitKeys);
-      memory += kSplitKeys + output_width(args_);
     }
     split_.prepare(memory, args_);
     load_queries();
-    return memory + KvSplit<W, Stored>::scratch_words(args_);
+    return memory + split_words;
   }
 
   int64_t first_split() const { return visible(0).begin / kSplitKeys; }
@@ -48,10 +51,10 @@ class RowTile {
   NextPanels first_panels(int64_t split) const {
     const int64_t begin = max64(split * kSplitKeys, visible(0).begin);
     const int64_t end = min64((split + 1) * kSplitKeys, visible(index_.num_rows - 1).end);
-    return KvSplit<W, Stored>::first_panels(args_, index_.sequence, index_.kv_head, begin, end);
+    return Split::first_panels(args_, index_.sequence, index_.kv_head, begin, end);
   }
 
-  // Calls take(first_row, num_rows, rows) for the rows that see a part of the split, at most kMaxRows of them at a
+  // Calls take(first_row, num_rows, rows) for the rows that see a part of the split, at most kBlockRows of them at a
   // time. Meanwhile it fetches the panels that are read next.
   template <class Take>
   void attend(int64_t split, const NextPanels& next, const Take& take) {
@@ -59,19 +62,19 @@ class RowTile {
     int64_t begin = 0, end = index_.num_rows;
     while (begin < end && seen(begin, split_begin).empty()) ++begin;
     while (begin < end && seen(end - 1, split_begin).empty()) --end;
-    const int64_t num_parts = end - begin <= kMaxRows ? 1 : ceil_div(end - begin, kBestRows);
+    const int64_t num_blocks = end - begin <= kBlockRows ? 1 : ceil_div(end - begin, kBestRows);
     const Range keys = {max64(0, visible(0).begin - split_begin),
                         min64(kSplitKeys, visible(index_.num_rows - 1).end - split_begin)};
-    split_.find(args_, index_.sequence, index_.kv_head, split, keys, num_parts == 1);
+    split_.find(args_, index_.sequence, index_.kv_head, split, keys, num_blocks == 1);
     split_.set_next(next);
-    for (int64_t part = 0; part < num_parts; ++part) {  // evenly: 8 rows are 4 + 4, not 6 + 2
-      const int64_t first = begin + (end - begin) * part / num_parts;
-      const int num_rows = static_cast<int>(begin + (end - begin) * (part + 1) / num_parts - first);
+    for (int64_t block = 0; block < num_blocks; ++block) {  // evenly, as in for_parts
+      const int64_t first = begin + (end - begin) * block / num_blocks;
+      const int num_rows = static_cast<int>(begin + (end - begin) * (block + 1) / num_blocks - first);
       for (int r = 0; r < num_rows; ++r) {
         rows_[r].query = queries_ + (first + r) * query_width(args_);
         rows_[r].keys = seen(first + r, split_begin);
       }
-      attend_rows<W>(num_rows, rows_, split_, args_);
+      attend_split<W>(rows_, num_rows, split_, args_);
       take(first, num_rows, rows_);
     }
   }
@@ -89,6 +92,7 @@ class RowTile {
 
  private:
   using W = typename WordElement<T>::Type;
+  using Split = KvSplit<W, Stored, kLatents>;
 
   static int64_t query_width(const AttentionArgs& args) { return whole_vectors(words_of<W>(args.key_dim)); }
 
@@ -104,20 +108,30 @@ class RowTile {
     return {max64(0, range.begin - split_begin), min64(kSplitKeys, range.end - split_begin)};
   }
 
+  // A row of the query. A token's row lies behind those of the token before: the hardware may not guess where.
+  const T* query(int64_t r) const {
+    const int64_t token_row = first_token_ + token(r);
+    const T* query = static_cast<const T*>(args_.query) + token_row * args_.query_stride;
+    if constexpr (!kLatents) {
+      // The last token asks for a row that nobody uses.
+      prefetch(query + args_.query_stride + head(r) * args_.key_dim, args_.key_dim);
+      return query + head(r) * args_.key_dim;
+    }
+    const int64_t latent_dim = args_.value_dim;
+    const T* rope = static_cast<const T*>(args_.query_rope) + token_row * args_.query_rope_stride;
+    T* joined = reinterpret_cast<T*>(queries_ + index_.num_rows * query_width(args_));
+    __builtin_memcpy(joined, query + head(r) * latent_dim, static_cast<size_t>(latent_dim) * sizeof(T));
+    __builtin_memcpy(joined + latent_dim, rope + head(r) * args_.query_rope_head_stride,
+                     static_cast<size_t>(args_.key_dim - latent_dim) * sizeof(T));
+    return joined;
+  }
+
   void load_queries() {
-    const T* token_row = static_cast<const T*>(args_.query) + (first_token_ + token(0)) * args_.query_stride;
-    int64_t in_group = index_.first_row % group_;
-    int32_t* to = queries_;
-    for (int64_t r = 0; r < index_.num_rows; ++r, to += query_width(args_)) {
-      const T* from = token_row + (index_.kv_head * group_ + in_group) * args_.key_dim;
-      // The hardware may not guess where the next token's row is. The last token asks for a row that nobody uses.
-      prefetch(from + args_.query_stride, args_.key_dim);
+    for (int64_t r = 0; r < index_.num_rows; ++r) {
+      const T* from = query(r);
+      int32_t* to = queries_ + r * query_width(args_);
       for (int64_t d = 0; d < args_.key_dim; d += kLanes * kPerWord<W>) {
         store_words(to + d / kPerWord<W>, load_elements<W>(from + d, args_.key_dim - d));
-      }
-      if (++in_group == group_) {
-        in_group = 0;
-        token_row += args_.query_stride;
       }
     }
   }
@@ -126,8 +140,8 @@ class RowTile {
   const TileIndex index_;
   const int64_t group_, first_token_;
   int32_t* queries_ = nullptr;
-  Row rows_[kMaxRows];
-  KvSplit<W, Stored> split_;
+  Row rows_[kBlockRows];
+  Split split_;
 };
 
 // Partials that outlive the tile that computed them.

@@ -78,7 +78,7 @@ void write_token(const WriteKvArgs& args, int64_t token) {
 
 template <class T>
 void write_latent_of(const WriteLatentArgs& args, int64_t token) {
-  constexpr int kWord = kPerWord<T>;
+  constexpr int kWord = kPerWord<typename WordElement<T>::Type>;
   const int64_t dim = args.latent_dim + args.rope_dim, place = args.slots[token] % kPanelTokens;
   if (args.slots[token] < 0) return;
   T* panel = static_cast<T*>(args.cache) + (args.slots[token] - place) * dim;

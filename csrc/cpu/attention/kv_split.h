@@ -3,11 +3,10 @@
 
 #include "attention/attention_args.h"
 #include "attention/attention_operands.h"
+#include "simd/transpose.h"
+#include "simd/vec_bytes.h"
 
 namespace shardline::SHARDLINE_ISA {
-
-constexpr int64_t kGroupPanels = 4;  // panels whose values pass together: they stay in L1 while columns are added
-constexpr int64_t kGroupKeys = kGroupPanels * kPanelTokens;
 
 // How far ahead of the products panels are fetched, into L2 and into L1.
 constexpr int64_t kAheadPanels = 16, kAheadPanelsL1 = 4;
@@ -21,94 +20,154 @@ struct NextPanels {
 struct FetchAhead {
   const char *to_l2, *to_l1;
 
-  // With many rows, products fill the processor's window, and a line that is in L2 would be asked for too late.
-  template <int kRows = 1>
-  void fetch(int64_t offset) const {
+  template <bool kAlsoL1 = false>
+  void fetch_at(int64_t offset) const {
     __builtin_prefetch(to_l2 + offset, 0, kToL2);
-    if constexpr (kRows > 2) __builtin_prefetch(to_l1 + offset);
+    if constexpr (kAlsoL1) __builtin_prefetch(to_l1 + offset);
+  }
+  // Fetches the next lines.
+  template <bool kAlsoL1, int kLines>
+  void fetch() {
+#pragma GCC unroll 4
+    for (int line = 0; line < kLines; ++line) fetch_at<kAlsoL1>(line * 64);
+    to_l2 += kLines * 64;
+    if constexpr (kAlsoL1) to_l1 += kLines * 64;
   }
 };
 
-// Finds the panels of a split in the paged cache. Where the cache holds other elements than words, a panel becomes
-// words when a row first needs it: a single pass then still finds it in L1.
-template <class W, class Stored>
+// Walks over the panels of a sequence's KV head, from a position on.
+class PanelWalk {
+ public:
+  PanelWalk(const AttentionArgs& args, int64_t sequence, int64_t kv_head, int64_t position)
+      : args_(args),
+        block_(args.block_tables + sequence * args.block_table_stride + position / args.block_size),
+        kv_head_(kv_head),
+        offset_(position % args.block_size) {}
+
+  // The place of the panel's first token among the tokens of all blocks and KV heads.
+  int64_t slot() const { return (*block_ * args_.num_kv_heads + kv_head_) * args_.block_size + offset_; }
+  void advance() {
+    offset_ += kPanelTokens;
+    if (offset_ < args_.block_size) return;
+    offset_ = 0;
+    ++block_;
+  }
+
+ private:
+  const AttentionArgs& args_;
+  const int32_t* block_;
+  const int64_t kv_head_;
+  int64_t offset_;
+};
+
+// Finds the panels of a split in the paged cache. Where the cache holds other elements than words, or latents, whose
+// order is that of keys, a panel becomes words when a row first needs it: a single pass then still finds it in L1.
+template <class W, class Stored, bool kLatents>
 class KvSplit {
  public:
   static constexpr bool kScaled = sizeof(Stored) == 1;
-  static constexpr bool kHoldsWords = sizeof(Stored) == sizeof(W);
+  static constexpr bool kHoldsKeys = sizeof(Stored) == sizeof(W);  // as words
+  static constexpr bool kHoldsValues = kHoldsKeys && !kLatents;
+  // Latents are wide: few panels ahead are many lines, and L1 holds no panels that wait.
+  static constexpr bool kFetchesToL1 = !kLatents;
+  // Panels that pass together: they stay in L1, or latents in L2, while all rows and columns use them.
+  static constexpr int64_t kGroupPanels = kLatents ? 8 : 4;
 
   // Four-byte words of memory for the panels that become words.
   static size_t scratch_words(const AttentionArgs& args) {
-    if (kHoldsWords) return 0;
-    return static_cast<size_t>(kSplitKeys / kPerWord<W> * (args.key_dim + args.value_dim));
+    const int64_t width = (kHoldsKeys ? 0 : args.key_dim) + (kHoldsValues ? 0 : value_stride(args));
+    return static_cast<size_t>(kPlaces * kPanelWords * width);
   }
 
   void prepare(int32_t* memory, const AttentionArgs& args) {
     key_dim_ = args.key_dim;
     value_dim_ = args.value_dim;
+    value_stride_ = value_stride(args);
     key_words_ = memory;
-    value_words_ = memory + kSplitKeys / kPerWord<W> * key_dim_;
+    value_words_ = memory + (kHoldsKeys ? 0 : kPlaces * kPanelWords * key_dim_);
   }
 
   // Starts with another split, of which the keys `seen` are read, counted from the split's first. Only blocks that hold
   // one of them are looked up: blocks before the window may be free already. If rows pass once, each panel becomes
   // words in the place of one before, and panels are fetched ahead.
   void find(const AttentionArgs& args, int64_t sequence, int64_t kv_head, int64_t split, Range seen, bool pass_once) {
-    const int32_t* block_table = args.block_tables + sequence * args.block_table_stride;
     first_ = seen.begin / kPanelTokens;
     end_ = ceil_div(seen.end, kPanelTokens);
     pass_once_ = pass_once;
-    const int64_t first_position = split * kSplitKeys;
-    for (int64_t panel = first_; panel < end_;) {
-      const int64_t position = first_position + panel * kPanelTokens;
-      const int64_t block = position / args.block_size, offset = position - block * args.block_size;
-      int64_t slot = (block_table[block] * args.num_kv_heads + kv_head) * args.block_size + offset;
-      const int64_t stop = min64(end_, panel + (args.block_size - offset) / kPanelTokens);
-      for (; panel < stop; ++panel, slot += kPanelTokens) {
-        keys_[panel] = static_cast<const Stored*>(args.key_cache) + slot * key_dim_;
-        values_[panel] = static_cast<const Stored*>(args.value_cache) + slot * value_dim_;
-        if constexpr (kScaled) {
-          key_scales_[panel] = args.key_scales + slot;
-          value_scales_[panel] = args.value_scales + slot;
-          __builtin_prefetch(key_scales_[panel]);
-          __builtin_prefetch(value_scales_[panel]);
-        }
+    PanelWalk walk(args, sequence, kv_head, split * kSplitKeys + first_ * kPanelTokens);
+    for (int64_t panel = first_; panel < end_; ++panel, walk.advance()) {
+      const int64_t slot = walk.slot();
+      keys_[panel] = static_cast<const Stored*>(args.key_cache) + slot * key_dim_;
+      if constexpr (!kLatents) values_[panel] = static_cast<const Stored*>(args.value_cache) + slot * value_dim_;
+      if constexpr (kScaled) {
+        key_scales_[panel] = args.key_scales + slot;
+        value_scales_[panel] = args.value_scales + slot;
+        fetch_scales(args, slot);
       }
     }
     if constexpr (kScaled) {  // weights are computed for pairs of vectors, so for a panel beside the last, too
       value_scales_[first_ / 2 * 2] = value_scales_[first_];
       value_scales_[(end_ - 1) | 1] = value_scales_[end_ - 1];
     }
-    if constexpr (!kHoldsWords) {
-      for (int64_t place = 0; place < kSplitPanels; ++place) held_keys_[place] = held_values_[place] = -1;
+    if constexpr (!kHoldsValues) {
+      for (int64_t place = 0; place < kPlaces; ++place) held_keys_[place] = held_values_[place] = -1;
     }
   }
 
   // The keys from the split's key `first` on, a multiple of kLanes: words at a distance of kPanelTokens.
   const int32_t* keys(int64_t first) {
-    const int64_t panel = first / kPanelTokens;
-    return words(keys_, held_keys_, key_words_, key_dim_, panel) + first % kPanelTokens;
+    const int64_t panel = first / kPanelTokens, token = first % kPanelTokens;
+    if constexpr (kHoldsKeys) {
+      return reinterpret_cast<const int32_t*>(keys_[panel]) + token;
+    } else {
+      return held(panel, held_keys_, key_words_, key_dim_, [&](int32_t* to) {
+               widen(keys_[panel], key_dim_, after_keys(panel), to);
+             }) + token;
+    }
   }
-  // The values of a panel, [kPanelTokens / kPerWord][value_dim].
-  const int32_t* values(int64_t panel) { return words(values_, held_values_, value_words_, value_dim_, panel); }
+  // The values of a panel, [kPanelTokens / kPerWord][value_stride].
+  const int32_t* values(int64_t panel) {
+    if constexpr (kHoldsValues) {
+      return reinterpret_cast<const int32_t*>(values_[panel]);
+    } else {
+      return held(panel, held_values_, value_words_, value_stride_, [&](int32_t* to) {
+        if constexpr (kLatents) {
+          transpose_latents(keys_[panel], after_values(panel), to);
+        } else {
+          widen(values_[panel], value_dim_, after_values(panel), to);
+        }
+      });
+    }
+  }
 
   // What to fetch while a panel's keys or values are multiplied. The values follow the keys, and the next split follows
-  // the values.
-  FetchAhead after_keys(int64_t panel) const { return ahead_of(panel - first_); }
-  FetchAhead after_values(int64_t panel) const { return ahead_of(panel - first_ + end_ - first_); }
+  // the values. The values of latents are their keys: meanwhile the next split is fetched.
+  FetchAhead after_keys(int64_t panel) const {
+    if constexpr (kLatents) {
+      return {reinterpret_cast<const char*>(keys_[min64(panel + kAheadPanels / 2, end_ - 1)]), nullptr};
+    }
+    return ahead_of(panel - first_);
+  }
+  FetchAhead after_values(int64_t panel) const {
+    if constexpr (kLatents) {
+      return {static_cast<const char*>(next_.panels[min64(panel - first_, kAheadPanels - 1)]), nullptr};
+    }
+    return ahead_of(panel - first_ + end_ - first_);
+  }
   void set_next(const NextPanels& next) { next_ = next; }
 
   // The first panels of keys that a tile sees in a split; the last one is repeated.
   static NextPanels first_panels(const AttentionArgs& args, int64_t sequence, int64_t kv_head, int64_t first_position,
                                  int64_t end_position) {
-    const int32_t* block_table = args.block_tables + sequence * args.block_table_stride;
     NextPanels next;
     int64_t position = first_position / kPanelTokens * kPanelTokens;
+    PanelWalk walk(args, sequence, kv_head, position);
     for (int64_t i = 0; i < kAheadPanels; ++i) {
-      const int64_t block = position / args.block_size, offset = position - block * args.block_size;
-      const int64_t slot = (block_table[block] * args.num_kv_heads + kv_head) * args.block_size + offset;
+      const int64_t slot = walk.slot();
       next.panels[i] = static_cast<const Stored*>(args.key_cache) + slot * args.key_dim;
-      if (position + kPanelTokens < end_position) position += kPanelTokens;
+      if constexpr (kScaled) fetch_scales(args, slot);
+      position += kPanelTokens;
+      if (position < end_position) walk.advance();
     }
     return next;
   }
@@ -119,30 +178,85 @@ class KvSplit {
 
   int64_t key_words() const { return words_of<W>(key_dim_); }
   int64_t value_dim() const { return value_dim_; }
+  int64_t value_stride() const { return value_stride_; }
   bool pass_once() const { return pass_once_; }
 
  private:
-  const int32_t* words(const Stored* const* panels, int64_t* held, int32_t* memory, int64_t dim, int64_t panel) {
-    if constexpr (kHoldsWords) {
-      return reinterpret_cast<const int32_t*>(panels[panel]);
-    } else {
-      const int64_t num_elements = kPanelTokens * dim;
-      const int64_t place = pass_once_ ? panel % kGroupPanels : panel;
-      int32_t* to = memory + place * (num_elements / kPerWord<W>);
-      if (held[place] == panel) return to;
-      held[place] = panel;
-      const FetchAhead ahead = panels == keys_ ? after_keys(panel) : after_values(panel);
-      const Stored* from = panels[panel];
-      for (int64_t i = 0; i < num_elements; i += kPerWord<W> * kLanes) {
-        ahead.fetch(i * static_cast<int64_t>(sizeof(Stored)));
-        if constexpr (kPerWord<W> == 2) {
-          store_words(to + i / 2, rounded_pairs(load(from + i), load(from + i + kLanes)));  // bytes are bf16 exactly
-        } else {
-          store_words(to + i, (I32)load(from + i));
+  static constexpr int64_t kPanelWords = kPanelTokens / kPerWord<W>;  // of one column
+  static constexpr int64_t kPlaces = kLatents ? kGroupPanels : kSplitPanels;  // rows always pass once over latents
+
+  static void fetch_scales(const AttentionArgs& args, int64_t slot) {
+    __builtin_prefetch(args.key_scales + slot);
+    __builtin_prefetch(args.value_scales + slot);
+  }
+
+  // Latents become values in blocks of whole vectors.
+  static int64_t value_stride(const AttentionArgs& args) {
+    return kLatents ? whole_vectors(words_of<W>(args.value_dim)) * kPerWord<W> : args.value_dim;
+  }
+
+  // The words of a panel of `dim` columns, which convert(to) writes if they are not there.
+  template <class Convert>
+  const int32_t* held(int64_t panel, int64_t* held, int32_t* memory, int64_t dim, const Convert& convert) {
+    const int64_t place = pass_once_ ? panel % kGroupPanels : panel;
+    int32_t* to = memory + place * kPanelWords * dim;
+    if (held[place] != panel) convert(to);
+    held[place] = panel;
+    return to;
+  }
+
+  // Elements of a panel as those of words.
+  static void widen(const Stored* from, int64_t dim, const FetchAhead& ahead, int32_t* to) {
+    int64_t i = 0;
+#if defined(__AVX512VBMI__)
+    if constexpr (kPerWord<W> == 2 && kScaled) {
+      for (; i + 64 <= kPanelTokens * dim; i += 64) {
+        ahead.fetch_at(i);
+        store_as_bf16(to + i / 2, from + i);
+      }
+    }
+#endif
+    for (; i < kPanelTokens * dim; i += kPerWord<W> * kLanes) {
+      ahead.fetch_at(i * static_cast<int64_t>(sizeof(Stored)));
+      if constexpr (kPerWord<W> == 2) {
+        store_words(to + i / 2, rounded_pairs(load(from + i), load(from + i + kLanes)));  // bytes are bf16 exactly
+      } else {
+        store_words(to + i, (I32)load(from + i));
+      }
+    }
+  }
+
+  // A panel of latents, [words of a key][tokens], as values, [words of tokens][value_stride].
+  void transpose_latents(const Stored* from, const FetchAhead& ahead, int32_t* to) const {
+    constexpr int64_t kWord = kPerWord<W>, kStep = kWord * kLanes;
+    for (int64_t token = 0; token < kPanelTokens; token += kLanes) {
+      for (int64_t dim = 0; dim < value_dim_; dim += kStep) {
+        I32 block[kLanes];
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < kLanes; ++i) {
+          // Pairs of dims stay together, so neighbours are vectors whose columns are kLanes apart.
+          const int64_t place = (dim + (i / kWord + i % kWord * (kLanes / kWord)) * kWord) * kPanelTokens;
+          block[i] = place < key_dim_ * kPanelTokens ? words_of_tokens(from + place + token * kWord) : I32{};
+          ahead.fetch_at(place * static_cast<int64_t>(sizeof(Stored)));
+        }
+        transpose<kWord>(block);
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < kLanes; ++i) {
+          store_words(to + (token + i) / kWord * value_stride_ + dim + i % kWord * kLanes, block[i]);
         }
       }
-      return to;
     }
+  }
+
+  // Words of kLanes tokens. Of pairs, two elements of two neighbouring tokens become two tokens of two elements.
+  static I32 words_of_tokens(const Stored* from) {
+    if constexpr (kPerWord<W> == 1) return (I32)load(from);
+#if defined(__AVX512BF16__)
+    const __m128i places = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    return (I32)_mm512_shuffle_epi8((__m512i)load_words(from), _mm512_broadcast_i32x4(places));
+#else
+    return I32{};
+#endif
   }
 
   FetchAhead ahead_of(int64_t i) const { return {panel_at(i + kAheadPanels), panel_at(i + kAheadPanelsL1)}; }
@@ -155,7 +269,7 @@ class KvSplit {
     return static_cast<const char*>(next_.panels[min64(i - 2 * count, kAheadPanels - 1)]);
   }
 
-  int64_t key_dim_, value_dim_;
+  int64_t key_dim_, value_dim_, value_stride_;
   NextPanels next_;
   int32_t *key_words_, *value_words_;
   int64_t first_, end_;  // panels

@@ -3,6 +3,7 @@
 // thread that is.
 #pragma once
 
+#include "attention/attention_args.h"
 #include "runtime/thread_pool.h"
 #include "simd/vec.h"
 
@@ -16,10 +17,9 @@ struct TileIndex {
 
 // The tiles of a call, in the order of sequences, then rows. Here and below arrays are plain: a file compiled for an
 // ISA uses no containers of the standard library, see vec.h.
-template <class Args>
 class RowTiles {
  public:
-  RowTiles(const Args& args, int64_t rows_per_token, int64_t tile_rows)
+  RowTiles(const AttentionArgs& args, int64_t rows_per_token, int64_t tile_rows)
       : count_(count(args, rows_per_token, tile_rows)), tiles_(new TileIndex[static_cast<size_t>(count_)]) {
     int64_t place = 0;
     for (int64_t s = 0; s < args.num_sequences; ++s) {
@@ -34,7 +34,7 @@ class RowTiles {
   ~RowTiles() { delete[] tiles_; }
   RowTiles(const RowTiles&) = delete;
 
-  static int64_t count(const Args& args, int64_t rows_per_token, int64_t tile_rows) {
+  static int64_t count(const AttentionArgs& args, int64_t rows_per_token, int64_t tile_rows) {
     int64_t sum = 0;
     for (int64_t s = 0; s < args.num_sequences; ++s) {
       sum += ceil_div((args.query_starts[s + 1] - args.query_starts[s]) * rows_per_token, tile_rows);

@@ -40,16 +40,16 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
   if (!(scale > 0)) raise_value_error("scale must be positive");
   if (window && *window < 1) raise_value_error("window must be at least 1, or None");
   AttentionArgs args = {query.dtype(), query.data(), query.row_stride(), key_cache.data(), value_cache.data(),
-                              block_tables.as<int32_t>(), block_tables.row_stride(), query_starts.as<int32_t>(),
-                              context_lens.as<int32_t>(), out.data(), context_lens.size(0), query.size(1),
-                              key_cache.size(1), query.size(2), value_cache.size(3), key_cache.size(2),
-                              window.value_or(0), scale, softcap.value_or(0.0f), nullptr, nullptr};
+                        block_tables.as<int32_t>(), block_tables.row_stride(), query_starts.as<int32_t>(),
+                        context_lens.as<int32_t>(), out.data(), context_lens.size(0), query.size(1),
+                        key_cache.size(1), query.size(2), value_cache.size(3), key_cache.size(2),
+                        window.value_or(0), scale, softcap.value_or(0.0f), nullptr, nullptr, nullptr, 0, 0};
   if (scaled) {
     args.key_scales = cache_scales(key_scales_object, "key_scales", key_cache);
     args.value_scales = cache_scales(value_scales_object, "value_scales", value_cache);
   }
   perform([args, num_tokens = query.size(0), max_blocks = block_tables.size(1), num_blocks = key_cache.size(0)] {
-    check_sequences(args, args.window, num_tokens, max_blocks, num_blocks);
+    check_sequences(args, num_tokens, max_blocks, num_blocks);
     kernels().paged_attention(args);
   });
 }

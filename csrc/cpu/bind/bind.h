@@ -20,7 +20,6 @@ inline int64_t gated_weight_columns(int64_t num_columns) {
 
 // Whether words of the KV cache, or of latents, are pairs of elements.
 bool has_pairs(DType dtype);
-bool has_latent_pairs(DType dtype);
 // Checks that blocks of the cache, with `dim` elements per token and head, have the order of kv_pages.h.
 void check_page_size(int64_t block_size, int64_t dim, bool pairs);
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "attention/attention_args.h"
 #include "bind/tensor.h"
 
 namespace shardline {
@@ -14,9 +15,7 @@ inline void check_slots(const int64_t* slots, int64_t num_tokens, int64_t num_sl
   }
 }
 
-// Args is AttentionArgs or MlaAttentionArgs. A `window` of 0 stands for none.
-template <class Args>
-void check_sequences(const Args& args, int64_t window, int64_t num_tokens, int64_t max_blocks, int64_t num_blocks) {
+inline void check_sequences(const AttentionArgs& args, int64_t num_tokens, int64_t max_blocks, int64_t num_blocks) {
   if (args.query_starts[0] != 0 || args.query_starts[args.num_sequences] != num_tokens) {
     raise_value_error("query_starts must run from 0 to the number of tokens");
   }
@@ -28,7 +27,7 @@ void check_sequences(const Args& args, int64_t window, int64_t num_tokens, int64
                         " does not fit " + std::to_string(query_len) + " query tokens and the block table");
     }
     if (query_len == 0) continue;
-    const int64_t first = window > 0 ? context_len - query_len - window + 1 : 0;
+    const int64_t first = args.window > 0 ? context_len - query_len - args.window + 1 : 0;
     for (int64_t b = first > 0 ? first / args.block_size : 0; b * args.block_size < context_len; ++b) {
       const int32_t block = args.block_tables[s * args.block_table_stride + b];
       if (block < 0 || block >= num_blocks) raise_value_error("a block table names a block outside the KV cache");

@@ -113,7 +113,6 @@ void rope_and_write_kv(nb::handle query_object, nb::handle key_object, nb::handl
 }  // namespace
 
 bool has_pairs(DType dtype) { return dtype == DType::kBFloat16 && kernels().multiplies_pairs(); }
-bool has_latent_pairs(DType dtype) { return dtype == DType::kBFloat16; }
 
 void check_page_size(int64_t block_size, int64_t dim, bool pairs) {
   if (block_size % 16 != 0) {

@@ -34,7 +34,7 @@ void write_latent(nb::handle latent_object, nb::handle rope_key_object, nb::hand
   rope_key.same_dtype(latent).has_shape({latent.size(0), -1}).has_rows();
   cache.same_dtype(latent).has_shape({-1, -1, latent.size(1) + rope_key.size(1)}).is_contiguous();
   slots.is(DType::kInt64).has_shape({latent.size(0)}).is_contiguous();
-  check_page_size(cache.size(1), cache.size(2), has_latent_pairs(latent.dtype()));
+  check_page_size(cache.size(1), cache.size(2), has_pairs(latent.dtype()));
   const WriteLatentArgs args = {latent.dtype(), latent.data(), rope_key.data(), latent.row_stride(),
                                 rope_key.row_stride(), cache.data(), slots.as<int64_t>(), latent.size(0),
                                 latent.size(1), rope_key.size(1)};
@@ -55,18 +55,34 @@ void mla_attention(nb::handle query_latent_object, nb::handle query_rope_object,
   rope.same_dtype(latent).has_shape({latent.size(0), latent.size(1), -1}).has_heads();
   cache.same_dtype(latent).has_shape({-1, -1, latent.size(2) + rope.size(2)}).is_contiguous();
   out.same_dtype(latent).has_shape({latent.size(0), latent.size(1), latent.size(2)}).is_contiguous();
-  check_page_size(cache.size(1), cache.size(2), has_latent_pairs(latent.dtype()));
+  check_page_size(cache.size(1), cache.size(2), has_pairs(latent.dtype()));
+  if (!(scale > 0)) raise_value_error("scale must be positive");
   context_lens.is(DType::kInt32).has_shape({-1}).is_contiguous();
   block_tables.is(DType::kInt32).has_shape({context_lens.size(0), -1}).has_rows();
   query_starts.is(DType::kInt32).has_shape({context_lens.size(0) + 1}).is_contiguous();
-  const MlaAttentionArgs args = {latent.dtype(), latent.data(), latent.row_stride(), rope.data(), rope.row_stride(),
-                                 rope.head_stride(), cache.data(), block_tables.as<int32_t>(),
-                                 block_tables.row_stride(), query_starts.as<int32_t>(), context_lens.as<int32_t>(),
-                                 out.data(), context_lens.size(0), latent.size(1), latent.size(2), rope.size(2),
-                                 cache.size(1), scale};
+  AttentionArgs args = {};
+  args.dtype = latent.dtype();
+  args.query = latent.data();
+  args.query_stride = latent.row_stride();
+  args.query_rope = rope.data();
+  args.query_rope_stride = rope.row_stride();
+  args.query_rope_head_stride = rope.head_stride();
+  args.key_cache = cache.data();
+  args.block_tables = block_tables.as<int32_t>();
+  args.block_table_stride = block_tables.row_stride();
+  args.query_starts = query_starts.as<int32_t>();
+  args.context_lens = context_lens.as<int32_t>();
+  args.out = out.data();
+  args.num_sequences = context_lens.size(0);
+  args.num_heads = latent.size(1);
+  args.num_kv_heads = 1;
+  args.key_dim = cache.size(2);
+  args.value_dim = latent.size(2);
+  args.block_size = cache.size(1);
+  args.scale = scale;
   perform([args, num_tokens = latent.size(0), max_blocks = block_tables.size(1), num_blocks = cache.size(0)] {
-    check_sequences(args, 0, num_tokens, max_blocks, num_blocks);
-    kernels().mla_attention(args);
+    check_sequences(args, num_tokens, max_blocks, num_blocks);
+    kernels().paged_attention(args);
   });
 }
 

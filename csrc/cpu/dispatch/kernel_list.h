@@ -12,7 +12,6 @@
   KERNEL(void, rope, const RopeArgs& args) \
   KERNEL(void, activation, const ActivationArgs& args) \
   KERNEL(void, paged_attention, const AttentionArgs& args) \
-  KERNEL(void, mla_attention, const MlaAttentionArgs& args) \
   KERNEL(void, softcap, float* logits, int64_t count, float cap) \
   KERNEL(void, exp_shifted, const float* logits, int64_t count, float shift, float scale, float* out) \
   KERNEL(int64_t, argmax, const float* logits, int64_t count) \

@@ -40,8 +40,12 @@ def choose_block_size(asked: int | None, spec: DecoderSpec, dtype: DType, kv_dty
             raise ValueError(f"keys of {dim} elements: on a CPU, bf16 needs an even number; --dtype float32 would work")
     if asked is not None:
         return asked
-    is_short = BLOCK_TOKENS * min(dims, default=_STREAM_BYTES) * DTYPE_BYTES[kv_dtype] < _STREAM_BYTES
-    return 2 * BLOCK_TOKENS if is_short and device == "cpu" else BLOCK_TOKENS
+    return streamed_block_size(min(dims) * DTYPE_BYTES[kv_dtype]) if dims and device == "cpu" else BLOCK_TOKENS
+
+
+def streamed_block_size(key_bytes: int) -> int:
+    """The number of tokens in a block that a CPU reads fast, for keys of `key_bytes` bytes in a head."""
+    return BLOCK_TOKENS if BLOCK_TOKENS * key_bytes >= _STREAM_BYTES else 2 * BLOCK_TOKENS
 
 
 def plan_cache(

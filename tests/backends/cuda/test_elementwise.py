@@ -130,7 +130,7 @@ def test_write_kv_as_bytes(rng):
     scales = [torch.zeros(8, 3, 16) for _ in range(4)]
     KERNELS.write_kv(kv[:, 0], kv[:, 1], *caches[:2], slots, *scales[:2])
     write_kv(HOST_KERNELS, kv[:, 0], kv[:, 1], *caches[2:], slots, key_scales=scales[2], value_scales=scales[3])
-    order = HOST_KERNELS.page_order(torch.float32, latents=False)
+    order = HOST_KERNELS.page_order(torch.float32)
     for ours, theirs, kind in zip(caches[:2], caches[2:], ("keys", "values"), strict=True):
         assert torch.equal(ours, tokens_of(theirs, kind, order))
     for ours, theirs in zip(scales[:2], scales[2:], strict=True):

@@ -72,7 +72,7 @@ def test_keys_and_values_lie_where_the_reference_puts_them(dtype, rng):
     heads, *caches = call.run(False, interleaved=True, as_bytes=False)[:3]
     expected = [torch.zeros_like(cache) for cache in caches]
     write_kv_reference(heads[:, 5:7], heads[:, 7:], *expected, call.slots)
-    order = KERNELS.page_order(dtype, latents=False)
+    order = KERNELS.page_order(dtype)
     assert_same_bits(tokens_of(caches[0], "keys", order), expected[0])
     assert_same_bits(tokens_of(caches[1], "values", order), expected[1])
 
@@ -81,7 +81,7 @@ def test_pages_without_an_order_are_refused():
     key, cache, slots = torch.zeros(1, 1, 8), torch.zeros(4, 1, 24, 8), torch.tensor([0])
     with pytest.raises(ValueError, match="a block of 24 tokens: the block size must be a multiple of 16"):
         write_kv(KERNELS, key, key, cache, cache, slots)
-    if KERNELS.page_order(torch.bfloat16, latents=False) == "pairs":
+    if KERNELS.page_order(torch.bfloat16) == "pairs":
         key, cache = key[..., :7].bfloat16(), torch.zeros(4, 1, BLOCK_SIZE, 7, dtype=torch.bfloat16)
         with pytest.raises(ValueError, match="keys of 7 elements: in bf16 their number must be even"):
             write_kv(KERNELS, key, key, cache, cache, slots)

@@ -133,6 +133,27 @@ def test_threads_that_share_the_splits_of_one_tile_do_not_matter(dtype, rng):
         assert_same_bits(a, e)
 
 
+@pytest.mark.usefixtures("isa", "two_threads")
+def test_sequences_that_keep_a_prompt_in_the_same_blocks_have_the_bits_they_have_alone(dtype, rng):
+    sequences = [random_sequence(rng, length, dtype, heads=5) for length in (540, 513, 600)]
+    cache = torch.zeros(50, BLOCK_SIZE, 64, dtype=dtype)
+    tables = torch.arange(38, dtype=torch.int32).repeat(3, 1)
+    tables[:, 32:] = torch.arange(32, 50, dtype=torch.int32).view(3, 6)
+    for sequence, table in zip(sequences, tables, strict=True):
+        sequence.latent[:512], sequence.rope[:512] = sequences[0].latent[:512], sequences[0].rope[:512]
+        positions = torch.arange(len(sequence.latent))
+        slots = table[positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        write_latent(KERNELS, sequence.latent, sequence.rope, cache, slots)
+    lengths = torch.tensor([len(sequence.latent) for sequence in sequences], dtype=torch.int32)
+    query_latent, query_rope = (
+        torch.cat([getattr(sequence, name)[-1:] for sequence in sequences]) for name in ("query_latent", "query_rope")
+    )
+    starts = torch.arange(4, dtype=torch.int32)
+    together = host_attention(query_latent, query_rope, cache, tables, starts, lengths, 64**-0.5)
+    for sequence, length, actual in zip(sequences, lengths.tolist(), together.split(1), strict=True):
+        assert_same_bits(actual, attend([(sequence, length - 1, length)])[0])
+
+
 @pytest.mark.usefixtures("isa")
 def test_a_shard_of_the_heads_has_the_bits_of_the_whole(dtype, rng):
     sequence = random_sequence(rng, 530, dtype, heads=12)
@@ -198,4 +219,4 @@ def test_write_latent(dtype, rng, num_tokens, latent_dim):
     caches = [torch.zeros(40, BLOCK_SIZE, 40, dtype=dtype) for _ in range(2)]
     write_latent(KERNELS, latent, rope, caches[0], slots)
     write_latent_reference(latent, rope, caches[1], slots)
-    assert_same_bits(tokens_of(caches[0], "keys", KERNELS.page_order(dtype, latents=True)), caches[1])
+    assert_same_bits(tokens_of(caches[0], "keys", KERNELS.page_order(dtype)), caches[1])

@@ -210,7 +210,7 @@ def test_value_heads_may_be_narrower(rng):
     sequence = random_sequence(rng, 20, torch.float32, heads=2, kv_heads=1, dim=48)
     # [1, 1, 32, 48]
     key, value = (torch.cat([part, part[:12]])[None].transpose(1, 2) for part in (sequence.key, sequence.value))
-    order = KERNELS.page_order(torch.float32, latents=False)
+    order = KERNELS.page_order(torch.float32)
     key_cache = pages_of(key, "keys", order)
     arguments = (
         torch.zeros(1, 1, dtype=torch.int32),
@@ -259,7 +259,7 @@ def test_write_kv(dtype, rng, num_tokens):
     caches = [torch.zeros(8, 3, BLOCK_SIZE, 20, dtype=dtype) for _ in range(4)]
     write_kv(KERNELS, key, value, caches[0], caches[1], slots)
     write_kv_reference(key, value, caches[2], caches[3], slots)
-    order = KERNELS.page_order(dtype, latents=False)
+    order = KERNELS.page_order(dtype)
     assert_same_bits(tokens_of(caches[0], "keys", order), caches[2])
     assert_same_bits(tokens_of(caches[1], "values", order), caches[3])
 
@@ -276,7 +276,7 @@ def test_write_kv_int8(dtype, rng, num_tokens):
         caches = [torch.zeros(8, 3, BLOCK_SIZE, 20, dtype=torch.int8) for _ in range(2)]
         scales = [torch.zeros(8, 3, BLOCK_SIZE) for _ in range(2)]
         op(kv[:, 0], kv[:, 1], *caches, slots, key_scales=scales[0], value_scales=scales[1])
-        order = "tokens" if op is write_kv_reference else KERNELS.page_order(dtype, latents=False)
+        order = "tokens" if op is write_kv_reference else KERNELS.page_order(dtype)
         written.append((tokens_of(caches[0], "keys", order), tokens_of(caches[1], "values", order), *scales))
     for actual, expected in zip(*written, strict=True):
         assert torch.equal(actual, expected)

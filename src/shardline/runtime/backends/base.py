@@ -66,8 +66,8 @@ class Kernels(CommonKernels, WeightKernels, Protocol):
     def quantized_empty(self, num_rows: int, in_features: int, dtype: torch.dtype, /) -> QuantizedRows:
         """Memory for the quantized rows of activations of `dtype`."""
 
-    def page_order(self, dtype: torch.dtype, *, latents: bool) -> PageOrder:
-        """The order of the KV cache's pages, or of the pages of latents, for activations of `dtype`."""
+    def page_order(self, dtype: torch.dtype) -> PageOrder:
+        """The order of the KV cache's pages for activations of `dtype`."""
 
     def write_latent(self, latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor, /) -> None: ...
     def mla_attention(

@@ -72,7 +72,7 @@ class CudaKernels(RowKernels):
         )
 
     @staticmethod
-    def page_order(dtype: torch.dtype, *, latents: bool) -> PageOrder:
+    def page_order(dtype: torch.dtype) -> PageOrder:
         return "tokens"
 
     @staticmethod

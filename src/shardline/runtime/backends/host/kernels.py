@@ -61,8 +61,8 @@ class HostKernels(PanelKernels):
         return tokens, slots
 
     @staticmethod
-    def page_order(dtype: torch.dtype, *, latents: bool) -> PageOrder:
-        return "pairs" if dtype == torch.bfloat16 and (latents or _cpu.multiplies_pairs()) else "words"
+    def page_order(dtype: torch.dtype) -> PageOrder:
+        return "pairs" if dtype == torch.bfloat16 and _cpu.multiplies_pairs() else "words"
 
     @staticmethod
     def write_latent(latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:

@@ -27,9 +27,9 @@ def mla_attention(
     query_rope, are free.
 
     Keys are cut into splits of 512 that are anchored at absolute position. Splits are merged in index order in fp32,
-    and the result is rounded once. In bf16, a split's weights exp(score - max) are rounded to bf16, and the rounded
-    weights are summed. For `QuantizedLatents`, scores and weights are multiplied by the scales; the values stay as they
-    are.
+    and the result is rounded once. Where the ISA multiplies pairs of bf16, a split's weights exp(score - max) are
+    rounded to bf16, and the rounded weights are summed. The scale is positive. For `QuantizedLatents`, scores and
+    weights are multiplied by the scales; the values stay as they are.
     """
     out = kernels.activation_empty(query_latent.dtype, *query_latent.shape)
     kernels.mla_attention(query_latent, query_rope, cache, block_tables, query_starts, context_lens, out, scale)
