@@ -83,6 +83,8 @@ GPUS = host("H100", "H100")
         ({"address_error": "10.0.0.1 leads to 127.0.0.1; give --master-addr"}, [("address", "broken")]),
         ({"ports": (Port("--master-port", "10.0.0.1", 29501, "Address already in use"),)},
          [("--master-port", "broken")]),
+        ({"ports": (Port("--port", "::", 8000, "used", served="ready"), Port("--master-port", "::", 1, "used"))}, []),
+        ({"known_answers_error": "the avx2 kernels give other bits each time"}, [("kernels", "broken")]),
         ({"model": ModelFacts("m/m", cache="/c", cache_free=GIB)}, [("model", "warning")]),
         ({"model": ModelFacts("m/m", error="model.safetensors.index.json names a file that is absent")},
          [("model", "broken")]),
@@ -101,6 +103,8 @@ def test_what_is_wrong_with_a_node_is_told_with_its_fix(options: dict[str, Any],
         ({}, {"model": ModelFacts("m/m", "/models/m", "d2")}, [("model", "broken")]),
         ({}, {"model": ModelFacts("m/m")}, []),
         ({}, {"isas": ("portable",)}, [("CPU", "broken")]),
+        ({"known_answers": {"avx2": "a"}}, {"known_answers": {"avx2": "b"}}, [("kernels", "broken")]),
+        ({"known_answers": {"avx2": "a"}}, {"known_answers": {"avx2": "a", "avx512": "c"}}, []),
         ({"host": GPUS}, {"host": host("A100", capability="sm_80")}, [("GPUs", "broken"), ("RDMA", "warning")]),
         ({"host": GPUS}, {"host": host("H200")}, [("GPUs", "warning"), ("RDMA", "warning")]),
         ({"host": GPUS, "gpus": GpuLinks("550")}, {"host": GPUS, "gpus": GpuLinks("570")},
@@ -147,6 +151,7 @@ def test_this_host_has_facts_that_travel() -> None:
     here = gather(EngineConfig.from_options(nnodes=2, master_addr="127.0.0.1", device="cpu"), ServerConfig(port=0))
     assert "127.0.0.1" in here.address_error
     assert here.host.cores > 0
-    assert here.isas
+    assert here.isas == tuple(here.known_answers)
+    assert here.known_answers_error == ""
     assert len(here.model.digest) == 12
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(here), type=NodeFacts) == here

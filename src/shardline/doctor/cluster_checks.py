@@ -60,6 +60,11 @@ def compare_devices(head: NodeFacts, other: NodeFacts) -> Iterator[Finding]:
         both = [name for name in other.isas if name in head.isas]
         text = f"{head.label} computes with {isa}, and {other.label} has {', '.join(other.isas)}"
         yield Finding(where, "CPU", "broken", text, f"set SHARDLINE_ISA={both[-1] if both else 'portable'} on the head")
+    mine, its = head.known_answers.get(isa), other.known_answers.get(isa)
+    if mine and its and mine != its:
+        text = f"the {isa} kernels give other bits on {head.label} and {other.label}: answers would depend on the node"
+        fix = "install one image, test both memories (`dmesg | grep -i mce`), or set SHARDLINE_ISA=portable on the head"
+        yield Finding(where, "kernels", "broken", text, fix)
     ours, theirs = head.host.gpu_architectures, other.host.gpu_architectures
     if ours and theirs and ours != theirs:
         text = f"unlike architectures, {', '.join(ours)} and {', '.join(theirs)}: their bits differ"

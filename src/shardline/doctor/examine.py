@@ -55,8 +55,8 @@ def examine(config: EngineConfig, server: ServerConfig, wait: float) -> Report:
     token = find_token(cluster)
     if cluster.is_headless:
         return _visit_head(token, config, facts, alone, wait)
-    if any(port.error and port.number == cluster.head_port for port in facts.ports):
-        return alone
+    if any(port.error and port.flag != "--port" for port in facts.ports):
+        return alone  # the head's port is taken, perhaps by the server itself
     return Reception(token, config, facts).receive(wait)
 
 

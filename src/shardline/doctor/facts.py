@@ -35,6 +35,8 @@ class Port(msgspec.Struct, frozen=True):
     number: int
     error: str = ""
     """Why it cannot be used; empty: it is free."""
+    served: str = ""
+    """What a Shardline server on it says of itself, for example "ready"; empty: there is none."""
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -67,6 +69,9 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     flags: dict[str, str] = {}
     """Flags that must be equal on all nodes."""
     isas: tuple[str, ...] = ()
+    known_answers: dict[str, str] = {}
+    """For each kernel path, a digest of what it computes."""
+    known_answers_error: str = ""
     gpus: GpuLinks = GpuLinks()
     shm_bytes: int = 0
     """Size of /dev/shm; 0: there is none."""

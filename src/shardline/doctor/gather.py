@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import http.client
 import resource
 import shutil
 import socket
@@ -18,15 +19,19 @@ from shardline.config.server import ServerConfig
 from shardline.deployment.interconnect import probe_gpu_links, rdma_ports
 from shardline.deployment.probe import available_isas, probe_machine, software_versions
 from shardline.doctor.facts import UNLIMITED, ModelFacts, NodeFacts, Port
+from shardline.doctor.known_answers import KnownAnswers
 from shardline.models.checkpoint import weight_files
 from shardline.models.hub import cache_folder, find_local_model
 
 _CAP_IPC_LOCK = 14
+_ANSWER_SECONDS = 20.0
+_HTTP_SECONDS = 1.0
 
 
 def gather(config: EngineConfig, server: ServerConfig) -> NodeFacts:
     """The facts of this node. What cannot be found out becomes an error in them."""
     cluster, parallel = config.cluster, config.parallel
+    answers = KnownAnswers()
     gpus = probe_gpu_links(parallel.device)
     (host,) = probe_machine(gpus=bool(gpus.driver)).hosts
     address, address_error = "", ""
@@ -37,6 +42,7 @@ def gather(config: EngineConfig, server: ServerConfig) -> NodeFacts:
             address_error = str(error)
     num_replicas = cluster.num_local_replicas(parallel.data_parallel_size)
     has_no_ranks = cluster.data_parallel_address is not None and not num_replicas
+    known_answers, known_answers_error = answers.collect(_ANSWER_SECONDS)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return NodeFacts(
         node=-1 if has_no_ranks else cluster.node_rank or cluster.data_parallel_start_rank,
@@ -46,6 +52,8 @@ def gather(config: EngineConfig, server: ServerConfig) -> NodeFacts:
         software=software_versions(),
         flags=shared_flags(config),
         isas=available_isas(),
+        known_answers=known_answers,
+        known_answers_error=known_answers_error,
         gpus=gpus,
         shm_bytes=_shm_bytes(),
         memlock=_limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
@@ -88,7 +96,26 @@ def _ports(config: EngineConfig, server: ServerConfig, address: str) -> tuple[Po
         by_replicas = cluster.data_parallel_address is not None
         flag = "--data-parallel-rpc-port" if by_replicas else "--master-port"
         ports.append(Port(flag, address, cluster.head_port))
-    return tuple(msgspec.structs.replace(port, error=_try_port(port.address, port.number)) for port in ports)
+    return tuple(_try(port) for port in ports)
+
+
+def _try(port: Port) -> Port:
+    error = _try_port(port.address, port.number)
+    served = _server_state(port.address, port.number) if error and port.flag == "--port" else ""
+    return msgspec.structs.replace(port, error=error, served=served)
+
+
+def _server_state(address: str, number: int) -> str:
+    """What a Shardline server at this port says of itself; empty: there is none."""
+    here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+    connection = http.client.HTTPConnection(here, number, timeout=_HTTP_SECONDS)
+    try:
+        connection.request("GET", "/ready")
+        return str(msgspec.json.decode(connection.getresponse().read(1 << 16), type=dict[str, str])["status"])
+    except (OSError, http.client.HTTPException, msgspec.MsgspecError, KeyError):
+        return ""
+    finally:
+        connection.close()
 
 
 def _try_port(address: str, number: int) -> str:

@@ -41,6 +41,11 @@ def check_devices(facts: NodeFacts) -> Iterator[Finding]:
         yield _found(facts, "CPU", "warning", f"{cores}: the slowest kernels", fix)
     else:
         yield _found(facts, "CPU", "ok", cores)
+    if facts.known_answers_error:
+        fix = "install torch and Shardline again; if the bits differ each time, test the memory (`dmesg | grep -i mce`)"
+        yield _found(facts, "kernels", "broken", facts.known_answers_error, fix)
+    elif facts.known_answers:
+        yield _found(facts, "kernels", "ok", f"{', '.join(facts.known_answers)} give the same bits again and again")
     if facts.gpus.error:
         fix = "look at `nvidia-smi` and `dmesg | grep -i nvrm`; reload the driver, or restart the host"
         yield _found(facts, "GPUs", "broken", facts.gpus.error, fix)
@@ -127,10 +132,13 @@ def check_addresses(facts: NodeFacts) -> Iterator[Finding]:
 
 
 def check_ports(facts: NodeFacts) -> Iterator[Finding]:
-    """Ports on which the server and the head listen."""
+    """Ports on which the server and the head listen. A server that runs already may have both."""
+    states = [port.served for port in facts.ports if port.served]
     for port in facts.ports:
         place = f"{port.address} port {port.number}"
-        if port.error:
+        if port.error and states:
+            yield _found(facts, port.flag, "ok", f"{place}: Shardline runs here ({states[0]})")
+        elif port.error:
             fix = f"`ss -ltnp 'sport = :{port.number}'` names the program; stop it, or choose another {port.flag}"
             yield _found(facts, port.flag, "broken", f"{place}: {port.error}", fix)
         else:
