@@ -99,6 +99,7 @@ def test_what_is_wrong_with_a_node_is_told_with_its_fix(options: dict[str, Any],
     ("first", "second", "expected"),
     [
         ({}, {"software": {"shardline": "2"}}, [("version", "broken")]),
+        ({}, {"build": "c0ffee"}, [("version", "broken")]),
         ({}, {"flags": {"dtype": "float32", "numerics": "fast"}}, [("flag", "broken"), ("flag", "broken")]),
         ({}, {"model": ModelFacts("m/m", "/models/m", "d2")}, [("model", "broken")]),
         ({}, {"model": ModelFacts("m/m")}, []),

@@ -45,6 +45,10 @@ def compare_versions(head: NodeFacts, other: NodeFacts) -> Iterator[Finding]:
                 text = f"{prefix}{name} is {mine} on {head.label} and {its} on {other.label}"
                 fix = "start all nodes with the same flags" if prefix else "install the same versions, or one image"
                 yield Finding(where, what, "broken", text, fix)
+    if head.build != other.build and head.software == other.software:
+        count += 1
+        text = f"builds {head.build} and {other.build} of Shardline differ, although their versions are equal"
+        yield Finding(where, "version", "broken", text, "install one image or one wheel on both")
     if not count:
         yield Finding(where, "versions and flags", "ok", "equal")
     if head.model.digest and other.model.digest and head.model.digest != other.model.digest:

@@ -66,6 +66,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     address_error: str = ""
     software: dict[str, str] = {}
     """Versions that must be equal on all nodes."""
+    build: str = ""
+    """A digest of Shardline's Python files: two builds may have one version."""
     flags: dict[str, str] = {}
     """Flags that must be equal on all nodes."""
     isas: tuple[str, ...] = ()

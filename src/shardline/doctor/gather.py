@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+import shardline
 from shardline import env
 from shardline.cluster.describe import own_address, shared_flags
 from shardline.config.engine import EngineConfig
@@ -50,6 +51,7 @@ def gather(config: EngineConfig, server: ServerConfig) -> NodeFacts:
         host=msgspec.structs.replace(host, address=address, num_replicas=num_replicas),
         address_error=address_error,
         software=software_versions(),
+        build=_build_digest(),
         flags=shared_flags(config),
         isas=available_isas(),
         known_answers=known_answers,
@@ -128,6 +130,13 @@ def _try_port(address: str, number: int) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+def _build_digest() -> str:
+    digest, package = hashlib.sha256(), Path(shardline.__file__).parent
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package)} ".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _limit(value: int) -> int:

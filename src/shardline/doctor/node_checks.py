@@ -24,6 +24,8 @@ def check_node(facts: NodeFacts) -> list[Finding]:
 def check_versions(facts: NodeFacts) -> Iterator[Finding]:
     """Versions, and whether torch can use the GPUs."""
     text = ", ".join(f"{name} {version}" for name, version in facts.software.items())
+    if facts.build:
+        text += f", build {facts.build}"
     if facts.gpus.driver:
         text += f", NVIDIA driver {facts.gpus.driver}"
     yield _found(facts, "versions", "ok", text)
