@@ -37,6 +37,11 @@ def join_token() -> str | None:
     return os.environ.get(_JOIN_TOKEN)
 
 
+def nccl_settings() -> dict[str, str]:
+    """All NCCL_* variables."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
+
+
 def adopt_isa(isa: str) -> None:
     """Use the CPU kernel path that the head has chosen, in this process and its children."""
     os.environ["SHARDLINE_ISA"] = isa

@@ -69,6 +69,11 @@ class Hosts:
         """End a cut."""
         _run("ip", "netns", "exec", self._switch, "bridge", "link", "set", "dev", f"p{host}", "state", "3")
 
+    def slow(self, host: int, rate: str) -> None:
+        """Limit what a host sends, for example to 100mbit."""
+        limit = ("tbf", "rate", rate, "burst", "64kb", "latency", "50ms")
+        _run("ip", "netns", "exec", self._spaces[host], "tc", "qdisc", "replace", "dev", "eth0", "root", *limit)
+
     def close(self) -> None:
         """End all processes and remove the network."""
         for child in self._children:

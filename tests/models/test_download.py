@@ -8,15 +8,18 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from shardline.models import download_lock
 from tests.models.checkpoints import make_checkpoint
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
+_DOWNLOAD = "import sys; from shardline.cli.main import main; sys.exit(main())"
 _RESOLVE = """
 import sys
 from shardline.models.hub import resolve_model
@@ -35,6 +38,9 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder = folder
         self.downloaded: list[str] = []
+        self.begun = threading.Event()
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -58,9 +64,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(json.dumps({"id": "team/model", "sha": _COMMIT, "tags": []}).encode())
         elif path.startswith("/team/model/resolve/"):
             name = path.split("/", 5)[5]
-            self._answer((self.server.folder / name).read_bytes())
             if self.command == "GET":
                 self.server.downloaded.append(name)
+                if name.endswith(".safetensors"):
+                    self.server.begun.set()
+                    self.server.may_go_on.wait(20.0)
+            self._answer((self.server.folder / name).read_bytes())
         else:
             self.send_response(404)
             self.send_header("X-Error-Code", "RepoNotFound")
@@ -114,6 +123,13 @@ def _resolve(hub: Hub, home: Path, *arguments: str, **environment: str) -> str:
     ).stdout
 
 
+def _start_download(port: int, home: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-c", _DOWNLOAD, "download", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env={**os.environ, **environment}, stdout=pipe, stderr=pipe, text=True)
+
+
 def test_only_what_is_needed_is_downloaded_once(hub: Hub, tmp_path: Path) -> None:
     home = tmp_path / "home"
     _resolve(hub, home, "team/model", "no-weights")
@@ -136,3 +152,59 @@ def test_what_the_hub_does_not_have(hub: Hub, tmp_path: Path) -> None:
     assert answer.startswith(
         "ValueError model 'team/other': there is no such folder, and the hub has none of that name"
     )
+
+
+def test_two_downloads_of_one_folder_fetch_a_model_once(hub: Hub, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    hub.may_go_on.clear()
+    first = _start_download(hub.server_port, home, "team/model", "--revision", "main")
+    assert hub.begun.wait(20.0)
+    second = _start_download(hub.server_port, home, "team/model")
+    assert second.stderr is not None
+    assert any(f"(pid {first.pid}) is downloading team/model; this process waits" in line for line in second.stderr)
+    hub.may_go_on.set()
+    for process in (first, second):
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert Path(output.splitlines()[-1]) == home / "hub/models--team--model/snapshots" / _COMMIT
+    weights = [name for name in hub.downloaded if name.endswith(".safetensors")]
+    assert len(weights) == len(set(weights)) > 1
+    assert not list(home.rglob("shardline.lock"))
+
+
+def test_a_download_that_cannot_be_is_told_in_one_line(hub: Hub, tmp_path: Path) -> None:
+    absent = _start_download(hub.server_port, tmp_path, "team/other")
+    unreachable = _start_download(1, tmp_path, "team/model")
+    for process, code, words in ((absent, 2, "the hub has none of that name"), (unreachable, 1, "cannot be reached")):
+        output, errors = process.communicate(timeout=30)
+        assert (process.returncode, output, errors.count("\n")) == (code, "", 1)
+        assert words in errors
+
+
+def test_the_lock_of_a_dead_process_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download_lock, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(download_lock, "STALE_SECONDS", 0.3)
+    monkeypatch.setattr(download_lock, "_POLL_SECONDS", 0.02)
+    file = tmp_path / "locks" / "lock"
+    file.parent.mkdir()
+    file.write_text("elsewhere (pid 7)\n3\n")
+    inside, most = 0, 0
+    counting = threading.Lock()
+
+    def download() -> None:
+        nonlocal inside, most
+        with download_lock.download_lock(file, "team/model"):
+            with counting:
+                inside += 1
+                most = max(most, inside)
+            time.sleep(0.4)  # longer than a dead process is waited for
+            with counting:
+                inside -= 1
+
+    threads = [threading.Thread(target=download) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+    assert list(file.parent.iterdir()) == []

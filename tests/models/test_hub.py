@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import time
@@ -26,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class FakeHub:
     """Stands in for huggingface_hub: `error` is what the hub answers, `cached` the folder that the cache holds."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         self.error: Exception | None = None
         self.cached: Path | None = None
         self.remote: Path | None = None
@@ -34,6 +35,7 @@ class FakeHub:
         self.revisions: list[str | None] = []
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", self.model_info)
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot_download)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
 
     def model_info(self, repo_id: str, *, revision: str | None, timeout: float) -> Any:
         assert timeout <= 10
@@ -51,8 +53,8 @@ class FakeHub:
 
 
 @pytest.fixture
-def fake_hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    return FakeHub(monkeypatch)
+def fake_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
+    return FakeHub(monkeypatch, tmp_path / "cache")
 
 
 def _http_error(kind: type[errors.HfHubHTTPError], message: str) -> Exception:
@@ -165,10 +167,11 @@ def test_the_cache_serves_when_the_hub_does_not(fake_hub: FakeHub, model: Path) 
         (_http_error(errors.GatedRepoError, "403"), "is gated: accept its terms at https://huggingface.co/some/model"),
         (_http_error(errors.RevisionNotFoundError, "404"), "has no revision 'v9'"),
         (_http_error(errors.HfHubHTTPError, "503 try later\nlong"), "the hub answered: 503 try later$"),
-        (errors.OfflineModeIsEnabled("offline"), "while HF_HUB_OFFLINE is set; unset it"),
+        (errors.OfflineModeIsEnabled("offline"), "while HF_HUB_OFFLINE is set; unset it and run `shardline download"),
+        (OSError(errno.ENOSPC, "No space left on device"), r"the disk of .*cache is full; free some space"),
         (
             ConnectionError("no route"),
-            r"cannot be reached \(ConnectionError: no route\), nor is the model in its cache",
+            r"cannot be reached \(ConnectionError: no route\), nor is .*; check the network and run `shardline",
         ),
         (TimeoutError(), r"cannot be reached \(TimeoutError: no message\)"),
     ],

@@ -36,20 +36,25 @@ def describe_node(config: EngineConfig) -> Join:
     host = msgspec.structs.replace(
         host, address=own_address(cluster), num_replicas=cluster.num_local_replicas(parallel.data_parallel_size)
     )
-    flags = {}
-    for part in (config.model, parallel, config.cache, config.scheduler, cluster):
-        for field in dataclasses.fields(part):
-            if field.name not in _OWN_FLAGS or field.name == "nnodes":
-                flags[field.name.replace("_", "-")] = str(getattr(part, field.name))
     return Join(
         node=cluster.node_rank or cluster.data_parallel_start_rank,
         software=software_versions(),
-        flags=flags,
+        flags=shared_flags(config),
         isas=available_isas(),
         host=host,
         model=model,
         weights_digest=_digest_weights(model.weight_files),
     )
+
+
+def shared_flags(config: EngineConfig) -> dict[str, str]:
+    """Flags that must be equal on all nodes, and their values."""
+    flags = {}
+    for part in (config.model, config.parallel, config.cache, config.scheduler, config.cluster):
+        for field in dataclasses.fields(part):
+            if field.name not in _OWN_FLAGS or field.name == "nnodes":
+                flags[field.name.replace("_", "-")] = str(getattr(part, field.name))
+    return flags
 
 
 def own_address(cluster: ClusterConfig) -> str:

@@ -1,4 +1,5 @@
-"""Look at the hardware of this host, or of the container of this process. No other code does; torch is not needed."""
+"""Look at the hardware of this host, or of the container of this process. Only `interconnect` does so too; torch is not
+needed."""
 
 from __future__ import annotations
 

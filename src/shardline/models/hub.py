@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardline.models.checkpoint import weight_files
+from shardline.models.download_lock import download_lock
 from shardline.models.lookup import family
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
@@ -29,6 +32,10 @@ _CONFIG_PATTERNS = ("config.json", "generation_config.json", *_TOKENIZER_PATTERN
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 # Subfolders and "consolidated" files repeat the same weights under other names.
 _IGNORED_PATTERNS = ("*/*", "consolidated*", "*.bin", "*.pth", "*.gguf")
+
+
+class HubUnreachable(ValueError):
+    """The hub cannot be reached or is in trouble, and the model is not in the cache. Another try may succeed."""
 
 
 @dataclass(frozen=True)
@@ -146,11 +153,18 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """Download the files of a hub repository that match `patterns`, unless the cache has them; returns their folder.
 
+    Weights are downloaded by one process at a time. The others wait, and then find them in the cache.
+
     Raises:
         ValueError: see `_explain`.
     """
     import huggingface_hub
-    from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
     from huggingface_hub.utils._validators import validate_repo_id
 
     def snapshot(local_files_only: bool) -> Path:
@@ -172,17 +186,49 @@ def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path
             "'demo' names the embedded demo model"
         ) from None
     # The transport's errors differ between versions of huggingface_hub. All of them are explained to the user.
+    is_under_way, has_weights = False, set(_WEIGHT_PATTERNS) <= set(patterns)
     try:
         # snapshot_download makes the same request, but some versions make it without a time-out.
         huggingface_hub.HfApi().model_info(model, revision=revision, timeout=_HUB_TIMEOUT)
-        return snapshot(local_files_only=False)
+        with download_lock(_lock_file(model), model) if has_weights else contextlib.nullcontext():
+            is_under_way = has_weights
+            return snapshot(local_files_only=False)
     except RevisionNotFoundError as error:
         raise ValueError(_explain(model, revision, error)) from None
     except Exception as error:
-        try:
-            return snapshot(local_files_only=True)
-        except Exception:
-            raise ValueError(_explain(model, revision, error)) from error
+        # After a failure in the middle, the cache may have only a part of the weights.
+        with contextlib.suppress(Exception):
+            if not is_under_way:
+                return snapshot(local_files_only=True)
+        kind = ValueError if isinstance(error, (RepositoryNotFoundError, OfflineModeIsEnabled)) else HubUnreachable
+        raise kind(_explain(model, revision, error)) from error
+
+
+def find_local_model(model: str, revision: str | None = None) -> Path | None:
+    """The folder of a model that is on this host, without a look at the hub; None: it must be downloaded first.
+
+    Raises:
+        ValueError: `model` is neither a folder nor a possible hub id.
+    """
+    local = _local_folder(model)
+    if local is not None:
+        return local
+    import huggingface_hub
+
+    with contextlib.suppress(Exception):
+        return Path(huggingface_hub.snapshot_download(model, revision=revision, local_files_only=True))
+    return None
+
+
+def cache_folder() -> Path:
+    """The folder in which downloaded models lie."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _lock_file(model: str) -> Path:
+    return cache_folder() / ".locks" / f"models--{model.replace('/', '--')}" / "shardline.lock"
 
 
 def _explain(model: str, revision: str | None, error: Exception) -> str:
@@ -204,13 +250,18 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
         )
     if isinstance(error, errors.OfflineModeIsEnabled):
         return (
-            f"{what} it is not in the hub cache while HF_HUB_OFFLINE is set; unset it, or give a folder with the model"
+            f"{what} it is not in the hub cache while HF_HUB_OFFLINE is set; unset it and run "
+            f"`shardline download {model}`, or give a folder with the model"
         )
     if isinstance(error, errors.HfHubHTTPError):
         return f"{what} the hub answered: {_first_line(error)}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"model {model!r}: the disk of {cache_folder()} is full; free some space, or set HF_HOME to a larger disk"
+        )
     return (
         f"{what} the hub cannot be reached ({type(error).__name__}: {_first_line(error)}), nor is the model in its "
-        "cache; check the network, or give a folder with the model"
+        f"cache; check the network and run `shardline download {model}`, or give a folder with the model"
     )
 
 

@@ -1,0 +1,45 @@
+"""`shardline download MODEL`: fetch a model before it is served, once per node or shared folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+_DESCRIPTION = """Download a model from the hub, unless it is here. The last line of the output is its folder.
+HF_TOKEN, HF_HOME and HF_HUB_OFFLINE have their usual meaning. Nodes that share HF_HOME download it once: the others
+wait. Complete files are kept, so an interrupted download goes on where it was.
+Exit codes: 0: the model is here; 1: the hub cannot be reached, try again; 2: there is no such model."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers."""
+    parser = commands.add_parser("download", help="fetch a model before it is served", description=_DESCRIPTION)
+    parser.add_argument("model", metavar="MODEL", help="hub id, for example Qwen/Qwen3-0.6B")
+    parser.add_argument("--revision", help="branch, tag or commit (default: the main branch)")
+    parser.add_argument("--tokenizer", metavar="TOKENIZER", help="hub id of a tokenizer to fetch as well")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Download, and print the model's folder.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be served.
+        RuntimeError: the hub cannot be reached.
+    """
+    from shardline.config.units import format_bytes
+    from shardline.log import configure_logging
+    from shardline.models.hub import HubUnreachable, resolve_model, resolve_tokenizer
+
+    configure_logging()
+    try:
+        files = resolve_model(args.model, args.revision)
+        if args.tokenizer is not None:
+            resolve_tokenizer(args.tokenizer)
+    except HubUnreachable as error:
+        raise RuntimeError(str(error)) from error
+    size = sum(file.stat().st_size for file in files.weight_files)
+    print(f"{args.model}: {format_bytes(size)} of weights in {len(files.weight_files)} files", file=sys.stderr)
+    print(files.folder)
+    return 0

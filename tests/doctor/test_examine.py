@@ -1,0 +1,120 @@
+"""The doctor on the head and on a node, over the loopback interface."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from shardline.cli.main import main
+from shardline.cluster.wire import NodeSocket
+from shardline.config.engine import EngineConfig
+from shardline.doctor import examine, gather
+from shardline.doctor.facts import Finding, NodeFacts, Report
+from tests.doctor.test_checks import facts, host
+
+TOKEN = "the-token-of-this-test-2"
+
+
+@pytest.fixture
+def config() -> EngineConfig:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return EngineConfig.from_options(nnodes=2, master_addr="127.0.0.1", master_port=port)
+
+
+def local(node: int) -> NodeFacts:
+    return facts(node, host=host(name="ab"[node], address="127.0.0.1"))
+
+
+def visit(config: EngineConfig, node: NodeFacts, wait: float = 5.0, token: str = TOKEN) -> Report:
+    return examine._visit_head(token, config, node, Report((), (node,)), wait)
+
+
+def run_both(first: Callable[[], Report], second: Callable[[], Report]) -> tuple[Report, Report]:
+    """The results of two functions that run at the same time."""
+    reports: list[Report] = []
+    thread = threading.Thread(target=lambda: reports.append(second()))
+    thread.start()
+    result = first()
+    thread.join()
+    return result, reports[0]
+
+
+def finding(report: Report, item: str) -> Finding:
+    (found,) = [finding for finding in report.findings if finding.item == item]
+    return found
+
+
+def test_both_nodes_get_the_same_report_within_seconds(config: EngineConfig) -> None:
+    began = time.monotonic()
+    reception = examine.Reception(TOKEN, config, local(0))
+    ours, theirs = run_both(lambda: reception.receive(5.0), lambda: visit(config, local(1)))
+    assert time.monotonic() - began < 5.0
+    assert ours == theirs
+    assert ours.verdict == "ok", ours.findings
+    assert [(link.source, link.target, link.error) for link in ours.links] == [(0, 1, ""), (1, 0, "")]
+    assert all(0 < link.latency < 0.1 and link.bytes_per_second > 1e7 for link in ours.links)
+    assert finding(ours, "clocks").verdict == "ok"
+
+
+def test_a_link_that_is_closed_is_named(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine, "answer", lambda *_: examine.Measured(error="10.0.0.2 port 4: timed out"))
+    reception = examine.Reception(TOKEN, config, local(0))
+    ours, _ = run_both(lambda: reception.receive(5.0), lambda: visit(config, local(1)))
+    assert ours.verdict == "broken"
+    assert [one.where for one in ours.findings if one.item == "TCP"] == [
+        "node 0 (a, 127.0.0.1) to node 1 (b, 127.0.0.1)",
+        "node 1 (b, 127.0.0.1) to node 0 (a, 127.0.0.1)",
+    ]
+
+
+def test_a_node_that_is_missing_or_wrong(config: EngineConfig) -> None:
+    reception = examine.Reception(TOKEN, config, local(0))
+    other = msgspec.structs.replace(local(1), node=7)
+
+    def visit_in_vain() -> Report:
+        stranger = NodeSocket(TOKEN, "127.0.0.1", config.cluster.master_port)
+        stranger.socket.send(b"not of the protocol")
+        stranger.close()
+        with pytest.raises(ValueError, match="--node-rank 7 is not below --nnodes 2"):
+            visit(config, other)
+        return visit(config, local(1), token="another-token-of-this-test")
+
+    ours, theirs = run_both(lambda: reception.receive(1.5), visit_in_vain)
+    assert "--node-rank 1 did not come within 1.5 s" in finding(ours, "nodes").text
+    assert "the join tokens differ" in finding(theirs, "head").text
+
+
+def test_a_head_that_is_away(config: EngineConfig) -> None:
+    assert "no head answers at 127.0.0.1" in finding(visit(config, local(1), 0.3), "head").text
+
+
+class NoAnswers:
+    """Spares the test the import of torch in another process."""
+
+    def collect(self, timeout: float) -> tuple[dict[str, str], str]:
+        return {}, ""
+
+
+def test_the_exit_code_is_that_of_the_worst(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "KnownAnswers", NoAnswers)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["doctor", "--device", "cpu", "--port", str(port)]) == 2
+        words = capsys.readouterr().out
+        assert f"127.0.0.1 port {port}: Address already in use" in words
+        assert "1 broken" in words
+    assert main(["doctor", "nobody/has-this", "--device", "cpu", "--port", str(port), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["verdict"] == "warning"
+    (row,) = [row for row in report["findings"] if row["verdict"] == "warning"]
+    assert row["fix"].startswith("`shardline download nobody/has-this`")
