@@ -52,7 +52,7 @@ def test_gpus_that_a_large_model_needs() -> None:
     ],
 )
 def test_names_of_drivers(name: str, known: str) -> None:
-    assert auto._gpu_cluster([Device("cuda", name, 0, 0)]).name == f"1x{known}"
+    assert auto._known_cluster([Device("cuda", name, 0, 0)]).name == f"1x{known}"
 
 
 def test_a_cpu_is_measured_and_used_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +62,9 @@ def test_a_cpu_is_measured_and_used_whole(monkeypatch: pytest.MonkeyPatch, capsy
     choice = choose("Qwen/Qwen3-0.6B", machine, max_model_len=2048)
     assert str(choice.candidates[0]) == "one rank", "ranks of one memory only add exchanges"
     assert len(choice.candidates) > 10
-    assert main(["plan", "Qwen/Qwen3-0.6B", "--gpus", "cpu", "--max-model-len", "2048", "--json"]) == 0
+    assert (
+        main(["plan", "Qwen/Qwen3-0.6B", "--gpus", "here", "--device", "cpu", "--max-model-len", "2048", "--json"]) == 0
+    )
     plan = json.loads(capsys.readouterr().out)
     assert plan["commands"]["shardline"].startswith("shardline serve Qwen/Qwen3-0.6B --device cpu")
     assert plan["layouts"][0]["output_tok_s"] > 0

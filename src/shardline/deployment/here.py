@@ -7,11 +7,17 @@ import logging
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.layout import choose_layout
+from shardline.deployment.machine import Machine
 from shardline.deployment.probe import probe_machine
 from shardline.deployment.resolve import resolve
 from shardline.models.description import read_model
 
 _log = logging.getLogger(__name__)
+
+
+def machine_here(config: EngineConfig) -> Machine:
+    """This host, with the devices that the configuration may use."""
+    return probe_machine(gpus=config.parallel.device != "cpu")
 
 
 def resolve_here(config: EngineConfig) -> Deployment:
@@ -22,7 +28,7 @@ def resolve_here(config: EngineConfig) -> Deployment:
     Raises:
         ValueError: the model, the layout or the memory does not allow it. The message says what would work.
     """
-    machine = probe_machine(gpus=config.parallel.device != "cpu")
+    machine = machine_here(config)
     choose_layout(config.parallel, machine)  # refuses what works for no model, before a download
     deployment = resolve(config, read_model(config.model), machine)
     for warning in deployment.warnings:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from shardline.config.engine import EngineConfig, ParallelConfig
 from shardline.deployment.deployment import Deployment
+from shardline.deployment.here import machine_here
+from shardline.deployment.layout import choose_layout
 from shardline.deployment.machine import Device, Machine
-from shardline.deployment.probe import probe_machine
 from shardline.deployment.resolve import resolve
 from shardline.models.description import ModelDescription, read_model
 from shardline.models.step_work import StepWork, step_work
@@ -63,8 +64,7 @@ def choose_parallel(config: EngineConfig, fixed: frozenset[str] = frozenset()) -
     Raises:
         ValueError: no layout works, or a GPU of this host is unknown. The message says why.
     """
-    machine = probe_machine(gpus=config.parallel.device != "cpu")
-    return choose_on(config, read_model(config.model), machine, fixed)
+    return choose_on(config, read_model(config.model), machine_here(config), fixed)
 
 
 def choose_on(
@@ -76,19 +76,20 @@ def choose_on(
         ValueError: no layout works, or a GPU is unknown.
     """
     host = machine.hosts[0]
-    gpus = [host.devices[index] for index in host.of_kind("cuda")]
+    alone = dataclasses.replace(config.parallel, **dict.fromkeys(PARALLEL_SIZES[:3], 1), enable_expert_parallel=False)
+    devices = [host.devices[index] for index in host.of_kind(choose_layout(alone, machine).device)]
     path, found, refusals = [], [], []
-    if gpus and config.parallel.device != "cpu":
-        cluster = _gpu_cluster(gpus)
-        path.append(f"devices: {cluster.name}, {cluster.link.kind}")
-        whole, timing, most = None, shipped_timing()["shardline"], len(gpus)
-    else:
-        whole, timing = measure_host(machine), HOST_TIMING
-        cluster, most = share_host(whole, 1), min(host.cores, _MOST_RANKS)
+    if devices[0].cores:
+        whole, timing, most = measure_host(machine), HOST_TIMING, min(devices[0].cores, _MOST_RANKS)
+        cluster = share_host(whole, 1)
         path.append(
-            f"devices: CPU with {host.cores} cores, measured: {whole.bandwidth_gbs:.0f} GB/s, "
+            f"devices: {devices[0].cores} cores, measured: {whole.bandwidth_gbs:.0f} GB/s, "
             f"{whole.tflops['bf16'] * 1e3:.0f} GFLOP/s"
         )
+    else:
+        cluster = _known_cluster(devices)
+        whole, timing, most = None, shipped_timing()["shardline"], len(devices)
+        path.append(f"devices: {cluster.name}, {cluster.link.kind}")
     for parallel in _layouts(config.parallel, fixed, most):
         one = dataclasses.replace(config, parallel=parallel)
         try:
@@ -159,7 +160,7 @@ def deployment_work(deployment: Deployment) -> StepWork:
     )
 
 
-def _gpu_cluster(gpus: list[Device]) -> Cluster:
+def _known_cluster(gpus: list[Device]) -> Cluster:
     """The GPUs of this host as the planner's hardware.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import re
@@ -34,7 +33,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("plan", help="what fits, how fast, at what price", description=description)
     group = parser.add_argument_group("plan")
     group.add_argument("--gpus", metavar="GPUS", help="4xH100-80GB, 2x8xH100-80GB-SXM5, A100-80GB-PCIe+2xL40S; without "
-                       "a count: the fewest that do; any: the cheapest; cpu: this host's, measured")  # fmt: skip
+                       "a count: the fewest that do; any: the cheapest; here: this host's devices")  # fmt: skip
     group.add_argument("--link", metavar="LINK", help="link inside a node: nvlink, bridge, xgmi or pcie")
     group.add_argument("--inter-node", metavar="NET", help="network between nodes, for example ib-400 or eth-100")
     group.add_argument("--hardware", type=Path, metavar="FILE", help="TOML file with further GPUs")
@@ -109,8 +108,8 @@ def _plan(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
 
     api = None if args.api_price is None else parse_api_price(args.api_price)
     model = find_model(args.model, getattr(args, "revision", None))
-    if args.gpus == "cpu":
-        return _plan_host(args, model)
+    if args.gpus == "here":
+        return _plan_here(args, model)
     demand, fixed = _demand(args, model.spec), _fixed(args)
     found = _search(args, gpus, model, demand, fixed)
     if args.calibrate is not None:
@@ -132,23 +131,22 @@ def _plan(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
     return 0
 
 
-def _plan_host(args: argparse.Namespace, model: PlannedModel) -> int:
-    """Plan for this host's CPU, which is measured.
+def _plan_here(args: argparse.Namespace, model: PlannedModel) -> int:
+    """Plan for the devices of this host. A CPU is measured.
 
     Raises:
         ValueError: this engine cannot run the model on it.
     """
-    from shardline.deployment.probe import probe_machine
+    from shardline.deployment.here import machine_here
     from shardline.planner.auto import PARALLEL_SIZES, choose_on
     from shardline.planner.catalog import describe
 
     fixed = frozenset(name for name in PARALLEL_SIZES if hasattr(args, name))
     config = engine_config(args)
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, device="cpu"))
-    choice = choose_on(config, describe(model), probe_machine(gpus=False), fixed)
+    choice = choose_on(config, describe(model), machine_here(config), fixed)
     sizes = choice.config.parallel
     flags = ((name, getattr(sizes, name)) for name in PARALLEL_SIZES[:3])
-    command = f"shardline serve {args.model} --device cpu"
+    command = f"shardline serve {args.model} --device {config.parallel.device}"
     command += "".join(f" --{name.replace('_', '-')} {size}" for name, size in flags if size > 1)
     command += " --enable-expert-parallel" if sizes.enable_expert_parallel else ""
     if args.json:
