@@ -76,7 +76,13 @@ def choose_on(
         ValueError: no layout works, or a GPU is unknown.
     """
     host = machine.hosts[0]
-    alone = dataclasses.replace(config.parallel, **dict.fromkeys(PARALLEL_SIZES[:3], 1), enable_expert_parallel=False)
+    alone = dataclasses.replace(
+        config.parallel,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        data_parallel_size=1,
+        enable_expert_parallel=False,
+    )
     devices = [host.devices[index] for index in host.of_kind(choose_layout(alone, machine).device)]
     path, found, refusals = [], [], []
     if devices[0].cores:
