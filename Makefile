@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find src csrc -type f -not -name '*.pyc' -not -name '*.so')
 
-.PHONY: serve test check exact bench dev clean compiler
+.PHONY: serve test check exact claims bench dev clean compiler
 
 serve: $(VENV)/.installed ## Install, and serve the embedded demo model on http://127.0.0.1:8000
 	$(BIN)/shardline serve
@@ -21,6 +21,9 @@ check: $(VENV)/.tested ## Lint, types, storeys
 
 exact: $(VENV)/.tested ## The full exactness matrix: hours; ONLY="llama and bfloat16" takes a part of it
 	$(BIN)/python -m pytest tests/exactness --full-matrix -k "$(ONLY)"
+
+claims: $(VENV)/.tested ## Write docs/claims.md and docs/planner-validation.md
+	$(BIN)/python -m scripts.claims
 
 bench: $(VENV)/.installed ## Throughput, latency and engine overhead on the demo model
 	$(BIN)/shardline bench throughput
