@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find src csrc -type f -not -name '*.pyc' -not -name '*.so')
 
-.PHONY: serve test check exact chaos bench dev clean compiler
+.PHONY: serve test check exact chaos claims bench dev clean compiler
 
 serve: $(VENV)/.installed ## Install, and serve the embedded demo model on http://127.0.0.1:8000
 	$(BIN)/shardline serve
@@ -24,6 +24,9 @@ exact: $(VENV)/.tested ## The full exactness matrix: hours; ONLY="llama and bflo
 
 chaos: $(VENV)/.tested ## Faults at random under streaming clients, on two hosts (needs root): FAULTS=1000 SEED=0
 	$(BIN)/python -m tests.faults.chaos --faults $(or $(FAULTS),1000) --seed $(or $(SEED),0)
+
+claims: $(VENV)/.tested ## Write docs/claims.md and docs/planner-validation.md
+	$(BIN)/python -m scripts.claims
 
 bench: $(VENV)/.installed ## Throughput, latency and engine overhead on the demo model
 	$(BIN)/shardline bench throughput

@@ -46,6 +46,15 @@ def test_the_replica_with_the_least_to_do_gets_the_next_request() -> None:
     assert replicas.num_in_flight() == 6
 
 
+def test_the_router_policy_chooses_the_replica() -> None:
+    replicas, cluster = make(data_parallel_size=3, router_policy="round_robin")
+    for name in "abcd":
+        replicas.add_requests(request(name))
+        if name == "b":
+            replicas.handle_event(1, finished("b-0"))
+    assert [[r.request_id for r in client.added] for client in cluster.clients] == [["a-0", "d-0"], ["b-0"], ["c-0"]]
+
+
 def test_aborts_go_where_the_request_runs() -> None:
     replicas, cluster = make(data_parallel_size=2)
     replicas.add_requests(request("a"))

@@ -10,12 +10,14 @@ import pytest
 
 from shardline.cli.main import main
 from shardline.deployment.resolve import resolve
+from shardline.planner.candidates import Fixed
 from shardline.planner.catalog import describe, find_model
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand
 from shardline.planner.memory import engine_config
-from shardline.planner.search import Fixed, Search, frontier, search, tensor_efficiency
+from shardline.planner.path import explain_path
+from shardline.planner.search import Search, frontier, search, tensor_efficiency
 
 LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
 
@@ -30,7 +32,7 @@ def plan_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]
 
 
 def test_what_is_recommended_has_passed_resolve() -> None:
-    result = found(LLAMA_70B, "4xH100", Demand(32_768))
+    result = found(LLAMA_70B, "4xH100", Demand(32_768), "throughput")
     assert result.recommended == 0
     best = result.options[0]
     config = engine_config(result.model, best.layout, result.demand, 32_768)
@@ -42,14 +44,25 @@ def test_what_is_recommended_has_passed_resolve() -> None:
 
 def test_goals() -> None:
     best = {
-        goal: found(LLAMA_70B, "8xH100", Demand(8192), goal).options[0] for goal in ("cost", "latency", "throughput")
+        goal: found(LLAMA_70B, "4xH100", Demand(8192), goal).options[0] for goal in ("cost", "latency", "throughput")
     }
     speeds = {goal: option.speed for goal, option in best.items()}
     assert all(speed is not None for speed in speeds.values())
-    assert best["latency"].layout.tensor == 8
+    assert best["latency"].layout.tensor == 4
     assert speeds["latency"].tpot.p50 <= speeds["cost"].tpot.p50  # type: ignore[union-attr]
     assert speeds["throughput"].output_tok_s.p50 >= speeds["latency"].output_tok_s.p50  # type: ignore[union-attr]
     assert best["cost"].cost_per_million is not None
+
+
+def test_the_lowest_cost_may_need_fewer_bits() -> None:
+    result = found(LLAMA_70B, "4xH100", Demand(8192))
+    costs = [one.cost_per_million for one in result.options if one.cost_per_million and one.fit.verdict != "tight"]
+    assert result.options[0].cost_per_million == min(costs)
+    [bits] = [one for one in explain_path(result) if one.question == "fewer bits?"]
+    assert "bf16: bf16" in bits.figures
+    assert "--quantization none" in bits.answer
+    equal = found(LLAMA_70B, "4xH100", Demand(8192, rate=0.5), tensor=4)
+    assert equal.options[0].layout.weights == "bf16", "of layouts at one price, the one that keeps the answers"
 
 
 def test_a_demand_that_nothing_meets_recommends_nothing() -> None:
@@ -71,7 +84,7 @@ def test_a_rate_decides_how_many_requests_run() -> None:
 
 
 def test_the_frontier_has_no_dominated_layout() -> None:
-    result = found(LLAMA_70B, "4xH100", Demand(8192))
+    result = found(LLAMA_70B, "4xH100", Demand(8192), "throughput")
     kept = frontier(result.options)
     assert 0 in kept
     assert len(kept) < sum(option.speed is not None for option in result.options)
@@ -81,8 +94,8 @@ def test_the_frontier_has_no_dominated_layout() -> None:
 def test_a_plan_takes_little_time(gpus: str, seconds: float) -> None:
     find_model(LLAMA_70B)
     found(LLAMA_70B, "1xH100", Demand(8192))
-    times = []
-    for _ in range(3):
+    times = [float("inf")]
+    while min(times) >= 2 * seconds and len(times) < 4:
         start = time.process_time()
         found(LLAMA_70B, gpus, Demand(8192))
         times.append(time.process_time() - start)
@@ -102,7 +115,8 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = plan_json(capsys, LLAMA_70B, "--gpus", "4xH100", "-tp", "4", "--max-model-len", "32768")
+    plan = plan_json(capsys, LLAMA_70B, "--gpus", "4xH100", "-tp", "4", "--max-model-len", "32768", "--quantization",
+                     "none", "--kv-cache-dtype", "auto")  # fmt: skip
     best = plan["layouts"][plan["recommended"]]
     keys = {"tp", "pp", "ep", "dp", "cp", "weights", "kv", "verdict", "weight_bytes", "kv_tokens", "max_context",
             "concurrency", "ttft_ms", "tpot_ms", "output_tok_s", "cost_per_million", "bound_by", "why_not"}  # fmt: skip
@@ -118,7 +132,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_models_that_only_vllm_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for model in ("openai/gpt-oss-120b", "Qwen/Qwen3.5-35B-A3B", "deepseek-ai/DeepSeek-V3", "google/gemma-4-31B-it"):
-        plan = plan_json(capsys, model, "--gpus", "8xH200")
+        plan = plan_json(capsys, model, "--gpus", "8xH200", "-tp", "8")
         assert plan["vllm_only"], model
         assert plan["commands"]["shardline"] is None
         assert plan["commands"]["vllm"].startswith(f"vllm serve {model}")
@@ -185,3 +199,15 @@ def test_tensor_parallel_efficiency_falls_with_ranks_and_slow_links() -> None:
     fast, slow = (tensor_efficiency(result, result.options[0], rate) for rate in (450e9, 32e9))
     assert 1 > fast[2] > fast[4] > fast[8] > 0.4
     assert all(slow[size] < fast[size] for size in fast)
+
+
+def test_context_parallelism_is_priced_and_never_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_json(capsys, LLAMA_70B, "--gpus", "8xH100", "--max-model-len", "131072", "--quantization", "none")
+    spread = [one for one in plan["layouts"] if one["cp"] > 1]
+    assert {(one["tp"], one["cp"]) for one in spread} == {(1, 8), (2, 4), (4, 2)}
+    assert all(one["verdict"] == "no" and "context_parallel_size" in one["why_not"] for one in spread)
+    priced = next(one for one in spread if one["cp"] == 2)
+    assert priced["tpot_ms"]["p50"] > 0
+    assert priced["cost_per_million"] > 0
+    assert plan["layouts"][plan["recommended"]]["cp"] == 1
+    assert not any("context-parallel" in command for command in plan["commands"].values())

@@ -14,6 +14,8 @@ from shardline.api.errors import EngineDead, EngineRecovering, QueueFull
 from shardline.api.failover import MAX_FAILURES, RestartLimit, RunningChoice
 from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import EngineOutputs
+from shardline.router.policies.base import ReplicaLoad
+from shardline.router.router import Router
 from shardline.stats import EngineStats, merge_stats
 from shardline.types import Request, SequenceOutput
 
@@ -37,6 +39,10 @@ class _Replica:
     def estimate_waiting(self, max_running: int) -> int:
         """About how many of its requests wait: all beyond `max_running`, or as many as it last reported."""
         return max(len(self.in_flight) - max_running, min(self.stats.num_waiting, len(self.in_flight)))
+
+    def load(self, index: int, max_running: int) -> ReplicaLoad:
+        """The replica as router policies see it."""
+        return ReplicaLoad(index, len(self.in_flight), self.tokens, max_running)
 
     def take_choices(self) -> list[RunningChoice]:
         """The choices in flight, which are no longer this replica's."""
@@ -69,6 +75,7 @@ class Replicas:
         self._replicas = [
             _Replica(client, RestartLimit(self.config.parallel.max_restarts)) for client in engines.clients
         ]
+        self._router = Router(self.config.parallel.router_policy)
         self._home: dict[str, int] = {}
         self._homeless: dict[str, RunningChoice] = {}
         """Choices that wait for a replica to start again."""
@@ -78,7 +85,7 @@ class Replicas:
         self._engines.close(1 if self.dead_reason else 0)
 
     def add_requests(self, children: Sequence[Request], *, bounded: bool = True) -> None:
-        """Run all choices of one user request on the replica with the least load.
+        """Run all choices of one user request on the replica that the router policy chooses.
 
         Raises:
             QueueFull: `max_num_waiting` requests are waiting (only if `bounded`).
@@ -170,9 +177,10 @@ class Replicas:
         return "; ".join(dict.fromkeys(replica.failed for replica in self._replicas))
 
     def _place_choices(self, choices: Sequence[RunningChoice]) -> None:
-        """Hand choices to the living replica with the least load."""
-        alive = [index for index, replica in enumerate(self._replicas) if not replica.failed]
-        index = min(alive, key=lambda i: (len(self._replicas[i].in_flight), self._replicas[i].tokens, i))
+        """Hand choices of one prompt to the living replica that the router policy chooses."""
+        loads = [one.load(index, self._max_running) for index, one in enumerate(self._replicas) if not one.failed]
+        request = choices[0].request
+        index = self._router.choose(request.prompt_token_ids, request.cache_salt, loads)
         replica = self._replicas[index]
         for choice in choices:
             replica.in_flight[choice.request.request_id] = choice
@@ -191,6 +199,7 @@ class Replicas:
     def _lose_replica(self, index: int, reason: str) -> Sequence[SequenceOutput]:
         replica = self._replicas[index]
         replica.failed = reason
+        self._router.forget_replica(index)
         gauges = {"num_running": 0, "num_waiting": 0, "kv_blocks_used": 0}
         replica.stats = msgspec.structs.replace(replica.stats, **gauges)
         lost = replica.take_choices()

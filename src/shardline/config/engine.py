@@ -60,6 +60,13 @@ class ParallelConfig:
     pipeline_parallel_size: int = option(1, "stages of consecutive layers", aliases=("pp",))
     data_parallel_size: int = option(1, "replicas behind one endpoint", aliases=("dp",))
     context_parallel_size: int = option(1, "ranks that share one request's KV cache", aliases=("cp",))
+    router_policy: str = option(
+        "least_loaded",
+        "which replica runs a request; round_robin: each in turn; least_loaded: the one with the fewest requests; "
+        "prefix_hash: equal beginnings of prompts go to one replica; cache_aware: the one whose prefix cache has "
+        "most of the prompt, until it is saturated",
+        choices=("cache_aware", "least_loaded", "prefix_hash", "round_robin"),
+    )
     enable_expert_parallel: bool = option(False, "whole experts per rank instead of a slice of each")
     pipeline_stages: str | None = option(None, "layers per stage, for example 10,12,10; default: balanced by cost")
     distributed_executor_backend: str = option(

@@ -19,6 +19,7 @@ indexer of sparse attention has `attention.indexer_{q,k,weights}.weight` and `at
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
@@ -51,6 +52,7 @@ class ParameterName(NamedTuple):
     kind: str
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def parse_name(name: str) -> ParameterName:
     """The parts of `name`.
 

@@ -34,6 +34,7 @@ class Span(msgspec.Struct, frozen=True):
         return self.stop - self.start
 
 
+@functools.lru_cache(maxsize=4096)
 def split_dim(size: int, parts: int, unit: int = 1) -> tuple[Span, ...]:
     """Split [0, size) into `parts` consecutive spans of nearly equal size, with bounds on multiples of `unit`.
 
@@ -57,6 +58,7 @@ class HeadShare:
     kv_heads: Span
 
 
+@functools.lru_cache(maxsize=4096)
 def split_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[HeadShare, ...]:
     """Query and KV heads of each of `parts` ranks.
 

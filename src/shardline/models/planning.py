@@ -22,9 +22,9 @@ _ASSUMED_DTYPE = "bfloat16"
 """Type of checkpoints that do not say it: all published ones of this kind are in bfloat16."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlannedModel:
-    """A model as the planner sees it."""
+    """A model as the planner sees it. Equal only to itself, so that results can be kept for it."""
 
     name: str
     config: Mapping[str, Any]

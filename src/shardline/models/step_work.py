@@ -46,6 +46,10 @@ class AttentionWork:
     flops_per_pair: float
     """Operations of one new token with one cached token."""
 
+    def shared_by(self, ranks: int) -> AttentionWork:
+        """The part of one of `ranks` that share each request's keys and values."""
+        return AttentionWork(self.window, self.bytes_per_token / ranks, self.flops_per_pair / ranks)
+
 
 @dataclass(frozen=True)
 class StepWork:
@@ -146,7 +150,7 @@ def step_work(
         routing=routing,
         expert_ranks=ranks,
         replicas=ranks // tensor if ranks > 1 else 1,
-        attention=_attention_work(spec, stage, tensor, kv_dtype),
+        attention=attention_work(spec, stage, tensor, kv_dtype),
         state_bytes=state_bytes(spec, place, stages),
         num_layers=stage.size,
         num_expert_layers=expert_layers,
@@ -168,7 +172,8 @@ def cached_token_bytes(attention: Attention, tensor: int, dtype: KVDType) -> int
     )
 
 
-def _attention_work(spec: DecoderSpec, stage: Span, tensor: int, dtype: KVDType) -> tuple[AttentionWork, ...]:
+def attention_work(spec: DecoderSpec, stage: Span, tensor: int, dtype: KVDType) -> tuple[AttentionWork, ...]:
+    """Attention on one of `tensor` ranks with a KV cache of type `dtype`, for each kind of layer of a stage."""
     found = []
     for layer, number in count_layers(spec, stage):
         attention = layer.attention

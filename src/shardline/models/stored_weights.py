@@ -152,16 +152,17 @@ def _plain(name: str) -> str:
     return name.replace("model.language_model.", "model.").replace("language_model.", "")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StoredWeights:
-    """The bytes of a checkpoint's tensors."""
+    """The bytes of a checkpoint's tensors. Equal only to itself, so that results can be kept for it."""
 
     rules: StoredRules
     dtype: DType
     """Type of weights that are not packed."""
     module: Callable[[str], str]
     """The checkpoint's name for the module of a canonical parameter."""
-    _numbered: dict[int, frozenset[str]] = field(default_factory=dict, init=False, compare=False)
+    _numbered: dict[int, frozenset[str]] = field(default_factory=dict, init=False)
+    _packings: dict[str, Packing | None] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         found: dict[int, set[str]] = {}
@@ -176,6 +177,12 @@ class StoredWeights:
 
     def packing(self, name: str) -> Packing | None:
         """How the canonical parameter `name` is packed; None: it is in the checkpoint's dtype."""
+        # The planner asks for the same names with every layout, and a look-up takes time in each of many patterns.
+        if name not in self._packings:
+            self._packings[name] = self._find_packing(name)
+        return self._packings[name]
+
+    def _find_packing(self, name: str) -> Packing | None:
         layer, part, kind = parse_name(name)
         if layer is None or kind != "weight" or not (is_linear(name) or part == "attention.kv_up"):
             return None

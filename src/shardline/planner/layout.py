@@ -21,11 +21,13 @@ class Layout:
     """Label: the checkpoint's type, or the format into which weights are quantized."""
     kv: str = "auto"
     """--kv-cache-dtype"""
+    context: int = 1
+    """Ranks that share each request's KV cache."""
 
     @property
     def num_gpus(self) -> int:
         """One GPU for each rank."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.data * self.context
 
     @property
     def expert_ranks(self) -> int:
@@ -33,7 +35,7 @@ class Layout:
         return self.tensor * self.data if self.whole_experts else 1
 
     def __str__(self) -> str:
-        sizes = (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data))
+        sizes = (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data), ("cp", self.context))
         words = [self.weights, *(f"{axis}{size}" for axis, size in sizes if size > 1)]
         words += ["ep"] if self.whole_experts else []
         words += [f"kv:{self.kv}"] if self.kv != "auto" else []

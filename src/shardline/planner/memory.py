@@ -64,6 +64,7 @@ def bits_label(model: PlannedModel) -> str:
     return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[model.spec.dtype]
 
 
+@functools.lru_cache(maxsize=64)
 def stored_weights(model: PlannedModel, label: str) -> StoredWeights:
     """The model's weights under a label: as the checkpoint stores them, or as such checkpoints usually do.
 
@@ -109,6 +110,7 @@ def engine_config(model: PlannedModel, layout: Layout, demand: Demand, length: i
         "tensor_parallel_size": layout.tensor,
         "pipeline_parallel_size": layout.pipeline,
         "data_parallel_size": layout.data,
+        "context_parallel_size": layout.context,
         "enable_expert_parallel": layout.whole_experts,
         "kv_cache_dtype": layout.kv,
         "gpu_memory_utilization": demand.utilization,

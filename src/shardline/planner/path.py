@@ -9,7 +9,7 @@ from shardline.models.spec import MoE
 from shardline.planner.hardware import GB, GIB
 from shardline.planner.layout import Layout
 from shardline.planner.memory import bits_label
-from shardline.planner.search import Option, Search, fewest_gpus, tensor_efficiency
+from shardline.planner.search import Option, Search, changes_answers, fewest_gpus, tensor_efficiency
 from shardline.planner.vllm import refusal
 
 _INTERCONNECTS = (("NVLink 450", 450 * GB), ("PCIe Gen5 64", 64 * GB), ("PCIe Gen4 32", 32 * GB))
@@ -32,10 +32,42 @@ def explain_path(found: Search) -> list[Question]:
     """The questions that lead to the recommended layout, or to something else than these GPUs."""
     best = found.options[found.recommended] if found.recommended is not None else None
     questions = [_one_gpu(found), _heads(found), _experts(found)]
-    if best is not None and best.layout.num_gpus > 1:
-        questions += [_link(found, best), _efficiency(found, best)]
+    linked = [one for one in found.options if one.fits and one.layout.tensor * one.layout.pipeline > 1]
+    if best is not None and linked:
+        # If one GPU is enough, these are the figures of what more of them would need.
+        joined = best if best in linked else linked[0]
+        questions += [_link(found, joined), _efficiency(found, joined)]
+    if best is not None and changes_answers(best, bits_label(found.model)):
+        questions.append(_bits(found, best))
     questions.append(_decision(found, best))
     return questions
+
+
+def _bits(found: Search, best: Option) -> Question:
+    """What the recommended quantization saves, against the best layout that keeps the checkpoint's answers."""
+    own = bits_label(found.model)
+    kept = [one for one in found.options if one.fits and not changes_answers(one, own)]
+    figures = f"{best.layout}: {_price(best)}; "
+    figures += f"{own}: {kept[0].layout}, {_price(kept[0])}" if kept else f"{own}: does not fit"
+    if kept and kept[0].misses:
+        figures += f", misses {kept[0].misses}"
+    keep = " and ".join(
+        flag
+        for flag, is_changed in (
+            ("--quantization none", best.layout.weights != own),
+            ("--kv-cache-dtype auto", best.layout.kv != "auto"),
+        )
+        if is_changed
+    )
+    return Question("fewer bits?", figures, f"cheaper, but answers change; {keep} keeps those of the checkpoint")
+
+
+def _price(option: Option) -> str:
+    """Dollars of an option, or tokens per second where no price is known."""
+    assert option.speed is not None
+    if option.cost_per_million is None:
+        return f"{option.speed.output_tok_s.p50 / option.layout.num_gpus:,.0f} tok/s a GPU"
+    return f"${option.cost_per_million:.2f} a million output tokens"
 
 
 def _one_gpu(found: Search) -> Question:
@@ -139,7 +171,7 @@ def _decision(found: Search, best: Option | None) -> Question:
         assert best.speed is not None
         figures = f"bound by {best.speed.bound_by}; memory {best.fit.verdict}"
         return Question(f"latency, throughput or cost? ({found.goal})", figures, f"{best.layout}")
-    fitting = [one for one in found.options if one.speed is not None]
+    fitting = [one for one in found.options if one.fits]
     if not fitting:
         return Question("what then?", "no layout fits", "more or larger GPUs, fewer bits, a smaller model, or an API")
     return Question(

@@ -94,7 +94,8 @@ def _selection(found: Search) -> list[int]:
         best = [found.recommended, *best]
     refused = [index for index, one in enumerate(found.options) if one.speed is None]
     refused.sort(key=lambda index: _refusal_rank(found.options[index]))
-    return best + refused[:_REFUSED]
+    spread = [index for index, one in enumerate(found.options) if one.speed is not None and not one.fits]
+    return best + spread[:1] + refused[:_REFUSED]
 
 
 def _refusal_rank(option: Option) -> tuple[bool, int, int]:
@@ -119,6 +120,7 @@ def _table(found: Search, options: Sequence[Option]) -> list[str]:
         )
         cost = "-" if option.cost_per_million is None else f"{option.cost_per_million:.2f}"
         note = f"; misses {option.misses}" if option.misses else ""
+        note = f"; {option.fit.why_not}" if not option.fits else note
         lines.append(
             f"{option.layout!s:24} {size:20} {option.fit.verdict:12} {requests:>13} {_span(speed.ttft, 1, 2):>11} "
             f"{_span(speed.tpot, 1e3, 0):>10} {speed.output_tok_s.p50:>8.0f} {cost:>8}  {speed.bound_by}; links "
@@ -139,7 +141,7 @@ def _option_json(option: Option) -> dict[str, Any]:
         "pp": layout.pipeline,
         "ep": layout.expert_ranks,
         "dp": layout.data,
-        "cp": 1,
+        "cp": layout.context,
         "weights": layout.weights,
         "kv": layout.kv,
         "verdict": fitted.verdict,
@@ -180,7 +182,7 @@ def commands(found: Search) -> dict[str, str | None]:
     found_commands: dict[str, str | None] = dict.fromkeys(ENGINES)
     if found.recommended is None:
         return found_commands
-    good = [one.layout for one in found.options[:_TRIED] if one.speed is not None and not one.misses]
+    good = [one.layout for one in found.options[:_TRIED] if one.fits and not one.misses]
     for engine in found_commands:
         tried = (_command(found, layout, engine) for layout in good)
         found_commands[engine] = next((command for command in tried if command is not None), None)

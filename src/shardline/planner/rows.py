@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 from shardline.models.planning import PlannedModel
 from shardline.models.sizes import stage_spans
@@ -71,9 +73,9 @@ def read_rows(path: Path) -> tuple[list[Row], list[Skipped]]:
         ValueError: the file cannot be read, or it has other columns.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as stream:
+        with open_table(path) as stream:
             table = list(csv.DictReader(stream))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     needed = {"model", "gpu", "tp", "engine", "isl", "osl"}
     if not table or not needed <= set(table[0]):
@@ -86,6 +88,17 @@ def read_rows(path: Path) -> tuple[list[Row], list[Skipped]]:
         except (ValueError, TypeError, KeyError) as error:
             skipped.append(Skipped(number, str(error), bool(one.get("tp"))))
     return rows, skipped
+
+
+def open_table(path: Path) -> TextIO:
+    """A CSV file, which may be compressed (.gz), for reading.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", newline="")
+    return path.open(encoding="utf-8", newline="")
 
 
 def _row(number: int, one: Mapping[str, str]) -> Row:

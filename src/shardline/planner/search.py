@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from shardline.models.communication import context_traffic
 from shardline.models.partition import Span
 from shardline.models.planning import PlannedModel
-from shardline.models.step_work import StepWork, step_work
+from shardline.models.step_work import StepWork, attention_work, step_work
 from shardline.planner import vllm
+from shardline.planner.candidates import Fixed, layouts
 from shardline.planner.cluster import Cluster
 from shardline.planner.cost import ApiPrice, break_even_tokens, per_million
 from shardline.planner.hardware import GB, GpuLink
@@ -22,6 +25,7 @@ from shardline.planner.timing import (
     Latency,
     Load,
     LoopSteps,
+    Timing,
     loop_latency,
     loop_steps,
     shipped_timing,
@@ -33,6 +37,8 @@ GOALS = ("cost", "latency", "throughput")
 _LITTLE_ROUNDS = 12
 _DEFAULT_RUNNING = {"shardline": 128, "vllm": 256}
 """max_num_seqs of the engines; vLLM's is larger on large GPUs, where memory limits it first."""
+_DEFAULT_TOKENS = {"shardline": 2048, "vllm": 8192}
+"""max_num_batched_tokens of the engines on large GPUs."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,11 @@ class Option:
         """The layout."""
         return self.fit.layout
 
+    @property
+    def fits(self) -> bool:
+        """Whether an engine starts it. Context parallelism has a speed, but no engine starts it yet."""
+        return self.fit.verdict != "no"
+
 
 @dataclass(frozen=True)
 class Search:
@@ -87,84 +98,46 @@ class Search:
     options: tuple[Option, ...]
     recommended: int | None
     """Index into `options`; None: nothing fits or meets the demand."""
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """Choices that the user has made; None: to be searched."""
-
-    tensor: int | None = None
-    pipeline: int | None = None
-    data: int | None = None
-    whole_experts: bool | None = None
-    weights: str | None = None
-    kv: str | None = None
-
-
-def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) -> Iterator[Layout]:
-    """Every layout that the fixed choices allow, up to all GPUs of the cluster."""
-    has_experts = any(hasattr(layer.feed_forward, "routing") for layer in model.spec.layers)
-    experts = (False, True) if has_experts else (False,)
-    labels = [fixed.weights] if fixed.weights else _labels(model, cluster)
-    caches = [fixed.kv] if fixed.kv else _kv_labels(cluster)
-    for num_gpus in _counts(cluster):
-        for tensor in _divisors(num_gpus, fixed.tensor):
-            for pipeline in _divisors(num_gpus // tensor, fixed.pipeline):
-                data = num_gpus // tensor // pipeline
-                if (fixed.data not in (None, data)) or pipeline > len(model.spec.layers):
-                    continue
-                for whole in experts if fixed.whole_experts is None else (fixed.whole_experts,):
-                    if whole and tensor * data == 1:
-                        continue
-                    for label in labels:
-                        for kv in caches:
-                            yield Layout(engine, tensor, pipeline, data, whole, label, kv)
-
-
-def _counts(cluster: Cluster) -> list[int]:
-    """Numbers of GPUs to look at: all, half of them and so on; in a small node every number."""
-    total = cluster.num_gpus
-    if total <= 4:
-        return list(range(1, total + 1))
-    halves = [total >> shift for shift in range(total.bit_length()) if total >> shift]
-    return sorted({*halves, total - 1, total - 2} if total <= 8 else set(halves))
-
-
-def _divisors(number: int, only: int | None) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0 and only in (None, n)]
-
-
-def _labels(model: PlannedModel, cluster: Cluster) -> list[str]:
-    """The weights to look at: the checkpoint's own, and quantized ones if it is not quantized."""
-    own = bits_label(model)
-    if model.rules.rules:
-        return [own]
-    computed = [label for label in cluster.slowest.tflops if label.endswith("8") and label.startswith("f")]
-    return [own, *computed, "int" + "4"]
-
-
-def _kv_labels(cluster: Cluster) -> list[str]:
-    kv_formats = [label for label in cluster.slowest.tflops if label.endswith("8") and label.startswith("f")]
-    return ["auto", *kv_formats]
+    timing: Mapping[str, Timing]
+    """For each engine, the constants of its steps."""
 
 
 def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
     """The work of the rank that has the most."""
+    same = dataclasses.replace(layout, kv="auto", data=layout.data if layout.whole_experts else 1, context=1)
+    work, stage = _plain_work(model, same, tuple(fitted.stages))
+    if layout.kv != "auto":
+        attention = attention_work(model.spec, stage, layout.tensor, kv_dtype(layout))
+        work = dataclasses.replace(work, attention=attention)
+    if layout.context == 1:
+        return work
+    merged = context_traffic(model.spec, stage, layout.context, 1)
+    return dataclasses.replace(
+        work,
+        attention=tuple(one.shared_by(layout.context) for one in work.attention),
+        exchanges=(*work.exchanges, (merged, layout.context)),
+    )
+
+
+@functools.lru_cache(maxsize=512)
+def _plain_work(model: PlannedModel, layout: Layout, stages: tuple[Span, ...]) -> tuple[StepWork, Span]:
+    """(work, stage) of the rank that has the most, with a KV cache in 16 bits."""
     stored = stored_weights(model, layout.weights)
     grid = vllm.grid_of(layout)
     places = [grid.place(rank) for rank in range(0, grid.replica_size, layout.tensor)]
-    place = max(places, key=lambda one: fitted.stages[one.pp_rank].size)
+    place = max(places, key=lambda one: stages[one.pp_rank].size)
     ours = layout.engine == "shardline"
-    return step_work(
+    work = step_work(
         model.spec,
         place,
-        fitted.stages,
+        stages,
         stored,
         kv_dtype(layout),
         "exact" if ours else "vllm",
         whole_experts=layout.whole_experts,
         whole=() if ours else vllm.WHOLE_PARTS,
     )
+    return work, stages[place.pp_rank]
 
 
 def tensor_efficiency(found: Search, option: Option, link_bytes_per_second: float) -> dict[int, float]:
@@ -175,7 +148,7 @@ def tensor_efficiency(found: Search, option: Option, link_bytes_per_second: floa
     assert option.speed is not None
     spec, layout = found.model.spec, option.layout
     running = option.speed.running / layout.data
-    constants = shipped_timing()[layout.engine].constants
+    constants = found.timing[layout.engine].constants
     context = found.demand.input_len + found.demand.output_len / 2
     compute = compute_format(layout.weights, found.cluster.slowest)
     rate = link_bytes_per_second / GB
@@ -200,8 +173,7 @@ def turns_yes(found: Search, option: Option) -> list[str]:
     ways = [
         f"{one.layout.weights} weights, {one.layout.kv} KV cache"
         for one in found.options
-        if one.speed is not None
-        and ranks == (one.layout.tensor, one.layout.pipeline, one.layout.data, one.layout.whole_experts)
+        if one.fits and ranks == (one.layout.tensor, one.layout.pipeline, one.layout.data, one.layout.whole_experts)
     ]
     if option.fit.max_context > 1:
         ways.append(f"--max-model-len {option.fit.max_context}")
@@ -221,28 +193,61 @@ def price(cluster: Cluster, layout: Layout) -> tuple[float, float] | None:
     return cluster.part(layout.num_gpus).price_per_hour
 
 
-def evaluate(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Option:
-    """All figures of one layout."""
+def evaluate(
+    model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand, timing: Mapping[str, Timing] | None = None
+) -> Option:
+    """All figures of one layout. `timing` has the constants of each engine; None: the shipped ones."""
     fitted = fit(model, layout, cluster, demand)
     cost = price(cluster, layout) if layout.num_gpus <= cluster.num_gpus else None
-    if fitted.verdict == "no":
+    refusal = fitted.why_not
+    if layout.context > 1:
+        fitted = _spread_context(model, layout, cluster, demand, refusal)
+    if fitted.verdict == "no" and not (layout.context > 1 and fitted.stages):
         return Option(fitted, None, cost, None)
-    speed = _speed(model, layout, cluster, demand, fitted)
+    constants = (timing or shipped_timing())[layout.engine]
+    speed = layout_speed(model, layout, cluster, demand, fitted, constants)
     dollars = None
     if cost is not None:
         dollars = per_million(cost[1], speed.output_tok_s.p50)
-    return Option(fitted, speed, cost, dollars, _misses(speed, demand))
+    return Option(fitted, speed, cost, dollars, refusal if layout.context > 1 else _misses(speed, demand))
 
 
-def _speed(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand, fitted: Fit) -> Speed:
+def _spread_context(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand, refusal: str) -> Fit:
+    """The memory of a layout whose ranks share each request's KV cache; no engine starts it, as `refusal` says."""
+    alone, shares = dataclasses.replace(layout, context=1), layout.context
+    fitted = fit(model, alone, cluster, dataclasses.replace(demand, max_model_len=-(-demand.max_model_len // shares)))
+    most = model.spec.max_position_embeddings
+    return dataclasses.replace(
+        fitted,
+        layout=layout,
+        verdict="no",
+        kv_tokens=fitted.kv_tokens * shares,
+        max_context=min(fitted.max_context * shares, most),
+        max_model_len=demand.max_model_len,
+        why_not=refusal,
+        stages=fitted.stages if fitted.verdict != "no" else (),
+    )
+
+
+def step_limits(layout: Layout, demand: Demand) -> tuple[int, int]:
+    """(most requests running on a replica, most tokens in a step): the demanded ones, else the engine's defaults."""
+    return (
+        demand.max_num_seqs or _DEFAULT_RUNNING[layout.engine],
+        demand.max_num_batched_tokens or _DEFAULT_TOKENS[layout.engine],
+    )
+
+
+def layout_speed(
+    model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand, fitted: Fit, timing: Timing
+) -> Speed:
+    """What requests see of a layout that fits."""
     used = cluster.part(layout.num_gpus)
     work = layout_work(model, layout, fitted)
-    timing = shipped_timing()[layout.engine]
     compute = compute_format(layout.weights, used.slowest)
     per_request = demand.input_len + demand.output_len
     by_memory = max(1.0, fitted.concurrency * demand.max_model_len / per_request / layout.data)
-    most = min(by_memory, demand.max_num_seqs or _DEFAULT_RUNNING[layout.engine])
-    chunk = demand.max_num_batched_tokens or (2048 if layout.engine == "shardline" else 8192)
+    max_num_seqs, chunk = step_limits(layout, demand)
+    most = min(by_memory, max_num_seqs)
 
     def at(running: float) -> tuple[LoopSteps, Latency]:
         load = Load(running, demand.input_len, demand.output_len, chunk)
@@ -309,6 +314,7 @@ def search(
     goal: str,
     engine: str | None = None,
     fixed: Fixed | None = None,
+    timing: Mapping[str, Timing] | None = None,
 ) -> Search:
     """Evaluate every layout. Without an `engine`, this one is taken if it can load the model, else vLLM."""
     chosen = engine or _engine_for(model, cluster)
@@ -316,11 +322,11 @@ def search(
         # The latency of full memory would reward layouts with little memory.
         demand = dataclasses.replace(demand, running=demand.concurrency)
     fixed = fixed or Fixed()
-    options = [evaluate(model, one, cluster, demand) for one in layouts(model, cluster, chosen, fixed)]
+    options = [evaluate(model, one, cluster, demand, timing) for one in layouts(model, cluster, chosen, fixed)]
     own = bits_label(model)
     options.sort(key=lambda option: _rank(option, goal, own))
-    good = options and options[0].speed is not None and not options[0].misses
-    return Search(model, cluster, demand, goal, tuple(options), 0 if good else None)
+    good = options and options[0].fits and not options[0].misses
+    return Search(model, cluster, demand, goal, tuple(options), 0 if good else None, timing or shipped_timing())
 
 
 def _engine_for(model: PlannedModel, cluster: Cluster) -> str:
@@ -329,10 +335,15 @@ def _engine_for(model: PlannedModel, cluster: Cluster) -> str:
 
 
 def _rank(option: Option, goal: str, own: str) -> tuple[float, ...]:
-    """Sort key: layouts that fit and meet the demand first, of these the checkpoint's own format, then by the goal."""
+    """Sort key: layouts that fit and meet the demand first, then by the goal.
+
+    For latency and throughput, the checkpoint's own format comes before the goal, since quantization changes answers.
+    Who asks for the lowest cost gets it, and the path says what the checkpoint's own format would cost.
+    """
     speed, layout = option.speed, option.layout
-    if speed is None:
-        return (9.0, float(layout.weights != own), -float(option.fit.max_context), float(layout.num_gpus))
+    if speed is None or not option.fits:
+        is_unknown = 8.0 + (speed is None)
+        return (is_unknown, float(layout.weights != own), -float(option.fit.max_context), float(layout.num_gpus))
     figures = {
         "cost": option.cost_per_million or layout.num_gpus / speed.output_tok_s.p50,
         "latency": speed.tpot.p50,
@@ -340,7 +351,9 @@ def _rank(option: Option, goal: str, own: str) -> tuple[float, ...]:
     }
     tight = 0.0 if option.fit.verdict != "tight" else 1.0
     missed = float(len(option.misses.split(", "))) if option.misses else 0.0
-    return (missed, tight, float(changes_answers(option, own)), figures[goal], speed.tpot.p50, float(layout.num_gpus))
+    changed = float(changes_answers(option, own))
+    order = (figures[goal], changed) if goal == "cost" else (changed, figures[goal])
+    return (missed, tight, *order, speed.tpot.p50, float(layout.num_gpus))
 
 
 def changes_answers(option: Option, own: str) -> bool:
@@ -352,14 +365,14 @@ def frontier(options: tuple[Option, ...]) -> list[int]:
     """Indices of the options that no other with the same formats beats in latency, throughput and cost together."""
     kept: list[int] = []
     for index, option in enumerate(options):
-        if option.speed is None:
+        if not option.fits:
             continue
         mine = _figures(option)
         formats = (option.layout.weights, option.layout.kv)
         others = (
             _figures(one)
             for one in options
-            if one.speed is not None and one is not option and (one.layout.weights, one.layout.kv) == formats
+            if one.fits and one is not option and (one.layout.weights, one.layout.kv) == formats
         )
         if not any(all(a <= b for a, b in zip(other, mine, strict=True)) and other != mine for other in others):
             kept.append(index)

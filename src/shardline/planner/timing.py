@@ -214,6 +214,8 @@ class Timing:
     constants: Constants
     spread: Mapping[str, tuple[float, float]]
     """For "ttft", "tpot" and "output_tok_s": factors from a prediction to the bounds of its 80% interval."""
+    calibrated: Mapping[str, tuple[float, float]] | None = None
+    """The same for a machine that was measured at another load; None: not known."""
 
     def interval(self, quantity: str, value: float) -> Interval:
         """The 80% interval of a predicted `quantity`."""
@@ -226,9 +228,11 @@ def shipped_timing() -> Mapping[str, Timing]:
     """For each engine, the constants fitted to published rows. This engine's are vLLM's, until there are rows of it."""
     values = json.loads(Path(__file__).with_name("timing.json").read_text(encoding="utf-8"))
     found = {
-        engine: Timing(
-            Constants(**one["constants"]), {name: (low, high) for name, (low, high) in one["spread"].items()}
-        )
+        engine: Timing(Constants(**one["constants"]), _spread(one["spread"]), _spread(values["calibrated"]))
         for engine, one in values["engines"].items()
     }
     return {**found, "shardline": found["vllm"]}
+
+
+def _spread(bounds: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    return {name: (low, high) for name, (low, high) in bounds.items()}

@@ -16,7 +16,7 @@ from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import GIB, Gpu, known_gpus
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import fit
-from shardline.planner.rows import read_label
+from shardline.planner.rows import open_table, read_label
 
 MARK = "kv_gib_per_gpu"
 """The column by which such a table is known."""
@@ -38,9 +38,9 @@ class LogError:
 def is_memory_table(path: Path) -> bool:
     """Whether the file's header has the column of KV memory."""
     try:
-        with path.open(encoding="utf-8", newline="") as stream:
+        with open_table(path) as stream:
             return MARK in next(csv.reader(stream), [])
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 
@@ -51,7 +51,7 @@ def validate_memory(path: Path, gpus: Mapping[str, Gpu]) -> tuple[list[LogError]
         ValueError: the file cannot be read.
     """
     found, missed = [], []
-    with path.open(encoding="utf-8", newline="") as stream:
+    with open_table(path) as stream:
         for number, row in enumerate(csv.DictReader(stream), 2):
             try:
                 found.append(_error(number, row, gpus))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from shardline.config.topology import RankGrid, RankPlace
@@ -78,11 +79,18 @@ def weight_bytes(
     model: PlannedModel, stored: StoredWeights, layout: Layout, stages: Sequence[Span]
 ) -> tuple[int, RankPlace]:
     """(bytes, place) of the weights of the rank that has the most."""
-    grid = grid_of(layout)
-    places = [grid.place(rank) for rank in range(0, grid.replica_size, layout.tensor)]
+    return _weight_bytes(model, stored, grid_of(layout), tuple(stages), layout.whole_experts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _weight_bytes(
+    model: PlannedModel, stored: StoredWeights, grid: RankGrid, stages: tuple[Span, ...], whole_experts: bool
+) -> tuple[int, RankPlace]:
+    """See `weight_bytes`. Layouts that differ only in their KV cache, or in the number of replicas, share it."""
+    places = [grid.place(rank) for rank in range(0, grid.replica_size, grid.tensor)]
     spec = model.spec
     sizes = [
-        stored_weight_bytes(spec, place, stages, stored, whole=WHOLE_PARTS, expert_parallel=layout.whole_experts)
+        stored_weight_bytes(spec, place, stages, stored, whole=WHOLE_PARTS, expert_parallel=whole_experts)
         + _absorbed_bytes(spec, place, stages)
         for place in places
     ]

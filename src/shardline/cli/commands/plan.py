@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,13 @@ from shardline.cli.flags import add_engine_flags, engine_config
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardline.models.planning import PlannedModel
     from shardline.models.spec import DecoderSpec
+    from shardline.planner.candidates import Fixed
     from shardline.planner.hardware import Gpu
     from shardline.planner.layout import Demand
-    from shardline.planner.search import Fixed
+    from shardline.planner.search import Search
+    from shardline.planner.simulation.simulate import Simulation
 
 _SECONDS = {"ms": 1e-3, "s": 1.0}
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -29,7 +33,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("plan", help="what fits, how fast, at what price", description=description)
     group = parser.add_argument_group("plan")
     group.add_argument("--gpus", metavar="GPUS", help="4xH100-80GB, 2x8xH100-80GB-SXM5, A100-80GB-PCIe+2xL40S; without "
-                       "a count: the fewest that do; any: the cheapest that do")  # fmt: skip
+                       "a count: the fewest that do; any: the cheapest; here: this host's devices")  # fmt: skip
     group.add_argument("--link", metavar="LINK", help="link inside a node: nvlink, bridge, xgmi or pcie")
     group.add_argument("--inter-node", metavar="NET", help="network between nodes, for example ib-400 or eth-100")
     group.add_argument("--hardware", type=Path, metavar="FILE", help="TOML file with further GPUs")
@@ -48,9 +52,30 @@ def add_parser(commands: Any) -> None:
     group.add_argument("--api-price", metavar="IN,CACHED,OUT", help="a managed API's dollars per million tokens")
     group.add_argument("--all", action="store_true", help="show every layout")
     group.add_argument("--json", action="store_true", help="print JSON")
+    group.add_argument("--compare", nargs=2, metavar="LAYOUT", help="two layouts side by side, for example tp4 pp4")
+    group.add_argument("--html", type=Path, metavar="FILE", help="write the plan with plots to one HTML file")
+    group.add_argument("--calibrate", type=Path, metavar="FILE",
+                       help="a benchmark's result (JSON), or a start-up log, of the layout that the flags name: "
+                       "predictions follow it")  # fmt: skip
     group.add_argument("--validate", type=Path, metavar="FILE", help="predict the rows of a CSV file, and print errors")
+    _add_simulation_flags(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run)
+
+
+def _add_simulation_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("simulation")
+    group.add_argument("--simulate", action="store_true",
+                       help="run a workload through the engine's scheduler on the recommended layout, in virtual time; "
+                       "--rate R sends requests at random times")  # fmt: skip
+    group.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="requests (default: 1000)")
+    group.add_argument("--trace", type=Path, metavar="FILE",
+                       help="JSON lines with arrival (seconds), input_len and output_len")  # fmt: skip
+    group.add_argument("--prefix-len", type=int, default=0, metavar="N", help="tokens that prompts share (default: 0)")
+    group.add_argument("--num-prefixes", type=int, default=1, metavar="N", help="different prefixes (default: 1)")
+    group.add_argument("--replicas", type=int, metavar="N", help="replicas (default: those of the layout)")
+    group.add_argument("--report-interval", metavar="TIME", default="100ms",
+                       help="age of the loads that a router sees (default: 100ms)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,15 +100,129 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
     from shardline.planner.catalog import find_model
+    from shardline.planner.compare import format_comparison
     from shardline.planner.cost import parse_api_price
+    from shardline.planner.html import plan_html
     from shardline.planner.report import format_plan, plan_json
+    from shardline.planner.simulation.report import format_simulation, simulation_json
 
     api = None if args.api_price is None else parse_api_price(args.api_price)
     model = find_model(args.model, getattr(args, "revision", None))
+    if args.gpus == "here":
+        return _plan_here(args, model)
     demand, fixed = _demand(args, model.spec), _fixed(args)
     found = _search(args, gpus, model, demand, fixed)
-    print(json.dumps(plan_json(found, api), indent=1) if args.json else format_plan(found, show_all=args.all, api=api))
+    if args.calibrate is not None:
+        found = _calibrated(args.calibrate, found, fixed)
+    simulation = _simulate(args, found) if args.simulate else None
+    if args.json:
+        plan = plan_json(found, api)
+        print(json.dumps(plan if simulation is None else plan | {"simulation": simulation_json(simulation)}, indent=1))
+        return 0
+    text = format_plan(found, show_all=args.all, api=api)
+    text += format_comparison(found, args.compare) if args.compare else ""
+    text += "" if simulation is None else "\n" + format_simulation(simulation)
+    if args.html is not None:
+        try:
+            args.html.write_text(plan_html(found, text, simulation), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--html {args.html} cannot be written: {error.strerror}") from None
+    print(text)
     return 0
+
+
+def _plan_here(args: argparse.Namespace, model: PlannedModel) -> int:
+    """Plan for the devices of this host. A CPU is measured.
+
+    Raises:
+        ValueError: this engine cannot run the model on it.
+    """
+    from shardline.deployment.here import probe_here
+    from shardline.planner.auto import PARALLEL_SIZES, choose_on
+    from shardline.planner.catalog import describe
+
+    fixed = frozenset(name for name in PARALLEL_SIZES if hasattr(args, name))
+    config = engine_config(args)
+    choice = choose_on(config, describe(model), probe_here(config), fixed)
+    sizes = choice.config.parallel
+    flags = ((name, getattr(sizes, name)) for name in PARALLEL_SIZES[:3])
+    command = f"shardline serve {args.model} --device {config.parallel.device}"
+    command += "".join(f" --{name.replace('_', '-')} {size}" for name, size in flags if size > 1)
+    command += " --enable-expert-parallel" if sizes.enable_expert_parallel else ""
+    if args.json:
+        layouts = [
+            {
+                "tp": one.parallel.tensor_parallel_size,
+                "pp": one.parallel.pipeline_parallel_size,
+                "dp": one.parallel.data_parallel_size,
+                "ep": one.parallel.enable_expert_parallel,
+                "tpot_ms": round(1e3 * one.latency.tpot, 3),
+                "output_tok_s": round(one.output_tokens_per_second, 1),
+            }
+            for one in choice.candidates
+        ]
+        plan = {"layouts": layouts, "recommended": 0, "path": choice.path, "commands": {"shardline": command}}
+        print(json.dumps(plan, indent=1))
+    else:
+        print("\n".join((*choice.path, f"run: {command}")))
+    return 0
+
+
+def _calibrated(path: Path, found: Search, fixed: Fixed) -> Search:
+    """The same search on the machine that a benchmark or a start-up log shows.
+
+    Raises:
+        ValueError: the file cannot be read, or no layout fits that can have been measured.
+    """
+    from shardline.planner.calibration import calibrated_timing, is_log, read_benchmark, with_log
+    from shardline.planner.search import search
+
+    cluster, timing = found.cluster, found.timing
+    if is_log(path):
+        if not found.options:
+            raise ValueError("--calibrate needs a layout that was started, and there is none")
+        cluster = with_log(cluster, found.options[0], path, found.demand.utilization)
+    else:
+        timing = calibrated_timing(found, read_benchmark(path))
+    engine = found.options[0].layout.engine
+    return search(found.model, cluster, found.demand, found.goal, engine, fixed, timing)
+
+
+def _simulate(args: argparse.Namespace, found: Search) -> Simulation:
+    """Simulate the workload of the flags on the recommended layout.
+
+    Raises:
+        ValueError: there is no such layout, or a flag is wrong.
+    """
+    from shardline.planner.simulation.simulate import replica_setup, simulate
+    from shardline.planner.simulation.workload import Prefixes, poisson, read_trace
+
+    if not found.options or not found.options[0].fits:
+        raise ValueError("--simulate needs a layout that fits; the plan without it says what would")
+    for name in ("num_prompts", "num_prefixes", "replicas", "prefix_len"):
+        value = getattr(args, name)
+        if value is not None and value < (name != "prefix_len"):
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {int(name != 'prefix_len')}, got {value}")
+    best, config = found.options[0], engine_config(args)
+    rate = math.inf if args.rate is None else args.rate
+    if args.trace is not None:
+        requests = read_trace(args.trace)
+        duration = requests[-1].arrival
+    else:
+        prefixes = Prefixes(args.prefix_len, args.num_prefixes)
+        requests = list(poisson(rate, args.num_prompts, args.input_len, args.output_len, prefixes, config.model.seed))
+        duration = args.num_prompts / rate
+    interval = _time("--report-interval", args.report_interval)
+    assert interval is not None
+    return simulate(
+        replica_setup(found, best, prefix_caching=config.cache.enable_prefix_caching),
+        requests,
+        found.demand,
+        num_replicas=args.replicas or best.layout.data,
+        policy=config.parallel.router_policy,
+        report_seconds=interval,
+        duration=duration,
+    )
 
 
 def _search(args: argparse.Namespace, gpus: Mapping[str, Gpu], model: Any, demand: Demand, fixed: Fixed) -> Any:
@@ -152,7 +291,7 @@ def _demand(args: argparse.Namespace, spec: DecoderSpec) -> Demand:
 
 
 def _fixed(args: argparse.Namespace) -> Fixed:
-    from shardline.planner.search import Fixed
+    from shardline.planner.candidates import Fixed
 
     return Fixed(
         tensor=getattr(args, "tensor_parallel_size", None),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 from shardline.cli.flags import add_engine_flags, add_flags, engine_config, fields_from_flags
 from shardline.config.server import ServerConfig
+
+if TYPE_CHECKING:
+    from shardline.config.engine import EngineConfig
 
 
 def add_parser(commands: Any) -> None:
@@ -16,6 +20,11 @@ def add_parser(commands: Any) -> None:
     )
     add_engine_flags(parser)
     add_flags(parser, ServerConfig, "server")
+    parser.add_argument(
+        "--parallel",
+        choices=("auto",),
+        help="auto: choose the parallel sizes for this host, and say why",
+    )
     parser.set_defaults(run=run)
 
 
@@ -26,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
         ValueError: the configuration is at fault.
     """
     engine, server = engine_config(args), ServerConfig(**fields_from_flags(args, ServerConfig))
+    if args.parallel is not None:
+        engine = _with_layout(args, engine)
     if engine.cluster.is_headless:
         from shardline.cluster.node import run_node
 
@@ -35,3 +46,17 @@ def run(args: argparse.Namespace) -> int:
 
     set_process_title("front")
     return run_server(engine, server)
+
+
+def _with_layout(args: argparse.Namespace, engine: EngineConfig) -> EngineConfig:
+    """The configuration with the parallel sizes that the planner chooses; the path to them goes to stderr.
+
+    Raises:
+        ValueError: no layout works on this host.
+    """
+    from shardline.planner.auto import PARALLEL_SIZES, choose_parallel
+
+    choice = choose_parallel(engine, frozenset(name for name in PARALLEL_SIZES if hasattr(args, name)))
+    for line in choice.path:
+        print(f"--parallel auto: {line}", file=sys.stderr)
+    return choice.config

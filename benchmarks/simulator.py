@@ -1,0 +1,123 @@
+"""The simulator against the real engine on this CPU: `python benchmarks/simulator.py [MODEL] [SECONDS]`.
+
+The real engine serves a workload at one load, which calibrates the simulator's constants. Then both serve another load,
+and the script prints throughput, TTFT and TPOT of both. Aim: within a tenth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardline.api.async_llm import AsyncLLM
+from shardline.config.engine import EngineConfig
+from shardline.deployment.deployment import Deployment, FixedPool
+from shardline.deployment.here import resolve_here
+from shardline.planner.auto import deployment_work
+from shardline.planner.calibration import Measured, calibrate
+from shardline.planner.host import HOST_TIMING, measure_host, share_host
+from shardline.planner.layout import Demand
+from shardline.planner.simulation.clock import StepClock
+from shardline.planner.simulation.replica import ReplicaSetup
+from shardline.planner.simulation.simulate import Simulation, simulate
+from shardline.planner.simulation.workload import SimulatedRequest, poisson
+from shardline.planner.timing import Load, loop_steps
+from shardline.sampling_params import SamplingParams
+
+INPUT_LEN, OUTPUT_LEN = 256, 64
+CALIBRATION_RUNNING = 4
+LOAD_SHARE = 0.7
+"""The other load, as a share of the throughput that the calibration saw."""
+
+
+async def serve(
+    llm: AsyncLLM, requests: Sequence[SimulatedRequest], most: int
+) -> tuple[float, list[float], list[float]]:
+    """What requests see that arrive at their times, at most `most` at once."""
+    dice, slots = random.Random(1), asyncio.Semaphore(most)
+    started = time.perf_counter()
+    ttft, tpot = [], []
+
+    async def one(request: SimulatedRequest) -> None:
+        await asyncio.sleep(max(0.0, started + request.arrival - time.perf_counter()))
+        prompt = [dice.randrange(10, 2000) for _ in range(request.input_len)]
+        params = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True)
+        async with slots:
+            sent = time.perf_counter()
+            first = 0.0
+            async for _ in llm.generate(prompt, params):  # type: ignore[arg-type]
+                first = first or time.perf_counter()
+        ttft.append(first - sent)
+        tpot.append((time.perf_counter() - first) / (request.output_len - 1))
+
+    await asyncio.gather(*map(one, requests))
+    return len(requests) * OUTPUT_LEN / (time.perf_counter() - started), ttft, tpot
+
+
+def replica(deployment: Deployment, measured: Measured) -> ReplicaSetup:
+    """The deployment's replica, with constants that the measurement has calibrated."""
+    ranks = deployment.grid.world_size
+    cluster = share_host(measure_host(deployment.machine), ranks)
+    work = deployment_work(deployment)
+    compute = "bf16" if deployment.dtype == "bfloat16" else "fp32"
+    load = Load(measured.running, measured.input_len, measured.output_len, deployment.limits.max_num_batched_tokens)
+    steps = loop_steps(work, cluster, compute, load, deployment.grid.pipeline)
+    timing = calibrate(HOST_TIMING, [(steps, measured)])
+    assert isinstance(deployment.cache.pool, FixedPool)
+    return ReplicaSetup(
+        StepClock(work, cluster, compute, timing.constants),
+        deployment.limits,
+        deployment.cache,
+        deployment.cache.pool.num_blocks,
+        deployment.max_model_len,
+        deployment.grid.pipeline,
+    )
+
+
+def show(name: str, rate: float, ttft: Sequence[float], tpot: Sequence[float]) -> list[float]:
+    """Print and return tokens per second, and p50 and p90 of TTFT and TPOT."""
+    values = [rate, *np.percentile(ttft, (50, 90)), *np.percentile(tpot, (50, 90))]
+    print(f"{name:10} {values[0]:8.1f} tok/s   TTFT ms p50 {1e3 * values[1]:7.2f} p90 {1e3 * values[2]:7.2f}   "
+          f"TPOT ms p50 {1e3 * values[3]:6.3f} p90 {1e3 * values[4]:6.3f}")  # fmt: skip
+    return values
+
+
+async def main(model: str, seconds: float) -> None:
+    config = EngineConfig.from_options(model=model, device="cpu")
+    deployment = resolve_here(config)
+    llm = AsyncLLM(config)
+    await llm.wait_ready()
+    warm = list(poisson(float("inf"), 8, INPUT_LEN, OUTPUT_LEN))
+    await serve(llm, warm, CALIBRATION_RUNNING)
+    rate, ttft, tpot = await serve(llm, warm * 8, CALIBRATION_RUNNING)
+    show("calibrated", rate, ttft, tpot)
+    measured = Measured(CALIBRATION_RUNNING, INPUT_LEN, OUTPUT_LEN, float(np.median(ttft)), float(np.median(tpot)))
+    setup = replica(deployment, measured)
+    per_second = LOAD_SHARE * rate / OUTPUT_LEN
+    requests = list(poisson(per_second, int(seconds * per_second), INPUT_LEN, OUTPUT_LEN, seed=3))
+    real = show("engine", *await serve(llm, requests, 1000))
+    found: Simulation = simulate(setup, requests, Demand(INPUT_LEN + OUTPUT_LEN, INPUT_LEN, OUTPUT_LEN))
+    simulated = [
+        found.output_tokens_per_second,
+        found.ttft[50],
+        found.ttft[90],
+        found.tpot[50],
+        found.tpot[90],
+    ]
+    show(
+        "simulated",
+        simulated[0],
+        [found.ttft[50]] * 9 + [found.ttft[90]] * 2,
+        [found.tpot[50]] * 9 + [found.tpot[90]] * 2,
+    )
+    print("simulated / engine: " + "  ".join(f"{ours / true:.2f}" for ours, true in zip(simulated, real, strict=True)))
+    await llm.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "demo", float(sys.argv[2]) if len(sys.argv) > 2 else 20.0))

@@ -1,0 +1,184 @@
+"""Choose the parallel sizes for the devices of this host: `shardline serve M --parallel auto`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardline.config.engine import EngineConfig, ParallelConfig
+from shardline.deployment.deployment import Deployment
+from shardline.deployment.here import probe_here
+from shardline.deployment.layout import choose_layout
+from shardline.deployment.machine import Device, Machine
+from shardline.deployment.resolve import resolve
+from shardline.models.description import ModelDescription, read_model
+from shardline.models.step_work import StepWork, step_work
+from shardline.models.stored_weights import StoredRules, StoredWeights, usual_rules
+from shardline.planner.cluster import Cluster, parse_cluster
+from shardline.planner.hardware import find_gpu, known_gpus
+from shardline.planner.host import HOST_TIMING, measure_host, share_host
+from shardline.planner.rows import compute_format
+from shardline.planner.timing import Latency, Load, Timing, loop_latency, loop_steps, shipped_timing
+
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
+_MOST_RANKS = 16
+_RUNNING, _INPUT_LEN, _OUTPUT_LEN = 16, 512, 128
+"""The load for which a layout is chosen, if nothing else is known."""
+_NO_PART_OF_NAME = re.compile(r"\b(nvidia|geforce|generation|hbm\d\w*|graphics|gpu|edition)\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that `resolve` accepts, and its speed under the load."""
+
+    parallel: ParallelConfig
+    latency: Latency
+    output_tokens_per_second: float
+    """Of all replicas."""
+
+    def __str__(self) -> str:
+        one = self.parallel
+        sizes = (("tp", one.tensor_parallel_size), ("pp", one.pipeline_parallel_size), ("dp", one.data_parallel_size))
+        words = [f"{axis}{size}" for axis, size in sizes if size > 1] + ["ep"] * one.enable_expert_parallel
+        return " ".join(words) or "one rank"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and how."""
+
+    config: EngineConfig
+    candidates: tuple[Candidate, ...]
+    """The fastest first."""
+    path: tuple[str, ...]
+    """The steps to the choice, in words."""
+
+
+def choose_parallel(config: EngineConfig, fixed: frozenset[str] = frozenset()) -> Choice:
+    """The configuration with the layout that makes most tokens per second on this host.
+
+    `fixed` names the fields of `config.parallel` that the user has set.
+
+    Raises:
+        ValueError: no layout works, or a GPU of this host is unknown. The message says why.
+    """
+    return choose_on(config, read_model(config.model), probe_here(config), fixed)
+
+
+def choose_on(
+    config: EngineConfig, model: ModelDescription, machine: Machine, fixed: frozenset[str] = frozenset()
+) -> Choice:
+    """`choose_parallel` for a model and a machine that are known.
+
+    Raises:
+        ValueError: no layout works, or a GPU is unknown.
+    """
+    host = machine.hosts[0]
+    alone = dataclasses.replace(
+        config.parallel,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        data_parallel_size=1,
+        enable_expert_parallel=False,
+    )
+    devices = [host.devices[index] for index in host.of_kind(choose_layout(alone, machine).device)]
+    path, found, refusals = [], [], []
+    if devices[0].cores:
+        whole, timing, most = measure_host(machine), HOST_TIMING, min(devices[0].cores, _MOST_RANKS)
+        cluster = share_host(whole, 1)
+        path.append(
+            f"devices: {devices[0].cores} cores, measured: {whole.bandwidth_gbs:.0f} GB/s, "
+            f"{whole.tflops['bf16'] * 1e3:.0f} GFLOP/s"
+        )
+    else:
+        cluster = _known_cluster(devices)
+        whole, timing, most = None, shipped_timing()["shardline"], len(devices)
+        path.append(f"devices: {cluster.name}, {cluster.link.kind}")
+    for parallel in _layouts(config.parallel, fixed, most):
+        one = dataclasses.replace(config, parallel=parallel)
+        try:
+            deployment = resolve(one, model, machine)
+        except ValueError as refusal:
+            refusals.append(str(refusal))
+            continue
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.data_parallel_size
+        used = cluster.part(ranks) if whole is None else share_host(whole, ranks)
+        found.append(_candidate(parallel, deployment, used, timing))
+    if not found:
+        raise ValueError(f"--parallel auto: no layout works on this host; with one rank: {refusals[0]}")
+    found.sort(key=lambda one: -one.output_tokens_per_second)
+    best = found[0]
+    path += [
+        f"{one}: {one.output_tokens_per_second:,.0f} tok/s, TPOT {1e3 * one.latency.tpot:.1f} ms" for one in found[:5]
+    ]
+    if refusals:
+        path.append(f"{len(refusals)} layouts are refused, the first: {refusals[0]}")
+    path.append(f"chosen for {_RUNNING} requests of {_INPUT_LEN} + {_OUTPUT_LEN} tokens: {best}")
+    return Choice(dataclasses.replace(config, parallel=best.parallel), tuple(found), tuple(path))
+
+
+def _layouts(asked: ParallelConfig, fixed: frozenset[str], most: int) -> Iterator[ParallelConfig]:
+    """Every product of sizes up to `most` ranks that keeps what the user has set; one rank first."""
+    numbers = range(1, most + 1)
+
+    def choices(name: str, values: range | tuple[bool, ...]) -> list[int]:
+        return [getattr(asked, name)] if name in fixed else list(values)
+
+    for tensor in choices(PARALLEL_SIZES[0], numbers):
+        for pipeline in choices(PARALLEL_SIZES[1], numbers):
+            for data in choices(PARALLEL_SIZES[2], numbers):
+                for whole in choices(PARALLEL_SIZES[3], (False, True)):
+                    ranks = tensor * pipeline * data
+                    if ranks > max(most, 1) or (whole and tensor * data == 1 and PARALLEL_SIZES[3] not in fixed):
+                        continue
+                    sizes = dict(zip(PARALLEL_SIZES, (tensor, pipeline, data, bool(whole)), strict=True))
+                    yield dataclasses.replace(asked, **sizes)  # type: ignore[arg-type]
+
+
+def _candidate(parallel: ParallelConfig, deployment: Deployment, cluster: Cluster, timing: Timing) -> Candidate:
+    replicas, stages = parallel.data_parallel_size, parallel.pipeline_parallel_size
+    label = deployment.weight_format.name
+    plain = "bf16" if deployment.dtype == "bfloat16" else "fp32"
+    compute = compute_format(plain if label == "plain" else label, cluster.slowest)
+    load = Load(_RUNNING / replicas, _INPUT_LEN, _OUTPUT_LEN, deployment.limits.max_num_batched_tokens)
+    steps = loop_steps(deployment_work(deployment), cluster, compute, load, stages)
+    latency = loop_latency(steps, timing.constants)
+    return Candidate(parallel, latency, replicas * latency.output_tokens_per_second)
+
+
+def deployment_work(deployment: Deployment) -> StepWork:
+    """The work of the rank with the most weights."""
+    spec = deployment.spec
+    rules = usual_rules().get(deployment.weight_format.name, StoredRules())
+    stored = StoredWeights(rules, deployment.dtype, lambda name: name)
+    sizes = [rank.num_bytes for rank in deployment.weights]
+    place = deployment.grid.place(max(range(len(sizes)), key=sizes.__getitem__))
+    return step_work(
+        spec,
+        place,
+        deployment.stages,
+        stored,
+        deployment.cache.dtype,
+        "exact" if deployment.numerics == "exact" else "fast",
+        whole_experts=deployment.expert_parallel,
+    )
+
+
+def _known_cluster(gpus: list[Device]) -> Cluster:
+    """The GPUs of this host as the planner's hardware.
+
+    Raises:
+        ValueError: one is unknown.
+    """
+    names = [find_gpu(_gpu_name(gpu), known_gpus()).name for gpu in gpus]
+    return parse_cluster("+".join(names), known_gpus())
+
+
+def _gpu_name(gpu: Device) -> str:
+    """The name that nvidia-smi gives, without what the planner's names do not have: "NVIDIA H100 80GB HBM3"."""
+    plain = _NO_PART_OF_NAME.sub(" ", gpu.name)
+    if re.search(r"hbm3\b", gpu.name, re.IGNORECASE) and "H100" in gpu.name:
+        plain += " SXM5"
+    return " ".join(plain.split()).replace("SXM4-", "SXM4 ")

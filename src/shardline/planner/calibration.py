@@ -1,0 +1,184 @@
+"""Make predictions agree with a machine that was measured: from a benchmark, or from a start-up log."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec.structs import replace as replace_struct
+from numpy.typing import NDArray
+
+from shardline.planner.cluster import Cluster
+from shardline.planner.hardware import GIB
+from shardline.planner.rows import compute_format
+from shardline.planner.search import Option, Search, layout_work, step_limits
+from shardline.planner.timing import Constants, Load, LoopSteps, Timing, loop_latency, loop_steps
+
+Vector = NDArray[np.float64]
+
+_LOG_MEMORY = re.compile(r"Available KV cache memory: ([0-9.]+) GiB")
+_LOG_TOKENS = re.compile(r"KV cache size: ([0-9,]+) tokens")
+_WIDTHS = {
+    "memory": 0.15, "cache": 0.3, "compute": 0.3, "link": 0.3, "message": 0.4, "layer": 0.4, "expert_layer": 0.6,
+    "step": 0.6, "request": 0.6,
+}  # fmt: skip
+"""How far each constant may plausibly be from the shipped one on a machine: widths of its logarithm."""
+_ROUNDS = 12
+_ERROR = 0.02
+"""Error of a measured TPOT, as a width of its logarithm."""
+
+
+class Measured(NamedTuple):
+    """What a benchmark measured, in seconds."""
+
+    running: float
+    input_len: float
+    output_len: float
+    ttft: float | None
+    tpot: float
+
+
+def read_benchmark(path: Path) -> list[Measured]:
+    """The loads and latencies in the result of `shardline bench throughput --json`, or of `vllm bench serve`.
+
+    The file has one result, or a list of them.
+
+    Raises:
+        ValueError: it cannot be read, or has another form.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        found = [_measured(one) for one in (data if isinstance(data, list) else [data])]
+    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+        why = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"--calibrate {path}: no result of a benchmark: {why}") from None
+    if not found:
+        raise ValueError(f"--calibrate {path}: no result of a benchmark: the list is empty")
+    return found
+
+
+def _measured(one: Mapping[str, Any]) -> Measured:
+    if "prompt_tokens" in one:  # of this engine
+        count = int(one["num_prompts"])
+        ttft, tpot = one["ttft"]["50"], one["tpot"]["50"]
+        lengths = one["prompt_tokens"] / count, one["generation_tokens"] / count
+        running = one.get("max_concurrency") or count
+    else:
+        count = int(one.get("completed") or one["num_prompts"])
+        ttft = one["median_ttft_ms"] / 1e3 if one.get("median_ttft_ms") else None
+        tpot = one["median_tpot_ms"] / 1e3
+        lengths = one["total_input_tokens"] / count, one["total_output_tokens"] / count
+        running = one.get("max_concurrency") or count
+    if not (tpot > 0 and running > 0 and min(lengths) > 0):
+        raise ValueError("times, lengths and requests must be above zero")
+    return Measured(float(running), *lengths, ttft, tpot)
+
+
+def is_log(path: Path) -> bool:
+    """Whether the file is a start-up log, not a benchmark's result.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(f"--calibrate {path} cannot be read: {error}") from None
+    return not text.lstrip().startswith(("{", "["))
+
+
+def with_log(cluster: Cluster, option: Option, path: Path, utilization: float) -> Cluster:
+    """The cluster with the memory that a start-up log of the layout `option` shows.
+
+    Raises:
+        ValueError: the log does not state the KV cache, or the layout does not fit by the formula.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace")
+    memory, tokens = _LOG_MEMORY.search(text), _LOG_TOKENS.search(text)
+    if memory is not None:
+        actual = float(memory.group(1)) * GIB
+    elif tokens is not None and option.fit.kv_tokens:
+        actual = int(tokens.group(1).replace(",", "")) * option.fit.kv_bytes / option.fit.kv_tokens
+    else:
+        raise ValueError(f"--calibrate {path}: the log has no line 'GPU KV cache size: N tokens'")
+    more = (actual - option.fit.kv_bytes) / utilization / GIB
+    gpus = tuple(replace_struct(gpu, usable_gib=gpu.usable_gib + more) for gpu in cluster.gpus)
+    return dataclasses.replace(cluster, gpus=gpus)
+
+
+def calibrate(timing: Timing, steps: Sequence[tuple[LoopSteps, Measured]]) -> Timing:
+    """Constants with which the measured steps take the measured time, as near to the given ones as possible.
+
+    Every constant moves by its share of the doubt: those with the largest effect and the widest plausible range move
+    most. The intervals become those of machines that were measured at another load.
+    """
+    names = list(_WIDTHS)
+    widths = np.array(list(_WIDTHS.values()))
+    start = np.log([getattr(timing.constants, name) for name in names])
+    target = np.log([measured.tpot for _, measured in steps])
+
+    def constants(point: Vector) -> Constants:
+        values = dict(zip(names, map(float, np.exp(point)), strict=True))
+        return dataclasses.replace(timing.constants, **values)
+
+    def predict(point: Vector) -> Any:
+        found = constants(point)
+        return np.log([loop_latency(one, found).tpot for one, _ in steps])
+
+    point = start.copy()
+    for _ in range(_ROUNDS):
+        base = predict(point)
+        jacobian = np.stack([(predict(point + move) - base) / 1e-4 for move in 1e-4 * np.eye(len(names))], axis=1)
+        error = target - base + jacobian @ (point - start)
+        gain = (widths**2)[:, None] * jacobian.T
+        system = jacobian @ gain + _ERROR**2 * np.eye(len(target))
+        point = start + gain @ np.linalg.solve(system, error)
+    final = constants(point)
+    return Timing(_with_first_token(final, steps), timing.calibrated or timing.spread, timing.calibrated)
+
+
+def _with_first_token(constants: Constants, steps: Sequence[tuple[LoopSteps, Measured]]) -> Constants:
+    """The constants with the wait for other prompts that the measured TTFT show, if there are any."""
+    waits = []
+    for one, measured in steps:
+        own = one.chunks * one.mixed.seconds(constants) * one.stages
+        if measured.ttft is not None and one.running > 1:
+            waits.append(((measured.ttft - constants.first) / own - 1) / math.sqrt(one.running))
+    if not waits:
+        return constants
+    return dataclasses.replace(constants, queue=max(0.0, float(np.median(waits))))
+
+
+def calibrated_timing(found: Search, measured: Sequence[Measured]) -> dict[str, Timing]:
+    """The timing with which the search's first layout has the measured latencies.
+
+    Raises:
+        ValueError: no layout fits, so none can have been measured.
+    """
+    if not found.options or not found.options[0].fits:
+        raise ValueError("--calibrate needs the layout that was measured, and none fits; name its sizes, such as -tp 4")
+    best = found.options[0]
+    layout = best.layout
+    used = found.cluster.part(layout.num_gpus)
+    work = layout_work(found.model, layout, best.fit)
+    _, chunk = step_limits(layout, found.demand)
+    steps = [
+        (
+            loop_steps(
+                work,
+                used,
+                compute_format(layout.weights, used.slowest),
+                Load(max(1.0, one.running / layout.data), one.input_len, one.output_len, chunk),
+                layout.pipeline,
+            ),
+            one,
+        )
+        for one in measured
+    ]
+    return {**found.timing, layout.engine: calibrate(found.timing[layout.engine], steps)}

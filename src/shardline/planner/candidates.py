@@ -1,0 +1,75 @@
+"""The layouts that a search looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardline.models.planning import PlannedModel
+from shardline.planner.cluster import Cluster
+from shardline.planner.layout import Layout
+from shardline.planner.memory import bits_label
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Choices that the user has made; None: to be searched."""
+
+    tensor: int | None = None
+    pipeline: int | None = None
+    data: int | None = None
+    whole_experts: bool | None = None
+    weights: str | None = None
+    kv: str | None = None
+
+
+def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) -> Iterator[Layout]:
+    """Every layout that the fixed choices allow, up to all GPUs of the cluster."""
+    has_experts = any(hasattr(layer.feed_forward, "routing") for layer in model.spec.layers)
+    experts = (False, True) if has_experts else (False,)
+    labels = [fixed.weights] if fixed.weights else _labels(model, cluster)
+    caches = [fixed.kv] if fixed.kv else _kv_labels(cluster)
+    for num_gpus in _counts(cluster):
+        for tensor in _divisors(num_gpus, fixed.tensor):
+            for pipeline in _divisors(num_gpus // tensor, fixed.pipeline):
+                data = num_gpus // tensor // pipeline
+                if (fixed.data not in (None, data)) or pipeline > len(model.spec.layers):
+                    continue
+                for whole in experts if fixed.whole_experts is None else (fixed.whole_experts,):
+                    if whole and tensor * data == 1:
+                        continue
+                    for label in labels:
+                        for kv in caches:
+                            yield Layout(engine, tensor, pipeline, data, whole, label, kv)
+    if engine == "shardline" and fixed.pipeline in (None, 1) and fixed.data in (None, 1):
+        # No start accepts context parallelism yet. It is shown on all GPUs, so that its price is known.
+        for tensor in _divisors(cluster.num_gpus, fixed.tensor):
+            if tensor < cluster.num_gpus:
+                yield Layout(engine, tensor, weights=labels[0], kv=caches[0], context=cluster.num_gpus // tensor)
+
+
+def _counts(cluster: Cluster) -> list[int]:
+    """Numbers of GPUs to look at: all, half of them and so on; in a small node every number."""
+    total = cluster.num_gpus
+    if total <= 4:
+        return list(range(1, total + 1))
+    halves = [total >> shift for shift in range(total.bit_length()) if total >> shift]
+    return sorted({*halves, total - 1, total - 2} if total <= 8 else set(halves))
+
+
+def _divisors(number: int, only: int | None) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0 and only in (None, n)]
+
+
+def _labels(model: PlannedModel, cluster: Cluster) -> list[str]:
+    """The weights to look at: the checkpoint's own, and quantized ones if it is not quantized."""
+    own = bits_label(model)
+    if model.rules.rules:
+        return [own]
+    computed = [label for label in cluster.slowest.tflops if label.endswith("8") and label.startswith("f")]
+    return [own, *computed, "int" + "4"]
+
+
+def _kv_labels(cluster: Cluster) -> list[str]:
+    kv_formats = [label for label in cluster.slowest.tflops if label.endswith("8") and label.startswith("f")]
+    return ["auto", *kv_formats]

@@ -1,0 +1,159 @@
+"""Two layouts side by side, and where one overtakes the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from shardline.planner.hardware import GIB, GpuLink
+from shardline.planner.layout import Layout
+from shardline.planner.memory import bits_label
+from shardline.planner.search import Option, Search, Speed, evaluate, layout_speed
+from shardline.planner.timing import Interval
+
+_SIZE = re.compile(r"(tp|pp|dp)(\d+)")
+_AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
+_ROUNDS = 12
+_LINKS = (1.0, 1024.0)
+"""GB/s of one direction between which a change of order is sought."""
+_FASTEST, _MOST = "TPOT", "tokens/s"
+
+
+def parse_layout(text: str, found: Search) -> Layout:
+    """The layout in "tp4", "tp2-pp2", "int4-tp2" or "tp8-ep-kv:fp8". What it leaves out is 1, or the checkpoint's own.
+
+    Raises:
+        ValueError: a part of the text is unknown.
+    """
+    engine = found.options[0].layout.engine if found.options else "vllm"
+    labels = {bits_label(found.model), *(one.layout.weights for one in found.options)}
+    values: dict[str, object] = {"engine": engine, "weights": bits_label(found.model)}
+    for part in re.split(r"[-+, ]+", text.strip()):
+        size = _SIZE.fullmatch(part)
+        if size is not None and int(size.group(2)) > 0:
+            values[_AXES[size.group(1)]] = int(size.group(2))
+        elif part == "ep":
+            values["whole_experts"] = True
+        elif part.startswith("kv:"):
+            values["kv"] = part[3:]
+        elif part in labels:
+            values["weights"] = part
+        else:
+            raise ValueError(
+                f"--compare {text!r}: {part!r} is no part of a layout; write for example tp4, tp2-pp2 or int4-dp2; "
+                f"known weights are {', '.join(sorted(labels))}"
+            )
+    return Layout(**values)  # type: ignore[arg-type]
+
+
+def format_comparison(found: Search, names: Sequence[str]) -> str:
+    """Both layouts line by line, and where they swap.
+
+    Raises:
+        ValueError: a name is no layout.
+    """
+    options = [
+        evaluate(found.model, parse_layout(name, found), found.cluster, found.demand, found.timing) for name in names
+    ]
+    lines = ["", f"{'':26}" + "".join(f"{one.layout!s:>24}" for one in options)]
+    for title, value in _LINES:
+        lines.append(f"{title:26}" + "".join(f"{value(one):>24}" for one in options))
+    lines += [f"no: {one.layout}: {one.fit.why_not}" for one in options if one.speed is None]
+    if all(one.speed is not None for one in options):
+        lines += swaps(found, options[0], options[1])
+    return "\n".join(lines)
+
+
+def swaps(found: Search, first: Option, second: Option) -> list[str]:
+    """Where the faster of two layouts that fit becomes the slower one: over the load, and over the link's rate."""
+    lines = []
+    most = min(_most_running(found, one) for one in (first, second))
+
+    def at_load(option: Option, running: float) -> Speed:
+        demand = dataclasses.replace(found.demand, rate=None, running=max(1, round(running)))
+        return _speed(found, option, demand=demand)
+
+    def at_link(option: Option, rate: float) -> Speed:
+        link = GpuLink("any", rate, rate, len(found.cluster.gpus))
+        return _speed(found, option, cluster=dataclasses.replace(found.cluster, link=link))
+
+    for quantity in (_FASTEST, _MOST):
+        lines.append(_swap(quantity, "requests at once", (1.0, most), at_load, first, second))
+    for quantity in (_FASTEST, _MOST):
+        lines.append(_swap(quantity, "GB/s of the link", _LINKS, at_link, first, second))
+    return lines
+
+
+def _most_running(found: Search, option: Option) -> float:
+    demand = dataclasses.replace(found.demand, rate=None, running=None)
+    return _speed(found, option, demand=demand).running
+
+
+def _speed(found: Search, option: Option, **changes: object) -> Speed:
+    arguments = {"cluster": found.cluster, "demand": found.demand} | changes
+    timing = found.timing[option.layout.engine]
+    return layout_speed(found.model, option.layout, fitted=option.fit, timing=timing, **arguments)  # type: ignore[arg-type]
+
+
+def _swap(
+    quantity: str,
+    scale: str,
+    ends: tuple[float, float],
+    at: Callable[[Option, float], Speed],
+    first: Option,
+    second: Option,
+) -> str:
+    """The order of two layouts from the one to the other end of a scale, in words."""
+
+    def lead(value: float) -> float:
+        """Above zero: the first layout is better."""
+        one, other = at(first, value), at(second, value)
+        if quantity == _FASTEST:
+            return other.tpot.p50 - one.tpot.p50
+        return one.output_tok_s.p50 - other.output_tok_s.p50
+
+    low, high = ends
+    names = first.layout, second.layout
+    at_low, at_high = lead(low) > 0, lead(high) > 0
+    if at_low == at_high:
+        return f"{quantity}: {names[not at_low]} is better from {low:,.0f} to {high:,.0f} {scale}"
+    for _ in range(_ROUNDS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if (lead(middle) > 0) == at_low else (low, middle)
+    return f"{quantity}: {names[not at_low]} is better up to {low:,.0f} {scale}, {names[at_low]} above"
+
+
+def _interval(pick: Callable[[Speed], Interval], factor: float, digits: int) -> Callable[[Option], str]:
+    def text(option: Option) -> str:
+        if option.speed is None:
+            return "-"
+        one = pick(option.speed)
+        return f"{one.p50 * factor:.{digits}f} ({one.p10 * factor:.{digits}f}-{one.p90 * factor:.{digits}f})"
+
+    return text
+
+
+def _of_speed(write: Callable[[Speed], str]) -> Callable[[Option], str]:
+    return lambda option: "-" if option.speed is None else write(option.speed)
+
+
+_LINES: tuple[tuple[str, Callable[[Option], str]], ...] = (
+    ("GPUs", lambda one: str(one.layout.num_gpus)),
+    ("weights a GPU, GiB", lambda one: f"{one.fit.weight_bytes / GIB:.1f}"),
+    ("step and libraries, GiB", lambda one: f"{one.fit.other_bytes / GIB:.1f}"),
+    ("KV cache a GPU, GiB", lambda one: f"{max(0, one.fit.kv_bytes) / GIB:.1f}"),
+    ("verdict", lambda one: one.fit.verdict),
+    ("longest request, tokens", lambda one: f"{one.fit.max_context:,}"),
+    ("requests of full length", lambda one: f"{one.fit.concurrency:.1f}"),
+    ("running at once", _of_speed(lambda one: f"{one.running:.0f}")),
+    ("TTFT, s", _interval(lambda one: one.ttft, 1, 2)),
+    ("TPOT, ms", _interval(lambda one: one.tpot, 1e3, 1)),
+    ("output tokens/s", _interval(lambda one: one.output_tok_s, 1, 0)),
+    ("$ a million output tokens", lambda one: "-" if one.cost_per_million is None else f"{one.cost_per_million:.2f}"),
+    ("received in a decode step", _of_speed(lambda one: f"{one.exchange_bytes / 1e6:.2f} MB")),
+    ("exchanges in a step", _of_speed(lambda one: str(one.exchange_messages))),
+    ("links' share of a step", _of_speed(lambda one: f"{one.link_share:.0%}")),
+    ("bound by", _of_speed(lambda one: one.bound_by)),
+)

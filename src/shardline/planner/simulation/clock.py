@@ -1,0 +1,62 @@
+"""How long a step takes, by the planner's formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardline.models.step_work import StepWork
+from shardline.planner.cluster import Cluster
+from shardline.planner.timing import Constants, step_load
+from shardline.types import StepPlan
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StepClock:
+    """Times of the steps of one replica, or of one of its pipeline stages."""
+
+    work: StepWork
+    cluster: Cluster
+    compute: str
+    """Format of the arithmetic."""
+    constants: Constants
+    _without_context: dict[int, float] = field(default_factory=dict, init=False)
+
+    def plan_seconds(self, plan: StepPlan) -> float:
+        """Time of a planned step. A sequence with one token decodes; the others compute chunks of prompts."""
+        num_seqs = context = prompt_tokens = pairs = 0
+        for step in plan.steps:
+            if step.num_tokens == 1:
+                num_seqs += 1
+                context += step.start + 1
+            else:
+                prompt_tokens += step.num_tokens
+                pairs += step.num_tokens * (2 * step.start + step.num_tokens)
+        if not prompt_tokens:
+            return float(self.decode_seconds(num_seqs, np.array([context / max(1, num_seqs)]))[0])
+        load = step_load(
+            self.work,
+            self.cluster,
+            self.compute,
+            num_seqs,
+            context / max(1, num_seqs),
+            prompt_tokens,
+            pairs / prompt_tokens / 2,
+        )
+        return load.seconds(self.constants)
+
+    def decode_seconds(self, num_seqs: int, contexts: Vector) -> Vector:
+        """Times of steps in which `num_seqs` sequences decode; `contexts` has their mean length in each step."""
+        if num_seqs not in self._without_context:
+            load = step_load(self.work, self.cluster, self.compute, num_seqs, 0.0, 0.0, 0.0)
+            self._without_context[num_seqs] = load.seconds(self.constants)
+        rate = self.cluster.slowest.bandwidth_gbs * 1e9 * self.constants.cache
+        seconds = np.full(len(contexts), self._without_context[num_seqs])
+        for one in self.work.attention:
+            seen = contexts if one.window is None else np.minimum(contexts, one.window)
+            seconds += num_seqs * one.bytes_per_token / rate * seen
+        return seconds

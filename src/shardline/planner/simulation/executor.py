@@ -1,0 +1,81 @@
+"""An executor that computes nothing: steps take the time that the formula gives them, on a virtual clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardline.deployment.deployment import KVAllocation
+from shardline.deployment.messages import RankReport
+from shardline.engine.executor.base import Executor
+from shardline.planner.simulation.clock import StepClock
+from shardline.segment.expert_load import Counts
+from shardline.types import SequenceResult, StepPlan, StepResult
+
+TOKEN = 0
+"""Every sampled token. It ends no sequence, so that outputs have the lengths that requests ask for."""
+
+
+class VirtualExecutor(Executor):
+    """The ranks of one replica. Steps pass its pipeline stages one after the other."""
+
+    def __init__(self, clock: StepClock, num_blocks: int, stages: int) -> None:
+        self.allocation = KVAllocation(num_blocks)
+        self.max_in_flight = max(2, stages)
+        self.now = 0.0
+        """Virtual seconds."""
+        self._clock = clock
+        self._free = [0.0] * stages
+        """When each stage has done what it was given."""
+        self._flying: deque[tuple[float, StepResult]] = deque()
+
+    def start(self) -> list[RankReport]:
+        """Nothing has to be loaded."""
+        return []
+
+    @property
+    def num_flying(self) -> int:
+        """Steps in flight."""
+        return len(self._flying)
+
+    def submit_step(self, plans: Sequence[StepPlan]) -> None:
+        """Begin a step when the stages are free."""
+        (plan,) = plans
+        seconds = self._clock.plan_seconds(plan)
+        end = self.now
+        for stage, free in enumerate(self._free):
+            end = max(end, free) + seconds
+            self._free[stage] = end
+        results = [SequenceResult(step.seq_id, [TOKEN]) for step in plan.steps if step.sample]
+        self._flying.append((end, StepResult(plan.step_id, results, seconds)))
+
+    def collect_results(self) -> list[StepResult]:
+        """Move the clock to the end of the oldest step."""
+        self.now, result = self._flying.popleft()
+        return [result]
+
+    def skip_decodes(self, num_seqs: int, context: int, most: int, until: float) -> int:
+        """Do up to `most` rounds at once, each of which submits a decode step and collects the oldest one.
+
+        One step is in flight, in which `num_seqs` sequences decode, with `context` tokens together. Returns how many
+        rounds there were: all of them begin before `until`, except perhaps the first.
+        """
+        (first_end, flying) = self._flying.popleft()
+        contexts = context / num_seqs + np.arange(1, most + 1, dtype=np.float64)
+        ends = np.full(most + 1, first_end)
+        ends[1:] += np.cumsum(self._clock.decode_seconds(num_seqs, contexts))
+        rounds = min(most, 1 + int(np.searchsorted(ends, until)))
+        self.now = float(ends[rounds - 1])
+        self._free = [float(ends[rounds])]
+        last = StepResult(flying.step_id + rounds, flying.results, float(ends[rounds] - ends[rounds - 1]))
+        self._flying.append((self._free[0], last))
+        return rounds
+
+    def expert_load(self) -> Counts:
+        """No expert is counted."""
+        return np.empty((0, 0), dtype=np.int64)
+
+    def close(self) -> None:
+        """Nothing has to be ended."""

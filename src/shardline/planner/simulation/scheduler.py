@@ -1,0 +1,105 @@
+"""The engine's scheduler, which can also do many equal decode steps at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardline.deployment.deployment import CachePlan, StepLimits
+from shardline.engine.preemption import PreemptionLog
+from shardline.engine.scheduler import Scheduler
+from shardline.engine.sequence import LiveSequence
+from shardline.planner.simulation.executor import TOKEN
+from shardline.types import SequenceStep, StepPlan
+
+
+class _SilentLog(PreemptionLog):
+    """Counts preemptions. The levers that a warning would name are the user's to try in the next simulation."""
+
+    def record(self, sequence: LiveSequence, cost: int) -> None:
+        self.count += 1
+
+
+class SkippingScheduler(Scheduler):
+    """Adds rounds of decode steps in one go, where a round schedules one step and updates the oldest one."""
+
+    def __init__(self, limits: StepLimits, cache: CachePlan, num_blocks: int, max_model_len: int, stages: int) -> None:
+        super().__init__(
+            limits, cache, num_blocks, max_model_len, max_in_flight=max(2, stages), last_token_known=stages > 1
+        )
+        self._preemptions = _SilentLog()
+        self._has_windows = any(group.window is not None for group in cache.groups)
+
+    @property
+    def kv_blocks_used(self) -> int:
+        """Blocks that sequences hold."""
+        return self._kv.pool.num_used
+
+    @property
+    def oldest_plan(self) -> StepPlan:
+        """The plan in flight whose result comes next."""
+        return self._in_flight[0][0]
+
+    def skip_decodes(self, advance: Callable[[int, int, int], int]) -> int:
+        """Do the next rounds at once, if all they do is to step every running sequence by one token.
+
+        `advance(sequences, tokens of their contexts, most rounds)` moves the clock, and returns for how many rounds.
+        No sequence ends in them, none starts, and no block is lacking. Returns the number of rounds, perhaps 0.
+        """
+        most = self._num_equal_rounds()
+        if most < 1:
+            return 0
+        rounds = advance(len(self._running), sum(sequence.num_scheduled for sequence in self._running), most)
+        added = [TOKEN] * rounds
+        for sequence in self._running:
+            sequence.tokens += added
+            sequence.num_computed += rounds
+            sequence.num_scheduled += rounds
+            sequence.last_step += rounds
+            self._kv.grow_tables(sequence, sequence.num_scheduled)
+            self._kv.publish_blocks(sequence)
+            if self._has_windows:
+                self._kv.slide_windows(sequence)
+        plan, sequences = self._in_flight.popleft()
+        steps = [SequenceStep(step.seq_id, step.start + rounds, 1, [], -1, True) for step in plan.steps]
+        self._in_flight.append((StepPlan(plan.step_id + rounds, [], steps, []), sequences))
+        self._num_steps += rounds
+        self._ends = []
+        self._registry.totals.generation_tokens += rounds * len(sequences)
+        return rounds
+
+    def _num_equal_rounds(self) -> int:
+        """The most rounds that `skip_decodes` may do."""
+        if self._last_token_known or len(self._in_flight) != 1 or self._draining or self._registry.has_outputs:
+            return 0
+        plan, sequences = self._in_flight[0]
+        running = self._running
+        if plan.starts or len(sequences) != len(running) or plan.num_tokens != len(running):
+            return 0
+        most = 1 << 30
+        for sequence in running:
+            known = len(sequence.tokens)
+            if sequence.num_pending != 1 or sequence.num_scheduled != known or not sequence.num_output_tokens:
+                return 0
+            most = min(most, sequence.limit - known - 1)
+        return self._bound_by_blocks(self._bound_by_waiting(most))
+
+    def _bound_by_waiting(self, most: int) -> int:
+        """Rounds in which the first waiting sequence is not looked at."""
+        head = self._waiting.peek()
+        if head is None or len(self._running) >= self._max_running:
+            return most
+        if self._has_windows or head.blocks_wanted <= self._kv.pool.num_free:
+            return 0
+        return min(most, head.next_lookup - self._num_steps)
+
+    def _bound_by_blocks(self, most: int) -> int:
+        """Rounds for which there are blocks."""
+        free, size = self._kv.pool.num_free, self._block_size
+        while most > 0:
+            needed = sum(
+                -(-(sequence.num_scheduled + most) // size) - len(sequence.kv.tables[0]) for sequence in self._running
+            )
+            if needed * len(self._groups) <= free:
+                return most
+            most //= 2
+        return 0

@@ -1,0 +1,233 @@
+"""Run a workload through a router and its replicas, and sum up what requests saw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
+from shardline.deployment.probe import allowed_cpus
+from shardline.models.kv_groups import blocks_per_request, kv_groups
+from shardline.planner.layout import Demand
+from shardline.planner.memory import kv_dtype
+from shardline.planner.rows import compute_format
+from shardline.planner.search import Option, Search, layout_work, step_limits
+from shardline.planner.simulation.clock import StepClock
+from shardline.planner.simulation.processes import map_in_processes
+from shardline.planner.simulation.replica import Outcome, ReplicaSetup, SimulatedReplica
+from shardline.planner.simulation.workload import SimulatedRequest
+from shardline.planner.timing import Constants, shipped_timing
+from shardline.planner.vllm import BLOCK_SIZE
+from shardline.router.policies.base import ReplicaLoad
+from shardline.router.router import Router
+
+PERCENTILES = (50, 90, 95, 99)
+REPORT_SECONDS = 0.1
+"""Age that the load of replicas may have when a router looks at it, in simulations of several replicas."""
+_WORTH_PROCESSES = 20_000
+"""Requests from which replicas run in several processes."""
+_BUCKETS = 100
+"""Points of the KV cache's use over time."""
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What became of a workload. Times in virtual seconds."""
+
+    num_requests: int
+    num_failed: int
+    """Requests that are too long for the layout."""
+    num_replicas: int
+    policy: str
+    seconds: float
+    """From the first arrival to the last token."""
+    ttft: dict[int, float]
+    """Percentiles, keyed by their number."""
+    tpot: dict[int, float]
+    latency: dict[int, float]
+    """From the arrival to the last token."""
+    output_tokens_per_second: float
+    requests_per_second: float
+    goodput: float
+    """Requests per second that met the limits of TTFT and TPOT."""
+    num_preemptions: int
+    prefix_hit_rate: float
+    """Share of the prompts' tokens that were found in the prefix cache."""
+    kv_use: tuple[tuple[float, float], ...]
+    """(seconds, share of the KV cache in use) over time, averaged over replicas."""
+    num_steps: int
+    num_skipped: int
+    """Decode steps that were done together with others."""
+
+
+def replica_setup(
+    found: Search,
+    option: Option,
+    *,
+    prefix_caching: bool = True,
+    skips: bool = True,
+    constants: Constants | None = None,
+) -> ReplicaSetup:
+    """A replica of a layout that fits, as the search sees it."""
+    layout, fitted, demand, spec = option.layout, option.fit, found.demand, found.model.spec
+    assert option.speed is not None, "the layout does not fit"
+    used = found.cluster.part(layout.num_gpus)
+    limits = StepLimits(*step_limits(layout, demand))
+    groups = kv_groups(spec)
+    per_request = blocks_per_request(groups, demand.max_model_len, BLOCK_SIZE, limits.max_num_batched_tokens)
+    num_blocks = 1 + int(fitted.concurrency / layout.data * per_request)
+    cache = CachePlan(
+        dtype=kv_dtype(layout),
+        groups=groups,
+        block_size=BLOCK_SIZE,
+        max_blocks=-(-demand.max_model_len // BLOCK_SIZE) + 1,
+        prefix_caching=prefix_caching,
+        latents_shared=False,
+        block_bytes=(),
+        useful_blocks=num_blocks,
+        pool=FixedPool(num_blocks),
+    )
+    clock = StepClock(
+        layout_work(found.model, layout, fitted),
+        used,
+        compute_format(layout.weights, used.slowest),
+        constants or shipped_timing()[layout.engine].constants,
+    )
+    return ReplicaSetup(clock, limits, cache, num_blocks, demand.max_model_len, layout.pipeline, skips)
+
+
+def simulate(
+    setup: ReplicaSetup,
+    requests: Iterable[SimulatedRequest],
+    demand: Demand,
+    *,
+    num_replicas: int = 1,
+    policy: str = "least_loaded",
+    report_seconds: float = REPORT_SECONDS,
+    duration: float = 100.0,
+) -> Simulation:
+    """Run requests, which come in order of arrival, on equal replicas behind a router.
+
+    `duration` is about how many seconds the workload lasts; it decides only the resolution over time. If choices
+    depend on the load of replicas, the router sees loads that are up to `report_seconds` old, and what it has added
+    since.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    router = Router(policy)
+    bucket = max(duration, 1e-3) / _BUCKETS
+    outcomes: Iterable[Outcome]
+    if router.uses_load and num_replicas > 1:
+        outcomes = _run_coupled(router, setup, requests, num_replicas, bucket, report_seconds)
+    else:
+        outcomes = _run_apart(router, setup, requests, num_replicas, bucket)
+    return _summary(outcomes, setup, demand, num_replicas, policy, bucket)
+
+
+def _run_apart(
+    router: Router, setup: ReplicaSetup, requests: Iterable[SimulatedRequest], num_replicas: int, bucket: float
+) -> Iterator[Outcome]:
+    """Run one replica after the other: no choice depends on what another one does."""
+    shares: list[list[tuple[int, SimulatedRequest]]] = [[] for _ in range(num_replicas)]
+    idle = [ReplicaLoad(index, 0, 0, setup.limits.max_num_seqs) for index in range(num_replicas)]
+    for number, request in enumerate(requests):
+        shares[router.choose((), "", idle)].append((number, request))
+
+    def run(index: int) -> Outcome:
+        replica = SimulatedReplica(setup, bucket)
+        for number, request in shares[index]:
+            replica.add(number, request)
+        shares[index].clear()
+        replica.advance()
+        return replica.outcome()
+
+    workers = min(allowed_cpus(), num_replicas)
+    if workers == 1 or sum(map(len, shares)) < _WORTH_PROCESSES:
+        yield from map(run, range(num_replicas))
+        return
+    for encoded in map_in_processes(lambda index: msgspec.msgpack.encode(run(index)), num_replicas, workers):
+        yield msgspec.msgpack.decode(encoded, type=Outcome)
+
+
+def _run_coupled(
+    router: Router,
+    setup: ReplicaSetup,
+    requests: Iterable[SimulatedRequest],
+    num_replicas: int,
+    bucket: float,
+    report_seconds: float,
+) -> list[Outcome]:
+    """Run all replicas side by side, from one report of their loads to the next."""
+    replicas = [SimulatedReplica(setup, bucket) for _ in range(num_replicas)]
+    loads = [replica.load(index) for index, replica in enumerate(replicas)]
+    end = report_seconds
+    for number, request in enumerate(requests):
+        if request.arrival >= end:
+            # Replicas with work report; the others have not changed.
+            end = (math.floor(request.arrival / report_seconds) + 1) * report_seconds
+            for index, replica in enumerate(replicas):
+                if loads[index].num_requests:
+                    replica.advance(end - report_seconds)
+                    loads[index] = replica.load(index)
+        index = router.choose(request.token_ids() if router.uses_prefix else (), "", loads)
+        replicas[index].add(number, request)
+        loads[index] = replicas[index].load(index)
+    for replica in replicas:
+        replica.advance()
+    return [replica.outcome() for replica in replicas]
+
+
+def _summary(
+    outcomes: Iterable[Outcome], setup: ReplicaSetup, demand: Demand, num_replicas: int, policy: str, bucket: float
+) -> Simulation:
+    found = list(outcomes)
+    times = np.concatenate([np.frombuffer(one.times, dtype=np.float64).reshape(-1, 4) for one in found])
+    arrival, first_token, finish, output_len = times.T
+    ttft = first_token - arrival + setup.clock.constants.first
+    several = output_len > 1
+    tpot = (finish - first_token)[several] / (output_len[several] - 1)
+    all_tpot = np.zeros(len(ttft))
+    all_tpot[several] = tpot
+    good = (ttft <= (demand.ttft or math.inf)) & (all_tpot <= (demand.tpot or math.inf))
+    seconds = float(finish.max() - arrival.min()) if len(finish) else 0.0
+    queries = sum(one.prefix_queries for one in found)
+    return Simulation(
+        num_requests=len(ttft),
+        num_failed=sum(one.num_failed for one in found),
+        num_replicas=num_replicas,
+        policy=policy,
+        seconds=seconds,
+        ttft=_percentiles(ttft),
+        tpot=_percentiles(tpot),
+        latency=_percentiles(finish - arrival + setup.clock.constants.first),
+        output_tokens_per_second=float(output_len.sum()) / seconds if seconds else 0.0,
+        requests_per_second=len(ttft) / seconds if seconds else 0.0,
+        goodput=float(good.sum()) / seconds if seconds else 0.0,
+        num_preemptions=sum(one.num_preemptions for one in found),
+        prefix_hit_rate=sum(one.prefix_hits for one in found) / queries if queries else 0.0,
+        kv_use=_use_over_time(found, setup, bucket),
+        num_steps=sum(one.num_steps for one in found),
+        num_skipped=sum(one.num_skipped for one in found),
+    )
+
+
+def _percentiles(values: Vector) -> dict[int, float]:
+    return {one: float(np.percentile(values, one)) if len(values) else 0.0 for one in PERCENTILES}
+
+
+def _use_over_time(found: Sequence[Outcome], setup: ReplicaSetup, bucket: float) -> tuple[tuple[float, float], ...]:
+    """(seconds, share of all blocks that sequences hold). A replica without work uses none."""
+    used: dict[int, float] = {}
+    for one in found:
+        for index, block_seconds in one.kv_use.items():
+            used[index] = used.get(index, 0.0) + block_seconds
+    whole = bucket * (setup.num_blocks - 1) * len(found)
+    return tuple((index * bucket, used.get(index, 0.0) / whole) for index in range(max(used, default=-1) + 1))

@@ -1,0 +1,47 @@
+"""What a policy knows, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+
+class Arrival(NamedTuple):
+    """A request that needs a replica."""
+
+    number: int
+    """How many requests were routed before it."""
+    prefix: tuple[int, ...] = ()
+    """Chained hashes of the prompt's full chunks; equal hashes mean equal prompts up to there."""
+
+
+class ReplicaLoad(NamedTuple):
+    """A replica that can take requests."""
+
+    number: int
+    """Its number among all replicas."""
+    num_requests: int
+    """Requests that it has been given and has not finished."""
+    num_tokens: int
+    """Tokens of these requests: prompts and longest outputs."""
+    max_running: int
+    """Requests that it runs at once; further ones wait."""
+    warm_chunks: int = 0
+    """Leading chunks of the arriving prompt that it has seen lately."""
+
+
+class Policy(Protocol):
+    """The module of a policy. Its functions are pure."""
+
+    USES_LOAD: bool
+    """Whether the answer depends on the requests that replicas have."""
+    USES_PREFIX: bool
+    """Whether the answer depends on the prompt."""
+
+    def choose(self, arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
+        """The index of the replica that runs the request. There is at least one, and they are in order of index."""
+
+
+def by_load(replica: ReplicaLoad) -> tuple[int, int, int]:
+    """Sort key: the replica with the fewest requests first, among equals the one with the fewest tokens."""
+    return replica.num_requests, replica.num_tokens, replica.number

@@ -1,0 +1,15 @@
+"""The replica with the fewest requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardline.router.policies.base import Arrival, ReplicaLoad, by_load
+
+USES_LOAD = True
+USES_PREFIX = False
+
+
+def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
+    """See `Policy`."""
+    return min(replicas, key=by_load).number

@@ -1,0 +1,15 @@
+"""Each replica in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardline.router.policies.base import Arrival, ReplicaLoad
+
+USES_LOAD = False
+USES_PREFIX = False
+
+
+def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
+    """See `Policy`."""
+    return replicas[arrival.number % len(replicas)].number

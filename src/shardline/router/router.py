@@ -1,0 +1,78 @@
+"""A policy with its memory: how many requests came, and which replica has seen which prompts."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from shardline.router.policies import find_policy
+from shardline.router.policies.base import Arrival, ReplicaLoad
+
+CHUNK_TOKENS = 128
+"""Tokens of a prompt that are hashed together. A prefix that differs within a chunk is no common prefix."""
+_MOST_CHUNKS = 64
+"""Leading chunks of a prompt that are looked at: further ones hardly change the choice, and cost time."""
+
+
+class Router:
+    """Chooses a replica for each request by one of the policies."""
+
+    def __init__(self, policy: str, most_seen: int = 1 << 16) -> None:
+        """`most_seen` is the number of chunks that are remembered for each replica, the latest ones.
+
+        Raises:
+            ValueError: there is no such policy.
+        """
+        self._policy = find_policy(policy)
+        self._most_seen = most_seen
+        self._num_routed = 0
+        self._seen: dict[int, OrderedDict[int, None]] = {}
+
+    @property
+    def uses_load(self) -> bool:
+        """Whether choices depend on the load of replicas."""
+        return self._policy.USES_LOAD
+
+    @property
+    def uses_prefix(self) -> bool:
+        """Whether choices depend on the prompt."""
+        return self._policy.USES_PREFIX
+
+    def choose(self, token_ids: Sequence[int], salt: str, replicas: Sequence[ReplicaLoad]) -> int:
+        """The index of the replica that runs a request with this prompt. `warm_chunks` of `replicas` is filled in."""
+        prefix = hash_chunks(token_ids, salt) if self._policy.USES_PREFIX else ()
+        arrival = Arrival(self._num_routed, prefix)
+        if prefix and self._seen:
+            replicas = [one._replace(warm_chunks=self._num_warm(one.number, prefix)) for one in replicas]
+        index = self._policy.choose(arrival, replicas)
+        self._num_routed += 1
+        if prefix:
+            self._remember(index, prefix)
+        return index
+
+    def forget_replica(self, index: int) -> None:
+        """Note that a replica has lost its cache."""
+        self._seen.pop(index, None)
+
+    def _num_warm(self, index: int, prefix: tuple[int, ...]) -> int:
+        seen: Mapping[int, None] = self._seen.get(index, {})
+        return next((count for count, chunk in enumerate(prefix) if chunk not in seen), len(prefix))
+
+    def _remember(self, index: int, prefix: tuple[int, ...]) -> None:
+        seen = self._seen.setdefault(index, OrderedDict())
+        # The last chunk first: a chunk is of no use without those before it, so these must be forgotten later.
+        for chunk in reversed(prefix):
+            seen[chunk] = None
+            seen.move_to_end(chunk)
+        while len(seen) > self._most_seen:
+            seen.popitem(last=False)
+
+
+def hash_chunks(token_ids: Sequence[int], salt: str) -> tuple[int, ...]:
+    """Chained hashes of the first full chunks of a prompt."""
+    hashes, parent = [], hash(salt)
+    stop = min(len(token_ids), _MOST_CHUNKS * CHUNK_TOKENS)
+    for start in range(0, stop - CHUNK_TOKENS + 1, CHUNK_TOKENS):
+        parent = hash((parent, *token_ids[start : start + CHUNK_TOKENS]))
+        hashes.append(parent)
+    return tuple(hashes)

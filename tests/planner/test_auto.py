@@ -1,0 +1,77 @@
+"""Parallel sizes for the devices of a host."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from shardline.cli.main import main
+from shardline.config.engine import EngineConfig
+from shardline.deployment.machine import Device, Host, Machine
+from shardline.planner import auto
+from shardline.planner.auto import choose_on
+from shardline.planner.catalog import describe, find_model
+from shardline.planner.cluster import parse_cluster
+from shardline.planner.hardware import known_gpus
+from shardline.planner.host import measure_host
+
+
+def host(name: str, count: int, gib: float) -> Machine:
+    gpus = [Device("cuda", name, int(gib * 2**30), int(gib * 2**30), "sm_90", identifier=str(i)) for i in range(count)]
+    return Machine((Host("here", 2**36, 16, (Device("cpu", "CPU", 2**36, 2**36, "avx2", cores=16), *gpus)),))
+
+
+def choose(model: str, machine: Machine, *fixed: str, **options: object) -> auto.Choice:
+    config = EngineConfig.from_options(model=model, **options)
+    return choose_on(config, describe(find_model(model)), machine, frozenset(fixed))
+
+
+def test_gpus_that_a_large_model_needs() -> None:
+    machine = host("NVIDIA H100 80GB HBM3", 4, 79.1)
+    choice = choose("meta-llama/Llama-3.1-70B-Instruct", machine, max_model_len=8192)
+    parallel = choice.config.parallel
+    assert parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1
+    assert choice.path[0] == "devices: 4xH100-80GB-SXM5, nvlink"
+    assert "layouts are refused" in choice.path[-2]
+    assert choice.candidates[0].parallel == parallel
+    given = choose("meta-llama/Llama-3.1-70B-Instruct", machine, "pipeline_parallel_size", max_model_len=8192,
+                   pipeline_parallel_size=4)  # fmt: skip
+    assert all(one.parallel.pipeline_parallel_size == 4 for one in given.candidates)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB-SXM4"),
+        ("NVIDIA H200", "H200-141GB-SXM"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000-Blackwell-Server"),
+        ("NVIDIA H100 PCIe", "H100-80GB-PCIe"),
+    ],
+)
+def test_names_of_drivers(name: str, known: str) -> None:
+    assert auto._known_cluster([Device("cuda", name, 0, 0)]).name == f"1x{known}"
+
+
+def test_a_cpu_is_measured_and_used_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = host("", 0, 0)
+    small = parse_cluster("1xL4", known_gpus()).gpus[0]
+    monkeypatch.setattr(auto, "measure_host", lambda machine: small)
+    choice = choose("Qwen/Qwen3-0.6B", machine, max_model_len=2048)
+    assert str(choice.candidates[0]) == "one rank", "ranks of one memory only add exchanges"
+    assert len(choice.candidates) > 10
+    assert (
+        main(["plan", "Qwen/Qwen3-0.6B", "--gpus", "here", "--device", "cpu", "--max-model-len", "2048", "--json"]) == 0
+    )
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["commands"]["shardline"].startswith("shardline serve Qwen/Qwen3-0.6B --device cpu")
+    assert plan["layouts"][0]["output_tok_s"] > 0
+
+
+def test_measuring_finds_plausible_rates() -> None:
+    machine = host("", 0, 0)
+    found = measure_host(Machine((msgspec.structs.replace(machine.hosts[0], cores=2),)))
+    assert 1 < found.bandwidth_gbs < 5000
+    assert 0 < found.tflops["fp32"] <= found.tflops["bf16"]

@@ -1,0 +1,95 @@
+"""`plan --compare`, `--html` and `--calibrate`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from shardline.cli.main import main
+
+LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
+WORDS = ["plan", LLAMA_70B, "--gpus", "4xH100", "--link", "pcie", "--quantization", "none", "--kv-cache-dtype", "auto"]
+
+
+def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--running", "16", "--compare", "tp4", "pp4"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"bf16 tp4 +bf16 pp4\n", text)
+    for line in (
+        "weights a GPU, GiB",
+        "KV cache a GPU, GiB",
+        "TTFT, s",
+        "output tokens/s",
+        "received in a decode step",
+    ):
+        assert re.search(rf"^{re.escape(line)} +\S", text, re.MULTILINE)
+    assert re.search(r"^TPOT: bf16 tp4 is better (from 1 to|up to) \d+ requests", text, re.MULTILINE)
+    assert re.search(r"^tokens/s: bf16 pp4 is better up to \d+ GB/s of the link, bf16 tp4 above$", text, re.MULTILINE)
+    assert main([*WORDS, "--compare", "tp4", "tp1"]) == 0
+    assert "no: bf16 tp1: " in capsys.readouterr().out
+    assert main([*WORDS, "--compare", "tp4", "xp4"]) == 2
+    assert "'xp4' is no part of a layout" in capsys.readouterr().err
+
+
+def test_html_is_one_file_without_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    words = [*WORDS, "--simulate", "--num-prompts", "20", "--rate", "4", "--html", str(page)]
+    assert main(words) == 0
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"(?:src|href)=|https?://", text)
+    drawings = [ElementTree.fromstring(one) for one in re.findall(r"<svg.*?</svg>", text)]
+    assert len(drawings) == 4, "frontier, memory, cost over load, KV cache over time"
+    assert all(len(one) > 8 for one in drawings)
+    assert "run: shardline serve" in text
+    capsys.readouterr()
+    assert main([*words[:-1], str(tmp_path / "no" / "plan.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    assert main([*WORDS, "-tp", "4", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    return dict(found["layouts"][found["recommended"]])
+
+
+def test_a_benchmark_calibrates_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = tmp_path / "bench.json"
+    load = {"completed": 200, "max_concurrency": 16, "total_input_tokens": 200 * 1024, "total_output_tokens": 200 * 128}
+    before = plan(capsys, "--running", "16")
+    tpot = 1.2 * before["tpot_ms"]["p50"]  # type: ignore[index]
+    bench.write_text(json.dumps({**load, "median_tpot_ms": tpot, "median_ttft_ms": 700.0}))
+    after = plan(capsys, "--running", "16", "--calibrate", str(bench))
+    assert after["tpot_ms"]["p50"] == pytest.approx(tpot, rel=0.01)  # type: ignore[index]
+    assert after["ttft_ms"]["p50"] == pytest.approx(700, rel=0.05)  # type: ignore[index]
+    width = [one["tpot_ms"]["p90"] / one["tpot_ms"]["p10"] for one in (before, after)]  # type: ignore[index]
+    assert width[1] < width[0]
+    other, calibrated = plan(capsys, "--running", "4"), plan(capsys, "--running", "4", "--calibrate", str(bench))
+    assert 1.1 < calibrated["tpot_ms"]["p50"] / other["tpot_ms"]["p50"] < 1.3  # type: ignore[index]
+    own = {
+        "num_prompts": 16,
+        "prompt_tokens": 16384,
+        "generation_tokens": 2048,
+        "ttft": {"50": 0.3},
+        "tpot": {"50": 0.05},
+    }
+    bench.write_text(json.dumps([own]))
+    assert plan(capsys, "--running", "16", "--calibrate", str(bench))["tpot_ms"]["p50"] == pytest.approx(50, rel=0.01)  # type: ignore[index]
+    bench.write_text('{"median_tpot_ms": 5}')
+    assert main([*WORDS, "--calibrate", str(bench)]) == 2
+    assert "no result of a benchmark: 'num_prompts' is missing" in capsys.readouterr().err
+
+
+def test_a_start_up_log_calibrates_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("INFO Available KV cache memory: 30.25 GiB\nINFO GPU KV cache size: 396,400 tokens\n")
+    found = plan(capsys, "--calibrate", str(log))
+    assert found["kv_bytes"] == pytest.approx(30.25 * 2**30, rel=0.001)
+    log.write_text("INFO GPU KV cache size: 300,000 tokens\n")
+    assert plan(capsys, "--calibrate", str(log))["kv_tokens"] == pytest.approx(300_000, rel=0.001)
+    log.write_text("nothing of use")
+    assert main([*WORDS, "--calibrate", str(log)]) == 2
+    assert "the log has no line" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""Router policies, and the router that remembers prompts for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardline.config.engine import ParallelConfig
+from shardline.router.policies import find_policy, policy_names
+from shardline.router.policies.base import Arrival, ReplicaLoad
+from shardline.router.router import CHUNK_TOKENS, Router, hash_chunks
+
+REPLICAS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9999), st.integers(0, 5)), min_size=1, max_size=6).map(
+    lambda found: [ReplicaLoad(2 * index, load, tokens, 20, warm) for index, (load, tokens, warm) in enumerate(found)]
+)
+
+
+def test_flags_name_the_policies_that_exist() -> None:
+    assert ParallelConfig.__dataclass_fields__["router_policy"].metadata["choices"] == policy_names()
+    with pytest.raises(ValueError, match="known are cache_aware, least_loaded, prefix_hash, round_robin"):
+        find_policy("random")
+
+
+@given(st.sampled_from(policy_names()), REPLICAS, st.integers(0, 1000), st.integers())
+def test_every_policy_chooses_one_of_the_replicas(
+    name: str, replicas: list[ReplicaLoad], number: int, chunk: int
+) -> None:
+    arrival = Arrival(number, (chunk,))
+    index = find_policy(name).choose(arrival, replicas)
+    assert index in {replica.number for replica in replicas}
+    assert find_policy(name).choose(arrival, replicas) == index
+
+
+def loads(*requests: int) -> list[ReplicaLoad]:
+    return [ReplicaLoad(index, count, 100 * count, 8) for index, count in enumerate(requests)]
+
+
+def test_round_robin_takes_turns_and_least_loaded_looks_at_the_load() -> None:
+    assert [find_policy("round_robin").choose(Arrival(number), loads(9, 0, 0)) for number in range(4)] == [0, 1, 2, 0]
+    assert find_policy("least_loaded").choose(Arrival(0), loads(2, 1, 3)) == 1
+
+
+def test_equal_prefixes_go_to_one_replica_until_it_has_too_much() -> None:
+    choose = find_policy("prefix_hash").choose
+    homes = {key: choose(Arrival(0, (key,)), loads(0, 0, 0, 0)) for key in range(400)}
+    assert min(Counter(homes.values()).values()) > 60, "prefixes are spread evenly"
+    moved = [key for key, home in homes.items() if choose(Arrival(0, (key,)), loads(0, 0, 0)) != home]
+    assert all(homes[key] == 3 for key in moved), "only the prefixes of the lost replica move"
+    busy = [replica._replace(num_requests=9 if replica.number == homes[0] else 1) for replica in loads(0, 0, 0, 0)]
+    assert choose(Arrival(0, (0,)), busy) != homes[0]
+
+
+def test_a_warm_replica_is_kept_until_it_is_saturated() -> None:
+    router = Router("cache_aware")
+    prompt, other = [7] * (3 * CHUNK_TOKENS + 5), [8] * CHUNK_TOKENS
+    assert router.choose(prompt, "", loads(1, 0, 2)) == 1
+    assert router.choose(prompt, "", loads(0, 7, 0)) == 1, "its cache is warm"
+    assert router.choose(other, "", loads(0, 7, 1)) == 0
+    assert router.choose(prompt, "salt", loads(1, 7, 0)) == 2, "another salt shares nothing"
+    assert router.choose(prompt, "", loads(3, 8, 2)) == 2, "a saturated replica is passed over"
+    router.forget_replica(2)
+    assert router.choose(prompt, "", loads(0, 7, 0)) == 1
+
+
+def test_only_so_many_chunks_are_remembered() -> None:
+    router = Router("cache_aware", most_seen=2)
+    prompts = [[number] * CHUNK_TOKENS for number in range(3)]
+    for prompt in prompts:
+        assert router.choose(prompt, "", loads(5, 0)) == 1
+    assert router.choose(prompts[0], "", loads(0, 5)) == 0, "the oldest is forgotten"
+    assert router.choose(prompts[2], "", loads(0, 5)) == 1
+
+
+def test_hashes_cover_everything_before() -> None:
+    first, second = hash_chunks([1] * 300, ""), hash_chunks([2] + [1] * 299, "")
+    assert len(first) == 2
+    assert not set(first) & set(second)
+    assert hash_chunks([1] * (CHUNK_TOKENS - 1), "") == ()
