@@ -272,7 +272,7 @@ CASES = {"gather": gather, "step": step}
 def main() -> None:
     """Run the cases; with --rank, one rank of a case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", nargs="*", choices=[*CASES, []], default=list(CASES))
+    parser.add_argument("case", nargs="*", choices=[*CASES, []])
     for name, kind in (("--rank", int), ("--folder", Path), ("--segment", int)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -280,7 +280,7 @@ def main() -> None:
         torch.set_num_threads(1)
         print(json.dumps(CASES[options.case[0]](options.rank, options.folder, options.segment)))
         return
-    for case in options.case:
+    for case in options.case or CASES:
         rows = run_ranks(case)
         if case == "gather":
             print(f"{'bytes':>10} {'gather':>10} {'bare':>10}   ratio")
@@ -288,8 +288,10 @@ def main() -> None:
                 print(f"{size:>10} {ours:>7.1f} us {bare:>7.1f} us   {ours / bare:.2f}")  # type: ignore[operator]
         else:
             [[over_sockets, over_memory, exchanges]] = rows
-            print(f"step: {over_sockets:.2f} ms over sockets, {over_memory:.2f} ms over shared memory; ")
-            print(f"{exchanges:.1f} exchanges a step")
+            print(
+                f"step: {over_sockets:.2f} ms over sockets, {over_memory:.2f} ms over shared memory; "
+                f"{exchanges:.1f} exchanges"
+            )
 
 
 if __name__ == "__main__":
