@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from shardline.sampling_params import SamplingParams
+from shardline.timeline import EngineTimeline, RequestMetrics
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -162,6 +163,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     """The EOS or stop token that ended the sequence; it is the last of `token_ids`."""
     num_cached_tokens: int = 0
     error: str = ""
+    timeline: EngineTimeline | None = None
+    """Everything that the engine has noted so far; None: it is as the front has it, apart from further tokens."""
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
@@ -192,6 +195,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+    """Where the time went; None: the request has not finished."""
 
     @property
     def finished(self) -> bool:

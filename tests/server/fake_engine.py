@@ -16,6 +16,7 @@ from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
 from shardline.stats import EngineStats
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
+from shardline.timeline import EngineTimeline
 from shardline.types import Request, SequenceOutput, TokenLogprobs
 from tests.text.builders import TEMPLATE, byte_level_json, tokenizer
 
@@ -39,6 +40,7 @@ class FakeEngine:
         self.paused = False
         self.seconds_per_token = 0.0
         self.cached_tokens = 0
+        self.timeline: EngineTimeline | None = None
         self.reply = REPLY
         self.die_after_steps: int | None = None
         self.load = threading.Event()
@@ -148,6 +150,7 @@ class FakeEngine:
             reason,
             token_id if reason == "stop" else None,
             self.cached_tokens,
+            timeline=self.timeline,
         )
 
 

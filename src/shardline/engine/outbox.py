@@ -64,5 +64,6 @@ def _joined(first: SequenceOutput, second: SequenceOutput) -> SequenceOutput:
         second,
         token_ids=first.token_ids + second.token_ids,
         logprobs=first.logprobs if second.logprobs is None else (first.logprobs or []) + second.logprobs,
+        timeline=second.timeline or first.timeline,
         digests=first.digests if second.digests is None else (first.digests or []) + second.digests,
     )

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from shardline.engine.recorder import TimelineRecorder
 from shardline.types import FinishReason, Request
 
 
@@ -76,6 +77,7 @@ class LiveSequence:
     next_lookup: int = 0
     """The first step in which it may look its prefix up again while there are too few free blocks."""
     stop_token_ids: frozenset[int] = frozenset()
+    recorder: TimelineRecorder = field(default_factory=lambda: TimelineRecorder(0.0))
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling

@@ -25,7 +25,9 @@ from shardline.server.openai.completions import completion_routes
 from shardline.server.openai.ignored_fields import IGNORED_HEADER
 from shardline.server.openai.models import model_routes
 from shardline.server.openai.tokenize import tokenize_routes
-from shardline.server.service import Service
+from shardline.server.request_routes import request_routes
+from shardline.server.service import Service, cache_config
+from shardline.server.tracing import RequestTracer, TraceMiddleware
 from shardline.server.validation import explain_validation
 
 if TYPE_CHECKING:
@@ -41,7 +43,12 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         ValueError: the configured chat template or a configured parser cannot be used.
     """
     model_name = (config.served_model_name or (llm.config.model.model,))[0]
-    service = Service(llm, config, ServerMetrics(model_name, llm.stats))
+    service = Service(
+        llm,
+        config,
+        ServerMetrics(model_name, llm.stats, config.metrics_prefix, lambda: cache_config(llm)),
+        tracer=RequestTracer(config.otlp_traces_endpoint, model_name) if config.otlp_traces_endpoint else None,
+    )
     app = FastAPI(
         title="Shardline",
         version=__version__,
@@ -55,6 +62,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.state.service = service
     _install_error_handlers(app)
     app.include_router(health_routes(service))
+    app.include_router(request_routes(service))
     for routes in (model_routes, completion_routes, chat_routes, tokenize_routes):
         app.include_router(routes(service), dependencies=[Depends(service.require_ready)])
     return app
@@ -80,10 +88,12 @@ def _middleware(service: Service) -> list[Middleware]:
                 expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER],
             )
         )
-    if config.keys:
-        stack.append(Middleware(AuthMiddleware, keys=config.keys))
+    if config.keys or config.admin_api_key:
+        stack.append(Middleware(AuthMiddleware, keys=config.keys, admin_keys=config.admin_api_key))
     stack.append(Middleware(SlashMiddleware))
     stack.append(Middleware(BodyLimitMiddleware, limit=config.body_limit))
+    if service.tracer is not None:
+        stack.append(Middleware(TraceMiddleware))
     stack.append(Middleware(InFlightMiddleware, in_flight=service.in_flight))
     return stack
 

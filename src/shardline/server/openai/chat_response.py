@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -73,3 +74,4 @@ class ChatResponse(msgspec.Struct, kw_only=True, frozen=True):
     choices: Sequence[ChatChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    metrics: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET

@@ -22,6 +22,7 @@ from shardline.server.openai.chat_response import (
 from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.openai.logprobs import TokenPieces, chat_logprobs
 from shardline.server.openai.usage import Usage, usage_of
+from shardline.server.request_log import answer_metrics
 from shardline.server.service import Service
 from shardline.text.answer_delta import AnswerDelta, CallDelta
 from shardline.text.answer_parser import AnswerParser
@@ -41,6 +42,7 @@ class ChatWriter:
         self._model = service.model_names[0]
         self._fingerprint = service.llm.fingerprint
         self._with_ids = bool(body.return_token_ids)
+        self._with_metrics = bool(body.return_metrics)
         self._with_reasoning = body.include_reasoning is not False
         self._tokens_matter = bool(body.logprobs or body.return_token_ids or body.logits_digest)
         self._tokenizer = service.llm.tokenizer
@@ -68,7 +70,7 @@ class ChatWriter:
             ending = {"finish_reason": reason, "stop_reason": delta.stop_reason}
             choices.append(self._make_choice(choice.index, delta, message=message, **ending))
         prompt_ids = output.prompt_token_ids if self._with_ids else msgspec.UNSET
-        return self._encode_response("chat.completion", choices, self._usage([output]), prompt_ids)
+        return self._encode_response("chat.completion", choices, self._usage([output]), prompt_ids, [output])
 
     async def write_chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The events of a stream: for each choice its role, then pieces of its content, then its finish reason."""
@@ -93,9 +95,10 @@ class ChatWriter:
                 events += [self._write_chunk(generation, part) for part in parts]
             if events:
                 yield b"".join(events)
-        if self._options.include_usage:
-            usage = self._usage(generation.outputs)
-            yield make_event(self._encode_response("chat.completion.chunk", [], usage))
+        if self._options.include_usage or self._with_metrics:
+            outputs = generation.outputs
+            usage = self._usage(outputs) if self._options.include_usage else msgspec.UNSET
+            yield make_event(self._encode_response("chat.completion.chunk", [], usage, finished=outputs))
 
     def _split_delta(self, index: int, delta: Delta) -> list[ChatChoice]:
         """A chunk with the new content, if there is any, and a chunk with the finish reason, if it ended."""
@@ -195,6 +198,7 @@ class ChatWriter:
         choices: Sequence[ChatChoice],
         usage: Usage | msgspec.UnsetType | None,
         prompt_ids: list[int] | msgspec.UnsetType = msgspec.UNSET,
+        finished: Sequence[RequestOutput] = (),
     ) -> bytes:
         return msgspec.json.encode(
             ChatResponse(
@@ -206,6 +210,7 @@ class ChatWriter:
                 choices=choices,
                 usage=usage,
                 prompt_token_ids=prompt_ids,
+                metrics=answer_metrics(finished) if self._with_metrics and finished else msgspec.UNSET,
             )
         )
 

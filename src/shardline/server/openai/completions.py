@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from fastapi import APIRouter
@@ -20,6 +20,7 @@ from shardline.server.openai.logprobs import CompletionLogprobs, CompletionLogpr
 from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, TokenIds, refuse_if
 from shardline.server.openai.strict_json import StrictRoute
 from shardline.server.openai.usage import Usage, usage_of
+from shardline.server.request_log import answer_metrics
 from shardline.server.service import Service, new_id
 from shardline.types import CompletionOutput, RequestOutput
 
@@ -115,6 +116,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True, frozen=True):
     system_fingerprint: str
     choices: Sequence[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    metrics: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionWriter:
@@ -148,7 +150,7 @@ class CompletionWriter:
                     delta.logprobs = None
                 writer = self._logprobs_writer(prompt_index)
                 choices.append(self._write_choice(prompt_index, output, choice, delta, writer, first=True))
-        return self._encode_response(choices, usage_of(outputs))
+        return self._encode_response(choices, usage_of(outputs), outputs)
 
     async def write_chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The events of a stream."""
@@ -172,8 +174,10 @@ class CompletionWriter:
                 events.append(make_event(self._encode_response([chunk], usage)))
             if events:
                 yield b"".join(events)
-        if self._options.include_usage:
-            yield make_event(self._encode_response([], usage_of(generation.outputs)))
+        if self._options.include_usage or body.return_metrics:
+            outputs = generation.outputs
+            usage = usage_of(outputs) if self._options.include_usage else msgspec.UNSET
+            yield make_event(self._encode_response([], usage, outputs))
 
     def _logprobs_writer(self, prompt_index: int) -> CompletionLogprobsWriter:
         return CompletionLogprobsWriter(self._pieces, len(self._texts[prompt_index]))
@@ -200,7 +204,12 @@ class CompletionWriter:
             logits_digests=msgspec.UNSET if delta.digests is None else delta.digests,
         )
 
-    def _encode_response(self, choices: Sequence[CompletionChoice], usage: Usage | msgspec.UnsetType | None) -> bytes:
+    def _encode_response(
+        self,
+        choices: Sequence[CompletionChoice],
+        usage: Usage | msgspec.UnsetType | None,
+        finished: Sequence[RequestOutput] = (),
+    ) -> bytes:
         return msgspec.json.encode(
             CompletionResponse(
                 id=self._id,
@@ -209,6 +218,7 @@ class CompletionWriter:
                 system_fingerprint=self._fingerprint,
                 choices=choices,
                 usage=usage,
+                metrics=answer_metrics(finished) if self._body.return_metrics and finished else msgspec.UNSET,
             )
         )
 
