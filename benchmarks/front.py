@@ -36,8 +36,6 @@ from shardline.stats import EngineStats
 from shardline.types import Request, SequenceOutput
 
 MAX_MODEL_LEN = 4096
-WARM_TOKENS = 10
-"""Tokens of each stream before and after those that are measured."""
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 TEXT = (
     "The scheduler fills one token budget with decodes first, then with chunks of prompts. A block returns to the pool "
@@ -144,15 +142,15 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 
 
-async def read_streams(pid: int, port: int, num_streams: int, num_tokens: int, parsers: bool) -> tuple[float, int]:
-    """Processor seconds and tokens between the first and the last tokens of all streams."""
+async def read_streams(pid: int, port: int, num_streams: int, num_tokens: int, parsers: bool) -> tuple[float, float]:
+    """Processor seconds and tokens of the middle of all streams."""
     body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": num_tokens}
     if parsers:
         body["tools"] = [TOOL]
     data = json.dumps(body).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     request = head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data
-    events = 0
+    events = ended = 0
 
     class Reader(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -160,24 +158,23 @@ async def read_streams(pid: int, port: int, num_streams: int, num_tokens: int, p
             transport.write(request)
 
         def data_received(self, data: bytes) -> None:
-            nonlocal events
+            nonlocal events, ended
             events += data.count(b"data: {")
+            ended += data.count(b"data: [DONE]")
 
     loop = asyncio.get_running_loop()
     for _ in range(num_streams):
         await loop.create_connection(Reader, "127.0.0.1", port)
 
-    async def reach(count: int) -> tuple[float, int]:
-        while events < count:
-            await asyncio.sleep(0.005)
-        return cpu_seconds(pid), events
-
-    # Each stream also has an event with its role.
-    first_cpu, first = await reach(num_streams * (1 + WARM_TOKENS))
-    last_cpu, last = await reach(num_streams * (1 + num_tokens - WARM_TOKENS))
-    # And at the end one with its finish reason. Fewer would mean that tokens shared an event.
-    await asyncio.wait_for(reach(num_streams * (2 + num_tokens)), 30)
-    return last_cpu - first_cpu, last - first
+    samples = []
+    while ended < num_streams:
+        samples.append((cpu_seconds(pid), events))
+        await asyncio.sleep(0.01)
+    # Each stream also has events with its role and its finish reason. Parsers hold tokens back, which share events.
+    assert parsers or events >= num_streams * num_tokens, "tokens shared events: raise --pace"
+    middle = [sample for sample in samples if 0.1 * events <= sample[1] <= 0.9 * events]
+    (first_cpu, first), (last_cpu, last) = middle[0], middle[-1]
+    return last_cpu - first_cpu, num_streams * num_tokens * (last - first) / events
 
 
 def measure(num_streams: int, num_tokens: int, microseconds: float, parsers: bool) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shardline.api.requests import PreparedRequest
 from shardline.sampling_params import SamplingParams
-from shardline.text.detokenizer import Detokenizer
+from shardline.text.detokenizer import make_detokenizer
 from shardline.text.stop_strings import StopMatcher
 from shardline.text.tokenizer import Tokenizer
 from shardline.timeline import ChoiceMetrics, EngineTimeline, RequestMetrics
@@ -23,7 +23,7 @@ class ChoiceState:
         self.output = output
         self._params = params
         self._detokenizer = (
-            Detokenizer(
+            make_detokenizer(
                 tokenizer,
                 request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,

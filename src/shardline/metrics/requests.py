@@ -6,6 +6,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from shardline.metrics.histogram import FastHistogram
 from shardline.timeline import ChoiceMetrics
 from shardline.types import RequestOutput
 
@@ -37,9 +38,13 @@ class RequestMetrics:
         self.first_token = histogram(
             "time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", _FIRST_TOKEN_SECONDS
         )
-        self.inter_token = histogram(
-            "inter_token_latency_seconds", "Seconds between two outputs of a request.", _TOKEN_SECONDS
+        self.inter_token = FastHistogram(
+            "shardline:inter_token_latency_seconds",
+            "Seconds between two outputs of a request.",
+            ("model_name", model_name),
+            _TOKEN_SECONDS,
         )
+        registry.register(self.inter_token)
         self.end_to_end = histogram(
             "e2e_request_latency_seconds", "Seconds from a request's arrival to its end.", _REQUEST_SECONDS
         )
@@ -113,7 +118,8 @@ class RequestTimer:
 
     def observe_output(self, output: RequestOutput) -> None:
         """Record the arrival of an output. It runs for every output, so it must be cheap."""
-        tokens = sum(len(choice.token_ids) for choice in output.outputs)
+        outputs = output.outputs
+        tokens = len(outputs[0].token_ids) if len(outputs) == 1 else sum(len(choice.token_ids) for choice in outputs)
         if tokens > self._tokens:
             now = time.perf_counter()
             if self._tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from shardline.server.openai.chat import ChatRequest
 
 
+_encode_json = msgspec.json.Encoder().encode
+
+
 class ChatWriter:
     """Writes the answer to one request, as a whole or in chunks."""
 
@@ -49,6 +53,8 @@ class ChatWriter:
         self._format = answer_format
         self._num_choices = body.n or 1
         self._counters = [answer_format.make_counter() for _ in range(self._num_choices)]
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        """For each choice, what surrounds the content in the events of a plain stream."""
 
     @cached_property
     def _pieces(self) -> TokenPieces:
@@ -87,6 +93,9 @@ class ChatWriter:
                 delta = sent[choice.index].take_delta(choice, tokens_matter=self._tokens_matter)
                 if delta is None:
                     continue
+                if parsers is None and delta.finish_reason is None and self._only_text:
+                    events.append(self._write_text(generation, choice.index, delta.text))
+                    continue
                 parts = (
                     self._split_delta(choice.index, delta)
                     if parsers is None
@@ -99,6 +108,21 @@ class ChatWriter:
             outputs = generation.outputs
             usage = self._usage(outputs) if self._options.include_usage else msgspec.UNSET
             yield make_event(self._encode_response("chat.completion.chunk", [], usage, finished=outputs))
+
+    @property
+    def _only_text(self) -> bool:
+        """Whether events have nothing but text that changes."""
+        return not (self._tokens_matter or self._options.continuous_usage_stats)
+
+    def _write_text(self, generation: Generation, index: int, text: str) -> bytes:
+        """An event with this content. All but the content is encoded once for each choice."""
+        frame = self._frames.get(index)
+        if frame is None:
+            mark = uuid.uuid4().hex
+            event = self._write_chunk(generation, ChatChoice(index=index, delta=ChatDelta(content=mark)))
+            head, tail = event.split(f'"{mark}"'.encode())
+            frame = self._frames[index] = head, tail
+        return frame[0] + _encode_json(text) + frame[1]
 
     def _split_delta(self, index: int, delta: Delta) -> list[ChatChoice]:
         """A chunk with the new content, if there is any, and a chunk with the finish reason, if it ended."""
