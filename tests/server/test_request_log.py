@@ -95,19 +95,10 @@ def test_the_log_is_bounded() -> None:
     assert log.end("never begun") == []
 
 
-def test_it_needs_the_admin_key() -> None:
-    def status(config: ServerConfig, key: str | None, path: str) -> int:
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        with serve(config) as running, running.http(headers=headers) as http:
-            return http.get(path).status_code
-
-    both = ServerConfig(api_key=("user",), admin_api_key=("boss",))
-    assert status(both, "user", "/requests/x") == 401
-    assert status(both, "boss", "/requests/x") == 404
-    assert status(both, "boss", "/v1/models") == 401
-    assert status(ServerConfig(api_key=("user",)), "user", "/requests/x") == 404
-    assert status(ServerConfig(admin_api_key=("boss",)), None, "/v1/models") == 200
-    assert status(ServerConfig(admin_api_key=("boss",)), None, "/requests/x") == 401
+def test_it_needs_the_key() -> None:
+    with serve(ServerConfig(api_key=("user",))) as running, running.http() as http:
+        assert http.get("/requests/x").status_code == 401
+        assert http.get("/requests/x", headers={"Authorization": "Bearer user"}).status_code == 404
 
 
 def scraped_names(prefix: str) -> set[str]:

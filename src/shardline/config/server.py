@@ -25,7 +25,6 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every IPv4 interface")
     port: int = option(8000, "port to listen on; 0: any free one")
     api_key: tuple[str, ...] = option((), "keys that clients may send as bearer token; default: $SHARDLINE_API_KEY")
-    admin_api_key: tuple[str, ...] = option((), "keys that /requests and other administration need instead")
     served_model_name: tuple[str, ...] = option(
         (), "names under which the model is served, the first one in responses; default: the model as given"
     )
@@ -80,13 +79,11 @@ def _validate(config: ServerConfig) -> None:
 
     require(bool(config.host), "host must not be empty; 127.0.0.1 is this machine, 0.0.0.0 every interface")
     require(0 <= config.port <= 65535, f"port must be in [0, 65535], got {config.port}")
-    for name in ("api_key", "admin_api_key", "served_model_name", "allowed_origins"):
+    for name in ("api_key", "served_model_name", "allowed_origins"):
         values = getattr(config, name)
         require(not isinstance(values, str), f"{name} must be a sequence of strings, not one string")
         require(all(values), f"{name} must not be empty")
-    for name in ("api_key", "admin_api_key"):
-        valid = all(key.isascii() and key.isprintable() for key in getattr(config, name))
-        require(valid, f"{name} must be printable ASCII")
+    require(all(key.isascii() and key.isprintable() for key in config.api_key), "api_key must be printable ASCII")
     for origin in config.allowed_origins:
         require(
             origin == "*" or re.fullmatch(r"https?://[^/\s]+", origin) is not None,

@@ -18,10 +18,6 @@ OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/version", "/met
 """Paths that need no key: probes and Prometheus read them."""
 
 
-ADMIN_PATHS = ("/requests/",)
-"""How the paths begin that need an admin key, where one is set."""
-
-
 class SlashMiddleware:
     """Takes a slash after a path as if it were not there."""
 
@@ -36,47 +32,34 @@ class SlashMiddleware:
 
 
 class AuthMiddleware:
-    """Refuses requests without a valid key as bearer token, except for the paths of OPEN_PATHS.
+    """Refuses requests without a valid key as bearer token, except for the paths of OPEN_PATHS."""
 
-    Paths of ADMIN_PATHS need one of `admin_keys`; if there are none, one of `keys`. If there are no `keys`, the other
-    paths are open.
-    """
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
-        self._digests = _digests(keys)
-        self._admin_digests = _digests(admin_keys or keys)
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection event."""
         if scope["type"] == "http" and _route_path(scope) not in OPEN_PATHS:
-            admin = _route_path(scope).startswith(ADMIN_PATHS)
-            valid = self._admin_digests if admin else self._digests
-            error = _check_key(Headers(scope=scope).get("authorization", ""), valid) if valid else None
+            error = self._check(Headers(scope=scope).get("authorization", ""))
             if error is not None:
                 await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-
-def _digests(keys: Sequence[str]) -> list[bytes]:
-    return [hashlib.sha256(key.encode()).digest() for key in keys]
-
-
-def _check_key(authorization: str, valid: Sequence[bytes]) -> ApiError | None:
-    """The refusal of this Authorization header; None: it has a key whose digest is one of `valid`."""
-    scheme, _, key = authorization.partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
-        return ApiError(
-            401,
-            "You didn't provide an API key. You need to provide your API key in an Authorization header using "
-            "Bearer auth (i.e. Authorization: Bearer YOUR_KEY).",
-        )
-    digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
-    # Every key is compared in constant time, so that the time tells nothing about the keys.
-    if not any([hmac.compare_digest(digest, one) for one in valid]):  # noqa: C419
-        return ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
-    return None
+    def _check(self, authorization: str) -> ApiError | None:
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            return ApiError(
+                401,
+                "You didn't provide an API key. You need to provide your API key in an Authorization header using "
+                "Bearer auth (i.e. Authorization: Bearer YOUR_KEY).",
+            )
+        digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
+        # Every key is compared in constant time, so that the time tells nothing about the keys.
+        if not any([hmac.compare_digest(digest, valid) for valid in self._digests]):  # noqa: C419
+            return ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
+        return None
 
 
 def _route_path(scope: Scope) -> str:

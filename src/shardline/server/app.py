@@ -88,8 +88,8 @@ def _middleware(service: Service) -> list[Middleware]:
                 expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER],
             )
         )
-    if config.keys or config.admin_api_key:
-        stack.append(Middleware(AuthMiddleware, keys=config.keys, admin_keys=config.admin_api_key))
+    if config.keys:
+        stack.append(Middleware(AuthMiddleware, keys=config.keys))
     stack.append(Middleware(SlashMiddleware))
     stack.append(Middleware(BodyLimitMiddleware, limit=config.body_limit))
     if service.tracer is not None:
