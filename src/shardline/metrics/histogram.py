@@ -36,6 +36,7 @@ class FastHistogram:
         buckets, total = [], 0
         for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):
             total += count
-            buckets.append((floatToGoString(bound), float(total)))
+            bound_text = floatToGoString(bound)  # type: ignore[no-untyped-call]
+            buckets.append((bound_text, float(total)))
         family.add_metric([self._label[1]], buckets, self._sum)
         return [family]

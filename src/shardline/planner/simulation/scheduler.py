@@ -59,9 +59,9 @@ class SkippingScheduler(Scheduler):
             self._kv.publish_blocks(sequence)
             if self._has_windows:
                 self._kv.slide_windows(sequence)
-        plan, sequences = self._in_flight.popleft()
+        plan, sequences, planned = self._in_flight.popleft()
         steps = [SequenceStep(step.seq_id, step.start + rounds, 1, [], -1, True) for step in plan.steps]
-        self._in_flight.append((StepPlan(plan.step_id + rounds, [], steps, []), sequences))
+        self._in_flight.append((StepPlan(plan.step_id + rounds, [], steps, []), sequences, planned))
         self._num_steps += rounds
         self._ends = []
         self._registry.totals.generation_tokens += rounds * len(sequences)
@@ -71,7 +71,7 @@ class SkippingScheduler(Scheduler):
         """The most rounds that `skip_decodes` may do."""
         if self._last_token_known or len(self._in_flight) != 1 or self._draining or self._registry.has_outputs:
             return 0
-        plan, sequences = self._in_flight[0]
+        plan, sequences, _ = self._in_flight[0]
         running = self._running
         if plan.starts or len(sequences) != len(running) or plan.num_tokens != len(running):
             return 0
