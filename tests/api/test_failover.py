@@ -200,7 +200,7 @@ async def collect(llm: AsyncLLM, prompt: str, params: SamplingParams) -> Request
 
 
 def contents(outputs: list[RequestOutput]) -> list[object]:
-    return [msgspec.to_builtins(output.outputs) for output in outputs]
+    return [known_fields(output.outputs) for output in outputs]
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])

@@ -35,7 +35,7 @@ def test_requests_are_measured() -> None:
         answer = http.post("/v1/completions", json={"prompt": "Hi there", "n": 2, "max_tokens": 99}).json()
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
         http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 3})
-        http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 0})
+        http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": -1})
         found = scrape(http)
         assert found["shardline:request_success_total", frozenset([model, ("finished_reason", "stop")])] == 2
         assert found["shardline:request_success_total", frozenset([model, ("finished_reason", "length")])] == 1
