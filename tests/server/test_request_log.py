@@ -95,10 +95,11 @@ def test_the_log_is_bounded() -> None:
     assert log.end("never begun") == []
 
 
-def test_it_needs_the_key() -> None:
-    with serve(ServerConfig(api_key=("user",))) as running, running.http() as http:
-        assert http.get("/requests/x").status_code == 401
-        assert http.get("/requests/x", headers={"Authorization": "Bearer user"}).status_code == 404
+def test_it_needs_the_admin_key() -> None:
+    with serve(ServerConfig(api_key=("user",), admin_api_key="boss")) as running, running.http() as http:
+        for key, status in ((None, 401), ("user", 401), ("boss", 404)):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            assert http.get("/requests/x", headers=headers).status_code == status
 
 
 def scraped_names(prefix: str) -> set[str]:

@@ -44,7 +44,7 @@ class ChoiceState:
 
     def add_output(self, step: SequenceOutput, now: float) -> bool:
         """Add the tokens of a step. Returns whether a stop string ended the choice; then the engine must be told."""
-        if step.timeline is not None:
+        if step.timeline is not None and self._continues(step.timeline):
             self.timeline, self.num_cached_tokens = step.timeline, step.num_cached_tokens
         if step.token_ids:
             self.last_token_time = now
@@ -60,6 +60,10 @@ class ChoiceState:
         if step.finish_reason is not None:
             self._end_with_step(step)
         return False
+
+    def _continues(self, timeline: EngineTimeline) -> bool:
+        """Whether a timeline is of the engine that began the output; after a failover, another one goes on."""
+        return self.timeline.first_token < 0 or timeline.scheduled == self.timeline.scheduled
 
     def metrics(self) -> ChoiceMetrics:
         """Where the time of the choice has gone so far."""

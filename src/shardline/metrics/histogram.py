@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
-from prometheus_client.utils import floatToGoString
 
 
 class FastHistogram:
@@ -36,7 +35,6 @@ class FastHistogram:
         buckets, total = [], 0
         for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):
             total += count
-            bound_text = floatToGoString(bound)  # type: ignore[no-untyped-call]
-            buckets.append((bound_text, float(total)))
+            buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
         family.add_metric([self._label[1]], buckets, self._sum)
         return [family]
