@@ -108,7 +108,7 @@ def paged_case(shape: Shape, num_seqs: int, context: int, block_size: int | None
     """A decode step's attention in one layer, or None if its keys and values are too many to measure."""
     rng = torch.Generator().manual_seed(0)
     element = torch.bfloat16 if shape.stored is None else shape.stored
-    block_size = block_size or streamed_block_size(shape.dim * element.itemsize)
+    block_size = block_size or streamed_block_size(shape.dim, element.itemsize)
     blocks_each = context // block_size
     cache_shape = (num_seqs * blocks_each, shape.kv_heads, block_size, shape.dim)
     pool_bytes = 2 * math.prod(cache_shape) * element.itemsize
@@ -151,7 +151,7 @@ def latent_case(num_seqs: int, context: int, block_size: int | None) -> Case | N
     """The same for latents."""
     rng = torch.Generator().manual_seed(0)
     heads, latent_dim, rope_dim = 16, 512, 64
-    block_size = block_size or streamed_block_size(latent_dim * 2)
+    block_size = block_size or streamed_block_size(latent_dim, 2)
     blocks_each = context // block_size
     num_bytes = num_seqs * context * (latent_dim + rope_dim) * 2
     if num_bytes > MOST_BYTES:

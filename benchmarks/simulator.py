@@ -1,4 +1,4 @@
-"""The simulator against the real engine on this CPU: `python benchmarks/simulator.py [MODEL] [SECONDS]`.
+"""The simulator against the real engine on this CPU: `python benchmarks/simulator.py [SECONDS]`.
 
 The real engine serves a workload at one load, which calibrates the simulator's constants. Then both serve another load,
 and the script prints throughput, TTFT and TPOT of both. Aim: within a tenth.
@@ -7,10 +7,13 @@ and the script prints throughput, TTFT and TPOT of both. Aim: within a tenth.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -20,6 +23,7 @@ from shardline.deployment.deployment import Deployment, FixedPool
 from shardline.deployment.here import resolve_here
 from shardline.planner.auto import deployment_work
 from shardline.planner.calibration import Measured, calibrate
+from shardline.planner.catalog import shipped_facts
 from shardline.planner.host import HOST_TIMING, measure_host, share_host
 from shardline.planner.layout import Demand
 from shardline.planner.simulation.clock import StepClock
@@ -29,23 +33,25 @@ from shardline.planner.simulation.workload import SimulatedRequest, poisson
 from shardline.planner.timing import Load, loop_steps
 from shardline.sampling_params import SamplingParams
 
-INPUT_LEN, OUTPUT_LEN = 256, 64
-CALIBRATION_RUNNING = 4
+INPUT_LEN, OUTPUT_LEN = 128, 48
+CALIBRATION_RUNNING = (1, 4)
 LOAD_SHARE = 0.7
 """The other load, as a share of the throughput that the calibration saw."""
+_DICE = random.Random(1)
+"""One for all calls, so that no prompt is in the prefix cache."""
 
 
 async def serve(
     llm: AsyncLLM, requests: Sequence[SimulatedRequest], most: int
 ) -> tuple[float, list[float], list[float]]:
-    """What requests see that arrive at their times, at most `most` at once."""
-    dice, slots = random.Random(1), asyncio.Semaphore(most)
+    """(tokens per second, TTFTs, TPOTs) of requests that arrive at their times, at most `most` at once."""
+    slots = asyncio.Semaphore(most)
     started = time.perf_counter()
     ttft, tpot = [], []
 
     async def one(request: SimulatedRequest) -> None:
         await asyncio.sleep(max(0.0, started + request.arrival - time.perf_counter()))
-        prompt = [dice.randrange(10, 2000) for _ in range(request.input_len)]
+        prompt = [_DICE.randrange(10, 2000) for _ in range(request.input_len)]
         params = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True)
         async with slots:
             sent = time.perf_counter()
@@ -59,15 +65,27 @@ async def serve(
     return len(requests) * OUTPUT_LEN / (time.perf_counter() - started), ttft, tpot
 
 
-def replica(deployment: Deployment, measured: Measured) -> ReplicaSetup:
-    """The deployment's replica, with constants that the measurement has calibrated."""
+def replica(deployment: Deployment, measured: Sequence[Measured]) -> ReplicaSetup:
+    """The deployment's replica, with constants that the measurements have calibrated."""
     ranks = deployment.grid.world_size
     cluster = share_host(measure_host(deployment.machine), ranks)
     work = deployment_work(deployment)
     compute = "bf16" if deployment.dtype == "bfloat16" else "fp32"
-    load = Load(measured.running, measured.input_len, measured.output_len, deployment.limits.max_num_batched_tokens)
-    steps = loop_steps(work, cluster, compute, load, deployment.grid.pipeline)
-    timing = calibrate(HOST_TIMING, [(steps, measured)])
+    chunk = deployment.limits.max_num_batched_tokens
+    steps = [
+        (
+            loop_steps(
+                work,
+                cluster,
+                compute,
+                Load(one.running, one.input_len, one.output_len, chunk),
+                deployment.grid.pipeline,
+            ),
+            one,
+        )
+        for one in measured
+    ]
+    timing = calibrate(HOST_TIMING, steps)
     assert isinstance(deployment.cache.pool, FixedPool)
     return ReplicaSetup(
         StepClock(work, cluster, compute, timing.constants),
@@ -87,16 +105,27 @@ def show(name: str, rate: float, ttft: Sequence[float], tpot: Sequence[float]) -
     return values
 
 
-async def main(model: str, seconds: float) -> None:
-    config = EngineConfig.from_options(model=model, device="cpu")
+def small_model(folder: Path) -> str:
+    """A folder with the configuration of a model of 0.2 B parameters, whose steps take longer than the front's work."""
+    config = dict(shipped_facts()["models"]["Qwen/Qwen3-0.6B"]["config"], num_hidden_layers=10, vocab_size=32000)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+async def main(folder: Path, seconds: float) -> None:
+    config = EngineConfig.from_options(
+        model=small_model(folder), device="cpu", load_format="dummy", max_model_len=1024, kv_cache_memory="1GiB"
+    )
     deployment = resolve_here(config)
     llm = AsyncLLM(config)
     await llm.wait_ready()
     warm = list(poisson(float("inf"), 8, INPUT_LEN, OUTPUT_LEN))
-    await serve(llm, warm, CALIBRATION_RUNNING)
-    rate, ttft, tpot = await serve(llm, warm * 8, CALIBRATION_RUNNING)
-    show("calibrated", rate, ttft, tpot)
-    measured = Measured(CALIBRATION_RUNNING, INPUT_LEN, OUTPUT_LEN, float(np.median(ttft)), float(np.median(tpot)))
+    await serve(llm, warm, 2)
+    measured = []
+    for running in CALIBRATION_RUNNING:
+        rate, ttft, tpot = await serve(llm, warm * (1 if running == 1 else 3), running)
+        show(f"at {running}", rate, ttft, tpot)
+        measured.append(Measured(running, INPUT_LEN, OUTPUT_LEN, float(np.median(ttft)), float(np.median(tpot))))
     setup = replica(deployment, measured)
     per_second = LOAD_SHARE * rate / OUTPUT_LEN
     requests = list(poisson(per_second, int(seconds * per_second), INPUT_LEN, OUTPUT_LEN, seed=3))
@@ -120,4 +149,5 @@ async def main(model: str, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "demo", float(sys.argv[2]) if len(sys.argv) > 2 else 20.0))
+    with tempfile.TemporaryDirectory() as place:
+        asyncio.run(main(Path(place), float(sys.argv[1]) if len(sys.argv) > 1 else 20.0))

@@ -27,7 +27,8 @@ from shardline.models.partition import Span
 from shardline.planner.candidates import Fixed
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand, Layout
-from shardline.planner.search import search, tensor_efficiency
+from shardline.planner.questions import tensor_efficiency
+from shardline.planner.search import search
 from shardline.planner.timing import shipped_timing
 
 TITLE = "Communication"

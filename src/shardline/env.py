@@ -22,6 +22,11 @@ def api_key() -> str | None:
     return os.environ.get("SHARDLINE_API_KEY")
 
 
+def openai_api_key() -> str | None:
+    """OPENAI_API_KEY: the key that clients of other servers send."""
+    return os.environ.get("OPENAI_API_KEY")
+
+
 def force_isa() -> str | None:
     """SHARDLINE_ISA: use this CPU kernel path instead of the best one."""
     return os.environ.get("SHARDLINE_ISA")

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from shardline.sampling_params import SamplingParams
+from shardline.timeline import EngineTimeline, RequestMetrics
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -172,6 +173,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     """Of all prompt tokens but the first, with the first generated token; None: the request did not ask for them."""
     embedding: bytes = b""
     """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
+    timeline: EngineTimeline | None = None
+    """Everything that the engine has noted so far; None: it is as the front has it, apart from further tokens."""
 
 
 Decode = Callable[[int], str | None]
@@ -256,6 +259,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_token_logprobs: list[TokenLogprobs] | None = None
     """Of all prompt tokens but the first, once there is output; None: the request did not ask for them."""
     decode: Decode = decode_nothing
+    metrics: RequestMetrics | None = None
+    """Where the time went; None: the request has not finished."""
 
     @property
     def finished(self) -> bool:

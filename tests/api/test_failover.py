@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import aclosing
 
-import msgspec
 import pytest
 
 from shardline.api.async_llm import AsyncLLM
@@ -26,6 +25,7 @@ from shardline.types import RequestOutput, SequenceOutput
 from tests.api.fake_engine import FakeCluster, FakeEngineClient, load_text
 from tests.api.test_async_llm import on_loop
 from tests.api.test_replicas import request
+from tests.faults.test_streams_survive import known_fields
 
 Connect = Callable[[EngineConfig, int, Callable[[EngineEvent], None]], Client]
 
@@ -200,7 +200,7 @@ async def collect(llm: AsyncLLM, prompt: str, params: SamplingParams) -> Request
 
 
 def contents(outputs: list[RequestOutput]) -> list[object]:
-    return [msgspec.to_builtins(output.outputs) for output in outputs]
+    return [known_fields(output.outputs) for output in outputs]
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])

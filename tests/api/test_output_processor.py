@@ -13,6 +13,7 @@ from shardline.api.output_processor import OutputProcessor
 from shardline.api.requests import RequestBuilder
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams
+from shardline.timeline import EngineTimeline
 from shardline.types import CompletionOutput, SequenceOutput, TokenLogprobs
 from tests.api.fake_engine import EOS, load_text
 
@@ -140,3 +141,15 @@ def test_choices_finish_apart_and_abort_ends_the_rest() -> None:
     assert state.output.num_cached_tokens == 3
     assert processor.abort_request("r") is None
     assert processor.process_outputs([SequenceOutput("r-1", 1, [5])]).updated == []
+
+
+def test_a_timeline_is_that_of_the_first_engine() -> None:
+    builder = RequestBuilder(TOKENIZER, 408, 1000, (EOS,), random.Random(0))
+    processor = OutputProcessor(TOKENIZER)
+    state = processor.add_request(builder.build_request("r", "the dog", SamplingParams(max_tokens=9)))
+    child = state.request.children[0].request_id
+    for number, timeline in enumerate([(0.5, 1.0), (0.1, 0.2)]):
+        output = SequenceOutput(child, 0, [number], timeline=EngineTimeline(*timeline), num_cached_tokens=number)
+        processor.process_outputs([output])
+    [choice] = state.metrics().choices
+    assert (choice.queued_seconds, choice.prefill_seconds, choice.num_cached_tokens) == (0.5, 0.5, 0)

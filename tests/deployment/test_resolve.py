@@ -192,7 +192,7 @@ def test_pages_that_products_cannot_read_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("head_dim", "kv_dtype", "device", "tokens"),
-    [(64, "bfloat16", "cpu", 32), (128, "bfloat16", "cpu", 16), (128, "int8", "cpu", 32), (64, "bfloat16", "cuda", 16)],
+    [(64, "bfloat16", "cpu", 32), (128, "bfloat16", "cpu", 16), (64, "int8", "cpu", 64), (64, "bfloat16", "cuda", 16)],
 )
 def test_blocks_are_pieces_that_a_cpu_reads_at_full_speed(
     head_dim: int, kv_dtype: KVDType, device: str, tokens: int

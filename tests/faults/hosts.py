@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 TOKEN = "a-token-of-these-tests-only"
 _PORT = 8000
+_numbers = itertools.count()
 
 
 class Hosts:
@@ -27,8 +29,9 @@ class Hosts:
         if os.geteuid() != 0 and "CI" not in os.environ:
             pytest.skip("network namespaces need root")
         pid = os.getpid()
-        self._prefix = f"sl{pid}"
-        self._net = f"10.{64 + pid % 128}.{pid // 128 % 256}"
+        number = next(_numbers)
+        self._prefix = f"sl{pid}n{number}"
+        self._net = f"10.{64 + pid % 128}.{(pid // 128 + 31 * number) % 256}"
         self._switch = f"{self._prefix}s"
         self._spaces = [f"{self._prefix}h{index}" for index in range(count)]
         self._children: list[subprocess.Popen[str]] = []

@@ -19,17 +19,18 @@ SMALL = ("demo", "--device", "cpu", "--cpu-threads", "1", "--kv-cache-memory", "
 class Site:
     """A server over hosts of its own."""
 
-    def __init__(self, folder: Path, count: int, *flags: str) -> None:
+    def __init__(self, folder: Path, count: int, *flags: str, started: int | None = None) -> None:
+        """A server over `count` hosts, of which the first `started` start their node; None: all."""
         self.hosts = Hosts(count)
         self.logs = [folder / f"host{index}.log" for index in range(count)]
         self._flags = (*SMALL, "--nnodes", str(count), "--master-addr", self.hosts.address(0), *flags)
-        self.nodes = [self.start_node(index) for index in range(1, count)]
+        self.nodes = [self.start_node(index) for index in range(1, started or count)]
         self.head = self.start_node(0)
         self.url = f"http://{self.hosts.address(0)}:8000"
 
-    def start_node(self, index: int) -> subprocess.Popen[str]:
+    def start_node(self, index: int, *more: str, **environment: str) -> subprocess.Popen[str]:
         flags = ("--host", "0.0.0.0") if index == 0 else ("--node-rank", str(index))
-        return self.hosts.start(index, "serve", *self._flags, *flags, log=self.logs[index])
+        return self.hosts.start(index, "serve", *self._flags, *flags, *more, log=self.logs[index], **environment)
 
     def await_ready(self, seconds: float = 60.0) -> None:
         try:

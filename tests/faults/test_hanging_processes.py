@@ -84,7 +84,8 @@ def test_stopped_engines_of_one_rank_are_named_and_their_streams_go_on(caplog: p
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
             [last async for last in stream]
-            assert all(llm.replicas_alive())
+            while not all(llm.replicas_alive()):  # the limit is that of the whole test
+                await asyncio.sleep(0.05)
             for engine, pid in enumerate(pids):
                 assert re.search(
                     rf"engine {engine} \(rank 0 \(pp 0, tp 0\) on \S+, pid {pid}\) did not answer within 3 s",

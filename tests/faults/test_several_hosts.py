@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -129,11 +131,35 @@ def test_a_node_outlives_its_head(tmp_path: Path, undisturbed: str) -> None:
         assert Reader(server.url).finish(60) == undisturbed
 
 
-def test_a_node_that_does_not_fit_ends_with_one_line(tmp_path: Path) -> None:
-    server = Site(tmp_path, 2)
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        (("--max-num-seqs", "7"), {}, "--max-num-seqs differs: the head has 128, .* 7"),
+        ((), {"SHARDLINE_JOIN_TOKEN": "another-token-than-the-head"}, "the join tokens differ"),
+        (("--model", "no-such-folder/model"), {}, "shardline download no-such-folder/model"),
+    ],
+    ids=["flags", "token", "model"],
+)
+def test_a_node_that_does_not_fit_ends_with_one_line(
+    flags: tuple[str, ...], environment: dict[str, str], message: str, waiting_head: Site
+) -> None:
+    log = waiting_head.logs[1]
+    log.write_text("")
+    began = time.monotonic()
+    node = waiting_head.start_node(1, *flags, **environment)
+    assert node.wait(20) == 2
+    assert time.monotonic() - began < 8.0, "5 s, and Python's own start"
+    assert re.search(message, log.read_text())
+    assert sum("shardline: error:" in line for line in log.read_text().splitlines()) == 1
+    assert waiting_head.head.poll() is None
+
+
+@pytest.fixture(scope="module")
+def waiting_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A head that waits for its node."""
+    site = Site(tmp_path_factory.mktemp("site"), 2, started=1)
     try:
-        await_line(server, "the head waits", 20)
-        server.nodes[0].wait(30)
-        assert server.nodes[0].returncode == 2 or "joined" in server.log(1)
+        await_line(site, "the head waits", 30)
+        yield site
     finally:
-        server.hosts.close()
+        site.hosts.close()

@@ -70,6 +70,19 @@ def test_a_cpu_is_measured_and_used_whole(monkeypatch: pytest.MonkeyPatch, capsy
     assert plan["layouts"][0]["output_tok_s"] > 0
 
 
+def test_serve_starts_with_the_chosen_sizes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[EngineConfig] = []
+    monkeypatch.setattr("shardline.server.launch.run_server", lambda engine, server: started.append(engine) or 0)
+    monkeypatch.setattr("shardline.process_title.set_process_title", lambda name: None)
+    monkeypatch.setattr(auto, "measure_host", lambda machine: parse_cluster("1xL4", known_gpus()).gpus[0])
+    words = ["serve", "demo", "--parallel", "auto", "--device", "cpu", "--data-parallel-size", "2"]
+    assert main(words) == 0
+    assert (started[0].parallel.tensor_parallel_size, started[0].parallel.data_parallel_size) == (1, 2)
+    assert "--parallel auto: chosen for" in capsys.readouterr().err
+
+
 def test_measuring_finds_plausible_rates() -> None:
     machine = host("", 0, 0)
     found = measure_host(Machine((msgspec.structs.replace(machine.hosts[0], cores=2),)))

@@ -17,7 +17,8 @@ from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand
 from shardline.planner.memory import engine_config
 from shardline.planner.path import explain_path
-from shardline.planner.search import Search, frontier, search, tensor_efficiency
+from shardline.planner.questions import tensor_efficiency
+from shardline.planner.search import Search, frontier, search
 
 LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
 
@@ -69,6 +70,16 @@ def test_a_demand_that_nothing_meets_recommends_nothing() -> None:
     result = found(LLAMA_70B, "2xA100-80GB", Demand(8192, tpot=0.001))
     assert result.recommended is None
     assert "TPOT 1 ms" in result.options[0].misses
+
+
+def test_a_demand_within_the_interval_is_a_risk() -> None:
+    free = found(LLAMA_70B, "4xH100", Demand(8192, running=8), tensor=4, weights="bf16", kv="auto").options[0].speed
+    assert free is not None
+    limit = (free.tpot.p50 + free.tpot.p90) / 2
+    result = found(LLAMA_70B, "4xH100", Demand(8192, running=8, tpot=limit), tensor=4, weights="bf16", kv="auto")
+    assert result.recommended == 0
+    assert result.options[0].misses == ""
+    assert result.options[0].may_miss.startswith("TPOT")
 
 
 def test_a_rate_decides_how_many_requests_run() -> None:
@@ -180,6 +191,9 @@ def test_a_managed_api(capsys: pytest.CaptureFixture[str]) -> None:
     words = [LLAMA_70B, "--gpus", "4xH100", "--api-price", "0.9,0.1,0.9"]
     plan = plan_json(capsys, *words)
     best = plan["layouts"][plan["recommended"]]
+    assert plan["costs"]["per_month"] == pytest.approx(720 * best["price_per_hour"][1])
+    assert plan["costs"]["output_per_million"] == pytest.approx(8 * plan["costs"]["input_per_million"])
+    assert plan["costs"]["full_output_per_million"] == pytest.approx(best["cost_per_million"])
     assert plan["api_break_even_tokens_a_day"] == pytest.approx(best["price_per_hour"][1] * 24 / 0.9 * 1e6)
     assert main(["plan", *words]) == 0
     assert "why: an API? 0.90 dollars for a million mean tokens" in capsys.readouterr().out

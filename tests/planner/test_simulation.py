@@ -174,6 +174,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["kv_use"]
     assert main(words) == 0
     assert "simulated: 50 requests" in capsys.readouterr().out
+    assert main([*words[:8], "--simulate", "--num-prompts", "300", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["simulation"]["kv_use"]) < 400, "without a rate too"
     assert main([*words, "--num-prompts", "0"]) == 2
     assert "--num-prompts must be at least 1" in capsys.readouterr().err
     assert main([*words, "--trace", "/nothing.jsonl"]) == 2

@@ -64,6 +64,8 @@ def test_held_out_rows_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert summary["tpot"]["n"] == 2 * 54, "once without its model, once without its GPU"
     assert summary["tpot"]["missed"] == 1
     assert summary["tpot"]["median_ape"] < 0.1
+    assert summary["calibrated"]["tpot"]["n"] == 2 * 18, "each machine's middle load calibrates it"
+    assert summary["calibrated"]["tpot"]["median_ape"] < 0.001, "constants that are right stay"
     assert {"model", "gpu", "engine", "tier"} <= {key for entry in summary["by"] for key in entry}
     assert len(summary["refitted"]) == len(_MODELS) + 2
     assert main(["plan", "--validate", str(path), "--json"]) == 0

@@ -17,6 +17,7 @@ from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
 from shardline.stats import EngineStats
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
+from shardline.timeline import EngineTimeline
 from shardline.types import Request, SequenceOutput, TokenLogprobs
 from tests.text.builders import TEMPLATE, byte_level_json, tokenizer
 
@@ -41,6 +42,7 @@ class FakeEngine:
         self.embedding = [3.0, 4.0, 12.0] if config.embeds else []
         self.seconds_per_token = 0.0
         self.cached_tokens = 0
+        self.timeline: EngineTimeline | None = None
         self.reply = REPLY
         self.die_after_steps: int | None = None
         self.load = threading.Event()
@@ -159,6 +161,7 @@ class FakeEngine:
             token_id if reason == "stop" else None,
             self.cached_tokens,
             prompt_logprobs=prompt_logprobs,
+            timeline=self.timeline,
         )
 
 

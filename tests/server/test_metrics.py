@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import httpx
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shardline.config.server import ServerConfig
+from shardline.metrics.histogram import FastHistogram
 from shardline.metrics.server import ServerMetrics
 from shardline.stats import EngineStats, ExpertLoad
 from tests.server.conftest import serve
@@ -35,7 +37,7 @@ def test_requests_are_measured() -> None:
         answer = http.post("/v1/completions", json={"prompt": "Hi there", "n": 2, "max_tokens": 99}).json()
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
         http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 3})
-        http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 0})
+        http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": -1})
         found = scrape(http)
         assert found["shardline:request_success_total", frozenset([model, ("finished_reason", "stop")])] == 2
         assert found["shardline:request_success_total", frozenset([model, ("finished_reason", "length")])] == 1
@@ -86,3 +88,21 @@ def test_metrics_can_be_turned_off() -> None:
     with serve(ServerConfig(enable_metrics=False)) as running, running.http() as http:
         assert http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}).status_code == 200
         assert http.get("/metrics").status_code == 404
+
+
+def test_the_cheap_histogram_is_exposed_like_prometheus_own() -> None:
+    texts = []
+    for cheap in (True, False):
+        registry = CollectorRegistry()
+        histogram: FastHistogram | Histogram
+        if cheap:
+            histogram = FastHistogram("a:b_seconds", "Help.", ("model_name", "m"), (0.001, 0.5, 80.0))
+            registry.register(histogram)
+            observed: FastHistogram | Histogram = histogram
+        else:
+            histogram = Histogram("a:b_seconds", "Help.", ["model_name"], buckets=(0.001, 0.5, 80.0), registry=registry)
+            observed = histogram.labels("m")
+        for value in (0.0005, 0.001, 0.0011, 0.7, 100.0):
+            observed.observe(value)
+        texts.append([line for line in generate_latest(registry).decode().splitlines() if "_created" not in line])
+    assert texts[0] == texts[1]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.text.detokenizer import Detokenizer
+from shardline.text.detokenizer import WindowDetokenizer, make_detokenizer
 from shardline.text.tokenizer import Tokenizer
 from tests.text import builders
 
@@ -16,7 +16,7 @@ BYTE_FALLBACK = builders.tokenizer(builders.byte_fallback_json())
 
 
 def stream(tokenizer: Tokenizer, prompt: list[int], pieces: list[list[int]], skip: bool = True) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    detokenizer = make_detokenizer(tokenizer, prompt, skip_special_tokens=skip)
     return [*(detokenizer.add_tokens(piece) for piece in pieces), detokenizer.flush_text()]
 
 
@@ -110,7 +110,7 @@ def test_work_per_token_is_bounded(skip: bool) -> None:
     eos = BYTE_LEVEL.token_id("<|eos|>")
     assert eos is not None
     for token in (broken, eos):
-        detokenizer = Detokenizer(BYTE_LEVEL, [], skip_special_tokens=skip)
+        detokenizer = WindowDetokenizer(BYTE_LEVEL, [], BYTE_LEVEL.special_token_ids if skip else frozenset())
         text = ""
         for _ in range(500):
             text += detokenizer.add_tokens([token])

@@ -181,7 +181,7 @@ template <class W, int kRows, int kVectors, Values kHow, class Split>
 void add_columns(Row* rows, Split& split, int64_t column, Range words, I32 visible) {
   constexpr int kLoads = kVectors > 0 ? kVectors : 1;
   constexpr int64_t kPanelWords = kPanelTokens / kPerWord<W>;
-  const int64_t left = split.value_dim() - column, stride = split.value_stride();
+  const int64_t left = split.value_dim() - column, stride = split.value_stride(), offset = split.value_offset(column);
   F32 sum[kRows][kLoads];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -192,7 +192,7 @@ void add_columns(Row* rows, Split& split, int64_t column, Range words, I32 visib
     const int64_t panel = word / kPanelWords, end = min64(words.end, (panel + 1) * kPanelWords);
     const int32_t* values = split.values(panel);
     const FetchAhead ahead = split.after_values(panel);
-    for (int64_t at = word % kPanelWords * stride + column; word < end; ++word, at += stride) {
+    for (int64_t at = word % kPanelWords * stride + offset; word < end; ++word, at += stride) {
       I32 value[kLoads];
 #pragma GCC unroll 4
       for (int v = 0; v < kLoads; ++v) {

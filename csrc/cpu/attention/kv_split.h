@@ -4,7 +4,6 @@
 #include "attention/attention_args.h"
 #include "attention/attention_operands.h"
 #include "simd/transpose.h"
-#include "simd/vec_bytes.h"
 
 namespace shardline::SHARDLINE_ISA {
 
@@ -75,14 +74,14 @@ class KvSplit {
 
   // Four-byte words of memory for the panels that become words.
   static size_t scratch_words(const AttentionArgs& args) {
-    const int64_t width = (kHoldsKeys ? 0 : args.key_dim) + (kHoldsValues ? 0 : value_stride(args));
+    const int64_t value_columns = kLatents ? ceil_div(args.value_dim, kBlockColumns) * kBlockColumns : args.value_dim;
+    const int64_t width = (kHoldsKeys ? 0 : args.key_dim) + (kHoldsValues ? 0 : value_columns);
     return static_cast<size_t>(kPlaces * kPanelWords * width);
   }
 
   void prepare(int32_t* memory, const AttentionArgs& args) {
     key_dim_ = args.key_dim;
     value_dim_ = args.value_dim;
-    value_stride_ = value_stride(args);
     key_words_ = memory;
     value_words_ = memory + (kHoldsKeys ? 0 : kPlaces * kPanelWords * key_dim_);
   }
@@ -125,12 +124,12 @@ class KvSplit {
              }) + token;
     }
   }
-  // The values of a panel, [kPanelTokens / kPerWord][value_stride].
+  // The values of a panel: [kPanelTokens / kPerWord][value_stride] from each column's value_offset() on.
   const int32_t* values(int64_t panel) {
     if constexpr (kHoldsValues) {
       return reinterpret_cast<const int32_t*>(values_[panel]);
     } else {
-      return held(panel, held_values_, value_words_, value_stride_, [&](int32_t* to) {
+      return held(panel, held_values_, value_words_, value_stride(), [&](int32_t* to) {
         if constexpr (kLatents) {
           transpose_latents(keys_[panel], after_values(panel), to);
         } else {
@@ -178,21 +177,23 @@ class KvSplit {
 
   int64_t key_words() const { return words_of<W>(key_dim_); }
   int64_t value_dim() const { return value_dim_; }
-  int64_t value_stride() const { return value_stride_; }
+  int64_t value_stride() const { return kLatents ? kBlockColumns : value_dim_; }
+  int64_t value_offset(int64_t column) const {
+    if constexpr (!kLatents) return column;
+    return column / kBlockColumns * (kPlaces * kPanelWords * kBlockColumns) + column % kBlockColumns;
+  }
   bool pass_once() const { return pass_once_; }
 
  private:
   static constexpr int64_t kPanelWords = kPanelTokens / kPerWord<W>;  // of one column
   static constexpr int64_t kPlaces = kLatents ? kGroupPanels : kSplitPanels;  // rows always pass once over latents
+  // Values of latents are [blocks of columns][panels][words of tokens][columns of the block], so that the products of
+  // a block read memory in order.
+  static constexpr int64_t kBlockColumns = 64;
 
   static void fetch_scales(const AttentionArgs& args, int64_t slot) {
     __builtin_prefetch(args.key_scales + slot);
     __builtin_prefetch(args.value_scales + slot);
-  }
-
-  // Latents become values in blocks of whole vectors.
-  static int64_t value_stride(const AttentionArgs& args) {
-    return kLatents ? whole_vectors(words_of<W>(args.value_dim)) * kPerWord<W> : args.value_dim;
   }
 
   // The words of a panel of `dim` columns, which convert(to) writes if they are not there.
@@ -207,16 +208,7 @@ class KvSplit {
 
   // Elements of a panel as those of words.
   static void widen(const Stored* from, int64_t dim, const FetchAhead& ahead, int32_t* to) {
-    int64_t i = 0;
-#if defined(__AVX512VBMI__)
-    if constexpr (kPerWord<W> == 2 && kScaled) {
-      for (; i + 64 <= kPanelTokens * dim; i += 64) {
-        ahead.fetch_at(i);
-        store_as_bf16(to + i / 2, from + i);
-      }
-    }
-#endif
-    for (; i < kPanelTokens * dim; i += kPerWord<W> * kLanes) {
+    for (int64_t i = 0; i < kPanelTokens * dim; i += kPerWord<W> * kLanes) {
       ahead.fetch_at(i * static_cast<int64_t>(sizeof(Stored)));
       if constexpr (kPerWord<W> == 2) {
         store_words(to + i / 2, rounded_pairs(load(from + i), load(from + i + kLanes)));  // bytes are bf16 exactly
@@ -226,7 +218,7 @@ class KvSplit {
     }
   }
 
-  // A panel of latents, [words of a key][tokens], as values, [words of tokens][value_stride].
+  // A panel of latents, [words of a key][tokens], as values.
   void transpose_latents(const Stored* from, const FetchAhead& ahead, int32_t* to) const {
     constexpr int64_t kWord = kPerWord<W>, kStep = kWord * kLanes;
     for (int64_t token = 0; token < kPanelTokens; token += kLanes) {
@@ -242,7 +234,7 @@ class KvSplit {
         transpose<kWord>(block);
 #pragma GCC unroll 16
         for (int64_t i = 0; i < kLanes; ++i) {
-          store_words(to + (token + i) / kWord * value_stride_ + dim + i % kWord * kLanes, block[i]);
+          store_words(to + (token + i) / kWord * kBlockColumns + value_offset(dim + i % kWord * kLanes), block[i]);
         }
       }
     }
@@ -269,7 +261,7 @@ class KvSplit {
     return static_cast<const char*>(next_.panels[min64(i - 2 * count, kAheadPanels - 1)]);
   }
 
-  int64_t key_dim_, value_dim_, value_stride_;
+  int64_t key_dim_, value_dim_;
   NextPanels next_;
   int32_t *key_words_, *value_words_;
   int64_t first_, end_;  // panels

@@ -139,36 +139,6 @@ inline void store_bytes(int8_t* p, I32 v) {
 #endif
 }
 
-#if defined(__AVX512VBMI__)
-// The bf16 numbers from 0 to 127, as tables of their lower and upper bytes.
-struct Bf16Bytes {
-  alignas(64) uint8_t low[128] = {};
-  alignas(64) uint8_t high[128] = {};
-  constexpr Bf16Bytes() {
-    for (int n = 1, exponent = 0; n < 128; ++n) {
-      if (n >> (exponent + 1) != 0) ++exponent;
-      const int bits = (127 + exponent) << 7 | (n << (7 - exponent) & 0x7f);
-      low[n] = static_cast<uint8_t>(bits & 0xff);
-      high[n] = static_cast<uint8_t>(bits >> 8);
-    }
-  }
-};
-constexpr Bf16Bytes kBf16Bytes;
-
-// 64 bytes within [-127, 127] as bf16, exactly and in order.
-inline void store_as_bf16(void* to, const int8_t* from) {
-  const auto in = [](const void* p) { return _mm512_loadu_si512(p); };
-  // Unpacking takes halves of each quarter, so the eighths are first put where it finds them.
-  const __m512i bytes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), in(from));
-  const __m512i number = _mm512_abs_epi8(bytes);
-  const __m512i low = _mm512_permutex2var_epi8(in(kBf16Bytes.low), number, in(kBf16Bytes.low + 64));
-  const __m512i high = _mm512_permutex2var_epi8(in(kBf16Bytes.high), number, in(kBf16Bytes.high + 64));
-  const __m512i signs = _mm512_and_si512(bytes, _mm512_set1_epi8(-128));
-  _mm512_storeu_si512(to, _mm512_unpacklo_epi8(low, high | signs));
-  _mm512_storeu_si512(static_cast<char*>(to) + 64, _mm512_unpackhi_epi8(low, high | signs));
-}
-#endif
-
 inline int32_t sum_lanes(I32 v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_epi32((__m512i)v);

@@ -23,6 +23,7 @@ from shardline.stats import EngineStats, merge_stats
 from shardline.structured.grammar import check_grammar, is_checked
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
+from shardline.timeline import RequestMetrics
 from shardline.types import RequestOutput
 
 State = Literal["starting", "ready", "recovering", "draining", "dead"]
@@ -45,10 +46,12 @@ class RequestStream:
     of the loop does not abort it: use `contextlib.aclosing`.
     """
 
-    def __init__(self, output: RequestOutput, abort: Callable[[], None]) -> None:
+    def __init__(self, output: RequestOutput, abort: Callable[[], None], metrics: Callable[[], RequestMetrics]) -> None:
         self.output = output
         self._abort = abort
-        self._updated = asyncio.Event()
+        self._metrics = metrics
+        self._updated = False
+        self._waiter: asyncio.Future[None] | None = None
         self._ended = False
 
     def __aiter__(self) -> RequestStream:
@@ -57,12 +60,15 @@ class RequestStream:
     async def __anext__(self) -> RequestOutput:
         if self._ended:
             raise StopAsyncIteration
-        try:
-            await self._updated.wait()
-        except asyncio.CancelledError:
-            await self.aclose()
-            raise
-        self._updated.clear()
+        if not self._updated:
+            # A future of its own costs half of what asyncio.Event does, for every token of every stream.
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                await self.aclose()
+                raise
+        self._updated = False
         self._ended = self.output.finished
         return self.output
 
@@ -72,9 +78,15 @@ class RequestStream:
         if not self.output.finished:
             self._abort()
 
+    def metrics(self) -> RequestMetrics:
+        """Where the time has gone so far."""
+        return self.output.metrics or self._metrics()
+
     def notify_reader(self) -> None:
         """Wake the reader, because `output` has changed. AsyncLLM calls this."""
-        self._updated.set()
+        self._updated = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class _Inbox:
@@ -124,8 +136,8 @@ class AsyncLLM:
     """An engine with `data_parallel_size` replicas. All methods must be called on one event loop.
 
     These are valid once the engine is ready: `tokenizer` (None: prompts must be token ids), `chat_template` (None: no
-    chats), `max_model_len` in tokens, `fingerprint`, and `report` (the engines' start-up lines). `dead_reason` says
-    why the state is "dead".
+    chats), `max_model_len` and `block_size` in tokens, `fingerprint`, and `report` (the engines' start-up lines).
+    `dead_reason` says why the state is "dead".
     """
 
     def __init__(
@@ -144,6 +156,7 @@ class AsyncLLM:
         self.tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
         self.max_model_len = 0
+        self.block_size = 0
         self.fingerprint = ""
         self.report: list[str] = []
         self.dead_reason = ""
@@ -176,6 +189,7 @@ class AsyncLLM:
             raise
         self.tokenizer, self.chat_template = text.tokenizer, text.chat_template
         self.max_model_len = min(one.max_model_len for one in ready)
+        self.block_size = ready[0].block_size
         self.fingerprint = ready[0].fingerprint
         self.report = [line for one in ready for line in one.report]
         self._processor = OutputProcessor(text.tokenizer)
@@ -248,7 +262,7 @@ class AsyncLLM:
         )
         self._replicas.add_requests(request.children)
         state = self._processor.add_request(request)
-        stream = RequestStream(state.output, lambda: self._abort(request_id))
+        stream = RequestStream(state.output, lambda: self._abort(request_id), state.metrics)
         self._streams[request_id] = stream
         return stream
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shardline.api.requests import PreparedRequest
 from shardline.sampling_params import SamplingParams
-from shardline.text.detokenizer import Detokenizer
+from shardline.text.detokenizer import make_detokenizer
 from shardline.text.stop_strings import StopMatcher
 from shardline.text.tokenizer import Tokenizer
+from shardline.timeline import ChoiceMetrics, EngineTimeline, RequestMetrics
 from shardline.types import CompletionOutput, Decode, FinishReason, RequestOutput, SequenceOutput, decode_nothing
 
 
@@ -21,7 +23,7 @@ class ChoiceState:
         self.output = output
         self._params = params
         self._detokenizer = (
-            Detokenizer(
+            make_detokenizer(
                 tokenizer,
                 request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
@@ -33,10 +35,20 @@ class ChoiceState:
         self._matcher: StopMatcher | None = None
         if params.stop_strings:
             self._matcher = StopMatcher(params.stop_strings, params.include_stop_str_in_output)
+        self.arrival = request.children[output.index].arrival_time
+        self.first_token_time = 0.0
+        self.last_token_time = 0.0
+        self.timeline = EngineTimeline()
+        self.num_cached_tokens = 0
         self._eos_token_ids = () if params.ignore_eos else request.children[output.index].eos_token_ids
 
-    def add_output(self, step: SequenceOutput) -> bool:
+    def add_output(self, step: SequenceOutput, now: float) -> bool:
         """Add the tokens of a step. Returns whether a stop string ended the choice; then the engine must be told."""
+        if step.timeline is not None and self._continues(step.timeline):
+            self.timeline, self.num_cached_tokens = step.timeline, step.num_cached_tokens
+        if step.token_ids:
+            self.last_token_time = now
+            self.first_token_time = self.first_token_time or now
         last = len(step.token_ids) - 1
         for index, token_id in enumerate(step.token_ids):
             self._append_token(step, index)
@@ -48,6 +60,28 @@ class ChoiceState:
         if step.finish_reason is not None:
             self._end_with_step(step)
         return False
+
+    def _continues(self, timeline: EngineTimeline) -> bool:
+        """Whether a timeline is of the engine that began the output; after a failover, another one goes on."""
+        return self.timeline.first_token < 0 or timeline.scheduled == self.timeline.scheduled
+
+    def metrics(self) -> ChoiceMetrics:
+        """Where the time of the choice has gone so far."""
+        timeline = self.timeline
+        scheduled, first = timeline.scheduled, timeline.first_token
+        begun = self.first_token_time > 0
+        return ChoiceMetrics(
+            index=self.output.index,
+            finish_reason=self.output.finish_reason,
+            num_generation_tokens=len(self.output.token_ids),
+            num_cached_tokens=self.num_cached_tokens,
+            queued_seconds=scheduled if scheduled >= 0 else None,
+            prefill_seconds=first - scheduled if first >= 0 else None,
+            first_token_seconds=self.first_token_time - self.arrival if begun else None,
+            decode_seconds=self.last_token_time - self.first_token_time if begun else None,
+            prefill_chunks=timeline.prefill_chunks,
+            preemptions=timeline.preemptions,
+        )
 
     def abort(self) -> None:
         """End the choice with the text that it has."""
@@ -127,6 +161,22 @@ class RequestState:
         )
         self.choices = [ChoiceState(output, request, tokenizer) for output in self.output.outputs]
 
+    def metrics(self) -> RequestMetrics:
+        """Where the time has gone so far."""
+        choices = [choice.metrics() for choice in self.choices]
+        state, first = self.choices[0], choices[0]
+        queued = state.arrival
+        return RequestMetrics(
+            arrival_time=time.time() - (time.monotonic() - state.arrival),
+            queued_ts=queued,
+            scheduled_ts=0.0 if first.queued_seconds is None else queued + first.queued_seconds,
+            first_token_ts=state.first_token_time,
+            last_token_ts=state.last_token_time,
+            first_token_latency=first.first_token_seconds or 0.0,
+            num_generation_tokens=first.num_generation_tokens,
+            choices=choices,
+        )
+
     def unfinished_children(self) -> list[str]:
         """Ids of the engine requests that still run."""
         pairs = zip(self.request.children, self.output.outputs, strict=True)
@@ -169,11 +219,12 @@ class OutputProcessor:
         """Apply engine outputs. Outputs of requests that are no longer tracked are ignored."""
         done = Processed()
         seen: set[str] = set()
+        now = time.monotonic()
         for output in outputs:
             state = self._by_child.get(output.request_id)
             if state is None or state.output.outputs[output.choice].finished():
                 continue
-            if state.choices[output.choice].add_output(output):
+            if state.choices[output.choice].add_output(output, now):
                 done.aborts.append(output.request_id)
             state.output.outputs[output.choice].embedding = output.embedding
             if output.prompt_logprobs is not None:
@@ -207,6 +258,7 @@ class OutputProcessor:
         return list(self._requests)
 
     def _forget_request(self, state: RequestState) -> None:
+        state.output.metrics = state.metrics()
         self._requests.pop(state.request.request_id, None)
         for child in state.request.children:
             self._by_child.pop(child.request_id, None)

@@ -33,11 +33,26 @@ _NOT_SUPPORTED_YET = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with one-line errors and no abbreviations; it reads --max_model_len as --max-model-len."""
+    """An ArgumentParser with one-line errors and no abbreviations; it reads --max_model_len as --max-model-len.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    `add_flags` is called when the flags are needed: a command whose flags take long to import does not delay others.
+    """
+
+    def __init__(self, *args: Any, add_flags: Callable[[Parser], None] | None = None, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
+        self._add_flags = add_flags
+
+    def complete(self) -> None:
+        """Add the flags now, if this has not been done."""
+        add_flags, self._add_flags = self._add_flags, None
+        if add_flags is not None:
+            add_flags(self)
+
+    def format_help(self) -> str:
+        """As in the base class."""
+        self.complete()
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with code 2."""
@@ -46,6 +61,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in the base class, but the innermost parser refuses unknown arguments and says what would work."""
+        self.complete()
         words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
         found, unknown = super().parse_known_args(words, namespace)
         if unknown:

@@ -10,6 +10,7 @@ from shardline import env
 from shardline.config.fields import option
 from shardline.config.units import parse_bytes
 
+METRICS_PREFIXES = ("shardline", "vllm", "both")
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -50,6 +51,14 @@ class ServerConfig:
     enable_auto_tool_choice: bool = option(False, "accepted for compatibility: tools are always taken")
     reasoning_parser: str | None = option(None, "format in which the model writes reasoning, for example qwen3")
     enable_metrics: bool = option(True, "serve Prometheus metrics at /metrics")
+    metrics_prefix: str = option(
+        "shardline",
+        "prefix of the metrics that mean what vLLM's metric of the same name means; both: they are there twice",
+        choices=METRICS_PREFIXES,
+    )
+    otlp_traces_endpoint: str | None = option(
+        None, "OpenTelemetry collector for a span per request, for example http://127.0.0.1:4318/v1/traces"
+    )
 
     def __post_init__(self) -> None:
         _validate(self)

@@ -21,6 +21,10 @@ BLOCK_TOKENS = 16
 _STREAM_BYTES = 4096
 """A CPU reads memory at full speed in contiguous pieces of this size or more."""
 
+_MOST_BLOCK_TOKENS = {1: 64, 2: 32, 4: 32}
+"""By bytes of an element. Larger blocks waste memory and share fewer prefixes. Bytes have the most to gain: the scales
+of a block are further pieces that memory has to find."""
+
 
 def choose_block_size(asked: int | None, spec: DecoderSpec, dtype: DType, kv_dtype: KVDType, device: str) -> int:
     """The number of tokens in a block.
@@ -40,12 +44,15 @@ def choose_block_size(asked: int | None, spec: DecoderSpec, dtype: DType, kv_dty
             raise ValueError(f"keys of {dim} elements: on a CPU, bf16 needs an even number; --dtype float32 would work")
     if asked is not None:
         return asked
-    return streamed_block_size(min(dims) * DTYPE_BYTES[kv_dtype]) if dims and device == "cpu" else BLOCK_TOKENS
+    return streamed_block_size(min(dims), DTYPE_BYTES[kv_dtype]) if dims and device == "cpu" else BLOCK_TOKENS
 
 
-def streamed_block_size(key_bytes: int) -> int:
-    """The number of tokens in a block that a CPU reads fast, for keys of `key_bytes` bytes in a head."""
-    return BLOCK_TOKENS if BLOCK_TOKENS * key_bytes >= _STREAM_BYTES else 2 * BLOCK_TOKENS
+def streamed_block_size(dim: int, element_bytes: int) -> int:
+    """The number of tokens in a block that a CPU reads fast, for keys of `dim` elements in a head."""
+    size = BLOCK_TOKENS
+    while size < _MOST_BLOCK_TOKENS[element_bytes] and size * dim * element_bytes < _STREAM_BYTES:
+        size *= 2
+    return size
 
 
 def plan_cache(

@@ -66,7 +66,7 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queue a request on the replica that has the fewest."""
-        min(self._schedulers, key=lambda scheduler: scheduler.num_unfinished).add_request(request)
+        min(self._schedulers, key=lambda scheduler: scheduler.num_unfinished).add_request(request, time.monotonic())
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Forget requests; unknown ids are ignored."""
@@ -103,14 +103,16 @@ class Engine:
             before = time.perf_counter()
             results = self._executor.collect_results()
             waited = time.perf_counter() - before
+            now = time.monotonic()
             for scheduler, plan, result in zip(self._schedulers, self._in_flight.popleft(), results, strict=True):
-                outputs += scheduler.update(plan, result)
+                outputs += scheduler.update(plan, result, now)
         self._engine_seconds += time.perf_counter() - started - waited
         return outputs
 
     def _schedule(self) -> list[StepPlan]:
         """The next plan of every replica; empty if no replica can run anything."""
-        plans = [scheduler.schedule() for scheduler in self._schedulers]
+        now = time.monotonic()
+        plans = [scheduler.schedule(now) for scheduler in self._schedulers]
         if not any(plans):
             return []
         return [plan or scheduler.schedule_idle() for plan, scheduler in zip(plans, self._schedulers, strict=True)]

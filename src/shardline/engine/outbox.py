@@ -65,5 +65,6 @@ def _joined(first: SequenceOutput, second: SequenceOutput) -> SequenceOutput:
         token_ids=first.token_ids + second.token_ids,
         logprobs=first.logprobs if second.logprobs is None else (first.logprobs or []) + second.logprobs,
         prompt_logprobs=first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
+        timeline=second.timeline or first.timeline,
         digests=first.digests if second.digests is None else (first.digests or []) + second.digests,
     )

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from shardline.deployment.deployment import CachePlan, StepLimits
 from shardline.engine.kv_cache import KVCache
 from shardline.engine.preemption import PreemptionLog, cheapest_victim
@@ -30,6 +32,7 @@ class _Draft:
 
     step_id: int
     budget: int
+    now: float
     starts: list[SequenceStart] = field(default_factory=list)
     steps: list[SequenceStep] = field(default_factory=list)
     sequences: list[LiveSequence] = field(default_factory=list)
@@ -39,7 +42,8 @@ class _Draft:
 
 class Scheduler:
     """Continuous batching with chunked prefill over a paged KV cache. It only decides: it never waits, and uses no
-    clock and no tensor.
+    clock and no tensor. The caller may say what time it is (`now`, in seconds of any clock), for the timelines of
+    sequences; no decision depends on it.
 
     The caller's loop, with at most `max_in_flight` plans scheduled and not yet updated, updates in plan order:
 
@@ -99,16 +103,18 @@ class Scheduler:
         """In order."""
         self._draining: set[LiveSequence] = set()
         """Sequences that left the running ones but have plans in flight, and therefore blocks."""
-        self._in_flight: deque[tuple[StepPlan, list[LiveSequence]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, list[LiveSequence], float]] = deque()
+        """Plans that are not updated, their sequences, and when they were scheduled."""
         self._ends: list[int] = []
         self._num_starts = 0
         self._num_steps = 0
         self._preemptions = PreemptionLog()
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, now: float = 0.0) -> None:
         """Queue a request. If it can never run, the next `take_outputs` has an error for it."""
         sequence = self._registry.add_request(request)
         if sequence is not None:
+            sequence.recorder.added = now
             self._waiting.push(sequence)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -148,14 +154,14 @@ class Scheduler:
             step_seconds=totals.step_seconds,
         )
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next plan; None if nothing can run, or not before another result has come.
 
         If a request is unfinished and no plan is in flight, there is always a plan.
         """
         if len(self._in_flight) >= self._max_in_flight:
             return None
-        draft = _Draft(self._num_steps, self._budget)
+        draft = _Draft(self._num_steps, self._budget, now)
         prefills = self._schedule_decodes(draft)
         self._schedule_prefills(draft, prefills)
         if not draft.steps:
@@ -163,7 +169,7 @@ class Scheduler:
         plan = StepPlan(draft.step_id, draft.starts, draft.steps, self._ends)
         self._ends = []
         self._num_steps += 1
-        self._in_flight.append((plan, draft.sequences))
+        self._in_flight.append((plan, draft.sequences, now))
         return plan
 
     def schedule_idle(self) -> StepPlan:
@@ -172,12 +178,12 @@ class Scheduler:
         plan = StepPlan(self._num_steps, [], [], self._ends)
         self._ends = []
         self._num_steps += 1
-        self._in_flight.append((plan, []))
+        self._in_flight.append((plan, [], 0.0))
         return plan
 
-    def update(self, plan: StepPlan, step_result: StepResult) -> list[SequenceOutput]:
+    def update(self, plan: StepPlan, step_result: StepResult, now: float = 0.0) -> list[SequenceOutput]:
         """Apply the result of the oldest plan in flight; returns outputs of the sequences that got tokens or ended."""
-        flying, sequences = self._in_flight.popleft()
+        flying, sequences, planned = self._in_flight.popleft()
         assert flying.step_id == plan.step_id == step_result.step_id, "results must come in the order of their plans"
         self._registry.totals.step_seconds += step_result.seconds
         outputs = self._registry.take_outputs()
@@ -185,6 +191,8 @@ class Scheduler:
         for sequence, step in zip(sequences, flying.steps, strict=True):
             sequence.num_in_flight -= 1
             sequence.num_computed = step.start + step.num_tokens
+            if step.start < sequence.num_start_tokens:
+                sequence.recorder.note_chunk(step.start, step.num_tokens, planned, now)
             if step.sample:
                 sequence.num_pending -= 1
             if sequence.state is not State.FINISHED:
@@ -194,12 +202,12 @@ class Scheduler:
                     sequence.append_scores(step.start, result.prompt_logprobs or [])
                 if step.sample or (result is not None and result.error):
                     assert result is not None
-                    outputs.append(self._take_result(sequence, result))
+                    outputs.append(self._take_result(sequence, result, now))
             if sequence.num_in_flight == 0 and sequence in self._draining:
                 self._release(sequence)
         return outputs
 
-    def _take_result(self, sequence: LiveSequence, result: SequenceResult) -> SequenceOutput:
+    def _take_result(self, sequence: LiveSequence, result: SequenceResult, now: float) -> SequenceOutput:
         if result.error:
             self._leave(sequence, State.FINISHED)
             return self._registry.fail_sequence(sequence, result.error)
@@ -211,6 +219,10 @@ class Scheduler:
         assert not (several and sequence.num_in_flight), "several tokens came while a later step was in flight"
         output = self._registry.take_result(sequence, result)
         self._kv.publish_blocks(sequence)
+        recorder = sequence.recorder
+        if recorder.awaits_token:
+            recorder.note_token(now, running=sequence.state is State.RUNNING)
+            output = msgspec.structs.replace(output, timeline=recorder.timeline())
         if output.finish_reason is not None:
             self._leave(sequence, State.FINISHED)
         return output
@@ -296,6 +308,7 @@ class Scheduler:
         self._change_state(sequence, State.RUNNING)
         self._kv.share_prefix(sequence, hit)
         sequence.begin_run(self._num_starts, hit.num_tokens)
+        sequence.recorder.note_start(draft.now)
         self._registry.count_start(sequence, hit.num_tokens)
         self._num_starts += 1
         request = sequence.request
@@ -323,7 +336,9 @@ class Scheduler:
             if victim is None:
                 return False
             draft.preempted = True
-            self._preemptions.record(victim, self._kv.recompute_cost(victim))
+            cost = self._kv.recompute_cost(victim)
+            self._preemptions.record(victim, cost)
+            victim.recorder.note_preemption(cost, draft.now)
             self._leave(victim, State.PREEMPTED)
             if victim is needy:
                 return False

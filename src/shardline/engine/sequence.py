@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from shardline.engine.recorder import TimelineRecorder
 from shardline.types import FinishReason, Request, TokenLogprobs
 
 
@@ -78,6 +79,7 @@ class LiveSequence:
     stop_token_ids: frozenset[int] = frozenset()
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of the prompt's tokens from the second one on, as far as they are known; None: nobody asked for them."""
+    recorder: TimelineRecorder = field(default_factory=lambda: TimelineRecorder(0.0))
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling

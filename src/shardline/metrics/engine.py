@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -28,6 +28,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
+    ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
     ("num_steps", "Engine steps.", lambda s: s.num_steps),
     ("step_seconds", "Seconds that workers spent in steps.", lambda s: s.step_seconds),
     (
@@ -70,9 +71,15 @@ _EXPERT_GAUGES: tuple[tuple[str, str, Callable[[ExpertLoad], float]], ...] = (
 class EngineCollector:
     """Turns `read_stats()`, one EngineStats per replica, into metric families labelled `model_name` and `engine`."""
 
-    def __init__(self, model_name: str, read_stats: Callable[[], Sequence[EngineStats]]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        read_stats: Callable[[], Sequence[EngineStats]],
+        read_cache_config: Callable[[], Mapping[str, str]],
+    ) -> None:
         self._model_name = model_name
         self._read_stats = read_stats
+        self._read_cache_config = read_cache_config
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: the families need no check for duplicates, and the engines may not have started."""
@@ -91,6 +98,14 @@ class EngineCollector:
             for labels, stats in replicas:
                 counter.add_metric(labels, value(stats))
             yield counter
+        config = self._read_cache_config()
+        if config:
+            info = GaugeMetricFamily(
+                "shardline:cache_config_info", "The KV cache's configuration.", labels=(*_LABELS, *config)
+            )
+            for labels, stats in replicas:
+                info.add_metric((*labels, *{**config, "num_gpu_blocks": str(stats.kv_blocks_total)}.values()), 1)
+            yield info
         yield from _expert_metrics([(labels, stats.experts) for labels, stats in replicas if stats.experts is not None])
 
 

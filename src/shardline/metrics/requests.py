@@ -6,6 +6,8 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from shardline.metrics.histogram import FastHistogram
+from shardline.timeline import ChoiceMetrics
 from shardline.types import RequestOutput
 
 _FIRST_TOKEN_SECONDS = (
@@ -22,6 +24,7 @@ _REQUEST_SECONDS = (
 )  # fmt: skip
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _PARAMS_N = (1, 2, 5, 10, 20)
+_PREEMPTIONS = (0, 1, 2, 5, 10, 20, 50)
 
 
 class RequestMetrics:
@@ -35,9 +38,13 @@ class RequestMetrics:
         self.first_token = histogram(
             "time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", _FIRST_TOKEN_SECONDS
         )
-        self.inter_token = histogram(
-            "inter_token_latency_seconds", "Seconds between two outputs of a request.", _TOKEN_SECONDS
+        self.inter_token = FastHistogram(
+            "shardline:inter_token_latency_seconds",
+            "Seconds between two outputs of a request.",
+            ("model_name", model_name),
+            _TOKEN_SECONDS,
         )
+        registry.register(self.inter_token)
         self.end_to_end = histogram(
             "e2e_request_latency_seconds", "Seconds from a request's arrival to its end.", _REQUEST_SECONDS
         )
@@ -46,6 +53,31 @@ class RequestMetrics:
             "request_generation_tokens", "Tokens generated for a request, all its choices together.", _TOKENS
         )
         self.choices = histogram("request_params_n", "Choices asked for in a request.", _PARAMS_N)
+        self.queue = histogram(
+            "request_queue_time_seconds", "Seconds that a choice waited for its first step.", _REQUEST_SECONDS
+        )
+        self.prefill = histogram(
+            "request_prefill_time_seconds", "Seconds from a choice's first step to its first token.", _REQUEST_SECONDS
+        )
+        self.decode = histogram(
+            "request_decode_time_seconds", "Seconds from a choice's first token to its last one.", _REQUEST_SECONDS
+        )
+        self.inference = histogram(
+            "request_inference_time_seconds", "Seconds from a choice's first step to its last token.", _REQUEST_SECONDS
+        )
+        self.per_token = histogram(
+            "request_time_per_output_token_seconds", "Mean seconds between a choice's tokens.", _TOKEN_SECONDS
+        )
+        self.preemptions = histogram("request_num_preemptions", "Preemptions of a choice.", _PREEMPTIONS)
+        self.computed = histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a choice that were not cached.", _TOKENS
+        )
+        self.longest = histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest choice of a request.", _TOKENS
+        )
+        self.max_tokens = histogram(
+            "request_params_max_tokens", "Largest number of tokens that a request asked for.", _TOKENS
+        )
         self._ended = Counter(
             "shardline:request_success",
             "Choices that ended, by reason; abort: the client disconnected or the server stopped.",
@@ -75,9 +107,10 @@ class ResponseMetrics:
 class RequestTimer:
     """Measures one request: a prompt with all its choices. Time starts when this object is constructed."""
 
-    def __init__(self, metrics: RequestMetrics, choices: int) -> None:
+    def __init__(self, metrics: RequestMetrics, choices: int, max_tokens: int | None = None) -> None:
         self._metrics = metrics
         self._choices = choices
+        self._max_tokens = max_tokens
         self._start = time.perf_counter()
         self._last = self._start
         self._tokens = 0
@@ -85,7 +118,8 @@ class RequestTimer:
 
     def observe_output(self, output: RequestOutput) -> None:
         """Record the arrival of an output. It runs for every output, so it must be cheap."""
-        tokens = sum(len(choice.token_ids) for choice in output.outputs)
+        outputs = output.outputs
+        tokens = len(outputs[0].token_ids) if len(outputs) == 1 else sum(len(choice.token_ids) for choice in outputs)
         if tokens > self._tokens:
             now = time.perf_counter()
             if self._tokens:
@@ -108,5 +142,26 @@ class RequestTimer:
         self._metrics.prompt_tokens.observe(len(output.prompt_token_ids))
         self._metrics.generation_tokens.observe(self._tokens)
         self._metrics.choices.observe(self._choices)
+        self._metrics.longest.observe(max(len(choice.token_ids) for choice in output.outputs))
+        if self._max_tokens is not None:
+            self._metrics.max_tokens.observe(self._max_tokens)
+        if output.metrics is not None:
+            for one in output.metrics.choices:
+                self._observe_choice(len(output.prompt_token_ids), one)
         for choice in output.outputs:
             self._metrics.count_end(choice.finish_reason or "abort")
+
+    def _observe_choice(self, num_prompt_tokens: int, choice: ChoiceMetrics) -> None:
+        """Record where the time of a finished choice went."""
+        metrics = self._metrics
+        if choice.queued_seconds is not None:
+            metrics.queue.observe(choice.queued_seconds)
+        if choice.prefill_seconds is None or choice.decode_seconds is None:
+            return
+        metrics.prefill.observe(choice.prefill_seconds)
+        metrics.decode.observe(choice.decode_seconds)
+        metrics.inference.observe(choice.prefill_seconds + choice.decode_seconds)
+        metrics.preemptions.observe(len(choice.preemptions))
+        metrics.computed.observe(num_prompt_tokens - choice.num_cached_tokens)
+        if choice.num_generation_tokens > 1:
+            metrics.per_token.observe(choice.decode_seconds / (choice.num_generation_tokens - 1))

@@ -5,12 +5,13 @@ Each server has a registry of its own, so that two servers in one process do not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
 from shardline.metrics.engine import EngineCollector
+from shardline.metrics.prefix import PrefixedRegistry
 from shardline.metrics.requests import RequestMetrics, ResponseMetrics
 from shardline.stats import EngineStats
 
@@ -18,9 +19,17 @@ from shardline.stats import EngineStats
 class ServerMetrics:
     """Everything that /metrics shows: engine counters, request latencies, HTTP answers and the process."""
 
-    def __init__(self, model_name: str, read_stats: Callable[[], Sequence[EngineStats]]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        read_stats: Callable[[], Sequence[EngineStats]],
+        prefix: str = "shardline",
+        read_cache_config: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        """`prefix`: see PrefixedRegistry; `read_cache_config` gives the labels of the metric cache_config_info."""
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(model_name, read_stats))
+        self._shown = PrefixedRegistry(self.registry, prefix)
+        self.registry.register(EngineCollector(model_name, read_stats, read_cache_config))
         ProcessCollector(registry=self.registry)
         self.requests = RequestMetrics(self.registry, model_name)
         self.responses = ResponseMetrics(self.registry)
@@ -28,4 +37,4 @@ class ServerMetrics:
     def expose(self, accept: str) -> tuple[bytes, str]:
         """The body and the content type for a scrape with this Accept header."""
         encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        return encode(self._shown), content_type

@@ -116,12 +116,14 @@ def calibrate(timing: Timing, steps: Sequence[tuple[LoopSteps, Measured]]) -> Ti
     """Constants with which the measured steps take the measured time, as near to the given ones as possible.
 
     Every constant moves by its share of the doubt: those with the largest effect and the widest plausible range move
-    most. The intervals become those of machines that were measured at another load.
+    most. A load of one request has no queue, so its TTFT counts too: it is the time of the prompt alone. The intervals
+    become those of machines that were measured at another load.
     """
     names = list(_WIDTHS)
     widths = np.array(list(_WIDTHS.values()))
     start = np.log([getattr(timing.constants, name) for name in names])
-    target = np.log([measured.tpot for _, measured in steps])
+    alone = [(one, measured.ttft) for one, measured in steps if measured.running <= 1 and measured.ttft is not None]
+    target = np.log([*(measured.tpot for _, measured in steps), *(ttft for _, ttft in alone)])
 
     def constants(point: Vector) -> Constants:
         values = dict(zip(names, map(float, np.exp(point)), strict=True))
@@ -129,7 +131,8 @@ def calibrate(timing: Timing, steps: Sequence[tuple[LoopSteps, Measured]]) -> Ti
 
     def predict(point: Vector) -> Any:
         found = constants(point)
-        return np.log([loop_latency(one, found).tpot for one, _ in steps])
+        prompts = (found.first + one.chunks * one.mixed.seconds(found) * one.stages for one, _ in alone)
+        return np.log([*(loop_latency(one, found).tpot for one, _ in steps), *prompts])
 
     point = start.copy()
     for _ in range(_ROUNDS):

@@ -151,8 +151,8 @@ def _measure(deployment: Deployment, layout: Layout, cluster: Cluster, demand: D
     cache, limits, spec = deployment.cache, deployment.limits, deployment.spec
     weights = max(rank.num_bytes for rank in deployment.weights)
     step = step_bytes(spec, deployment.dtype, limits.max_num_batched_tokens, limits.max_num_seqs)
-    host = deployment.machine.hosts[0]
-    gpus = [host.devices[index] for index in host.of_kind("cuda")]
+    hosts = deployment.machine.hosts
+    gpus = [host.devices[index] for host in hosts for index in host.of_kind("cuda")]
     room = gpu_room(gpus, layout.num_gpus, demand.utilization, weights, step)
     num_blocks = min(room // size for size in cache.block_bytes) - 1
     step_tokens = limits.max_num_batched_tokens

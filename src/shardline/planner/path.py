@@ -9,7 +9,8 @@ from shardline.models.spec import MoE
 from shardline.planner.hardware import GB, GIB
 from shardline.planner.layout import Layout
 from shardline.planner.memory import bits_label
-from shardline.planner.search import Option, Search, changes_answers, fewest_gpus, tensor_efficiency
+from shardline.planner.questions import fewest_gpus, tensor_efficiency
+from shardline.planner.search import Option, Search, changes_answers
 from shardline.planner.vllm import refusal
 
 _INTERCONNECTS = (("NVLink 450", 450 * GB), ("PCIe Gen5 64", 64 * GB), ("PCIe Gen4 32", 32 * GB))
@@ -59,7 +60,7 @@ def _bits(found: Search, best: Option) -> Question:
         )
         if is_changed
     )
-    return Question("fewer bits?", figures, f"cheaper, but answers change; {keep} keeps those of the checkpoint")
+    return Question("fewer bits?", figures, f"answers change; {keep} keeps those of the checkpoint")
 
 
 def _price(option: Option) -> str:

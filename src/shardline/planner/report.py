@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from shardline.planner.cost import HOURS_PER_DAY, HOURS_PER_MONTH, SECONDS_PER_HOUR, ApiPrice
@@ -12,7 +12,8 @@ from shardline.planner.hardware import GB, GIB
 from shardline.planner.layout import ENGINES, Layout
 from shardline.planner.memory import bits_label, fit
 from shardline.planner.path import explain_path
-from shardline.planner.search import Option, Search, api_break_even, frontier, turns_yes
+from shardline.planner.questions import api_break_even, recommended_costs, turns_yes
+from shardline.planner.search import Option, Search, frontier
 from shardline.planner.timing import Interval
 
 _SHOWN = 8
@@ -29,6 +30,14 @@ def format_plan(found: Search, *, show_all: bool = False, api: ApiPrice | None =
     shown = list(range(len(found.options))) if show_all else _selection(found)
     lines += _table(found, [found.options[index] for index in shown])
     lines += [f"why: {one.question} {one.figures} -> {one.answer}" for one in explain_path(found)]
+    costs = recommended_costs(found)
+    if costs is not None:
+        lines.append(
+            f"cost: ${costs.per_hour:.2f} an hour; ${costs.per_month:,.0f}, {costs.gpu_hours_per_month:,.0f} GPU-hours "
+            f"a month; a million output tokens ${costs.output_per_million:.2f} at this load and "
+            f"${costs.full_output_per_million:.2f} at full load, input tokens ${costs.input_per_million:.2f} and "
+            f"${costs.full_input_per_million:.2f}"
+        )
     if api is not None:
         lines.append(_api_line(found, api))
     hidden = len(found.options) - len(shown)
@@ -59,6 +68,7 @@ def _tokens_a_day(found: Search) -> float:
 
 def plan_json(found: Search, api: ApiPrice | None = None) -> dict[str, Any]:
     """The plan as JSON data. Times are milliseconds, prices US dollars, sizes bytes."""
+    costs = recommended_costs(found)
     return {
         "api_break_even_tokens_a_day": None if api is None else api_break_even(found, api),
         "model": found.model.name,
@@ -69,6 +79,7 @@ def plan_json(found: Search, api: ApiPrice | None = None) -> dict[str, Any]:
             for one in found.options
         ],
         "recommended": found.recommended,
+        "costs": None if costs is None else asdict(costs),
         "path": [
             {"question": one.question, "figures": one.figures, "answer": one.answer} for one in explain_path(found)
         ],
@@ -120,6 +131,7 @@ def _table(found: Search, options: Sequence[Option]) -> list[str]:
         )
         cost = "-" if option.cost_per_million is None else f"{option.cost_per_million:.2f}"
         note = f"; misses {option.misses}" if option.misses else ""
+        note += f"; may miss {option.may_miss}" if option.may_miss else ""
         note = f"; {option.fit.why_not}" if not option.fits else note
         lines.append(
             f"{option.layout!s:24} {size:20} {option.fit.verdict:12} {requests:>13} {_span(speed.ttft, 1, 2):>11} "
@@ -151,6 +163,7 @@ def _option_json(option: Option) -> dict[str, Any]:
         "max_context": fitted.max_context,
         "concurrency": round(fitted.concurrency, 2),
         "why_not": fitted.why_not or option.misses or None,
+        "may_miss": option.may_miss or None,
         "price_per_hour": option.price_per_hour,
         "cost_per_million": option.cost_per_million,
         "cost_per_month": None if option.price_per_hour is None else option.price_per_hour[1] * HOURS_PER_MONTH,

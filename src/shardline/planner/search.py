@@ -15,8 +15,7 @@ from shardline.models.step_work import StepWork, attention_work, step_work
 from shardline.planner import vllm
 from shardline.planner.candidates import Fixed, layouts
 from shardline.planner.cluster import Cluster
-from shardline.planner.cost import ApiPrice, break_even_tokens, per_million
-from shardline.planner.hardware import GB, GpuLink
+from shardline.planner.cost import per_million
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import Fit, bits_label, fit, kv_dtype, stored_weights
 from shardline.planner.rows import compute_format
@@ -29,10 +28,8 @@ from shardline.planner.timing import (
     loop_latency,
     loop_steps,
     shipped_timing,
-    step_load,
 )
 
-_EFFICIENCY_SIZES = (1, 2, 4, 8)
 GOALS = ("cost", "latency", "throughput")
 _LITTLE_ROUNDS = 12
 _DEFAULT_RUNNING = {"shardline": 128, "vllm": 256}
@@ -74,7 +71,9 @@ class Option:
     cost_per_million: float | None
     """US dollars for a million output tokens under the demanded load, on demand."""
     misses: str = ""
-    """Which demand it misses; empty: none."""
+    """Which demand it misses by the median prediction; empty: none."""
+    may_miss: str = ""
+    """Which demand it meets by the median prediction, but not in the whole interval; empty: none."""
 
     @property
     def layout(self) -> Layout:
@@ -140,54 +139,6 @@ def _plain_work(model: PlannedModel, layout: Layout, stages: tuple[Span, ...]) -
     return work, stages[place.pp_rank]
 
 
-def tensor_efficiency(found: Search, option: Option, link_bytes_per_second: float) -> dict[int, float]:
-    """For tensor-parallel sizes, the speed-up of a decode step divided by the size, if the link had this rate.
-
-    The step has as many requests as one of the option's replicas. Memory is ignored.
-    """
-    assert option.speed is not None
-    spec, layout = found.model.spec, option.layout
-    running = option.speed.running / layout.data
-    constants = found.timing[layout.engine].constants
-    context = found.demand.input_len + found.demand.output_len / 2
-    compute = compute_format(layout.weights, found.cluster.slowest)
-    rate = link_bytes_per_second / GB
-    times = {}
-    for size in _EFFICIENCY_SIZES:
-        link = GpuLink("any", rate, rate, size)
-        gpus = (found.cluster.slowest,) * size
-        alone = dataclasses.replace(layout, tensor=size, pipeline=1, data=1, whole_experts=False)
-        try:
-            work = layout_work(found.model, alone, dataclasses.replace(option.fit, stages=(Span(0, len(spec.layers)),)))
-        except ValueError:
-            continue
-        cluster = dataclasses.replace(found.cluster, gpus=gpus, num_nodes=1, link=link)
-        times[size] = step_load(work, cluster, compute, running, context, 0, 0).seconds(constants)
-    return {size: times[1] / time / size for size, time in times.items() if size > 1}
-
-
-def turns_yes(found: Search, option: Option) -> list[str]:
-    """What would make a refused layout fit: another format on the same ranks, or shorter requests."""
-    layout = option.layout
-    ranks = (layout.tensor, layout.pipeline, layout.data, layout.whole_experts)
-    ways = [
-        f"{one.layout.weights} weights, {one.layout.kv} KV cache"
-        for one in found.options
-        if one.fits and ranks == (one.layout.tensor, one.layout.pipeline, one.layout.data, one.layout.whole_experts)
-    ]
-    if option.fit.max_context > 1:
-        ways.append(f"--max-model-len {option.fit.max_context}")
-    return ways
-
-
-def api_break_even(found: Search, api: ApiPrice) -> float | None:
-    """Tokens a day from which the recommended layout, paid on demand, is cheaper than the API; None: not known."""
-    if found.recommended is None:
-        return None
-    price_per_hour = found.options[found.recommended].price_per_hour
-    return None if price_per_hour is None else break_even_tokens(price_per_hour[1], api, found.demand)
-
-
 def price(cluster: Cluster, layout: Layout) -> tuple[float, float] | None:
     """(spot, on demand) US dollars an hour for the GPUs of a layout."""
     return cluster.part(layout.num_gpus).price_per_hour
@@ -209,7 +160,9 @@ def evaluate(
     dollars = None
     if cost is not None:
         dollars = per_million(cost[1], speed.output_tok_s.p50)
-    return Option(fitted, speed, cost, dollars, refusal if layout.context > 1 else _misses(speed, demand))
+    if layout.context > 1:
+        return Option(fitted, speed, cost, dollars, refusal)
+    return Option(fitted, speed, cost, dollars, *_misses(speed, demand))
 
 
 def _spread_context(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand, refusal: str) -> Fit:
@@ -267,7 +220,8 @@ def layout_speed(
     seconds = decode.seconds(timing.constants)
     share = decode.link_seconds(timing.constants) / seconds
     rest = seconds * (1 - share)
-    moved = sum(traffic.num_bytes for traffic, _ in work.exchanges) * running / layout.pipeline
+    exchanges = (*(traffic for traffic, _ in work.exchanges), work.hand_off)
+    moved = sum(traffic.num_bytes for traffic in exchanges) * running / layout.pipeline
     return Speed(
         running * layout.data,
         timing.interval("ttft", latency.ttft),
@@ -276,7 +230,7 @@ def layout_speed(
         decode.bound_by(timing.constants),
         share,
         moved,
-        sum(traffic.num_messages for traffic, _ in work.exchanges),
+        sum(traffic.num_messages for traffic in exchanges),
         moved / rest,
         sustained,
     )
@@ -296,15 +250,20 @@ def _by_little(rate: float, most: float, at: Callable[[float], Latency], output_
     return high, True
 
 
-def _misses(speed: Speed, demand: Demand) -> str:
-    missed = []
+def _misses(speed: Speed, demand: Demand) -> tuple[str, str]:
+    """(demands that the median prediction misses, further ones that the upper end of the interval misses)."""
+    missed: list[str] = []
+    at_risk: list[str] = []
     if not speed.is_sustained:
         missed.append(f"{demand.rate:g} requests/s")
-    if demand.ttft is not None and speed.ttft.p90 > demand.ttft:
-        missed.append(f"TTFT {demand.ttft:g} s")
-    if demand.tpot is not None and speed.tpot.p90 > demand.tpot:
-        missed.append(f"TPOT {demand.tpot * 1e3:g} ms")
-    return ", ".join(missed)
+    limits = (
+        (f"TTFT {demand.ttft or 0:g} s", demand.ttft, speed.ttft),
+        (f"TPOT {1e3 * (demand.tpot or 0):g} ms", demand.tpot, speed.tpot),
+    )
+    for name, limit, predicted in limits:
+        if limit is not None and predicted.p90 > limit:
+            (missed if predicted.p50 > limit else at_risk).append(name)
+    return ", ".join(missed), ", ".join(at_risk)
 
 
 def search(
@@ -350,10 +309,10 @@ def _rank(option: Option, goal: str, own: str) -> tuple[float, ...]:
         "throughput": -speed.output_tok_s.p50,
     }
     tight = 0.0 if option.fit.verdict != "tight" else 1.0
-    missed = float(len(option.misses.split(", "))) if option.misses else 0.0
-    changed = float(changes_answers(option, own))
+    missed, risks = (float(len(text.split(", "))) if text else 0.0 for text in (option.misses, option.may_miss))
+    changed = float((layout.weights != own) + (layout.kv != "auto"))
     order = (figures[goal], changed) if goal == "cost" else (changed, figures[goal])
-    return (missed, tight, *order, speed.tpot.p50, float(layout.num_gpus))
+    return (missed, tight, risks, *order, speed.tpot.p50, float(layout.num_gpus))
 
 
 def changes_answers(option: Option, own: str) -> bool:
@@ -384,19 +343,3 @@ def _figures(option: Option) -> tuple[float, ...]:
     assert speed is not None
     cost = option.cost_per_million or option.layout.num_gpus / speed.output_tok_s.p50
     return (float(bool(option.misses)), speed.tpot.p50, -speed.output_tok_s.p50, cost)
-
-
-def fewest_gpus(
-    model: PlannedModel, cluster: Cluster, demand: Demand, label: str, engine: str, most: int = 64
-) -> tuple[int, Fit] | None:
-    """(GPUs, fit) of the fewest GPUs, over as many nodes as needed, on which weights of a label fit."""
-    size = 1
-    while size <= most:
-        nodes = -(-size // 8)
-        wide = dataclasses.replace(cluster, gpus=(cluster.smallest,) * min(8, size), num_nodes=nodes)
-        layout = Layout(engine, min(8, size), nodes, weights=label)
-        found = fit(model, layout, wide, demand)
-        if found.verdict != "no":
-            return size, found
-        size *= 2
-    return None

@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from shardline.planner.calibration import Measured, calibrate
 from shardline.planner.fitting import Sample, fit_constants
 from shardline.planner.hardware import Gpu
 from shardline.planner.rows import Row, Skipped, Works, read_rows
-from shardline.planner.timing import Constants, Latency, loop_latency, shipped_timing
+from shardline.planner.timing import Constants, Latency, Timing, loop_latency, shipped_timing
 
 QUANTITIES = ("tpot", "ttft", "output_tok_s")
 _QUANTILES = (0.05, 0.95)
 """Quantiles of the errors of fitted rows. Between them lie about 80% of the rows that were held out."""
+_LOADS = 3
+"""Loads of a machine from which one may calibrate it, and the others be predicted."""
 _ENOUGH_ROWS = 100
 """Rows from which a fit needs no other constants to start from."""
 _HELD_OUT = ("model", "gpu")
@@ -43,6 +46,8 @@ class Validation:
     skipped: tuple[Skipped, ...]
     refitted: Mapping[str, Constants]
     """"engine without MODEL" -> constants."""
+    calibrated: Mapping[str, Sequence[float]]
+    """See `calibrated_ratios`."""
 
 
 def collect_samples(rows: Sequence[Row], gpus: Mapping[str, Gpu]) -> tuple[list[Sample], list[Skipped]]:
@@ -81,7 +86,7 @@ def validate(path: Path, gpus: Mapping[str, Gpu], *, hold_out: bool = True) -> V
         for sample in samples:
             timing = shipped_timing()[sample.row.engine]
             errors += _errors(sample, loop_latency(sample.steps, timing.constants), timing.spread)
-        return Validation(tuple(errors), (*unread, *skipped), refitted)
+        return Validation(tuple(errors), (*unread, *skipped), refitted, {})
     for attribute in _HELD_OUT:
         for value in sorted({getattr(one.row, attribute) for one in samples}):
             held = [one for one in samples if getattr(one.row, attribute) == value]
@@ -97,7 +102,8 @@ def validate(path: Path, gpus: Mapping[str, Gpu], *, hold_out: bool = True) -> V
                 for sample in held:
                     if sample.row.engine == engine:
                         errors += _errors(sample, loop_latency(sample.steps, constants), spread)
-    return Validation(tuple(errors), (*unread, *skipped), refitted)
+    calibrated = calibrated_ratios(samples, shipped_timing())
+    return Validation(tuple(errors), (*unread, *skipped), refitted, calibrated)
 
 
 def _errors(sample: Sample, latency: Latency, spread: Mapping[str, tuple[float, float]]) -> list[Error]:
@@ -133,6 +139,33 @@ def spread_of(samples: Sequence[Sample], constants: Constants) -> dict[str, tupl
     }
 
 
+def calibrated_ratios(samples: Sequence[Sample], timing: Mapping[str, Timing]) -> dict[str, list[float]]:
+    """Measured values divided by predicted ones, on machines that were calibrated at another load.
+
+    A machine is a model in one layout on one kind of GPU with requests of one length. Its middle load calibrates it, if
+    there are at least three, and the others are predicted.
+    """
+    machines: dict[object, list[Sample]] = {}
+    for sample in samples:
+        row = sample.row
+        if row.tpot and row.running:
+            key = (row.engine, row.model, row.gpu, row.layout, row.input_len, row.output_len)
+            machines.setdefault(key, []).append(sample)
+    ratios: dict[str, list[float]] = {quantity: [] for quantity in QUANTITIES}
+    for own in machines.values():
+        own.sort(key=lambda one: one.row.running or 0.0)
+        if len(own) < _LOADS:
+            continue
+        middle = own.pop(len(own) // 2)
+        row = middle.row
+        measured = Measured(row.running or 1.0, row.input_len, row.output_len, row.ttft, row.tpot or 1.0)
+        constants = calibrate(timing[row.engine], [(middle.steps, measured)]).constants
+        for sample in own:
+            for quantity, value, actual in _pairs(sample.row, loop_latency(sample.steps, constants), sample):
+                ratios[quantity].append(actual / value)
+    return ratios
+
+
 def fit_timing(path: Path, gpus: Mapping[str, Gpu]) -> dict[str, Any]:
     """The content of timing.json: constants of each engine from all rows of a file, and the errors left.
 
@@ -140,7 +173,8 @@ def fit_timing(path: Path, gpus: Mapping[str, Gpu]) -> dict[str, Any]:
         ValueError: the file cannot be read.
     """
     samples, _ = collect_samples(read_rows(path)[0], gpus)
-    engines, pooled = {}, fit_constants(samples)
+    engines: dict[str, Any] = {}
+    pooled = fit_constants(samples)
     for engine in sorted({one.row.engine for one in samples}):
         own = [one for one in samples if one.row.engine == engine]
         constants = fit_constants(own, pooled)
@@ -151,7 +185,12 @@ def fit_timing(path: Path, gpus: Mapping[str, Gpu]) -> dict[str, Any]:
                 name: [round(low, 3), round(high, 3)] for name, (low, high) in spread_of(own, constants).items()
             },
         }
-    return {"source": path.name, "engines": engines}
+    plain = {name: Timing(Constants(**one["constants"]), one["spread"]) for name, one in engines.items()}
+    calibrated = {
+        quantity: [round(float(np.quantile(found, share)), 3) for share in (0.1, 0.9)]
+        for quantity, found in calibrated_ratios(samples, plain).items()
+    }
+    return {"source": path.name, "calibrated": calibrated, "engines": engines}
 
 
 def summarize(validation: Validation) -> dict[str, Any]:
@@ -159,6 +198,10 @@ def summarize(validation: Validation) -> dict[str, Any]:
     errors = validation.errors
     missed = sum(one.names_layout for one in validation.skipped)
     summary: dict[str, Any] = {quantity: _figures(errors, quantity, missed) for quantity in QUANTITIES}
+    summary["calibrated"] = {
+        quantity: _shares([abs(1 / ratio - 1) for ratio in ratios])
+        for quantity, ratios in validation.calibrated.items()
+    }
     summary["by"] = []
     for kind in _GROUPS:
         for value in sorted({getattr(one.row, kind) for one in errors}):
@@ -173,14 +216,19 @@ def _figures(errors: Sequence[Error], quantity: str, missed: int) -> dict[str, f
     own = [one for one in errors if one.quantity == quantity]
     if not own:
         return {"n": 0, "missed": missed}
-    sizes = [abs(one.ratio - 1) for one in own]
     return {
-        "n": len(own),
         "missed": missed,
-        "median_ape": round(float(np.median(sizes)), 4),
-        "p90_ape": round(float(np.quantile(sizes, 0.9)), 4),
+        **_shares([abs(one.ratio - 1) for one in own]),
         "coverage": round(sum(one.is_covered for one in own) / len(own), 4),
     }
+
+
+def _shares(errors: Sequence[float]) -> dict[str, float | int]:
+    """Number, median and 90th percentile of errors."""
+    if not errors:
+        return {"n": 0}
+    median, high = (round(float(np.quantile(errors, share)), 4) for share in (0.5, 0.9))
+    return {"n": len(errors), "median_ape": median, "p90_ape": high}
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:
@@ -189,6 +237,8 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     lines = ["Each model and each GPU held out in turn; errors of what was not fitted.", head]
     for quantity in QUANTITIES:
         lines.append(_line(quantity, summary[quantity]))
+    for quantity, figures in summary["calibrated"].items():
+        lines.append(_line(f"{quantity}, calibrated at another load", figures))
     for entry in summary["by"]:
         name = next(value for key, value in entry.items() if key not in QUANTITIES)
         lines += [_line(f"{quantity} {name}", entry[quantity]) for quantity in QUANTITIES if entry[quantity]["n"]]
@@ -196,10 +246,12 @@ def format_summary(summary: Mapping[str, Any]) -> str:
 
 
 def _line(name: str, figures: Mapping[str, Any]) -> str:
+    missed = figures.get("missed", "")
     if not figures["n"]:
-        return f"{name:44}{0:>6}{figures['missed']:>8}"
-    shares = f"{figures['median_ape']:>9.1%}{figures['p90_ape']:>8.0%}{figures['coverage']:>8.0%}"
-    return f"{name:44.44}{figures['n']:>6}{figures['missed']:>8}{shares}"
+        return f"{name:44}{0:>6}{missed:>8}"
+    coverage = f"{figures['coverage']:>8.0%}" if "coverage" in figures else ""
+    shares = f"{figures['median_ape']:>9.1%}{figures['p90_ape']:>8.0%}{coverage}"
+    return f"{name:44.44}{figures['n']:>6}{missed:>8}{shares}"
 
 
 def write_timing(path: Path, target: Path, gpus: Mapping[str, Gpu]) -> None:

@@ -28,7 +28,9 @@ from shardline.server.openai.ignored_fields import IGNORED_HEADER
 from shardline.server.openai.models import model_routes
 from shardline.server.openai.responses.routes import response_routes
 from shardline.server.openai.tokenize import tokenize_routes
-from shardline.server.service import Service
+from shardline.server.request_routes import request_routes
+from shardline.server.service import Service, cache_config
+from shardline.server.tracing import RequestTracer, TraceMiddleware
 from shardline.server.validation import explain_validation
 
 if TYPE_CHECKING:
@@ -44,7 +46,13 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         ValueError: the configured chat template or a configured parser cannot be used.
     """
     model_name = (config.served_model_name or (llm.config.model.model,))[0]
-    service = Service(llm, config, ServerMetrics(model_name, llm.stats), ApiKeys(config))
+    service = Service(
+        llm,
+        config,
+        ServerMetrics(model_name, llm.stats, config.metrics_prefix, lambda: cache_config(llm)),
+        ApiKeys(config),
+        tracer=RequestTracer(config.otlp_traces_endpoint, model_name) if config.otlp_traces_endpoint else None,
+    )
     app = FastAPI(
         title="Shardline",
         version=__version__,
@@ -58,6 +66,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.state.service = service
     _install_error_handlers(app)
     app.include_router(health_routes(service))
+    app.include_router(request_routes(service))
     ready, generates, embeds = map(
         Depends, (service.require_ready, service.require_generating, service.require_embedding)
     )
@@ -93,6 +102,8 @@ def _middleware(service: Service) -> list[Middleware]:
         stack.append(Middleware(AuthMiddleware, keys=service.keys))
     stack.append(Middleware(SlashMiddleware))
     stack.append(Middleware(BodyLimitMiddleware, limit=config.body_limit))
+    if service.tracer is not None:
+        stack.append(Middleware(TraceMiddleware))
     stack.append(Middleware(InFlightMiddleware, in_flight=service.in_flight))
     return stack
 

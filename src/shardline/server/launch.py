@@ -141,6 +141,9 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, s
             finally:
                 server.should_exit = True
                 await serving
+                tracer = app.state.service.tracer
+                if tracer is not None:
+                    await asyncio.to_thread(tracer.close)
     finally:
         await llm.close()
 

@@ -16,6 +16,8 @@ from shardline.metrics.server import ServerMetrics
 from shardline.server.errors import ApiError, bad_request, draining, engine_dead, unavailable
 from shardline.server.in_flight import InFlight
 from shardline.server.keys import ApiKeys
+from shardline.server.request_log import RequestLog
+from shardline.server.tracing import RequestTracer
 from shardline.text.chat_template import ChatTemplate, render_and_encode
 from shardline.text.reasoning_parsers import find_reasoning_parser
 from shardline.text.reasoning_parsers.base import ReasoningParser
@@ -38,6 +40,9 @@ class Service:
     metrics: ServerMetrics
     keys: ApiKeys
     in_flight: InFlight = field(default_factory=InFlight)
+    request_log: RequestLog = field(default_factory=RequestLog)
+    tracer: RequestTracer | None = None
+    """None: no spans are sent."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -239,6 +244,18 @@ class Service:
             )
         except ValueError as error:
             raise bad_request(str(error), param) from error
+
+
+def cache_config(llm: AsyncLLM) -> dict[str, str]:
+    """The KV cache's configuration, as labels of a metric."""
+    cache = llm.config.cache
+    return {
+        "block_size": str(llm.block_size),
+        "num_gpu_blocks": str(sum(one.kv_blocks_total for one in llm.stats())),
+        "cache_dtype": cache.kv_cache_dtype,
+        "enable_prefix_caching": str(cache.enable_prefix_caching),
+        "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+    }
 
 
 def new_id(prefix: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
+from typing import Protocol
 
 from shardline.text.tokenizer import Tokenizer
 
@@ -12,28 +14,77 @@ _TAIL_TOKENS = 8
 _MAX_HELD_TOKENS = 12
 
 
-class Detokenizer:
+class Detokenizer(Protocol):
     """Turns ids into the text that they add, and never returns half a character.
+
+    The result does not depend on how the ids are grouped into calls: together the pieces are the text that follows the
+    prompt in `tokenizer.decode(prompt + output)`.
+    """
+
+    def add_tokens(self, ids: Sequence[int]) -> str:
+        """The text that the next ids add. An incomplete character is held back."""
+
+    def flush_text(self) -> str:
+        """The text held back so far; incomplete characters become U+FFFD. Call it after the last token."""
+
+
+def make_detokenizer(
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int] = (),
+    *,
+    skip_special_tokens: bool = True,
+    shown_token_ids: frozenset[int] = frozenset(),
+) -> Detokenizer:
+    """The detokenizer of one choice. `shown_token_ids`: special tokens that are not skipped."""
+    hidden = tokenizer.special_token_ids - shown_token_ids if skip_special_tokens else frozenset()
+    kind = ByteLevelDetokenizer if tokenizer.is_byte_level else WindowDetokenizer
+    return kind(tokenizer, prompt_token_ids, hidden)
+
+
+class ByteLevelDetokenizer:
+    """For tokenizers whose text is the bytes of its tokens: no token changes the text of another one."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = tokenizer.byte_cache
+        self._hidden = hidden
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        # If the prompt ends in half a character, that character belongs to the output that completes it.
+        tail = [token_id for token_id in prompt_token_ids[-4 * _TAIL_TOKENS :] if token_id not in hidden]
+        self._decode(b"".join([tokenizer.decoded_bytes(token_id) for token_id in tail[-_TAIL_TOKENS:]]))
+        self._begun = False
+
+    def add_tokens(self, ids: Sequence[int]) -> str:
+        """See Detokenizer."""
+        text = ""
+        for token_id in ids:
+            if token_id in self._hidden:
+                continue
+            data = self._bytes.get(token_id)
+            if data is None:
+                data = self._tokenizer.decoded_bytes(token_id)
+            self._begun = self._begun or bool(data)
+            text += self._decode(data)
+        return text
+
+    def flush_text(self) -> str:
+        """See Detokenizer."""
+        return self._decode(b"", True) if self._begun else ""
+
+
+class WindowDetokenizer:
+    """For all tokenizers.
 
     The text of a token depends on its neighbours: a character may span several tokens, and decoders in the style of
     sentencepiece drop the first leading space. So a window of tokens is decoded, and the text of its older part
-    (`ids[:read]`) is cut off. The result does not depend on how the ids are grouped into calls: together the pieces
-    are the text that follows the prompt in `tokenizer.decode(prompt + output)`.
+    (`ids[:read]`) is cut off.
 
     One exception: if byte tokens (<0x..>) that are not UTF-8 follow a returned character, that character stays.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[int] = (),
-        *,
-        skip_special_tokens: bool = True,
-        shown_token_ids: frozenset[int] = frozenset(),
-    ) -> None:
-        """`shown_token_ids`: special tokens that are not skipped."""
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_token_ids - shown_token_ids if skip_special_tokens else frozenset()
+        self._hidden = hidden
         tail = [token_id for token_id in prompt_token_ids[-4 * _TAIL_TOKENS :] if self._is_shown(token_id)]
         self._ids: list[int] = tail[-_TAIL_TOKENS:]
         self._read = len(self._ids)
@@ -41,11 +92,11 @@ class Detokenizer:
         self._shown = self._decode(0).rstrip(_REPLACEMENT)
 
     def add_tokens(self, ids: Sequence[int]) -> str:
-        """The text that the next ids add. An incomplete character is held back."""
+        """See Detokenizer."""
         return "".join([self._add_token(token_id) for token_id in ids])
 
     def flush_text(self) -> str:
-        """The text held back so far; incomplete characters become U+FFFD. Call it after the last token."""
+        """See Detokenizer."""
         text = self._new_text(self._decode(0)) if self._read < len(self._ids) else ""
         self._advance(len(self._ids))
         return text

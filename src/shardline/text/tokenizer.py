@@ -105,6 +105,25 @@ class Tokenizer:
         """The text of one token. Bytes that are no whole character become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
+    @cached_property
+    def is_byte_level(self) -> bool:
+        """Whether a text is the bytes of its tokens, one after another, as in GPT-2, Llama 3 and Qwen."""
+        return type(self._backend.decoder).__name__ == "ByteLevel"
+
+    @cached_property
+    def byte_cache(self) -> dict[int, bytes]:
+        """What `decode` makes of tokens that were asked for with `decoded_bytes`."""
+        return {}
+
+    def decoded_bytes(self, token_id: int) -> bytes:
+        """What a token adds to the bytes of a text, if `is_byte_level`; empty if the id is out of range."""
+        spelling = self.token(token_id) or ""
+        alphabet = byte_alphabet()
+        whole = all(char in alphabet for char in spelling)
+        found = bytes(alphabet[char] for char in spelling) if whole else spelling.encode()
+        self.byte_cache[token_id] = found
+        return found
+
     def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.
 

@@ -207,13 +207,15 @@ def _simulate(args: argparse.Namespace, found: Search) -> Simulation:
     rate = math.inf if args.rate is None else args.rate
     if args.trace is not None:
         requests = read_trace(args.trace)
-        duration = requests[-1].arrival
     else:
         prefixes = Prefixes(args.prefix_len, args.num_prefixes)
         requests = list(poisson(rate, args.num_prompts, args.input_len, args.output_len, prefixes, config.model.seed))
-        duration = args.num_prompts / rate
     interval = _time("--report-interval", args.report_interval)
     assert interval is not None
+    assert best.speed is not None
+    # It ends about when the last request has come, or when all tokens can have been made.
+    made = sum(request.output_len for request in requests) / best.speed.output_tok_s.p50
+    duration = max(requests[-1].arrival, made)
     return simulate(
         replica_setup(found, best, prefix_caching=config.cache.enable_prefix_caching),
         requests,

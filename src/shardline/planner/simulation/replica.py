@@ -173,13 +173,10 @@ class SimulatedReplica:
     def _note_use(self, before: float) -> None:
         """Note the use of the KV cache since `before`, in each interval by its share of the time."""
         now, used, width = self._executor.now, self._scheduler.kv_blocks_used, self._bucket
-        while before < now:
-            bucket = int(before / width)
-            end = min(now, (bucket + 1) * width)
-            if end <= before:
-                end = now
-            self._kv_use[bucket] = self._kv_use.get(bucket, 0.0) + (end - before) * used
-            before = end
+        for bucket in range(int(before / width), int(now / width) + 1):
+            seconds = min(now, (bucket + 1) * width) - max(before, bucket * width)
+            if seconds > 0:
+                self._kv_use[bucket] = self._kv_use.get(bucket, 0.0) + seconds * used
 
 
 @functools.lru_cache(maxsize=4096)

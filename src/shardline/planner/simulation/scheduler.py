@@ -27,7 +27,10 @@ class SkippingScheduler(Scheduler):
             limits, cache, num_blocks, max_model_len, max_in_flight=max(2, stages), last_token_known=stages > 1
         )
         self._preemptions = _SilentLog()
-        self._has_windows = any(group.window is not None for group in cache.groups)
+        windows = {group.window for group in cache.groups if group.window is not None}
+        self._has_windows = bool(windows)
+        self._offsets = sorted({offset % cache.block_size for offset in (0, *windows)})
+        """Lengths, modulo the block size, at which a block of a sequence is full or leaves a window."""
 
     @property
     def kv_blocks_used(self) -> int:
@@ -49,29 +52,49 @@ class SkippingScheduler(Scheduler):
         if most < 1:
             return 0
         rounds = advance(len(self._running), sum(sequence.num_scheduled for sequence in self._running), most)
-        added = [TOKEN] * rounds
-        for sequence in self._running:
-            sequence.tokens += added
-            sequence.num_computed += rounds
-            sequence.num_scheduled += rounds
-            sequence.last_step += rounds
-            self._kv.grow_tables(sequence, sequence.num_scheduled)
-            self._kv.publish_blocks(sequence)
-            if self._has_windows:
-                self._kv.slide_windows(sequence)
-        plan, sequences = self._in_flight.popleft()
+        self._move_blocks(rounds)
+        plan, sequences, planned = self._in_flight.popleft()
         steps = [SequenceStep(step.seq_id, step.start + rounds, 1, [], -1, True) for step in plan.steps]
-        self._in_flight.append((StepPlan(plan.step_id + rounds, [], steps, []), sequences))
+        self._in_flight.append((StepPlan(plan.step_id + rounds, [], steps, []), sequences, planned))
         self._num_steps += rounds
         self._ends = []
         self._registry.totals.generation_tokens += rounds * len(sequences)
         return rounds
 
+    def _move_blocks(self, rounds: int) -> None:
+        """Append tokens to all running sequences, and move their blocks as single rounds would, in the same order.
+
+        Round r schedules position s + r - 1 of a sequence whose first s positions are scheduled now. Then it has the
+        results up to position s + r - 2, and token s + r - 1.
+        """
+        size, running = self._block_size, self._running
+        starts = [sequence.num_scheduled for sequence in running]
+        added = [TOKEN] * rounds
+        events: list[tuple[int, bool, int]] = []
+        for index, start in enumerate(starts):
+            running[index].tokens += added
+            events += [(number, False, index) for number in range(1 + -start % size, rounds + 1, size)]
+            for offset in self._offsets:
+                first = (offset - start) % size or size
+                events += [(number, True, index) for number in range(first, rounds + 1, size)]
+        events.sort()
+        for number, is_update, index in events:
+            sequence, end = running[index], starts[index] + number
+            if not is_update:
+                self._kv.grow_tables(sequence, end)
+                continue
+            sequence.num_computed, sequence.num_scheduled = end - 1, end
+            self._kv.slide_windows(sequence)
+            self._kv.publish_blocks(sequence)
+        for sequence, start in zip(running, starts, strict=True):
+            sequence.num_computed, sequence.num_scheduled = start + rounds - 1, start + rounds
+            sequence.last_step += rounds
+
     def _num_equal_rounds(self) -> int:
         """The most rounds that `skip_decodes` may do."""
         if self._last_token_known or len(self._in_flight) != 1 or self._draining or self._registry.has_outputs:
             return 0
-        plan, sequences = self._in_flight[0]
+        plan, sequences, _ = self._in_flight[0]
         running = self._running
         if plan.starts or len(sequences) != len(running) or plan.num_tokens != len(running):
             return 0

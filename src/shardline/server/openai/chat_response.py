@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -75,3 +76,4 @@ class ChatResponse(msgspec.Struct, kw_only=True, frozen=True):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET
+    metrics: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from shardline.server.openai.chat_response import (
 from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.openai.logprobs import TokenPieces, chat_logprobs
 from shardline.server.openai.usage import Usage, usage_of
+from shardline.server.request_log import answer_metrics
 from shardline.server.service import Service
 from shardline.text.answer_delta import AnswerDelta, CallDelta
 from shardline.text.answer_parser import AnswerParser
@@ -29,6 +31,9 @@ from shardline.types import Logprob, RequestOutput
 
 if TYPE_CHECKING:
     from shardline.server.openai.chat import ChatRequest
+
+
+_encode_json = msgspec.json.Encoder().encode
 
 
 class ChatWriter:
@@ -42,12 +47,15 @@ class ChatWriter:
         self._fingerprint = service.llm.fingerprint
         self._with_ids = bool(body.return_token_ids)
         self._with_prompt_logprobs = body.prompt_logprobs is not None
+        self._with_metrics = bool(body.return_metrics)
         self._with_reasoning = body.include_reasoning is not False
         self._tokens_matter = bool(body.logprobs or body.return_token_ids or body.logits_digest)
         self._tokenizer = service.llm.tokenizer
         self._format = answer_format
         self._num_choices = body.n or 1
         self._counters = [answer_format.make_counter() for _ in range(self._num_choices)]
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        """For each choice, what surrounds the content in the events of a plain stream."""
 
     @cached_property
     def _pieces(self) -> TokenPieces:
@@ -70,7 +78,9 @@ class ChatWriter:
             choices.append(self._make_choice(choice.index, delta, message=message, **ending))
         prompt_ids = output.prompt_token_ids if self._with_ids else msgspec.UNSET
         prompt_logprobs = output.prompt_logprobs if self._with_prompt_logprobs else msgspec.UNSET
-        return self._encode_response("chat.completion", choices, self._usage([output]), prompt_ids, prompt_logprobs)
+        return self._encode_response(
+            "chat.completion", choices, self._usage([output]), prompt_ids, prompt_logprobs, [output]
+        )
 
     async def write_chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The events of a stream: for each choice its role, then pieces of its content, then its finish reason."""
@@ -87,6 +97,9 @@ class ChatWriter:
                 delta = sent[choice.index].take_delta(choice, tokens_matter=self._tokens_matter)
                 if delta is None:
                     continue
+                if parsers is None and delta.finish_reason is None and self._only_text:
+                    events.append(self._write_text(generation, choice.index, delta.text))
+                    continue
                 parts = (
                     self._split_delta(choice.index, delta)
                     if parsers is None
@@ -95,9 +108,25 @@ class ChatWriter:
                 events += [self._write_chunk(generation, part) for part in parts]
             if events:
                 yield b"".join(events)
-        if self._options.include_usage:
-            usage = self._usage(generation.outputs)
-            yield make_event(self._encode_response("chat.completion.chunk", [], usage))
+        if self._options.include_usage or self._with_metrics:
+            outputs = generation.outputs
+            usage = self._usage(outputs) if self._options.include_usage else msgspec.UNSET
+            yield make_event(self._encode_response("chat.completion.chunk", [], usage, finished=outputs))
+
+    @property
+    def _only_text(self) -> bool:
+        """Whether events have nothing but text that changes."""
+        return not (self._tokens_matter or self._options.continuous_usage_stats)
+
+    def _write_text(self, generation: Generation, index: int, text: str) -> bytes:
+        """An event with this content. All but the content is encoded once for each choice."""
+        frame = self._frames.get(index)
+        if frame is None:
+            mark = uuid.uuid4().hex
+            event = self._write_chunk(generation, ChatChoice(index=index, delta=ChatDelta(content=mark)))
+            head, tail = event.split(f'"{mark}"'.encode())
+            frame = self._frames[index] = head, tail
+        return frame[0] + _encode_json(text) + frame[1]
 
     def _split_delta(self, index: int, delta: Delta) -> list[ChatChoice]:
         """A chunk with the new content, if there is any, and a chunk with the finish reason, if it ended."""
@@ -198,6 +227,7 @@ class ChatWriter:
         usage: Usage | msgspec.UnsetType | None,
         prompt_ids: list[int] | msgspec.UnsetType = msgspec.UNSET,
         prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET,
+        finished: Sequence[RequestOutput] = (),
     ) -> bytes:
         return msgspec.json.encode(
             ChatResponse(
@@ -210,6 +240,7 @@ class ChatWriter:
                 usage=usage,
                 prompt_token_ids=prompt_ids,
                 prompt_logprobs=prompt_logprobs,
+                metrics=answer_metrics(finished) if self._with_metrics and finished else msgspec.UNSET,
             )
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from fastapi import APIRouter
@@ -21,6 +21,7 @@ from shardline.server.openai.prompts import PromptValue, encode_prompt, list_pro
 from shardline.server.openai.protocol import MAX_CHOICES_PER_HTTP_REQUEST, SamplingFields, refuse_if
 from shardline.server.openai.strict_json import StrictRoute
 from shardline.server.openai.usage import Usage, usage_of
+from shardline.server.request_log import answer_metrics
 from shardline.server.service import Service, new_id
 from shardline.text.fill_in_middle import middle_prompt
 from shardline.types import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
@@ -105,6 +106,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True, frozen=True):
     system_fingerprint: str
     choices: Sequence[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    metrics: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionWriter:
@@ -140,7 +142,7 @@ class CompletionWriter:
                     delta.logprobs = None
                 writer = self._logprobs_writer(prompt_index)
                 choices.append(self._write_choice(prompt_index, output, choice, delta, writer, first=True))
-        return self._encode_response(choices, self._usage(outputs))
+        return self._encode_response(choices, self._usage(outputs), outputs)
 
     async def write_chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The events of a stream."""
@@ -165,8 +167,10 @@ class CompletionWriter:
                 events.append(make_event(self._encode_response([chunk], usage)))
             if events:
                 yield b"".join(events)
-        if self._options.include_usage:
-            yield make_event(self._encode_response([], self._usage(generation.outputs)))
+        if self._options.include_usage or body.return_metrics:
+            outputs = generation.outputs
+            usage = self._usage(outputs) if self._options.include_usage else msgspec.UNSET
+            yield make_event(self._encode_response([], usage, outputs))
 
     def _usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         return usage_of([_without_tokens(output) for output in outputs] if self._body.generates_nothing else outputs)
@@ -206,7 +210,12 @@ class CompletionWriter:
             prompt_logprobs=msgspec.UNSET if body.prompt_logprobs is None else output.prompt_logprobs,
         )
 
-    def _encode_response(self, choices: Sequence[CompletionChoice], usage: Usage | msgspec.UnsetType | None) -> bytes:
+    def _encode_response(
+        self,
+        choices: Sequence[CompletionChoice],
+        usage: Usage | msgspec.UnsetType | None,
+        finished: Sequence[RequestOutput] = (),
+    ) -> bytes:
         return msgspec.json.encode(
             CompletionResponse(
                 id=self._id,
@@ -215,6 +224,7 @@ class CompletionWriter:
                 system_fingerprint=self._fingerprint,
                 choices=choices,
                 usage=usage,
+                metrics=answer_metrics(finished) if self._body.return_metrics and finished else msgspec.UNSET,
             )
         )
 

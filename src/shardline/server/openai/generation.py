@@ -15,6 +15,7 @@ from shardline.server.errors import answer_failed, bad_request, engine_dead
 from shardline.server.openai.engine_errors import as_api_error
 from shardline.server.openai.merging import merge_updates
 from shardline.server.service import Service
+from shardline.server.tracing import trace_headers
 from shardline.types import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -27,8 +28,12 @@ class Generation:
     Use it as an async context manager: leaving it aborts unfinished requests and records the metrics.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, request_id: str) -> None:
         self._llm = service.llm
+        self._log = service.request_log
+        self._tracer = service.tracer
+        self._trace_headers = trace_headers.get({})
+        self._request_id = request_id
         self._streams: list[RequestStream] = []
         self._timers: list[RequestTimer] = []
 
@@ -61,12 +66,12 @@ class Generation:
                 f"most {most} are taken in one request (--max-num-waiting).",
                 prompt_param,
             )
-        generation = cls(service)
+        generation = cls(service, request_id)
         try:
             for index, prompt in enumerate(prompts):
                 if index:
                     await asyncio.sleep(0)  # many prompts must not keep other streams waiting
-                timer = RequestTimer(service.metrics.requests, params.n)
+                timer = RequestTimer(service.metrics.requests, params.n, params.max_tokens)
                 stream = await service.llm.submit(
                     prompt,
                     params,
@@ -84,6 +89,7 @@ class Generation:
             if answer is None:
                 raise
             raise answer from error
+        service.request_log.begin(request_id, generation._streams)
         return generation
 
     @property
@@ -100,13 +106,16 @@ class Generation:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Abort unfinished requests and record the metrics; may be called again."""
+        """Abort unfinished requests, and record the metrics and where the time went; may be called again."""
         streams, timers = self._streams, self._timers
         self._timers = []
         for timer in timers:
             timer.finish()
         for stream in streams:
             await stream.aclose()
+        metrics = self._log.end(self._request_id)
+        if metrics and self._tracer is not None:
+            self._tracer.record(self._request_id, metrics, self._trace_headers)
 
     async def updates(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(Prompt index, output so far), each time an output changes.

@@ -79,6 +79,8 @@ class SamplingFields(IgnoredFields):
     """Only requests with the same salt share cached prefixes."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_metrics: bool | None = None
+    """Add to the answer where its time went."""
     model: str | None = None
     user: str | None = None
     use_beam_search: bool | None = None

@@ -1,0 +1,194 @@
+"""From flags to runs: find the model, make the workload, load the server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import uvloop
+from tqdm import tqdm
+
+from shardline import env
+from shardline.benchmark.arrivals import Ramp, arrival_times
+from shardline.benchmark.backends import BACKENDS, RequestWriter
+from shardline.benchmark.datasets import find_dataset
+from shardline.benchmark.http_client import HttpClient
+from shardline.benchmark.load import Planned, RunTrace, run_load
+from shardline.benchmark.results import Wanted, summarize
+from shardline.benchmark.workload import Sample
+from shardline.text.tokenizer import Tokenizer
+
+_SAMPLING = (
+    "top_p", "top_k", "min_p", "temperature", "frequency_penalty", "presence_penalty", "repetition_penalty",
+)  # fmt: skip
+_SECONDS_BETWEEN_CHECKS = 1.0
+
+
+def run_session(args: argparse.Namespace, wanted: Wanted) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """For each run, the identity of the model and the result. Each run has another seed, so that no prompt is cached.
+
+    Raises:
+        ValueError: a flag or the dataset is at fault.
+        RuntimeError: the server cannot be reached.
+    """
+    url = args.base_url.rstrip("/") if args.base_url else _url(args.host, args.port)
+    headers = _headers(args)
+    model, name = _find_model(args, url, headers)
+    tokenizer, tokenizer_id = _load_tokenizer(args, model)
+    identity = {"model_id": model, "tokenizer_id": tokenizer_id}
+    if tokenizer is not None:
+        wanted = replace(wanted, count_tokens=partial(_count_tokens, tokenizer))
+    for run in range(args.num_runs):
+        options = argparse.Namespace(**{**vars(args), "seed": args.seed + run})
+        samples = find_dataset(args.dataset_name).load_samples(options, tokenizer)
+        times = _arrivals(options, samples)
+        yield identity, summarize(uvloop.run(_run_once(options, url, headers, name, samples, times)), wanted)
+
+
+def _count_tokens(tokenizer: Tokenizer, text: str) -> int:
+    return len(tokenizer.encode_text(text, add_special_tokens=False))
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _headers(args: argparse.Namespace) -> dict[str, str]:
+    found = {}
+    key = env.openai_api_key() or env.api_key()
+    if key:
+        found["Authorization"] = f"Bearer {key}"
+    for word in args.header or ():
+        name, equals, value = word.partition("=")
+        if not equals or not name.strip():
+            raise ValueError(f"--header takes KEY=VALUE, got {word!r}")
+        found[name.strip()] = value.strip()
+    return found
+
+
+def _find_model(args: argparse.Namespace, url: str, headers: dict[str, str]) -> tuple[str, str]:
+    """The model's id, for its tokenizer, and the name that requests have. Connects to the server in any case."""
+    try:
+        if args.model is not None:
+            if args.ready_check_timeout_sec <= 0:
+                uvloop.run(_connect_once(args, url))
+            return args.model, args.served_model_name or args.model
+        status, body = uvloop.run(_fetch_models(args, url, headers))
+    except OSError as error:
+        raise RuntimeError(
+            f"cannot connect to {url} ({error}); start the server, or give its --host and --port or --base-url"
+        ) from error
+    try:
+        [first, *_] = msgspec.json.decode(body)["data"]
+        name = first["id"]
+        return first.get("root") or name, args.served_model_name or name
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RuntimeError(f"{url}/v1/models answers {status} and names no model; give --model") from error
+
+
+async def _connect_once(args: argparse.Namespace, url: str) -> None:
+    client = HttpClient(url, insecure=args.insecure)
+    try:
+        await client.check()
+    finally:
+        client.close()
+
+
+async def _fetch_models(args: argparse.Namespace, url: str, headers: dict[str, str]) -> tuple[int, bytes]:
+    client = HttpClient(url, insecure=args.insecure)
+    try:
+        return await client.fetch("GET", "/v1/models", headers)
+    finally:
+        client.close()
+
+
+def _load_tokenizer(args: argparse.Namespace, model: str) -> tuple[Tokenizer | None, str | None]:
+    """The tokenizer and its name; None if there is to be none."""
+    from shardline.models.hub import resolve_tokenizer
+
+    args.tokenizer_folder = None
+    if args.skip_tokenizer_init:
+        return None, None
+    name = args.tokenizer or model
+    try:
+        folder = resolve_tokenizer(name)
+    except ValueError as error:
+        raise ValueError(f"no tokenizer for {name!r} ({error}); give --tokenizer FOLDER") from error
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer is None:
+        raise ValueError(f"{folder} has no tokenizer.json; give --tokenizer FOLDER")
+    args.tokenizer_folder = folder
+    return tokenizer, name
+
+
+def _arrivals(args: argparse.Namespace, samples: Sequence[Sample]) -> list[float]:
+    if args.self_timed:
+        return [sample.timestamp or 0.0 for sample in samples]
+    ramp = None
+    if args.ramp_up_strategy is not None:
+        ramp = Ramp(args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
+    rng = np.random.default_rng(args.seed)
+    return arrival_times(len(samples), args.request_rate, rng, burstiness=args.burstiness, ramp=ramp)
+
+
+async def _run_once(
+    args: argparse.Namespace,
+    url: str,
+    headers: dict[str, str],
+    model: str,
+    samples: Sequence[Sample],
+    times: Sequence[float],
+) -> RunTrace:
+    backend = BACKENDS[args.backend]
+    client = HttpClient(url, insecure=args.insecure)
+    extra = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None and backend.streams}
+    if args.ignore_eos and backend.streams:
+        extra["ignore_eos"] = True
+    extra |= args.extra_body or {}
+    writer = RequestWriter(
+        client, backend, args.endpoint, model, headers=headers, extra_body=extra, logprobs=args.logprobs
+    )
+    plan = [
+        Planned(
+            writer.write(sample, f"{args.request_id_prefix}{args.seed}-{index}"),
+            time,
+            sample.prompt_len,
+            len(sample.prompt) if isinstance(sample.prompt, list) and isinstance(sample.prompt[0], str) else 1,
+        )
+        for index, (sample, time) in enumerate(zip(samples, times, strict=True))
+    ]
+    first = Planned(writer.write(samples[0], f"{args.request_id_prefix}warmup"), 0.0, samples[0].prompt_len)
+    load = partial(run_load, client, streams=backend.streams, max_concurrency=args.max_concurrency)
+    try:
+        if args.ready_check_timeout_sec > 0:
+            await _wait_ready(load, first, args.ready_check_timeout_sec)
+        if args.num_warmups > 0:
+            await load([first] * args.num_warmups)
+        with tqdm(total=len(plan), disable=args.disable_tqdm, unit="req") as bar:
+            return await load(plan, on_done=bar.update)
+    finally:
+        client.close()
+
+
+async def _wait_ready(load: Callable[..., Any], first: Planned, seconds: float) -> None:
+    """Repeat one request until it succeeds.
+
+    Raises:
+        RuntimeError: it did not within `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        trace: RunTrace = await load([first])
+        [record] = trace.records
+        if record.succeeded:
+            return
+        if time.monotonic() >= deadline:
+            raise RuntimeError(f"the server was not ready within {seconds:g} s: {record.cause}: {record.error}")
+        await asyncio.sleep(_SECONDS_BETWEEN_CHECKS)

@@ -1,0 +1,1 @@
+"""The benchmarks of `shardline bench`, one file each."""

@@ -1,0 +1,221 @@
+"""`shardline bench serve` against servers with known times."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardline.benchmark.backends import RecordingExchange
+from shardline.benchmark.http_client import Exchange, HttpClient
+from shardline.cli.main import main
+from tests.benchmark.stub_server import CLOSE, HEAD, Script, event, stream, stub_server, whole
+
+
+def bench(url: str, words: str, tmp_path: Path, code: int = 0) -> dict[str, Any]:
+    """The result of a run on the demo's tokenizer."""
+    path = tmp_path / "result.json"
+    base = f"bench serve --base-url {url} --model demo --disable-tqdm --save-detailed --output-json {path}"
+    small = "--random-input-len 8 --random-output-len 4"
+    assert main([*base.split(), *small.split(), *words.split()]) == code
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_figures_are_those_of_the_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with stub_server(lambda index, path, body: stream(4, 0.05, 0.02)) as server:
+        result = bench(
+            server.url, "--num-prompts 6 --max-concurrency 2 --percentile-metrics ttft,tpot,itl,e2el", tmp_path
+        )
+    assert server.most_running == 2
+    assert (result["completed"], result["failed"], result["failures"]) == (6, 0, {})
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (42, 24)
+    # Sleeps may be long on a busy machine, but never short.
+    assert 48 <= result["median_ttft_ms"] <= 500
+    assert 18 <= result["median_tpot_ms"] <= 300
+    assert 18 <= result["median_itl_ms"] <= 300
+    assert 105 <= result["median_e2el_ms"] <= 1000
+    # A closed loop intends to send a request when another one has ended.
+    assert abs(result["median_e2el_from_intended_ms"] - result["median_e2el_ms"]) < 50
+    assert result["output_throughput"] == pytest.approx(24 / result["duration"])
+    body = server.bodies[0]
+    assert (body["model"], body["max_tokens"], body["ignore_eos"], body["stream"]) == ("demo", 4, True, True)
+    assert "x-request-id: bench-" in server.headers[0]
+    assert "Serving Benchmark Result" in capsys.readouterr().out
+
+
+def test_sends_follow_absolute_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = HttpClient.send
+
+    def slow_send(self: HttpClient, exchange: Exchange) -> None:
+        time.sleep(0.005)
+        real(self, exchange)
+
+    monkeypatch.setattr(HttpClient, "send", slow_send)
+    # A client that slept between sends would be 150 ms late in the end. On a busy machine, this one may be for once.
+    for _ in range(3):
+        with stub_server(lambda index, path, body: stream(1)) as server:
+            result = bench(server.url, "--num-prompts 30 --request-rate 100 --burstiness inf", tmp_path)
+        assert result["request_rate"] == 100
+        if result["start_times"][-1] - result["start_times"][0] < 0.38:
+            return
+    raise AssertionError("the send times drift")
+
+
+def test_a_late_answer_counts_from_the_intended_time(tmp_path: Path) -> None:
+    # One at a time, 50 ms each, but 100 requests/s are wanted: requests queue at the client.
+    words = "--num-prompts 10 --request-rate 100 --burstiness inf --max-concurrency 1 --goodput ttft:100 e2el:200"
+    with stub_server(lambda index, path, body: stream(1, 0.05)) as server:
+        result = bench(server.url, words + " --percentile-metrics ttft,client_queue_time", tmp_path)
+    assert result["p99_ttft_from_intended_ms"] > result["p99_ttft_ms"] + 200
+    assert result["p99_client_queue_time_ms"] > 300
+    good = sum(1e3 * (ttft + queue) <= 100 for ttft, queue in zip(result["ttfts"], result["queue_times"], strict=True))
+    assert good < 10
+    assert result["request_goodput"] == pytest.approx(good / result["duration"])
+    assert result["p99_send_lateness_ms"] < 150, "the requests waited for their turn, not for the client"
+
+
+def test_a_slow_client_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    read = RecordingExchange.on_end
+
+    def slow_end(self: RecordingExchange, now: float) -> None:
+        time.sleep(0.02)
+        read(self, now)
+
+    monkeypatch.setattr(RecordingExchange, "on_end", slow_end)
+    with stub_server(lambda index, path, body: stream(1)) as server:
+        result = bench(server.url, "--num-prompts 30 --request-rate 200", tmp_path)
+    assert result["client_limited"]
+    assert result["p99_send_lateness_ms"] > 5
+    assert "The client is the limit" in capsys.readouterr().out
+
+
+def test_failures_are_counted_by_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = event({"error": {"message": "engine died", "code": 500}})
+    answers: list[Script] = [
+        stream(3),
+        [(0.0, whole({"error": {"message": "too many"}}, "429 Too Many Requests"))],
+        [(0.0, HEAD + event({"choices": [{"text": "x"}]})), (0.0, CLOSE)],
+        [(0.0, HEAD + broken + b"0\r\n\r\n")],
+        [(0.0, HEAD + event("[DONE]") + b"0\r\n\r\n")],
+        [(0.0, b"nonsense\r\n\r\n")],
+        [(0.0, whole({"error": {}}, "429 Too Many Requests"))],
+    ]
+    with stub_server(lambda index, path, body: answers[index]) as server:
+        result = bench(server.url, "--num-prompts 7 --max-concurrency 1", tmp_path)
+    assert result["failures"] == {
+        "HTTP 429": 2,
+        "connection closed": 1,
+        "error in the stream": 1,
+        "no output": 1,
+        "malformed answer": 1,
+    }
+    assert (result["completed"], result["failed"]) == (1, 6)
+    assert "too many" in result["errors"][1]
+    assert "HTTP 429:" in capsys.readouterr().out
+
+
+def test_a_kept_connection_that_the_server_has_closed_is_replaced(tmp_path: Path) -> None:
+    def answer(index: int, path: str, body: Any) -> Script:
+        return [*stream(1), (0.0, CLOSE)] if index == 0 else stream(1)
+
+    with stub_server(answer) as server:
+        result = bench(server.url, "--num-prompts 2 --request-rate 20 --burstiness inf", tmp_path)
+    assert result["completed"] == 2
+
+
+def test_chat_and_model_from_the_server(tmp_path: Path) -> None:
+    def answer(index: int, path: str, body: Any) -> Script:
+        if path == "/v1/models":
+            return [(0.0, whole({"data": [{"id": "short-name", "root": "demo"}]}))]
+        assert path == "/v1/chat/completions"
+        return stream(2, chat=True)
+
+    path = tmp_path / "result.json"
+    words = "--backend openai-chat --num-prompts 2 --random-input-len 8 --disable-tqdm --temperature 0.5"
+    with stub_server(answer) as server:
+        assert main(f"bench serve --base-url {server.url} {words} --output-json {path}".split()) == 0
+    assert server.bodies[1]["model"] == "short-name"
+    assert server.bodies[1]["messages"][0]["role"] == "user"
+    assert server.bodies[1]["temperature"] == 0.5
+    assert json.loads(path.read_text())["model_id"] == "demo"
+
+
+def test_embeddings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    usage = {"data": [{"embedding": [0.5]}], "usage": {"prompt_tokens": 20, "total_tokens": 20}}
+    with stub_server(lambda index, path, body: [(0.01, whole(usage))]) as server:
+        result = bench(server.url, "--backend openai-embeddings --num-prompts 4 --random-batch-size 2", tmp_path)
+    assert len(server.bodies[0]["input"]) == 2
+    assert (result["completed"], result["total_input_sequences"], result["total_input_tokens"]) == (2, 4, 40)
+    assert "mean_ttft_ms" not in result
+    assert "Input throughput (inputs/s):" in capsys.readouterr().out
+
+
+def test_runs_compare_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pauses = {"a": 0.01, "b": 0.04}
+    for name, pause in pauses.items():
+        with stub_server(lambda index, path, body, pause=pause: stream(3, pause, pause)) as server:
+            words = f"--num-prompts 8 --max-concurrency 4 --num-runs 3 --html {tmp_path / 'page.html'}"
+            result = bench(server.url, words, tmp_path)
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+        assert (result["num_runs"], len(result["runs"])) == (3, 3)
+        assert 0 < result["confidence"]["median_ttft_ms"] < result["median_ttft_ms"]
+        prompts = [body["prompt"] for body in server.bodies]
+        assert len(set(prompts)) == 24, "a run must not find the prompts of another one in the prefix cache"
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<svg") == 5
+    assert "http://" not in page
+    assert "<script src" not in page
+    assert "Mean of 3 Runs, 95% Confidence" in capsys.readouterr().out
+    assert main(["bench", "serve", "--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    lines = {line[:30].strip(): line for line in capsys.readouterr().out.splitlines()}
+    assert lines["median ttft (ms)"].endswith("worse")
+    assert lines["output tokens/s"].endswith("worse")
+    assert main(["bench", "serve", "--compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 0
+    assert "within the noise" in capsys.readouterr().out
+
+
+def test_results_are_appended(tmp_path: Path) -> None:
+    words = f"--num-prompts 1 --append-result --result-dir {tmp_path} --result-filename all.json --metadata tp=2"
+    with stub_server(lambda index, path, body: stream(1)) as server:
+        for _ in range(2):
+            bench(server.url, words, tmp_path)
+    first, second = (json.loads(line) for line in (tmp_path / "all.json").read_text().splitlines())
+    assert first["tp"] == second["tp"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ("--model demo --port 1", 1, "cannot connect to http://127.0.0.1:1"),
+        ("--port 1", 1, "cannot connect to http://127.0.0.1:1"),
+        ("--request-rate 0", 2, "--request-rate must be more than 0"),
+        ("--max-concurrency 0", 2, "--max-concurrency must be at least 1"),
+        ("--ramp-up-strategy linear", 2, "--ramp-up-start-rps"),
+        ("--goodput ttft", 2, "--goodput takes ttft, tpot, e2el"),
+        ("--percentile-metrics speed", 2, "no metric 'speed'"),
+        ("--backend openai-chat --endpoint /v1/completions/x", 2, "chat/completions"),
+        ("--self-timed", 2, "timed_trace"),
+        ("--base-url ftp://x", 2, "http://127.0.0.1:8000"),
+        ("--compare a.json b.json", 2, "a.json"),
+        ("--lora-modules a b", 2, "LoRA"),
+    ],
+)
+def test_bad_input_is_one_line(words: str, code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        found = main(["bench", "serve", *words.split()])
+    except SystemExit as exit:
+        found = int(str(exit.code))
+    error = capsys.readouterr().err
+    assert found == code, error
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_if_every_request_fails_the_command_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with stub_server(lambda index, path, body: [(0.0, whole({}, "401 Unauthorized"))]) as server:
+        bench(server.url, "--num-prompts 2", tmp_path, code=1)
+    assert "every request failed: HTTP 401" in capsys.readouterr().err
