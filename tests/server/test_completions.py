@@ -247,7 +247,7 @@ def test_extras_reach_the_engine(shared: Running, http: httpx.Client) -> None:
         ({"stream": "yes"}, "stream", "expected a boolean"),
         ({"prompt": {"a": 1}}, "prompt", "string"),
         ({"prompt": [999999]}, None, "out of range"),
-        ({"prompt": "x" * 5000}, "prompt", "maximum length"),
+        ({"prompt": "x" * 5000}, "prompt", "tokens"),
         ({"max_tokens": -1}, "max_tokens", "at least 1"),
         ({"max_tokens": "7"}, "max_tokens", "integer"),
         ({"temperature": -1}, "temperature", "[0, 100]"),

@@ -8,7 +8,7 @@ from shardline.config.server import ServerConfig
 def test_defaults_listen_on_this_machine_only() -> None:
     config = ServerConfig()
     assert config.host == "127.0.0.1"
-    assert config.body_limit == 32 * 2**20
+    assert config.body_limit == 16 * 2**20
     assert config.allowed_origins == ()
 
 

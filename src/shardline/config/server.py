@@ -35,7 +35,7 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = option(
         (), "web origins whose pages may call this server (CORS), for example http://localhost:3000; *: every one"
     )
-    max_request_bytes: int | str = option("32MiB", "largest request body; a larger one is answered 413")
+    max_request_bytes: int | str = option("16MiB", "largest request body; a larger one is answered 413")
     response_store_bytes: int | str = option(
         "256MiB", "memory for the responses that /v1/responses keeps; the least recently used ones go first"
     )

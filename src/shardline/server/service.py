@@ -168,27 +168,22 @@ class Service:
             raise bad_request("The model has no tokenizer; send prompts to /v1/completions as token ids.")
         return self.llm.tokenizer
 
-    async def encode_prompt(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The token ids of a prompt.
+    async def encode_prompt(self, text: str, add_special_tokens: bool, *, max_tokens: int | None = None) -> list[int]:
+        """The token ids of a prompt; `max_tokens`: see `ConversationFields.encode_messages`.
 
         Raises:
             ApiError: 400, it is certainly longer than the model supports, or the model has no tokenizer.
         """
         tokenizer = self.require_tokenizer()
-        await self._check_length(text, tokenizer)
+        await self._check_length(text, tokenizer, self.llm.max_model_len if max_tokens is None else max_tokens)
         return await tokenizer.encode_text_async(text, add_special_tokens)
 
-    async def _check_length(self, text: str, tokenizer: Tokenizer) -> None:
-        limit = self.llm.max_model_len
-        exceeds = (
-            tokenizer.exceeds(text, limit)
-            if len(text) <= limit
-            else await asyncio.to_thread(tokenizer.exceeds, text, limit)
-        )
-        if exceeds:
+    async def _check_length(self, text: str, tokenizer: Tokenizer, limit: int) -> None:
+        if len(text) <= limit:
+            return  # it is short: encoding it costs little
+        if await asyncio.to_thread(tokenizer.exceeds, text, limit):
             raise bad_request(
-                f"The prompt has {len(text)} characters, which are more than {limit} tokens, the model's maximum "
-                "length.",
+                f"The prompt has {len(text)} characters, which are more than {limit} tokens, the most that are taken.",
                 "prompt",
                 "context_length_exceeded",
             )

@@ -15,6 +15,12 @@ from shardline.server.openai.request_model import RequestModel
 from shardline.server.openai.tools import MAX_TOOLS, Tool, ToolUse, choose_tools
 from shardline.server.service import Service
 
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+"""Of one message."""
+_INLINE_MESSAGES = 256
+"""The most messages that are converted on the event loop."""
+
 
 class ContentPart(RequestModel):
     """A part of a message. Only text is supported; other types are refused."""
@@ -33,7 +39,7 @@ class ChatMessage(RequestModel):
     """A message of the conversation. It may have all fields of an answer, so that clients can send answers back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -56,10 +62,6 @@ class ChatMessage(RequestModel):
             message.setdefault("reasoning_content", self.reasoning)
         return message
 
-
-MAX_MESSAGES = 8192
-_INLINE_MESSAGES = 256
-"""The most messages that are converted on the event loop."""
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
@@ -95,11 +97,12 @@ class ConversationFields(RequestModel):
         messages: Sequence[ChatMessage],
         add_special_tokens: bool,
         *,
-        bounded: bool = True,
+        max_tokens: int | None = None,
         param: str = "messages",
     ) -> EncodedChat:
-        """The prompt of `messages`; `bounded`: refuse one that is too long for the model before it is encoded.
+        """The prompt of `messages`.
 
+        `max_tokens`: longer prompts are refused before they are encoded; None: those longer than the model's length.
         `param`: the field of the request that had the messages.
 
         Raises:
@@ -115,7 +118,7 @@ class ConversationFields(RequestModel):
             continue_final_message=bool(self.continue_final_message),
             tools=None if tool_use is None else tool_use.definitions,
             variables=self.template_variables,
-            max_tokens=service.llm.max_model_len if bounded else None,
+            max_tokens=service.llm.max_model_len if max_tokens is None else max_tokens,
             param=param,
         )
         return EncodedChat(text, ids, tool_use)

@@ -13,6 +13,9 @@ from shardline.server.openai.request_model import RequestModel
 from shardline.server.openai.strict_json import StrictRoute
 from shardline.server.service import Service
 
+_MOST_TOKENS = 65_536
+"""Texts that are at most this long are tokenized, even if the model takes less."""
+
 
 class TokenizeRequest(ConversationFields):
     """The body of POST /tokenize: `prompt` or `messages`."""
@@ -49,11 +52,12 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text or a conversation."""
         service.require_model(body.model)
+        limit = max(_MOST_TOKENS, 4 * service.llm.max_model_len)
         if body.prompt is not None and body.messages is None:
-            ids = await service.require_tokenizer().encode_text_async(body.prompt, body.add_special_tokens is not False)
+            ids = await service.encode_prompt(body.prompt, body.add_special_tokens is not False, max_tokens=limit)
         elif body.messages is not None and body.prompt is None:
             special = bool(body.add_special_tokens)
-            ids = (await body.encode_messages(service, body.messages, special, bounded=False)).token_ids
+            ids = (await body.encode_messages(service, body.messages, special, max_tokens=limit)).token_ids
         else:
             raise bad_request("Set either 'prompt' or 'messages'.", "prompt")
         strings = None
