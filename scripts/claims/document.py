@@ -29,7 +29,16 @@ _INPUTS = (
     "benchmarks/published/results.csv.gz",
     *(
         f"src/shardline/planner/{name}"
-        for name in ("fitting.py", "hardware.toml", "models.json", "rows.py", "timing.json", "timing.py", "validate.py")
+        for name in (
+            "calibration.py",
+            "fitting.py",
+            "hardware.toml",
+            "models.json",
+            "rows.py",
+            "timing.json",
+            "timing.py",
+            "validate.py",
+        )
     ),
     "src/shardline/models/communication.py",
     "src/shardline/models/step_work.py",

@@ -45,7 +45,8 @@ class Measured(NamedTuple):
 
 
 def read_benchmark(path: Path) -> list[Measured]:
-    """The loads and latencies in the result of `shardline bench throughput --json`, or of `vllm bench serve`.
+    """The loads and latencies in the result of `shardline bench throughput --json`, or of `bench serve`, ours or
+    vLLM's.
 
     The file has one result, or a list of them.
 
@@ -64,20 +65,22 @@ def read_benchmark(path: Path) -> list[Measured]:
 
 
 def _measured(one: Mapping[str, Any]) -> Measured:
-    if "prompt_tokens" in one:  # of this engine
+    if "prompt_tokens" in one:  # of `bench throughput`
         count = int(one["num_prompts"])
-        ttft, tpot = one["ttft"]["50"], one["tpot"]["50"]
+        ttft, tpot, seconds = one["ttft"]["50"], one["tpot"]["50"], one.get("seconds")
         lengths = one["prompt_tokens"] / count, one["generation_tokens"] / count
-        running = one.get("max_concurrency") or count
     else:
         count = int(one.get("completed") or one["num_prompts"])
         ttft = one["median_ttft_ms"] / 1e3 if one.get("median_ttft_ms") else None
-        tpot = one["median_tpot_ms"] / 1e3
+        tpot, seconds = one["median_tpot_ms"] / 1e3, one.get("duration")
         lengths = one["total_input_tokens"] / count, one["total_output_tokens"] / count
-        running = one.get("max_concurrency") or count
+    running = one.get("max_concurrency") or count
+    if not one.get("max_concurrency") and seconds:
+        # Little's law: so many ran at once on average.
+        running = min(count, count * ((ttft or 0.0) + tpot * (lengths[1] - 1)) / seconds)
     if not (tpot > 0 and running > 0 and min(lengths) > 0):
         raise ValueError("times, lengths and requests must be above zero")
-    return Measured(float(running), *lengths, ttft, tpot)
+    return Measured(max(1.0, running), *lengths, ttft, tpot)
 
 
 def is_log(path: Path) -> bool:

@@ -124,7 +124,7 @@ def engine_config(model: PlannedModel, layout: Layout, demand: Demand, length: i
 
 
 def _fit_shardline(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Fit:
-    machine = _machine(cluster)
+    machine = _machine(cluster) if cluster.num_nodes == 1 else cluster.part(layout.num_gpus).machine(_CONTEXT_BYTES)
     why = ""
     try:
         description = describe(model)

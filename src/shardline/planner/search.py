@@ -289,7 +289,7 @@ def search(
 
 
 def _engine_for(model: PlannedModel, cluster: Cluster) -> str:
-    is_ours = not model.engine_refusal and cluster.num_nodes == 1 and all(g.vendor == "NVIDIA" for g in cluster.gpus)
+    is_ours = not model.engine_refusal and all(gpu.vendor == "NVIDIA" for gpu in cluster.gpus)
     return "shardline" if is_ours else "vllm"
 
 
