@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find src csrc -type f -not -name '*.pyc' -not -name '*.so')
 
-.PHONY: serve test check exact chaos claims bench dev clean compiler
+.PHONY: serve test check exact chaos fuzz claims bench dev clean compiler
 
 serve: $(VENV)/.installed ## Install, and serve the embedded demo model on http://127.0.0.1:8000
 	$(BIN)/shardline serve
@@ -24,6 +24,10 @@ exact: $(VENV)/.tested ## The full exactness matrix: hours; ONLY="llama and bflo
 
 chaos: $(VENV)/.tested ## Faults at random under streaming clients, on two hosts (needs root): FAULTS=1000 SEED=0
 	$(BIN)/python -m tests.faults.chaos --faults $(or $(FAULTS),1000) --seed $(or $(SEED),0)
+
+fuzz: $(VENV)/.tested ## Random and truncated frames on every listener of a cluster: FRAMES=1000000
+	SHARDLINE_FUZZ_FRAMES=$(or $(FRAMES),1000000) $(BIN)/python -m pytest --timeout=0 \
+	  tests/parallel/test_rendezvous.py tests/cluster/test_wire.py -k "random"
 
 claims: $(VENV)/.tested ## Write docs/claims.md and docs/planner-validation.md
 	$(BIN)/python -m scripts.claims

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import ipaddress
 import socket
+import time
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from shardline.models.description import read_model
 _OWN_FLAGS = {"model", "tokenizer", "cpu_threads", *(field.name for field in dataclasses.fields(ClusterConfig))}
 """Flags that nodes need not share: the model is compared by its content."""
 _HEADER_BYTES = 1 << 20
+_RETRY_SECONDS = 1.0
 
 
 def describe_node(config: EngineConfig) -> Join:
@@ -65,13 +67,19 @@ def own_address(cluster: ClusterConfig) -> str:
     """
     if (chosen := env.host_address()) is not None:
         return chosen
-    try:
-        head = socket.getaddrinfo(cluster.head_address, cluster.head_port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(head[0], socket.SOCK_DGRAM) as probe:
-            probe.connect(head[4])
-            address = str(probe.getsockname()[0])
-    except OSError as error:
-        raise ValueError(f"the head's address {cluster.head_address} cannot be reached: {error}") from error
+    # The name of the head may come later than its nodes, for example on Kubernetes.
+    deadline = time.monotonic() + (cluster.join_timeout if cluster.is_headless else 0.0)
+    while True:
+        try:
+            head = socket.getaddrinfo(cluster.head_address, cluster.head_port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(head[0], socket.SOCK_DGRAM) as probe:
+                probe.connect(head[4])
+                address = str(probe.getsockname()[0])
+            break
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise ValueError(f"the head's address {cluster.head_address} cannot be reached: {error}") from error
+            time.sleep(_RETRY_SECONDS)
     if ipaddress.ip_address(address).is_loopback:
         raise ValueError(
             f"{cluster.head_address} leads to {address}, which other nodes cannot reach; give --master-addr an address "

@@ -16,7 +16,7 @@ import time
 import msgspec
 import zmq
 
-from shardline.channel import Channel, encode_message
+from shardline.channel import Channel
 from shardline.cluster.members import Member, Members
 from shardline.cluster.messages import (
     ENGINE,
@@ -40,11 +40,10 @@ from shardline.cluster.messages import (
     StreamData,
     StreamEnded,
 )
-from shardline.cluster.streams import Streams, frame
+from shardline.cluster.node_processes import last_words
+from shardline.cluster.streams import Streams
 from shardline.cluster.wire import BEAT_SECONDS, SILENCE, HeadSocket, encode
 from shardline.deployment.deployment import Deployment
-from shardline.deployment.messages import RankEnded
-from shardline.engine.ipc import EngineFailed
 from shardline.log import configure_logging
 from shardline.process_title import set_process_title
 from shardline.segment.pulse import start_pulse
@@ -258,13 +257,6 @@ class Head:
         # A node that has gone is noticed by its silence.
         with contextlib.suppress(zmq.ZMQError):
             self._wire.socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
-
-
-def last_words(stream: Stream, why: str) -> bytes:
-    """The last frame of a stream whose far process has ended. `why` follows the name of a rank or an engine."""
-    if stream.rank == ENGINE:
-        return frame(encode_message(EngineFailed(f"engine {stream.engine} {why}")))
-    return frame(encode_message(RankEnded(why)))
 
 
 def main() -> None:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import logging
-import mmap
-import os
 import signal
-import socket
 import time
-from dataclasses import dataclass, field
 
 import msgspec
 import zmq
 
 from shardline import env
-from shardline.channel import encode_message
 from shardline.cluster.describe import describe_node
-from shardline.cluster.head import last_words
 from shardline.cluster.messages import (
     ENGINE,
     Accepted,
@@ -34,22 +28,16 @@ from shardline.cluster.messages import (
     StreamData,
     StreamEnded,
 )
-from shardline.cluster.streams import Streams, frame
+from shardline.cluster.node_processes import NodeProcesses, last_words
+from shardline.cluster.streams import Streams
 from shardline.cluster.token import find_token
 from shardline.cluster.wire import BEAT_SECONDS, SILENCE, NodeSocket, encode
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
-from shardline.deployment.messages import RankBeat, RankStarted
-from shardline.deployment.segment import segment_layout
-from shardline.engine.children import Child
-from shardline.engine.ipc import EngineBeat
-from shardline.engine.start import start_engine
 from shardline.log import configure_logging
 from shardline.process_title import set_process_title
 from shardline.segment.pulse import CHECK_INTERVAL
 
-_END_SECONDS = 7.0
-"""Seconds in which a process may end after its stream has ended; an engine gives its ranks 5."""
 _NOTICE_SECONDS = 30.0
 _OWN_DELAY = 2.0
 _log = logging.getLogger(__name__)
@@ -82,25 +70,6 @@ def run_node(config: EngineConfig) -> int:
     return node.run()
 
 
-@dataclass
-class _Segment:
-    """The memory that the ranks of an engine map on this host."""
-
-    deployment: Deployment
-    engine: int
-    host: int
-    users: set[Stream] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        layout = segment_layout(self.deployment, self.engine, self.host)
-        self.fd = os.memfd_create("shardline")
-        os.ftruncate(self.fd, layout.num_bytes)
-        memory = memoryview(mmap.mmap(self.fd, layout.num_bytes))
-        self.ranks = layout.ranks
-        self.progress = layout.progress(memory)
-        self.load = layout.expert_load(memory)
-
-
 class Node:
     """Joins its head, again and again if the head is lost."""
 
@@ -110,9 +79,7 @@ class Node:
         self._join = join
         self._asked_to_leave = False
         self._decoder: msgspec.msgpack.Decoder[HeadMessage] = msgspec.msgpack.Decoder(HeadMessage)
-        self._children: dict[Stream, Child] = {}
-        self._ending: list[tuple[float, Child]] = []
-        self._segments: dict[tuple[int, int], _Segment] = {}
+        self._processes = NodeProcesses(join.host.name)
         self._deployment: Deployment | None = None
         self._wire: NodeSocket
         self._streams: Streams
@@ -139,7 +106,7 @@ class Node:
             except _Ending as ending:
                 return ending.code
             finally:
-                self._end_children()
+                self._processes.end_all()
                 self._streams.close_all()
                 self._wire.close()
             deadline = time.monotonic() + self._config.cluster.join_timeout
@@ -191,10 +158,16 @@ class Node:
             if now >= next_check:
                 if now > next_check + _OWN_DELAY:  # this process was stopped, and has not read what the head has sent
                     self._heard = max(self._heard, now - SILENCE / 2)
-                self._check(now)
+                self._processes.check()
                 next_check = now + CHECK_INTERVAL
+                if now - self._heard > SILENCE:
+                    raise _HeadGone(
+                        f"the head has not been heard of for {SILENCE:g} s: it is down, stopped, or cut off"
+                    )
             if now >= next_beat:
-                self._beat()
+                self._send(Beat())
+                for stream, data in self._processes.beats():
+                    self._send_data(stream, data)
                 next_beat = now + BEAT_SECONDS
             for source, event in self._poller.poll(int(CHECK_INTERVAL * 500)):
                 if source is self._wire.socket:
@@ -213,7 +186,7 @@ class Node:
             self._start(message.stream)
         elif isinstance(message, StreamEnded):
             self._streams.close(message.stream)
-            self._retire(message.stream)
+            self._processes.retire(message.stream)
         elif isinstance(message, HostLost):
             self._end_streams_to(message.host, message.why)
         elif isinstance(message, Rejoin):
@@ -226,40 +199,24 @@ class Node:
         """Start the engine or the rank at this end of a stream."""
         assert self._deployment is not None, "a head launches before it starts anything"
         if stream.rank == ENGINE:
-            started = start_engine(self._deployment, stream.engine, sends_start=False)
-            assert started.child is not None
-            self._children[stream] = started.child
-            self._streams.attach(stream, started.sock)
-            for rank, sock in started.streams.items():
-                to_rank = Stream(stream.engine, rank, stream.start)
-                self._streams.attach(to_rank, sock)
-                self._send(StartStream(to_rank))
+            for end, sock in self._processes.start_engine(self._deployment, stream).items():
+                self._streams.attach(end, sock)
+                if end != stream:
+                    self._send(StartStream(end))
             return
-        key = (stream.engine, stream.start)
-        host = self._deployment.placements[stream.engine][stream.rank].host
-        segment = self._segments.get(key)
-        if segment is None:
-            segment = self._segments[key] = _Segment(self._deployment, stream.engine, host)
-        segment.users.add(stream)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            fds = [theirs.fileno(), segment.fd]
-            child = Child("shardline.runtime.worker_process", fds, self._deployment.gpus_of(stream.engine, host))
-        self._children[stream] = child
-        self._streams.attach(stream, ours)
-        self._send_data(stream, frame(encode_message(RankStarted(self._join.host.name, child.pid))))
+        sock, first_frame = self._processes.start_rank(self._deployment, stream)
+        self._streams.attach(stream, sock)
+        self._send_data(stream, first_frame)
 
     def _send_data(self, stream: Stream, data: bytes) -> None:
         self._send(StreamData(stream, data))
 
     def _end_stream(self, stream: Stream) -> None:
         """A process on this host has closed its end."""
-        child = self._children.get(stream)
-        if child is not None:
-            name = f"(on {self._join.host.name}, pid {child.pid}) " if stream.rank == ENGINE else ""
-            self._send_data(stream, last_words(stream, name + child.describe_end()))
+        if last_frame := self._processes.describe_end(stream):
+            self._send_data(stream, last_frame)
         self._send(StreamEnded(stream))
-        self._retire(stream)
+        self._processes.retire(stream)
 
     def _end_streams_to(self, host: int, why: str) -> None:
         """Another host is lost: end the streams that lead to it."""
@@ -268,60 +225,12 @@ class Node:
             places = self._deployment.placements[stream.engine]
             if stream.rank == ENGINE:
                 continue
-            if stream in self._children:
+            if stream in self._processes:
                 if places[0].host == host:
                     self._streams.close(stream)
-                    self._retire(stream)
+                    self._processes.retire(stream)
             elif places[stream.rank].host == host:
                 self._streams.close(stream, last_words(stream, why))
-
-    def _retire(self, stream: Stream) -> None:
-        """The process at this end of a stream has ended, or is to end soon."""
-        child = self._children.pop(stream, None)
-        if child is not None:
-            self._ending.append((time.monotonic() + _END_SECONDS, child))
-        key = (stream.engine, stream.start)
-        segment = self._segments.get(key)
-        if segment is not None:
-            segment.users.discard(stream)
-            if not segment.users:
-                os.close(self._segments.pop(key).fd)
-
-    def _check(self, now: float) -> None:
-        """Look at the processes of this host and at the head."""
-        for child in self._children.values():
-            if child.is_silent():
-                child.kill()  # its end of file follows, and `describe_end` says why
-        for deadline, child in list(self._ending):
-            if child.poll() is not None:
-                self._ending.remove((deadline, child))
-            elif now >= deadline:
-                child.kill()
-        if now - self._heard > SILENCE:
-            raise _HeadGone(f"the head has not been heard of for {SILENCE:g} s: it is down, stopped, or cut off")
-
-    def _beat(self) -> None:
-        """Tell the head that the node lives, and engines and fronts how far their processes are."""
-        self._send(Beat())
-        for stream, child in self._children.items():
-            if stream.rank == ENGINE:
-                message: EngineBeat | RankBeat = EngineBeat(child.work)
-            else:
-                segment = self._segments[stream.engine, stream.start]
-                progress = segment.progress.read()[segment.ranks.index(stream.rank)]
-                message = RankBeat(child.work, progress, segment.load.of_rank(stream.rank).tobytes())
-            self._send_data(stream, frame(encode_message(message)))
-
-    def _end_children(self) -> None:
-        """End all processes of this node at once."""
-        children = [*self._children.values(), *(child for _, child in self._ending)]
-        for child in children:
-            child.kill()
-        for child in children:
-            child.wait(2.0)
-        for segment in self._segments.values():
-            os.close(segment.fd)
-        self._children, self._ending, self._segments = {}, [], {}
 
     def _send(self, message: object) -> None:
         self._wire.socket.send(encode(message))
