@@ -5,8 +5,8 @@
 #
 # On the head (node 0), and on node 1:
 #
-#   bash run_cluster.sh shardline 10.0.0.1 --head /data/hf -- Qwen/Qwen3-32B -tp 8 -pp 2 --nnodes 2 --host 10.0.0.1
-#   bash run_cluster.sh shardline 10.0.0.1 --worker /data/hf -- Qwen/Qwen3-32B -tp 8 -pp 2 --nnodes 2 --node-rank 1
+#   bash run_cluster.sh shardline 10.0.0.1 --head /data/hf -- Qwen/Qwen3-32B -tp 8 -dp 2 --nnodes 2 --host 10.0.0.1
+#   bash run_cluster.sh shardline 10.0.0.1 --worker /data/hf -- Qwen/Qwen3-32B -tp 8 -dp 2 --nnodes 2 --node-rank 1
 #
 # The join token is SHARDLINE_JOIN_TOKEN, else the file ~/.config/shardline/join-token, which --head creates. Copy it to
 # the other nodes. COMMAND=doctor runs `shardline doctor` with the same flags, CONTAINER_TOOL=podman uses podman.

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from shardline.cluster.cluster import check_transport
 from shardline.cluster.describe import describe_node, own_address
 from shardline.cluster.members import Members
 from shardline.cluster.messages import Join, StartHead
 from shardline.config.engine import EngineConfig
+from shardline.deployment.machine import Machine
+from tests.deployment.machines import host, resolve_on
 
 ISAS = ("portable", "avx2", "avx512")
 
@@ -112,3 +115,11 @@ def test_an_address_that_others_cannot_reach_is_refused(monkeypatch: pytest.Monk
     monkeypatch.delenv("VLLM_HOST_IP")
     with pytest.raises(ValueError, match=r"no\.such\.host cannot be reached"):
         own_address(dataclasses.replace(config, master_addr="no.such.host"))
+
+
+def test_groups_cross_hosts_over_sockets_only() -> None:
+    two_nodes = Machine((host(), host()))
+    check_transport(resolve_on(two_nodes, tensor_parallel_size=2))
+    check_transport(resolve_on(two_nodes, tensor_parallel_size=2, data_parallel_size=2, collectives="gloo"))
+    with pytest.raises(ValueError, match="cannot exchange tensors over gloo yet; keep each replica on one node"):
+        check_transport(resolve_on(two_nodes, pipeline_parallel_size=2, collectives="gloo"))

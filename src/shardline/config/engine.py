@@ -89,10 +89,10 @@ class ParallelConfig:
     disable_nccl_for_dp_synchronization: bool = option(
         False, "accepted for compatibility: no effect, since replicas synchronise over sockets, never over NCCL"
     )
-    step_timeout: float = option(
-        10.0,
+    step_timeout: float | None = option(
+        None,
         "seconds within which some rank must finish a kernel or an exchange, and an idle rank must answer; an engine "
-        "that is stalled for longer is ended",
+        "that is stalled for longer is ended; default: 10, and 300 on GPUs, where a step may compile kernels",
     )
     on_failure: str = option(
         "restart",
@@ -215,7 +215,7 @@ def _validate(config: EngineConfig) -> None:
         raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {config.cache.gpu_memory_utilization}")
     if config.cache.kv_cache_memory is not None:
         parse_bytes(config.cache.kv_cache_memory)
-    if not 0 < config.parallel.step_timeout <= _LONGEST_STEP:
+    if config.parallel.step_timeout is not None and not 0 < config.parallel.step_timeout <= _LONGEST_STEP:
         raise ValueError(f"step_timeout must be in (0, {_LONGEST_STEP}] seconds, got {config.parallel.step_timeout}")
     if not -(2**63) <= config.model.seed < 2**63:
         raise ValueError(f"seed must fit in 64 bits, got {config.model.seed}")

@@ -10,6 +10,9 @@ from shardline.config.topology import RankGrid
 from shardline.deployment.deployment import CollectivesName, ExecutorName, RankPlacement
 from shardline.deployment.machine import DeviceKind, Host, Machine
 
+STEP_TIMEOUTS: dict[DeviceKind, float] = {"cpu": 10.0, "cuda": 300.0}
+"""The default of --step-timeout in seconds. A GPU does not report single kernels, and may compile some in a step."""
+
 
 @dataclass(frozen=True)
 class Layout:

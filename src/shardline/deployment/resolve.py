@@ -11,7 +11,7 @@ from shardline.deployment.cache import choose_block_size, plan_cache
 from shardline.deployment.deployment import Deployment, ModelSource, RankWeights, StepLimits
 from shardline.deployment.formats import check_numerics, choose_dtype, choose_kv_dtype, choose_weight_format
 from shardline.deployment.kv_budget import rank_room
-from shardline.deployment.layout import Layout, choose_layout
+from shardline.deployment.layout import STEP_TIMEOUTS, Layout, choose_layout
 from shardline.deployment.length import check_length
 from shardline.deployment.machine import Device, Machine
 from shardline.deployment.reasons import explain_choices
@@ -71,7 +71,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         executor=layout.executor,
         collectives=layout.collectives,
         tries_symmetric_memory=layout.device == "cuda" and parallel.collectives == "auto",
-        step_timeout=parallel.step_timeout,
+        step_timeout=parallel.step_timeout or STEP_TIMEOUTS[layout.device],
         connect_timeout=config.cluster.distributed_timeout_seconds,
         max_in_flight=max(2, layout.grid.pipeline),
         max_model_len=length,

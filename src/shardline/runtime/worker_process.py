@@ -40,7 +40,7 @@ from shardline.log import configure_logging
 from shardline.process_title import set_process_title
 from shardline.runtime.backends import open_backend, reserve_memory
 from shardline.runtime.control_store import ControlStore
-from shardline.segment.pulse import start_pulse
+from shardline.segment.pulse import note_work, start_pulse
 from shardline.types import RankStep
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
                 runner.prepare_grammar(event.grammar)
                 continue
             pending = runner.launch_step(event) if isinstance(event, RankStep) else event
+            note_work()  # kernels of a GPU do not count themselves
             if isinstance(event, RankStep) and not pending.is_over:
                 launched.put(pending)
             elif (result := pending.result()) is not None and is_driver:
