@@ -42,14 +42,11 @@ class Reader(threading.Thread):
         super().__init__(daemon=True)
         self._url = url
         self.text = ""
-        self.gap = 0.0
-        """The longest time in seconds between two pieces."""
         self.begun = threading.Event()
         self.error = ""
         self.start()
 
     def run(self) -> None:
-        last = None
         with httpx.stream(
             "POST", f"{self._url}/v1/completions", json=STREAM | {"stream": True}, timeout=90.0
         ) as answer:
@@ -60,8 +57,6 @@ class Reader(threading.Thread):
                 if "error" in piece:
                     self.error = str(piece)
                     return
-                self.gap = max(self.gap, time.monotonic() - last) if last else 0.0
-                last = time.monotonic()
                 self.text += piece["choices"][0]["text"]
                 if len(self.text) > 20:
                     self.begun.set()

@@ -77,8 +77,8 @@ class ParallelConfig:
     device: str = option("auto", "where ranks compute; auto: cuda if there is a GPU", choices=("auto", "cpu", "cuda"))
     collectives: str = option(
         "auto",
-        "how ranks exchange tensors; auto: shm between CPU ranks of one host, nccl between GPUs (small gathers use "
-        "symmetric memory if NVLink connects the GPUs)",
+        "how ranks exchange tensors; auto: shm between CPU ranks (sockets where they are on several hosts), nccl "
+        "between GPUs (small gathers use symmetric memory if NVLink connects the GPUs)",
         choices=("auto", "shm", "gloo", "nccl"),
     )
     numerics: str = option(

@@ -32,9 +32,10 @@ def _reasons(deployment: Deployment, asked: EngineConfig, room: int) -> list[str
         ranks = grid.replica_size
         reasons.append(f"executor {deployment.executor} ({ranks} rank{'s' * (ranks > 1)} a replica)")
     if asked.parallel.cpu_threads is None:
-        total = grid.world_size * len(deployment.placements)
-        threads = deployment.placements[0][0].threads
-        reasons.append(f"{threads} threads a rank ({host.cores} cores, ranks in all: {total})")
+        first = deployment.placements[0][0]
+        total = sum(place.host == first.host for places in deployment.placements for place in places)
+        cores = deployment.machine.hosts[first.host].cores
+        reasons.append(f"{first.threads} threads a rank ({cores} cores, ranks in all: {total})")
     if asked.parallel.pipeline_stages is None and len(deployment.stages) > 1:
         layers = ",".join(str(stage.size) for stage in deployment.stages)
         reasons.append(f"pipeline_stages {layers} (balanced by the weights that 32 tokens read)")
