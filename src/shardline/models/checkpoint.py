@@ -18,6 +18,7 @@ from shardline.models.lookup import family
 from shardline.models.packed_weights import NOT_PACKED, PACKED, PackedFormat
 from shardline.models.parameters import Shape, parameters
 from shardline.models.spec import DecoderSpec, TensorSource
+from shardline.models.wrapper import language_model_key
 
 _ELEMENT_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -47,7 +48,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a folder, by key."""
+    """The tensors of a folder, by key. Those of a wrapped language model have its own keys."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -63,9 +64,10 @@ class Checkpoint:
         files = weight_files(folder)
         tensors: dict[str, TensorEntry] = {}
         for file in files:
-            for key, entry in read_header(file).items():
+            for stored_key, entry in read_header(file).items():
+                key = language_model_key(stored_key)
                 if key in tensors:
-                    raise ValueError(f"tensor {key!r} is in {file} and in {tensors[key].file.name}")
+                    raise ValueError(f"tensor {stored_key!r} is in {file} and in {tensors[key].file.name}")
                 tensors[key] = entry
         return cls(folder, files, tensors)
 
@@ -115,12 +117,9 @@ class Checkpoint:
             if key is None:
                 problems.append(f"{source.key} is missing")
                 continue
-            if source.rows is not None:
-                # If parameters share a tensor, the end of the last one gives the full size.
-                shape = (sum(source.rows), *shape[1:])
-            if source.transposed:
-                shape = shape[::-1]
-            expected[key] = max(shape, expected.get(key, shape))
+            # If parameters share a tensor, the end of the last one gives the full size.
+            stored = source.stored_shape(shape)
+            expected[key] = max(stored, expected.get(key, stored))
         for base, shape in expected_packed.items():
             problems += self._packed_problems(base, shape, packed)
         for key, shape in expected.items():

@@ -9,6 +9,7 @@ from shardline.models.checkpoint import Checkpoint
 from shardline.models.hf_config import HFConfig
 from shardline.models.hub import ModelFiles, resolve_model, resolve_tokenizer
 from shardline.models.packed_weights import PackedFormat, packed_format
+from shardline.models.wrapper import text_config
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def read_model(config: ModelConfig) -> ModelDescription:
     tokenizer_file = folder / "tokenizer.json"
     return ModelDescription(
         files=files,
-        packed=packed_format(HFConfig(files.config)),
+        packed=packed_format(HFConfig(text_config(files.config))),
         checkpoint=None if is_dummy else Checkpoint.open(files.folder),
         tokenizer_file=str(tokenizer_file) if tokenizer_file.is_file() else "",
     )

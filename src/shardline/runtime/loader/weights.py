@@ -138,11 +138,13 @@ def mapped_tensor(entry: TensorEntry) -> torch.Tensor:
 
 def part_of(tensor: torch.Tensor, source: TensorSource, spans: Spans, dtype: torch.dtype) -> torch.Tensor:
     """The part `spans` of the parameter that `source` finds in `tensor`, as `dtype`; rows may be strided."""
+    if source.index is not None:
+        tensor = tensor[source.index[0]]
     if source.transposed:
         tensor = tensor.T
     if source.rows is not None:
         first, count = source.rows
-        tensor = tensor[first : first + count]
+        tensor = tensor[first : first + count * source.row_step : source.row_step]
     part = tensor[tuple(slice(None) if span is None else slice(span.start, span.stop) for span in spans)]
     if part.dtype == dtype and (part.dim() == 1 or part.stride(-1) == 1):
         return part
