@@ -20,9 +20,8 @@ def read_packed(part: Callable[[str], Tensor], form: PackedFormat, rows: Span, c
     """Read a part of a weight; `part` returns qweight, qzeros or scales as the checkpoint stores it."""
     if rows.size == 0:
         nothing = torch.empty(0, columns.size, dtype=torch.uint8)
-        return GroupedWeight(
-            nothing, nothing[:, :1].float(), nothing[:, :1], torch.zeros(columns.size, dtype=torch.int64)
-        )
+        group_of = torch.zeros(columns.size, dtype=torch.int64)
+        return GroupedWeight(nothing, nothing[:, :1].float(), group_of, zeros=nothing[:, :1], label=form.method)
     order = _IN_ORDER if form.method == "gptq" else _AWQ_ORDER
     if form.method == "gptq":
         words, before = _words(columns)
@@ -43,6 +42,7 @@ def read_packed(part: Callable[[str], Tensor], form: PackedFormat, rows: Span, c
         scales=scales.T.contiguous(),
         zeros=(zeros.T + form.zero_offset).contiguous(),
         group_of=group_of - groups.start,
+        label=form.method,
     )
 
 
