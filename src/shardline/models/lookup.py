@@ -11,8 +11,8 @@ from typing import Any, Protocol, cast
 
 import shardline.models.families
 from shardline.models.hf_config import HFConfig
-from shardline.models.packed_weights import packed_format
 from shardline.models.spec import DecoderSpec, TensorSource
+from shardline.models.stored_weights import check_loadable
 
 
 class Family(Protocol):
@@ -61,5 +61,5 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) ->
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"config.json has no model_type; supported: {', '.join(known_families())}")
-    packed_format(HFConfig(config))  # refuses unsupported packings
+    check_loadable(HFConfig(config))
     return family(model_type).decoder_spec(config, max_model_len)
