@@ -45,8 +45,8 @@ class WeightChecks(Inputs):
             weight = GroupedWeight(
                 torch.randint(0, 16, (columns, depth), generator=self.rng, dtype=torch.uint8),
                 (torch.rand(columns, groups, generator=self.rng) / 16).half(),
-                torch.randint(0, 17, (columns, groups), generator=self.rng, dtype=torch.uint8),
                 torch.arange(depth) // (size or depth),
+                torch.randint(0, 17, (columns, groups), generator=self.rng, dtype=torch.uint8),
             )
             x, dense = self.randn(rows, depth), self.poison(rows, columns)
             linear = w4a16.Format().pack_linear(self.kernels, weight.to(torch.device(self.device)))

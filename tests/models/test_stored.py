@@ -24,7 +24,14 @@ from shardline.models.sizes import (
     weight_bytes,
 )
 from shardline.models.spec import DecoderSpec
-from shardline.models.stored_weights import Packing, StoredRules, matches, methods, read_stored, usual_rules
+from shardline.models.stored_weights import (
+    ModulePatterns,
+    Packing,
+    StoredRules,
+    methods,
+    read_stored,
+    usual_rules,
+)
 from shardline.weights.base import FormatChoice
 from shardline.weights.formats import format_names
 from tests.models.specs import decoder_specs
@@ -145,7 +152,7 @@ def test_every_method_has_the_contract() -> None:
     ],
 )
 def test_patterns_of_modules(module: str, pattern: str, hit: bool) -> None:
-    assert matches(module, pattern) == hit
+    assert ModulePatterns([pattern]).match(module) == hit
 
 
 def test_a_list_that_was_cut_holds_for_all_layers_if_it_names_several() -> None:

@@ -72,12 +72,12 @@ def _where(deployment: Deployment, engine: int, report: RankReport) -> str:
 
 def _quantization(deployment: Deployment) -> str:
     """The format of linear weights, and what happens to a checkpoint's own quantization."""
-    held, packed = deployment.weight_format, deployment.model.packed
+    held, stored = deployment.weight_format, deployment.model.stored
     name = "none" if held == PLAIN else held.name
-    if not packed.is_packed or deployment.model.load_format == "dummy":
+    if not stored.is_packed or deployment.model.load_format == "dummy":
         return name
     kept = "kept" if deployment.keeps_packed else f"dequantized to {deployment.dtype} as it loads"
-    return f"{name} (the checkpoint's is {packed}, {kept})"
+    return f"{name} (the checkpoint's is {stored}, {kept})"
 
 
 def _together(replicas: int) -> str:

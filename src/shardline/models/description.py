@@ -8,7 +8,7 @@ from shardline.config.engine import ModelConfig
 from shardline.models.checkpoint import Checkpoint
 from shardline.models.hf_config import HFConfig
 from shardline.models.hub import ModelFiles, resolve_model, resolve_tokenizer
-from shardline.models.packed_weights import PackedFormat, packed_format
+from shardline.models.stored_weights import StoredRules, read_stored
 from shardline.models.wrapper import text_config
 
 
@@ -17,8 +17,8 @@ class ModelDescription:
     """A model on this host."""
 
     files: ModelFiles
-    packed: PackedFormat
-    """How config.json says that linear weights are packed. It is set for random weights too."""
+    stored: StoredRules
+    """How config.json says that weights are quantized. It is set for random weights too."""
     checkpoint: Checkpoint | None
     """The tensors in the checkpoint's headers; None: weights are random, and no checkpoint was read."""
     tokenizer_file: str = ""
@@ -37,7 +37,7 @@ def read_model(config: ModelConfig) -> ModelDescription:
     tokenizer_file = folder / "tokenizer.json"
     return ModelDescription(
         files=files,
-        packed=packed_format(HFConfig(text_config(files.config))),
+        stored=read_stored(HFConfig(text_config(files.config))),
         checkpoint=None if is_dummy else Checkpoint.open(files.folder),
         tokenizer_file=str(tokenizer_file) if tokenizer_file.is_file() else "",
     )

@@ -11,8 +11,8 @@ from typing import Any, Protocol, cast
 
 import shardline.models.families
 from shardline.models.hf_config import HFConfig
-from shardline.models.packed_weights import packed_format
 from shardline.models.spec import DecoderSpec, TensorSource
+from shardline.models.stored_weights import check_loadable
 from shardline.models.wrapper import text_config
 
 
@@ -60,7 +60,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) ->
         ValueError: the model type is missing or not supported, or the configuration is wrong.
     """
     text = text_config(config)
-    packed_format(HFConfig(text))  # refuses unsupported packings
+    check_loadable(HFConfig(text))
     return family(language_model_type(config)).decoder_spec(text, max_model_len)
 
 

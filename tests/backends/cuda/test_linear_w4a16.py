@@ -21,8 +21,8 @@ def random_weight(rng: torch.Generator, columns: int, depth: int, group_size: in
     return GroupedWeight(
         torch.randint(0, 16, (columns, depth), generator=rng, dtype=torch.uint8),
         (torch.rand(columns, groups, generator=rng) / 8).half(),
-        torch.randint(0, 17, (columns, groups), generator=rng, dtype=torch.uint8),
         torch.arange(depth) // size,
+        torch.randint(0, 17, (columns, groups), generator=rng, dtype=torch.uint8),
     )
 
 
@@ -31,7 +31,7 @@ def pack(*parts: GroupedWeight) -> PackedLinear:
 
 
 def rows_of(weight: GroupedWeight, rows: slice) -> GroupedWeight:
-    return GroupedWeight(weight.values[rows], weight.scales[rows], weight.zeros[rows], weight.group_of)
+    return weight.select_rows(rows)
 
 
 @pytest.mark.parametrize(("rows", "columns", "depth", "group_size"), SHAPES)

@@ -139,10 +139,11 @@ class RowKernels:
     def pack_w4a16(parts: Sequence[GroupedWeight]) -> W4A16Weight:
         """A row's bytes depend only on that row. Groups are multiples of 32 columns, and the first column begins a
         group."""
-        values, scales, zeros, group_of = (
+        zeros = [part.zeros for part in parts if part.zeros is not None and part.bits == 4]
+        assert len(zeros) == len(parts), "only 4-bit integers with zero points stay packed on GPUs"
+        values, scales, group_of = (
             torch.cat([part.values for part in parts]),
             torch.cat([part.scales for part in parts]),
-            torch.cat([part.zeros for part in parts]),
             parts[0].group_of,
         )
         num_columns, has_groups = values.shape[1], scales.shape[1] > 1
@@ -153,7 +154,11 @@ class RowKernels:
         padded = F.pad(values, (0, -num_columns % PAIR_COLUMNS))
         low, high = padded.view(len(values), -1, 2, PAIR_COLUMNS // 2).transpose(0, 1).unbind(2)
         return W4A16Weight(
-            (low | high << 4).contiguous(), scales.T.contiguous(), zeros.T.contiguous(), group_size, num_columns
+            (low | high << 4).contiguous(),
+            scales.T.contiguous(),
+            torch.cat(zeros).T.contiguous(),
+            group_size,
+            num_columns,
         )
 
     @staticmethod
