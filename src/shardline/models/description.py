@@ -9,6 +9,7 @@ from shardline.models.checkpoint import Checkpoint
 from shardline.models.hf_config import HFConfig
 from shardline.models.hub import ModelFiles, resolve_model, resolve_tokenizer
 from shardline.models.stored_weights import StoredRules, read_stored
+from shardline.models.wrapper import text_config
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def read_model(config: ModelConfig) -> ModelDescription:
     tokenizer_file = folder / "tokenizer.json"
     return ModelDescription(
         files=files,
-        stored=read_stored(HFConfig(files.config)),
+        stored=read_stored(HFConfig(text_config(files.config))),
         checkpoint=None if is_dummy else Checkpoint.open(files.folder),
         tokenizer_file=str(tokenizer_file) if tokenizer_file.is_file() else "",
     )

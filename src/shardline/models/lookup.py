@@ -13,6 +13,7 @@ import shardline.models.families
 from shardline.models.hf_config import HFConfig
 from shardline.models.spec import DecoderSpec, TensorSource
 from shardline.models.stored_weights import check_loadable
+from shardline.models.wrapper import text_config
 
 
 class Family(Protocol):
@@ -53,13 +54,23 @@ def known_families() -> tuple[str, ...]:
 
 
 def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> DecoderSpec:
-    """The model that a parsed config.json describes, by its `model_type`.
+    """The model that a parsed config.json describes, by its `model_type`; of a wrapper, its language model.
 
     Raises:
         ValueError: the model type is missing or not supported, or the configuration is wrong.
     """
-    model_type = config.get("model_type")
+    text = text_config(config)
+    check_loadable(HFConfig(text))
+    return family(language_model_type(config)).decoder_spec(text, max_model_len)
+
+
+def language_model_type(config: Mapping[str, Any]) -> str:
+    """The model type of the language model that a parsed config.json describes.
+
+    Raises:
+        ValueError: it is missing.
+    """
+    model_type = text_config(config).get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"config.json has no model_type; supported: {', '.join(known_families())}")
-    check_loadable(HFConfig(config))
-    return family(model_type).decoder_spec(config, max_model_len)
+    return model_type
