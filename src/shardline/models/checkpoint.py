@@ -188,12 +188,15 @@ class _QuantizedModules:
             if not there:
                 problems.append(f"{base}weight is quantized, but not as quantization_config says ({self._rules})")
                 continue
-            found = [layout.problems(base, rows, columns, stacked, self._tensors) for layout in there]
-            best = min(range(len(there)), key=lambda index: len(found[index]))
-            problems += found[best]
+            chosen, found = there[0], there[0].problems(base, rows, columns, stacked, self._tensors)
+            for layout in there[1:] if found else ():
+                others = layout.problems(base, rows, columns, stacked, self._tensors)
+                if len(others) < len(found):
+                    chosen, found = layout, others
+            problems += found
             if f"{base}bias" in self._tensors:
                 problems += tensor_problems(f"{base}bias", (rows,), _LOADABLE, self._tensors)
-            modules[base] = StoredModule(base, there[best], rows, columns)
+            modules[base] = StoredModule(base, chosen, rows, columns)
         return modules
 
 
