@@ -31,35 +31,32 @@ def choose_dtype(asked: str, checkpoint: str, packed: PackedFormat) -> DType:
 def choose_weight_format(config: EngineConfig, packed: PackedFormat, devices: tuple[Device, ...]) -> FormatChoice:
     """The format of linear weights. `devices` are those on which ranks run.
 
-    On GPUs, weights that are packed in the checkpoint stay packed, unless "none" or another format was requested.
+    Weights that are packed in the checkpoint stay packed, unless "none" or another format was requested.
 
     Raises:
         ValueError: the devices or the checkpoint do not support the requested format.
     """
-    asked, on_gpu = config.model.quantization, devices[0].kind == "cuda"
+    asked = config.model.quantization
     is_there = packed.is_packed and config.model.load_format != "dummy"
     if asked is None:
-        return packed.weight_format if is_there and on_gpu else PLAIN
+        return packed.weight_format if is_there else PLAIN
     if asked == "none":
         return PLAIN
     chosen = FormatChoice(asked)
     held = chosen.open_format()
-    _check_devices(f"quantization {asked}", held.gpu_capability, held.alternatives, devices)
-    if not held.reads_packed:
-        return chosen
-    if not is_there:
-        raise ValueError(f"quantization {asked} is for GPTQ and AWQ checkpoints, and this is none; use int4")
-    return packed.weight_format
+    gpus = tuple(device for device in devices if device.kind != "cpu")
+    _check_devices(f"quantization {asked}", held.gpu_capability, held.alternatives, gpus)
+    return chosen
 
 
-def check_numerics(config: EngineConfig, held: FormatChoice) -> None:
-    """Refuse fast numerics for weights whose rows cannot be split.
+def check_numerics(config: EngineConfig, held: FormatChoice, devices: tuple[Device, ...]) -> None:
+    """Refuse fast numerics for weights whose rows cannot be split. The CPU dequantizes a weight if its groups are cut.
 
     Raises:
         ValueError: the configuration asks for this.
     """
-    parallel = config.parallel
-    if held.open_format().reads_packed and parallel.numerics == "fast" and parallel.tensor_parallel_size > 1:
+    splits_rows = config.parallel.numerics == "fast" and config.parallel.tensor_parallel_size > 1
+    if splits_rows and devices[0].kind == "cuda" and held.open_format().reads_packed:
         raise ValueError(
             "numerics fast splits the rows of weights, but this checkpoint packs its rows in groups; use --numerics "
             "exact, or --quantization none"
@@ -83,10 +80,8 @@ def choose_kv_dtype(asked: str, dtype: DType, spec: DecoderSpec, devices: tuple[
     return "float8_e4m3fn"
 
 
-def _check_devices(wanted: str, capability: int | None, alternatives: str, devices: tuple[Device, ...]) -> None:
-    """Refuse devices below a GPU architecture; None: every device works. `alternatives` says what to use instead."""
-    if capability is None:
-        return
+def _check_devices(wanted: str, capability: int, alternatives: str, devices: tuple[Device, ...]) -> None:
+    """Refuse CPUs, and GPUs below an architecture. `alternatives` says what to use instead."""
     for device in devices:
         if device.kind == "cpu":
             raise ValueError(f"{wanted} needs a GPU, and this is the CPU; use {alternatives}")

@@ -56,7 +56,7 @@ class PackedFormat(msgspec.Struct, frozen=True):
     @property
     def weight_format(self) -> FormatChoice:
         """The weight format if these weights stay packed."""
-        return FormatChoice("w4a16", self.group_size)
+        return FormatChoice("packed", self.group_size)
 
     def __str__(self) -> str:
         groups = f"groups of {self.group_size}" if self.group_size else "one group a row"
