@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
@@ -96,18 +97,20 @@ def start_engine(
         **options,
     )
     setup = _spread(resolve_here(config), hosts)
+    quantized: AbstractContextManager[object] = nullcontext()
     if scheme in (PACKED, *FORMS):
         setup = msgspec.structs.replace(setup, weight_format=FormatChoice("packed"))
+        quantized = patch.object(CheckpointWeights, "get_packed", partialmethod(_read_packed, scheme))
     executor = make_executor(setup)
-    with patch.object(CheckpointWeights, "get_packed", partialmethod(_read_packed, str(scheme))):
+    with quantized:
         executor.start()
     return Engine(setup, executor), executor
 
 
-def _read_packed(source: CheckpointWeights, scheme: str, name: str, spans: Spans) -> GroupedWeight:
+def _read_packed(source: CheckpointWeights, scheme: object, name: str, spans: Spans) -> GroupedWeight:
     """The part of a weight in a form; with `PACKED`, each block of layers has another one."""
     number = zlib.crc32(name.rsplit(".", 2)[0].encode())
-    form = tuple(FORMS)[number % len(FORMS)] if scheme == PACKED else scheme
+    form = tuple(FORMS)[number % len(FORMS)] if scheme == PACKED else str(scheme)
     return quantize(source.get(name, spans), form)
 
 
