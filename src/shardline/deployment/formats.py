@@ -13,6 +13,8 @@ _DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16
 
 _KEPT_GROUPS = (0, 32, 64, 128)
 """Columns of a group that GPUs can keep packed; 0: the whole row."""
+_FLAT_BLOCK = 64
+"""Columns of a group of bitsandbytes, whose block size only the tensors know; it is used for estimates."""
 _FP8_CAPABILITY = 89
 """The first GPU architecture that computes in fp8: sm_89."""
 
@@ -34,26 +36,22 @@ def choose_dtype(asked: str, checkpoint: str, stored: StoredRules) -> DType:
 def choose_weight_format(config: EngineConfig, stored: StoredRules, devices: tuple[Device, ...]) -> FormatChoice:
     """The format of linear weights. `devices` are those on which ranks run.
 
-    On GPUs, weights that are packed in the checkpoint stay packed, unless "none" or another format was requested.
+    Weights that are packed in the checkpoint stay packed, unless "none" or another format was requested.
 
     Raises:
         ValueError: the devices or the checkpoint do not support the requested format.
     """
-    asked, on_gpu = config.model.quantization, devices[0].kind == "cuda"
+    asked = config.model.quantization
     check_statements(config.model, stored)
-    kept = PLAIN if config.model.load_format == "dummy" else _kept_format(stored)
     if asked is None or asked == stored.method:
-        return kept if on_gpu else PLAIN
+        return PLAIN if config.model.load_format == "dummy" else _kept_format(stored, devices[0].kind)
     if asked == "none":
         return PLAIN
     chosen = FormatChoice(asked)
     held = chosen.open_format()
-    _check_devices(f"quantization {asked}", held.gpu_capability, held.alternatives, devices)
-    if not held.reads_packed:
-        return chosen
-    if kept == PLAIN:
-        raise ValueError(f"quantization {asked} is for GPTQ and AWQ checkpoints, and this is none; use int4")
-    return kept
+    gpus = tuple(device for device in devices if device.kind != "cpu")
+    _check_devices(f"quantization {asked}", held.gpu_capability, held.alternatives, gpus)
+    return chosen
 
 
 def check_statements(model: ModelConfig, stored: StoredRules) -> None:
@@ -71,24 +69,37 @@ def check_statements(model: ModelConfig, stored: StoredRules) -> None:
         raise ValueError(f"load_format {load_format}: this checkpoint is {found}; leave load_format out")
 
 
-def _kept_format(stored: StoredRules) -> FormatChoice:
-    """The format that GPUs keep such weights in."""
-    layouts = [layout for layout in stored.layouts if isinstance(layout, BlockLayout)]
-    sizes = {layout.scales.block_columns for layout in layouts}
-    packed = all(layout.codes.bits == 4 and layout.zeros and layout.ordered for layout in layouts)
-    if len(layouts) != len(stored.layouts) or len(sizes) != 1 or not packed or not sizes <= set(_KEPT_GROUPS):
+def _kept_format(stored: StoredRules, kind: DeviceKind) -> FormatChoice:
+    """The format in which weights stay that a checkpoint has quantized; plain: they are dequantized."""
+    rules = [rule for rule in stored.rules if not rule.only_experts]
+    layouts = [layout for rule in rules for layout in rule.layouts]
+    blocks = [layout for layout in layouts if isinstance(layout, BlockLayout)]
+    sizes = {layout.scales.block_columns for layout in blocks}
+    if kind == "cuda":
+        packed = all(layout.codes.bits == 4 and layout.zeros and layout.ordered for layout in blocks)
+        if len(blocks) != len(layouts) or len(sizes) != 1 or not packed or not sizes <= set(_KEPT_GROUPS):
+            return PLAIN
+        return FormatChoice("packed", sizes.pop())
+    if not layouts:
         return PLAIN
-    return FormatChoice("w4a16", sizes.pop())
+    return FormatChoice(
+        "packed",
+        group_size=min(sizes, default=_FLAT_BLOCK),
+        bits=max((4 if layout.codes.bits == 4 else 8 for layout in blocks), default=4),
+        # Scales of 16 bits stay so, and others are held in float32.
+        group_bytes=max(2 if rule.packing.scale_bytes == 2 else 4 for rule in rules)
+        + any(layout.zeros is not None for layout in blocks),
+    )
 
 
-def check_numerics(config: EngineConfig, held: FormatChoice) -> None:
-    """Refuse fast numerics for weights whose rows cannot be split.
+def check_numerics(config: EngineConfig, held: FormatChoice, devices: tuple[Device, ...]) -> None:
+    """Refuse fast numerics for weights whose rows cannot be split. The CPU dequantizes a weight if its groups are cut.
 
     Raises:
         ValueError: the configuration asks for this.
     """
-    parallel = config.parallel
-    if held.open_format().reads_packed and parallel.numerics == "fast" and parallel.tensor_parallel_size > 1:
+    splits_rows = config.parallel.numerics == "fast" and config.parallel.tensor_parallel_size > 1
+    if splits_rows and devices[0].kind == "cuda" and held.open_format().reads_packed:
         raise ValueError(
             "numerics fast splits the rows of weights, but this checkpoint packs its rows in groups; use --numerics "
             "exact, or --quantization none"
@@ -112,10 +123,8 @@ def choose_kv_dtype(asked: str, dtype: DType, spec: DecoderSpec, devices: tuple[
     return "float8_e4m3fn"
 
 
-def _check_devices(wanted: str, capability: int | None, alternatives: str, devices: tuple[Device, ...]) -> None:
-    """Refuse devices below a GPU architecture; None: every device works. `alternatives` says what to use instead."""
-    if capability is None:
-        return
+def _check_devices(wanted: str, capability: int, alternatives: str, devices: tuple[Device, ...]) -> None:
+    """Refuse CPUs, and GPUs below an architecture. `alternatives` says what to use instead."""
     for device in devices:
         if device.kind == "cpu":
             raise ValueError(f"{wanted} needs a GPU, and this is the CPU; use {alternatives}")
