@@ -21,9 +21,13 @@ _LONGEST_STEP = 86400.0
 class ModelConfig:
     """Which model, and how its weights are read."""
 
-    model: str = option("demo", "folder in Hugging Face format, hub id, or 'demo' for the embedded demo model")
+    model: str = option(
+        "demo",
+        "folder in Hugging Face format, GGUF file, hub id (ID:QUANT: one GGUF quant), or 'demo' for the embedded demo "
+        "model",
+    )
     revision: str | None = option(None, "branch, tag or commit on the hub")
-    tokenizer: str | None = option(None, "folder or hub id of the tokenizer; default: the model's own")
+    tokenizer: str | None = option(None, "folder, GGUF file or hub id of the tokenizer; default: the model's own")
     dtype: str = option(
         "auto",
         "type of weights and activations; auto: the checkpoint's",
@@ -34,8 +38,8 @@ class ModelConfig:
     )
     load_format: str = option(
         "auto",
-        "auto and safetensors: read the checkpoint; dummy: random weights",
-        choices=("auto", "safetensors", "dummy"),
+        "auto: read the checkpoint; safetensors, gguf: of this format; dummy: random weights",
+        choices=("auto", "safetensors", "gguf", "dummy"),
     )
     quantization: str | None = option(
         None,

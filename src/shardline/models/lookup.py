@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 import shardline.models.families
+from shardline.models.gguf.norms import NORMS_HOLD_OFFSET, without_norm_offsets
 from shardline.models.hf_config import HFConfig
 from shardline.models.packed_weights import packed_format
 from shardline.models.spec import DecoderSpec, TensorSource
@@ -62,4 +63,5 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) ->
     if not isinstance(model_type, str):
         raise ValueError(f"config.json has no model_type; supported: {', '.join(known_families())}")
     packed_format(HFConfig(config))  # refuses unsupported packings
-    return family(model_type).decoder_spec(config, max_model_len)
+    spec = family(model_type).decoder_spec(config, max_model_len)
+    return without_norm_offsets(spec) if config.get(NORMS_HOLD_OFFSET) else spec
