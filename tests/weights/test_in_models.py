@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardline import LLM, SamplingParams, _cpu
-from shardline.config.engine import EngineConfig, ModelConfig
+from shardline.config.engine import STORED_METHODS, EngineConfig, ModelConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import resolve_here
 from shardline.models.sizes import weight_bytes
@@ -28,7 +28,7 @@ SCHEMES = ["none", *sorted(set(format_names()) - {"plain"} - WITHOUT_HOST_KERNEL
 
 
 def test_formats_are_options() -> None:
-    schemes = {"none", *format_names()} - {"plain"}
+    schemes = {"none", *format_names(), *STORED_METHODS} - {"plain"}
     assert set(ModelConfig.__dataclass_fields__["quantization"].metadata["choices"]) == schemes
 
 

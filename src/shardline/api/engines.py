@@ -10,6 +10,8 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
 from shardline.types import Request
@@ -111,6 +113,9 @@ class Engines:
             prints = ", ".join(f"replica {index}: {one.fingerprint}" for index, one in enumerate(ready))
             raise RuntimeError(f"the replicas would give different answers ({prints})")
         self._fingerprint = ready[0].fingerprint
+        if self._cluster is not None:
+            last = msgspec.structs.replace(ready[-1], report=[*ready[-1].report, *self._cluster.describe_links()])
+            ready[-1] = last
         return ready
 
     def restart_engine(self, index: int, failed: Client) -> None:

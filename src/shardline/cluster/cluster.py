@@ -12,7 +12,7 @@ import time
 import msgspec
 
 from shardline.channel import Channel
-from shardline.cluster.describe import describe_node
+from shardline.cluster.describe import describe_node, own_address
 from shardline.cluster.messages import (
     ENGINE,
     HeadFailed,
@@ -20,11 +20,14 @@ from shardline.cluster.messages import (
     Join,
     Joined,
     Launch,
+    LinkMeasured,
+    Measured,
     NodesPresent,
     Shutdown,
     StartHead,
     Stream,
 )
+from shardline.cluster.survey import describe_links, used_links
 from shardline.cluster.token import find_token
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
@@ -36,6 +39,8 @@ from shardline.segment.pulse import CHECK_INTERVAL
 
 _MAX_FDS = 64
 """Descriptors that one message carries."""
+
+_LINKS_SECONDS = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -52,13 +57,14 @@ class Cluster:
         """
         self._config = config
         self._token = find_token(config.cluster)
-        self._own = describe_node(config)
+        self._own = describe_node(config, own_address(config.cluster))
         self._deployment: Deployment | None = None
         self._lock = threading.Lock()
         self._starts = 0
         self._closed = False
         self._present = threading.Condition()
         self._hosts: frozenset[int] = frozenset()
+        self._links: dict[tuple[int, int], Measured] = {}
         self._start_head()
         joins = (self._own, *self._await_nodes())
         self.machine = Machine(tuple(join.host for join in joins))
@@ -89,6 +95,14 @@ class Cluster:
             self._attach({Stream(engine, ENGINE, start): theirs})
             Channel(ours, StartEngine).send(StartEngine(deployment, engine))
             return StartedEngine(None, ours, {})
+
+    def describe_links(self) -> list[str]:
+        """Lines about the links between hosts, as they were measured at the launch; waits some seconds for the last."""
+        assert self._deployment is not None, "the cluster launches before it reports"
+        expected = len(used_links(self._deployment))
+        with self._present:
+            self._present.wait_for(lambda: self._closed or len(self._links) >= expected, _LINKS_SECONDS)
+            return describe_links(self._deployment, dict(self._links))
 
     def close(self, code: int = 0) -> None:
         """End all nodes with an exit code."""
@@ -177,6 +191,10 @@ class Cluster:
                 if isinstance(message, NodesPresent):
                     with self._present:
                         self._hosts = frozenset(message.hosts)
+                        self._present.notify_all()
+                elif isinstance(message, LinkMeasured):
+                    with self._present:
+                        self._links[message.hosts] = message.measured
                         self._present.notify_all()
                 else:
                     self._joined.put(message)

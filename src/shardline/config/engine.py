@@ -15,6 +15,11 @@ from shardline.config.units import parse_bytes
 from shardline.weights.formats import format_names
 
 _LONGEST_STEP = 86400.0
+STORED_METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "mxfp4")
+"""Ways in which a checkpoint may be quantized: the `quant_method` of its config.json."""
+_OWN_FORMATS = tuple(name for name in format_names() if name != "plain")
+QUANTIZED_ONLINE = tuple(name for name in STORED_METHODS if name in _OWN_FORMATS)
+"""Those of them in which this engine also holds weights that the checkpoint has not quantized."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +43,15 @@ class ModelConfig:
     )
     load_format: str = option(
         "auto",
-        "auto: read the checkpoint; safetensors, gguf: of this format; dummy: random weights",
-        choices=("auto", "safetensors", "gguf", "dummy"),
+        "auto: read the checkpoint; safetensors, gguf, bitsandbytes: state its format; dummy: random weights",
+        choices=("auto", "safetensors", "gguf", "bitsandbytes", "dummy"),
     )
     quantization: str | None = option(
         None,
         "format of linear weights; none: the activations' dtype; int8, int4: fewer bits, computed in int8; fp8 (GPUs): "
-        "computed in fp8; w4a16 (GPUs, default for GPTQ and AWQ): the checkpoint's own 4 bits",
-        choices=("none", *(name for name in format_names() if name != "plain")),
+        "computed in fp8; w4a16 (GPUs, default for GPTQ and AWQ): the checkpoint's own 4 bits; others state how the "
+        "checkpoint is quantized, which is found without them",
+        choices=("none", *_OWN_FORMATS, *(name for name in STORED_METHODS if name not in _OWN_FORMATS)),
     )
     runner: str = option(
         "auto",

@@ -9,10 +9,10 @@ import msgspec
 from shardline.config.topology import RankGrid
 from shardline.deployment.machine import DeviceKind, Machine
 from shardline.models.kv_groups import KVGroup
-from shardline.models.packed_weights import PackedFormat
 from shardline.models.partition import Span
 from shardline.models.sharding import Numerics
 from shardline.models.spec import DecoderSpec, DType, KVDType
+from shardline.models.stored_weights import StoredRules
 from shardline.weights.base import FormatChoice
 
 ExecutorName = Literal["uni", "mp", "threads"]
@@ -31,8 +31,8 @@ class ModelSource(msgspec.Struct, frozen=True):
     load_format: Literal["safetensors", "gguf", "dummy"]
     seed: int
     """Seed of random weights."""
-    packed: PackedFormat
-    """How config.json says that linear weights are packed. It is set for random weights too."""
+    stored: StoredRules
+    """How config.json says that weights are quantized. It is set for random weights too."""
     config_text: str
     """config.json with sorted keys. It is part of the fingerprint."""
     tokenizer_file: str = ""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from shardline.config.engine import EngineConfig
+from shardline.config.engine import QUANTIZED_ONLINE, STORED_METHODS, EngineConfig, ModelConfig
 from shardline.deployment.machine import Device, DeviceKind
-from shardline.models.packed_weights import PackedFormat
 from shardline.models.spec import MLA, DecoderSpec, DType, KVDType
+from shardline.models.stored_layout import BlockLayout
+from shardline.models.stored_weights import StoredRules
 from shardline.weights.base import PLAIN, FormatChoice
 
 _DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
 
+_KEPT_GROUPS = (0, 32, 64, 128)
+"""Columns of a group that GPUs can keep packed; 0: the whole row."""
 _FP8_CAPABILITY = 89
 """The first GPU architecture that computes in fp8: sm_89."""
 
 
-def choose_dtype(asked: str, checkpoint: str, packed: PackedFormat) -> DType:
+def choose_dtype(asked: str, checkpoint: str, stored: StoredRules) -> DType:
     """The type of weights and activations. `checkpoint` is the type that config.json names.
 
     Raises:
@@ -22,13 +25,13 @@ def choose_dtype(asked: str, checkpoint: str, packed: PackedFormat) -> DType:
     """
     if asked == "auto":
         # bfloat16 is precise enough for 4 bits and a scale. Other float16 weights need float32 to keep their precision.
-        return "bfloat16" if packed.is_packed else _DTYPES.get(checkpoint, "float32")
+        return "bfloat16" if stored.is_packed else _DTYPES.get(checkpoint, "float32")
     if asked not in _DTYPES:
         raise ValueError(f"dtype {asked} is not supported; use bfloat16 or float32")
     return _DTYPES[asked]
 
 
-def choose_weight_format(config: EngineConfig, packed: PackedFormat, devices: tuple[Device, ...]) -> FormatChoice:
+def choose_weight_format(config: EngineConfig, stored: StoredRules, devices: tuple[Device, ...]) -> FormatChoice:
     """The format of linear weights. `devices` are those on which ranks run.
 
     On GPUs, weights that are packed in the checkpoint stay packed, unless "none" or another format was requested.
@@ -37,9 +40,10 @@ def choose_weight_format(config: EngineConfig, packed: PackedFormat, devices: tu
         ValueError: the devices or the checkpoint do not support the requested format.
     """
     asked, on_gpu = config.model.quantization, devices[0].kind == "cuda"
-    is_there = packed.is_packed and config.model.load_format != "dummy"
-    if asked is None:
-        return packed.weight_format if is_there and on_gpu else PLAIN
+    check_statements(config.model, stored)
+    kept = PLAIN if config.model.load_format == "dummy" else _kept_format(stored)
+    if asked is None or asked == stored.method:
+        return kept if on_gpu else PLAIN
     if asked == "none":
         return PLAIN
     chosen = FormatChoice(asked)
@@ -47,9 +51,34 @@ def choose_weight_format(config: EngineConfig, packed: PackedFormat, devices: tu
     _check_devices(f"quantization {asked}", held.gpu_capability, held.alternatives, devices)
     if not held.reads_packed:
         return chosen
-    if not is_there:
+    if kept == PLAIN:
         raise ValueError(f"quantization {asked} is for GPTQ and AWQ checkpoints, and this is none; use int4")
-    return packed.weight_format
+    return kept
+
+
+def check_statements(model: ModelConfig, stored: StoredRules) -> None:
+    """Refuse options that state how the checkpoint is quantized, if it is not so.
+
+    Raises:
+        ValueError: the message says what the checkpoint is.
+    """
+    found = f"quantized as {stored.method}" if stored.is_packed else "not quantized"
+    asked, load_format = model.quantization, model.load_format
+    states = asked in STORED_METHODS and not (asked in QUANTIZED_ONLINE and not stored.is_packed)
+    if states and asked != stored.method:
+        raise ValueError(f"quantization {asked}: this checkpoint is {found}; leave quantization out")
+    if load_format in STORED_METHODS and load_format != stored.method:
+        raise ValueError(f"load_format {load_format}: this checkpoint is {found}; leave load_format out")
+
+
+def _kept_format(stored: StoredRules) -> FormatChoice:
+    """The format that GPUs keep such weights in."""
+    layouts = [layout for layout in stored.layouts if isinstance(layout, BlockLayout)]
+    sizes = {layout.scales.block_columns for layout in layouts}
+    packed = all(layout.codes.bits == 4 and layout.zeros and layout.ordered for layout in layouts)
+    if len(layouts) != len(stored.layouts) or len(sizes) != 1 or not packed or not sizes <= set(_KEPT_GROUPS):
+        return PLAIN
+    return FormatChoice("w4a16", sizes.pop())
 
 
 def check_numerics(config: EngineConfig, held: FormatChoice) -> None:

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from shardline.models.lookup import family
-from shardline.models.packed_weights import NOT_PACKED, PACKED, PackedFormat
-from shardline.models.parameters import Shape, parameters
+from shardline.models.parameters import Shape, expert_of, parameters, parse_name
 from shardline.models.spec import DecoderSpec, TensorSource
+from shardline.models.stored_layout import StoredModule, tensor_problems
+from shardline.models.stored_weights import RuleBook, StoredRules
+from shardline.models.wrapper import language_model_key
 
 _ELEMENT_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -26,7 +28,6 @@ _ELEMENT_BYTES = {
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
 }
 _LOADABLE = ("F32", "BF16", "F16", "F64")
-_SCALES = ("F16", "BF16", "F32")
 _MAX_HEADER_BYTES = 100_000_000
 _NAMED_PROBLEMS = 5
 _WEIGHT_SUFFIXES = (".bin", ".safetensors", ".gguf", ".pth")
@@ -47,7 +48,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a folder, by key."""
+    """The tensors of a folder, by key. Those of a wrapped language model have its own keys."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -63,9 +64,10 @@ class Checkpoint:
         files = weight_files(folder)
         tensors: dict[str, TensorEntry] = {}
         for file in files:
-            for key, entry in read_header(file).items():
+            for stored_key, entry in read_header(file).items():
+                key = language_model_key(stored_key)
                 if key in tensors:
-                    raise ValueError(f"tensor {key!r} is in {file} and in {tensors[key].file.name}")
+                    raise ValueError(f"tensor {stored_key!r} is in {file} and in {tensors[key].file.name}")
                 tensors[key] = entry
         return cls(folder, files, tensors)
 
@@ -85,76 +87,105 @@ class Checkpoint:
         """The key of `source`'s tensor in the checkpoint; None if the tensor is missing."""
         return next((key for key in (source.key, *source.aliases) if key in self.tensors), None)
 
-    def find_packed(self, source: TensorSource) -> str | None:
-        """The common prefix of the keys of `source`'s packed weight, last dot included; None if there is none."""
-        bases = (key.removesuffix("weight") for key in (source.key, *source.aliases) if key.endswith(".weight"))
-        return next((base for base in bases if f"{base}qweight" in self.tensors), None)
-
-    def check(self, spec: DecoderSpec, packed: PackedFormat = NOT_PACKED) -> None:
+    def check(self, spec: DecoderSpec, rules: StoredRules | None = None) -> dict[str, StoredModule]:
         """Check that every parameter of `spec` exists, with the right shape and a type that can be loaded.
 
-        Weights may be `packed`. Other tensors are ignored, except a bias that the spec does not have: if it were
-        ignored, results would be wrong. (Packers write biases of zeros. The loader of packed weights checks these.)
+        A weight is quantized if its quantized tensors are there and `rules`, the ones of config.json, cover its module.
+        Other tensors are ignored, except a bias that the spec does not have: if it were ignored, results would be
+        wrong. (GPTQ's and AWQ's packers write biases of zeros. The loader of quantized weights checks these.)
+
+        Returns the quantized modules by what the names of their tensors begin with, last dot included.
 
         Raises:
             ValueError: there are problems. The message names the first few.
         """
-        problems = []
+        problems: list[str] = []
         tensor_source = family(spec.model_type).tensor_source
+        quantized = _QuantizedModules(self, rules or StoredRules())
         expected: dict[str, Shape] = {}
-        expected_packed: dict[str, Shape] = {}
         for name, shape in parameters(spec):
             source = tensor_source(name, spec)
+            if quantized.add(name, source, shape, problems):
+                continue
             key = self.find(source)
-            if key is None and packed.is_packed and (base := self.find_packed(source)) is not None:
-                if source.transposed:
-                    problems.append(f"{base}qweight is packed, which is not supported for this model type")
-                rows = shape[0] if source.rows is None else sum(source.rows)
-                expected_packed[base] = max((rows, shape[1]), expected_packed.get(base, (0, 0)))
-                continue
             if key is None:
-                problems.append(f"{source.key} is missing")
+                problems.append(f"{source.key} is missing{self._packed_hint(source.key)}")
                 continue
-            if source.rows is not None:
-                # If parameters share a tensor, the end of the last one gives the full size.
-                shape = (sum(source.rows), *shape[1:])
-            if source.transposed:
-                shape = shape[::-1]
-            expected[key] = max(shape, expected.get(key, shape))
-        for base, shape in expected_packed.items():
-            problems += self._packed_problems(base, shape, packed)
+            # If parameters share a tensor, the end of the last one gives the full size.
+            stored = source.stored_shape(shape)
+            expected[key] = max(stored, expected.get(key, stored))
+        modules = quantized.finish(problems)
         for key, shape in expected.items():
-            problems += self._problems(key, shape)
+            problems += tensor_problems(key, shape, _LOADABLE, self.tensors)
             bias = f"{key.removesuffix('weight')}bias"
             if bias in self.tensors and bias not in expected:
                 problems.append(f"{bias} is there, but the configuration has no bias in that place")
         if problems:
+            problems = list(dict.fromkeys(problems))
             more = f"; and {len(problems) - _NAMED_PROBLEMS} more" if len(problems) > _NAMED_PROBLEMS else ""
             raise ValueError(
-                f"the weights in {self.folder} do not fit its config.json: "
-                f"{'; '.join(dict.fromkeys(problems[:_NAMED_PROBLEMS]))}{more}"
+                f"the weights in {self.folder} do not fit its config.json (download both again): "
+                f"{'; '.join(problems[:_NAMED_PROBLEMS])}{more}"
             )
+        return modules
 
-    def _problems(self, key: str, shape: Shape, types: tuple[str, ...] = _LOADABLE) -> list[str]:
-        """The problems of a tensor that should have `shape` and one of `types`."""
-        entry = self.tensors.get(key)
-        if entry is None:
-            return [f"{key} is missing"]
-        problems = []
-        if entry.shape != shape:
-            problems.append(f"{key} has shape {list(entry.shape)}, not {list(shape)}")
-        if entry.dtype not in types:
-            problems.append(f"{key} has type {entry.dtype}; supported: {', '.join(types)}")
-        return problems
+    def _packed_hint(self, key: str) -> str:
+        """What to say about a missing weight that seems to be quantized."""
+        base = key.removesuffix("weight")
+        packed = next((f"{base}{part}" for part in ("qweight", "weight_packed") if f"{base}{part}" in self.tensors), "")
+        return f" (there is {packed}: does config.json have the right quantization_config?)" if packed else ""
 
-    def _packed_problems(self, base: str, shape: Shape, packed: PackedFormat) -> list[str]:
-        """The problems of a packed weight's tensors. The weight should have `shape`."""
-        if any(size % PACKED for size in shape):
-            return [f"{base}qweight stands for a weight {list(shape)}, whose sizes are not multiples of {PACKED}"]
-        problems = []
-        for part, part_shape in packed.shapes(*shape).items():
-            problems += self._problems(f"{base}{part}", part_shape, _SCALES if part == "scales" else ("I32",))
-        return problems
+
+class _QuantizedModules:
+    """Collects the quantized modules of a checkpoint, and checks their headers."""
+
+    def __init__(self, checkpoint: Checkpoint, rules: StoredRules) -> None:
+        self._tensors = checkpoint.tensors
+        self._layouts = tuple(dict.fromkeys(rules.layouts))
+        self._rules = rules
+        self._book = RuleBook(rules)
+        self._shapes: dict[str, tuple[int, int]] = {}
+        self._is_expert: dict[str, bool] = {}
+
+    def add(self, name: str, source: TensorSource, shape: Shape, problems: list[str]) -> bool:
+        """Whether the parameter `name` is a quantized weight of the checkpoint."""
+        if parse_name(name).kind != "weight" or len(shape) != 2:
+            return False
+        base = self._find(source)
+        if base is None:
+            return False
+        if source.transposed:
+            problems.append(f"{base}weight is quantized, which is not supported for this model type")
+        rows = shape[0] if source.rows is None else sum(source.rows)
+        # If parameters share a tensor, the end of the last one gives the full size.
+        self._shapes[base] = max((rows, shape[1]), self._shapes.get(base, (0, 0)))
+        self._is_expert[base] = expert_of(parse_name(name).part) is not None
+        return True
+
+    def _find(self, source: TensorSource) -> str | None:
+        for key in (source.key, *source.aliases):
+            base = key.removesuffix("weight") if key.endswith(".weight") else key
+            if any(layout.is_there(base, self._tensors) for layout in self._layouts):
+                return base
+        return None
+
+    def finish(self, problems: list[str]) -> dict[str, StoredModule]:
+        """The modules found. Adds what is wrong with them to `problems`."""
+        modules = {}
+        for base, (rows, columns) in self._shapes.items():
+            rule = self._book.find(base.removesuffix("."), self._is_expert[base])
+            if rule is None:
+                problems.append(f"{base}weight is quantized, but quantization_config leaves this module out")
+                continue
+            there = [layout for layout in rule.layouts if layout.is_there(base, self._tensors)]
+            if not there:
+                problems.append(f"{base}weight is quantized, but not as quantization_config says ({self._rules})")
+                continue
+            found = [layout.problems(base, rows, columns, 0, self._tensors) for layout in there]
+            best = min(range(len(there)), key=lambda index: len(found[index]))
+            problems += found[best]
+            modules[base] = StoredModule(base, there[best], rows, columns)
+        return modules
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

@@ -12,7 +12,8 @@ from shardline.models.gguf.names import is_gguf
 from shardline.models.gguf.tokenizer import has_vocabulary
 from shardline.models.hf_config import HFConfig
 from shardline.models.hub import ModelFiles, resolve_model, resolve_tokenizer
-from shardline.models.packed_weights import PackedFormat, packed_format
+from shardline.models.stored_weights import StoredRules, read_stored
+from shardline.models.wrapper import text_config
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class ModelDescription:
     """A model on this host."""
 
     files: ModelFiles
-    packed: PackedFormat
-    """How config.json says that linear weights are packed. It is set for random weights too."""
+    stored: StoredRules
+    """How config.json or the GGUF file says that weights are quantized. It is set for random weights too."""
     checkpoint: Checkpoint | GGUFCheckpoint | None
     """The tensors in the checkpoint's headers; None: weights are random, and no checkpoint was read."""
     tokenizer_file: str = ""
@@ -45,7 +46,7 @@ def read_model(config: ModelConfig) -> ModelDescription:
         checkpoint = Checkpoint.open(files.folder) if files.gguf is None else GGUFCheckpoint.open(files.gguf)
     return ModelDescription(
         files=files,
-        packed=packed_format(HFConfig(files.config)),
+        stored=read_stored(HFConfig(text_config(files.config))),
         checkpoint=checkpoint,
         tokenizer_file=str(tokenizer_file) if has_tokenizer else "",
     )

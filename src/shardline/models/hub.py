@@ -17,7 +17,8 @@ from shardline.models.download_lock import download_lock
 from shardline.models.gguf.checkpoint import GGUFCheckpoint
 from shardline.models.gguf.config import read_config
 from shardline.models.gguf.names import all_parts, choose_files, is_gguf, model_names, split_quant
-from shardline.models.lookup import family
+from shardline.models.lookup import family, language_model_type
+from shardline.models.wrapper import text_config
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
 """The model "demo", which ships with the package."""
@@ -78,7 +79,8 @@ class ModelFiles:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a sequence, from generation_config.json, else from config.json."""
-        ids = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
+        of_config = self.config.get("eos_token_id", text_config(self.config).get("eos_token_id"))
+        ids = self.generation_config.get("eos_token_id", of_config)
         if ids is None:
             return ()
         return tuple(ids) if isinstance(ids, list) else (int(ids),)
@@ -112,11 +114,10 @@ def resolve_model(
             return _gguf_files(model, _choose_gguf(name, local, None, revision), load_format)
         raise ValueError(f"model {model!r}: {folder} has no config.json, so it is no model in Hugging Face format")
     config = _read_json(folder / "config.json")
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
+    if not isinstance(config.get("model_type"), str):
         raise ValueError(f"model {model!r}: {folder / 'config.json'} has no model_type")
     # Refuse an unknown type before the weights are downloaded.
-    family(model_type)
+    family(language_model_type(config))
     generation_config = folder / "generation_config.json"
     files: Sequence[Path] = ()
     if weights:

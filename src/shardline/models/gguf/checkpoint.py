@@ -11,9 +11,9 @@ from typing import NamedTuple
 from shardline.models.gguf.header import LOADABLE_TYPES, PLAIN_TYPES, GGUFHeader, GGUFTensor, read_header
 from shardline.models.gguf.names import all_parts
 from shardline.models.gguf.places import possible_places
-from shardline.models.packed_weights import NOT_PACKED, PackedFormat
 from shardline.models.parameters import Shape, parameters, parse_name
 from shardline.models.spec import GQA, DecoderSpec
+from shardline.models.stored_weights import StoredRules
 
 _NAMED_PROBLEMS = 5
 _INTERLEAVED = ("llama", "mistral3", "granite", "smollm3")
@@ -110,9 +110,10 @@ class GGUFCheckpoint:
         whole = f"{prefix}attn_kv_b.weight" in self.tensors
         return not whole and all(f"{prefix}{key}" in self.tensors for key in _SPLIT_KEYS)
 
-    def check(self, spec: DecoderSpec, packed: PackedFormat = NOT_PACKED) -> None:
+    def check(self, spec: DecoderSpec, rules: StoredRules | None = None) -> None:
         """Check that every parameter of `spec` exists, with the right shape and a type that can be loaded, and that
-        the file has no tensor that the model does not use.
+        the file has no tensor that the model does not use. Headers say how each tensor is packed, so `rules` are not
+        needed.
 
         Raises:
             ValueError: there are problems. The message names the first few.

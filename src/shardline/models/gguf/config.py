@@ -12,6 +12,7 @@ from shardline.models.gguf.checkpoint import GGUFCheckpoint
 from shardline.models.gguf.header import PACKED_TYPES, GGUFArray, GGUFHeader
 from shardline.models.gguf.norms import NORMS_HOLD_OFFSET
 from shardline.models.gguf.special_tokens import end_token_ids
+from shardline.models.wrapper import text_config
 
 _SOFTMAX, _SIGMOID = 1, 2
 """Values of expert_gating_func."""
@@ -105,29 +106,33 @@ def read_config(checkpoint: GGUFCheckpoint, beside: Mapping[str, Any] | None) ->
             "general.architecture",
             f"is {metadata.architecture!r}, which is not supported; supported: {', '.join(sorted(ARCHITECTURES))}",
         )
-    given = dict(beside or {})
-    if isinstance(given.get("text_config"), Mapping):
-        given = {"eos_token_id": given.get("eos_token_id"), **given["text_config"]}
+    given = text_config(beside or {})
     # Some repositories have a config.json with nothing but a model_type.
     describes = "hidden_size" in given or "n_embd" in given
     config = given if describes else _decoder(metadata)
-    config.pop("quantization_config", None)
-    config.pop("torch_dtype", None)
-    return config | {
-        "vocab_size": _vocab_size(checkpoint),
-        "tie_word_embeddings": not metadata.has_tensor("output.weight"),
-        "dtype": _dtype(checkpoint),
-        NORMS_HOLD_OFFSET: True,
-    }
+    config = {key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype")}
+    return (
+        config
+        | _quantization(checkpoint)
+        | {
+            "vocab_size": _vocab_size(checkpoint),
+            "tie_word_embeddings": not metadata.has_tensor("output.weight"),
+            "dtype": _dtype(checkpoint),
+            NORMS_HOLD_OFFSET: True,
+        }
+    )
 
 
-def file_type(checkpoint: GGUFCheckpoint) -> str:
-    """The type that most of the weights' bytes have: F32, Q4_K, ..."""
+def _quantization(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
+    """The quantization_config: the type that most bytes of packed weights have, and all types for people."""
     sizes: dict[str, int] = {}
     for tensor in checkpoint.tensors.values():
-        if len(tensor.shape) > 1:
+        if tensor.type.name in PACKED_TYPES:
             sizes[tensor.type.name] = sizes.get(tensor.type.name, 0) + tensor.num_bytes
-    return max(sizes, key=lambda name: sizes[name], default="F32")
+    if not sizes:
+        return {}
+    names = sorted(sizes, key=lambda name: -sizes[name])
+    return {"quantization_config": {"quant_method": "gguf", "type": names[0], "summary": ", ".join(names)}}
 
 
 def _dtype(checkpoint: GGUFCheckpoint) -> str:

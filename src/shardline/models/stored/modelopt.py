@@ -16,4 +16,6 @@ def read(section: HFConfig) -> StoredRules:
     excluded = tuple(section.values.get("ignore") or section.values.get("exclude_modules") or ())
     if algorithm not in ("NVFP4", "FP8"):
         raise section.error("quant_algo", f"{algorithm!r} is not known; known: NVFP4, FP8")
-    return StoredRules((PackingRule(_NVFP4 if algorithm == "NVFP4" else _PER_TENSOR),), excluded)
+    packing = _NVFP4 if algorithm == "NVFP4" else _PER_TENSOR
+    refusal = f"modelopt's {algorithm} is not supported"
+    return StoredRules((PackingRule(packing, refusal=refusal),), excluded, summary=algorithm)
