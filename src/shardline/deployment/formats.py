@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardline.config.engine import STORED_METHODS, EngineConfig, ModelConfig
 from shardline.deployment.machine import Device, DeviceKind
 from shardline.models.spec import MLA, DecoderSpec, DType, KVDType
-from shardline.models.stored_layout import BlockLayout
+from shardline.models.stored_layout import BlockLayout, GGUFLayout
 from shardline.models.stored_weights import StoredRules, methods
 from shardline.weights.base import PLAIN, FormatChoice
 
@@ -13,8 +13,8 @@ _DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16
 
 _KEPT_GROUPS = (0, 32, 64, 128)
 """Columns of a group that GPUs can keep packed; 0: the whole row."""
-_FLAT_BLOCK = 64
-"""Columns of a group of bitsandbytes, whose block size only the tensors know; it is used for estimates."""
+_FLAT_BLOCK, _GGUF_BLOCK = 64, 32
+"""Columns of a group of bitsandbytes and of GGUF, where tensors differ; for estimates."""
 _FP8_CAPABILITY = 89
 """The first GPU architecture that computes in fp8: sm_89."""
 
@@ -82,14 +82,14 @@ def _kept_format(stored: StoredRules, kind: DeviceKind) -> FormatChoice:
         return FormatChoice("packed", sizes.pop())
     if not layouts:
         return PLAIN
-    return FormatChoice(
-        "packed",
-        group_size=min(sizes, default=_FLAT_BLOCK),
-        bits=max((4 if layout.codes.bits == 4 else 8 for layout in blocks), default=4),
+    if GGUFLayout() in layouts:
+        group_size, group_bytes = _GGUF_BLOCK, 8
+    else:
+        group_size = min(sizes, default=_FLAT_BLOCK)
         # Scales of 16 bits stay so, and others are held in float32.
-        group_bytes=max(2 if rule.packing.scale_bytes == 2 else 4 for rule in rules)
-        + any(layout.zeros is not None for layout in blocks),
-    )
+        group_bytes = max(2 if rule.packing.scale_bytes == 2 else 4 for rule in rules)
+        group_bytes += any(layout.zeros is not None for layout in blocks)
+    return FormatChoice("packed", group_size, max(4 if rule.packing.bits <= 4 else 8 for rule in rules), group_bytes)
 
 
 def check_numerics(config: EngineConfig, held: FormatChoice, devices: tuple[Device, ...]) -> None:

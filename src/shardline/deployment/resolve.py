@@ -135,9 +135,9 @@ def model_source(config: EngineConfig, model: ModelDescription) -> ModelSource:
     files = model.files
     return ModelSource(
         name=files.name,
-        folder=str(files.folder),
+        folder=str(files.location),
         weight_files=tuple(map(str, files.weight_files)),
-        load_format="dummy" if config.model.load_format == "dummy" else "safetensors",
+        load_format="dummy" if config.model.load_format == "dummy" else "gguf" if files.gguf else "safetensors",
         seed=config.model.seed,
         stored=model.stored,
         config_text=json.dumps(files.config, sort_keys=True),
