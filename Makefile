@@ -23,8 +23,10 @@ check: $(VENV)/.tested ## Lint, types, storeys
 exact: $(VENV)/.tested ## The full exactness matrix: hours; ONLY="llama and bfloat16" takes a part of it
 	$(BIN)/python -m pytest tests/exactness --full-matrix -k "$(ONLY)"
 
-chaos: $(VENV)/.tested ## Faults at random under streaming clients, on two hosts (needs root): FAULTS=1000 SEED=0
+chaos: $(VENV)/.tested ## Faults under streaming clients on two hosts (root), disconnects, a soak: FAULTS=1000 SEED=0 SOAK=600
 	$(BIN)/python -m tests.faults.chaos --faults $(or $(FAULTS),1000) --seed $(or $(SEED),0)
+	SHARDLINE_DISCONNECTS=1000 $(BIN)/python -m pytest --timeout=0 tests/faults/test_disconnects.py
+	$(BIN)/python -m tests.faults.soak --seconds $(or $(SOAK),600)
 
 fuzz: $(VENV)/.tested ## Random and truncated frames on every listener of a cluster: FRAMES=1000000
 	SHARDLINE_FUZZ_FRAMES=$(or $(FRAMES),1000000) $(BIN)/python -m pytest --timeout=0 \

@@ -70,7 +70,9 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         weights=weights,
         executor=layout.executor,
         collectives=layout.collectives,
-        tries_symmetric_memory=layout.device == "cuda" and parallel.collectives == "auto",
+        tries_symmetric_memory=(
+            layout.device == "cuda" and parallel.collectives == "auto" and not layout.splits_tensor_groups
+        ),
         step_timeout=parallel.step_timeout or STEP_TIMEOUTS[layout.device],
         connect_timeout=config.cluster.distributed_timeout_seconds,
         max_in_flight=max(2, layout.grid.pipeline),
