@@ -21,7 +21,7 @@ MACHINE_PLACES = {"shardline/engine/executor/threads.py": 1}
 LIBRARY_LINES = 5
 """Lines outside the back ends that use a machine's own library."""
 
-FORMAT_FILES = {"int8": 3, "int4": 0, "fp8": 1, "w4a16": 1}
+FORMAT_FILES = {"int8": 3, "int4": 0, "fp8": 1}
 """Files besides its own that know a weight format."""
 
 
@@ -138,14 +138,14 @@ def test_formats_are_found_in_names_and_strings_but_not_as_other_things(tmp_path
         tmp_path,
         {
             "a.py": "from shardline.b import linear_int8",
-            "b.py": "class Int4Linear: ...\nif scheme == 'w4a16_128': ...",
+            "b.py": "class Int4Linear: ...\nif scheme == 'fp8_128': ...",
             "c.py": "'use int8 or fp8'\nx = torch.int8\ny = torch.uint8\nuint8 = 1\nkv_dtype = 'fp8'",
             "weights/formats/int8.py": "name = 'int8'",
             "runtime/backends/host/pack.py": "def pack_int8(): ...",
         },
     )
     found = format_mentions(source)
-    assert found == {"int8": ["shardline/a.py"], "int4": ["shardline/b.py"], "fp8": [], "w4a16": ["shardline/b.py"]}
+    assert found == {"int8": ["shardline/a.py"], "int4": ["shardline/b.py"], "fp8": ["shardline/b.py"]}
 
 
 def test_the_spine_has_the_files_of_which_many_functions_run():
