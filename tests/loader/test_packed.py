@@ -139,7 +139,7 @@ def test_the_log_says_what_became_of_them(tmp_path):
     resolved = resolve_here(EngineConfig.from_options(model=str(packed_llama(tmp_path, AWQ)), device="cpu"))
     assert resolved.dtype == "bfloat16"
     report = RankReport(0, "host", 1, "CPU", "portable", 1, 0, 0, 0.0)
-    lines = startup_report(resolved, KVAllocation(2), [report], {})
+    lines = startup_report(resolved, 0, KVAllocation(2), [report], {})
     assert "packed (the checkpoint's is awq, 4 bits in groups of 32, kept)" in lines[0]
 
 

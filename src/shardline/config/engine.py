@@ -42,8 +42,8 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "format of linear weights; default: as the checkpoint has them; none: the activations' dtype; int8, int4: "
-        "fewer bits, computed in int8; fp8: in fp8, which GPUs also compute in; others state how the checkpoint is "
+        "format of linear weights; none: the activations' dtype; int8, int4: fewer bits, computed in int8; fp8: in "
+        "fp8, which GPUs also compute in; default: as the checkpoint packs them; others state how the checkpoint is "
         "quantized, which is found without them",
         choices=("none", *(name for name in format_names() if name not in ("plain", "packed")), *STORED_METHODS),
     )
@@ -75,8 +75,9 @@ class ParallelConfig:
     pipeline_stages: str | None = option(None, "layers per stage, for example 10,12,10; default: balanced by cost")
     distributed_executor_backend: str = option(
         "auto",
-        "auto: uni for one rank, mp for several; threads: ranks as threads of one process",
-        choices=("auto", "uni", "mp", "threads"),
+        "auto: uni for one rank, mp for several; threads: ranks as threads of one process; ray: processes on the nodes "
+        "of a Ray cluster, which is joined (RAY_ADDRESS, or ray start on this host) or started",
+        choices=("auto", "uni", "mp", "threads", "ray"),
     )
     device: str = option("auto", "where ranks compute; auto: cuda if there is a GPU", choices=("auto", "cpu", "cuda"))
     collectives: str = option(
@@ -163,6 +164,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _validate(self)
+
+    @property
+    def places_with_ray(self) -> bool:
+        """Whether Ray chooses the hosts of all ranks."""
+        return "ray" in (self.parallel.distributed_executor_backend, self.cluster.data_parallel_backend)
 
     @property
     def embeds(self) -> bool:

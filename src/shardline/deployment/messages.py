@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shardline.deployment.deployment import Deployment, KVAllocation
+from shardline.segment.activity import Activity
 from shardline.segment.progress import RankProgress
 from shardline.types import RankStep, StepResult
 
@@ -150,8 +151,7 @@ class RankStarted(msgspec.Struct, frozen=True, tag=True):
 class RankBeat(msgspec.Struct, frozen=True, tag=True):
     """Node to engine, once a second for each rank on another host: how far it is."""
 
-    work: int
-    """Pieces of work that the rank has finished."""
+    activity: Activity
     progress: RankProgress
     expert_load: bytes
     """The rank's counters of tokens per expert, as int64."""
@@ -162,6 +162,8 @@ class RankEnded(msgspec.Struct, frozen=True, tag=True):
 
     how: str
     """How its process ended, in words that follow its name."""
+    code: int | None = None
+    """The exit code; None: the process is stopped, or its host is lost."""
 
 
 WorkerReply = (

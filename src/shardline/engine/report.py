@@ -14,7 +14,11 @@ from shardline.weights.base import PLAIN
 
 
 def startup_report(
-    deployment: Deployment, allocation: KVAllocation, ranks: Sequence[RankReport], seconds: dict[str, float]
+    deployment: Deployment,
+    engine: int,
+    allocation: KVAllocation,
+    ranks: Sequence[RankReport],
+    seconds: dict[str, float],
 ) -> list[str]:
     """Lines for people; those about the KV cache and the concurrency are worded as in vLLM."""
     grid, spec, cache, stages = deployment.grid, deployment.spec, deployment.cache, deployment.stages
@@ -33,9 +37,9 @@ def startup_report(
         place = grid.place(report.rank)
         stage = stages[place.pp_rank]
         lines.append(
-            f"rank {report.rank}: {report.host} {report.device} ({report.isa}, {report.threads} threads, pid "
-            f"{report.pid}), dp {place.dp_rank}, pp {place.pp_rank} (layers {stage.start}-{stage.stop - 1}), "
-            f"tp {place.tp_rank}; weights "
+            f"rank {report.rank}: {_where(deployment, engine, report)} {report.device} ({report.isa}, "
+            f"{report.threads} threads, pid {report.pid}), dp {place.dp_rank}, "
+            f"pp {place.pp_rank} (layers {stage.start}-{stage.stop - 1}), tp {place.tp_rank}; weights "
             f"{format_bytes(report.weight_bytes)}, KV {format_bytes(report.kv_bytes)}, "
             f"loaded in {report.load_seconds:.2f} s"
         )
@@ -55,6 +59,15 @@ def startup_report(
         "seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items()),
     ]
     return lines
+
+
+def _where(deployment: Deployment, engine: int, report: RankReport) -> str:
+    """The host of a rank, and if there are several hosts, the address that its peers use."""
+    hosts = deployment.machine.hosts
+    if len(hosts) == 1:
+        return report.host
+    index = deployment.placements[engine][report.rank].host
+    return f"node {index} ({report.host}, {hosts[index].address})"
 
 
 def _quantization(deployment: Deployment) -> str:
