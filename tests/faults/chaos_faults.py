@@ -75,7 +75,7 @@ class Fault:
 PRODUCT = tuple(
     Fault(kind, target, state)
     for kind, target, state in itertools.product(
-        ("kill", "stop", "stall", "cut"), ("rank", "engine", "node", "head"), ("idle", "loading", "busy")
+        ("kill", "stop", "cut", "stall"), ("rank", "engine", "node", "head"), ("idle", "busy", "loading")
     )
     if kind != "cut" or target in ("node", "head")  # ranks and engines are cut off with their host
 )
