@@ -1,11 +1,12 @@
 # Everything a user or a contributor types. Each target makes what it needs.
 VENV ?= .venv
+RAY_VENV ?= $(HOME)/.cache/shardline-ray
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find src csrc -type f -not -name '*.pyc' -not -name '*.so')
 
-.PHONY: serve test check exact chaos fuzz claims bench dev clean compiler
+.PHONY: serve test check exact chaos fuzz ray claims bench dev clean compiler
 
 serve: $(VENV)/.installed ## Install, and serve the embedded demo model on http://127.0.0.1:8000
 	$(BIN)/shardline serve
@@ -28,6 +29,11 @@ chaos: $(VENV)/.tested ## Faults at random under streaming clients, on two hosts
 fuzz: $(VENV)/.tested ## Random and truncated frames on every listener of a cluster: FRAMES=1000000
 	SHARDLINE_FUZZ_FRAMES=$(or $(FRAMES),1000000) $(BIN)/python -m pytest --timeout=0 \
 	  tests/parallel/test_rendezvous.py tests/cluster/test_wire.py -k "random"
+
+ray: compiler ## Servers on real Ray clusters (needs root), in an environment of their own: RAY_VENV
+	test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
+	$(RAY_VENV)/bin/python -m pip --disable-pip-version-check -q install -c constraints.txt '.[test,ray]'
+	$(RAY_VENV)/bin/python -m pytest --timeout=0 tests/faults/real_ray.py
 
 claims: $(VENV)/.tested ## Write docs/claims.md and docs/planner-validation.md
 	$(BIN)/python -m scripts.claims

@@ -243,7 +243,7 @@ def test_headers_that_do_not_fit_are_named(name, key, tensor, says, tmp_path):
     [
         ("int4", {"ignore": [Q]}, "q_proj.weight is quantized, but quantization_config leaves this module out"),
         ("int4", {"ignore": ["re:("]}, "is no regular expression"),
-        ("int4", {"ignore": [3]}, "must list names of modules"),
+        ("int4", {"ignore": [3]}, "must be a list of names"),
         ("nf4", {"bnb_4bit_quant_storage": "bfloat16"}, "stored as bfloat16 are not supported"),
         ("fp8 blocks", {"weight_block_size": [128, 128]}, r"has shape \[3, 2\], not \[1, 1\]"),
     ],

@@ -135,7 +135,8 @@ class Head:
         data, fds, _, _ = socket.recv_fds(self._sockets, 1 << 16, 64)
         if not data:
             raise EOFError("the front has ended")
-        while self._relay.deployment is None:  # it was sent before
+        # The deployment was sent before, perhaps with a node that has moved.
+        while self._relay.deployment is None or select.select([self._channel.fileno()], [], [], 0)[0]:
             self._handle(self._channel.fileno(), zmq.POLLIN)
         for stream, fd in zip(msgspec.msgpack.decode(data, type=list[Stream]), fds, strict=True):
             self._relay.attach(stream, socket.socket(fileno=fd))
@@ -224,7 +225,9 @@ class Head:
                 return
             self._is_complete = True
             self._channel.send(Joined(self._members.settle()))
-        self._channel.send(NodesPresent((0, *(self._members.host_of(member) for member in self._members.present()))))
+        members = self._members.present()
+        hosts = (0, *(self._members.host_of(member) for member in members))
+        self._channel.send(NodesPresent(hosts, tuple(member.join for member in members)))
 
     def _lose(self, member: Member, why: str) -> None:
         """Forget a node, and end all of its streams."""

@@ -213,6 +213,8 @@ class NodesPresent(msgspec.Struct, frozen=True, tag=True):
     """Head process to front: the hosts that are there now, by their index in the deployment."""
 
     hosts: tuple[int, ...]
+    nodes: tuple[Join, ...]
+    """What they are now, without the head itself. A node that comes back may be on another host."""
 
 
 FrontToHead = StartHead | Launch | Shutdown

@@ -69,15 +69,15 @@ class UnreadableMessage(ValueError):
     """The head speaks another version of the protocol."""
 
 
-def run_node(config: EngineConfig) -> int:
-    """Serve the head until it ends or SIGTERM arrives; returns the exit code.
+def run_node(config: EngineConfig, token: str | None = None) -> int:
+    """Serve the head until it ends or SIGTERM arrives; returns the exit code. `token`: None: the user's.
 
     Raises:
         ValueError: the configuration is at fault, or the head refuses this node; the message says what to change.
     """
     configure_logging()
     set_process_title("node")
-    token = find_token(config.cluster)
+    token = token or find_token(config.cluster)
     address = own_address(config.cluster)
     try:
         join = describe_node(config, address)

@@ -15,11 +15,9 @@ from shardline.config.units import parse_bytes
 from shardline.weights.formats import format_names
 
 _LONGEST_STEP = 86400.0
-STORED_METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "mxfp4")
-"""Ways in which a checkpoint may be quantized: the `quant_method` of its config.json."""
-_OWN_FORMATS = tuple(name for name in format_names() if name != "plain")
-QUANTIZED_ONLINE = tuple(name for name in STORED_METHODS if name in _OWN_FORMATS)
-"""Those of them in which this engine also holds weights that the checkpoint has not quantized."""
+STORED_METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gguf", "gptq", "mxfp4")
+"""Ways in which a checkpoint may be quantized (the `quant_method` of its config.json), and the engine does not quantize
+itself."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class ModelConfig:
         "format of linear weights; none: the activations' dtype; int8, int4: fewer bits, computed in int8; fp8 (GPUs): "
         "computed in fp8; w4a16 (GPUs, default for GPTQ and AWQ): the checkpoint's own 4 bits; others state how the "
         "checkpoint is quantized, which is found without them",
-        choices=("none", *_OWN_FORMATS, *(name for name in STORED_METHODS if name not in _OWN_FORMATS)),
+        choices=("none", *(name for name in format_names() if name != "plain"), *STORED_METHODS),
     )
     runner: str = option(
         "auto",
@@ -81,8 +79,9 @@ class ParallelConfig:
     pipeline_stages: str | None = option(None, "layers per stage, for example 10,12,10; default: balanced by cost")
     distributed_executor_backend: str = option(
         "auto",
-        "auto: uni for one rank, mp for several; threads: ranks as threads of one process",
-        choices=("auto", "uni", "mp", "threads"),
+        "auto: uni for one rank, mp for several; threads: ranks as threads of one process; ray: processes on the nodes "
+        "of a Ray cluster, which is joined (RAY_ADDRESS, or ray start on this host) or started",
+        choices=("auto", "uni", "mp", "threads", "ray"),
     )
     device: str = option("auto", "where ranks compute; auto: cuda if there is a GPU", choices=("auto", "cpu", "cuda"))
     collectives: str = option(
@@ -169,6 +168,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _validate(self)
+
+    @property
+    def places_with_ray(self) -> bool:
+        """Whether Ray chooses the hosts of all ranks."""
+        return "ray" in (self.parallel.distributed_executor_backend, self.cluster.data_parallel_backend)
 
     @property
     def embeds(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from shardline.config.topology import RankGrid
-from shardline.deployment.machine import DeviceKind, Machine
+from shardline.deployment.machine import DeviceKind, Host, Machine
 from shardline.models.kv_groups import KVGroup
 from shardline.models.partition import Span
 from shardline.models.sharding import Numerics
@@ -179,6 +179,16 @@ class Deployment(msgspec.Struct, frozen=True):
         """The ranks of an engine that are not on its host. An engine runs on the host of its first rank."""
         places = self.placements[engine]
         return [rank for rank, place in enumerate(places) if place.host != places[0].host]
+
+    def with_host(self, index: int, host: Host, model: ModelSource) -> Deployment:
+        """The deployment after a host was replaced by another one, which runs the same ranks."""
+        former = self.machine.hosts[index]
+        host = msgspec.structs.replace(host, num_ranks=former.num_ranks, num_replicas=former.num_replicas)
+        hosts = (*self.machine.hosts[:index], host, *self.machine.hosts[index + 1 :])
+        models = self.host_models and (*self.host_models[:index], model, *self.host_models[index + 1 :])
+        return msgspec.structs.replace(
+            self, machine=msgspec.structs.replace(self.machine, hosts=hosts), host_models=models
+        )
 
     def seen_from(self, host: int) -> Deployment:
         """The deployment with the model's files as they lie on a host."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shardline.config.engine import QUANTIZED_ONLINE, STORED_METHODS, EngineConfig, ModelConfig
+from shardline.config.engine import STORED_METHODS, EngineConfig, ModelConfig
 from shardline.deployment.machine import Device, DeviceKind
 from shardline.models.spec import MLA, DecoderSpec, DType, KVDType
 from shardline.models.stored_layout import BlockLayout
-from shardline.models.stored_weights import StoredRules
+from shardline.models.stored_weights import StoredRules, methods
 from shardline.weights.base import PLAIN, FormatChoice
 
 _DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
@@ -64,8 +64,8 @@ def check_statements(model: ModelConfig, stored: StoredRules) -> None:
     """
     found = f"quantized as {stored.method}" if stored.is_packed else "not quantized"
     asked, load_format = model.quantization, model.load_format
-    states = asked in STORED_METHODS and not (asked in QUANTIZED_ONLINE and not stored.is_packed)
-    if states and asked != stored.method:
+    is_method = asked is not None and asked.replace("-", "_") in methods()
+    if is_method and asked != stored.method and (stored.is_packed or asked in STORED_METHODS):
         raise ValueError(f"quantization {asked}: this checkpoint is {found}; leave quantization out")
     if load_format in STORED_METHODS and load_format != stored.method:
         raise ValueError(f"load_format {load_format}: this checkpoint is {found}; leave load_format out")

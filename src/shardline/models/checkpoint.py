@@ -12,7 +12,10 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec.structs import replace
 
 from shardline.models.lookup import family
 from shardline.models.parameters import Shape, expert_of, parameters, parse_name
@@ -28,7 +31,10 @@ _ELEMENT_BYTES = {
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
 }
 _LOADABLE = ("F32", "BF16", "F16", "F64")
-_MAX_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 1 << 25
+"""The largest published headers, of a hundred thousand tensors, are half as long."""
+_MAX_DIMS = 16
+_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _NAMED_PROBLEMS = 5
 _WEIGHT_SUFFIXES = (".bin", ".safetensors", ".gguf", ".pth")
 
@@ -144,7 +150,7 @@ class _QuantizedModules:
         self._layouts = tuple(dict.fromkeys(rules.layouts))
         self._rules = rules
         self._book = RuleBook(rules)
-        self._shapes: dict[str, tuple[int, int]] = {}
+        self._shapes: dict[str, tuple[int, int, int]] = {}
         self._is_expert: dict[str, bool] = {}
 
     def add(self, name: str, source: TensorSource, shape: Shape, problems: list[str]) -> bool:
@@ -154,11 +160,12 @@ class _QuantizedModules:
         base = self._find(source)
         if base is None:
             return False
-        if source.transposed:
-            problems.append(f"{base}weight is quantized, which is not supported for this model type")
-        rows = shape[0] if source.rows is None else sum(source.rows)
+        # Packers store every linear as [out, in], also where the model's own checkpoint has [in, out].
+        stacked, *sizes = (0, *replace(source, transposed=False, index=None).stored_shape(shape))
+        if source.index is not None:
+            stacked = source.index[1]
         # If parameters share a tensor, the end of the last one gives the full size.
-        self._shapes[base] = max((rows, shape[1]), self._shapes.get(base, (0, 0)))
+        self._shapes[base] = max((sizes[0], sizes[1], stacked), self._shapes.get(base, (0, 0, 0)))
         self._is_expert[base] = expert_of(parse_name(name).part) is not None
         return True
 
@@ -172,7 +179,7 @@ class _QuantizedModules:
     def finish(self, problems: list[str]) -> dict[str, StoredModule]:
         """The modules found. Adds what is wrong with them to `problems`."""
         modules = {}
-        for base, (rows, columns) in self._shapes.items():
+        for base, (rows, columns, stacked) in self._shapes.items():
             rule = self._book.find(base.removesuffix("."), self._is_expert[base])
             if rule is None:
                 problems.append(f"{base}weight is quantized, but quantization_config leaves this module out")
@@ -181,10 +188,15 @@ class _QuantizedModules:
             if not there:
                 problems.append(f"{base}weight is quantized, but not as quantization_config says ({self._rules})")
                 continue
-            found = [layout.problems(base, rows, columns, 0, self._tensors) for layout in there]
-            best = min(range(len(there)), key=lambda index: len(found[index]))
-            problems += found[best]
-            modules[base] = StoredModule(base, there[best], rows, columns)
+            chosen, found = there[0], there[0].problems(base, rows, columns, stacked, self._tensors)
+            for layout in there[1:] if found else ():
+                others = layout.problems(base, rows, columns, stacked, self._tensors)
+                if len(others) < len(found):
+                    chosen, found = layout, others
+            problems += found
+            if f"{base}bias" in self._tensors:
+                problems += tensor_problems(f"{base}bias", (rows,), _LOADABLE, self._tensors)
+            modules[base] = StoredModule(base, chosen, rows, columns)
         return modules
 
 
@@ -208,7 +220,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
         files = tuple(folder / name for name in names)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{index} is corrupt: it must be an object with a weight_map of key to file name") from None
     outside = [name for name in names if Path(name).name != name]
     if outside or not files:
@@ -246,12 +258,13 @@ def _parse_header(file: Path) -> dict[str, TensorEntry]:
         if header_size > min(file_size - 8, _MAX_HEADER_BYTES):
             raise _CorruptError(f"header of {header_size} bytes in a file of {file_size}")
         text = stream.read(header_size)
+    # Values are decoded one by one into their types, so a header of nested lists takes no more memory than its text.
     try:
-        header = json.loads(text)
+        header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        raise _CorruptError("header is not JSON: not a JSON object") from None
     except (ValueError, RecursionError):
         raise _CorruptError("header is not JSON") from None
-    if not isinstance(header, dict):
-        raise _CorruptError("header is not a JSON object")
     header.pop("__metadata__", None)
     spans: list[tuple[int, int]] = []
     entries: dict[str, TensorEntry] = {}
@@ -269,17 +282,21 @@ def _parse_header(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _parse_entry(key: str, value: Any) -> tuple[str, Shape, int, int]:
+class _Entry(msgspec.Struct):
+    dtype: Any
+    shape: Annotated[list[_Size], msgspec.Meta(max_length=_MAX_DIMS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+def _parse_entry(key: str, value: msgspec.Raw) -> tuple[str, Shape, int, int]:
     """(dtype, shape, start, stop) of a tensor. They are checked against each other."""
     try:
-        dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
-        numbers = [start, stop, *shape]
-    except (KeyError, TypeError, ValueError):
+        entry = msgspec.json.decode(value, type=_Entry)
+    except (ValueError, RecursionError):
         raise _CorruptError(f"entry of {key!r} is malformed") from None
+    dtype, shape, (start, stop) = entry.dtype, tuple(entry.shape), entry.data_offsets
     if not isinstance(dtype, str) or dtype not in _ELEMENT_BYTES:
-        raise _CorruptError(f"{key!r} has unknown type {dtype!r}")
-    if any(not isinstance(number, int) or number < 0 for number in numbers):
-        raise _CorruptError(f"entry of {key!r} is malformed")
+        raise _CorruptError(f"{key!r} has unknown type {dtype!r:.80}")
     if stop - start != math.prod(shape) * _ELEMENT_BYTES[dtype]:
-        raise _CorruptError(f"{key!r} has {stop - start} bytes for shape {shape} of {dtype}")
-    return dtype, tuple(shape), start, stop
+        raise _CorruptError(f"{key!r} has {stop - start} bytes for shape {list(shape)} of {dtype}")
+    return dtype, shape, start, stop

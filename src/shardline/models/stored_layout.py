@@ -167,7 +167,8 @@ class FlatLayout(msgspec.Struct, frozen=True, tag=True):
 
     def problems(self, base: str, rows: int, columns: int, experts: int, tensors: Tensors) -> list[str]:
         """See `BlockLayout.problems`."""
-        assert not experts, "bitsandbytes does not stack experts"
+        if experts:
+            return [f"{base}weight has stacked experts, which are not supported for bitsandbytes in 4 bits"]
         count = rows * columns
         problems = tensor_problems(f"{base}weight", (-(-count // 2), 1), ("U8",), tensors, squeezed=True)
         problems += tensor_problems(f"{base}weight.quant_map", (16,), ("F32",), tensors)

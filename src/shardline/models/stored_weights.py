@@ -25,6 +25,7 @@ from shardline.models.spec import DTYPE_BYTES, DType
 from shardline.models.stored_layout import Layout
 
 _NUMBERED_LAYER = re.compile(r"\blayers\.(\d+)\b")
+_WRAPPERS = ("language_model.", "model.language_model.")
 _CUT_LIST = re.compile(r"\.\.\. \d+ entries in all")
 
 
@@ -175,9 +176,7 @@ def check_loadable(config: HFConfig) -> None:
         raise section.error("quant_method", f"{why}; use the unquantized checkpoint, with --quantization if need be")
 
 
-def _check_pattern(section: HFConfig, pattern: object) -> None:
-    if not isinstance(pattern, str):
-        raise section.error("ignore", f"must list names of modules, got {pattern!r:.80}")
+def _check_pattern(section: HFConfig, pattern: str) -> None:
     if pattern.startswith("re:"):
         try:
             re.compile(pattern[3:])
@@ -218,7 +217,11 @@ class ModulePatterns:
             if plain[:stop] in self._names:
                 return True
             stop = plain.rfind(".", 0, stop)
-        return any(glob.match(plain) for glob in self._globs) or any(regex.match(module) for regex in self._regexes)
+        if any(glob.match(plain) for glob in self._globs):
+            return True
+        # The modules of a language model have longer names in a wrapper of it.
+        names = (module, *(f"{prefix}{plain}" for prefix in _WRAPPERS)) if self._regexes else ()
+        return any(regex.match(name) for regex in self._regexes for name in names)
 
 
 class RuleBook:

@@ -27,9 +27,7 @@ def read(section: HFConfig) -> StoredRules:
     )
     rule = PackingRule(packing, layouts=() if refusal else (layout,), refusal=refusal)
     groups = f"groups of {group}" if group else "one group a row"
-    return StoredRules(
-        (rule,), tuple(section.values.get("modules_to_not_convert") or ()), summary=f"{bits} bits in {groups}"
-    )
+    return StoredRules((rule,), section.names("modules_to_not_convert"), summary=f"{bits} bits in {groups}")
 
 
 def _refusal(section: HFConfig, bits: int) -> str:

@@ -13,7 +13,7 @@ _TABLE_BYTES = 16 * 4
 
 def read(section: HFConfig) -> StoredRules:
     """See `stored_weights.Method`."""
-    excluded = tuple(section.values.get("llm_int8_skip_modules") or ())
+    excluded = section.names("llm_int8_skip_modules")
     if section.flag("load_in_8bit", False):
         rule = PackingRule(Packing(label_of("int", 8), 8, block_rows=1, scale_bytes=4), layouts=(_BYTES,))
         return StoredRules((rule,), excluded, summary="int8, a scale for each output")

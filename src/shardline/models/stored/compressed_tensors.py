@@ -29,7 +29,7 @@ def read(section: HFConfig) -> StoredRules:
     if not rules:
         raise section.error("config_groups", "is missing")
     forms = dict.fromkeys(groups.section(name).text("format", section.text("format", "unknown")) for name in names)
-    return StoredRules(rules, tuple(section.values.get("ignore") or ()), summary=" and ".join(forms))
+    return StoredRules(rules, section.names("ignore"), summary=" and ".join(forms))
 
 
 def _rule(group: HFConfig, section: HFConfig) -> PackingRule:
@@ -37,7 +37,7 @@ def _rule(group: HFConfig, section: HFConfig) -> PackingRule:
     bits, kind = weights.integer("num_bits"), weights.text("type", "int")
     form = group.text("format", section.text("format", "unknown"))
     strategy = weights.text("strategy", "group" if weights.has("group_size") else "channel")
-    targets = tuple(group.values.get("targets") or ("Linear",))
+    targets = group.names("targets") or ("Linear",)
     label = label_of(kind, bits)
     if bits == 4 and kind == "float":
         label = "mxfp4" if form.startswith("mx") else "nvfp4"
@@ -46,8 +46,8 @@ def _rule(group: HFConfig, section: HFConfig) -> PackingRule:
         blocks["block_rows"] = 0
         packing = Packing(label, bits, tensor_bytes=8)
     elif strategy == "block":
-        rows, columns = weights.numbers("block_structure", 2)
-        blocks = {"block_rows": int(rows), "block_columns": int(columns)}
+        rows, columns = weights.sizes("block_structure", 2)
+        blocks = {"block_rows": rows, "block_columns": columns}
         packing = Packing(label, bits, **blocks, scale_bytes=4)
     elif strategy == "channel":
         packing = Packing(label, bits, block_rows=1, scale_bytes=4)

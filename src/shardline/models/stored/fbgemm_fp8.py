@@ -13,5 +13,5 @@ _LAYOUT = BlockLayout(codes=Codes("weight", "F8_E4M3"), scales=Scales("weight_sc
 def read(section: HFConfig) -> StoredRules:
     """See `stored_weights.Method`."""
     packing = Packing(label_of("float", 8), 8, block_rows=1, scale_bytes=4)
-    excluded = tuple(section.values.get("modules_to_not_convert") or ())
+    excluded = section.names("modules_to_not_convert")
     return StoredRules((PackingRule(packing, layouts=(_LAYOUT,)),), excluded, summary="e4m3, a scale for each output")

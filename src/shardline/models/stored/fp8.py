@@ -22,10 +22,7 @@ def _layout(part: str, block_rows: int, block_columns: int) -> BlockLayout:
 
 def read(section: HFConfig) -> StoredRules:
     """See `stored_weights.Method`."""
-    excluded = (
-        *(section.values.get("modules_to_not_convert") or ()),
-        *(section.values.get("ignored_layers") or ()),
-    )
+    excluded = section.names("modules_to_not_convert") + section.names("ignored_layers")
     refusal = ""
     if (kind := section.text("fmt", "e4m3")) != "e4m3":
         refusal = f"fp8 of kind {kind} is not supported, only e4m3"
@@ -33,7 +30,7 @@ def read(section: HFConfig) -> StoredRules:
         layouts = tuple(_layout(part, rows, 0) for part in ("weight_scale", "weight_scale_inv") for rows in (0, 1))
         packing, summary = Packing(_LABEL, 8, tensor_bytes=8), "e4m3, a scale for each tensor"
     else:
-        rows, columns = map(int, section.numbers("weight_block_size", 2))
+        rows, columns = section.sizes("weight_block_size", 2)
         layouts = (_layout("weight_scale_inv", rows, columns), _layout("weight_scale", rows, columns))
         packing = Packing(_LABEL, 8, block_rows=rows, block_columns=columns, scale_bytes=4)
         summary = f"e4m3, a scale for each {rows} x {columns}"

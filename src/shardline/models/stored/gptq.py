@@ -18,7 +18,7 @@ _LOADED_BITS = (4, 8)
 
 def read(section: HFConfig) -> StoredRules:
     """See `stored_weights.Method`. GPTQModel's `dynamic` gives modules other numbers, or excludes them."""
-    rules, excluded = [], list(section.values.get("modules_to_not_convert") or ())
+    rules, excluded = [], list(section.names("modules_to_not_convert"))
     dynamic = section.section("dynamic")
     for pattern, own in dynamic.values.items():
         regex = f"re:{pattern.removeprefix('+:').removeprefix('-:')}"

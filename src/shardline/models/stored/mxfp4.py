@@ -18,4 +18,4 @@ USUAL = (PackingRule(PACKING, only_experts=True, layouts=(_LAYOUT,)),)
 
 def read(section: HFConfig) -> StoredRules:
     """See `stored_weights.Method`."""
-    return StoredRules(USUAL, tuple(section.values.get("modules_to_not_convert") or ()), summary="e2m1 in blocks of 32")
+    return StoredRules(USUAL, section.names("modules_to_not_convert"), summary="e2m1 in blocks of 32")

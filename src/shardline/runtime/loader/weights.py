@@ -96,10 +96,12 @@ class CheckpointWeights:
         """See `WeightSource.get_packed`; raises the same errors as `get`."""
         source = self._tensor_source(name, self._spec)
         module = self._find_module(source)
-        if module is None or not is_grouped(module, self._reader(module)):
+        if module is None or not is_grouped(module, self._reader(module, source)):
             return None
         self._check_bias(name, module)
-        return read_stored(module, self._reader(module), *_bounds(module, source, spans), self._label)
+        rows, columns = _bounds(module, source, spans)
+        weight = read_stored(module, self._reader(module, source), rows, columns, self._label)
+        return weight.select_rows(slice(None, None, source.row_step)) if source.row_step > 1 else weight
 
     def _find_module(self, source: TensorSource) -> StoredModule | None:
         keys = (key.removesuffix("weight") if key.endswith(".weight") else key for key in (source.key, *source.aliases))
@@ -111,22 +113,27 @@ class CheckpointWeights:
         """Part of a quantized weight as `dtype`, made dense some rows at a time."""
         self._check_bias(name, module)
         rows, columns = _bounds(module, source, spans)
-        tensor, dense = self._reader(module), mapped_empty((rows.size, columns.size), dtype)
-        step = max(1, _CHUNK_ELEMENTS // max(1, columns.size))
+        tensor, step = self._reader(module, source), source.row_step
+        dense = mapped_empty((-(-rows.size // step), columns.size), dtype)
+        chunk = max(1, _CHUNK_ELEMENTS // max(1, columns.size)) * step
         grouped = is_grouped(module, tensor)
-        for start in range(rows.start, rows.stop, step):
-            some = Span(start, min(start + step, rows.stop))
+        for start in range(rows.start, rows.stop, chunk):
+            some = Span(start, min(start + chunk, rows.stop))
             if grouped:
                 part = read_stored(module, tensor, some, columns, self._label).dequantize(dtype)
             else:
                 part = read_flat_dense(module, tensor, some, columns)
-            dense[some.start - rows.start : some.stop - rows.start] = part
+            first = (start - rows.start) // step
+            dense[first : first + chunk // step] = part[::step]
         return dense
 
-    def _reader(self, module: StoredModule) -> ReadTensor:
+    def _reader(self, module: StoredModule, source: TensorSource) -> ReadTensor:
         def read(part: str) -> torch.Tensor | None:
             key = f"{module.base}{part}"
-            return self._mapped(key) if self._checkpoint.has(key) else None
+            if not self._checkpoint.has(key):
+                return None
+            tensor = self._mapped(key)
+            return tensor if source.index is None else tensor[source.index[0]]
 
         return read
 
@@ -144,8 +151,9 @@ class CheckpointWeights:
 def _bounds(module: StoredModule, source: TensorSource, spans: Spans) -> tuple[Span, Span]:
     """Rows and columns of a stored weight that are the part `spans` of a parameter."""
     first, count = source.rows or (0, module.rows)
-    rows, columns = spans[0] or Span(0, count), spans[1] or Span(0, module.columns)
-    return Span(first + rows.start, first + rows.stop), columns
+    rows, columns, step = spans[0] or Span(0, count), spans[1] or Span(0, module.columns), source.row_step
+    # The last of rows that alternate with others is the end.
+    return Span(first + rows.start * step, max(first + rows.start * step, first + rows.stop * step - step + 1)), columns
 
 
 def mapped_tensor(entry: TensorEntry) -> torch.Tensor:
