@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tests.models.checkpoints import FAMILIES, has_experts
+from tests.weights.forms import FORMS
 
 WHOLE_EXPERTS = "whole-experts"
 INT8_KV = "kv-int8"
+PACKED = "packed"
 
 
 class Case(NamedTuple):
@@ -63,7 +65,11 @@ def _meet(a: Any, b: Any) -> bool:
     return (a, b) != ("alone", "tight")
 
 
-def axes(families: Sequence[str]) -> list[tuple[Any, ...]]:
+SCHEMES = ("none", "int8", "int4", "fp8", PACKED, *FORMS)
+"""Formats of weights; those of packed checkpoints are the forms of tests/weights/forms.py, each alone or all mixed."""
+
+
+def axes(families: Sequence[str], schemes: Sequence[str]) -> list[tuple[Any, ...]]:
     """The values of each field of Case."""
     return [
         tuple(families),
@@ -75,7 +81,7 @@ def axes(families: Sequence[str]) -> list[tuple[Any, ...]]:
         ("whole", "chunked"),
         ("off", "cold", "warm"),
         ("roomy", "tight"),
-        ("none", "int8", "int4"),
+        tuple(schemes),
         ("split-experts", WHOLE_EXPERTS),
         ("kv-auto", INT8_KV),
         ("one-host", "two-hosts", "in-turns"),
@@ -84,7 +90,7 @@ def axes(families: Sequence[str]) -> list[tuple[Any, ...]]:
 
 def full_product(families: Sequence[str]) -> list[Case]:
     """Every possible case."""
-    return [case for case in itertools.starmap(Case, itertools.product(*axes(families))) if case.possible]
+    return [case for case in itertools.starmap(Case, itertools.product(*axes(families, SCHEMES))) if case.possible]
 
 
 def latent_layouts() -> list[Case]:
@@ -93,9 +99,9 @@ def latent_layouts() -> list[Case]:
     return [Case("deepseek_v3", "bfloat16", tp, pp, 1, *rest) for tp in (1, 2, 3, 4) for pp in (1, 2)]
 
 
-def pairwise_sample(families: Sequence[str], seed: int = 0) -> list[Case]:
+def pairwise_sample(families: Sequence[str], schemes: Sequence[str], seed: int = 0) -> list[Case]:
     """Cases in which every two values of different axes meet at least once (greedy covering array)."""
-    values = axes(families)
+    values = axes(families, schemes)
     rng = random.Random(seed)
     missing = {
         (i, a, j, b)

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.exactness.cases import Case, full_product, latent_layouts, pairwise_sample
+from tests.exactness.cases import PACKED, Case, full_product, latent_layouts, pairwise_sample
 from tests.exactness.harness import Answer, golden, make_requests, run_case
 from tests.models.checkpoints import FAMILIES, make_checkpoint
 
 VOCAB_SIZE = 256
+SAMPLED = ("none", "int8", "int4", "fp8"), ("none", "int4", PACKED)
+"""The formats of the two samples."""
 
 
 class Goldens:
@@ -51,7 +53,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         cases = (
             full_product(FAMILIES)
             if full
-            else list(dict.fromkeys(pairwise_sample(FAMILIES, 0) + pairwise_sample(FAMILIES, 1) + latent_layouts()))
+            else list(
+                dict.fromkeys(
+                    [
+                        *pairwise_sample(FAMILIES, SAMPLED[0], 0),
+                        *pairwise_sample(FAMILIES, SAMPLED[1], 1),
+                        *latent_layouts(),
+                    ]
+                )
+            )
         )
         metafunc.parametrize("case", cases, ids=[case.name for case in cases])
 

@@ -46,10 +46,10 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "format of linear weights; none: the activations' dtype; int8, int4: fewer bits, computed in int8; fp8 (GPUs): "
-        "computed in fp8; w4a16 (GPUs, default for GPTQ and AWQ): the checkpoint's own 4 bits; others state how the "
-        "checkpoint is quantized, which is found without them",
-        choices=("none", *(name for name in format_names() if name != "plain"), *STORED_METHODS),
+        "format of linear weights; none: the activations' dtype; int8, int4: fewer bits, computed in int8; fp8: in "
+        "fp8, which GPUs also compute in; default: as the checkpoint packs them; others state how the checkpoint is "
+        "quantized, which is found without them",
+        choices=("none", *(name for name in format_names() if name not in ("plain", "packed")), *STORED_METHODS),
     )
     runner: str = option(
         "auto",
@@ -219,6 +219,10 @@ def _validate(config: EngineConfig) -> None:
             choices = f.metadata.get("choices")
             if choices and value not in choices:
                 raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
+    if config.model.quantization == "w4a16":
+        raise ValueError(
+            "quantization w4a16 is now the format 'packed', which every packed checkpoint gets; leave quantization out"
+        )
     for name in ("dtype", "load_format", "quantization", "runner"):
         f = ModelConfig.__dataclass_fields__[name]
         if getattr(config.model, name) not in (f.default, *f.metadata["choices"]):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
+
 from shardline.config.engine import STORED_METHODS, EngineConfig, ModelConfig
 from shardline.deployment.machine import Device, DeviceKind
+from shardline.models.parameters import layer_parameters
+from shardline.models.sizes import OwnFormats
 from shardline.models.spec import MLA, DecoderSpec, DType, KVDType
-from shardline.models.stored_layout import BlockLayout
-from shardline.models.stored_weights import StoredRules, methods
+from shardline.models.stored_layout import Form
+from shardline.models.stored_weights import StoredRules, StoredWeights, methods
 from shardline.weights.base import PLAIN, FormatChoice
 
 _DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
 
-_KEPT_GROUPS = (0, 32, 64, 128)
+_GPU_GROUPS = (0, 32, 64, 128)
 """Columns of a group that GPUs can keep packed; 0: the whole row."""
+_CPU_GROUP_UNIT = 8
+"""Columns that the CPU packs together; a group is a multiple of it."""
 _FP8_CAPABILITY = 89
 """The first GPU architecture that computes in fp8: sm_89."""
 
@@ -34,26 +41,23 @@ def choose_dtype(asked: str, checkpoint: str, stored: StoredRules) -> DType:
 def choose_weight_format(config: EngineConfig, stored: StoredRules, devices: tuple[Device, ...]) -> FormatChoice:
     """The format of linear weights. `devices` are those on which ranks run.
 
-    On GPUs, weights that are packed in the checkpoint stay packed, unless "none" or another format was requested.
+    Weights that are packed in the checkpoint stay packed, unless "none" or another format was requested.
 
     Raises:
         ValueError: the devices or the checkpoint do not support the requested format.
     """
-    asked, on_gpu = config.model.quantization, devices[0].kind == "cuda"
+    asked = config.model.quantization
     check_statements(config.model, stored)
-    kept = PLAIN if config.model.load_format == "dummy" else _kept_format(stored)
     if asked is None or asked == stored.method:
-        return kept if on_gpu else PLAIN
+        is_there = stored.is_packed and config.model.load_format != "dummy"
+        return _kept_format(stored, devices[0].kind) if is_there else PLAIN
     if asked == "none":
         return PLAIN
     chosen = FormatChoice(asked)
     held = chosen.open_format()
-    _check_devices(f"quantization {asked}", held.gpu_capability, held.alternatives, devices)
-    if not held.reads_packed:
-        return chosen
-    if kept == PLAIN:
-        raise ValueError(f"quantization {asked} is for GPTQ and AWQ checkpoints, and this is none; use int4")
-    return kept
+    gpus = tuple(device for device in devices if device.kind != "cpu")
+    _check_devices(f"quantization {asked}", held.gpu_capability, held.alternatives, gpus)
+    return chosen
 
 
 def check_statements(model: ModelConfig, stored: StoredRules) -> None:
@@ -71,24 +75,44 @@ def check_statements(model: ModelConfig, stored: StoredRules) -> None:
         raise ValueError(f"load_format {load_format}: this checkpoint is {found}; leave load_format out")
 
 
-def _kept_format(stored: StoredRules) -> FormatChoice:
-    """The format that GPUs keep such weights in."""
-    layouts = [layout for layout in stored.layouts if isinstance(layout, BlockLayout)]
-    sizes = {layout.scales.block_columns for layout in layouts}
-    packed = all(layout.codes.bits == 4 and layout.zeros and layout.ordered for layout in layouts)
-    if len(layouts) != len(stored.layouts) or len(sizes) != 1 or not packed or not sizes <= set(_KEPT_GROUPS):
+def _kept_format(stored: StoredRules, device: DeviceKind) -> FormatChoice:
+    """The format that a device keeps such weights in. GPUs keep 4-bit integers with zero points, and the CPU all."""
+    # The last rule is the one for modules that no other rule names.
+    return _format_of(max(stored.rules, key=lambda rule: "Linear" in rule.targets).layouts[0].form, device)
+
+
+def own_formats(stored: StoredWeights, spec: DecoderSpec, device: DeviceKind) -> OwnFormats:
+    """The format of each weight, if weights stay as the checkpoint has them."""
+
+    def format_of(name: str) -> FormatChoice:
+        return _format_of(stored.form(name), device)
+
+    def layer_class(index: int) -> Hashable:
+        names = (part for part, _ in layer_parameters(spec.layers[index], spec.hidden_size, num_experts=1))
+        return tuple(format_of(f"layers.{index}.{name}") for name in names)
+
+    return OwnFormats(format_of, layer_class)
+
+
+@functools.cache
+def _format_of(form: Form | None, device: DeviceKind) -> FormatChoice:
+    """The format that a device keeps weights of a form in; PLAIN: it makes them dense, or they are."""
+    on_gpu = device == "cuda"
+    if form is None or (on_gpu and not (form.bits == 4 and form.has_zeros and form.group_size in _GPU_GROUPS)):
         return PLAIN
-    return FormatChoice("w4a16", sizes.pop())
+    if form.group_size % _CPU_GROUP_UNIT:
+        return PLAIN
+    return FormatChoice("packed", form.group_size, form.bits, form.group_bytes)
 
 
-def check_numerics(config: EngineConfig, held: FormatChoice) -> None:
-    """Refuse fast numerics for weights whose rows cannot be split.
+def check_numerics(config: EngineConfig, held: FormatChoice, devices: tuple[Device, ...]) -> None:
+    """Refuse fast numerics for weights whose rows cannot be split. The CPU dequantizes a weight if its groups are cut.
 
     Raises:
         ValueError: the configuration asks for this.
     """
-    parallel = config.parallel
-    if held.open_format().reads_packed and parallel.numerics == "fast" and parallel.tensor_parallel_size > 1:
+    splits_rows = config.parallel.numerics == "fast" and config.parallel.tensor_parallel_size > 1
+    if splits_rows and devices[0].kind == "cuda" and held.open_format().reads_packed:
         raise ValueError(
             "numerics fast splits the rows of weights, but this checkpoint packs its rows in groups; use --numerics "
             "exact, or --quantization none"
@@ -112,10 +136,8 @@ def choose_kv_dtype(asked: str, dtype: DType, spec: DecoderSpec, devices: tuple[
     return "float8_e4m3fn"
 
 
-def _check_devices(wanted: str, capability: int | None, alternatives: str, devices: tuple[Device, ...]) -> None:
-    """Refuse devices below a GPU architecture; None: every device works. `alternatives` says what to use instead."""
-    if capability is None:
-        return
+def _check_devices(wanted: str, capability: int, alternatives: str, devices: tuple[Device, ...]) -> None:
+    """Refuse CPUs, and GPUs below an architecture. `alternatives` says what to use instead."""
     for device in devices:
         if device.kind == "cpu":
             raise ValueError(f"{wanted} needs a GPU, and this is the CPU; use {alternatives}")

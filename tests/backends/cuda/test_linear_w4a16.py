@@ -5,8 +5,9 @@ import torch
 
 from shardline.runtime.backends.cuda.kernels.gemm import Tile
 from shardline.runtime.backends.cuda.kernels.linear_w4a16 import linear_w4a16 as launch
+from shardline.runtime.backends.cuda.w4a16 import W4A16Linear
 from shardline.weights.base import PackedLinear
-from shardline.weights.formats.w4a16 import Format, W4A16Linear
+from shardline.weights.formats.packed import Format
 from shardline.weights.grouped import GroupedWeight
 from tests.backends.cuda.helpers import KERNELS
 from tests.ops.helpers import assert_close, assert_same_bits, randn
