@@ -85,6 +85,13 @@ def for_ray_node(gpus: str | None) -> dict[str, str]:
     return inherited | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
 
 
+def use_interface(name: str) -> None:
+    """Have gloo and NCCL use this network interface in this process, unless the user has named another one."""
+    if os.environ.get("GLOO_SOCKET_IFNAME", "lo") == "lo":
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
 def for_children(gpus: str | None = None) -> dict[str, str]:
     """The environment of engines and workers. Unless the user set an interface, gloo listens on the loopback interface.
 

@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from shardline.cluster.cluster import check_transport
 from shardline.cluster.describe import own_address
 from shardline.cluster.members import Members
 from shardline.cluster.messages import Join
 from shardline.config.engine import EngineConfig
-from shardline.deployment.machine import Machine
 from tests.cluster.joins import node, start
-from tests.deployment.machines import host, resolve_on
 
 
 def test_nodes_join_in_any_order_and_come_back(own: Join) -> None:
@@ -93,11 +90,3 @@ def test_an_address_that_others_cannot_reach_is_refused(monkeypatch: pytest.Monk
     monkeypatch.delenv("VLLM_HOST_IP")
     with pytest.raises(ValueError, match=r"no\.such\.host cannot be reached"):
         own_address(dataclasses.replace(config, master_addr="no.such.host"))
-
-
-def test_groups_cross_hosts_over_sockets_only() -> None:
-    two_nodes = Machine((host(), host()))
-    check_transport(resolve_on(two_nodes, tensor_parallel_size=2))
-    check_transport(resolve_on(two_nodes, tensor_parallel_size=2, data_parallel_size=2, collectives="gloo"))
-    with pytest.raises(ValueError, match="cannot exchange tensors over gloo yet; keep each replica on one node"):
-        check_transport(resolve_on(two_nodes, pipeline_parallel_size=2, collectives="gloo"))

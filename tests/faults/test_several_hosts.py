@@ -92,6 +92,15 @@ def test_one_answer_on_several_hosts(count: int, flags: tuple[str, ...], tmp_pat
         assert [server.hosts.pids(index) for index in range(count)] == [[]] * count
 
 
+def test_gloo_reaches_other_hosts(tmp_path: Path, undisturbed: str) -> None:
+    with site(tmp_path, 2, "-tp", "2", "--collectives", "gloo") as server:
+        request = STREAM | {"max_tokens": 24}
+        answer = httpx.post(f"{server.url}/v1/completions", json=request, timeout=60.0).json()
+        assert undisturbed.startswith(answer["choices"][0]["text"])
+        assert len(answer["choices"][0]["text"]) > 24
+        assert "tensor parallelism crosses nodes" in server.log()
+
+
 def test_streams_outlive_lost_ranks_and_cut_hosts(tmp_path: Path, undisturbed: str) -> None:
     with site(tmp_path, 2, "-dp", "2") as server:
         readers = [Reader(server.url) for _ in range(4)]

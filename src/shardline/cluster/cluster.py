@@ -82,12 +82,7 @@ class Cluster:
         self._models = tuple(join.model for join in joins)
 
     def launch(self, deployment: Deployment) -> Deployment:
-        """Tell all nodes what runs where; returns the deployment with the model's places on them.
-
-        Raises:
-            ValueError: ranks of one engine on several hosts could not exchange tensors.
-        """
-        check_transport(deployment)
+        """Tell all nodes what runs where; returns the deployment with the model's places on them."""
         self._deployment = msgspec.structs.replace(deployment, host_models=self._models)
         self._channel.send(Launch(self._deployment))
         return self._deployment
@@ -252,17 +247,3 @@ class Cluster:
                 socket.send_fds(self._sockets, [names], [sock.fileno() for _, sock in part])
         for _, sock in pairs:
             sock.close()
-
-
-def check_transport(deployment: Deployment) -> None:
-    """Refuse engines whose groups would cross hosts over a transport that meets through a file of one host.
-
-    Raises:
-        ValueError: there is such an engine; the message says what would work.
-    """
-    crosses = any(deployment.remote_ranks(engine) for engine in range(len(deployment.placements)))
-    if crosses and deployment.collectives != "shm":
-        raise ValueError(
-            f"ranks of one replica on several nodes cannot exchange tensors over {deployment.collectives} yet; keep "
-            "each replica on one node (--data-parallel-size across nodes), or use --device cpu"
-        )

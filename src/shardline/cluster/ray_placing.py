@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +21,10 @@ class RayHost:
     """The amount of each of its resources."""
     free: dict[str, float]
     """What of it nobody has reserved."""
+
+
+_RESOURCES: Mapping[str, Resource] = {"cuda": "GPU", "cpu": "CPU"}
+"""Ray's names for the devices that ranks run on."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,11 @@ def demand_of(config: EngineConfig, hosts: Sequence[RayHost]) -> Demand:
     """What a configuration needs. With `--device auto`, ranks use GPUs if any node has one."""
     parallel = config.parallel
     has_gpus = any(host.total.get("GPU", 0.0) >= 1.0 for host in hosts)
-    on_gpus = parallel.device == "cuda" or (parallel.device == "auto" and has_gpus)
+    resource = _RESOURCES.get(parallel.device, "GPU" if has_gpus else "CPU")
     size = parallel.tensor_parallel_size
     groups = parallel.pipeline_parallel_size * parallel.data_parallel_size
-    if on_gpus:
-        return Demand("GPU", size, groups, size)
-    return Demand("CPU", size * (parallel.cpu_threads or 1), groups, size)
+    amounts = {"GPU": size, "CPU": size * (parallel.cpu_threads or 1)}
+    return Demand(resource, amounts[resource], groups, size)
 
 
 def share_groups(demand: Demand, hosts: Sequence[RayHost], own_id: str) -> list[Share]:

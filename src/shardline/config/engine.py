@@ -15,7 +15,7 @@ from shardline.config.units import parse_bytes
 from shardline.weights.formats import format_names
 
 _LONGEST_STEP = 86400.0
-STORED_METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gptq", "mxfp4")
+STORED_METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gguf", "gptq", "mxfp4")
 """Ways in which a checkpoint may be quantized (the `quant_method` of its config.json), and the engine does not quantize
 itself."""
 
@@ -24,9 +24,13 @@ itself."""
 class ModelConfig:
     """Which model, and how its weights are read."""
 
-    model: str = option("demo", "folder in Hugging Face format, hub id, or 'demo' for the embedded demo model")
+    model: str = option(
+        "demo",
+        "folder in Hugging Face format, GGUF file, hub id (ID:QUANT: one GGUF quant), or 'demo' for the embedded demo "
+        "model",
+    )
     revision: str | None = option(None, "branch, tag or commit on the hub")
-    tokenizer: str | None = option(None, "folder or hub id of the tokenizer; default: the model's own")
+    tokenizer: str | None = option(None, "folder, GGUF file or hub id of the tokenizer; default: the model's own")
     dtype: str = option(
         "auto",
         "type of weights and activations; auto: the checkpoint's",
@@ -37,8 +41,8 @@ class ModelConfig:
     )
     load_format: str = option(
         "auto",
-        "auto and safetensors: read the checkpoint; bitsandbytes: states its quantization; dummy: random weights",
-        choices=("auto", "safetensors", "bitsandbytes", "dummy"),
+        "auto: read the checkpoint; safetensors, gguf, bitsandbytes: state its format; dummy: random weights",
+        choices=("auto", "safetensors", "gguf", "bitsandbytes", "dummy"),
     )
     quantization: str | None = option(
         None,

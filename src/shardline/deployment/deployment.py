@@ -25,9 +25,10 @@ class ModelSource(msgspec.Struct, frozen=True):
     name: str
     """What the user asked for."""
     folder: str
+    """Its folder; of a model in GGUF, the file or its first part."""
     weight_files: tuple[str, ...]
-    """The safetensors files; empty if weights are random."""
-    load_format: Literal["safetensors", "dummy"]
+    """The safetensors or GGUF files; empty if weights are random."""
+    load_format: Literal["safetensors", "gguf", "dummy"]
     seed: int
     """Seed of random weights."""
     stored: StoredRules
@@ -35,7 +36,7 @@ class ModelSource(msgspec.Struct, frozen=True):
     config_text: str
     """config.json with sorted keys. It is part of the fingerprint."""
     tokenizer_file: str = ""
-    """The model's tokenizer.json, for grammars; empty: it has none."""
+    """The model's tokenizer.json, or the GGUF file with its tokenizer, for grammars; empty: it has none."""
 
 
 class RankPlacement(msgspec.Struct, frozen=True):

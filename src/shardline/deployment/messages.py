@@ -53,8 +53,6 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
     """Number of the engine in the deployment."""
     rank: int
     """Rank within the engine."""
-    store_path: str
-    """The file through which gloo's ranks find each other; empty: collectives use the shared segment."""
     nonce: bytes = b""
     """A secret of this start. Ranks on several hosts prove to each other that they know it."""
 
@@ -87,10 +85,18 @@ class StoreValue(msgspec.Struct, frozen=True, tag=True):
     """Engine to worker: the value that a StoreGet asked for."""
 
     key: str
-    value: bytes
+    value: bytes | None
+    """None: no rank has set it yet."""
 
 
-WorkerRequest = StartWorker | RunStep | AllocateCache | Probe | PrepareGrammar | StoreValue
+class StoreCount(msgspec.Struct, frozen=True, tag=True):
+    """Engine to worker: the sum after a StoreAdd."""
+
+    key: str
+    value: int
+
+
+WorkerRequest = StartWorker | RunStep | AllocateCache | Probe | PrepareGrammar | StoreValue | StoreCount
 
 
 class RankMeasured(msgspec.Struct, frozen=True, tag=True):
@@ -136,9 +142,18 @@ class StoreSet(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreGet(msgspec.Struct, frozen=True, tag=True):
-    """Worker to engine: send this value as soon as some rank has set it."""
+    """Worker to engine: send this value."""
 
     key: str
+    waits: bool = True
+    """Whether to answer only once some rank has set it."""
+
+
+class StoreAdd(msgspec.Struct, frozen=True, tag=True):
+    """Worker to engine: add to a counter that all ranks share, and send the sum."""
+
+    key: str
+    amount: int
 
 
 class RankStarted(msgspec.Struct, frozen=True, tag=True):
@@ -174,6 +189,7 @@ WorkerReply = (
     | ProbeDone
     | StoreSet
     | StoreGet
+    | StoreAdd
     | RankStarted
     | RankBeat
     | RankEnded

@@ -80,7 +80,9 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         weights=weights,
         executor=layout.executor,
         collectives=layout.collectives,
-        tries_symmetric_memory=layout.device == "cuda" and parallel.collectives == "auto",
+        tries_symmetric_memory=(
+            layout.device == "cuda" and parallel.collectives == "auto" and not layout.splits_tensor_groups
+        ),
         step_timeout=parallel.step_timeout or STEP_TIMEOUTS[layout.device],
         connect_timeout=config.cluster.distributed_timeout_seconds,
         max_in_flight=max(2, layout.grid.pipeline),
@@ -146,9 +148,9 @@ def model_source(config: EngineConfig, model: ModelDescription) -> ModelSource:
     files = model.files
     return ModelSource(
         name=files.name,
-        folder=str(files.folder),
+        folder=str(files.location),
         weight_files=tuple(map(str, files.weight_files)),
-        load_format="dummy" if config.model.load_format == "dummy" else "safetensors",
+        load_format="dummy" if config.model.load_format == "dummy" else "gguf" if files.gguf else "safetensors",
         seed=config.model.seed,
         stored=model.stored,
         config_text=json.dumps(files.config, sort_keys=True),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import shardline.models.families
+from shardline.models.gguf.norms import NORMS_HOLD_OFFSET, without_norm_offsets
 from shardline.models.hf_config import HFConfig
 from shardline.models.spec import DecoderSpec, TensorSource
 from shardline.models.stored_weights import check_loadable
@@ -61,7 +62,8 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) ->
     """
     text = text_config(config)
     check_loadable(HFConfig(text))
-    return family(language_model_type(config)).decoder_spec(text, max_model_len)
+    spec = family(language_model_type(config)).decoder_spec(text, max_model_len)
+    return without_norm_offsets(spec) if config.get(NORMS_HOLD_OFFSET) else spec
 
 
 def language_model_type(config: Mapping[str, Any]) -> str:

@@ -215,7 +215,33 @@ class FlatLayout(msgspec.Struct, frozen=True, tag=True):
         return problems
 
 
-Layout = BlockLayout | FlatLayout
+class GGUFLayout(msgspec.Struct, frozen=True, tag=True):
+    """GGUF: the file's own header says how each tensor is stored (`models/gguf/`). The form is that of one type."""
+
+    bits: Literal[4, 8]
+    group_size: int
+    group_bytes: int
+
+    @property
+    def form(self) -> Form:
+        """See `BlockLayout.form`."""
+        return Form(self.bits, self.group_size, self.group_bytes, has_zeros=False)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The tensors that must be there: none by these names."""
+        return ()
+
+    def is_there(self, base: str, tensors: Tensors) -> bool:
+        """See `BlockLayout.is_there`."""
+        return False
+
+    def problems(self, base: str, rows: int, columns: int, experts: int, tensors: Tensors) -> list[str]:
+        """See `BlockLayout.problems`."""
+        return []
+
+
+Layout = BlockLayout | FlatLayout | GGUFLayout
 
 
 class StoredModule(NamedTuple):

@@ -86,12 +86,11 @@ class MultiprocessExecutor(Executor):
                     note_work()  # for the front, which watches this process
                 elif watch.is_stuck:
                     done = measured if len(measured) < self._num_ranks else ()
-                    raise ExecutorFailure(self._stuck_loading({*reports, *done, *self._channels.awaiting}, watch))
+                    raise ExecutorFailure(self._stuck_loading({*reports, *done, *self._channels.store.waiting}, watch))
             if now - noticed >= _LOADING_NOTICE:
                 noticed = now
                 waiting = [rank for rank in range(self._num_ranks) if rank not in reports]
                 _log.info("still loading: %s", self._processes.name_ranks(waiting))
-        self._processes.remove_store()
         return [reports[rank] for rank in sorted(reports)]
 
     def _allocate(self, allocation: KVAllocation) -> None:

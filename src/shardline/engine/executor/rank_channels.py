@@ -1,9 +1,9 @@
-"""The channels between an engine and its ranks, and the store in which ranks find each other."""
+"""The channels between an engine and its ranks."""
 
 from __future__ import annotations
 
 import select
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -13,14 +13,15 @@ from shardline.deployment.messages import (
     RankEnded,
     RankFailed,
     RankStarted,
+    StoreAdd,
     StoreGet,
     StoreSet,
-    StoreValue,
     WorkerReply,
 )
 from shardline.engine.executor.base import ExecutorFailure
 from shardline.engine.executor.failures import FailureSearch
 from shardline.engine.executor.rank_processes import RankProcesses
+from shardline.engine.executor.rank_store import RankStore
 
 FRAME_TIMEOUT = 10.0
 """Seconds without a byte after which a rank in the middle of a frame counts as gone."""
@@ -40,9 +41,7 @@ class RankChannels:
         self._on_beat = on_beat
         self._at_step = at_step
         self._channels: dict[int, Channel[WorkerReply]] = {}
-        self._store: dict[str, bytes] = {}
-        self._awaiting: dict[str, list[int]] = {}
-        """For each key that the store lacks, the ranks that have asked for it."""
+        self.store = RankStore()
 
     def start_ranks(self, count: int) -> None:
         """Start all ranks, and open their channels."""
@@ -53,11 +52,6 @@ class RankChannels:
     def fds(self) -> list[int]:
         """Descriptors that become readable when a rank sends something or ends."""
         return [channel.fileno() for channel in self._channels.values()]
-
-    @property
-    def awaiting(self) -> Collection[int]:
-        """The ranks that wait for a value of another rank."""
-        return {rank for ranks in self._awaiting.values() for rank in ranks}
 
     def send(self, rank: int, body: bytes) -> None:
         """Send an encoded message.
@@ -114,15 +108,9 @@ class RankChannels:
                 self._on_beat(rank, reply)
             elif isinstance(reply, RankEnded):
                 raise self._failure(rank)
-        elif isinstance(reply, StoreSet):
-            self._store[reply.key] = reply.value
-            for asking in self._awaiting.pop(reply.key, []):
-                self.send(asking, encode_message(StoreValue(reply.key, reply.value)))
-        elif isinstance(reply, StoreGet):
-            if (value := self._store.get(reply.key)) is None:
-                self._awaiting.setdefault(reply.key, []).append(rank)
-            else:
-                self.send(rank, encode_message(StoreValue(reply.key, value)))
+        elif isinstance(reply, (StoreSet, StoreGet, StoreAdd)):
+            for asking, answer in self.store.handle(rank, reply):
+                self.send(asking, encode_message(answer))
         elif isinstance(reply, RankFailed):
             if reply.user_error:
                 raise ValueError(reply.message)

@@ -6,14 +6,11 @@ import contextlib
 import mmap
 import os
 import secrets
-import shutil
 import signal
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from shardline.channel import Channel
 from shardline.deployment.deployment import Deployment
@@ -38,7 +35,7 @@ class RemoteRank:
 
 
 class RankProcesses:
-    """One process per rank, and what the ranks of this host share: a memory segment, and a store where they meet."""
+    """One process per rank, and the memory segment that the ranks of this host share."""
 
     def __init__(self, deployment: Deployment, engine: int, streams: Mapping[int, int], send_timeout: float) -> None:
         """`streams`: for each rank on another host, the descriptor of the socket that leads to it.
@@ -59,7 +56,6 @@ class RankProcesses:
         os.ftruncate(self._segment_fd, num_bytes)
         self.segment = memoryview(mmap.mmap(self._segment_fd, num_bytes))
         """Memory that the ranks of this host and this process map."""
-        self._store_folder = tempfile.mkdtemp(prefix="shardline-") if deployment.collectives != "shm" else None
 
     def start_rank(self, rank: int) -> Channel[WorkerReply]:
         """Start the process of a rank. The node of a rank on another host has started it already."""
@@ -73,8 +69,7 @@ class RankProcesses:
         # A worker reads at once, whatever it is doing. One that does not has stopped, and must not stop the engine.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", self._send_timeout, 0))
         channel: Channel[WorkerReply] = Channel(ours, WorkerReply)  # type: ignore[arg-type]
-        store = str(Path(self._store_folder) / "store") if self._store_folder else ""
-        channel.send(StartWorker(self._deployment, self._engine, rank, store, self._nonce))
+        channel.send(StartWorker(self._deployment, self._engine, rank, self._nonce))
         return channel
 
     def note_report(self, rank: int, report: RankStarted | RankBeat | RankEnded) -> None:
@@ -147,18 +142,11 @@ class RankProcesses:
         remote = self._remote.get(rank)
         return remote.code != 0 if remote is not None else self._local[rank].poll() not in (None, 0)
 
-    def remove_store(self) -> None:
-        """Remove the store; the ranks do not need it once they have met."""
-        if self._store_folder is not None:
-            shutil.rmtree(self._store_folder, ignore_errors=True)
-            self._store_folder = None
-
     def close(self) -> None:
         """Wait two seconds for the processes to end, since their channels are closed; kill those that do not."""
         deadline = time.monotonic() + 2.0
         for child in self._local.values():
             child.end(max(0.0, deadline - time.monotonic()))
-        self.remove_store()
         with contextlib.suppress(OSError):
             os.close(self._segment_fd)
 

@@ -11,6 +11,7 @@ import torch
 
 from shardline.deployment.deployment import Deployment
 from shardline.models.checkpoint import Checkpoint, TensorEntry
+from shardline.models.gguf.checkpoint import GGUFCheckpoint
 from shardline.models.lookup import family
 from shardline.models.parameters import is_kept_in_float32, parameters
 from shardline.models.partition import Span
@@ -19,6 +20,7 @@ from shardline.models.spec import DecoderSpec, TensorSource
 from shardline.models.stored_layout import StoredModule
 from shardline.models.stored_weights import StoredRules
 from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
+from shardline.runtime.loader.gguf import GGUFWeights
 from shardline.runtime.loader.mapped_memory import mapped_empty
 from shardline.runtime.loader.stored import ReadTensor, is_grouped, read_flat_dense, read_stored
 from shardline.weights.grouped import GroupedWeight
@@ -201,4 +203,6 @@ def open_weights(deployment: Deployment, drawn_on: torch.device | None = None) -
         if drawn_on is not None:
             return DeviceDummyWeights(spec, dtype, model.seed, drawn_on)
         return DummyWeights(spec, dtype, model.seed)
+    if model.load_format == "gguf":
+        return GGUFWeights(GGUFCheckpoint.open(Path(model.folder)), spec, dtype)
     return CheckpointWeights(Checkpoint.open(Path(model.folder)), spec, dtype, model.stored)
