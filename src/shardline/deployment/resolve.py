@@ -58,7 +58,8 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         model.checkpoint.check(spec, model.stored)
     own = None
     if held.open_format().reads_packed:
-        own = own_formats(StoredWeights(model.stored, spec.dtype, module_names(spec)), spec, layout.device)
+        stored = StoredWeights(model.stored, spec.dtype, module_names(spec))
+        own = own_formats(stored, spec, layout.device, model.type_of)
     weights = _rank_weights(config, layout, spec, stages, dtype, held, own)
     room = rank_room(config, layout, machine, spec, dtype, weights)
     cache, length = plan_cache(sized, layout, machine, spec, stages, weights, kv_dtype, room)
