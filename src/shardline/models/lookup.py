@@ -15,6 +15,37 @@ from shardline.models.packed_weights import packed_format
 from shardline.models.spec import DecoderSpec, TensorSource
 from shardline.models.wrapper import text_config
 
+_RECURRENT = "its recurrent layers keep a state per request, which the engine does not have"
+_INDEXED = "an indexer chooses the tokens of its attention, which the engine does not have"
+_LACKING = {
+    **dict.fromkeys(
+        (
+            "bamba",
+            "falcon_h1",
+            "falcon_mamba",
+            "granitemoehybrid",
+            "jamba",
+            "kimi_linear",
+            "lfm2",
+            "lfm2_moe",
+            "mamba",
+            "mamba2",
+            "minimax",
+            "nemotron_h",
+            "olmo_hybrid",
+            "qwen3_5_moe_text",
+            "qwen3_5_text",
+            "qwen3_next",
+            "recurrent_gemma",
+            "rwkv",
+            "zamba2",
+        ),
+        _RECURRENT,
+    ),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _INDEXED),
+}
+"""What the engine lacks for well-known model types."""
+
 
 class Family(Protocol):
     """The functions in the module of a model type."""
@@ -37,11 +68,13 @@ def family(model_type: str) -> Family:
     """The module for a `model_type`.
 
     Raises:
-        ValueError: there is none. The message lists the supported types.
+        ValueError: there is none. The message lists the supported types, or says what this one needs.
     """
     known = known_families()
     if model_type in known:
         return cast(Family, importlib.import_module(f"shardline.models.families.{model_type}"))
+    if model_type in _LACKING:
+        raise ValueError(f"model_type {model_type!r} is not supported: {_LACKING[model_type]}")
     close = difflib.get_close_matches(model_type, known, n=3)
     hint = f" (did you mean {' or '.join(close)}?)" if close else ""
     raise ValueError(f"model_type {model_type!r} is not supported{hint}; supported: {', '.join(known)}")
