@@ -8,7 +8,7 @@ from shardline.models.spec import Routing
 from shardline.runtime.backends.host.kernels import HostKernels
 from shardline.runtime.ops.moe import experts, routing
 from shardline.weights.base import weight_format
-from shardline.weights.formats import int8, w4a16
+from shardline.weights.formats import int8, packed
 from shardline.weights.grouped import GroupedWeight
 from shardline.weights.rows import QuantizedRows, quantize_rows, quantize_rows_reference
 
@@ -45,11 +45,11 @@ class WeightChecks(Inputs):
             weight = GroupedWeight(
                 torch.randint(0, 16, (columns, depth), generator=self.rng, dtype=torch.uint8),
                 (torch.rand(columns, groups, generator=self.rng) / 16).half(),
-                torch.randint(0, 17, (columns, groups), generator=self.rng, dtype=torch.uint8),
                 torch.arange(depth) // (size or depth),
+                torch.randint(0, 17, (columns, groups), generator=self.rng, dtype=torch.uint8),
             )
             x, dense = self.randn(rows, depth), self.poison(rows, columns)
-            linear = w4a16.Format().pack_linear(self.kernels, weight.to(torch.device(self.device)))
+            linear = packed.Format().pack_linear(self.kernels, weight.to(torch.device(self.device)))
             out, dequantized = linear(x), weight.dequantize(self.dtype)
             worst = max(worst, relative_error(out, linear_reference(x.cpu(), dequantized)))
             assert torch.equal(linear(x[:1]), out[:1]), "a row follows its neighbours"

@@ -24,7 +24,7 @@ class RunningEngine(Protocol):
 def start_engine(options: dict[str, Any]) -> RunningEngine:
     """Start an engine in this process with `EngineConfig` options. It has one rank, or its ranks are threads.
 
-    The GPU-only formats (fp8, w4a16) are accepted if `use_gpu_kernels` was called before.
+    Formats of the GPU (fp8, packed) are accepted if `use_gpu_kernels` was called before.
     """
     import msgspec
 
@@ -35,13 +35,13 @@ def start_engine(options: dict[str, Any]) -> RunningEngine:
     from shardline.weights.base import FormatChoice
 
     on_gpu = "TRITON_INTERPRET" in os.environ
-    refused = ("fp8", "w4a16", "int8") if on_gpu and "deepseek" in options["model"] else ("fp8", "w4a16")
+    refused = ("fp8", "packed", "int8") if on_gpu and "deepseek" in options["model"] else ("fp8", "packed")
     gpu_only = {name: value for name, value in options.items() if value in refused}
     asked = EngineConfig.from_options(**{name: value for name, value in options.items() if name not in gpu_only})
     deployment = resolve_here(asked)
     if "quantization" in gpu_only:
         scheme = gpu_only["quantization"]
-        held = FormatChoice(scheme, 32 if scheme == "w4a16" else 0)
+        held = FormatChoice(scheme, 32 if scheme == "packed" else 0)
         deployment = msgspec.structs.replace(deployment, weight_format=held)
     if "kv_cache_dtype" in gpu_only:
         dtype = {"fp8": "float8_e4m3fn"}.get(gpu_only["kv_cache_dtype"], gpu_only["kv_cache_dtype"])

@@ -1,7 +1,7 @@
 """Files that know a weight format or a model by name. A change to it, or a new one, may have to touch them.
 
 A file mentions a weight format if it has the name as a part of an identifier (`linear_int8`, `Int8Linear`) or as a
-string (`"int8"`, `"w4a16_128"`). It does not count if int8 or fp8 is something else: a dtype of an array library
+string (`"int8"`, `"int8_128"`). It does not count if int8 or fp8 is something else: a dtype of an array library
 (`torch.int8`), or the type of the KV cache (the statement or its function has "kv" in its name or text). Prose, such as
 docstrings, help and messages, does not count either. Kernels do not count (Triton's, and those of a back end), but the
 protocol that lists them counts.
@@ -20,7 +20,7 @@ from pathlib import Path
 from scripts.house.imports import PACKAGE, SOURCE, module_files, parse_file, runtime_imports
 from scripts.house.machine import PROTOCOLS
 
-FORMATS = ("int8", "int4", "fp8", "w4a16")
+FORMATS = ("int8", "int4", "fp8")
 _KERNELS = (f"{PACKAGE}.runtime.ops.triton", f"{PACKAGE}.runtime.backends")
 _MODEL_ROOMS = (f"{PACKAGE}.models.families", f"{PACKAGE}.models")
 _PLANNED_ROOM = f"{PACKAGE}.models.planned"

@@ -71,6 +71,35 @@ def linear_int4(
     out: Tensor,
     gate: str | None = ...,
 ) -> None: ...
+def pack_codes(codes: Tensor, panels: Tensor, first: int = ..., half: int | None = ...) -> None: ...
+def linear_grouped(
+    x: Tensor,
+    x_sums: Tensor | None,
+    panels: Tensor,
+    scales: Tensor,
+    mins: Tensor | None,
+    zeros: Tensor | None,
+    table: Tensor | None,
+    group_size: int,
+    bias: Tensor | None,
+    out: Tensor,
+    gate: str | None = ...,
+) -> None: ...
+def linear_grouped_best(
+    x: Tensor,
+    x_sums: Tensor | None,
+    panels: Tensor,
+    scales: Tensor,
+    mins: Tensor | None,
+    zeros: Tensor | None,
+    table: Tensor | None,
+    group_size: int,
+    bias: Tensor | None,
+    num_columns: int,
+    best: Tensor,
+) -> None: ...
+def sum_groups(x: Tensor, group_size: int, sums: Tensor) -> None: ...
+def gather_columns(x: Tensor, order: Tensor, out: Tensor) -> None: ...
 def linear_heads(x: Tensor, panels: Tensor, out: Tensor) -> None: ...
 def rms_norm(
     x: Tensor,

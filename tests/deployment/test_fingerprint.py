@@ -54,21 +54,21 @@ def test_large_files_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_fingerprint_stays_what_it_was() -> None:
     """A client that compares answers of two releases relies on it."""
     resolved = resolve_on(machine(), device="cpu")
-    assert fingerprint.fingerprint(resolved, "isa") == "sl-fe2b5a90a743-bfloat16-n6-isa"
+    assert fingerprint.fingerprint(resolved, "isa") == "sl-fe2b5a90a743-bfloat16-n7-isa"
     fast = resolve_on(machine(), numerics="fast", tensor_parallel_size=2, quantization="int8", kv_cache_dtype="int8")
     assert fingerprint.fingerprint(fast, "isa") == "sl-fe2b5a90a743-bfloat16-int8-kv-int8-fast-tp2-isa"
     dummy = resolve_on(machine(), load_format="dummy", seed=3)
-    assert fingerprint.fingerprint(dummy, "isa") == "sl-35e12a8ba020-bfloat16-n6-isa"
+    assert fingerprint.fingerprint(dummy, "isa") == "sl-35e12a8ba020-bfloat16-n7-isa"
 
 
 def test_a_packed_format_is_named_with_its_groups(tmp_path: Path) -> None:
     model = make_checkpoint("llama", tmp_path / "model")
-    for size, name in ((32, "w4a16_32"), (-1, "w4a16_rows")):
+    for size, name in ((32, "packed_32"), (-1, "packed_rows")):
         config = {"quant_method": "gptq", "bits": 4, "group_size": size}
         folder = tmp_path / name
         pack_checkpoint(model, folder, tmp_path / f"{name}-plain", config)
         kept = resolve_on(machine((8 * GIB, 7 * GIB)), model=str(folder))
-        assert f"-bfloat16-{name}-n6-" in fingerprint.fingerprint(kept, "isa")
+        assert f"-bfloat16-{name}-n7-" in fingerprint.fingerprint(kept, "isa")
 
 
 def test_dummy_weights_are_named_by_their_seed(tmp_path: Path) -> None:

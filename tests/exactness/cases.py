@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tests.models.checkpoints import FAMILIES, LIKE_OTHERS, OWN_PARTS, has_experts
+from tests.weights.forms import FORMS
 
 WHOLE_EXPERTS = "whole-experts"
 INT8_KV = "kv-int8"
+PACKED = "packed"
 
 
 _LATENT = ("deepseek_v2", "deepseek_v3", "mistral4")
 _WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "olmo3", "cohere2", "exaone4")
 """Families with windows in some layers."""
-SAMPLED = tuple(family for family in FAMILIES if family not in (*OWN_PARTS, *LIKE_OTHERS))
+SAMPLED_FAMILIES = tuple(family for family in FAMILIES if family not in (*OWN_PARTS, *LIKE_OTHERS))
 """Families of the pairwise samples."""
 
 
@@ -70,7 +72,11 @@ def _meet(a: Any, b: Any) -> bool:
     return (a, b) != ("alone", "tight")
 
 
-def axes(families: Sequence[str]) -> list[tuple[Any, ...]]:
+SCHEMES = ("none", "int8", "int4", "fp8", PACKED, *FORMS)
+"""Formats of weights; those of packed checkpoints are the forms of tests/weights/forms.py, each alone or all mixed."""
+
+
+def axes(families: Sequence[str], schemes: Sequence[str]) -> list[tuple[Any, ...]]:
     """The values of each field of Case."""
     return [
         tuple(families),
@@ -82,7 +88,7 @@ def axes(families: Sequence[str]) -> list[tuple[Any, ...]]:
         ("whole", "chunked"),
         ("off", "cold", "warm"),
         ("roomy", "tight"),
-        ("none", "int8", "int4"),
+        tuple(schemes),
         ("split-experts", WHOLE_EXPERTS),
         ("kv-auto", INT8_KV),
         ("one-host", "two-hosts", "in-turns"),
@@ -91,7 +97,7 @@ def axes(families: Sequence[str]) -> list[tuple[Any, ...]]:
 
 def full_product(families: Sequence[str]) -> list[Case]:
     """Every possible case."""
-    return [case for case in itertools.starmap(Case, itertools.product(*axes(families))) if case.possible]
+    return [case for case in itertools.starmap(Case, itertools.product(*axes(families, SCHEMES))) if case.possible]
 
 
 def latent_layouts() -> list[Case]:
@@ -112,9 +118,9 @@ def layouts_of_own_parts() -> list[Case]:
     return cases
 
 
-def pairwise_sample(families: Sequence[str], seed: int = 0) -> list[Case]:
+def pairwise_sample(families: Sequence[str], schemes: Sequence[str], seed: int = 0) -> list[Case]:
     """Cases in which every two values of different axes meet at least once (greedy covering array)."""
-    values = axes(families)
+    values = axes(families, schemes)
     rng = random.Random(seed)
     missing = {
         (i, a, j, b)

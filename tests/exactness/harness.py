@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,11 +20,16 @@ from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor
 from shardline.models.kv_groups import blocks_per_request
+from shardline.models.sharding import Spans
 from shardline.runtime.backends.host.replay import DecodeReplay
+from shardline.runtime.loader.weights import CheckpointWeights
 from shardline.sampling_params import SamplingParams
 from shardline.stats import EngineStats
 from shardline.types import Request
-from tests.exactness.cases import WHOLE_EXPERTS, Case
+from shardline.weights.base import FormatChoice
+from shardline.weights.grouped import GroupedWeight
+from tests.exactness.cases import PACKED, WHOLE_EXPERTS, Case
+from tests.weights.forms import FORMS, quantize
 
 BLOCK_SIZE = 16
 """The smallest, so that short prompts cross block bounds."""
@@ -74,6 +82,9 @@ def start_engine(
 ) -> tuple[Engine, Executor]:
     """An engine whose ranks are threads (one rank: none), and the executor to close; `lockstep`: replicas in it;
     `hosts`: as in `Case`."""
+    scheme = options.get("quantization")
+    if scheme in (PACKED, *FORMS):
+        options = {**options, "quantization": "none"}
     config = EngineConfig.from_options(
         model=str(model),
         tensor_parallel_size=tensor,
@@ -86,9 +97,21 @@ def start_engine(
         **options,
     )
     setup = _spread(resolve_here(config), hosts)
+    quantized: AbstractContextManager[object] = nullcontext()
+    if scheme in (PACKED, *FORMS):
+        setup = msgspec.structs.replace(setup, weight_format=FormatChoice("packed"))
+        quantized = patch.object(CheckpointWeights, "get_packed", partialmethod(_read_packed, scheme))
     executor = make_executor(setup)
-    executor.start()
+    with quantized:
+        executor.start()
     return Engine(setup, executor), executor
+
+
+def _read_packed(source: CheckpointWeights, scheme: object, name: str, spans: Spans) -> GroupedWeight:
+    """The part of a weight in a form; with `PACKED`, each block of layers has another one."""
+    number = zlib.crc32(name.rsplit(".", 2)[0].encode())
+    form = tuple(FORMS)[number % len(FORMS)] if scheme == PACKED else str(scheme)
+    return quantize(source.get(name, spans), form)
 
 
 def _spread(setup: Deployment, hosts: str) -> Deployment:

@@ -6,11 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.exactness.cases import SAMPLED, Case, full_product, latent_layouts, layouts_of_own_parts, pairwise_sample
+from tests.exactness.cases import (
+    PACKED,
+    SAMPLED_FAMILIES,
+    Case,
+    full_product,
+    latent_layouts,
+    layouts_of_own_parts,
+    pairwise_sample,
+)
 from tests.exactness.harness import Answer, golden, make_requests, run_case
 from tests.models.checkpoints import FAMILIES, make_checkpoint
 
 VOCAB_SIZE = 256
+SAMPLED = ("none", "int8", "int4", "fp8"), ("none", "int4", PACKED)
+"""The formats of the two samples."""
 
 
 class Goldens:
@@ -58,10 +68,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             if full
             else list(
                 dict.fromkeys(
-                    pairwise_sample(SAMPLED, 0)
-                    + pairwise_sample(SAMPLED, 1)
-                    + latent_layouts()
-                    + layouts_of_own_parts()
+                    [
+                        *pairwise_sample(SAMPLED_FAMILIES, SAMPLED[0], 0),
+                        *pairwise_sample(SAMPLED_FAMILIES, SAMPLED[1], 1),
+                        *latent_layouts(),
+                        *layouts_of_own_parts(),
+                    ]
                 )
             )
         )

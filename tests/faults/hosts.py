@@ -51,7 +51,7 @@ class Hosts:
     def start(self, host: int, *words: str, log: Path, **environment: str) -> subprocess.Popen[str]:
         """Start `shardline WORDS…` on a host; its output goes to `log`."""
         code = "import sys; from shardline.cli.main import main; sys.exit(main())"
-        command = ["ip", "netns", "exec", self._spaces[host], sys.executable, "-c", code, *words]
+        command = self.command(host, sys.executable, "-c", code, *words)
         with log.open("a") as output:
             child = subprocess.Popen(
                 command,
@@ -63,6 +63,14 @@ class Hosts:
             )
         self._children.append(child)
         return child
+
+    def command(self, host: int, *words: str) -> list[str]:
+        """The words that run a program on a host."""
+        return ["ip", "netns", "exec", self._spaces[host], *words]
+
+    def add_address(self, host: int, address: str) -> None:
+        """Give a host an address that no other host can reach."""
+        _ip("-n", self._spaces[host], "addr", "add", f"{address}/32", "dev", "lo")
 
     def cut(self, host: int) -> None:
         """Drop all packets of a host, silently."""

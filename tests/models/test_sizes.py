@@ -276,7 +276,7 @@ def test_parameter_count_is_that_of_transformers() -> None:
 
 @pytest.mark.parametrize(("size", "groups"), [(32, 3), (128, 1), (0, 1), (64, 2)])
 def test_weights_that_a_checkpoint_has_packed(size: int, groups: int) -> None:
-    packed = FormatChoice("w4a16", size).open_format()
+    packed = FormatChoice("packed", size).open_format()
     assert packed.num_bytes(8, 96, 2) == 8 * (96 // 2 + groups * 3)
     assert not packed.is_dense("layer")
     for role in ("lm_head", "expert"):
@@ -287,7 +287,7 @@ def test_weights_that_a_checkpoint_has_packed(size: int, groups: int) -> None:
 def test_only_layers_are_packed() -> None:
     spec = decoder_spec({"model_type": "mixtral", **_SMALL_MIXTRAL})
     place, stages = RankGrid(1, 1).place(0), stage_spans(spec, 1)
-    held = (PLAIN, FormatChoice("w4a16", 32))
+    held = (PLAIN, FormatChoice("packed", 32))
     plain, packed = (weight_bytes(spec, place, stages, "bfloat16", weight_format=one) for one in held)
     projections = [(64, 64), (32, 64), (32, 64), (64, 64)]
     saved = 2 * sum(rows * (2 * columns - (columns // 2 + columns // 32 * 3)) for rows, columns in projections)

@@ -17,8 +17,6 @@ from shardline.weights.formats import format_names
 from shardline.weights.rows import quantize_rows
 from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 
-WITHOUT_HOST_KERNELS = {"fp8", "w4a16"}
-"""Formats that only GPUs multiply; tests/backends/cuda has them."""
 EXACT_ORACLES = {"int8", "int4"}
 """Formats whose oracle has the product's very bits; the others' sums are in fp64."""
 
@@ -28,7 +26,7 @@ BATCHES = (*range(1, 34), 61, 119, 121, 239, 241, 481)
 """Numbers of rows: every way to cut a few rows into tiles, and those about the bounds of a task (see gemm_tiles.h)."""
 
 
-@pytest.fixture(params=[name for name in format_names() if name not in WITHOUT_HOST_KERNELS])
+@pytest.fixture(params=[name for name in format_names() if name != "packed"])  # test_packed.py has that one
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -68,13 +66,6 @@ def packed_experts(form: WeightFormat, weights: Tensor, parts: tuple[int, ...]) 
     for index, weight in enumerate(weights):
         form.pack_expert(KERNELS, experts, index, *strided(weight, parts))
     return experts
-
-
-def test_formats_that_the_host_lacks_are_named() -> None:
-    assert {name for name in format_names() if name != "plain" and not hasattr(KERNELS, f"pack_{name}")} == (
-        WITHOUT_HOST_KERNELS
-    )
-    assert set(format_names()) >= EXACT_ORACLES | {"plain"}
 
 
 @pytest.mark.parametrize("parts", PARTS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardline import LLM, SamplingParams, _cpu
-from shardline.config.engine import EngineConfig, ModelConfig
+from shardline.config.engine import STORED_METHODS, EngineConfig, ModelConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import resolve_here
 from shardline.models.sizes import weight_bytes
@@ -21,20 +21,14 @@ from shardline.weights.base import PLAIN, FormatChoice
 from shardline.weights.formats import format_names
 from tests.exactness.harness import make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
-from tests.weights.test_contract import WITHOUT_HOST_KERNELS
 
-SCHEMES = ["none", *sorted(set(format_names()) - {"plain"} - WITHOUT_HOST_KERNELS)]
-"""The values of --quantization that the CPU has; tests/backends/cuda has the others."""
+SCHEMES = ["none", *sorted(set(format_names()) - {"plain", "packed"})]
+"""The formats that a user can choose for any checkpoint."""
 
 
 def test_formats_are_options() -> None:
-    schemes = {"none", *format_names()} - {"plain"}
+    schemes = {"none", *format_names(), *STORED_METHODS} - {"plain", "packed"}
     assert set(ModelConfig.__dataclass_fields__["quantization"].metadata["choices"]) == schemes
-
-
-def test_fp8_is_refused_on_the_cpu() -> None:
-    with pytest.raises(ValueError, match="fp8 needs a GPU"):
-        resolve_here(EngineConfig.from_options(quantization="fp8", device="cpu"))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])

@@ -46,6 +46,7 @@ inline PanelColumns panel_columns(const Tensor& panels, int64_t num_columns, int
 void bind_attention(nanobind::module_& m);
 void bind_experts(nanobind::module_& m);
 void bind_gemm(nanobind::module_& m);
+void bind_grouped(nanobind::module_& m);
 void bind_groups(nanobind::module_& m);
 void bind_kv_cache(nanobind::module_& m);
 void bind_links(nanobind::module_& m);

@@ -61,7 +61,7 @@ void route_experts(nb::handle logits_object, nb::handle bias_object, nb::handle 
 
 int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-// Checks panels that pack_weight, pack_int8 or pack_int4 made, with the experts as the first dimension.
+// Checks panels that pack_weight, pack_int8, pack_int4 or pack_codes (of fp8) made, with the experts as the first dimension.
 ExpertStack stack_of(nb::handle panels_object, nb::handle scales_object, DType dtype, int64_t columns, int64_t depth) {
   const Tensor panels(panels_object, "panels");
   const int64_t num_panels = round_up(columns, kPanelColumns) / kPanelColumns;
@@ -74,10 +74,21 @@ ExpertStack stack_of(nb::handle panels_object, nb::handle scales_object, DType d
     stack.panel_bytes = padded_depth * kPanelColumns * static_cast<int64_t>(element_size(dtype));
   } else {
     const Tensor scales(scales_object, "scales");
-    scales.is(DType::kFloat32).has_shape({panels.size(0), num_panels * kPanelColumns}).is_contiguous();
+    scales.is(DType::kFloat32).is_contiguous();
     stack.scales = scales.as<float>();
     panels.is(DType::kUInt8).is_contiguous();
-    if (panels.rank() == 5) {
+    const bool is_fp8 = panels.rank() == 4 && panels.size(3) == octet_bytes(8);
+    if (is_fp8) {
+      scales.has_shape({panels.size(0), num_panels, 1, kPanelColumns});
+    } else {
+      scales.has_shape({panels.size(0), num_panels * kPanelColumns});
+    }
+    if (is_fp8) {
+      const int64_t octets = round_up(depth, kOctet) / kOctet;
+      panels.has_shape({-1, num_panels, octets, octet_bytes(8)});
+      stack.kind = WeightKind::kFp8;
+      stack.panel_bytes = octets * octet_bytes(8);
+    } else if (panels.rank() == 5) {
       panels.has_shape({-1, num_panels, round_up(depth, kQuad) / kQuad, kPanelColumns, kQuad});
       stack.kind = WeightKind::kInt8;
       stack.panel_bytes = round_up(depth, kQuad) * kPanelColumns;

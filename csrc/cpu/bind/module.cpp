@@ -32,6 +32,7 @@ NB_MODULE(_cpu, m) {
   bind_attention(m);
   bind_experts(m);
   bind_gemm(m);
+  bind_grouped(m);
   bind_groups(m);
   bind_kv_cache(m);
   bind_links(m);

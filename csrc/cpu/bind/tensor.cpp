@@ -9,6 +9,7 @@ DType dtype_of(DLDataType type) {
   if (type.lanes != 1) return DType::kOther;
   if (type.code == kDLFloat && type.bits == 32) return DType::kFloat32;
   if (type.code == kDLFloat && type.bits == 64) return DType::kFloat64;
+  if (type.code == kDLFloat && type.bits == 16) return DType::kFloat16;
   if (type.code == kDLBfloat && type.bits == 16) return DType::kBFloat16;
   if (type.code == kDLInt && type.bits == 8) return DType::kInt8;
   if (type.code == kDLInt && type.bits == 32) return DType::kInt32;
@@ -50,6 +51,7 @@ const char* dtype_name(DType dtype) {
   switch (dtype) {
     case DType::kFloat32: return "float32";
     case DType::kBFloat16: return "bfloat16";
+    case DType::kFloat16: return "float16";
     case DType::kFloat64: return "float64";
     case DType::kUInt8: return "uint8 or bool";
     case DType::kInt8: return "int8";

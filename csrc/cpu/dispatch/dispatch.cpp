@@ -27,7 +27,8 @@ std::vector<const Kernels*> find_available() {
     return found;
   }
   found.push_back(&avx512::kKernels);
-  if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
+  if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+      __builtin_cpu_supports("avx512vbmi")) {
     found.push_back(&avx512_bf16::kKernels);
   }
 #endif

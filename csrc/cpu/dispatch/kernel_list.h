@@ -24,4 +24,6 @@
   KERNEL(void, linear_int8, const QuantizedLinearArgs& args) \
   KERNEL(void, pack_int4, const PackQuantizedArgs& args) \
   KERNEL(void, linear_int4, const QuantizedLinearArgs& args) \
+  KERNEL(void, linear_grouped, const GroupedLinearArgs& args) \
+  KERNEL(void, sum_groups, const SumGroupsArgs& args) \
   KERNEL(void, combine, const CombineArgs& args)

@@ -92,4 +92,64 @@ struct QuantizedLinearArgs {
   bool best;              // int8 only, see LinearArgs
 };
 
+// Weights of 4- or 8-bit codes, whose columns along K share scales in groups of group_size neighbours, a multiple of 8;
+// the last group may be smaller. Codes are packed in panels of 64 columns: [panel][k / 8][kOctetBytes<bits>].
+// With 4 bits, an octet of k has 32 bits per column: even k in the lower half, odd k in the upper half, each four codes
+// from the lowest bits on. With 8 bits, it has [half of the octet][16 columns][4 columns][pair of k][column][k % 2].
+constexpr int64_t kOctet = 8;
+constexpr int64_t octet_bytes(int64_t bits) { return kOctet * kPanelColumns * bits / 8; }
+
+struct PackCodesArgs {
+  const uint8_t* codes;  // [N, K]
+  int64_t codes_stride;
+  uint8_t* panels;
+  int64_t bits, num_columns, depth;
+  PanelColumns place;
+};
+void pack_codes(const PackCodesArgs& args);
+
+// The value of each byte in float8_e4m3fn: a sign, 4 bits of exponent, 3 bits of mantissa; no infinity.
+const float* e4m3_table();
+
+// out = x weight^T with the weight (value(code) * scale - min) of each group; see gemm_grouped.cpp.
+struct GroupedLinearArgs {
+  DType dtype, out_dtype, bias_dtype, scale_dtype;
+  const void* x;
+  int64_t x_stride;
+  const float* x_sums;  // [num_rows, num_groups]: the sum of each group of x; null without mins
+  const uint8_t* panels;
+  const void* scales;    // [num_panels, num_groups, 64]
+  const float* mins;     // the same; null for none
+  const uint8_t* zeros;  // the same, 0 to 16; null for none; 4 bits only, then value(code) = code - zero
+  const float* table;    // [2^bits]: value(code); exact in bf16 for 8 bits. Null with zeros
+  int64_t bits, group_size;
+  const void* bias;  // null for none; the gate's, then up's
+  void* out;
+  int64_t out_stride;
+  int64_t num_rows, num_columns, depth;
+  bool gated;
+  Activation activation;  // of the gate
+  bool best;              // see LinearArgs
+
+  int64_t num_groups() const { return (depth + group_size - 1) / group_size; }
+};
+
+// out[row][i] = x[row][order[i]], elements of 2 or 4 bytes.
+struct GatherColumnsArgs {
+  const void* x;
+  int64_t x_stride;
+  const int32_t* order;  // [num_columns]
+  void* out;             // [num_rows, num_columns]
+  int64_t num_rows, num_columns, element_bytes;
+};
+void gather_columns(const GatherColumnsArgs& args);
+
+struct SumGroupsArgs {
+  DType dtype;
+  const void* x;
+  int64_t x_stride;
+  float* sums;  // [num_rows, number of groups]
+  int64_t num_rows, depth, group_size;
+};
+
 }  // namespace shardline

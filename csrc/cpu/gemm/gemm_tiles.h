@@ -13,13 +13,14 @@ namespace shardline::SHARDLINE_ISA {
 constexpr int64_t kCacheLine = 64;
 
 // The memory of a panel: `num_steps` steps of K (a k, a pair, a quad or a group), one after another. If a step takes
-// `unpacked_bytes` for its multiplication, unpack(steps, count, to) unpacks one block of K after another.
+// `unpacked_bytes` for its multiplication, unpack(steps, count, to) unpacks one block of K after another. A row of a tile
+// has `row_sums` sums.
 struct PanelLayout {
-  int64_t num_steps, step_bytes, unpacked_bytes = 0;
+  int64_t num_steps, step_bytes, unpacked_bytes = 0, row_sums = kPanelColumns;
 };
 
 // Rows [row, row + rows) of x times the steps [begin, end) of a panel; `steps` points to step `begin`. The sums
-// [rows][64], fp32 or int32, begin at step 0 and wait in `sums` between blocks of K. `ahead` is memory that a later
+// [rows][row_sums], fp32 or int32, begin at step 0 and wait in `sums` between blocks of K. `ahead` is memory that a later
 // tile reads, and that this tile prefetches step by step.
 struct Tile {
   int64_t row;
@@ -30,6 +31,7 @@ struct Tile {
   void* sums;
   const char* ahead;
   int64_t ahead_stride;
+  int64_t panel;
 };
 
 // A wide tile reads half of a panel's columns at a time, and meanwhile prefetches all of the next panel. When weights
@@ -81,9 +83,9 @@ void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index
   const int64_t num_tiles = wide ? 1 : ceil_div(rows, kTileRows);
   const int64_t least_rows = rows / num_tiles;  // evenly: 9 rows are 5 + 4, not 6 + 3
   const bool ask = wide || num_tiles > 1;
-  const int64_t panel_bytes = layout.num_steps * layout.step_bytes, num_sums = rows * kPanelColumns;
+  const int64_t panel_bytes = layout.num_steps * layout.step_bytes, num_sums = rows * layout.row_sums;
   const int64_t block_step_bytes = max64(layout.step_bytes, layout.unpacked_bytes);
-  const int64_t num_blocks = ask ? ceil_div(layout.num_steps * block_step_bytes, kBlockBytes) : 1;
+  const int64_t num_blocks = ask || layout.unpacked_bytes > 0 ? ceil_div(layout.num_steps * block_step_bytes, kBlockBytes) : 1;
   const int64_t unpacked_bytes = ceil_div(layout.num_steps, num_blocks) * layout.unpacked_bytes;
   const char* panel = static_cast<const char*>(static_cast<const void*>(args.panels)) + panel_index * panel_bytes;
   float* sums = static_cast<float*>(thread_scratch(static_cast<size_t>(num_sums) * sizeof(float) +
@@ -101,7 +103,8 @@ void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index
     for (int64_t t = 0, first = 0, last; t < num_tiles; ++t, first = last) {
       last = first + least_rows + (t < rows % num_tiles ? 1 : 0);
       const Tile tile = {row_begin + first, static_cast<int>(last - first), wide, steps, begin, end,
-                         sums + first * kPanelColumns, panel + end * layout.step_bytes + t * share, stride};
+                         sums + first * layout.row_sums, panel + end * layout.step_bytes + t * share, stride,
+                         panel_index};
       wide ? with_wide_rows<kWideMin, kWideMax>(tile, add) : with_rows<kTileRows>(tile, add);
       if (b + 1 == num_blocks) finish(args, {tile.row, last - first, panel_index, tile.sums});
     }

@@ -57,6 +57,8 @@ struct ExpertRows {
   const int32_t* sums;
 };
 
+bool reads_quantized(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kInt4; }
+
 int64_t num_groups(int64_t depth) { return (depth + kGroupDepth - 1) / kGroupDepth; }
 
 // out[i] = rows[index[i]]
@@ -136,6 +138,28 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
     args.depth = job.depth;
     return kernels().linear(args);
   }
+  const float* scales = job.weight.scales + (expert * job.weight.num_panels + panel) * kPanelColumns;
+  if (job.weight.kind == WeightKind::kFp8) {
+    GroupedLinearArgs args = {};
+    args.dtype = job.rows.dtype;
+    args.out_dtype = job.out_dtype;
+    args.scale_dtype = DType::kFloat32;
+    args.x = x;
+    args.x_stride = job.rows.stride;
+    args.panels = reinterpret_cast<const uint8_t*>(panels);
+    args.scales = scales;
+    args.table = e4m3_table();
+    args.bits = 8;
+    args.group_size = (job.depth + kOctet - 1) / kOctet * kOctet;
+    args.bias = bias;
+    args.bias_dtype = job.bias_dtype;
+    args.out = out;
+    args.out_stride = job.width;
+    args.num_rows = count;
+    args.num_columns = columns;
+    args.depth = job.depth;
+    return kernels().linear_grouped(args);
+  }
   QuantizedLinearArgs args = {};
   args.out_dtype = job.out_dtype;
   args.x = reinterpret_cast<const int8_t*>(x);
@@ -149,7 +173,7 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
   args.num_rows = count;
   args.num_columns = columns;
   args.depth = job.depth;
-  args.column_scales = job.weight.scales + (expert * job.weight.num_panels + panel) * kPanelColumns;
+  args.column_scales = scales;
   job.weight.kind == WeightKind::kInt4 ? kernels().linear_int4(args) : kernels().linear_int8(args);
 }
 
@@ -208,7 +232,7 @@ void expert_up(const ExpertUpArgs& args, const SortedSlots& slots) {
   const int64_t count = slots.num_rows();
   if (count == 0) return;
   ExpertRows rows = {args.dtype, args.x, args.x_stride, nullptr, nullptr};
-  if (args.weight.kind != WeightKind::kFloating) {
+  if (reads_quantized(args.weight.kind)) {
     rows = quantized_rows(args.dtype, args.x, args.x_stride, args.depth, slots.num_tokens);
   }
   const int64_t columns = args.gated ? 2 * args.width : args.width;
@@ -230,7 +254,7 @@ const void* expert_down(const ExpertDownArgs& args, const SortedSlots& slots) {
   void* products = workspace.products.get(count * args.width * bytes_of(args.out_dtype));
   if (count == 0) return products;
   ExpertRows rows = {args.dtype, args.x, args.depth, nullptr, nullptr};
-  if (args.weight.kind != WeightKind::kFloating) {
+  if (reads_quantized(args.weight.kind)) {
     rows = quantized_rows(args.dtype, args.x, args.depth, args.depth, count);
   }
   grouped_linear({rows, args.weight, static_cast<const char*>(args.bias), args.dtype, args.out_dtype,

@@ -29,7 +29,7 @@ struct RouteArgs {
 
 void route(const RouteArgs& args);
 
-enum class WeightKind : uint8_t { kFloating, kInt8, kInt4 };
+enum class WeightKind : uint8_t { kFloating, kInt8, kInt4, kFp8 };
 
 // The same linear layer of several experts: panels as in gemm_args.h, one expert after another.
 struct ExpertStack {

@@ -164,6 +164,19 @@ inline F32 load(const int8_t* p) {
 #endif
 }
 
+// IEEE half precision. It is exact; NaN becomes infinite.
+inline F32 load_half(const uint16_t* p) {
+  U16 v;
+  __builtin_memcpy(&v, p, sizeof v);
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps((__m256i)v);
+#else
+  const U32 bits = (U32)shifted_up(v) >> 16, magnitude = bits & 0x7fffu;
+  const U32 finite = (U32)((F32)(magnitude << 13) * 0x1p112f);
+  return (F32)((magnitude < 0x7c00u ? finite : U32{} + 0x7f800000u) | (bits & 0x8000u) << 16);
+#endif
+}
+
 inline void store(float* p, F32 v) { __builtin_memcpy(p, &v, sizeof v); }
 
 #if defined(__AVX512BF16__)

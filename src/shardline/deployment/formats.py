@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from shardline.config.engine import EngineConfig
+import functools
+from collections.abc import Hashable
+
+from shardline.config.engine import STORED_METHODS, EngineConfig, ModelConfig
 from shardline.deployment.machine import Device, DeviceKind
-from shardline.models.packed_weights import PackedFormat
+from shardline.models.parameters import layer_parameters
+from shardline.models.sizes import OwnFormats
 from shardline.models.spec import MLA, DecoderSpec, DType, KVDType
+from shardline.models.stored_layout import Form
+from shardline.models.stored_weights import StoredRules, StoredWeights, methods
 from shardline.weights.base import PLAIN, FormatChoice
 
 _DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
 
+_GPU_GROUPS = (0, 32, 64, 128)
+"""Columns of a group that GPUs can keep packed; 0: the whole row."""
+_CPU_GROUP_UNIT = 8
+"""Columns that the CPU packs together; a group is a multiple of it."""
 _FP8_CAPABILITY = 89
 """The first GPU architecture that computes in fp8: sm_89."""
 
 
-def choose_dtype(asked: str, checkpoint: str, packed: PackedFormat) -> DType:
+def choose_dtype(asked: str, checkpoint: str, stored: StoredRules) -> DType:
     """The type of weights and activations. `checkpoint` is the type that config.json names.
 
     Raises:
@@ -22,44 +32,87 @@ def choose_dtype(asked: str, checkpoint: str, packed: PackedFormat) -> DType:
     """
     if asked == "auto":
         # bfloat16 is precise enough for 4 bits and a scale. Other float16 weights need float32 to keep their precision.
-        return "bfloat16" if packed.is_packed else _DTYPES.get(checkpoint, "float32")
+        return "bfloat16" if stored.is_packed else _DTYPES.get(checkpoint, "float32")
     if asked not in _DTYPES:
         raise ValueError(f"dtype {asked} is not supported; use bfloat16 or float32")
     return _DTYPES[asked]
 
 
-def choose_weight_format(config: EngineConfig, packed: PackedFormat, devices: tuple[Device, ...]) -> FormatChoice:
+def choose_weight_format(config: EngineConfig, stored: StoredRules, devices: tuple[Device, ...]) -> FormatChoice:
     """The format of linear weights. `devices` are those on which ranks run.
 
-    On GPUs, weights that are packed in the checkpoint stay packed, unless "none" or another format was requested.
+    Weights that are packed in the checkpoint stay packed, unless "none" or another format was requested.
 
     Raises:
         ValueError: the devices or the checkpoint do not support the requested format.
     """
-    asked, on_gpu = config.model.quantization, devices[0].kind == "cuda"
-    is_there = packed.is_packed and config.model.load_format != "dummy"
-    if asked is None:
-        return packed.weight_format if is_there and on_gpu else PLAIN
+    asked = config.model.quantization
+    check_statements(config.model, stored)
+    if asked is None or asked == stored.method:
+        is_there = stored.is_packed and config.model.load_format != "dummy"
+        return _kept_format(stored, devices[0].kind) if is_there else PLAIN
     if asked == "none":
         return PLAIN
     chosen = FormatChoice(asked)
     held = chosen.open_format()
-    _check_devices(f"quantization {asked}", held.gpu_capability, held.alternatives, devices)
-    if not held.reads_packed:
-        return chosen
-    if not is_there:
-        raise ValueError(f"quantization {asked} is for GPTQ and AWQ checkpoints, and this is none; use int4")
-    return packed.weight_format
+    gpus = tuple(device for device in devices if device.kind != "cpu")
+    _check_devices(f"quantization {asked}", held.gpu_capability, held.alternatives, gpus)
+    return chosen
 
 
-def check_numerics(config: EngineConfig, held: FormatChoice) -> None:
-    """Refuse fast numerics for weights whose rows cannot be split.
+def check_statements(model: ModelConfig, stored: StoredRules) -> None:
+    """Refuse options that state how the checkpoint is quantized, if it is not so.
+
+    Raises:
+        ValueError: the message says what the checkpoint is.
+    """
+    found = f"quantized as {stored.method}" if stored.is_packed else "not quantized"
+    asked, load_format = model.quantization, model.load_format
+    is_method = asked is not None and asked.replace("-", "_") in methods()
+    if is_method and asked != stored.method and (stored.is_packed or asked in STORED_METHODS):
+        raise ValueError(f"quantization {asked}: this checkpoint is {found}; leave quantization out")
+    if load_format in STORED_METHODS and load_format != stored.method:
+        raise ValueError(f"load_format {load_format}: this checkpoint is {found}; leave load_format out")
+
+
+def _kept_format(stored: StoredRules, device: DeviceKind) -> FormatChoice:
+    """The format that a device keeps such weights in. GPUs keep 4-bit integers with zero points, and the CPU all."""
+    # The last rule is the one for modules that no other rule names.
+    return _format_of(max(stored.rules, key=lambda rule: "Linear" in rule.targets).layouts[0].form, device)
+
+
+def own_formats(stored: StoredWeights, spec: DecoderSpec, device: DeviceKind) -> OwnFormats:
+    """The format of each weight, if weights stay as the checkpoint has them."""
+
+    def format_of(name: str) -> FormatChoice:
+        return _format_of(stored.form(name), device)
+
+    def layer_class(index: int) -> Hashable:
+        names = (part for part, _ in layer_parameters(spec.layers[index], spec.hidden_size, num_experts=1))
+        return tuple(format_of(f"layers.{index}.{name}") for name in names)
+
+    return OwnFormats(format_of, layer_class)
+
+
+@functools.cache
+def _format_of(form: Form | None, device: DeviceKind) -> FormatChoice:
+    """The format that a device keeps weights of a form in; PLAIN: it makes them dense, or they are."""
+    on_gpu = device == "cuda"
+    if form is None or (on_gpu and not (form.bits == 4 and form.has_zeros and form.group_size in _GPU_GROUPS)):
+        return PLAIN
+    if form.group_size % _CPU_GROUP_UNIT:
+        return PLAIN
+    return FormatChoice("packed", form.group_size, form.bits, form.group_bytes)
+
+
+def check_numerics(config: EngineConfig, held: FormatChoice, devices: tuple[Device, ...]) -> None:
+    """Refuse fast numerics for weights whose rows cannot be split. The CPU dequantizes a weight if its groups are cut.
 
     Raises:
         ValueError: the configuration asks for this.
     """
-    parallel = config.parallel
-    if held.open_format().reads_packed and parallel.numerics == "fast" and parallel.tensor_parallel_size > 1:
+    splits_rows = config.parallel.numerics == "fast" and config.parallel.tensor_parallel_size > 1
+    if splits_rows and devices[0].kind == "cuda" and held.open_format().reads_packed:
         raise ValueError(
             "numerics fast splits the rows of weights, but this checkpoint packs its rows in groups; use --numerics "
             "exact, or --quantization none"
@@ -83,10 +136,8 @@ def choose_kv_dtype(asked: str, dtype: DType, spec: DecoderSpec, devices: tuple[
     return "float8_e4m3fn"
 
 
-def _check_devices(wanted: str, capability: int | None, alternatives: str, devices: tuple[Device, ...]) -> None:
-    """Refuse devices below a GPU architecture; None: every device works. `alternatives` says what to use instead."""
-    if capability is None:
-        return
+def _check_devices(wanted: str, capability: int, alternatives: str, devices: tuple[Device, ...]) -> None:
+    """Refuse CPUs, and GPUs below an architecture. `alternatives` says what to use instead."""
     for device in devices:
         if device.kind == "cpu":
             raise ValueError(f"{wanted} needs a GPU, and this is the CPU; use {alternatives}")

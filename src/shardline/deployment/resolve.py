@@ -9,7 +9,13 @@ from typing import cast
 from shardline.config.engine import EngineConfig
 from shardline.deployment.cache import choose_block_size, plan_cache
 from shardline.deployment.deployment import Deployment, ModelSource, RankWeights, StepLimits
-from shardline.deployment.formats import check_numerics, choose_dtype, choose_kv_dtype, choose_weight_format
+from shardline.deployment.formats import (
+    check_numerics,
+    choose_dtype,
+    choose_kv_dtype,
+    choose_weight_format,
+    own_formats,
+)
 from shardline.deployment.kv_budget import rank_room
 from shardline.deployment.layout import STEP_TIMEOUTS, Layout, choose_layout
 from shardline.deployment.length import check_length
@@ -17,11 +23,12 @@ from shardline.deployment.machine import Device, Machine
 from shardline.deployment.reasons import explain_choices
 from shardline.models.description import ModelDescription
 from shardline.models.gpu_refusal import gpu_refusal
-from shardline.models.lookup import decoder_spec
+from shardline.models.lookup import decoder_spec, module_names
 from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel
 from shardline.models.sharding import Numerics
-from shardline.models.sizes import largest_weight_bytes, stage_spans, weight_bytes
+from shardline.models.sizes import OwnFormats, largest_weight_bytes, stage_spans, weight_bytes
 from shardline.models.spec import DecoderSpec, DType, MoE
+from shardline.models.stored_weights import StoredWeights
 from shardline.weights.base import FormatChoice
 
 
@@ -36,23 +43,26 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     parallel, asked_length = config.parallel, config.model.max_model_len
     layout = choose_layout(parallel, machine)
     devices = _devices(layout, machine)
-    dtype = choose_dtype(config.model.dtype, decoder_spec(model.files.config, None).dtype, model.packed)
+    dtype = choose_dtype(config.model.dtype, decoder_spec(model.files.config, None).dtype, model.stored)
     spec = decoder_spec(model.files.config, asked_length if isinstance(asked_length, int) else None)
     if layout.device == "cuda" and (refusal := gpu_refusal(spec)):
         raise ValueError(refusal)
     check_length(asked_length, spec)
-    held = choose_weight_format(config, model.packed, devices)
+    held = choose_weight_format(config, model.stored, devices)
     kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, dtype, spec, devices)
     block_size = choose_block_size(config.cache.block_size, spec, dtype, kv_dtype, layout.device)
     sized = replace(config, cache=replace(config.cache, block_size=block_size))
     check_tensor_parallel(spec, parallel.tensor_parallel_size)
     if parallel.enable_expert_parallel:
         check_expert_parallel(spec, parallel.tensor_parallel_size, parallel.data_parallel_size)
-    check_numerics(config, held)
+    check_numerics(config, held, devices)
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
     if model.checkpoint is not None:
-        model.checkpoint.check(spec, model.packed)
-    weights = _rank_weights(config, layout, spec, stages, dtype, held)
+        model.checkpoint.check(spec, model.stored)
+    own = None
+    if held.open_format().reads_packed:
+        own = own_formats(StoredWeights(model.stored, spec.dtype, module_names(spec)), spec, layout.device)
+    weights = _rank_weights(config, layout, spec, stages, dtype, held, own)
     room = rank_room(config, layout, machine, spec, dtype, weights)
     cache, length = plan_cache(sized, layout, machine, spec, stages, weights, kv_dtype, room)
     deployment = Deployment(
@@ -73,7 +83,9 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         weights=weights,
         executor=layout.executor,
         collectives=layout.collectives,
-        tries_symmetric_memory=layout.device == "cuda" and parallel.collectives == "auto",
+        tries_symmetric_memory=(
+            layout.device == "cuda" and parallel.collectives == "auto" and not layout.splits_tensor_groups
+        ),
         step_timeout=parallel.step_timeout or STEP_TIMEOUTS[layout.device],
         connect_timeout=config.cluster.distributed_timeout_seconds,
         max_in_flight=max(2, layout.grid.pipeline),
@@ -115,12 +127,13 @@ def _rank_weights(
     stages: tuple[Span, ...],
     dtype: DType,
     held: FormatChoice,
+    own: OwnFormats | None,
 ) -> tuple[RankWeights, ...]:
     numerics = cast(Numerics, config.parallel.numerics)
     whole_experts = config.parallel.enable_expert_parallel
     weights = []
     for place in map(layout.grid.place, range(layout.grid.world_size)):
-        total = weight_bytes(spec, place, stages, dtype, numerics, held, whole_experts)
+        total = weight_bytes(spec, place, stages, dtype, numerics, held, whole_experts, own)
         touched = 0
         if layout.device == "cpu":
             touched = max(0, total - largest_weight_bytes(spec, place, stages, dtype, numerics, whole_experts))
@@ -138,11 +151,11 @@ def model_source(config: EngineConfig, model: ModelDescription) -> ModelSource:
     files = model.files
     return ModelSource(
         name=files.name,
-        folder=str(files.folder),
+        folder=str(files.location),
         weight_files=tuple(map(str, files.weight_files)),
-        load_format="dummy" if config.model.load_format == "dummy" else "safetensors",
+        load_format="dummy" if config.model.load_format == "dummy" else "gguf" if files.gguf else "safetensors",
         seed=config.model.seed,
-        packed=model.packed,
+        stored=model.stored,
         config_text=json.dumps(files.config, sort_keys=True),
         tokenizer_file=model.tokenizer_file,
     )

@@ -6,45 +6,37 @@ import difflib
 import functools
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import shardline.models.families
+import shardline.models.planned
+from shardline.models.gguf.norms import NORMS_HOLD_OFFSET, without_norm_offsets
 from shardline.models.hf_config import HFConfig
-from shardline.models.packed_weights import packed_format
 from shardline.models.spec import DecoderSpec, TensorSource
+from shardline.models.stored_weights import check_loadable
 from shardline.models.wrapper import text_config
 
-_RECURRENT = "its recurrent layers keep a state per request, which the engine does not have"
-_INDEXED = "an indexer chooses the tokens of its attention, which the engine does not have"
-_LACKING = {
-    **dict.fromkeys(
-        (
-            "bamba",
-            "falcon_h1",
-            "falcon_mamba",
-            "granitemoehybrid",
-            "jamba",
-            "kimi_linear",
-            "lfm2",
-            "lfm2_moe",
-            "mamba",
-            "mamba2",
-            "minimax",
-            "nemotron_h",
-            "olmo_hybrid",
-            "qwen3_5_moe_text",
-            "qwen3_5_text",
-            "qwen3_next",
-            "recurrent_gemma",
-            "rwkv",
-            "zamba2",
-        ),
-        _RECURRENT,
-    ),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _INDEXED),
-}
-"""What the engine lacks for well-known model types."""
+_RECURRENT = (
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "mamba",
+    "mamba2",
+    "minimax",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_next",
+    "recurrent_gemma",
+    "rwkv",
+    "zamba2",
+)
+"""Well-known model types with recurrent layers."""
 
 
 class Family(Protocol):
@@ -73,8 +65,8 @@ def family(model_type: str) -> Family:
     known = known_families()
     if model_type in known:
         return cast(Family, importlib.import_module(f"shardline.models.families.{model_type}"))
-    if model_type in _LACKING:
-        raise ValueError(f"model_type {model_type!r} is not supported: {_LACKING[model_type]}")
+    if refusal := _refusal(model_type):
+        raise ValueError(f"model_type {model_type!r} is not supported: {refusal}")
     close = difflib.get_close_matches(model_type, known, n=3)
     hint = f" (did you mean {' or '.join(close)}?)" if close else ""
     raise ValueError(f"model_type {model_type!r} is not supported{hint}; supported: {', '.join(known)}")
@@ -86,6 +78,15 @@ def known_families() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in pkgutil.iter_modules(shardline.models.families.__path__)))
 
 
+def _refusal(model_type: str) -> str:
+    """What the engine lacks for a model type; empty: this is not known."""
+    if model_type in _RECURRENT:
+        return "its recurrent layers keep a state per request, which the engine does not have"
+    if model_type not in (module.name for module in pkgutil.iter_modules(shardline.models.planned.__path__)):
+        return ""
+    return str(importlib.import_module(f"shardline.models.planned.{model_type}").REFUSAL)
+
+
 def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> DecoderSpec:
     """The model that a parsed config.json describes, by its `model_type`; of a wrapper, its language model.
 
@@ -93,8 +94,9 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) ->
         ValueError: the model type is missing or not supported, or the configuration is wrong.
     """
     text = text_config(config)
-    packed_format(HFConfig(text))  # refuses unsupported packings
-    return family(language_model_type(config)).decoder_spec(text, max_model_len)
+    check_loadable(HFConfig(text))
+    spec = family(language_model_type(config)).decoder_spec(text, max_model_len)
+    return without_norm_offsets(spec) if config.get(NORMS_HOLD_OFFSET) else spec
 
 
 def language_model_type(config: Mapping[str, Any]) -> str:
@@ -107,3 +109,9 @@ def language_model_type(config: Mapping[str, Any]) -> str:
     if not isinstance(model_type, str):
         raise ValueError(f"config.json has no model_type; supported: {', '.join(known_families())}")
     return model_type
+
+
+def module_names(spec: DecoderSpec) -> Callable[[str], str]:
+    """The name that a canonical parameter's module has in a checkpoint, as a function of the parameter's name."""
+    source = family(spec.model_type).tensor_source
+    return functools.cache(lambda name: source(name, spec).key.rpartition(".")[0])

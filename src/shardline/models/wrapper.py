@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _TEXT = "text_config"
-_FROM_WRAPPER = ("quantization_config", "dtype", "torch_dtype")
+_FROM_WRAPPER = ("quantization_config", "compression_config", "dtype", "torch_dtype")
 """Keys that may be outside of the text model's section. The section's own value is used if it has one."""
 _TIED = "tie_word_embeddings"
 _PREFIXES: Mapping[str, str] = {

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardline.runtime.backends.base import Kernels
+    from shardline.weights.grouped import GroupedWeight
     from shardline.weights.rows import LinearInput
 
 Role = Literal["layer", "expert", "lm_head"]
@@ -30,11 +31,15 @@ class FormatChoice(msgspec.Struct, frozen=True):
     group_size: int = 0
     """Number of columns that share a scale, if the checkpoint decides it; 0: the whole row, or the format's own group
     size."""
+    bits: float = 4
+    """Bits of a code, if the checkpoint decides it; the mean if its weights differ."""
+    group_bytes: float = 3
+    """Bytes of a group's scale, min and zero point, if the checkpoint decides it."""
 
     def open_format(self) -> WeightFormat:
         """An instance of the `Format` class in the format's file."""
         module = importlib.import_module(f"{formats.__name__}.{self.name}")
-        return cast(WeightFormat, module.Format(self.group_size))
+        return cast(WeightFormat, module.Format(self.group_size, self.bits, self.group_bytes))
 
 
 PLAIN = FormatChoice()
@@ -116,15 +121,16 @@ class WeightFormat(ABC):
     """
 
     group_size: int = 0
-    """As in FormatChoice."""
+    bits: float = 4
+    group_bytes: float = 3
+    """These three are as in FormatChoice."""
 
     reads_packed: ClassVar[bool] = False
     """Whether layers keep weights that a checkpoint has packed, in groups of columns, instead of dequantizing them."""
-    gpu_capability: ClassVar[int | None] = None
-    """The first GPU architecture that supports the format, such as 89 for sm_89; 0: any GPU; None: the CPU supports it
-    too."""
+    gpu_capability: ClassVar[int] = 0
+    """The first GPU architecture that supports the format, such as 89 for sm_89; 0: any GPU."""
     alternatives: ClassVar[str] = "int8"
-    """Formats to suggest to a user whose device does not support this one."""
+    """Formats to suggest to a user whose GPU does not support this one."""
 
     @property
     @abstractmethod
@@ -133,6 +139,11 @@ class WeightFormat(ABC):
 
     def is_dense(self, role: Role) -> bool:
         """Whether weights of this role are held in the activations' dtype."""
+        return False
+
+    def keeps(self, kernels: Kernels, weight: GroupedWeight, role: Role) -> bool:
+        """Whether `pack_linear`, `pack_gated` and `pack_lm_head` accept such a weight as the checkpoint has packed it;
+        otherwise it is dequantized first."""
         return False
 
     @abstractmethod

@@ -1,9 +1,9 @@
-"""Weights of few bits, with a scale and a zero point for every group of columns, as GPTQ and AWQ store them."""
+"""Weights of at most 8 bits whose columns share scales in groups: what every packed file format decodes to."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -12,26 +12,69 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupedWeight:
-    """K columns of N rows of a packed weight: (values - zeros) * scales, with scales and zeros for each group of
-    columns."""
+    """K columns of N rows of a packed weight. The element of row n and column k, in group g = group_of[k], is
+
+        value(values[n, k]) * scales[n, g] - mins[n, g]
+
+    where value(c) is table[c] if there is a table, and otherwise c - zeros[n, g]. Without mins, nothing is subtracted.
+    Columns are in the order of the model's input features, and their groups may be in any order.
+    """
 
     values: Tensor
-    """[N, K] uint8, 0 to 15"""
+    """[N, K] uint8: codes, below 2^bits"""
     scales: Tensor
-    """[N, G], float16, bfloat16 or float32, for the groups that these columns belong to"""
-    zeros: Tensor
-    """[N, G] uint8, 0 to 16"""
+    """[N, G] float16, bfloat16 or float32, for the groups that these columns belong to; the product of all levels of
+    scales"""
     group_of: Tensor
     """[K] int64: the group, of G, that each column belongs to"""
+    zeros: Tensor | None = None
+    """[N, G] uint8: the code that stands for zero; None: 0. Only without a table."""
+    mins: Tensor | None = None
+    """[N, G] float32"""
+    table: Tensor | None = None
+    """[2^bits] float32: the value of each code; None: codes are unsigned integers."""
+    bits: Literal[4, 8] = 4
+    """Bits of a code when it is packed in memory. 5- and 6-bit codes are held in 8 bits."""
+    label: str = ""
+    """The name of the file's format, for logs."""
 
     def __len__(self) -> int:
         return len(self.values)
 
     def to(self, device: torch.device) -> GroupedWeight:
         """A copy on `device`."""
-        return GroupedWeight(*(part.to(device) for part in (self.values, self.scales, self.zeros, self.group_of)))
+        return replace(
+            self,
+            values=self.values.to(device),
+            scales=self.scales.to(device),
+            group_of=self.group_of.to(device),
+            zeros=None if self.zeros is None else self.zeros.to(device),
+            mins=None if self.mins is None else self.mins.to(device),
+            table=None if self.table is None else self.table.to(device),
+        )
+
+    def select_rows(self, rows: slice) -> GroupedWeight:
+        """Views of some of the rows."""
+        return replace(
+            self,
+            values=self.values[rows],
+            scales=self.scales[rows],
+            zeros=None if self.zeros is None else self.zeros[rows],
+            mins=None if self.mins is None else self.mins[rows],
+        )
+
+    def decode(self) -> Tensor:
+        """[N, K] float32: value(code) of each element, without scales and mins. It is exact."""
+        if self.table is not None:
+            return self.table[self.values.int()]
+        if self.zeros is None:
+            return self.values.float()
+        return (self.values.short() - self.zeros.short()[:, self.group_of]).float()
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[N, K], each element rounded once. For 16-bit scales, the product is exact in float32."""
-        steps = self.values.short() - self.zeros.short()[:, self.group_of]
-        return (steps.float() * self.scales.float()[:, self.group_of]).to(dtype)
+        """[N, K]: product and difference are each rounded to float32, and the result to `dtype`. For integer codes and
+        16-bit scales, the product is exact in float32."""
+        dense = self.decode() * self.scales.float()[:, self.group_of]
+        if self.mins is not None:
+            dense -= self.mins[:, self.group_of]
+        return dense.to(dtype)

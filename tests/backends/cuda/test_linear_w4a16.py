@@ -5,8 +5,9 @@ import torch
 
 from shardline.runtime.backends.cuda.kernels.gemm import Tile
 from shardline.runtime.backends.cuda.kernels.linear_w4a16 import linear_w4a16 as launch
+from shardline.runtime.backends.cuda.w4a16 import W4A16Linear
 from shardline.weights.base import PackedLinear
-from shardline.weights.formats.w4a16 import Format, W4A16Linear
+from shardline.weights.formats.packed import Format
 from shardline.weights.grouped import GroupedWeight
 from tests.backends.cuda.helpers import KERNELS
 from tests.ops.helpers import assert_close, assert_same_bits, randn
@@ -21,8 +22,8 @@ def random_weight(rng: torch.Generator, columns: int, depth: int, group_size: in
     return GroupedWeight(
         torch.randint(0, 16, (columns, depth), generator=rng, dtype=torch.uint8),
         (torch.rand(columns, groups, generator=rng) / 8).half(),
-        torch.randint(0, 17, (columns, groups), generator=rng, dtype=torch.uint8),
         torch.arange(depth) // size,
+        torch.randint(0, 17, (columns, groups), generator=rng, dtype=torch.uint8),
     )
 
 
@@ -31,7 +32,7 @@ def pack(*parts: GroupedWeight) -> PackedLinear:
 
 
 def rows_of(weight: GroupedWeight, rows: slice) -> GroupedWeight:
-    return GroupedWeight(weight.values[rows], weight.scales[rows], weight.zeros[rows], weight.group_of)
+    return weight.select_rows(rows)
 
 
 @pytest.mark.parametrize(("rows", "columns", "depth", "group_size"), SHAPES)

@@ -19,6 +19,7 @@ from shardline.models.sizes import weight_bytes
 from shardline.runtime.backends.base import Backend, Kernels, StepSizes
 from shardline.runtime.backends.cuda.graphs import PaddedStep
 from shardline.runtime.backends.cuda.transfers import DeviceCounters, Uploader
+from shardline.runtime.backends.cuda.w4a16 import W4A16Linear
 from shardline.runtime.backends.host.backend import HostBackend
 from shardline.runtime.backends.host.kernels import HostKernels
 from shardline.runtime.layers import attention, mla
@@ -32,7 +33,6 @@ from shardline.runtime.step import KVGroupInput, SampledTokens, StepInput
 from shardline.runtime.worker import Worker
 from shardline.weights.base import FormatChoice
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
-from shardline.weights.formats.w4a16 import W4A16Linear
 from tests.backends.cuda.helpers import CPU, KERNELS, InterpretedBackend
 from tests.loader.packer import pack_checkpoint
 from tests.models.checkpoints import make_checkpoint
@@ -59,10 +59,10 @@ def load(folder: Path, options: dict[str, object], backend: Backend | None = Non
     chosen = {"dtype": "float32", "device": "cpu", "cpu_threads": 1, "num_gpu_blocks_override": 8, "max_model_len": 64}
     chosen["block_size"] = 16
     # What resolve refuses on the CPU.
-    accepted = {name: value for name, value in options.items() if value not in ("fp8", "w4a16_32")}
+    accepted = {name: value for name, value in options.items() if value not in ("fp8", "packed_32")}
     setup = resolve_here(EngineConfig.from_options(model=str(folder), **chosen, **accepted))
-    if options.get("quantization") == "w4a16_32":
-        setup = replace(setup, weight_format=FormatChoice("w4a16", 32))
+    if options.get("quantization") == "packed_32":
+        setup = replace(setup, weight_format=FormatChoice("packed", 32))
     elif options.get("quantization") == "fp8":
         setup = replace(setup, weight_format=FormatChoice("fp8"))
     if options.get("kv_cache_dtype") == "fp8":
@@ -152,13 +152,13 @@ def test_packed_weights_have_the_bits_of_dense_ones(tmp_path, family, method):
     model = make_checkpoint(family, tmp_path / "model", num_hidden_layers=1, intermediate_size=128)
     config = {"quant_method": method, "bits": 4, "group_size": 32}
     pack_checkpoint(model, tmp_path / "packed", tmp_path / "plain", config)
-    worker = load(tmp_path / "packed", {"quantization": "w4a16_32"})
+    worker = load(tmp_path / "packed", {"quantization": "packed_32"})
     for ours, theirs in zip(logits(worker, 4), logits(load(tmp_path / "plain", {}), 4), strict=True):
         assert_same_bits(ours, theirs)
     assert isinstance(worker.stage.layers[0].attention.qkv.packed, W4A16Linear)
     setup = worker._deployment
     expected = weight_bytes(
-        setup.spec, make_single_rank_groups().place, setup.stages, "float32", weight_format=FormatChoice("w4a16", 32)
+        setup.spec, make_single_rank_groups().place, setup.stages, "float32", weight_format=FormatChoice("packed", 32)
     )
     assert worker.load().weight_bytes == expected
 

@@ -49,15 +49,15 @@ def random_weight(
     return GroupedWeight(
         torch.randint(0, 16, (columns, depth), generator=rng, dtype=torch.uint8),
         (torch.rand(columns, groups, generator=rng) / 8).half(),
-        torch.randint(0, 17, (columns, groups), generator=rng, dtype=torch.uint8),
         torch.arange(depth) // GROUP_SIZE,
+        torch.randint(0, 17, (columns, groups), generator=rng, dtype=torch.uint8),
     )
 
 
 def rows_of(weight: Weight, rows: slice) -> Any:
     if isinstance(weight, Tensor):
         return weight[rows]
-    return GroupedWeight(weight.values[rows], weight.scales[rows], weight.zeros[rows], weight.group_of)
+    return weight.select_rows(rows)
 
 
 def held_tensors(packed: object) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ from shardline.runtime.backends.base import Backend, Kernels, LoadedProducts
 from shardline.runtime.finite import FiniteChecker
 from shardline.runtime.loader.weights import WeightSource
 from shardline.runtime.parallel.collectives import Collectives
-from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, WeightFormat
+from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
 from shardline.weights.formats.plain import PlainGatedLinear, PlainLinear
 from shardline.weights.grouped import GroupedWeight
 
@@ -109,9 +109,7 @@ class LayerLoader:
 
     def pack_linear(self, *names: str) -> PackedLinear:
         """The weights of linears that read the same rows, stacked and packed."""
-        parts = [self._read_linear(f"{name}.weight") for name in names]
-        if not all(isinstance(part, GroupedWeight) for part in parts):  # a checkpoint may leave a weight unpacked
-            parts = [part.dequantize(self.stage.dtype) if isinstance(part, GroupedWeight) else part for part in parts]
+        parts = self._read_linears(*(f"{name}.weight" for name in names))
         packed = self.format.pack_linear(self.stage.kernels, *parts)  # type: ignore[arg-type]
         if isinstance(packed, PlainLinear):
             self.plain_shapes.add((packed.out_features, packed.in_features))
@@ -120,7 +118,7 @@ class LayerLoader:
 
     def pack_gated(self, gate: str, up: str) -> PackedGatedLinear:
         """The gate and up weights of a gated block, packed together."""
-        parts = self._read_linear(f"{gate}.weight"), self._read_linear(f"{up}.weight")
+        parts = self._read_linears(f"{gate}.weight", f"{up}.weight")
         packed = self.format.pack_gated(self.stage.kernels, *parts)  # type: ignore[arg-type]
         if isinstance(packed, PlainGatedLinear):
             self.plain_shapes.add((2 * packed.out_features, packed.in_features))
@@ -129,7 +127,8 @@ class LayerLoader:
 
     def pack_lm_head(self, name: str) -> PackedLinear:
         """The output embedding [vocab, hidden_size], packed."""
-        packed = self.format.pack_lm_head(self.stage.kernels, self.read(name))
+        (weight,) = self._read_linears(name, role="lm_head")
+        packed = self.format.pack_lm_head(self.stage.kernels, weight)  # type: ignore[arg-type]
         self.on_loaded(packed.nbytes)
         return packed
 
@@ -157,6 +156,14 @@ class LayerLoader:
         return LoadedProducts(
             frozenset(self.plain_shapes), most_rows, self.stage.dtype, exact=self.stage.numerics == "exact"
         )
+
+    def _read_linears(self, *names: str, role: Role = "layer") -> list[Tensor | GroupedWeight]:
+        """The parts of a weight. All or none stay packed: a checkpoint may pack only some, or in a way that the back
+        end does not multiply."""
+        parts, kernels = [self._read_linear(name) for name in names], self.stage.kernels
+        if all(isinstance(part, GroupedWeight) and self.format.keeps(kernels, part, role) for part in parts):
+            return parts
+        return [part.dequantize(self.stage.dtype) if isinstance(part, GroupedWeight) else part for part in parts]
 
     def _read_linear(self, name: str) -> Tensor | GroupedWeight:
         if self.format.reads_packed:

@@ -1,4 +1,5 @@
-"""W8A8 in fp8 (e4m3): one scale per output and one per row of activations; the lm_head is int8."""
+"""Weights in fp8 (e4m3) with one scale per output; the lm_head is int8. GPUs quantize each row of activations too
+(W8A8); the CPU multiplies activations as they are (W8A16)."""
 
 from __future__ import annotations
 
@@ -23,11 +24,18 @@ LARGEST = 448.0
 class Fp8Kernels(Protocol):
     """What a back end offers for this format; see `WeightKernels`."""
 
+    fp8_dtype: torch.dtype
+    """torch.float8_e4m3fn"""
+    quantizes_fp8_rows: bool
+    """Whether `linear_fp8` quantizes each row of x with its own scale."""
+
     def activation_empty(self, dtype: torch.dtype, /, *sizes: int) -> Tensor: ...
     def fp8_empty(
-        self, out_features: int, in_features: int, *, num_matrices: int | None = None
+        self, out_features: int, in_features: int, *, gated: bool = False, num_matrices: int | None = None
     ) -> tuple[Tensor, Tensor]: ...
-    def pack_fp8(self, weight: Tensor, values: Tensor, scales: Tensor, first: int = ..., /) -> None: ...
+    def pack_fp8(
+        self, weight: Tensor, values: Tensor, scales: Tensor, first: int = ..., half: int | None = ..., /
+    ) -> None: ...
     def linear_fp8(
         self,
         x: Tensor,
@@ -44,16 +52,16 @@ class Fp8Kernels(Protocol):
 class Fp8Linear(PackedLinear):
     """See `base.PackedLinear`.
 
-    Each row of x is quantized with its own scale. Tensor cores sum products over 128 neighbours along K at a time, and
-    these sums are added in fp32 in the order of K. The total is multiplied by both scales, the bias is added in fp32,
-    and the result is rounded once.
+    On GPUs, each row of x is quantized with its own scale. Tensor cores sum products over 128 neighbours along K at a
+    time, and these sums are added in fp32 in the order of K. On the CPU, x is not quantized, and a sum is one chain in
+    the order of K. The total is multiplied by the scales, the bias is added in fp32, and the result is rounded once.
     """
 
     kernels: Fp8Kernels
     values: Tensor
-    """[rows, in_features] float8_e4m3fn"""
+    """On GPUs [rows, in_features] float8_e4m3fn, on the CPU panels of such bytes"""
     scales: Tensor
-    """[rows] float32"""
+    """float32, one per row"""
     in_features: int
     out_features: int
 
@@ -96,10 +104,18 @@ class Format(WeightFormat):
         return rows * (columns + 4)
 
     def pack_linear(self, kernels: Kernels, *parts: Tensor) -> Fp8Linear:
-        return _packed(kernels, parts, sum(len(part) for part in parts))
+        own_kernels = _own(kernels)
+        out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
+        values, scales = own_kernels.fp8_empty(out_features, in_features)
+        _pack_parts(own_kernels, values, scales, parts)
+        return Fp8Linear(own_kernels, values, scales, in_features, out_features)
 
     def pack_gated(self, kernels: Kernels, gate: Tensor, up: Tensor) -> Fp8GatedLinear:
-        return Fp8GatedLinear(_packed(kernels, (gate, up), len(gate)))
+        own_kernels, (out_features, in_features) = _own(kernels), gate.shape
+        values, scales = own_kernels.fp8_empty(out_features, in_features, gated=True)
+        for half, part in enumerate((gate, up)):
+            own_kernels.pack_fp8(part, values, scales, 0, half)
+        return Fp8GatedLinear(Fp8Linear(own_kernels, values, scales, in_features, out_features))
 
     def pack_lm_head(self, kernels: Kernels, weight: Tensor) -> int8.Int8LMHead:
         # No later layer averages out errors of the logits.
@@ -118,11 +134,17 @@ class Format(WeightFormat):
         self, kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
         """Sums in fp64, so its bits may differ from the kernels'."""
-        fp8 = _own(kernels).fp8_empty(1, 1)[0].dtype
-        values, scales = quantize_rows_fp8_reference(x, fp8)
-        weight_values, weight_scales = quantize_rows_fp8_reference(weight, fp8)
-        product = (values.double() @ weight_values.double().T) * (scales.double()[:, None] * weight_scales.double())
+        own_kernels = _own(kernels)
+        fp8 = own_kernels.fp8_dtype
+        rows = dequantize_rows_fp8_reference(x, fp8) if own_kernels.quantizes_fp8_rows else x.double()
+        product = rows @ dequantize_rows_fp8_reference(weight, fp8).T
         return (product if bias is None else product + bias.double()).to(out_dtype)
+
+
+def dequantize_rows_fp8_reference(x: Tensor, fp8: torch.dtype) -> Tensor:
+    """Rows x [M, K] as their values and scales in fp8 give them, float64."""
+    values, scales = quantize_rows_fp8_reference(x, fp8)
+    return values.double() * scales.double()[:, None]
 
 
 def quantize_rows_fp8_reference(x: Tensor, fp8: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -140,14 +162,6 @@ def quantize_rows_fp8_reference(x: Tensor, fp8: torch.dtype) -> tuple[Tensor, Te
 
 def _own(kernels: Kernels) -> Fp8Kernels:
     return cast("Fp8Kernels", kernels)
-
-
-def _packed(kernels: Kernels, parts: tuple[Tensor, ...], out_features: int) -> Fp8Linear:
-    rows, in_features = sum(len(part) for part in parts), parts[0].shape[1]
-    own_kernels = _own(kernels)
-    values, scales = own_kernels.fp8_empty(rows, in_features)
-    _pack_parts(own_kernels, values, scales, parts)
-    return Fp8Linear(own_kernels, values, scales, in_features, out_features)
 
 
 def _pack_parts(kernels: Fp8Kernels, values: Tensor, scales: Tensor, parts: tuple[Tensor, ...]) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,16 +15,19 @@ from shardline.runtime.backends.cuda.kernels.linear import linear, linear_fp8, l
 from shardline.runtime.backends.cuda.kernels.linear_w4a16 import linear_w4a16
 from shardline.runtime.backends.cuda.kernels.quantize import quantize_rows_fp8
 from shardline.runtime.backends.cuda.kernels.sampling import greedy_argmax
+from shardline.runtime.backends.cuda.w4a16 import (
+    W4A16GatedLinear,
+    W4A16Kernels,
+    W4A16Linear,
+    keeps_w4a16,
+    pack_w4a16,
+)
 from shardline.runtime.backends.host.panels import PanelKernels
+from shardline.weights.base import Role
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
 from shardline.weights.formats.int8 import int8_weight_reference
-from shardline.weights.formats.w4a16 import W4A16Weight
 from shardline.weights.grouped import GroupedWeight
 from shardline.weights.rows import GROUP_SIZE, QuantizedRows
-
-PAIR_COLUMNS = 64
-"""Columns of a pair of runs in w4a16: two runs of 32 columns. A byte holds one column of each run. A run lies in one
-group."""
 
 
 class RowKernels:
@@ -33,6 +37,8 @@ class RowKernels:
     linear_int8 = staticmethod(linear_int8)
     linear_int4 = staticmethod(linear_int4)
     linear_w4a16 = staticmethod(linear_w4a16)
+    fp8_dtype = torch.float8_e4m3fn
+    quantizes_fp8_rows = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -115,16 +121,17 @@ class RowKernels:
         return values, scale_rows.contiguous().view(torch.int8).flatten(1), scales
 
     def fp8_empty(
-        self, out_features: int, in_features: int, *, num_matrices: int | None = None
+        self, out_features: int, in_features: int, *, gated: bool = False, num_matrices: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        values = self._empty(torch.float8_e4m3fn, num_matrices, out_features, in_features)
-        return values, self._empty(torch.float32, num_matrices, out_features)
+        rows = 2 * out_features if gated else out_features
+        values = self._empty(torch.float8_e4m3fn, num_matrices, rows, in_features)
+        return values, self._empty(torch.float32, num_matrices, rows)
 
     @staticmethod
-    def pack_fp8(weight: Tensor, values: Tensor, scales: Tensor, first: int = 0) -> None:
+    def pack_fp8(weight: Tensor, values: Tensor, scales: Tensor, first: int = 0, half: int | None = None) -> None:
         row_values, row_scales = quantize_rows_fp8_reference(weight, values.dtype)
-        _place(values, weight, first, None).copy_(row_values)
-        _place(scales, weight, first, None).copy_(row_scales)
+        _place(values, weight, first, half).copy_(row_values)
+        _place(scales, weight, first, half).copy_(row_scales)
 
     @staticmethod
     def linear_fp8(
@@ -136,25 +143,14 @@ class RowKernels:
         linear_fp8(rows, row_scales, values, scales, bias, out, gate)
 
     @staticmethod
-    def pack_w4a16(parts: Sequence[GroupedWeight]) -> W4A16Weight:
-        """A row's bytes depend only on that row. Groups are multiples of 32 columns, and the first column begins a
-        group."""
-        values, scales, zeros, group_of = (
-            torch.cat([part.values for part in parts]),
-            torch.cat([part.scales for part in parts]),
-            torch.cat([part.zeros for part in parts]),
-            parts[0].group_of,
-        )
-        num_columns, has_groups = values.shape[1], scales.shape[1] > 1
-        group_size = int((group_of == 0).sum()) if has_groups else num_columns
-        places = torch.arange(num_columns, device=group_of.device)
-        assert torch.equal(group_of, places // group_size), "groups begin with the columns"
-        assert not has_groups or group_size % 32 == 0, "a run of 32 columns lies in one group"
-        padded = F.pad(values, (0, -num_columns % PAIR_COLUMNS))
-        low, high = padded.view(len(values), -1, 2, PAIR_COLUMNS // 2).transpose(0, 1).unbind(2)
-        return W4A16Weight(
-            (low | high << 4).contiguous(), scales.T.contiguous(), zeros.T.contiguous(), group_size, num_columns
-        )
+    def keeps_grouped(weight: GroupedWeight, role: Role) -> bool:
+        return role == "layer" and keeps_w4a16(weight)
+
+    def grouped_linear(self, parts: Sequence[GroupedWeight]) -> W4A16Linear:
+        return W4A16Linear(cast("W4A16Kernels", self), pack_w4a16(parts), sum(len(part) for part in parts))
+
+    def grouped_gated(self, gate: GroupedWeight, up: GroupedWeight) -> W4A16GatedLinear:
+        return W4A16GatedLinear(self.grouped_linear((gate, up)))
 
     @staticmethod
     def pack_heads(weights: Tensor) -> Tensor:

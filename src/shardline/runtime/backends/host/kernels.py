@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.backends.host.panels import PanelKernels
+from shardline.runtime.backends.host.grouped import Fp8PanelKernels
 from shardline.runtime.ops.attention.kv_cache import LatentCache
 from shardline.runtime.ops.attention.pages import PageOrder
 from shardline.weights.rows import GROUP_SIZE, QuantizedRows
@@ -18,7 +18,7 @@ _MASKED = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -np.inf).as
 """[256, 8]: for each byte of a mask, what is added to the logits of its eight tokens."""
 
 
-class HostKernels(PanelKernels):
+class HostKernels(Fp8PanelKernels):
     """See `base.Kernels`."""
 
     activation_empty = staticmethod(_cpu.activation_empty)

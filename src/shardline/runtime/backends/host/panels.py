@@ -63,7 +63,7 @@ class PanelKernels:
     def linear_argmax(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
         best = _cpu.activation_empty(torch.float32, x.shape[0], 2, len(panels))
         _cpu.linear_best(x, panels, bias, out_features, best)
-        return _choose_best(best)
+        return choose_best(best)
 
     @staticmethod
     def int8_empty(
@@ -82,7 +82,7 @@ class PanelKernels:
     ) -> Tensor:
         best = _cpu.activation_empty(torch.float32, x.values.shape[0], 2, len(panels))
         _cpu.linear_int8_best(*x[:4], panels, scales, bias, out_features, best)
-        return _choose_best(best)
+        return choose_best(best)
 
     @staticmethod
     def int4_empty(
@@ -115,8 +115,8 @@ class PanelKernels:
         return panels
 
 
-def _choose_best(best: Tensor) -> Tensor:
-    """The best over all panels, [M, 2], from the best of each panel."""
+def choose_best(best: Tensor) -> Tensor:
+    """The best over all panels, [M, 2], from the best of each panel [M, 2, panels]."""
     pairs = _cpu.activation_empty(torch.float32, best.shape[0], 2)
     _cpu.choose_best(best, pairs)
     return pairs

@@ -1,0 +1,38 @@
+// The values of codes, as the products read them.
+#pragma once
+
+#include "gemm/gemm_args.h"
+#include "simd/vec.h"
+
+namespace shardline::SHARDLINE_ISA {
+
+constexpr int kMaxParts = 2;
+// With zero points, a 4-bit code selects the entry code + kZeroEntry - zero, whose value is code - zero.
+constexpr int kNibbleEntries = 32, kByteEntries = 256, kZeroEntry = 16;
+
+// A value is the sum of its parts, each a bf16. Without zero points, both halves of a table of nibbles are equal.
+struct CodeTables {
+  alignas(64) uint16_t parts[kMaxParts][kByteEntries];
+  alignas(64) float values[kByteEntries];
+  int num_parts;
+  bool is_signed;  // bit 7 of a byte is the sign of its value
+
+  explicit CodeTables(const GroupedLinearArgs& args) : num_parts(1), is_signed(args.bits == 8) {
+    const int entries = args.bits == 4 ? kNibbleEntries : kByteEntries;
+    for (int i = 0; i < entries; ++i) {
+      values[i] = args.zeros != nullptr ? static_cast<float>(i - kZeroEntry) : args.table[i & ((1 << args.bits) - 1)];
+    }
+    for (int i = 0; i < entries; i += kLanes) {
+      const F32 value = load(values + i);
+      const U16 first = rounded_halves(value);
+      const F32 rest = value - shifted_up(first);
+      const U16 second = rounded_halves(rest == rest ? rest : F32{});
+      __builtin_memcpy(parts[0] + i, &first, sizeof first);
+      __builtin_memcpy(parts[1] + i, &second, sizeof second);
+    }
+    for (int i = 0; i < entries; ++i) num_parts = (parts[1][i] & 0x7fff) != 0 ? 2 : num_parts;
+    for (int i = 0; i < entries / 2 && is_signed; ++i) is_signed = (parts[0][i] ^ 0x8000) == parts[0][i + 128];
+  }
+};
+
+}  // namespace shardline::SHARDLINE_ISA

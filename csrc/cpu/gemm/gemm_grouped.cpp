@@ -1,0 +1,307 @@
+// out[M, N] = x[M, K] weight[N, K]^T + bias for weights of codes with scales per group of columns:
+//
+//   sum over groups g, in order, of  scale_g * (sum over k in g of x_k value(code_k)) - min_g * (sum over k in g of x_k)
+//
+// The sum of a group is one chain of multiply-adds in the order of K, from zero. Its product with the scale is added
+// with one rounding, and so is that with the min. All of it is in fp32. Values of codes are exact in bf16; those that
+// are not are the sum of two bf16, which follow each other in the chain. A few rows multiply codes that are decoded in
+// registers; many rows multiply panels that are unpacked block by block. Both have the same bits.
+#include "gemm/code_decoder.h"
+#include "gemm/gemm_chain.h"
+
+namespace shardline::SHARDLINE_ISA {
+namespace {
+
+constexpr int64_t kRowSums = 2 * kPanelColumns;  // of the groups before, then of the current group
+
+// From this many rows on a panel is unpacked.
+constexpr int64_t kUnpackRows = 13;
+
+constexpr int kTileRows = kLanes == 16 ? 6 : 4;
+
+inline F32 load_scale(DType dtype, const void* scales, int64_t index) {
+  switch (dtype) {
+    case DType::kFloat32: return load(static_cast<const float*>(scales) + index);
+    case DType::kBFloat16: return load(static_cast<const bf16*>(scales) + index);
+    default: return load_half(static_cast<const uint16_t*>(scales) + index);
+  }
+}
+
+// Scales the sums of group g of kVectors vectors of columns from `column` on, and adds them to the sums of the groups
+// before.
+template <int kRows, int kVectors>
+inline void close_group(const GroupedLinearArgs& args, const Tile& tile, int64_t g, int64_t column,
+                        F32 (&sum)[kRows][kVectors]) {
+  const int64_t num_groups = args.num_groups(), place = (tile.panel * num_groups + g) * kPanelColumns + column;
+  float* sums = static_cast<float*>(tile.sums) + column;
+#pragma GCC unroll 8
+  for (int v = 0; v < kVectors; ++v) {
+    const F32 scale = load_scale(args.scale_dtype, args.scales, place + v * kLanes);
+    const F32 min = args.mins != nullptr ? -load(args.mins + place + v * kLanes) : F32{};
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      float* total = sums + r * kRowSums + v * kLanes;
+      F32 value = fma(sum[r][v], scale, g == 0 ? F32{} : load(total));
+      if (args.mins != nullptr) {
+        value = fma(broadcast(args.x_sums[(tile.row + r) * num_groups + g]), min, value);
+      }
+      store(total, value);
+      sum[r][v] = F32{};
+    }
+  }
+}
+
+// Calls add(begin, end, sum) for the octets of each group of a tile in turn, for kVectors vectors of columns from
+// `column` on, and closes groups that are complete.
+template <int kRows, int kVectors, class Add>
+inline void for_each_group(const GroupedLinearArgs& args, const Tile& tile, int64_t column, const Add& add) {
+  const int64_t num_octets = ceil_div(args.depth, kOctet), group_octets = args.group_size / kOctet;
+  float* current = static_cast<float*>(tile.sums) + kPanelColumns + column;
+  int64_t g = tile.begin / group_octets;
+  const bool resumes = tile.begin != g * group_octets;
+  F32 sum[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = resumes ? load(current + r * kRowSums + v * kLanes) : F32{};
+  }
+  for (int64_t begin = tile.begin; begin < tile.end; ++g) {
+    const int64_t group_end = min64((g + 1) * group_octets, num_octets), end = min64(group_end, tile.end);
+    add(begin, end, sum);
+    if (end == group_end) close_group(args, tile, g, column, sum);
+    begin = end;
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) store(current + r * kRowSums + v * kLanes, sum[r][v]);
+  }
+}
+
+// Where codes lie: the panel, and the octet in it.
+struct Place {
+  int64_t panel, octet;
+};
+inline Place place_of(const GroupedLinearArgs& args, const char* steps) {
+  const int64_t num_octets = ceil_div(args.depth, kOctet);
+  const int64_t octet = (reinterpret_cast<const uint8_t*>(steps) - args.panels) / octet_bytes(args.bits);
+  return {octet / num_octets, octet % num_octets};
+}
+
+// The entry of the tables for a zero point is this many above the code.
+inline int entry_offset(const GroupedLinearArgs& args, Place place, int64_t column) {
+  if (args.zeros == nullptr) return 0;
+  const int64_t group = place.panel * args.num_groups() + place.octet * kOctet / args.group_size;
+  return kZeroEntry - args.zeros[group * kPanelColumns + column];
+}
+
+// The code of column c and place k of an octet.
+inline int code_at(const uint8_t* octet, int64_t bits, int64_t c, int64_t k) {
+  if (bits == 4) return octet[c * 4 + k % 2 * 2 + k / 4] >> (k / 2 % 2 * 4) & 15;
+  return octet[k / 4 * 256 + c / 4 * 16 + k / 2 % 2 * 8 + c % 4 * 2 + k % 2];
+}
+
+// Unpacks to the panels of a GEMM in fp32.
+struct FloatUnpacker {
+  using T = float;
+  static constexpr int kNumParts = 1;
+  static constexpr int64_t kOctetBytes = kOctet * kPanelColumns * 4;
+
+  static void unpack(const GroupedLinearArgs& args, const CodeTables& tables, const uint8_t* octet, Place place,
+                     char* to) {
+    float* out = reinterpret_cast<float*>(to);
+    for (int64_t c = 0; c < kPanelColumns; ++c) {
+      const float* values = tables.values + entry_offset(args, place, c);
+      for (int64_t k = 0; k < kOctet; ++k) out[k * kPanelColumns + c] = values[code_at(octet, args.bits, c, k)];
+    }
+  }
+};
+
+// Unpacks to the panels of a GEMM in bf16, with kParts rows for each pair of k.
+template <int kParts>
+struct PairUnpacker {
+  using T = bf16;
+  static constexpr int kNumParts = kParts;
+  static constexpr int64_t kOctetBytes = kOctet * kPanelColumns * 2 * kParts;
+
+  static void unpack(const GroupedLinearArgs& args, const CodeTables& tables, const uint8_t* octet, Place place,
+                     char* to) {
+    uint16_t* out = reinterpret_cast<uint16_t*>(to);
+    for (int64_t c = 0; c < kPanelColumns; ++c) {
+      const int offset = entry_offset(args, place, c);
+      for (int64_t k = 0; k < kOctet; ++k) {
+        const int entry = code_at(octet, args.bits, c, k) + offset;
+        for (int part = 0; part < kParts; ++part) {
+          out[((k / 2 * kParts + part) * kPanelColumns + c) * 2 + k % 2] = tables.parts[part][entry];
+        }
+      }
+    }
+  }
+};
+
+#if defined(__AVX512BW__)
+
+// Offsets of the entries of 16 columns, for NibbleDecoder.
+template <bool kZeros>
+inline I32 load_offsets(const GroupedLinearArgs& args, int64_t group, int64_t column) {
+  if constexpr (!kZeros) return I32{};
+  const uint8_t* zeros = args.zeros + group * kPanelColumns + column;
+  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
+  return (broadcast_int(kZeroEntry) - (I32)wide) * 0x10001;
+}
+
+// As PairUnpacker, 32 values at a time.
+template <class Decoder>
+struct FastUnpacker {
+  using T = bf16;
+  static constexpr int kNumParts = Decoder::kNumParts;
+  static constexpr int64_t kOctetBytes = kOctet * kPanelColumns * 2 * kNumParts;
+
+  static void unpack(const GroupedLinearArgs& args, const CodeTables& tables, const uint8_t* octet, Place place,
+                     char* to) {
+    const Decoder decoder(tables);
+    const int64_t group = place.panel * args.num_groups() + place.octet * kOctet / args.group_size;
+#pragma GCC unroll 4
+    for (int64_t v = 0; v < kPanelColumns / kLanes; ++v) {
+      I32 pairs[4 * kNumParts];
+      decoder.decode(octet, v, load_offsets<Decoder::kHasZeros>(args, group, v * kLanes), pairs);
+#pragma GCC unroll 8
+      for (int i = 0; i < 4 * kNumParts; ++i) _mm512_store_si512(to + i * 256 + v * 64, (__m512i)pairs[i]);
+    }
+  }
+};
+
+// How many vectors of columns a tile of `rows` holds in registers, beside the decoder's tables.
+template <class Decoder>
+constexpr int direct_vectors(int rows) {
+  return rows <= (Decoder::kBits == 4 && Decoder::kNumParts == 1 ? 6 : 4) ? 4 : 2;
+}
+
+template <class Decoder, int kRows>
+void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, const Tile& tile) {
+  constexpr int kVectors = direct_vectors<Decoder>(kRows), kParts = Decoder::kNumParts;
+  const bf16* x = static_cast<const bf16*>(args.x) + tile.row * args.x_stride;
+  const int64_t whole = args.depth / kOctet;
+  bf16 padded[kRows][kOctet] = {};  // the end of each row, if K ends within an octet
+  for (int r = 0; r < kRows && args.depth % kOctet != 0; ++r) {
+    __builtin_memcpy(padded[r], x + r * args.x_stride + whole * kOctet, static_cast<size_t>(args.depth % kOctet) * 2);
+  }
+  Ahead ahead(tile, kPanelColumns / (kVectors * kLanes));
+  for (int64_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
+    for_each_group<kRows, kVectors>(args, tile, column, [&](int64_t begin, int64_t end, auto& sum) {
+      I32 offsets[kVectors] = {};
+      if constexpr (Decoder::kHasZeros) {
+        const int64_t group = tile.panel * args.num_groups() + begin * kOctet / args.group_size;
+        for (int v = 0; v < kVectors; ++v) offsets[v] = load_offsets<true>(args, group, column + v * kLanes);
+      }
+      for (int64_t o = begin; o < end; ++o) {
+        if (asks_ahead(kRows, false)) ahead.request();
+        const auto* octet = reinterpret_cast<const uint8_t*>(tile.steps) + (o - tile.begin) * octet_bytes(Decoder::kBits);
+        const bf16* row = o < whole ? x + o * kOctet : padded[0];
+        const int64_t stride = o < whole ? args.x_stride : kOctet;
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          I32 pairs[4 * kParts];
+          decoder.decode(octet, column / kLanes + v, offsets[v], pairs);
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+            for (int i = 0; i < 4 * kParts; ++i) {
+              sum[r][v] = dot_pairs(sum[r][v], broadcast_pair(row + r * stride + i / kParts * 2), pairs[i]);
+            }
+          }
+        }
+      }
+    });
+  }
+}
+
+#endif
+
+template <class Unpacker, int kRows>
+void add_unpacked_tile(const GroupedLinearArgs& args, const Tile& tile) {
+  using T = typename Unpacker::T;
+  constexpr int kVectors = kLanes == 16 ? 4 : kRows == 1 ? 8 : 2, kParts = Unpacker::kNumParts;
+  constexpr int64_t kSteps = kOctet / kStep<T>;
+  const T* x = static_cast<const T*>(args.x) + tile.row * args.x_stride;
+  Ahead ahead(tile, kSteps * kParts * (kPanelColumns / (kVectors * kLanes)));
+  for (int64_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
+    for_each_group<kRows, kVectors>(args, tile, column, [&](int64_t begin, int64_t end, auto& sum) {
+      const T* w = reinterpret_cast<const T*>(tile.steps + (begin - tile.begin) * Unpacker::kOctetBytes);
+      const int64_t last = min64(end * kSteps, ceil_div(args.depth, kStep<T>));
+      accumulate<asks_ahead(kRows, false), kParts>(x, args.x_stride, w + column * kStep<T>, begin * kSteps, last,
+                                                   args.depth, ahead, sum);
+    });
+  }
+}
+
+template <class Unpacker>
+void multiply_unpacked(const GroupedLinearArgs& args, const CodeTables& tables) {
+  PanelLayout layout = {ceil_div(args.depth, kOctet), octet_bytes(args.bits), Unpacker::kOctetBytes, kRowSums};
+  const auto unpack = [&](const char* steps, int64_t count, void* to) {
+    Place place = place_of(args, steps);
+    const int64_t bytes = octet_bytes(args.bits);
+    for (int64_t o = 0; o < count; ++o, ++place.octet) {
+      Unpacker::unpack(args, tables, reinterpret_cast<const uint8_t*>(steps) + o * bytes, place,
+                       static_cast<char*>(to) + o * Unpacker::kOctetBytes);
+    }
+  };
+  const auto add = [&](const Tile& tile, auto rows, auto) {
+    add_unpacked_tile<Unpacker, rows.kValue>(args, tile);
+  };
+  for_each_tile<kTileRows, 1, 0>(args, layout, add, finish_of<FloatSums<GroupedLinearArgs, kRowSums>>(args), unpack);
+}
+
+#if defined(__AVX512BW__)
+
+template <class Decoder>
+void multiply_codes(const GroupedLinearArgs& args, const CodeTables& tables) {
+  if (args.num_rows >= kUnpackRows) return multiply_unpacked<FastUnpacker<Decoder>>(args, tables);
+  const Decoder decoder(tables);
+  const PanelLayout layout = {ceil_div(args.depth, kOctet), octet_bytes(args.bits), 0, kRowSums};
+  const auto add = [&](const Tile& tile, auto rows, auto) {
+    add_decoded_tile<Decoder, rows.kValue>(args, decoder, tile);
+  };
+  for_each_tile<kTileRows, 1, 0>(args, layout, add, finish_of<FloatSums<GroupedLinearArgs, kRowSums>>(args));
+}
+
+#endif
+
+template <class T>
+void sum_groups_of(const SumGroupsArgs& args) {
+  const int64_t num_groups = ceil_div(args.depth, args.group_size);
+  constexpr int64_t kManyRows = 16;
+  parallel_for_if(args.num_rows >= kManyRows, args.num_rows, [&](int64_t row) {
+    const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+    for (int64_t g = 0; g < num_groups; ++g) {
+      const int64_t end = min64((g + 1) * args.group_size, args.depth);
+      F32 sum = {};
+      for (int64_t k = g * args.group_size; k < end; k += kLanes) sum = sum + load_n(x + k, end - k);
+      args.sums[row * num_groups + g] = sum_lanes(sum);
+    }
+  });
+}
+
+}  // namespace
+
+void linear_grouped(const GroupedLinearArgs& args) {
+  const CodeTables tables(args);
+  if (args.dtype == DType::kFloat32) return multiply_unpacked<FloatUnpacker>(args, tables);
+  const bool two = tables.num_parts == 2;
+#if defined(__AVX512BW__)
+  if (args.bits == 4 && args.zeros != nullptr) return multiply_codes<NibbleDecoder<true, 1>>(args, tables);
+  if (args.bits == 4 && two) return multiply_codes<NibbleDecoder<false, 2>>(args, tables);
+  if (args.bits == 4) return multiply_codes<NibbleDecoder<false, 1>>(args, tables);
+#endif
+#if defined(__AVX512VBMI__)
+  if (!two && tables.is_signed) return multiply_codes<ByteDecoder<true>>(args, tables);
+  if (!two) return multiply_codes<ByteDecoder<false>>(args, tables);
+#endif
+  two ? multiply_unpacked<PairUnpacker<2>>(args, tables) : multiply_unpacked<PairUnpacker<1>>(args, tables);
+}
+
+void sum_groups(const SumGroupsArgs& args) {
+  args.dtype == DType::kFloat32 ? sum_groups_of<float>(args) : sum_groups_of<bf16>(args);
+}
+
+}  // namespace shardline::SHARDLINE_ISA

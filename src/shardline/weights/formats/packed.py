@@ -1,0 +1,101 @@
+"""Weights as the checkpoint has packed them, with activations in 16 or 32 bits; what it has not packed is plain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, TypeGuard, cast
+
+from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
+from shardline.weights.formats import plain
+from shardline.weights.grouped import GroupedWeight
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from shardline.runtime.backends.base import Kernels
+
+
+class GroupedKernels(Protocol):
+    """What a back end offers for this format."""
+
+    def keeps_grouped(self, weight: GroupedWeight, role: Role, /) -> bool:
+        """Whether the back end multiplies such a weight without dequantizing it first."""
+
+    def grouped_linear(self, parts: Sequence[GroupedWeight], /) -> PackedLinear:
+        """Pack the rows of all parts, stacked in order."""
+
+    def grouped_gated(self, gate: GroupedWeight, up: GroupedWeight, /) -> PackedGatedLinear:
+        """Pack the two weights of a gated feed-forward block."""
+
+
+class Format(WeightFormat):
+    """See `base.WeightFormat`. `pack_linear` and `pack_gated` also accept weights that a checkpoint has packed."""
+
+    reads_packed = True
+    alternatives = "none, int8 or int4"
+
+    @property
+    def label(self) -> str:
+        return f"packed_{self.group_size or 'rows'}"
+
+    def is_dense(self, role: Role) -> bool:
+        return role != "layer"
+
+    def keeps(self, kernels: Kernels, weight: GroupedWeight, role: Role) -> bool:
+        return _own(kernels).keeps_grouped(weight, role)
+
+    def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:
+        if role != "layer":
+            return plain.Format().num_bytes(rows, columns, dtype_bytes, role)
+        groups = -(-columns // self.group_size) if self.group_size else 1
+        return int(rows * (columns * self.bits / 8 + self.group_bytes * groups))
+
+    def pack_linear(self, kernels: Kernels, *parts: Tensor | GroupedWeight) -> PackedLinear:
+        if _are_grouped(parts):
+            return _own(kernels).grouped_linear(parts)
+        return plain.Format().pack_linear(kernels, *_dense(parts))
+
+    def pack_gated(
+        self, kernels: Kernels, gate: Tensor | GroupedWeight, up: Tensor | GroupedWeight
+    ) -> PackedGatedLinear:
+        if isinstance(gate, GroupedWeight) and isinstance(up, GroupedWeight):
+            return _own(kernels).grouped_gated(gate, up)
+        return plain.Format().pack_gated(kernels, *_dense((gate, up)))
+
+    def pack_lm_head(self, kernels: Kernels, weight: Tensor | GroupedWeight) -> PackedLinear:
+        if isinstance(weight, GroupedWeight):
+            return _own(kernels).grouped_linear([weight])
+        return plain.Format().pack_lm_head(kernels, weight)
+
+    def allocate_experts(self, kernels: Kernels, num_experts: int, *parts: Tensor) -> PackedExperts:
+        return plain.Format().allocate_experts(kernels, num_experts, *parts)
+
+    def pack_expert(self, kernels: Kernels, experts: PackedExperts, index: int, *parts: Tensor) -> None:
+        plain.Format().pack_expert(kernels, experts, index, *parts)
+
+    def multiply_reference(
+        self,
+        kernels: Kernels,
+        x: Tensor,
+        weight: Tensor | GroupedWeight,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """Sums in fp64, so its bits may differ from the kernels'."""
+        dense = weight.dequantize(x.dtype) if isinstance(weight, GroupedWeight) else weight
+        return plain.Format().multiply_reference(kernels, x, dense, bias, out_dtype)
+
+
+def _own(kernels: Kernels) -> GroupedKernels:
+    return cast("GroupedKernels", kernels)
+
+
+def _are_grouped(parts: Sequence[Tensor | GroupedWeight]) -> TypeGuard[Sequence[GroupedWeight]]:
+    return all(isinstance(part, GroupedWeight) for part in parts)
+
+
+def _dense(parts: Sequence[Tensor | GroupedWeight]) -> list[Tensor]:
+    dense = [part for part in parts if not isinstance(part, GroupedWeight)]
+    assert len(dense) == len(parts), "layers dequantize a weight whose other parts are not packed"
+    return dense

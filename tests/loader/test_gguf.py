@@ -1,0 +1,201 @@
+"""GGUF files against the `gguf` package, and against the checkpoints from which they were made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Type
+from msgspec.structs import replace
+
+from shardline.config.engine import EngineConfig
+from shardline.deployment.here import resolve_here
+from shardline.models.checkpoint import Checkpoint
+from shardline.models.gguf.checkpoint import GGUFCheckpoint
+from shardline.models.gguf.header import BLOCK_TYPES, PACKED_TYPES
+from shardline.models.gguf.norms import without_norm_offsets
+from shardline.models.hub import resolve_model
+from shardline.models.lookup import decoder_spec, known_families
+from shardline.models.parameters import parameters
+from shardline.models.sharding import shard
+from shardline.models.spec import DecoderSpec
+from shardline.runtime.loader.gguf import GGUFWeights
+from shardline.runtime.loader.gguf_blocks import decode_blocks
+from shardline.runtime.loader.weights import CheckpointWeights
+from shardline.sampling_params import SamplingParams
+from shardline.types import Request
+from tests.exactness.harness import start_engine
+from tests.models.checkpoints import make_checkpoint
+
+from .gguf_writer import ARCHITECTURES, mixed, random_blocks, save_plain, write_gguf
+
+_PACKED = [Type[name] for name in PACKED_TYPES]
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"decoder_sparse_step": 1, "norm_topk_prob": False},
+    "qwen3_moe": {"mlp_only_layers": []},
+    "gemma2": {"query_pre_attn_scalar": 20},
+    "gemma3_text": {"query_pre_attn_scalar": 20},
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("kind", _PACKED)
+def test_blocks_decode_to_the_numbers_of_the_library(kind: Type) -> None:
+    rng = np.random.default_rng(kind)
+    number = next(number for number, known in BLOCK_TYPES.items() if known.name == kind.name)
+    assert (number, *BLOCK_TYPES[number][1:]) == (kind, *gguf.GGML_QUANT_SIZES[kind])
+    stored = random_blocks(kind, (37, 1024), rng)
+    if kind == Type.MXFP4:
+        stored[0, ::17] = np.arange(32) % 4  # the smallest scales are no normal numbers
+    expected = gguf.dequantize(stored, kind)
+    weight = decode_blocks(torch.from_numpy(stored), BLOCK_TYPES[number])
+    assert torch.equal(weight.dequantize(torch.float32), torch.from_numpy(expected))
+    assert int(weight.values.max()) < 1 << weight.bits
+    assert weight.label == kind.name
+
+
+def test_every_type_that_the_library_knows_has_its_size_here() -> None:
+    for number, (name, size, num_bytes) in BLOCK_TYPES.items():
+        assert (Type(number).name, gguf.GGML_QUANT_SIZES[Type(number)]) == (name, (size, num_bytes))
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_a_converted_model_is_the_model(family: str, tmp_path: Path) -> None:
+    source = make_checkpoint(family, tmp_path / "model", **_OPTIONS.get(family, {}))
+    file = tmp_path / "model-Q8_0.gguf"
+    kinds = mixed(Type.Q8_0, Type.Q4_0, Type.F16, Type.BF16, Type.F32, Type.Q5_1)
+    tensors = write_gguf(source, file, kinds, split_latents=family == "deepseek_v3")
+    theirs = decoder_spec(json.loads((source / "config.json").read_text()))
+    ours = decoder_spec(resolve_model(str(file)).config)
+    assert ours == replace(without_norm_offsets(theirs), dtype="bfloat16")
+    plain = CheckpointWeights(Checkpoint.open(save_plain(tmp_path / "plain", source, tensors)), theirs, torch.float32)
+    _assert_same_weights(GGUFWeights(GGUFCheckpoint.open(file), ours, torch.float32), plain, ours, (1, 3))
+
+
+def test_architectures_without_a_converter_here_wait_for_their_model_types() -> None:
+    from shardline.models.gguf.config import ARCHITECTURES as known
+
+    waiting = {"granite": "granite", "mistral3": "ministral3", "smollm3": "smollm3"}
+    assert set(known) == set(ARCHITECTURES.values()) | set(waiting)
+    assert set(ARCHITECTURES) <= set(known_families())
+
+
+def test_blocks_of_256_in_every_layout(tmp_path: Path) -> None:
+    options = {"hidden_size": 256, "intermediate_size": 512, "rope_parameters": _LLAMA3, "attention_bias": True}
+    source = make_checkpoint("llama", tmp_path / "model", **options)
+    file = tmp_path / "model-00001-of-00005.gguf"
+    tensors = write_gguf(source, tmp_path / "model.gguf", mixed(*_PACKED), split_max_tensors=12)
+    assert len(list(tmp_path.glob("*-of-00005.gguf"))) == 5
+    spec = decoder_spec(resolve_model(str(file.with_name("model-00003-of-00005.gguf"))).config)
+    theirs = decoder_spec(json.loads((source / "config.json").read_text()))
+    frequencies = [
+        torch.tensor(one.layers[0].attention.rope.inv_freq)  # type: ignore[union-attr]
+        for one in (spec, theirs)
+    ]
+    torch.testing.assert_close(*frequencies, rtol=1e-6, atol=0)
+    plain = CheckpointWeights(Checkpoint.open(save_plain(tmp_path / "plain", source, tensors)), theirs, torch.float32)
+    weights = GGUFWeights(GGUFCheckpoint.open(file), spec, torch.float32)
+    _assert_same_weights(weights, plain, spec, (1, 2, 3))
+    labels = set()
+    for name, shape in parameters(spec):
+        if len(shape) == 2 and (packed := weights.get_packed(name, (None, None))) is not None:
+            labels.add(packed.label)
+    assert labels == set(PACKED_TYPES)
+
+
+def test_log_probabilities_are_those_of_transformers(tmp_path: Path) -> None:
+    options = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "rope_parameters": _LLAMA3}
+    source = make_checkpoint("llama", tmp_path / "model", **options)
+    tensors = write_gguf(source, tmp_path / "x-Q4_K_M.gguf", mixed(Type.Q4_K, Type.Q6_K, Type.Q5_0))
+    plain = save_plain(tmp_path / "plain", source, tensors)
+    token_ids = torch.randint(0, 256, (12,), generator=torch.Generator().manual_seed(1))
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, attn_implementation="eager")
+    with torch.no_grad():
+        expected = model(token_ids[None]).logits[0].log_softmax(1)
+    # The folder has one quant, so its name is enough.
+    for name, tensor in ((tmp_path / "x-Q4_K_M.gguf", 1), (tmp_path, 2)):
+        engine, executor = start_engine(name, tensor=tensor, dtype="float32")
+        params = SamplingParams(max_tokens=1, prompt_logprobs=20)
+        engine.add_request(Request(request_id="a", prompt_token_ids=token_ids.tolist(), sampling=params))
+        found = [scores for output in engine.step() for scores in output.prompt_logprobs or []]
+        executor.close()
+        assert len(found) == len(token_ids) - 1
+        for row, scores in zip(expected, found, strict=False):
+            torch.testing.assert_close(torch.tensor(scores.top_logprobs), row[scores.top_ids], atol=1e-4, rtol=0)
+
+
+def test_what_is_said_of_a_file(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "model", num_hidden_layers=1)
+    write_gguf(source, tmp_path / "x-Q8_0.gguf", mixed(Type.Q8_0))
+    found = resolve_here(EngineConfig.from_options(model=f"{tmp_path}:q8_0", load_format="gguf", quantization="gguf"))
+    assert (found.dtype, found.model.load_format, str(found.model.stored)) == ("bfloat16", "gguf", "gguf, Q8_0")
+    for options, says in (
+        ({"quantization": "gptq"}, "quantization gptq: this checkpoint is quantized as gguf"),
+        ({"load_format": "safetensors"}, "load_format is safetensors, and .* is a GGUF file"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            resolve_here(EngineConfig.from_options(model=str(tmp_path / "x-Q8_0.gguf"), **options))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "says"),
+    [
+        ({"llama.embedding_length": 128}, Type.F32, r"token_embd.weight has shape \[256, 256\], not \[256, 128\]"),
+        ({"llama.block_count": 2}, Type.F32, "blk.1.attn_norm.weight is missing"),
+        ({"llama.attention.head_count": [4, 2]}, Type.F32, "head_count differs between layers"),
+        (
+            {"general.architecture": "rwkv7"},
+            Type.F32,
+            "architecture is 'rwkv7', which is not supported; supported",
+        ),
+        ({"llama.rope.scaling.type": "spiral"}, Type.F32, "rope.scaling.type is 'spiral', which is not supported"),
+        ({}, Type.TQ1_0, "has type TQ1_0; supported: F32, F16, BF16, Q4_0"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes: dict[str, Any], kind: Type, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    source = make_checkpoint("llama", tmp_path / "model", num_hidden_layers=1, hidden_size=256)
+    write_gguf(source, file, mixed(kind), metadata=changes)
+    with pytest.raises(ValueError, match=says) as raised:
+        resolve_here(EngineConfig.from_options(model=str(file)))
+    assert "x.gguf" in str(raised.value)
+
+
+def test_scales_that_are_no_numbers_are_named_as_they_load(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "model", num_hidden_layers=1)
+    file = tmp_path / "x.gguf"
+    write_gguf(source, file, mixed(Type.Q4_0))
+    tensor = GGUFCheckpoint.open(file).tensors["blk.0.ffn_gate.weight"]
+    content = bytearray(file.read_bytes())
+    content[tensor.offset + 18 : tensor.offset + 20] = b"\x00\x7e"
+    file.write_bytes(content)
+    spec = decoder_spec(resolve_model(str(file)).config)
+    weights = GGUFWeights(GGUFCheckpoint.open(file), spec, torch.float32)
+    with pytest.raises(ValueError, match=r"x.gguf: blk.0.ffn_gate.weight has scales that are NaN or infinite"):
+        weights.get("layers.0.feed_forward.gate.weight", (None, None))
+
+
+def _assert_same_weights(
+    ours: GGUFWeights, theirs: CheckpointWeights, spec: DecoderSpec, sizes: tuple[int, ...]
+) -> None:
+    for name, shape in parameters(spec):
+        expected = theirs.get(name, (None,) * len(shape))
+        for size in sizes:
+            for rank in range(size):
+                for numerics in ("exact", "fast"):
+                    spans = shard(name, spec, rank, size, numerics)  # type: ignore[arg-type]
+                    where = tuple(slice(None) if span is None else slice(span.start, span.stop) for span in spans)
+                    assert torch.equal(ours.get(name, spans), expected[where]), (name, spans)
