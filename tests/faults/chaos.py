@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -272,6 +273,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e6, help="cause no new fault after this time")
     parser.add_argument("--layout", default="-dp 2 -pp 2", help="of the server, on two hosts")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no host is left behind
     chooser = random.Random(arguments.seed)
     known = [fault for fault in PRODUCT if arguments.only in f"{fault.name} {fault.state}"]
     faults = [*(known if arguments.product else ()), *(chooser.choice(known) for _ in range(arguments.faults))]

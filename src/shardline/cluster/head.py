@@ -271,6 +271,8 @@ def main() -> None:
     channel: Channel[FrontToHead] = Channel(socket.socket(fileno=channel_fd), FrontToHead)  # type: ignore[arg-type]
     try:
         Head(channel, socket.socket(fileno=sockets_fd)).run()
+    except EOFError:
+        _log.debug("the front has ended before the start")
     except ValueError as error:
         channel.send(HeadFailed(str(error), user_error=True))
         select.select([channel.fileno()], [], [], 5.0)

@@ -79,7 +79,7 @@ class NodeSocket:
         keys, self._refusals, self._greeted, self._connected = node_keys(token), 0, False, 0.0
         self.socket.curve_serverkey = head_keys(token).public
         self.socket.curve_secretkey, self.socket.curve_publickey = keys.secret, keys.public
-        self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 100, 1000
+        self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 100, 250
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED
         failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         self._monitor = self.socket.get_monitor_socket(events | failures | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
