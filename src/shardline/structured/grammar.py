@@ -153,7 +153,7 @@ def _check_size(value: Any) -> None:
     """Refuse what is certainly too large for a grammar, before work is done for it.
 
     Raises:
-        ValueError: it has more values and characters than a grammar may have characters.
+        ValueError: its values and their characters are more than the characters that a grammar may have.
     """
     left = MAX_GRAMMAR_CHARS
     unread = [value]
@@ -164,7 +164,7 @@ def _check_size(value: Any) -> None:
             if left < 0:
                 raise ValueError(f"the grammar is too large: at most {MAX_GRAMMAR_CHARS} characters are taken")
         if isinstance(entry, Mapping):
-            unread += [*entry.keys(), *entry.values()]
+            unread += entry.values()
         elif isinstance(entry, Sequence) and not isinstance(entry, str):
             unread += entry
 

@@ -35,6 +35,7 @@ class TokenMask:
         self._stop_bits = _bits([*self._ends, *start.sampling.stop_token_ids], self._num_words)
         self._bad_words = [tuple(word) for word in constraints.bad_words if len(word) > 1]
         self._banned_bits = _bits([word[0] for word in constraints.bad_words if len(word) == 1], self._num_words)
+        self._bans_tokens = bool(self._banned_bits.any())
         self._output: list[int] = []
         self._allowed = _bits(constraints.allowed_token_ids, self._num_words) if constraints.allowed_token_ids else None
         for token_id in start.token_ids[start.num_prompt_tokens :]:
@@ -57,17 +58,11 @@ class TokenMask:
         Raises:
             ValueError: there are none, or the grammar cannot be followed.
         """
-        words = np.full(self._num_words, -1, dtype=np.int32)
-        if self._matcher is not None and not self._matcher.is_finished:
-            found, may_end = self._matcher.find_allowed()
-            size = min(len(found), self._num_words)
-            words[:size] = found[:size]
-            words[size:] = 0
-            if may_end:
-                words |= self._end_bits
+        words = self._follow_grammar()
         if self._allowed is not None:
             words &= self._allowed
-        words &= ~self._banned_bits
+        if self._bans_tokens:
+            words &= ~self._banned_bits
         last = [word[-1] for word in self._bad_words if tuple(self._output[1 - len(word) :]) == word[:-1]]
         if last:
             words &= ~_bits(last, self._num_words)
@@ -79,6 +74,18 @@ class TokenMask:
             raise ValueError(
                 "no token may follow: the request's grammar, allowed_token_ids, bad_words and min_tokens exclude all"
             )
+        return words
+
+    def _follow_grammar(self) -> Words:
+        """The tokens that the grammar allows; all tokens if there is none or it is at its end."""
+        if self._matcher is None or self._matcher.is_finished:
+            return np.full(self._num_words, -1, dtype=np.int32)
+        words, may_end = self._matcher.find_allowed()
+        if len(words) < self._num_words:  # the model's vocabulary is padded
+            words = np.concatenate([words, np.zeros(self._num_words - len(words), dtype=np.int32)])
+        words = words[: self._num_words]
+        if may_end:
+            words |= self._end_bits
         return words
 
 
