@@ -79,10 +79,10 @@ def test_a_rank_of_another_launch_is_refused() -> None:
 class Meet:
     """Ranks 0 and 1 meet; in between, a test can do what it wants to rank 0's listener."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float = 20.0) -> None:
         self._store = LocalStore()
         self._pool = ThreadPoolExecutor(2)
-        self._first = self._pool.submit(connect_ranks, meeting(self._store), 0, {"tensor": (0, 1)})
+        self._first = self._pool.submit(connect_ranks, meeting(self._store, timeout), 0, {"tensor": (0, 1)})
         host, _, port = self._store.get("address/0", 5.0).decode().rpartition(":")
         self.address = host, int(port)
 
@@ -138,17 +138,18 @@ def test_random_frames_are_refused_and_take_no_memory() -> None:
     """Most of them have the right length and purpose. `make fuzz` sets another number."""
     frames = int(os.environ.get("SHARDLINE_FUZZ_FRAMES", "1000"))
     rng = random.Random(5)
-    meet = Meet()
+    meet = Meet(timeout=20.0 + frames / 100)
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
 
     def attack(count: int) -> None:
-        for _ in range(count):
+        for number in range(count):
+            source = (f"127.0.1.{1 + number % 250}", 0)  # one address has too few ports
             size = rng.choice((0, 1, 31, 135, 136, 136, 136, 200))
             frame = rng.randbytes(size)
             if size >= 136:
                 frame = b"tensor".ljust(64, b"\0") + (1).to_bytes(4, "little") + bytes(4) + frame[72:]
-            with contextlib.suppress(OSError), socket.create_connection(meet.address, timeout=5.0) as stranger:
+            with contextlib.suppress(OSError), socket.create_connection(meet.address, 5.0, source) as stranger:
                 stranger.sendall(frame)
 
     attackers = [threading.Thread(target=attack, args=(frames // 2,)) for _ in range(2)]

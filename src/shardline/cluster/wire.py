@@ -22,6 +22,8 @@ _DOMAIN = b"shardline"
 _HANDSHAKE_MILLISECONDS = 2000
 _REFUSAL_SECONDS = 1.0
 """A refusal comes at once. A handshake that ends later has had no answer."""
+_REFUSALS = 3
+"""One connection may end at once because the head process does."""
 _MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + (1 << 20)
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -76,7 +78,8 @@ class NodeSocket:
     def __init__(self, token: str, address: str, port: int) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = _configured(self._context.socket(zmq.DEALER))
-        keys, self._refusals, self._greeted, self._connected = node_keys(token), 0, False, 0.0
+        keys, self._refusals, self._greeted = node_keys(token), 0, False
+        self._connected: float | None = None
         self.socket.curve_serverkey = head_keys(token).public
         self.socket.curve_secretkey, self.socket.curve_publickey = keys.secret, keys.public
         self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 100, 250
@@ -96,11 +99,11 @@ class NodeSocket:
                 self._greeted, self._refusals = True, 0
             elif event["event"] == zmq.EVENT_CONNECTED:
                 self._connected = now
-            elif now - self._connected > _REFUSAL_SECONDS:  # a program that is stopped does not refuse
-                self._refusals = 0
-            elif not self._greeted:
-                self._refusals += 1
-        return self._refusals >= 2
+            elif self._connected is not None:  # several events may tell of one end
+                is_refusal = not self._greeted and now - self._connected <= _REFUSAL_SECONDS
+                self._refusals = self._refusals + 1 if is_refusal else 0
+                self._connected = None
+        return self._refusals >= _REFUSALS
 
     def close(self) -> None:
         """End the connection. Messages that were sent have half a second to leave."""
