@@ -121,7 +121,9 @@ def compressed(form: str, dtype: torch.dtype = torch.float32, g_idx: bool = Fals
         parts = library.compress(state, scheme)
         dense = library.decompress(parts, scheme)["weight"]
         if dense.dtype != torch.float32:
-            exact = _in_float32(parts)
+            in_float32 = {**parts, "weight_scale": parts["weight_scale"].float()}
+            exact = library.decompress(in_float32, scheme)["weight"]
+            exact = exact if exact.dtype == torch.float32 else _decoded_nvfp4(parts)
             assert torch.equal(exact.to(dense.dtype), dense)
             dense = exact
         if g_idx:
@@ -137,12 +139,10 @@ def compressed(form: str, dtype: torch.dtype = torch.float32, g_idx: bool = Fals
     return store
 
 
-def _in_float32(parts: dict[str, Tensor]) -> Tensor:
-    """The weight before the library rounds it to 16 bits."""
+def _decoded_nvfp4(parts: dict[str, Tensor]) -> Tensor:
+    """The weight before the library rounds it to 16 bits, which it always does with this format."""
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 
-    if "weight" in parts:
-        return parts["weight"].float() * parts["weight_scale"].float()
     rows, columns = parts["weight_packed"].shape
     values = unpack_fp4_from_uint8(parts["weight_packed"], rows, 2 * columns, dtype=torch.float32)
     scales = parts["weight_scale"].float() / parts["weight_global_scale"]
