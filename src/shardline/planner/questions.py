@@ -10,7 +10,6 @@ from shardline.planner.cluster import Cluster
 from shardline.planner.hardware import GB, GpuLink
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import Fit, fit
-from shardline.planner.rows import compute_format
 from shardline.planner.search import Option, Search, layout_work
 from shardline.planner.timing import step_load
 
@@ -27,7 +26,6 @@ def tensor_efficiency(found: Search, option: Option, link_bytes_per_second: floa
     running = option.speed.running / layout.data
     constants = found.timing[layout.engine].constants
     context = found.demand.input_len + found.demand.output_len / 2
-    compute = compute_format(layout.weights, found.cluster.slowest)
     rate = link_bytes_per_second / GB
     times = {}
     for size in _EFFICIENCY_SIZES:
@@ -39,7 +37,7 @@ def tensor_efficiency(found: Search, option: Option, link_bytes_per_second: floa
         except ValueError:
             continue
         cluster = dataclasses.replace(found.cluster, gpus=gpus, num_nodes=1, link=link)
-        times[size] = step_load(work, cluster, compute, running, context, 0, 0).seconds(constants)
+        times[size] = step_load(work, cluster, running, context, 0, 0).seconds(constants)
     return {size: times[1] / time / size for size, time in times.items() if size > 1}
 
 
