@@ -70,14 +70,12 @@ def replica(deployment: Deployment, measured: Sequence[Measured]) -> ReplicaSetu
     ranks = deployment.grid.world_size
     cluster = share_host(measure_host(deployment.machine), ranks)
     work = deployment_work(deployment)
-    compute = "bf16" if deployment.dtype == "bfloat16" else "fp32"
     chunk = deployment.limits.max_num_batched_tokens
     steps = [
         (
             loop_steps(
                 work,
                 cluster,
-                compute,
                 Load(one.running, one.input_len, one.output_len, chunk),
                 deployment.grid.pipeline,
             ),
@@ -88,7 +86,7 @@ def replica(deployment: Deployment, measured: Sequence[Measured]) -> ReplicaSetu
     timing = calibrate(HOST_TIMING, steps)
     assert isinstance(deployment.cache.pool, FixedPool)
     return ReplicaSetup(
-        StepClock(work, cluster, compute, timing.constants),
+        StepClock(work, cluster, timing.constants),
         deployment.limits,
         deployment.cache,
         deployment.cache.pool.num_blocks,

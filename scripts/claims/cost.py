@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from scripts.claims.base import LLAMA_70B, Claim, against, cluster, decided, speed
-from shardline.planner.cost import HOURS_PER_MONTH, ApiPrice, break_even_tokens
+from shardline.planner.cost import HOURS_PER_DAY, HOURS_PER_MONTH, ApiPrice, break_even_tokens
 from shardline.planner.layout import Demand, Layout
 
 TITLE = "Cost"
@@ -30,7 +30,7 @@ def claims() -> Iterator[Claim]:
     for gpus, layout in (("1xH100", Layout("vllm", weights="int4")), ("4xH100", Layout("vllm", 4))):
         prices = cluster(gpus).price_per_hour
         assert prices is not None
-        spot, full = (break_even_tokens(price, _API, demand) / 1e6 for price in prices)
+        spot, full = (break_even_tokens(HOURS_PER_DAY * price, _API, demand) / 1e6 for price in prices)
         found = speed(LLAMA_70B, gpus, layout, None).output_tok_s.p50
         most = found * (1 + 1024 / 128) * 86400 / 1e6
         yield decided(

@@ -25,6 +25,29 @@ _VALIDATION_HEAD = """# Predictions against published rows
 to the other rows, and predict those that were held out. So no row is predicted by constants that have seen its model,
 or that have seen its GPU. Tier A was measured directly; tier B's tokens/s is derived. docs/planner.md says how.
 """
+_REST = """
+## What the remaining errors are made of
+
+- **Speculation in rows that do not say so.** DeepSeek-R1 in FP8 on 8 B200 with TensorRT-LLM has rows of 10.3 and of 5.4
+  ms at concurrency 4, which differ only in the engine's version. No formula can predict both.
+- **Groups of GPUs as one size.** Rows of GB200 with tp 12 to 52 add up the GPUs of prompts and of decoding. They are
+  read as one decoding group of the largest power of two. That is within a third where the groups are small or lightly
+  loaded, and wrong where there were several decoding groups.
+- **Kernels of an engine's version.** Launches rule small steps. gpt-oss-120b is predicted too slow by a fifth if its
+  rows are held out, DeepSeek-V3 and Qwen3.5 on H200 too fast by a fifth to a quarter, and GLM-5, whose rows are of a
+  nightly build, by a fifth to a third.
+- **Offline throughput (tier A).** Weights in 4 bits on Hopper reach half to two thirds of the predicted speed: they are
+  expanded by kernels that are slower than the products of other rows, and no other model shows it. DeepSeek-R1 with
+  attention in replicas reaches two thirds, and so do prompts of 32,768 tokens of gpt-oss: its long attention does not
+  reach the share of the arithmetic rate that linears do. TensorRT-LLM makes replicas in lockstep compute prompts in the
+  same steps, so fewer steps are long than predicted: Qwen3-235B and Llama 4 with long prompts are predicted too slow by
+  a third to a half.
+- **Time to the first token.** It contains the burst with which a benchmark starts, the wait for a step in flight, and
+  for other prompts. Rows state neither the number of requests nor whether they give a mean or a median. A KV cache that
+  is full adds the wait for a whole request; rows with such a wait are not recognized.
+- **Lengths.** SGLang's rows of Llama-3.1-8B on H200 state equal lengths, but their TTFT shows that requests are not in
+  phase, so TPOT is predicted too short by a quarter.
+"""
 _INPUTS = (
     "benchmarks/published/results.csv.gz",
     *(
@@ -32,6 +55,7 @@ _INPUTS = (
         for name in (
             "calibration.py",
             "fitting.py",
+            "hardware.py",
             "hardware.toml",
             "models.json",
             "rows.py",
@@ -67,6 +91,7 @@ def validation_text() -> str:
     constants = summary["refitted"]
     names = list(next(iter(constants.values())))
     lines = [_VALIDATION_HEAD, f"Inputs: {input_digest()}", "\n```", format_summary(summary), "```\n"]
+    lines.append(_REST)
     lines += ["## Rows without a prediction\n", "| rows | why |", "|---|---|"]
     lines += [f"| {count} | {why} |" for why, count in missed.most_common()]
     lines += ["\n## Refitted constants\n", "| fitted | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]

@@ -228,7 +228,7 @@ def _from_rows() -> Iterator[Claim]:
         if row.tpot is None or not row.running or row.layout.num_gpus > 1:
             continue
         try:
-            steps = works.steps(row, row.running)
+            steps = works.steps(row)
         except ValueError:
             continue
         shares.append((steps.decode.weights + steps.decode.cache) / row.tpot)

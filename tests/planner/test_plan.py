@@ -188,6 +188,29 @@ def test_a_managed_api(capsys: pytest.CaptureFixture[str]) -> None:
     assert "IN,CACHED,OUT" in capsys.readouterr().err
 
 
+def test_traffic_between_nodes_and_operations_cost_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["meta-llama/Llama-3.1-405B", "--gpus", "2x8xH100", "-tp", "8", "-pp", "2", "--rate", "0.5"]
+    words += ["--quantization", "none", "--api-price", "3,3,3"]
+    plain = plan_json(capsys, *words)
+    costs = plan_json(capsys, *words, "--traffic-price", "0.02", "--operations-price", "7200")["costs"]
+    tokens = 0.5 * (1024 + 128) * 3600 * 720
+    assert costs["traffic_gb_per_month"] == pytest.approx(tokens * 16384 * 2 / 1e9, rel=0.01), "one hand-off a token"
+    assert costs["traffic_per_month"] == pytest.approx(0.02 * costs["traffic_gb_per_month"])
+    extra = costs["per_month"] - plain["costs"]["per_month"]
+    assert extra == pytest.approx(7200 + costs["traffic_per_month"])
+    outputs = tokens * 128 / 1152
+    more = costs["output_per_million"] - plain["costs"]["output_per_million"]
+    assert more == pytest.approx(1e6 * extra / outputs, rel=0.01)
+    busy = plan_json(capsys, *words, "--operations-price", "7200")
+    per_hour = plain["costs"]["per_hour"]
+    ratio = busy["api_break_even_tokens_a_day"] / plain["api_break_even_tokens_a_day"]
+    assert ratio == pytest.approx((per_hour + 10) / per_hour)
+    never = plan_json(capsys, *words, "--traffic-price", "1000")
+    assert never["api_break_even_tokens_a_day"] is None
+    assert main(["plan", *words, "--traffic-price", "-1"]) == 2
+    assert "--traffic-price -1 must be at least 0" in capsys.readouterr().err
+
+
 def test_what_turns_a_no_into_a_yes(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_json(capsys, LLAMA_70B, "--gpus", "2xA100-80GB", "--max-model-len", "32768", "-tp", "2")
     refused = next(one for one in plan["layouts"] if one["weights"] == "bf16" and one["tp"] == 2)

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from shardline.cli.main import main
+from shardline.models.step_work import StepWork
+from shardline.planner.catalog import find_model
+from shardline.planner.cluster import parse_cluster
 from shardline.planner.fitting import fit_constants
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Layout
-from shardline.planner.rows import actual_layout, read_rows
-from shardline.planner.timing import StepLoad, loop_latency, shipped_timing
+from shardline.planner.rows import actual_layout, decoding_part, planned_work, read_rows
+from shardline.planner.timing import Load, LoopSteps, StepLoad, loop_latency, loop_steps, shipped_timing
 from shardline.planner.validate import collect_samples, summarize, validate
 
 _COLUMNS = ("tier", "model", "precision", "gpu", "tp", "pp", "ep", "dp", "engine", "isl", "osl", "concurrency_or_rate",
@@ -84,19 +87,64 @@ def test_rows_with_sizes_multiplied_into_each_other_are_corrected() -> None:
 def test_a_step_is_one_product() -> None:
     """A mixed step reads the weights once: it is shorter than a prefill step and a decode step after each other."""
     constants = shipped_timing()["vllm"].constants
-    decode = StepLoad(0.01, 0.002, 0.0001, 0.0, 0, 32, 0, 8)
-    prefill = StepLoad(0.01, 0.0, 0.004, 0.0, 0, 32, 0, 0)
-    mixed = StepLoad(0.01, 0.002, 0.0041, 0.0, 0, 32, 0, 8)
+    decode = StepLoad(0.01, 0.002, 0.0001, 0.0, 0, 288, 8)
+    prefill = StepLoad(0.01, 0.0, 0.004, 0.0, 0, 288, 0)
+    mixed = StepLoad(0.01, 0.002, 0.0041, 0.0, 0, 288, 8)
     assert mixed.seconds(constants) < 0.75 * (decode.seconds(constants) + prefill.seconds(constants))
     assert decode.bound_by(constants) == "weights"
     assert decode._replace(arithmetic=1.0).bound_by(constants) == "arithmetic"
     assert decode._replace(exchange=1.0).bound_by(constants) == "links"
 
 
+def loop(**load: object) -> LoopSteps:
+    work = layout_work_of_8b()
+    return loop_steps(work, parse_cluster("1xH100", known_gpus()), Load(64, 1024, 256, 8192, **load), 1)  # type: ignore[arg-type]
+
+
+def layout_work_of_8b() -> StepWork:
+    return planned_work(find_model("meta-llama/Llama-3.1-8B"), Layout("vllm"))
+
+
+def test_when_prompts_are_computed() -> None:
+    """Prompts before all else move time from TPOT to TTFT; those of other replicas and GPUs count in lockstep only."""
+    constants = shipped_timing()["vllm"].constants
+    mixed, first, in_phase, lockstep, apart = (
+        loop_latency(loop(**load), constants)
+        for load in (
+            {},
+            {"prefill_first": True},
+            {"prefill_first": True, "in_phase": True},
+            {"lockstep": 4},
+            {"prompts_apart": True},
+        )
+    )
+    assert apart.tpot < in_phase.tpot < mixed.tpot < first.tpot
+    assert mixed.tpot < lockstep.tpot < 2 * mixed.tpot
+    assert in_phase.ttft > mixed.ttft
+    assert in_phase.output_tokens_per_second == pytest.approx(mixed.output_tokens_per_second, rel=0.15)
+
+
+def test_each_product_computes_in_its_format() -> None:
+    work = planned_work(find_model("openai/gpt-oss-120b"), Layout("vllm", weights="mxfp4"))
+    assert set(work.token_flops) == {"bf16", "mxfp4"}, "attention is not quantized"
+    gpu = parse_cluster("1xB200", known_gpus()).slowest
+    assert gpu.flops_per_second("mxfp4") == gpu.flops_per_second("fp8"), "activations have 8 bits"
+    assert gpu.flops_per_second("nvfp4") == 2 * gpu.flops_per_second("fp8")
+    assert gpu.flops_per_second("int4") == gpu.flops_per_second("bf16")
+
+
+def test_gpus_that_only_compute_prompts() -> None:
+    """A size among which the heads cannot be divided is that of several groups."""
+    model = find_model("deepseek-ai/DeepSeek-R1")
+    found = decoding_part(Layout("trtllm", 36), model)
+    assert (found.tensor, found.data, found.whole_experts) == (1, 32, True)
+    assert decoding_part(Layout("trtllm", 8), model) == Layout("trtllm", 8)
+
+
 def test_constants_are_physical() -> None:
     for engine, timing in shipped_timing().items():
         values = asdict(timing.constants)
         assert all(0.3 < values[name] <= 1.2 for name in ("memory", "cache", "compute", "link")), engine
-        assert all(0 <= values[name] < 1e-3 for name in ("message", "layer", "expert_layer", "request")), engine
+        assert all(0 <= values[name] < 1e-3 for name in ("message", "launch", "request")), engine
         for low, high in timing.spread.values():
             assert 0 < low < 1 < high

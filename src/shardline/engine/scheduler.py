@@ -83,8 +83,12 @@ class Scheduler:
         max_in_flight: int = 1,
         last_token_known: bool,
         namespace: str = "",
+        preemptions: PreemptionLog | None = None,
     ) -> None:
-        """`num_blocks` includes the null block. Only sequences of the same `namespace` (weights, adapter) share KV."""
+        """`num_blocks` includes the null block. Only sequences of the same `namespace` (weights, adapter) share KV.
+
+        `preemptions` counts and reports preemptions; None: it warns of them.
+        """
         self._budget = limits.max_num_batched_tokens
         # The budget has a token for every running sequence, so a decode never waits for another one.
         self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
@@ -108,7 +112,7 @@ class Scheduler:
         self._ends: list[int] = []
         self._num_starts = 0
         self._num_steps = 0
-        self._preemptions = PreemptionLog()
+        self._preemptions = preemptions or PreemptionLog()
 
     def add_request(self, request: Request, now: float = 0.0) -> None:
         """Queue a request. If it can never run, the next `take_outputs` has an error for it."""

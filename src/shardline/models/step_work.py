@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardline.config.topology import RankPlace
@@ -13,17 +13,19 @@ from shardline.models.communication import (
     Traffic,
     count_layers,
     expert_traffic,
+    output_size,
     pipeline_traffic,
     tensor_traffic,
 )
 from shardline.models.kv_shapes import kv_parts
-from shardline.models.parameters import CountedParameter, counted_parameters
+from shardline.models.parameters import CountedParameter, counted_parameters, parse_name
 from shardline.models.partition import Span, split_heads
 from shardline.models.sharding import Numerics
 from shardline.models.sizes import experts_met, multiplications_per_pair, rank_total, state_bytes
 from shardline.models.spec import (
     DTYPE_BYTES,
     GQA,
+    MLA,
     Attention,
     DecoderSpec,
     KVDType,
@@ -34,6 +36,8 @@ from shardline.models.spec import (
 )
 from shardline.models.stored_weights import StoredWeights
 
+_PLAIN_FORMATS = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}
+
 
 @dataclass(frozen=True)
 class AttentionWork:
@@ -43,12 +47,16 @@ class AttentionWork:
     """The most tokens that a token attends to; None: all before it."""
     bytes_per_token: float
     """Bytes of keys and values of one cached token."""
-    flops_per_pair: float
-    """Operations of one new token with one cached token."""
+    decode_flops: float
+    """Operations of a decoded token with one cached token."""
+    prefill_flops: float
+    """Operations of a prompt's token with one token before it."""
 
     def shared_by(self, ranks: int) -> AttentionWork:
         """The part of one of `ranks` that share each request's keys and values."""
-        return AttentionWork(self.window, self.bytes_per_token / ranks, self.flops_per_pair / ranks)
+        return AttentionWork(
+            self.window, self.bytes_per_token / ranks, self.decode_flops / ranks, self.prefill_flops / ranks
+        )
 
 
 @dataclass(frozen=True)
@@ -59,12 +67,15 @@ class StepWork:
     """Weights that every step reads."""
     expert_bytes: float
     """Weights of all routed experts of the rank."""
-    dense_flops: float
-    """Operations of one token in the linears that it always uses, without the lm_head."""
-    expert_flops: float
-    """Operations of one token in its routed experts: the rank's mean share."""
+    token_flops: Mapping[str, float]
+    """Operations of one token in linears, without the lm_head, by the format in which their weights are stored.
+
+    Of routed experts, it is the rank's mean share.
+    """
     head_flops: float
     """Operations of one sampled token in the lm_head."""
+    plain: str
+    """The format of attention, of the lm_head and of other weights that are not quantized: "bf16" or "fp32"."""
     routing: Routing | None
     expert_ranks: int
     """Ranks over which whole experts are spread; 1: the rank has a part of each."""
@@ -73,8 +84,10 @@ class StepWork:
     attention: tuple[AttentionWork, ...]
     state_bytes: float
     """States of linear attention of one request: read and written in each step."""
-    num_layers: int
-    num_expert_layers: int
+    num_launches: int
+    """Kernels of a step's layers, one after the other."""
+    activation_bytes: float
+    """Bytes of a token's activations that kernels read and write."""
     exchanges: tuple[tuple[Traffic, int], ...]
     """(traffic for one token, ranks that take part) of each axis within a stage."""
     hand_off: Traffic
@@ -92,12 +105,18 @@ class StepWork:
         per_seq = sum(one.bytes_per_token * _seen(context, one.window) for one in self.attention)
         return num_seqs * (per_seq + 2 * self.state_bytes)
 
-    def flops(self, num_tokens: float, num_sampled: float, pairs_context: float) -> float:
-        """Operations of a step with `num_tokens` tokens that attend to `pairs_context` tokens on average."""
-        linear = num_tokens * (self.dense_flops + self.expert_flops) + num_sampled * self.head_flops
-        return linear + num_tokens * sum(
-            one.flops_per_pair * _seen(pairs_context, one.window) for one in self.attention
-        )
+    def product_seconds(self, num_tokens: float, num_sampled: float, rate: Callable[[str], float]) -> float:
+        """Time to compute the linears of a step, if `rate(format)` is the rate in operations per second."""
+        head = num_sampled * self.head_flops / rate(self.plain)
+        return head + num_tokens * sum(flops / rate(label) for label, flops in self.token_flops.items())
+
+    def decode_attention_flops(self, num_seqs: float, context: float) -> float:
+        """Operations of attention in which `num_seqs` sequences of `context` tokens decode one token each."""
+        return num_seqs * sum(one.decode_flops * _seen(context, one.window) for one in self.attention)
+
+    def prefill_attention_flops(self, num_tokens: float, context: float) -> float:
+        """Operations of attention of `num_tokens` tokens of prompts to `context` tokens on average."""
+        return num_tokens * sum(one.prefill_flops * _seen(context, one.window) for one in self.attention)
 
 
 def step_work(
@@ -122,6 +141,8 @@ def step_work(
     always = [one for one in counted if not one.num_experts and one.name not in ("embed.weight", "lm_head.weight")]
     experts = [one for one in counted if one.num_experts]
 
+    plain = _PLAIN_FORMATS[stored.dtype]
+
     def total(parts: Sequence[CountedParameter], bytes_: bool) -> int:
         def elements(name: str, shape: tuple[int, ...]) -> int:
             return math.prod(shape) if len(shape) == 2 and not name.endswith("conv.weight") else 0
@@ -129,34 +150,84 @@ def step_work(
         count = stored.num_bytes if bytes_ else elements
         return rank_total(spec, place, stages, parts, count, numerics, whole_experts, whole)
 
-    routing, expert_layers = None, 0
+    routing = None
     traffic = [(tensor_traffic(spec, stage, tensor, 1, exchange), tensor)]
-    for layer, number in count_layers(spec, stage):
+    for layer, _ in count_layers(spec, stage):
         if isinstance(layer.feed_forward, MoE):
             routing = layer.feed_forward.routing
-            expert_layers += number
     ranks = len(place.ep_peers) if whole_experts and routing is not None else 1
     # Other engines leave all tokens of a replica on all of its ranks, whose one all-reduce also adds up experts.
     if ranks > 1 and (exchange == "exact" or ranks > tensor):
         traffic.append((expert_traffic(spec, stage, ranks, ranks // tensor, exchange), ranks))
     # A token's chosen experts are spread evenly over the ranks that hold experts.
     chosen = 0.0 if routing is None else routing.experts_per_token / routing.num_experts
+    replicas = ranks // tensor if ranks > 1 else 1
+    token_flops: dict[str, float] = {}
+    for one in (*always, *experts):
+        packing = stored.packing(one.name)
+        label = plain if packing is None else packing.label
+        flops = 2 * total([one], False) * (chosen * replicas if one.num_experts else 1.0)
+        token_flops[label] = token_flops.get(label, 0.0) + flops
     return StepWork(
         dense_bytes=total(always, True) + total(head, True),
         expert_bytes=total(experts, True),
-        dense_flops=2 * total(always, False),
-        expert_flops=2 * total(experts, False) * chosen * (ranks // tensor if ranks > 1 else 1),
+        token_flops=token_flops,
         head_flops=2 * total(head, False),
+        plain=plain,
         routing=routing,
         expert_ranks=ranks,
-        replicas=ranks // tensor if ranks > 1 else 1,
-        attention=attention_work(spec, stage, tensor, kv_dtype),
+        replicas=replicas,
+        attention=attention_work(spec, stage, tensor, kv_dtype, expands=exchange == "vllm"),
         state_bytes=state_bytes(spec, place, stages),
-        num_layers=stage.size,
-        num_expert_layers=expert_layers,
+        num_launches=num_launches(spec, stage) + _quantizing_launches(counted, stored),
+        activation_bytes=activation_bytes(spec, stage, tensor),
         exchanges=tuple((one, group) for one, group in traffic if one != NOTHING),
         hand_off=pipeline_traffic(spec, min(2, len(stages)), 1, tensor),
     )
+
+
+def num_launches(spec: DecoderSpec, stage: Span) -> int:
+    """Kernels of a stage's layers in a usual implementation. Those that run beside others do not count."""
+    return sum(
+        number * (_attention_launches(layer.attention) + (9 if isinstance(layer.feed_forward, MoE) else 4))
+        for layer, number in count_layers(spec, stage)
+    )
+
+
+def _attention_launches(attention: Attention) -> int:
+    if isinstance(attention, LinearAttention):
+        return 8  # norm, two projections, convolution, gates, delta rule, gated norm, output
+    if isinstance(attention, MLA):
+        # norm, down, norms, up, absorption, rotation, attention, merge, values, output; the indexer has six more
+        return 10 + 6 * isinstance(attention, SparseMLA)
+    return 5 + (attention.qk_norm is not None)  # norm, projection, rotation, attention, output
+
+
+def _quantizing_launches(counted: Sequence[CountedParameter], stored: StoredWeights) -> int:
+    """Kernels that quantize activations in blocks, which weights in blocks need: two in each half of a layer."""
+    halves: dict[tuple[int | None, str], int] = {}
+    for one in counted:
+        packing = stored.packing(one.name)
+        if packing is not None and packing.block_rows > 1:
+            name = parse_name(one.name)
+            halves[name.layer, name.part.partition(".")[0]] = one.num_layers
+    return 2 * sum(halves.values())
+
+
+def activation_bytes(spec: DecoderSpec, stage: Span, tensor: int) -> float:
+    """Bytes of a token's activations that the kernels of a stage read and write on one of `tensor` ranks."""
+    total = 0.0
+    for layer, number in count_layers(spec, stage):
+        attention, feed_forward = layer.attention, layer.feed_forward
+        hidden, inner = 8 * spec.hidden_size, 6 * output_size(attention) / tensor
+        if isinstance(feed_forward, MoE):
+            chosen = feed_forward.routing.experts_per_token
+            hidden += 2 * chosen * spec.hidden_size
+            inner += 6 * chosen * feed_forward.expert.intermediate_size / tensor
+        else:
+            inner += 6 * feed_forward.intermediate_size / tensor
+        total += number * (hidden + inner)
+    return total * DTYPE_BYTES[spec.dtype]
 
 
 def cached_token_bytes(attention: Attention, tensor: int, dtype: KVDType) -> int:
@@ -172,8 +243,14 @@ def cached_token_bytes(attention: Attention, tensor: int, dtype: KVDType) -> int
     )
 
 
-def attention_work(spec: DecoderSpec, stage: Span, tensor: int, dtype: KVDType) -> tuple[AttentionWork, ...]:
-    """Attention on one of `tensor` ranks with a KV cache of type `dtype`, for each kind of layer of a stage."""
+def attention_work(
+    spec: DecoderSpec, stage: Span, tensor: int, dtype: KVDType, *, expands: bool = False
+) -> tuple[AttentionWork, ...]:
+    """Attention on one of `tensor` ranks with a KV cache of type `dtype`, for each kind of layer of a stage.
+
+    With `expands`, prompts compute latent attention with the keys and values of each head, not in the dims of the
+    latent.
+    """
     found = []
     for layer, number in count_layers(spec, stage):
         attention = layer.attention
@@ -181,7 +258,11 @@ def attention_work(spec: DecoderSpec, stage: Span, tensor: int, dtype: KVDType) 
             continue
         window = attention.indexer.top_k if isinstance(attention, SparseMLA) else attention.window
         pair = 2 * multiplications_per_pair(attention) / tensor
-        found.append(AttentionWork(window, number * cached_token_bytes(attention, tensor, dtype), number * pair))
+        prefill = pair
+        if expands and isinstance(attention, MLA) and not isinstance(attention, SparseMLA):
+            prefill = 2 * attention.num_heads * (attention.query_head_dim + attention.value_head_dim) / tensor
+        num_bytes = number * cached_token_bytes(attention, tensor, dtype)
+        found.append(AttentionWork(window, num_bytes, number * pair, number * prefill))
     return tuple(found)
 
 

@@ -19,12 +19,11 @@ from shardline.models.stored_weights import StoredRules, StoredWeights, usual_ru
 from shardline.planner.cluster import Cluster, parse_cluster
 from shardline.planner.hardware import find_gpu, known_gpus
 from shardline.planner.host import HOST_TIMING, measure_host, share_host
-from shardline.planner.rows import compute_format
 from shardline.planner.timing import Latency, Load, Timing, loop_latency, loop_steps, shipped_timing
 
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
 _MOST_RANKS = 16
-_RUNNING, _INPUT_LEN, _OUTPUT_LEN = 16, 512, 128
+RUNNING, INPUT_LEN, OUTPUT_LEN = 16, 512, 128
 """The load for which a layout is chosen, if nothing else is known."""
 _NO_PART_OF_NAME = re.compile(r"\b(nvidia|geforce|generation|hbm\d\w*|graphics|gpu|edition)\b", re.IGNORECASE)
 
@@ -115,7 +114,7 @@ def choose_on(
     ]
     if refusals:
         path.append(f"{len(refusals)} layouts are refused, the first: {refusals[0]}")
-    path.append(f"chosen for {_RUNNING} requests of {_INPUT_LEN} + {_OUTPUT_LEN} tokens: {best}")
+    path.append(f"chosen for {RUNNING} requests of {INPUT_LEN} + {OUTPUT_LEN} tokens: {best}")
     return Choice(dataclasses.replace(config, parallel=best.parallel), tuple(found), tuple(path))
 
 
@@ -139,11 +138,9 @@ def _layouts(asked: ParallelConfig, fixed: frozenset[str], most: int) -> Iterato
 
 def _candidate(parallel: ParallelConfig, deployment: Deployment, cluster: Cluster, timing: Timing) -> Candidate:
     replicas, stages = parallel.data_parallel_size, parallel.pipeline_parallel_size
-    label = deployment.weight_format.name
-    plain = "bf16" if deployment.dtype == "bfloat16" else "fp32"
-    compute = compute_format(plain if label == "plain" else label, cluster.slowest)
-    load = Load(_RUNNING / replicas, _INPUT_LEN, _OUTPUT_LEN, deployment.limits.max_num_batched_tokens)
-    steps = loop_steps(deployment_work(deployment), cluster, compute, load, stages)
+    lockstep = replicas if parallel.enable_expert_parallel else 1
+    load = Load(RUNNING / replicas, INPUT_LEN, OUTPUT_LEN, deployment.limits.max_num_batched_tokens, lockstep=lockstep)
+    steps = loop_steps(deployment_work(deployment), cluster, load, stages)
     latency = loop_latency(steps, timing.constants)
     return Candidate(parallel, latency, replicas * latency.output_tokens_per_second)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,16 +15,24 @@ from numpy.typing import NDArray
 
 from shardline.planner.cluster import Cluster
 from shardline.planner.hardware import GIB
-from shardline.planner.rows import compute_format
 from shardline.planner.search import Option, Search, layout_work, step_limits
-from shardline.planner.timing import Constants, Load, LoopSteps, Timing, loop_latency, loop_steps
+from shardline.planner.timing import (
+    Constants,
+    Load,
+    LoopShape,
+    LoopSteps,
+    Timing,
+    loop_latency,
+    loop_prompt,
+    loop_steps,
+)
 
 Vector = NDArray[np.float64]
 
 _LOG_MEMORY = re.compile(r"Available KV cache memory: ([0-9.]+) GiB")
 _LOG_TOKENS = re.compile(r"KV cache size: ([0-9,]+) tokens")
 _WIDTHS = {
-    "memory": 0.15, "cache": 0.3, "compute": 0.3, "link": 0.3, "message": 0.4, "layer": 0.4, "expert_layer": 0.6,
+    "memory": 0.15, "cache": 0.3, "compute": 0.3, "link": 0.3, "message": 0.4, "launch": 0.4,
     "step": 0.6, "request": 0.6,
 }  # fmt: skip
 """How far each constant may plausibly be from the shipped one on a machine: widths of its logarithm."""
@@ -134,7 +141,7 @@ def calibrate(timing: Timing, steps: Sequence[tuple[LoopSteps, Measured]]) -> Ti
 
     def predict(point: Vector) -> Any:
         found = constants(point)
-        prompts = (found.first + one.chunks * one.mixed.seconds(found) * one.stages for one, _ in alone)
+        prompts = (found.first + _prompt_seconds(one, found)[0] for one, _ in alone)
         return np.log([*(loop_latency(one, found).tpot for one, _ in steps), *prompts])
 
     point = start.copy()
@@ -149,13 +156,20 @@ def calibrate(timing: Timing, steps: Sequence[tuple[LoopSteps, Measured]]) -> Ti
     return Timing(_with_first_token(final, steps), timing.calibrated or timing.spread, timing.calibrated)
 
 
+def _prompt_seconds(steps: LoopSteps, constants: Constants) -> tuple[float, float]:
+    """See `loop_prompt`."""
+    times = [one.seconds(constants) for one in (steps.decode, steps.prompt, steps.burst)]
+    own, wait = loop_prompt(LoopShape.of(steps), *times)
+    return float(own), float(wait)
+
+
 def _with_first_token(constants: Constants, steps: Sequence[tuple[LoopSteps, Measured]]) -> Constants:
     """The constants with the wait for other prompts that the measured TTFT show, if there are any."""
     waits = []
     for one, measured in steps:
-        own = one.chunks * one.mixed.seconds(constants) * one.stages
-        if measured.ttft is not None and one.running > 1:
-            waits.append(((measured.ttft - constants.first) / own - 1) / math.sqrt(one.running))
+        own, wait = _prompt_seconds(one, constants)
+        if measured.ttft is not None and one.load.running > 1 and wait > 0:
+            waits.append((measured.ttft - constants.first - own) / wait)
     if not waits:
         return constants
     return dataclasses.replace(constants, queue=max(0.0, float(np.median(waits))))
@@ -179,8 +193,13 @@ def calibrated_timing(found: Search, measured: Sequence[Measured]) -> dict[str, 
             loop_steps(
                 work,
                 used,
-                compute_format(layout.weights, used.slowest),
-                Load(max(1.0, one.running / layout.data), one.input_len, one.output_len, chunk),
+                Load(
+                    max(1.0, one.running / layout.data),
+                    one.input_len,
+                    one.output_len,
+                    chunk,
+                    lockstep=layout.lockstep,
+                ),
                 layout.pipeline,
             ),
             one,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from shardline.planner.layout import Demand
@@ -27,6 +28,26 @@ class ApiPrice:
         return total / (demand.input_len + demand.output_len) / _MILLION
 
 
+@dataclass(frozen=True)
+class OtherPrices:
+    """What a deployment costs besides its GPUs."""
+
+    traffic: float = 0.0
+    """For 1e9 bytes between nodes."""
+    operations: float = 0.0
+    """A month: people, monitoring, storage."""
+
+    def check(self) -> None:
+        """See that no price is below zero.
+
+        Raises:
+            ValueError: one is.
+        """
+        for flag, price in (("--traffic-price", self.traffic), ("--operations-price", self.operations)):
+            if not 0 <= price < math.inf:
+                raise ValueError(f"{flag} {price:g} must be at least 0")
+
+
 def parse_api_price(text: str) -> ApiPrice:
     """The prices in "IN,CACHED,OUT".
 
@@ -47,9 +68,10 @@ def per_million(price_per_hour: float, tokens_per_second: float) -> float:
     return price_per_hour / (tokens_per_second * SECONDS_PER_HOUR) * _MILLION
 
 
-def break_even_tokens(price_per_hour: float, api: ApiPrice, demand: Demand) -> float:
-    """Tokens a day, input and output, from which reserved GPUs are cheaper than the API.
+def break_even_tokens(price_per_day: float, api: ApiPrice, demand: Demand, price_per_token: float = 0.0) -> float:
+    """Tokens a day, input and output, from which reserved GPUs are cheaper than the API; inf: they never are.
 
-    GPUs are paid for every hour of the day, busy or not.
+    `price_per_day` is paid whether the GPUs are busy or not, and `price_per_token` for each token that they serve.
     """
-    return price_per_hour * HOURS_PER_DAY / api.per_token(demand)
+    saved = api.per_token(demand) - price_per_token
+    return price_per_day / saved if saved > 0 else math.inf

@@ -9,7 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.planner.rows import Row
-from shardline.planner.timing import CONSTANT_NAMES, Constants, LoopSteps, StepLoad, loop_step_seconds
+from shardline.planner.timing import (
+    CONSTANT_NAMES,
+    Constants,
+    LoopShape,
+    LoopSteps,
+    StepLoad,
+    loop_prompt,
+    loop_tpot,
+)
 
 Vector = NDArray[np.float64]
 
@@ -19,8 +27,7 @@ _PRIORS = {
     "compute": (0.5, 0.4),
     "link": (0.5, 0.5),
     "message": (8e-6, 0.7),
-    "layer": (1.2e-5, 0.7),
-    "expert_layer": (1e-5, 1.5),
+    "launch": (2e-6, 0.7),
     "step": (1e-3, 1.0),
     "request": (5e-6, 1.0),
 }
@@ -53,14 +60,13 @@ class _Loads:
 
     def seconds(self, values: dict[str, float]) -> Vector:
         """Time of each step; the same formula as `StepLoad.seconds`."""
-        weights, cache, arithmetic, exchange, messages, layers, expert_layers, requests = self.table.T
+        weights, cache, arithmetic, exchange, messages, launches, requests = self.table.T
         seconds: Vector = (
             np.maximum(weights / values["memory"], arithmetic / values["compute"])
             + cache / values["cache"]
             + exchange / values["link"]
             + messages * values["message"]
-            + layers * values["layer"]
-            + expert_layers * values["expert_layer"]
+            + launches * values["launch"]
             + values["step"]
             + requests * values["request"]
         )
@@ -76,11 +82,8 @@ def fit_constants(samples: Sequence[Sample], start: Constants | None = None) -> 
     measured = [one for one in samples if one.row.tpot]
     if not measured:
         return start or Constants(**{name: value for name, (value, _) in _PRIORS.items()}, **_FIRST_TOKEN)
-    decode, mixed = _Loads([one.steps.decode for one in measured]), _Loads([one.steps.mixed for one in measured])
-    chunks, running, output_len = np.array(
-        [(one.steps.chunks, one.steps.running / one.steps.stages, one.steps.output_len) for one in measured]
-    ).T
-    stages = np.array([one.steps.stages for one in measured])
+    loads = [_Loads([getattr(one.steps, kind) for one in measured]) for kind in ("decode", "prompt", "burst")]
+    shape = LoopShape(*np.array([LoopShape.of(one.steps) for one in measured]).T)
     target = np.log([one.row.tpot or 1.0 for one in measured])
     names = list(_PRIORS)
     prior = np.log([value if start is None else getattr(start, name) for name, (value, _) in _PRIORS.items()])
@@ -90,9 +93,7 @@ def fit_constants(samples: Sequence[Sample], start: Constants | None = None) -> 
 
     def predict(point: Vector) -> Vector:
         values = dict(zip(names, np.exp(point), strict=True))
-        first = decode.seconds(values)
-        mean = loop_step_seconds(first, mixed.seconds(values), chunks, running, output_len)
-        predicted: Vector = np.log(stages * mean)
+        predicted: Vector = np.log(loop_tpot(shape, *(one.seconds(values) for one in loads)))
         return predicted
 
     point = prior.copy()
@@ -106,22 +107,21 @@ def fit_constants(samples: Sequence[Sample], start: Constants | None = None) -> 
         gradient = jacobian.T @ (scale * error) + weight * (prior - point)
         point = point + np.clip(np.linalg.solve(hessian, gradient), -_LARGEST_MOVE, _LARGEST_MOVE)
     values = {name: float(value) for name, value in zip(names, np.exp(point), strict=True)}
-    first, queue = _fit_first_token(measured, mixed.seconds(values))
+    alone, wait = loop_prompt(shape, *(one.seconds(values) for one in loads))
+    first, queue = _fit_first_token(measured, alone, wait)
     constants = Constants(**values, first=first, queue=queue)
     assert set(values) | {"first", "queue"} == set(CONSTANT_NAMES)
     return constants
 
 
-def _fit_first_token(samples: Sequence[Sample], mixed: Vector) -> tuple[float, float]:
-    """(first, queue) with the smallest median error of TTFT."""
+def _fit_first_token(samples: Sequence[Sample], alone: Vector, wait: Vector) -> tuple[float, float]:
+    """(first, queue) with the smallest median error of TTFT. For `alone` and `wait` see `loop_prompt`."""
     has = np.array([one.row.ttft is not None for one in samples], dtype=bool)
     if not has.any():
         return _FIRST_TOKEN["first"], _FIRST_TOKEN["queue"]
     measured = np.array([one.row.ttft or 1.0 for one in samples])[has]
-    own = (mixed * np.array([one.steps.chunks * one.steps.stages for one in samples]))[has]
-    root = np.sqrt([one.steps.running for one in samples])[has]
     best = min(
-        (float(np.median(np.abs(np.log((first + own * (1 + queue * root)) / measured)))), first, queue)
+        (float(np.median(np.abs(np.log((first + alone[has] + queue * wait[has]) / measured)))), first, queue)
         for first in _FIRST_GRID
         for queue in _QUEUE_GRID
     )

@@ -73,9 +73,17 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Memory that a process sees, in bytes."""
         return int(self.usable_gib * GIB)
 
-    def flops_per_second(self, compute: str) -> float:
-        """Dense operations per second in a format such as "bf16"; without a rate for it, the rate of bf16."""
-        return self.tflops.get(compute, self.tflops["bf16"]) * 1e12
+    def flops_per_second(self, label: str) -> float:
+        """Dense operations per second of products with weights that are stored in the format `label`.
+
+        Weights in a format without a rate are expanded to 16 bits for each product.
+        """
+        computed = label
+        if label == "nvfp4":
+            computed = "fp4"
+        elif label == "mxfp4" and "fp4" in self.tflops:
+            computed = "fp8"  # activations have 8 bits
+        return self.tflops.get(computed, self.tflops["bf16"]) * 1e12
 
 
 @functools.cache

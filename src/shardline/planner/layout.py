@@ -34,6 +34,11 @@ class Layout:
         """Ranks of a stage over which whole experts are spread; 1: every rank has a part of each expert."""
         return self.tensor * self.data if self.whole_experts else 1
 
+    @property
+    def lockstep(self) -> int:
+        """Replicas of which none begins a step before all have ended theirs, because they share experts."""
+        return self.data if self.whole_experts else 1
+
     def __str__(self) -> str:
         sizes = (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data), ("cp", self.context))
         words = [self.weights, *(f"{axis}{size}" for axis, size in sizes if size > 1)]

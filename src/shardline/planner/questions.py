@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 from shardline.models.partition import Span
 from shardline.models.planning import PlannedModel
 from shardline.planner.cluster import Cluster
-from shardline.planner.cost import HOURS_PER_MONTH, ApiPrice, break_even_tokens, per_million
 from shardline.planner.hardware import GB, GpuLink
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import Fit, fit
-from shardline.planner.rows import compute_format
-from shardline.planner.search import Option, Search, layout_speed, layout_work
+from shardline.planner.search import Option, Search, layout_work
 from shardline.planner.timing import step_load
 
 _EFFICIENCY_SIZES = (1, 2, 4, 8)
@@ -29,7 +26,6 @@ def tensor_efficiency(found: Search, option: Option, link_bytes_per_second: floa
     running = option.speed.running / layout.data
     constants = found.timing[layout.engine].constants
     context = found.demand.input_len + found.demand.output_len / 2
-    compute = compute_format(layout.weights, found.cluster.slowest)
     rate = link_bytes_per_second / GB
     times = {}
     for size in _EFFICIENCY_SIZES:
@@ -41,7 +37,7 @@ def tensor_efficiency(found: Search, option: Option, link_bytes_per_second: floa
         except ValueError:
             continue
         cluster = dataclasses.replace(found.cluster, gpus=gpus, num_nodes=1, link=link)
-        times[size] = step_load(work, cluster, compute, running, context, 0, 0).seconds(constants)
+        times[size] = step_load(work, cluster, running, context, 0, 0).seconds(constants)
     return {size: times[1] / time / size for size, time in times.items() if size > 1}
 
 
@@ -59,14 +55,6 @@ def turns_yes(found: Search, option: Option) -> list[str]:
     return ways
 
 
-def api_break_even(found: Search, api: ApiPrice) -> float | None:
-    """Tokens a day from which the recommended layout, paid on demand, is cheaper than the API; None: not known."""
-    if found.recommended is None:
-        return None
-    price_per_hour = found.options[found.recommended].price_per_hour
-    return None if price_per_hour is None else break_even_tokens(price_per_hour[1], api, found.demand)
-
-
 def fewest_gpus(
     model: PlannedModel, cluster: Cluster, demand: Demand, label: str, engine: str, most: int = 64
 ) -> tuple[int, Fit] | None:
@@ -81,43 +69,3 @@ def fewest_gpus(
             return size, found
         size *= 2
     return None
-
-
-@dataclass(frozen=True)
-class Costs:
-    """US dollars on demand for the recommended layout."""
-
-    per_hour: float
-    per_month: float
-    gpu_hours_per_month: float
-    input_per_million: float
-    """For a million input tokens, if they bear all of the costs, under the demanded load."""
-    output_per_million: float
-    """The same for output tokens."""
-    full_input_per_million: float
-    """With as many requests as fit."""
-    full_output_per_million: float
-
-
-def recommended_costs(found: Search) -> Costs | None:
-    """What the recommended layout costs; None: there is none, or a price is not known."""
-    if found.recommended is None:
-        return None
-    best, demand = found.options[found.recommended], found.demand
-    if best.price_per_hour is None or best.speed is None:
-        return None
-    dollars = best.price_per_hour[1]
-    most = dataclasses.replace(demand, rate=None, running=None)
-    timing = found.timing[best.layout.engine]
-    full = layout_speed(found.model, best.layout, found.cluster, most, best.fit, timing).output_tok_s.p50
-    inputs = demand.input_len / demand.output_len
-    given = best.speed.output_tok_s.p50
-    return Costs(
-        dollars,
-        dollars * HOURS_PER_MONTH,
-        best.layout.num_gpus * HOURS_PER_MONTH,
-        per_million(dollars, given * inputs),
-        per_million(dollars, given),
-        per_million(dollars, full * inputs),
-        per_million(dollars, full),
-    )

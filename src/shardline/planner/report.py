@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from shardline.planner.cost import HOURS_PER_DAY, HOURS_PER_MONTH, SECONDS_PER_HOUR, ApiPrice
+from shardline.planner.cost import HOURS_PER_DAY, HOURS_PER_MONTH, SECONDS_PER_HOUR, ApiPrice, OtherPrices
 from shardline.planner.hardware import GB, GIB
 from shardline.planner.layout import ENGINES, Layout
 from shardline.planner.memory import bits_label, fit
 from shardline.planner.path import explain_path
-from shardline.planner.questions import api_break_even, recommended_costs, turns_yes
+from shardline.planner.questions import turns_yes
+from shardline.planner.running_costs import Costs, api_break_even, recommended_costs
 from shardline.planner.search import Option, Search, frontier
 from shardline.planner.timing import Interval
 
@@ -22,7 +24,9 @@ _TRIED = 12
 """Layouts, the best first, of which one is sought that the other engine accepts."""
 
 
-def format_plan(found: Search, *, show_all: bool = False, api: ApiPrice | None = None) -> str:
+def format_plan(
+    found: Search, *, show_all: bool = False, api: ApiPrice | None = None, others: OtherPrices | None = None
+) -> str:
     """The plan as text."""
     lines = [_head(found)]
     if found.model.engine_refusal:
@@ -30,16 +34,12 @@ def format_plan(found: Search, *, show_all: bool = False, api: ApiPrice | None =
     shown = list(range(len(found.options))) if show_all else _selection(found)
     lines += _table(found, [found.options[index] for index in shown])
     lines += [f"why: {one.question} {one.figures} -> {one.answer}" for one in explain_path(found)]
-    costs = recommended_costs(found)
+    others = others or OtherPrices()
+    costs = recommended_costs(found, others)
     if costs is not None:
-        lines.append(
-            f"cost: ${costs.per_hour:.2f} an hour; ${costs.per_month:,.0f}, {costs.gpu_hours_per_month:,.0f} GPU-hours "
-            f"a month; a million output tokens ${costs.output_per_million:.2f} at this load and "
-            f"${costs.full_output_per_million:.2f} at full load, input tokens ${costs.input_per_million:.2f} and "
-            f"${costs.full_input_per_million:.2f}"
-        )
+        lines.append(_cost_line(costs))
     if api is not None:
-        lines.append(_api_line(found, api))
+        lines.append(_api_line(found, api, others))
     hidden = len(found.options) - len(shown)
     if hidden:
         lines.append(f"{hidden} dominated or refused layouts: --all")
@@ -47,13 +47,31 @@ def format_plan(found: Search, *, show_all: bool = False, api: ApiPrice | None =
     return "\n".join(lines)
 
 
-def _api_line(found: Search, api: ApiPrice) -> str:
-    tokens = api_break_even(found, api)
+def _cost_line(costs: Costs) -> str:
+    parts = []
+    if costs.traffic_gb_per_month:
+        price = f" for ${costs.traffic_per_month:,.0f}" if costs.traffic_per_month else ""
+        parts.append(f"{costs.traffic_gb_per_month:,.0f} GB between nodes{price}")
+    if costs.operations_per_month:
+        parts.append(f"${costs.operations_per_month:,.0f} for operations")
+    included = f" ({', '.join(parts)} included)" if parts else ""
+    return (
+        f"cost: ${costs.per_hour:.2f} an hour; ${costs.per_month:,.0f}, {costs.gpu_hours_per_month:,.0f} GPU-hours a "
+        f"month{included}; a million output tokens ${costs.output_per_million:.2f} at this load and "
+        f"${costs.full_output_per_million:.2f} at full load, input tokens ${costs.input_per_million:.2f} and "
+        f"${costs.full_input_per_million:.2f}"
+    )
+
+
+def _api_line(found: Search, api: ApiPrice, others: OtherPrices) -> str:
+    tokens = api_break_even(found, api, others)
     if tokens is None:
         return "why: an API? nothing to compare it with -> an API"
     most = _tokens_a_day(found)
     answer = f"GPUs from {tokens / 1e6:,.1f} million tokens a day, an API below"
-    if tokens > most:
+    if math.isinf(tokens):
+        answer = "an API: the traffic between nodes alone costs more"
+    elif tokens > most:
         answer = f"an API: the layout makes at most {most / 1e6:,.1f} million tokens a day"
     return f"why: an API? {api.per_token(found.demand) * 1e6:.2f} dollars for a million mean tokens -> {answer}"
 
@@ -66,11 +84,13 @@ def _tokens_a_day(found: Search) -> float:
     return speed.output_tok_s.p50 * share * HOURS_PER_DAY * SECONDS_PER_HOUR
 
 
-def plan_json(found: Search, api: ApiPrice | None = None) -> dict[str, Any]:
+def plan_json(found: Search, api: ApiPrice | None = None, others: OtherPrices | None = None) -> dict[str, Any]:
     """The plan as JSON data. Times are milliseconds, prices US dollars, sizes bytes."""
-    costs = recommended_costs(found)
+    others = others or OtherPrices()
+    costs = recommended_costs(found, others)
+    tokens = None if api is None else api_break_even(found, api, others)
     return {
-        "api_break_even_tokens_a_day": None if api is None else api_break_even(found, api),
+        "api_break_even_tokens_a_day": None if tokens is None or math.isinf(tokens) else tokens,
         "model": found.model.name,
         "gpus": found.cluster.name,
         "vllm_only": found.model.engine_refusal or None,

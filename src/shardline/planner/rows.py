@@ -26,9 +26,13 @@ CHUNK = 8192
 """Prompt tokens in a step: the default of vLLM on large GPUs, and near those of other engines."""
 _RANDOM_SHARE = 0.9
 """Mean of lengths that are drawn from 80% to 100% of the stated ones."""
-_OFFLINE_REQUESTS = 1024
-"""Requests that an engine runs at once in an offline benchmark, if memory allows."""
-_FP4 = "fp4"
+_MEMORY = {"vllm": (0.9, 1024, 1024), "sglang": (0.9, 2048, 256), "trtllm": (0.95, 2048, 256)}
+"""For each engine: the share of memory that it uses, the most requests at once, and those that its profiled step
+samples."""
+_PREFILL_FIRST = ("sglang",)
+"""Engines that compute all prompts that wait before they decode again, unless told otherwise."""
+_OFFLINE_PROMPTS = ((2048, 3000), (16384, 1500), (math.inf, 1000))
+"""(longest prompt or output, requests) of an offline benchmark."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,10 @@ class Row:
     """Requests at once, over all replicas; None: as many as fit, or another kind of load."""
     is_offline: bool
     """Whether all requests were there from the start, as many running as fit."""
+    equal_lengths: bool
+    """Whether all requests have the same lengths."""
+    prompts_apart: bool
+    """Whether other GPUs than those of the layout compute the prompts."""
     input_len: float
     output_len: float
     ttft: float | None
@@ -111,25 +119,28 @@ def _row(number: int, one: Mapping[str, str]) -> Row:
     rate = load.split(" ")[0]
     if not one["isl"] or not one["osl"]:
         raise ValueError("no lengths")
+    stated = Layout(
+        _engine(one["engine"]),
+        tensor,
+        _size(one, "pp"),
+        data,
+        whole_experts=expert > 1,
+        weights=read_label(model, one.get("precision", "")),
+        kv="fp8" if "kv-fp8" in one.get("precision", "") else "auto",
+    )
+    layout = actual_layout(stated, expert)
+    decoding = decoding_part(layout, model)
     return Row(
         number=number,
         model=model.name,
         gpu=one["gpu"],
-        engine=_engine(one["engine"]),
+        engine=stated.engine,
         tier=one.get("tier", ""),
-        layout=actual_layout(
-            Layout(
-                _engine(one["engine"]),
-                tensor,
-                _size(one, "pp"),
-                data,
-                whole_experts=expert > 1,
-                weights=read_label(model, one.get("precision", "")),
-            ),
-            expert,
-        ),
+        layout=decoding,
         running=float(rate) if rate and "qps" not in load and "per GPU" not in load else None,
         is_offline="offline" in one.get("load_type", "").lower(),
+        equal_lengths=share == 1.0,
+        prompts_apart=decoding != layout,
         input_len=share * float(one["isl"]),
         output_len=share * float(one["osl"]),
         ttft=_milliseconds(one.get("ttft_ms")),
@@ -188,11 +199,24 @@ def read_label(model: PlannedModel, precision: str) -> str:
     return wanted
 
 
-def compute_format(label: str, gpu: Gpu) -> str:
-    """The format in which products of weights with this label compute on a GPU."""
-    wanted = _FP4 if label.endswith(_FP4) else label
-    # Weights whose format a GPU does not compute in are expanded to 16 bits for each product.
-    return wanted if wanted in gpu.tflops else "bf16"
+def kv_format(row: Row, gpu: Gpu) -> str:
+    """The format of a row's KV cache: the stated one, else what the engine's benchmarks use.
+
+    Those of TensorRT-LLM have FP8 with NVIDIA's checkpoints, which are all those in 4 bits and all of its offline
+    table, except with MXFP4 on GPUs that do not compute in 4 bits.
+    """
+    label = row.layout.weights
+    if row.layout.kv != "auto" or row.engine != "trtllm" or label in ("bf16", "fp16", "fp32"):
+        return row.layout.kv
+    if not row.is_offline and not label.endswith("fp4"):
+        return "auto"
+    return "auto" if label == "mxfp4" and "fp4" not in gpu.tflops else "fp8"
+
+
+def offline_prompts(row: Row) -> int:
+    """Requests of an offline benchmark: those of TensorRT-LLM's table, which states them for each length."""
+    longest = max(row.input_len, row.output_len)
+    return next(count for length, count in _OFFLINE_PROMPTS if longest <= length)
 
 
 def actual_layout(layout: Layout, expert_ranks: int) -> Layout:
@@ -208,6 +232,18 @@ def actual_layout(layout: Layout, expert_ranks: int) -> Layout:
     if layout.tensor == layout.data > 1 and layout.tensor**2 == expert_ranks:
         return replace(layout, tensor=1)
     return layout
+
+
+def decoding_part(layout: Layout, model: PlannedModel) -> Layout:
+    """The part of a layout that decodes, if other GPUs compute the prompts.
+
+    Some rows state all GPUs as one tensor-parallel size, among which the heads cannot be divided. The largest power of
+    two of them decodes: attention in replicas of one GPU, and experts over all of them.
+    """
+    tensor = layout.tensor
+    if tensor == 1 or all(layer.attention.num_heads % tensor == 0 for layer in model.spec.layers):
+        return layout
+    return replace(layout, tensor=1, data=1 << (tensor.bit_length() - 1), whole_experts=True)
 
 
 class Works:
@@ -228,31 +264,50 @@ class Works:
             self._clusters[gpu, num_gpus] = parse_cluster(text, self._gpus)
         return self._clusters[gpu, num_gpus]
 
-    def steps(self, row: Row, running: float) -> LoopSteps:
-        """The steps of a row with `running` requests on all replicas.
+    def steps(self, row: Row) -> LoopSteps:
+        """The steps of a row.
 
         Raises:
             ValueError: the layout is impossible for the model, or the GPU is unknown.
         """
-        layout, cluster = row.layout, self.cluster(row.gpu, row.layout.num_gpus)
+        cluster = self.cluster(row.gpu, row.layout.num_gpus)
+        layout = replace(row.layout, kv=kv_format(row, cluster.slowest))
         work = self._work(row.model, layout)
-        load = Load(max(1.0, running / layout.data), row.input_len, row.output_len, CHUNK)
-        compute = compute_format(layout.weights, cluster.slowest)
-        return loop_steps(work, cluster, compute, load, layout.pipeline)
+        if row.running is None:
+            most = self._most_running(row, layout, cluster)
+            # The last of several rounds has fewer requests. A request's time grows evenly with the number running, so
+            # equal rounds take as long together.
+            prompts = offline_prompts(row)
+            running = prompts / math.ceil(prompts / most)
+        else:
+            running = row.running
+        prefill_first = row.engine in _PREFILL_FIRST
+        load = Load(
+            max(1.0, running / layout.data),
+            row.input_len,
+            row.output_len,
+            CHUNK,
+            prefill_first,
+            prefill_first and row.equal_lengths,
+            layout.lockstep,
+            row.prompts_apart,
+        )
+        return loop_steps(work, cluster, load, layout.pipeline)
 
-    def most_running(self, row: Row) -> float:
+    def _most_running(self, row: Row, layout: Layout, cluster: Cluster) -> float:
         """Requests of a row that fit at once, over all replicas, by vLLM's accounting.
 
         Raises:
             ValueError: not one fits.
         """
-        layout = replace(row.layout, engine="vllm")
-        demand = Demand(math.ceil(row.input_len + row.output_len), max_num_seqs=_OFFLINE_REQUESTS)
+        utilization, most, sampled = _MEMORY[row.engine]
+        length = math.ceil(row.input_len + row.output_len)
+        demand = Demand(length, utilization=utilization, max_num_seqs=sampled)
         model = self._models.setdefault(row.model, find_model(row.model))
-        found = fit(model, layout, self.cluster(row.gpu, layout.num_gpus), demand)
+        found = fit(model, replace(layout, engine="vllm"), cluster, demand)
         if found.verdict == "no":
             raise ValueError(found.why_not)
-        return min(found.concurrency, float(_OFFLINE_REQUESTS * layout.data))
+        return min(found.concurrency, float(most * layout.data))
 
     def _work(self, name: str, layout: Layout) -> StepWork:
         key = (name, layout)

@@ -18,7 +18,6 @@ from shardline.planner.cluster import Cluster
 from shardline.planner.cost import per_million
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import Fit, bits_label, fit, kv_dtype, stored_weights
-from shardline.planner.rows import compute_format
 from shardline.planner.timing import (
     Interval,
     Latency,
@@ -106,7 +105,9 @@ def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
     same = dataclasses.replace(layout, kv="auto", data=layout.data if layout.whole_experts else 1, context=1)
     work, stage = _plain_work(model, same, tuple(fitted.stages))
     if layout.kv != "auto":
-        attention = attention_work(model.spec, stage, layout.tensor, kv_dtype(layout))
+        attention = attention_work(
+            model.spec, stage, layout.tensor, kv_dtype(layout), expands=layout.engine != "shardline"
+        )
         work = dataclasses.replace(work, attention=attention)
     if layout.context == 1:
         return work
@@ -196,15 +197,14 @@ def layout_speed(
     """What requests see of a layout that fits."""
     used = cluster.part(layout.num_gpus)
     work = layout_work(model, layout, fitted)
-    compute = compute_format(layout.weights, used.slowest)
     per_request = demand.input_len + demand.output_len
     by_memory = max(1.0, fitted.concurrency * demand.max_model_len / per_request / layout.data)
     max_num_seqs, chunk = step_limits(layout, demand)
     most = min(by_memory, max_num_seqs)
 
     def at(running: float) -> tuple[LoopSteps, Latency]:
-        load = Load(running, demand.input_len, demand.output_len, chunk)
-        steps = loop_steps(work, used, compute, load, layout.pipeline)
+        load = Load(running, demand.input_len, demand.output_len, chunk, lockstep=layout.lockstep)
+        steps = loop_steps(work, used, load, layout.pipeline)
         return steps, loop_latency(steps, timing.constants)
 
     running, sustained = most, True

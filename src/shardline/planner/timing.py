@@ -26,17 +26,15 @@ class Constants:
     memory: float
     """Share of the memory's bandwidth at which weights are read."""
     cache: float
-    """Share of the bandwidth at which keys and values are read."""
+    """Share of the bandwidth at which keys and values are read, and activations are moved."""
     compute: float
     """Share of the arithmetic rate that large products reach."""
     link: float
     """Share of a link's rate that large exchanges reach."""
     message: float
     """Seconds of an exchange in addition to its bytes."""
-    layer: float
-    """Seconds of a layer's launches."""
-    expert_layer: float
-    """Additional seconds of a layer with experts."""
+    launch: float
+    """Seconds of a kernel in addition to what it reads and computes."""
     step: float
     """Seconds of a step on the host."""
     request: float
@@ -58,14 +56,16 @@ class StepLoad(NamedTuple):
     weights: float
     """Seconds to read the weights at the full bandwidth."""
     cache: float
-    """Seconds to read keys, values and states."""
+    """Seconds to read keys, values and states, or to compute with them if that takes longer.
+
+    The time to move activations is added.
+    """
     arithmetic: float
     """Seconds to compute at the full rate."""
     exchange: float
     """Seconds to receive the exchanged bytes at the full rate of the link."""
     messages: float
-    layers: float
-    expert_layers: float
+    launches: float
     requests: float
 
     def seconds(self, constants: Constants) -> float:
@@ -78,8 +78,7 @@ class StepLoad(NamedTuple):
         return (
             self.exchange / constants.link
             + self.messages * constants.message
-            + self.layers * constants.layer
-            + self.expert_layers * constants.expert_layer
+            + self.launches * constants.launch
             + constants.step
             + self.requests * constants.request
         )
@@ -103,7 +102,6 @@ class StepLoad(NamedTuple):
 def step_load(
     work: StepWork,
     cluster: Cluster,
-    compute: str,
     num_seqs: float,
     context: float,
     prompt_tokens: float,
@@ -111,24 +109,28 @@ def step_load(
 ) -> StepLoad:
     """A step of `num_seqs` decoding sequences of `context` tokens, and a chunk of `prompt_tokens` tokens.
 
-    Each of the chunk's tokens attends to `prompt_seen` tokens on average. `compute` is the format of the arithmetic.
+    Each of the chunk's tokens attends to `prompt_seen` tokens on average.
     """
     gpu = cluster.slowest
     bandwidth, tokens = gpu.bandwidth_gbs * 1e9, num_seqs + prompt_tokens
     sampled = num_seqs + (1 if prompt_tokens else 0)
-    flops = work.flops(num_seqs, sampled, 0.0) + work.flops(prompt_tokens, 0.0, prompt_seen)
+    rate = gpu.flops_per_second
+    attention = rate(work.plain)
+    arithmetic = work.product_seconds(tokens, sampled, rate)
+    arithmetic += work.prefill_attention_flops(prompt_tokens, prompt_seen) / attention
+    decode_attention = work.decode_attention_flops(num_seqs, context) / attention
     exchanged = sum(
         traffic.num_bytes * tokens / cluster.link_bytes_per_second(ranks) for traffic, ranks in work.exchanges
     )
     exchanged += work.hand_off.num_bytes * tokens / cluster.link_bytes_per_second(cluster.num_gpus)
     return StepLoad(
         weights=work.weight_bytes(tokens) / bandwidth,
-        cache=work.cache_bytes(num_seqs, context) / bandwidth,
-        arithmetic=flops / gpu.flops_per_second(compute),
+        cache=max(work.cache_bytes(num_seqs, context) / bandwidth, decode_attention)
+        + tokens * work.activation_bytes / bandwidth,
+        arithmetic=arithmetic,
         exchange=exchanged,
         messages=sum(traffic.num_messages for traffic, _ in work.exchanges) + work.hand_off.num_messages,
-        layers=work.num_layers,
-        expert_layers=work.num_expert_layers,
+        launches=work.num_launches,
         requests=num_seqs,
     )
 
@@ -141,30 +143,45 @@ class Load(NamedTuple):
     output_len: float
     chunk: int
     """Most prompt tokens in a step."""
+    prefill_first: bool = False
+    """Whether prompts have steps of their own, before any request decodes again."""
+    in_phase: bool = False
+    """Whether requests of equal length start and end together, as they do if prompts come first."""
+    lockstep: int = 1
+    """Replicas of which none begins a step before all have ended theirs."""
+    prompts_apart: bool = False
+    """Whether other GPUs compute the prompts."""
 
 
 class LoopSteps(NamedTuple):
-    """The two kinds of step of a closed loop, and how often the second occurs."""
+    """The kinds of step of a closed loop, and how often they occur."""
 
     decode: StepLoad
-    mixed: StepLoad
-    """With a chunk of a prompt."""
+    prompt: StepLoad
+    """With a chunk of one prompt; unless prompts come first, all running requests decode in it too."""
+    burst: StepLoad
+    """With as many tokens of all prompts as a step may have. Requests in phase have only such steps for prompts."""
     chunks: float
     """Chunks of one prompt."""
+    bursts: float
+    """Bursts that all prompts need."""
     stages: int
-    running: float
-    output_len: float
+    load: Load
 
 
-def loop_steps(work: StepWork, cluster: Cluster, compute: str, load: Load, stages: int) -> LoopSteps:
+def loop_steps(work: StepWork, cluster: Cluster, load: Load, stages: int) -> LoopSteps:
     """The steps of a closed loop. A pipeline has `stages` steps in flight, each with its share of the requests."""
     in_step = load.running / stages
     context = load.input_len + load.output_len / 2
     chunks = math.ceil(load.input_len / load.chunk)
     chunk = load.input_len / chunks
-    decode = step_load(work, cluster, compute, in_step, context, 0, 0)
-    mixed = step_load(work, cluster, compute, in_step, context, chunk, load.input_len / 2)
-    return LoopSteps(decode, mixed, chunks, stages, load.running, load.output_len)
+    decode = step_load(work, cluster, in_step, context, 0, 0)
+    decoding = 0.0 if load.prefill_first else in_step
+    prompt = step_load(work, cluster, decoding, context, chunk, load.input_len / 2)
+    prompts = in_step * load.input_len
+    bursts = math.ceil(prompts / load.chunk)
+    burst = step_load(work, cluster, 0, 0, prompts / bursts, load.input_len / 2)
+    return LoopSteps(decode, prompt, burst, chunks, bursts, stages, load)
 
 
 class Latency(NamedTuple):
@@ -175,28 +192,73 @@ class Latency(NamedTuple):
     output_tokens_per_second: float
 
 
-def loop_step_seconds(decode: T, mixed: T, chunks: T, running: T, output_len: T) -> T:
-    """Mean time of the steps that one request sees after its first token; numbers or equal arrays.
+class LoopShape(NamedTuple):
+    """Numbers of a closed loop, or of many as equal arrays; see `LoopSteps` and `Load`."""
 
-    `decode` and `mixed` are the times of both kinds of step. While a request takes its own chunks and its steps, each
-    of the other `running` - 1 requests takes `chunks` mixed steps, which last longer by the difference.
+    chunks: Any
+    bursts: Any
+    stages: Any
+    running: Any
+    output_len: Any
+    prefill_first: Any
+    in_phase: Any
+    lockstep: Any
+    prompts_apart: Any
+
+    @staticmethod
+    def of(steps: LoopSteps) -> LoopShape:
+        """The numbers of one loop."""
+        load = steps.load
+        return LoopShape(
+            steps.chunks,
+            steps.bursts,
+            steps.stages,
+            load.running,
+            load.output_len,
+            float(load.prefill_first),
+            float(load.in_phase),
+            load.lockstep,
+            float(load.prompts_apart),
+        )
+
+
+def loop_tpot(shape: LoopShape, decode: T, prompt: T, burst: T) -> T:
+    """Mean time of the steps that a request sees after its first token; times and the shape are numbers or arrays.
+
+    `decode`, `prompt` and `burst` are the times of the kinds of step. While a request takes its own chunks and its
+    steps, each of the others takes `chunks` steps with a prompt, which last longer by the difference. In lockstep, a
+    step also lasts longer if another replica has a prompt. Requests in phase wait only for the bursts after their
+    own: on average for half of them.
     """
-    longer = (mixed - decode + abs(mixed - decode)) / 2
+    with_prompt = prompt + shape.prefill_first * decode
+    longer = (with_prompt - decode + abs(with_prompt - decode)) / 2
+    others = (1 - shape.prompts_apart) * (shape.running / shape.stages - 1)
     mean = decode
     for _ in range(_LOOP_ROUNDS):
-        mean = decode + (running - 1) * chunks * longer / (output_len + chunks * mixed / mean)
-    return mean
+        share = others * shape.chunks / (shape.output_len + shape.chunks * with_prompt / mean)
+        without = (1 - share + abs(1 - share)) / 2
+        mean = decode + longer * (share + without - without**shape.lockstep)
+    together = decode + burst * (shape.bursts - 1) / 2 / shape.output_len
+    tpot: T = shape.stages * (shape.in_phase * together + (1 - shape.in_phase) * mean)
+    return tpot
+
+
+def loop_prompt(shape: LoopShape, decode: T, prompt: T, burst: T) -> tuple[T, T]:
+    """(time until a prompt is computed if no other one comes between, wait for others for each unit of `queue`)."""
+    own = shape.stages * shape.chunks * (prompt + shape.prefill_first * decode)
+    alone = shape.in_phase * shape.stages * burst * (shape.bursts + 1) / 2 + (1 - shape.in_phase) * own
+    return alone, (1 - shape.in_phase) * own * shape.running**0.5
 
 
 def loop_latency(steps: LoopSteps, constants: Constants) -> Latency:
     """What requests of a closed loop see."""
-    decode, mixed = steps.decode.seconds(constants), steps.mixed.seconds(constants)
-    stages = steps.stages
-    tpot = stages * loop_step_seconds(decode, mixed, steps.chunks, steps.running / stages, steps.output_len)
-    own = steps.chunks * mixed * stages
-    ttft = constants.first + own * (1 + constants.queue * math.sqrt(steps.running))
-    total = ttft + tpot * max(0.0, steps.output_len - 1)
-    return Latency(ttft, tpot, steps.running * steps.output_len / total)
+    times = [one.seconds(constants) for one in (steps.decode, steps.prompt, steps.burst)]
+    shape, load = LoopShape.of(steps), steps.load
+    tpot = loop_tpot(shape, *times)
+    alone, wait = loop_prompt(shape, *times)
+    ttft = constants.first + alone + constants.queue * wait
+    total = ttft + tpot * max(0.0, load.output_len - 1)
+    return Latency(ttft, tpot, load.running * load.output_len / total)
 
 
 class Interval(NamedTuple):

@@ -62,8 +62,7 @@ def collect_samples(rows: Sequence[Row], gpus: Mapping[str, Gpu]) -> tuple[list[
             skipped.append(Skipped(row.number, "a load that is neither a concurrency nor offline", True))
             continue
         try:
-            running = works.most_running(row) if row.running is None else row.running
-            samples.append(Sample(row, works.steps(row, running)))
+            samples.append(Sample(row, works.steps(row)))
         except ValueError as error:
             skipped.append(Skipped(row.number, str(error), True))
     return samples, skipped

@@ -50,6 +50,10 @@ def add_parser(commands: Any) -> None:
         "--engine", choices=("shardline", "vllm"), help="default: this engine where it can run the model"
     )
     group.add_argument("--api-price", metavar="IN,CACHED,OUT", help="a managed API's dollars per million tokens")
+    group.add_argument("--traffic-price", type=float, default=0.0, metavar="USD",
+                       help="price of a gigabyte between nodes (default: 0)")  # fmt: skip
+    group.add_argument("--operations-price", type=float, default=0.0, metavar="USD",
+                       help="price of operations a month: people, monitoring, storage (default: 0)")  # fmt: skip
     group.add_argument("--all", action="store_true", help="show every layout")
     group.add_argument("--json", action="store_true", help="print JSON")
     group.add_argument("--compare", nargs=2, metavar="LAYOUT", help="two layouts side by side, for example tp4 pp4")
@@ -101,12 +105,14 @@ def run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
     from shardline.planner.catalog import find_model
     from shardline.planner.compare import format_comparison
-    from shardline.planner.cost import parse_api_price
+    from shardline.planner.cost import OtherPrices, parse_api_price
     from shardline.planner.html import plan_html
     from shardline.planner.report import format_plan, plan_json
     from shardline.planner.simulation.report import format_simulation, simulation_json
 
     api = None if args.api_price is None else parse_api_price(args.api_price)
+    others = OtherPrices(args.traffic_price, args.operations_price)
+    others.check()
     model = find_model(args.model, getattr(args, "revision", None))
     if args.gpus == "here":
         return _plan_here(args, model)
@@ -116,10 +122,10 @@ def _plan(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
         found = _calibrated(args.calibrate, found, fixed)
     simulation = _simulate(args, found) if args.simulate else None
     if args.json:
-        plan = plan_json(found, api)
+        plan = plan_json(found, api, others)
         print(json.dumps(plan if simulation is None else plan | {"simulation": simulation_json(simulation)}, indent=1))
         return 0
-    text = format_plan(found, show_all=args.all, api=api)
+    text = format_plan(found, show_all=args.all, api=api, others=others)
     text += format_comparison(found, args.compare) if args.compare else ""
     text += "" if simulation is None else "\n" + format_simulation(simulation)
     if args.html is not None:

@@ -21,10 +21,9 @@ class StepClock:
 
     work: StepWork
     cluster: Cluster
-    compute: str
-    """Format of the arithmetic."""
     constants: Constants
-    _without_context: dict[int, float] = field(default_factory=dict, init=False)
+    _without_context: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)
+    """For each number of sequences: seconds of a decode step without attention, and ideal ones to read states."""
 
     def plan_seconds(self, plan: StepPlan) -> float:
         """Time of a planned step. A sequence with one token decodes; the others compute chunks of prompts."""
@@ -41,7 +40,6 @@ class StepClock:
         load = step_load(
             self.work,
             self.cluster,
-            self.compute,
             num_seqs,
             context / max(1, num_seqs),
             prompt_tokens,
@@ -52,11 +50,14 @@ class StepClock:
     def decode_seconds(self, num_seqs: int, contexts: Vector) -> Vector:
         """Times of steps in which `num_seqs` sequences decode; `contexts` has their mean length in each step."""
         if num_seqs not in self._without_context:
-            load = step_load(self.work, self.cluster, self.compute, num_seqs, 0.0, 0.0, 0.0)
-            self._without_context[num_seqs] = load.seconds(self.constants)
-        rate = self.cluster.slowest.bandwidth_gbs * 1e9 * self.constants.cache
-        seconds = np.full(len(contexts), self._without_context[num_seqs])
+            load = step_load(self.work, self.cluster, num_seqs, 0.0, 0.0, 0.0)
+            self._without_context[num_seqs] = load._replace(cache=0.0).seconds(self.constants), load.cache
+        others, states = self._without_context[num_seqs]
+        gpu = self.cluster.slowest
+        bandwidth, rate = gpu.bandwidth_gbs * 1e9, gpu.flops_per_second(self.work.plain)
+        reads, computes = np.full(len(contexts), states), np.zeros(len(contexts))
         for one in self.work.attention:
             seen = contexts if one.window is None else np.minimum(contexts, one.window)
-            seconds += num_seqs * one.bytes_per_token / rate * seen
-        return seconds
+            reads += num_seqs * one.bytes_per_token / bandwidth * seen
+            computes += num_seqs * one.decode_flops / rate * seen
+        return np.asarray(others + np.maximum(reads, computes) / self.constants.cache)

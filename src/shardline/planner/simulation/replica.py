@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import msgspec
 
 from shardline.deployment.deployment import CachePlan, StepLimits
+from shardline.engine.skipping_scheduler import SkippingScheduler
 from shardline.planner.simulation.clock import StepClock
-from shardline.planner.simulation.executor import VirtualExecutor
-from shardline.planner.simulation.scheduler import SkippingScheduler
+from shardline.planner.simulation.executor import TOKEN, VirtualExecutor
 from shardline.planner.simulation.workload import SimulatedRequest
 from shardline.router.policies.base import ReplicaLoad
 from shardline.sampling_params import SamplingParams
@@ -72,7 +72,7 @@ class SimulatedReplica:
         self._bucket = bucket_seconds
         self._executor = VirtualExecutor(setup.clock, setup.num_blocks, setup.stages)
         self._scheduler = SkippingScheduler(
-            setup.limits, setup.cache, setup.num_blocks, setup.max_model_len, setup.stages
+            setup.limits, setup.cache, setup.num_blocks, setup.max_model_len, stages=setup.stages, token=TOKEN
         )
         self._coming: deque[tuple[int, SimulatedRequest]] = deque()
         self._live: dict[str, _Live] = {}

@@ -15,7 +15,6 @@ from shardline.deployment.probe import allowed_cpus
 from shardline.models.kv_groups import blocks_per_request, kv_groups
 from shardline.planner.layout import Demand
 from shardline.planner.memory import kv_dtype
-from shardline.planner.rows import compute_format
 from shardline.planner.search import Option, Search, layout_work, step_limits
 from shardline.planner.simulation.clock import StepClock
 from shardline.planner.simulation.processes import map_in_processes
@@ -97,7 +96,6 @@ def replica_setup(
     clock = StepClock(
         layout_work(found.model, layout, fitted),
         used,
-        compute_format(layout.weights, used.slowest),
         constants or shipped_timing()[layout.engine].constants,
     )
     return ReplicaSetup(clock, limits, cache, num_blocks, demand.max_model_len, layout.pipeline, skips)

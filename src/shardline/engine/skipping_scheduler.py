@@ -1,4 +1,4 @@
-"""The engine's scheduler, which can also do many equal decode steps at once."""
+"""A scheduler that can do many equal decode steps at once, for simulations."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ from collections.abc import Callable
 from shardline.deployment.deployment import CachePlan, StepLimits
 from shardline.engine.preemption import PreemptionLog
 from shardline.engine.scheduler import Scheduler
-from shardline.engine.sequence import LiveSequence
-from shardline.planner.simulation.executor import TOKEN
 from shardline.types import SequenceStep, StepPlan
 
 
-class _SilentLog(PreemptionLog):
-    """Counts preemptions. The levers that a warning would name are the user's to try in the next simulation."""
-
-    def record(self, sequence: LiveSequence, cost: int) -> None:
-        self.count += 1
-
-
 class SkippingScheduler(Scheduler):
-    """Adds rounds of decode steps in one go, where a round schedules one step and updates the oldest one."""
+    """Does rounds of decode steps in one go, where a round schedules one step and updates the oldest one.
 
-    def __init__(self, limits: StepLimits, cache: CachePlan, num_blocks: int, max_model_len: int, stages: int) -> None:
+    It is for executors whose results are known before: every token is the same, and it ends no sequence. It warns of no
+    preemption.
+    """
+
+    def __init__(
+        self, limits: StepLimits, cache: CachePlan, num_blocks: int, max_model_len: int, *, stages: int, token: int
+    ) -> None:
+        """`stages` are those of the pipeline, and `token` is what every step samples."""
         super().__init__(
-            limits, cache, num_blocks, max_model_len, max_in_flight=max(2, stages), last_token_known=stages > 1
+            limits,
+            cache,
+            num_blocks,
+            max_model_len,
+            max_in_flight=max(2, stages),
+            last_token_known=stages > 1,
+            preemptions=PreemptionLog(warns=False),
         )
-        self._preemptions = _SilentLog()
+        self._token = token
         windows = {group.window for group in cache.groups if group.window is not None}
         self._has_windows = bool(windows)
         self._offsets = sorted({offset % cache.block_size for offset in (0, *windows)})
@@ -69,7 +73,7 @@ class SkippingScheduler(Scheduler):
         """
         size, running = self._block_size, self._running
         starts = [sequence.num_scheduled for sequence in running]
-        added = [TOKEN] * rounds
+        added = [self._token] * rounds
         events: list[tuple[int, bool, int]] = []
         for index, start in enumerate(starts):
             running[index].tokens += added
