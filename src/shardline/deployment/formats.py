@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from shardline.config.engine import STORED_METHODS, EngineConfig, ModelConfig
 from shardline.deployment.machine import Device, DeviceKind
@@ -11,7 +11,7 @@ from shardline.models.parameters import layer_parameters
 from shardline.models.sizes import OwnFormats
 from shardline.models.spec import MLA, DecoderSpec, DType, KVDType
 from shardline.models.stored_layout import Form
-from shardline.models.stored_weights import StoredRules, StoredWeights, methods
+from shardline.models.stored_weights import StoredRules, methods
 from shardline.weights.base import PLAIN, FormatChoice
 
 _DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
@@ -81,11 +81,12 @@ def _kept_format(stored: StoredRules, device: DeviceKind) -> FormatChoice:
     return _format_of(max(stored.rules, key=lambda rule: "Linear" in rule.targets).layouts[0].form, device)
 
 
-def own_formats(stored: StoredWeights, spec: DecoderSpec, device: DeviceKind) -> OwnFormats:
-    """The format of each weight, if weights stay as the checkpoint has them."""
+def own_formats(form_of: Callable[[str], Form | None], spec: DecoderSpec, device: DeviceKind) -> OwnFormats:
+    """The format of each weight, if weights stay as the checkpoint has them. `form_of`: by canonical name; None: a
+    weight is not packed."""
 
     def format_of(name: str) -> FormatChoice:
-        return _format_of(stored.form(name), device)
+        return _format_of(form_of(name), device)
 
     def layer_class(index: int) -> Hashable:
         names = (part for part, _ in layer_parameters(spec.layers[index], spec.hidden_size, num_experts=1))

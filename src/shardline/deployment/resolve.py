@@ -22,6 +22,7 @@ from shardline.deployment.length import check_length
 from shardline.deployment.machine import Device, Machine
 from shardline.deployment.reasons import explain_choices
 from shardline.models.description import ModelDescription
+from shardline.models.gguf.checkpoint import GGUFCheckpoint
 from shardline.models.lookup import decoder_spec, module_names
 from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel
 from shardline.models.sharding import Numerics
@@ -58,7 +59,10 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         model.checkpoint.check(spec, model.stored)
     own = None
     if held.open_format().reads_packed:
-        own = own_formats(StoredWeights(model.stored, spec.dtype, module_names(spec)), spec, layout.device)
+        form_of = StoredWeights(model.stored, spec.dtype, module_names(spec)).form
+        if isinstance(model.checkpoint, GGUFCheckpoint):
+            form_of = model.checkpoint.forms(spec)  # a file mixes types
+        own = own_formats(form_of, spec, layout.device)
     weights = _rank_weights(config, layout, spec, stages, dtype, held, own)
     room = rank_room(config, layout, machine, spec, dtype, weights)
     cache, length = plan_cache(sized, layout, machine, spec, stages, weights, kv_dtype, room)
