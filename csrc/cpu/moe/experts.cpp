@@ -106,7 +106,8 @@ ExpertRows sorted_rows(const ExpertRows& from, int64_t depth, const std::vector<
 struct GroupedLinear {
   ExpertRows rows;
   ExpertStack weight;
-  DType out_dtype;
+  const char* bias;  // [num_experts, width] of bias_dtype; null for none
+  DType bias_dtype, out_dtype;
   char* out;
   int64_t depth, width;
 };
@@ -118,6 +119,8 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
   const int64_t columns = std::min(job.width - column, num_panels * kPanelColumns);
   const char* panels = job.weight.panels + (expert * job.weight.num_panels + panel) * job.weight.panel_bytes;
   char* out = job.out + (begin * job.width + column) * bytes_of(job.out_dtype);
+  const char* bias = nullptr;
+  if (job.bias != nullptr) bias = job.bias + (expert * job.width + column) * bytes_of(job.bias_dtype);
   const char* x = static_cast<const char*>(job.rows.x) + begin * job.rows.stride * bytes_of(job.rows.dtype);
   if (job.weight.kind == WeightKind::kFloating) {
     LinearArgs args = {};
@@ -126,6 +129,8 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
     args.x = x;
     args.x_stride = job.rows.stride;
     args.panels = panels;
+    args.bias = bias;
+    args.bias_dtype = job.bias_dtype;
     args.out = out;
     args.out_stride = job.width;
     args.num_rows = count;
@@ -146,6 +151,8 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
     args.table = e4m3_table();
     args.bits = 8;
     args.group_size = (job.depth + kOctet - 1) / kOctet * kOctet;
+    args.bias = bias;
+    args.bias_dtype = job.bias_dtype;
     args.out = out;
     args.out_stride = job.width;
     args.num_rows = count;
@@ -159,6 +166,8 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
   args.row_scales = job.rows.scales + begin;
   args.row_sums = job.rows.sums + begin * (num_groups(job.depth) + 1);
   args.panels = reinterpret_cast<const uint8_t*>(panels);
+  args.bias = bias;
+  args.bias_dtype = job.bias_dtype;
   args.out = out;
   args.out_stride = job.width;
   args.num_rows = count;
@@ -229,7 +238,13 @@ void expert_up(const ExpertUpArgs& args, const SortedSlots& slots) {
   const int64_t columns = args.gated ? 2 * args.width : args.width;
   void* products = workspace.products.get(count * columns * bytes_of(args.dtype));
   const GroupedLinear job = {sorted_rows(rows, args.depth, slots.tokens, count),
-                             args.weight, args.dtype, static_cast<char*>(products), args.depth, columns};
+                             args.weight,
+                             static_cast<const char*>(args.bias),
+                             args.dtype,
+                             args.dtype,
+                             static_cast<char*>(products),
+                             args.depth,
+                             columns};
   grouped_linear(job, slots.begins);
   kernels().activation({args.dtype, args.activation, products, columns, args.out, count, args.width, args.gated});
 }
@@ -242,7 +257,8 @@ const void* expert_down(const ExpertDownArgs& args, const SortedSlots& slots) {
   if (reads_quantized(args.weight.kind)) {
     rows = quantized_rows(args.dtype, args.x, args.depth, args.depth, count);
   }
-  grouped_linear({rows, args.weight, args.out_dtype, static_cast<char*>(products), args.depth, args.width},
+  grouped_linear({rows, args.weight, static_cast<const char*>(args.bias), args.dtype, args.out_dtype,
+                  static_cast<char*>(products), args.depth, args.width},
                  slots.begins);
   return products;
 }

@@ -11,7 +11,7 @@ from shardline.models.parameters import layer_parameters
 from shardline.models.sizes import OwnFormats
 from shardline.models.spec import MLA, DecoderSpec, DType, KVDType
 from shardline.models.stored_layout import Form
-from shardline.models.stored_weights import StoredRules, methods
+from shardline.models.stored_weights import StoredRules, StoredWeights, methods
 from shardline.weights.base import PLAIN, FormatChoice
 
 _DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
@@ -81,9 +81,20 @@ def _kept_format(stored: StoredRules, device: DeviceKind) -> FormatChoice:
     return _format_of(max(stored.rules, key=lambda rule: "Linear" in rule.targets).layouts[0].form, device)
 
 
+def stored_forms(stored: StoredWeights, types: Callable[[str], str | None]) -> Callable[[str], Form | None]:
+    """The form of each weight, by its canonical name; None: it is not packed. `types` tells the type of a tensor."""
+
+    def form_of(name: str) -> Form | None:
+        form = stored.form(name)
+        if form is not None and form.scales and types(f"{stored.module(name)}.{form.scales}") == "F32":
+            form = form._replace(group_bytes=form.group_bytes + 2)
+        return form
+
+    return form_of
+
+
 def own_formats(form_of: Callable[[str], Form | None], spec: DecoderSpec, device: DeviceKind) -> OwnFormats:
-    """The format of each weight, if weights stay as the checkpoint has them. `form_of`: by canonical name; None: a
-    weight is not packed."""
+    """The format of each weight, if weights stay as the checkpoint has them."""
 
     def format_of(name: str) -> FormatChoice:
         return _format_of(form_of(name), device)

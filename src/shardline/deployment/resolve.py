@@ -15,6 +15,7 @@ from shardline.deployment.formats import (
     choose_kv_dtype,
     choose_weight_format,
     own_formats,
+    stored_forms,
 )
 from shardline.deployment.kv_budget import rank_room
 from shardline.deployment.layout import STEP_TIMEOUTS, Layout, choose_layout
@@ -23,6 +24,7 @@ from shardline.deployment.machine import Device, Machine
 from shardline.deployment.reasons import explain_choices
 from shardline.models.description import ModelDescription
 from shardline.models.gguf.checkpoint import GGUFCheckpoint
+from shardline.models.gpu_refusal import gpu_refusal
 from shardline.models.lookup import decoder_spec, module_names
 from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel
 from shardline.models.sharding import Numerics
@@ -45,6 +47,8 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     devices = _devices(layout, machine)
     dtype = choose_dtype(config.model.dtype, decoder_spec(model.files.config, None).dtype, model.stored)
     spec = decoder_spec(model.files.config, asked_length if isinstance(asked_length, int) else None)
+    if layout.device == "cuda" and (refusal := gpu_refusal(spec)):
+        raise ValueError(refusal)
     check_length(asked_length, spec)
     held = choose_weight_format(config, model.stored, devices)
     kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, dtype, spec, devices)
@@ -59,9 +63,10 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         model.checkpoint.check(spec, model.stored)
     own = None
     if held.open_format().reads_packed:
-        form_of = StoredWeights(model.stored, spec.dtype, module_names(spec)).form
         if isinstance(model.checkpoint, GGUFCheckpoint):
             form_of = model.checkpoint.forms(spec)  # a file mixes types
+        else:
+            form_of = stored_forms(StoredWeights(model.stored, spec.dtype, module_names(spec)), model.type_of)
         own = own_formats(form_of, spec, layout.device)
     weights = _rank_weights(config, layout, spec, stages, dtype, held, own)
     room = rank_room(config, layout, machine, spec, dtype, weights)

@@ -17,8 +17,17 @@ from shardline.runtime.backends.cuda.kernels.experts import (
 )
 
 
-def expert_slots(x: Tensor, ids: Tensor, first_expert: int, panels: Tensor, scales: Tensor | None, out: Tensor) -> None:
+def expert_slots(
+    x: Tensor,
+    ids: Tensor,
+    first_expert: int,
+    panels: Tensor,
+    scales: Tensor | None,
+    out: Tensor,
+    bias: Tensor | None = None,
+) -> None:
     """As `ops.moe.exchange.expert_slots`, into out [T * k, N]; x is the output of `expert_up` with `compact`."""
+    assert bias is None, "models.gpu_refusal refuses such models"
     num_experts = panels.shape[0]
     ids = tokens_here_first(ids, first_expert, num_experts)
     products = torch.empty(out.shape, dtype=out.dtype, device=x.device)
