@@ -81,16 +81,23 @@ def _kept_format(stored: StoredRules, device: DeviceKind) -> FormatChoice:
     return _format_of(max(stored.rules, key=lambda rule: "Linear" in rule.targets).layouts[0].form, device)
 
 
-def own_formats(
-    stored: StoredWeights, spec: DecoderSpec, device: DeviceKind, types: Callable[[str], str | None]
-) -> OwnFormats:
-    """The format of each weight, if weights stay as the checkpoint has them. `types` tells the type of a tensor."""
+def stored_forms(stored: StoredWeights, types: Callable[[str], str | None]) -> Callable[[str], Form | None]:
+    """The form of each weight, by its canonical name; None: it is not packed. `types` tells the type of a tensor."""
 
-    def format_of(name: str) -> FormatChoice:
+    def form_of(name: str) -> Form | None:
         form = stored.form(name)
         if form is not None and form.scales and types(f"{stored.module(name)}.{form.scales}") == "F32":
             form = form._replace(group_bytes=form.group_bytes + 2)
-        return _format_of(form, device)
+        return form
+
+    return form_of
+
+
+def own_formats(form_of: Callable[[str], Form | None], spec: DecoderSpec, device: DeviceKind) -> OwnFormats:
+    """The format of each weight, if weights stay as the checkpoint has them."""
+
+    def format_of(name: str) -> FormatChoice:
+        return _format_of(form_of(name), device)
 
     def layer_class(index: int) -> Hashable:
         names = (part for part, _ in layer_parameters(spec.layers[index], spec.hidden_size, num_experts=1))

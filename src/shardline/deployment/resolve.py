@@ -15,6 +15,7 @@ from shardline.deployment.formats import (
     choose_kv_dtype,
     choose_weight_format,
     own_formats,
+    stored_forms,
 )
 from shardline.deployment.kv_budget import rank_room
 from shardline.deployment.layout import STEP_TIMEOUTS, Layout, choose_layout
@@ -22,6 +23,7 @@ from shardline.deployment.length import check_length
 from shardline.deployment.machine import Device, Machine
 from shardline.deployment.reasons import explain_choices
 from shardline.models.description import ModelDescription
+from shardline.models.gguf.checkpoint import GGUFCheckpoint
 from shardline.models.gpu_refusal import gpu_refusal
 from shardline.models.lookup import decoder_spec, module_names
 from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel
@@ -61,8 +63,11 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         model.checkpoint.check(spec, model.stored)
     own = None
     if held.open_format().reads_packed:
-        stored = StoredWeights(model.stored, spec.dtype, module_names(spec))
-        own = own_formats(stored, spec, layout.device, model.type_of)
+        if isinstance(model.checkpoint, GGUFCheckpoint):
+            form_of = model.checkpoint.forms(spec)  # a file mixes types
+        else:
+            form_of = stored_forms(StoredWeights(model.stored, spec.dtype, module_names(spec)), model.type_of)
+        own = own_formats(form_of, spec, layout.device)
     weights = _rank_weights(config, layout, spec, stages, dtype, held, own)
     room = rank_room(config, layout, machine, spec, dtype, weights)
     cache, length = plan_cache(sized, layout, machine, spec, stages, weights, kv_dtype, room)

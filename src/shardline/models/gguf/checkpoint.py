@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -11,8 +11,10 @@ from typing import NamedTuple
 from shardline.models.gguf.header import LOADABLE_TYPES, PLAIN_TYPES, GGUFHeader, GGUFTensor, read_header
 from shardline.models.gguf.names import all_parts
 from shardline.models.gguf.places import possible_places
-from shardline.models.parameters import Shape, parameters, parse_name
+from shardline.models.parameters import Shape, is_linear, parameters, parse_name
 from shardline.models.spec import GQA, DecoderSpec
+from shardline.models.stored.gguf import form_of
+from shardline.models.stored_layout import Form
 from shardline.models.stored_weights import StoredRules
 
 _NAMED_PROBLEMS = 5
@@ -103,6 +105,15 @@ class GGUFCheckpoint:
             columns = shape[1] if len(shape) == 2 else 1
             return FoundPlace(key, tensor, first_row, shape[0], columns, self._interleaved_heads(name, spec))
         raise ValueError(first_problem)
+
+    def forms(self, spec: DecoderSpec) -> Callable[[str], Form | None]:
+        """What each linear weight of `spec`, which fits, needs if it stays packed; None: the file has not packed it."""
+        shapes = {name: shape for name, shape in parameters(spec) if is_linear(name)}
+
+        def form(name: str) -> Form | None:
+            return form_of(self.find(name, shapes[name], spec).tensor.type.name) if name in shapes else None
+
+        return form
 
     def has_split_latents(self, layer: int) -> bool:
         """Whether the up-projection of keys and values is two tensors: attn_k_b [heads, latent, key], and attn_v_b."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardline.models.hf_config import HFConfig
-from shardline.models.stored_layout import GGUFLayout
+from shardline.models.stored_layout import Form, GGUFLayout
 from shardline.models.stored_weights import Packing, PackingRule, StoredRules
 
 
@@ -25,6 +25,12 @@ _RULES = {
 }
 """The bytes of each type, in the file and in memory."""
 USUAL: tuple[PackingRule, ...] = ()
+
+
+def form_of(name: str) -> Form | None:
+    """What a weight of the type `name` needs if it stays packed; None: the type is not packed."""
+    rule = _RULES.get(name)
+    return None if rule is None else rule.layouts[0].form
 
 
 def read(section: HFConfig) -> StoredRules:
