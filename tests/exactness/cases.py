@@ -16,7 +16,7 @@ PACKED = "packed"
 
 
 _LATENT = ("deepseek_v2", "deepseek_v3", "mistral4")
-_WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "olmo3", "cohere2", "exaone4")
+_WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "olmo3", "cohere2", "exaone4", "gemma4_text")
 """Families with windows in some layers."""
 SAMPLED_FAMILIES = tuple(family for family in FAMILIES if family not in (*OWN_PARTS, *LIKE_OTHERS))
 """Families of the pairwise samples."""

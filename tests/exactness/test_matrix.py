@@ -56,6 +56,7 @@ EXACTNESS_SHAPE: dict[str, dict[str, object]] = {
     "olmo3": {"sliding_window": 24},
     "cohere2": {"sliding_window": 24},
     "exaone4": {"sliding_window": 24},
+    "gemma4_text": {"sliding_window": 24},
 }
 """Windows that some requests outgrow and that others grow into, so that tight memory does preempt."""
 

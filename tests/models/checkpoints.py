@@ -184,6 +184,23 @@ _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
     ),
     "seed_oss": (transformers.SeedOssConfig, {**_SHAPE, "head_dim": 24}),
     "exaone4": (transformers.Exaone4Config, {**_SHAPE, "sliding_window": 8}),
+    "gemma4_text": (
+        transformers.Gemma4TextConfig,
+        {
+            **_SHAPE,
+            "num_hidden_layers": 7,
+            "head_dim": 12,
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 8,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 9,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+        },
+    ),
 }
 FAMILIES = tuple(_CONFIGS)
 # transformers has the class, but not in its table.
@@ -203,14 +220,14 @@ LIKE_OTHERS = (
     "exaone4",
 )
 """Families that consist of parts of other families. Tests of combinations leave them out."""
-OWN_PARTS = ("gpt_oss", "llama4_text", "mistral4", "minimax_m2", "olmo3", "granite", "cohere2")
+OWN_PARTS = ("gpt_oss", "llama4_text", "mistral4", "minimax_m2", "olmo3", "granite", "cohere2", "gemma4_text")
 """Families with a part that no other family has. A few combinations of them are tested."""
 
 
 def has_experts(family: str) -> bool:
     """Whether the family's models are mixtures of experts."""
     values = _CONFIGS[family][1]
-    return "num_experts_per_tok" in values or "moe_k" in values
+    return bool({"num_experts_per_tok", "moe_k", "top_k_experts"} & values.keys())
 
 
 class Variant(NamedTuple):
@@ -366,6 +383,10 @@ VARIANTS: dict[str, Variant] = {
     "ernie4_5_moe-plain": Variant(
         "ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "moe_layer_end_index": 2}
     ),
+    "gemma4_text-dense": Variant(
+        "gemma4_text",
+        {"enable_moe_block": False, "attention_k_eq_v": False, "final_logit_softcapping": 3.0, "head_dim": 20},
+    ),
     "exaone4-full": Variant("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "gpt2-scaled": Variant("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 72}),
     "gpt2-unscaled": Variant(
@@ -414,6 +435,8 @@ def randomize(model: nn.Module, seed: int) -> None:
             for name, buffer in module.named_buffers(recurse=False):
                 if name == "e_score_correction_bias":
                     buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
+                if name == "layer_scalar":
+                    buffer.copy_(1 + torch.randn(buffer.shape, generator=generator) * 0.2)
 
 
 def make_checkpoint(

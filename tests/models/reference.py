@@ -29,10 +29,12 @@ def forward(spec: DecoderSpec, weights: Weights, token_ids: Tensor) -> Tensor:
         hidden = hidden + update * layer.residual_scale
         if not layer.parallel:
             normed = _norm(layer.feed_forward_norm, own, "feed_forward_norm", hidden)
-        update = _feed_forward(layer.feed_forward, _below(own, "feed_forward."), normed)
+        update = _feed_forward(layer.feed_forward, _below(own, "feed_forward."), normed, hidden)
         if layer.post_feed_forward_norm is not None:
             update = _norm(layer.post_feed_forward_norm, own, "post_feed_forward_norm", update)
         hidden = hidden + update * layer.residual_scale
+        if layer.output_scale:
+            hidden = hidden * own["output_scale.bias"]
     hidden = _norm(spec.final_norm, weights, "final_norm", hidden)
     logits = hidden @ weights["embed.weight" if spec.tied_embeddings else "lm_head.weight"].T
     if spec.lm_head_bias:
@@ -73,7 +75,9 @@ def _grouped_attention(gqa: GQA, weights: Weights, hidden: Tensor, positions: Te
     if gqa.qk_norm is not None and gqa.norms_all_heads:
         q, k = (_norm(gqa.qk_norm, weights, f"attention.{part}_norm", x) for part, x in (("q", q), ("k", k)))
     q, k = (x.view(num_tokens, -1, gqa.head_dim) for x in (q, k))
-    v = _linear(weights, "attention.v", hidden).view(num_tokens, gqa.num_kv_heads, gqa.head_dim)
+    v = k if gqa.value_is_key else _linear(weights, "attention.v", hidden).view(k.shape)
+    if gqa.value_norm is not None:
+        v = v / torch.sqrt(v.pow(2).mean(-1, keepdim=True) + gqa.value_norm.eps)
     if gqa.qk_norm is not None and not gqa.norms_all_heads:
         q = _norm(gqa.qk_norm, weights, "attention.q_norm", q)
         k = _norm(gqa.qk_norm, weights, "attention.k_norm", k)
@@ -124,14 +128,30 @@ def _rotate(rope: Rope, x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([rotated, x[..., 2 * half :]], -1)
 
 
-def _feed_forward(feed_forward: Dense | MoE, weights: Weights, hidden: Tensor) -> Tensor:
+def _feed_forward(feed_forward: Dense | MoE, weights: Weights, hidden: Tensor, stream: Tensor) -> Tensor:
     if isinstance(feed_forward, Dense):
         return _dense(feed_forward, weights, hidden)
     moe = feed_forward
-    logits = hidden @ weights["router.weight"].T
+    if moe.own_norms is not None and moe.shared is not None:
+        norm = moe.own_norms
+        beside = _norm(norm, weights, "shared_output_norm", _dense(moe.shared, _below(weights, "shared."), hidden))
+        routed_input = _norm(norm, weights, "router_norm", stream)
+        experts = _experts(moe, weights, _norm(norm, weights, "experts_norm", stream), routed_input)
+        return beside + _norm(norm, weights, "experts_output_norm", experts)
+    output = _experts(moe, weights, hidden, hidden)
+    if moe.shared is not None:
+        gate = torch.sigmoid(hidden @ weights["shared_gate.weight"].T) if moe.shared_gate else 1.0
+        output = output + gate * _dense(moe.shared, _below(weights, "shared."), hidden)
+    return output
+
+
+def _experts(moe: MoE, weights: Weights, hidden: Tensor, routed_input: Tensor) -> Tensor:
+    logits = routed_input @ weights["router.weight"].T * moe.routing.logits_scale
     if moe.routing.logits_bias:
         logits = logits + weights["router_logits.bias"]
     chosen = route(moe.routing, logits, weights.get("router.bias"))
+    if moe.routing.expert_scale:
+        chosen = chosen * weights["expert_scale.bias"]
     output = torch.zeros_like(hidden)
     for expert in range(moe.routing.num_experts):
         rows = chosen[:, expert].nonzero()[:, 0]
@@ -140,9 +160,6 @@ def _feed_forward(feed_forward: Dense | MoE, weights: Weights, hidden: Tensor) -
             output[rows] += _dense(moe.expert, own, weight * hidden[rows])
         else:
             output[rows] += weight * _dense(moe.expert, own, hidden[rows])
-    if moe.shared is not None:
-        gate = torch.sigmoid(hidden @ weights["shared_gate.weight"].T) if moe.shared_gate else 1.0
-        output = output + gate * _dense(moe.shared, _below(weights, "shared."), hidden)
     return output
 
 

@@ -106,7 +106,9 @@ def test_unknown_model_types_name_the_known_ones(name: str) -> None:
 
 @pytest.mark.parametrize("name", known_families())
 def test_names_that_a_family_has_not(name: str) -> None:
-    spec = decoder_spec({"model_type": name, "num_experts_per_tok": 1, "head_dim": 128})
+    spec = decoder_spec(
+        {"model_type": name, "num_experts_per_tok": 1, "head_dim": 128, "hidden_size_per_layer_input": 0}
+    )
     for wrong in ("layers.0.attention.r.weight", "middle.weight", "layers.0", "layers.x.attention.q.weight", "embed"):
         with pytest.raises(ValueError, match="parameter"):
             family(name).tensor_source(wrong, spec)

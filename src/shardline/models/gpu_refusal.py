@@ -30,6 +30,8 @@ def _missing(layer: Layer) -> Iterator[str]:
             yield "norm over all heads"
         if attention.rotated_norm is not None:
             yield "norm after rope"
+        if attention.value_is_key or attention.value_norm is not None:
+            yield "values made of keys"
     if isinstance(attention, GQA | MLA) and attention.query_scale is not None:
         yield "scale of queries by position"
     if isinstance(feed_forward, MoE):
@@ -37,6 +39,8 @@ def _missing(layer: Layer) -> Iterator[str]:
             yield "biases of experts"
         if feed_forward.routing.logits_bias:
             yield "bias of a router's logits"
+        if feed_forward.own_norms is not None:
+            yield "experts beside a dense block"
         if feed_forward.routing.scales_input:
             yield "scale of experts' inputs"
     dense = feed_forward if isinstance(feed_forward, Dense) else feed_forward.expert
@@ -46,5 +50,5 @@ def _missing(layer: Layer) -> Iterator[str]:
         yield "parallel blocks"
     elif layer.attention_norm is None or layer.feed_forward_norm is None:
         yield "blocks without a norm before them"
-    if layer.residual_scale != 1.0:
+    if layer.residual_scale != 1.0 or layer.output_scale:
         yield "scale of the residual stream"

@@ -3,14 +3,16 @@
 Names: `embed.weight` [vocab, hidden], `positions.weight` [positions, hidden], `final_norm.*`, `lm_head.*`, and
 per layer `layers.{i}.` + `attention.{q,k,v,o}.*`, `attention.{q_norm,k_norm}.weight`, `feed_forward.{gate,up,down}.*`,
 `{attention_norm,post_attention_norm,feed_forward_norm,post_feed_forward_norm}.*`. A linear weight is [out, in].
-The scores of attention sinks are `attention.sinks.bias` [heads].
+The scores of attention sinks are `attention.sinks.bias` [heads], and the factor of a layer's output is
+`output_scale.bias` [1].
 
 Latent attention has `attention.q` or `attention.{q_down,q_norm,q_up}`, and `attention.{kv_down,kv_norm,kv_up}` and
 `attention.o`. The rows of `kv_down` give the latent, then the rotated part of the key. `kv_up` has, for each head in
 order, the rows of the key's other part and then the rows of the value.
 
 A mixture of experts has `feed_forward.router.weight` [experts, hidden] and `.bias` [experts] (for choosing only) or
-`feed_forward.router_logits.bias` [experts],
+`feed_forward.router_logits.bias` [experts], `feed_forward.expert_scale.bias` [experts], norms of its own
+`feed_forward.{router,experts,experts_output,shared_output}_norm.weight`,
 `feed_forward.experts.{e}.{gate,up,down}.*`, `feed_forward.shared.{gate,up,down}.*` and
 `feed_forward.shared_gate.weight` [1, hidden].
 
@@ -43,6 +45,7 @@ from shardline.models.spec import (
 Shape = tuple[int, ...]
 
 
+_IN_FLOAT32 = ("attention.sinks", "feed_forward.router", "feed_forward.expert_scale", "output_scale")
 _NEVER_QUANTIZED = ("norm", "router", "shared_gate", "kv_up", "beta", "decay", "conv", "indexer_weights")
 
 
@@ -87,11 +90,11 @@ def is_linear(name: str) -> bool:
 def is_kept_in_float32(name: str) -> bool:
     """Whether `name` stays in float32 for every dtype.
 
-    These are attention sinks, since the kernel reads float32, and a router's bias, since it decides between close
-    scores.
+    These are attention sinks and learned factors, since their kernels read float32, and a router's bias, since it
+    decides between close scores.
     """
     _, part, kind = parse_name(name)
-    return part in ("feed_forward.router", "attention.sinks") and kind == "bias"
+    return kind == "bias" and part in _IN_FLOAT32
 
 
 def expert_of(part: str) -> int | None:
@@ -191,6 +194,8 @@ def layer_parameters(layer: Layer, hidden_size: int, num_experts: int | None = N
     else:
         yield from _dense("feed_forward", layer.feed_forward, hidden_size)
     yield from _norm("post_feed_forward_norm", layer.post_feed_forward_norm, hidden_size)
+    if layer.output_scale:
+        yield "output_scale.bias", (1,)
 
 
 def _attention(attention: Attention, hidden_size: int) -> Iterator[tuple[str, Shape]]:
@@ -247,7 +252,7 @@ def _gqa(attention: GQA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
     parts = [("q", q_size), ("k", kv_size), ("v", kv_size)]
     if isinstance(attention, PlannedGQA):
         parts[0] = ("q", q_size * (1 + attention.output_gate))
-        parts = parts[:2] if attention.value_is_key else parts
+    parts = parts[:2] if attention.value_is_key else parts
     for part, size in parts:
         yield from _linear(f"attention.{part}", size, hidden_size, attention.qkv_bias)
     whole = attention.norms_all_heads
@@ -265,6 +270,10 @@ def _experts(moe: MoE, hidden_size: int, num_experts: int | None) -> Iterator[tu
         yield "feed_forward.router_logits.bias", (routing.num_experts,)
     for expert in range(routing.num_experts if num_experts is None else num_experts):
         yield from _dense(f"feed_forward.experts.{expert}", moe.expert, hidden_size)
+    if routing.expert_scale:
+        yield "feed_forward.expert_scale.bias", (routing.num_experts,)
+    for name in ("router", "experts", "experts_output", "shared_output") if moe.own_norms else ():
+        yield from _norm(f"feed_forward.{name}_norm", moe.own_norms, hidden_size)
     if moe.shared is not None:
         yield from _dense("feed_forward.shared", moe.shared, hidden_size)
     if moe.shared_gate:

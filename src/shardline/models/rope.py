@@ -102,6 +102,21 @@ def read_rope(
     )
 
 
+def proportional_rope(section: HFConfig, head_dim: int, default_theta: float, default_fraction: float) -> Rope:
+    """A rope whose pairs are (i, i + head_dim / 2), and of which the first `partial_rotary_factor` rotate.
+
+    Raises:
+        ValueError: a parameter is wrong.
+    """
+    fraction = section.number("partial_rotary_factor", default_fraction)
+    if fraction > 1.0 or head_dim % 2:
+        raise section.error("partial_rotary_factor", f"{fraction} does not fit heads of {head_dim}")
+    num_rotated = int(fraction * head_dim // 2)
+    powers = _powers(section.number("rope_theta", default_theta), head_dim)[:num_rotated]
+    inv_freq = np.float32(1.0) / powers / np.float32(section.number("factor", 1.0))
+    return Rope((*(float(f) for f in inv_freq), *(0.0,) * (head_dim // 2 - num_rotated)))
+
+
 def rotated_layers(config: HFConfig, num_layers: int) -> list[bool]:
     """Whether each layer has rope: the ones in no_rope_layers, or all but every no_rope_layer_interval-th layer.
 

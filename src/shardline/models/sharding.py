@@ -10,7 +10,12 @@ from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, Linea
 
 Numerics = Literal["exact", "fast"]
 Spans = tuple[Span | None, ...]
-_WHOLE_PARTS = ("feed_forward.router", "feed_forward.router_logits", "feed_forward.shared_gate")
+_WHOLE_PARTS = (
+    "feed_forward.router",
+    "feed_forward.router_logits",
+    "feed_forward.expert_scale",
+    "feed_forward.shared_gate",
+)
 
 
 def shard(
@@ -45,7 +50,7 @@ def shard(
         if part == "final_norm":
             return (None,)
         raise ValueError(f"{name!r} is no canonical parameter name")
-    if part.endswith("norm"):
+    if part.endswith("norm") or part == "output_scale":
         return (None,)
     if part.startswith("attention.indexer"):
         return whole

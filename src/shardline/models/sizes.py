@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardline.config.topology import RankPlace
 from shardline.models.kv_groups import KVGroup
-from shardline.models.kv_shapes import kv_parts
+from shardline.models.kv_shapes import KVPart, kv_parts
 from shardline.models.parameters import (
     CountedParameter,
     Shape,
@@ -213,18 +213,19 @@ def kv_block_bytes(
 ) -> int:
     """Bytes of one KV block on the rank at `place`.
 
-    A block holds `block_size` tokens of one of the KV `groups`, for the group's layers in the rank's stage. Its size is
-    that of the largest group. For `latents_shared` see `kv_bytes_per_token`.
+    A block holds `block_size` tokens of one of the KV `groups`, for the group's layers in the rank's stage. It is as
+    deep as the deepest group. Groups with heads of other shapes have pages of their own, so their sizes add up. For
+    `latents_shared` see `kv_bytes_per_token`.
     """
     stage = stages[place.pp_rank]
-    sizes = {
-        id(attention): _layer_kv_bytes(attention, place, dtype, latents_shared)
-        for attention in {id(layer.attention): layer.attention for layer in spec.layers}.values()
-    }
-    return block_size * max(
-        sum(sizes[id(spec.layers[index].attention)] for index in group.layers if stage.start <= index < stage.stop)
-        for group in groups
-    )
+    deepest: dict[tuple[KVPart, ...], tuple[int, int]] = {}
+    for group in groups:
+        attention = spec.layers[group.layers[0]].attention
+        shape = kv_parts(attention, _local_kv_heads(attention, place), 1, 1, dtype)
+        depth = sum(stage.start <= index < stage.stop for index in group.layers)
+        size = _layer_kv_bytes(attention, place, dtype, latents_shared)
+        deepest[shape] = max(deepest.get(shape, (0, size)), (depth, size))
+    return block_size * sum(depth * size for depth, size in deepest.values())
 
 
 def state_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span]) -> int:
@@ -313,15 +314,16 @@ def multiplications_per_pair(attention: Attention) -> int:
 
 def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, latents_shared: bool) -> int:
     """Bytes of keys and values of one token in one layer on one rank, scales included."""
-    num_kv_heads = 1
-    if isinstance(attention, MLA):
-        if latents_shared and DTYPE_BYTES[dtype] > 1:
-            latent = split_dim(attention.latent_dim, len(place.tp_peers))[place.tp_rank]
-            return latent.size * DTYPE_BYTES[dtype]
-    elif isinstance(attention, GQA):
-        shares = split_heads(attention.num_heads, attention.num_kv_heads, len(place.tp_peers))
-        num_kv_heads = shares[place.tp_rank].kv_heads.size
-    return sum(part.num_bytes for part in kv_parts(attention, num_kv_heads, 1, 1, dtype))
+    if isinstance(attention, MLA) and latents_shared and DTYPE_BYTES[dtype] > 1:
+        latent = split_dim(attention.latent_dim, len(place.tp_peers))[place.tp_rank]
+        return latent.size * DTYPE_BYTES[dtype]
+    return sum(part.num_bytes for part in kv_parts(attention, _local_kv_heads(attention, place), 1, 1, dtype))
+
+
+def _local_kv_heads(attention: Attention, place: RankPlace) -> int:
+    if not isinstance(attention, GQA):
+        return 1
+    return split_heads(attention.num_heads, attention.num_kv_heads, len(place.tp_peers))[place.tp_rank].kv_heads.size
 
 
 def _num_met(layer: Layer, hidden_size: int, num_tokens: int, dims: int | None = None) -> float:

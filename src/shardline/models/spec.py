@@ -78,6 +78,10 @@ class GQA(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rotated_norm: Norm | None = None
     """Norm without weights over head_dim of q and k, after rope (Llama 4)."""
     query_scale: QueryScale | None = None
+    value_is_key: bool = False
+    """Whether values are the projected keys before their norm, so there is no weight of v (Gemma 4)."""
+    value_norm: Norm | None = None
+    """Norm without weights over head_dim of values (Gemma 4)."""
 
 
 class PlannedGQA(GQA, frozen=True, array_like=True, tag=True):
@@ -85,8 +89,6 @@ class PlannedGQA(GQA, frozen=True, array_like=True, tag=True):
 
     output_gate: bool = False
     """Whether q has as many further rows, whose sigmoid multiplies the output (Qwen3.5)."""
-    value_is_key: bool = False
-    """Whether values are the projected keys, so there is no weight of v (Gemma 4)."""
 
 
 class Indexer(msgspec.Struct, frozen=True, array_like=True):
@@ -221,6 +223,10 @@ class Routing(msgspec.Struct, frozen=True, array_like=True):
     """Whether a learned bias per expert is added to the scores for choosing; it is not in the weights (DeepSeek-V3)."""
     logits_bias: bool = False
     """Whether a learned bias per expert is added to the router's logits (gpt-oss)."""
+    logits_scale: float = 1.0
+    """Factor of the router's logits."""
+    expert_scale: bool = False
+    """Whether each expert has a learned factor of its weight, applied last (Gemma 4)."""
     scales_input: bool = False
     """Whether a token's weight multiplies the expert's input instead of its output (Llama 4). A token then has one
     expert."""
@@ -235,6 +241,9 @@ class MoE(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A block for every token. It is as wide as all shared experts together."""
     shared_gate: bool = False
     """Whether the shared block's output is multiplied by sigmoid(x . gate) (Qwen2-MoE)."""
+    own_norms: Norm | None = None
+    """The router and the experts read norms of their own of the residual stream, and the outputs of the experts and of
+    the shared block are normalised before they are added (Gemma 4)."""
 
 
 class Layer(msgspec.Struct, frozen=True, array_like=True):
@@ -253,6 +262,8 @@ class Layer(msgspec.Struct, frozen=True, array_like=True):
     """Whether attention_norm feeds both blocks: x += attention(pre(x)) + feed_forward(pre(x)) (Cohere)."""
     residual_scale: float = 1.0
     """Factor of each block's output before it is added (Granite)."""
+    output_scale: bool = False
+    """Whether the residual stream is multiplied by a learned number after the layer (Gemma 4)."""
 
 
 class DecoderSpec(msgspec.Struct, frozen=True, array_like=True):

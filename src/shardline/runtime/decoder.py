@@ -44,6 +44,7 @@ class DecoderLayer:
         self.feed_forward_norm = _input_norm(
             loader, f"{name}.feed_forward_norm", spec.feed_forward_norm, self.feed_forward.input_form
         )
+        self._output_factor = loader.load(f"{name}.output_scale.bias") if spec.output_scale else None
         self._residual_factor: Tensor | None = None
         if spec.residual_scale != 1.0:
             self._residual_factor = torch.tensor([spec.residual_scale], device=stage.device)
@@ -54,7 +55,7 @@ class DecoderLayer:
         self.post_attention_norm = optional("post_attention_norm", spec.post_attention_norm)
         self.post_feed_forward_norm = optional("post_feed_forward_norm", spec.post_feed_forward_norm)
 
-    def __call__(self, hidden: Tensor, delta: Tensor | None, step: StepInput) -> tuple[Tensor, Tensor]:
+    def __call__(self, hidden: Tensor, delta: Tensor | None, step: StepInput) -> tuple[Tensor, Tensor | None]:
         """hidden, delta [T, H] -> the same after this layer; the model's last layer returns only the sampled rows."""
         normed, hidden = self.attention_norm(hidden, delta)
         queries, slots = self.queries_and_slots(step)
@@ -68,8 +69,11 @@ class DecoderLayer:
             hidden = add(self._kernels, hidden, delta)
         else:
             normed, hidden = self.feed_forward_norm(hidden, delta)
-        delta = self.run_feed_forward(normed, step, queries, slots)
-        return hidden, self._finish_block(delta, self.post_feed_forward_norm)
+        delta = self.run_feed_forward(normed, hidden, step, queries, slots)
+        delta = self._finish_block(delta, self.post_feed_forward_norm)
+        if self._output_factor is None:
+            return hidden, delta
+        return scale_rows(self._kernels, add(self._kernels, hidden, delta), self._output_factor), None
 
     def _finish_block(self, delta: Tensor, norm: NormLayer | None) -> Tensor:
         """What is added to the residual stream, for the output of a block."""
@@ -81,19 +85,21 @@ class DecoderLayer:
         """The tokens that attend in this layer, and the slots for the step's keys and values."""
         return step.queries(self._kv_group, self._is_last), step.kv_groups[self._kv_group].slots
 
-    def run_feed_forward(self, normed: LinearInput, step: StepInput, queries: Queries, slots: Tensor) -> Tensor:
-        """The feed-forward block's output for the remaining rows."""
+    def run_feed_forward(
+        self, normed: LinearInput, hidden: Tensor, step: StepInput, queries: Queries, slots: Tensor
+    ) -> Tensor:
+        """The feed-forward block's output for the remaining rows; `normed` is the norm of `hidden`."""
         if isinstance(self.feed_forward, DenseFeedForward):
             return self.feed_forward(normed)
         rows = self._rows_of_replicas(step.replica_tokens, step.replica_samples)
-        return self.feed_forward(normed, rows, slots if queries.rows is None else None)
+        return self.feed_forward(normed, hidden, rows, slots if queries.rows is None else None)
 
     def run_empty_step(
         self, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...], nothing: Tensor
     ) -> None:
         """Run the exchanges of a step in which this replica has no token; `nothing` is empty hidden states [0, H]."""
         if isinstance(self.feed_forward, MoEFeedForward):
-            self.feed_forward(nothing, self._rows_of_replicas(replica_tokens, replica_samples))
+            self.feed_forward(nothing, nothing, self._rows_of_replicas(replica_tokens, replica_samples))
 
     def _rows_of_replicas(self, tokens: tuple[int, ...], samples: tuple[int, ...]) -> tuple[int, ...]:
         """How many rows each replica in lockstep has in this layer's feed-forward block."""
@@ -211,7 +217,9 @@ class DecoderStage:
             hidden, delta = layer(hidden, delta, step)
             if finite_checker is not None:
                 finite_checker.check_tensor(
-                    f"layer {index}", delta, _sampled_rows(step) if index == self._last_layer else None
+                    f"layer {index}",
+                    hidden if delta is None else delta,
+                    _sampled_rows(step) if index == self._last_layer else None,
                 )
         return hidden, delta
 

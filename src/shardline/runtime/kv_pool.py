@@ -16,7 +16,10 @@ from shardline.runtime.parallel.groups import RankGroups
 
 
 class KVPool:
-    """A rank's pages. Slot d of the pool serves, in each group, the d-th layer of that group in the rank's stage."""
+    """A rank's pages. Slot d of the pool serves, in each group, the d-th layer of that group in the rank's stage.
+
+    Groups whose pages have another shape use slots of their own.
+    """
 
     def __init__(
         self,
@@ -30,7 +33,7 @@ class KVPool:
         self._block_size = block_size
         self._dtype = dtype
         self._pages_empty = pages_empty
-        self._slots: list[tuple[tuple[KVPart, ...], tuple[torch.Tensor, ...]]] = []
+        self._slots: dict[tuple[int, tuple[KVPart, ...]], tuple[torch.Tensor, ...]] = {}
         self._num_bytes = 0
 
     def bind_layers(
@@ -43,11 +46,9 @@ class KVPool:
             for depth, index in enumerate(own_layers):
                 attention = layers[index - span.start].attention
                 parts = attention.cache_parts(self.num_blocks, self._block_size, self._dtype)
-                if depth == len(self._slots):
-                    self._slots.append((parts, tuple(self._allocate(part, ranks.kv_pool) for part in parts)))
-                slot_parts, pages = self._slots[depth]
-                assert slot_parts == parts, "one shape per slot"
-                attention.bind_cache(*pages)
+                if (depth, parts) not in self._slots:
+                    self._slots[depth, parts] = tuple(self._allocate(part, ranks.kv_pool) for part in parts)
+                attention.bind_cache(*self._slots[depth, parts])
         if ranks.kv_pool is None:
             return self._num_bytes
         assert self._num_bytes == len(ranks.kv_pool), "the segment was cut for this pool"

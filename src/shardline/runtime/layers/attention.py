@@ -50,8 +50,11 @@ class AttentionLayer:
     def __init__(self, loader: LayerLoader, name: str, spec: GQA, tables: RotaryTables) -> None:
         self.spec = spec
         self._kernels = loader.stage.kernels
-        self.qkv = ColumnLinear(loader, [f"{name}.{part}" for part in ("q", "k", "v")], spec.qkv_bias)
+        parts = ("q", "k") if spec.value_is_key else ("q", "k", "v")
+        self.qkv = ColumnLinear(loader, [f"{name}.{part}" for part in parts], spec.qkv_bias)
         self.num_heads = [width // spec.head_dim for width in self.qkv.widths]
+        if spec.value_is_key:
+            self.num_heads.append(self.num_heads[1])
         """Number of local heads of queries, keys and values."""
         head_widths = [span.size for span in loader.stage.spans(f"{name}.q.weight")]
         self.output = ClosingLinear(loader, f"{name}.o", head_widths, spec.output_bias)
@@ -64,7 +67,8 @@ class AttentionLayer:
             self.q_norm = NormLayer(loader, f"{name}.q_norm", spec.qk_norm)
             self.k_norm = NormLayer(loader, f"{name}.k_norm", spec.qk_norm)
         stage = loader.stage
-        self._ones = torch.ones(spec.head_dim, dtype=stage.dtype, device=stage.device) if spec.rotated_norm else None
+        # The weights of norms without weights.
+        self._ones = torch.ones(spec.head_dim, dtype=stage.dtype, device=stage.device)
         self._query_factors = query_factors(spec.query_scale, stage) if spec.query_scale else None
         self._sinks = loader.load(f"{name}.sinks.bias") if spec.sinks else None
         self.table = tables.of(spec.rope) if spec.rope else None
@@ -94,7 +98,7 @@ class AttentionLayer:
         assert pages is not None
         q, k, v = self._normed_heads(qkv)
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
-        if self._ones is not None and self.spec.rotated_norm is not None:
+        if self.spec.rotated_norm is not None:
             if self.table is not None and rope is not None:
                 apply_rope(self._kernels, q, k, positions, self.table, interleaved=rope.interleaved)
             q, k = (rms_norm(self._kernels, x, self._ones, self.spec.rotated_norm.eps) for x in (q, k))
@@ -124,7 +128,11 @@ class AttentionLayer:
         """Queries, keys and values [T, local heads, head_dim] of qkv [T, local columns]; the first two normalised."""
         num_tokens, head_dim = len(qkv), self.spec.head_dim
         if not self.spec.norms_all_heads:
-            q, k, v = torch.split(qkv.view(num_tokens, -1, head_dim), self.num_heads, dim=1)
+            counts = self.num_heads[: len(self.qkv.widths)]
+            q, k, *values = torch.split(qkv.view(num_tokens, -1, head_dim), counts, dim=1)
+            v = k if self.spec.value_is_key else values[0]
+            if self.spec.value_norm is not None:
+                v = rms_norm(self._kernels, v, self._ones, self.spec.value_norm.eps)
             return (q, k, v) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k), v)
         assert self.q_norm is not None
         assert self.k_norm is not None

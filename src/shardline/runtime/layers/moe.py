@@ -17,9 +17,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from shardline.models.partition import split_dim
-from shardline.models.spec import Dense, MoE
+from shardline.models.spec import Dense, MoE, Norm
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.feed_forward import DenseFeedForward
+from shardline.runtime.layers.norm import NormLayer
+from shardline.runtime.ops.add import add
 from shardline.runtime.ops.moe.exchange import combine_slots, count_exchanged, expert_slots, pack_dispatch
 from shardline.runtime.ops.moe.experts import expert_down, expert_up
 from shardline.runtime.ops.moe.routing import route_experts
@@ -57,6 +59,9 @@ class Router:
         loader.on_loaded(self._linear.nbytes)
         self._bias = loader.load(f"{name}.router.bias") if spec.routing.correction_bias else None
         self._logits_bias = loader.load(f"{name}.router_logits.bias") if spec.routing.logits_bias else None
+        factor = spec.routing.logits_scale
+        self._logits_factor = None if factor == 1.0 else torch.tensor([factor], device=stage.device)
+        self._expert_scale = loader.load(f"{name}.expert_scale.bias") if spec.routing.expert_scale else None
         assert self._logits_bias is None or not spec.shared_gate, "the gate is a column of the router without a bias"
         load = stage.expert_load
         self._counts = load[index, : spec.routing.num_experts] if load is not None and counts_tokens else None
@@ -64,10 +69,15 @@ class Router:
     def __call__(self, x: Tensor, slots: Tensor | None = None) -> Routed:
         kernels = self._kernels
         logits = self._linear(x, self._logits_bias, out_dtype=torch.float32)
+        if self._logits_factor is not None:
+            logits = scale_rows(kernels, logits, self._logits_factor)
         scale = kernels.activation_empty(torch.float32, x.shape[0]) if self._gated else None
         ids, weights = route_experts(
             kernels, logits, self._routing, self._bias, shared_scale=scale, counts=self._counts, slots=slots
         )
+        if self._expert_scale is not None:
+            flat = scale_rows(kernels, weights.view(-1, 1), self._expert_scale, ids.view(-1))
+            weights = flat.view(weights.shape)
         if not self._routing.scales_input:
             return Routed(ids, weights, scale)
         # The normalised weight of a token's only expert is one.
@@ -116,6 +126,26 @@ class Experts:
         )
 
 
+class DenseBeside:
+    """The norms and the dense block beside experts that read norms of their own (`MoE.own_norms`)."""
+
+    def __init__(self, loader: LayerLoader, name: str, norm: Norm, dense: DenseFeedForward) -> None:
+        self._kernels = loader.stage.kernels
+        self._dense = dense
+        self._router_norm, self._experts_norm, self._experts_output_norm, self._dense_output_norm = (
+            NormLayer(loader, f"{name}.{part}_norm", norm)
+            for part in ("router", "experts", "experts_output", "shared_output")
+        )
+
+    def expert_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The inputs of the router and of the experts, for the residual stream [T, hidden]."""
+        return self._router_norm(hidden), self._experts_norm(hidden)
+
+    def add_outputs(self, x: Tensor, routed: Tensor) -> Tensor:
+        """The sum of the normalised outputs of the dense block, which reads x [T, hidden], and of the experts."""
+        return add(self._kernels, self._dense_output_norm(self._dense(x)), self._experts_output_norm(routed))
+
+
 class MoEFeedForward:
     """x [T, hidden] -> [T, hidden]; input and output are whole on every rank."""
 
@@ -134,25 +164,40 @@ class MoEFeedForward:
         self._router = Router(loader, index, spec, owns_tokens or stage.group.rank == 0)
         self._experts = Experts(loader, name, spec.expert, spec.routing.num_experts)
         self._shared = DenseFeedForward(loader, f"{name}.shared", spec.shared) if spec.shared is not None else None
+        self._beside: DenseBeside | None = None
+        if spec.own_norms is not None:
+            assert self._shared is not None
+            self._beside, self._shared = DenseBeside(loader, name, spec.own_norms, self._shared), None
         self._inner_widths = [span.size for span in split_dim(spec.expert.intermediate_size, stage.group.size)]
         self._output_widths = [span.size for span in split_dim(stage.spec.hidden_size, stage.group.size)]
         bounds = [0, *(span.stop for span in split_dim(spec.routing.num_experts, stage.expert_group.size))]
         self._expert_bounds = torch.tensor(bounds)
         self._device_expert_bounds = self._expert_bounds.to(stage.device)
 
-    def __call__(self, x: LinearInput, replica_rows: tuple[int, ...], slots: Tensor | None = None) -> Tensor:
-        """`replica_rows`: number of rows of x on each replica in lockstep; `slots` [T]: see KVGroupInput."""
+    def __call__(
+        self, x: LinearInput, hidden: Tensor, replica_rows: tuple[int, ...], slots: Tensor | None = None
+    ) -> Tensor:
+        """`hidden` [T, hidden]: the residual stream, of which x is the norm. `replica_rows`: number of rows of x on
+        each replica in lockstep; `slots` [T]: see KVGroupInput."""
         assert isinstance(x, Tensor)
-        if self._partial_sums:
-            return self._with_partial_sums(x, slots)
-        if self._whole_experts:
-            return self._with_whole_experts(x, replica_rows)
-        return self._with_split_experts(x, slots)
+        if self._beside is None:
+            return self._run_experts(x, x, replica_rows, slots)
+        router_input, expert_input = self._beside.expert_inputs(hidden)
+        return self._beside.add_outputs(x, self._run_experts(expert_input, router_input, replica_rows, slots))
 
-    def _with_split_experts(self, x: Tensor, slots: Tensor | None) -> Tensor:
+    def _run_experts(
+        self, x: Tensor, router_input: Tensor, replica_rows: tuple[int, ...], slots: Tensor | None
+    ) -> Tensor:
+        if self._partial_sums:
+            return self._with_partial_sums(x, router_input, slots)
+        if self._whole_experts:
+            return self._with_whole_experts(x, router_input, replica_rows)
+        return self._with_split_experts(x, router_input, slots)
+
+    def _with_split_experts(self, x: Tensor, router_input: Tensor, slots: Tensor | None) -> Tensor:
         """Every rank computes some columns of all slots, in both products. Between the products, ranks gather the input
         of the second."""
-        routed, experts = self._router(x, slots), self._experts
+        routed, experts = self._router(router_input, slots), self._experts
         inner = experts.activate(self._expert_input(x, routed), routed.ids)
         inner = self._group.all_gather_columns(inner, self._inner_widths)
         shared = self._shared.compute_columns(x) if self._shared is not None else None
@@ -171,7 +216,7 @@ class MoEFeedForward:
     def _expert_input(self, x: Tensor, routed: Routed) -> Tensor:
         return x if routed.input_scale is None else scale_rows(self._kernels, x, routed.input_scale)
 
-    def _with_whole_experts(self, x: Tensor, replica_rows: tuple[int, ...]) -> Tensor:
+    def _with_whole_experts(self, x: Tensor, router_input: Tensor, replica_rows: tuple[int, ...]) -> Tensor:
         """A replica's tokens are divided among its ranks. Each rank sends its own tokens to the ranks of their experts,
         which may be in any replica, and adds up the products that come back."""
         kernels, group, experts, bounds = self._kernels, self._expert_group, self._experts, self._device_expert_bounds
@@ -181,7 +226,7 @@ class MoEFeedForward:
         start = sum(own_counts[: self._group.rank])
         own = slice(start, start + own_counts[self._group.rank])
         shared = self._shared(x)[own] if self._shared is not None else None
-        routed = self._router(x[own])
+        routed = self._router(router_input[own])
         ids = group.all_gather_rows(routed.ids, counts)
         exchanged = count_exchanged(kernels, ids, token_bounds, self._expert_bounds)
         sent = pack_dispatch(kernels, self._expert_input(x[own], routed), routed.ids, bounds)
@@ -194,9 +239,9 @@ class MoEFeedForward:
         )
         return self._group.all_gather_rows(combined, own_counts)
 
-    def _with_partial_sums(self, x: Tensor, slots: Tensor | None) -> Tensor:
+    def _with_partial_sums(self, x: Tensor, router_input: Tensor, slots: Tensor | None) -> Tensor:
         """Fast numerics: ranks add up partial sums, over each rank's experts or over its part of K."""
-        routed, experts = self._router(x, slots), self._experts
+        routed, experts = self._router(router_input, slots), self._experts
         local = expert_down(
             self._kernels,
             experts.activate(self._expert_input(x, routed), routed.ids),

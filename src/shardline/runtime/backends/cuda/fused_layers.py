@@ -225,7 +225,7 @@ class FusedLayer:
         post = layer.post_feed_forward_norm
         if block is None:
             assert not isinstance(normed, UnnormedRows)
-            return _added(hidden, layer.run_feed_forward(normed, step, queries, slots), post)
+            return _added(hidden, layer.run_feed_forward(normed, hidden, step, queries, slots), post)
         return _added(hidden, block(normed, hidden, adds=post is None), post)
 
 
