@@ -68,7 +68,8 @@ def test_a_benchmark_calibrates_times(tmp_path: Path, capsys: pytest.CaptureFixt
     width = [one["tpot_ms"]["p90"] / one["tpot_ms"]["p10"] for one in (before, after)]  # type: ignore[index]
     assert width[1] < width[0]
     other, calibrated = plan(capsys, "--running", "4"), plan(capsys, "--running", "4", "--calibrate", str(bench))
-    assert 1.1 < calibrated["tpot_ms"]["p50"] / other["tpot_ms"]["p50"] < 1.3  # type: ignore[index]
+    # Most of the measured 20% is taken for a slower link, whose share of a step is smaller with fewer requests.
+    assert 1.05 < calibrated["tpot_ms"]["p50"] / other["tpot_ms"]["p50"] < 1.3  # type: ignore[index]
     own = {
         "num_prompts": 16,
         "prompt_tokens": 16384,
