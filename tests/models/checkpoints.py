@@ -385,7 +385,14 @@ VARIANTS: dict[str, Variant] = {
     ),
     "gemma4_text-dense": Variant(
         "gemma4_text",
-        {"enable_moe_block": False, "attention_k_eq_v": False, "final_logit_softcapping": 3.0, "head_dim": 20},
+        {
+            "enable_moe_block": False,
+            "attention_k_eq_v": False,
+            "final_logit_softcapping": 3.0,
+            "head_dim": 20,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
     ),
     "exaone4-full": Variant("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "gpt2-scaled": Variant("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 72}),

@@ -100,7 +100,9 @@ def test_mistakes_name_the_key(config: dict[str, Any], message: str) -> None:
 def test_unknown_model_types_name_the_known_ones(name: str) -> None:
     with pytest.raises(ValueError, match="is not supported") as caught:
         family(name)
-    assert "gemma2, gemma3_text, glm4, glm4_moe, gpt2, gpt_oss, granite, kimi_k2, llama, " in str(caught.value)
+    assert "gemma2, gemma3_text, gemma4_text, glm4, glm4_moe, gpt2, gpt_oss, granite, kimi_k2, llama, " in str(
+        caught.value
+    )
     assert ("did you mean llama" in str(caught.value)) == (name in ("lama", "llama.x"))
 
 

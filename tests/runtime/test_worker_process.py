@@ -85,7 +85,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
         channel = Channel[WorkerRequest](theirs, WorkerRequest)  # type: ignore[arg-type]
         threading.Thread(target=worker_process.serve_rank, args=(channel, memoryview(b"")), daemon=True).start()
         engine = Channel[WorkerReply](ours, WorkerReply)  # type: ignore[arg-type]
-        engine.send(StartWorker(resolve_here(EngineConfig()), 0, 0, ""))
+        engine.send(StartWorker(resolve_here(EngineConfig()), 0, 0))
         assert isinstance(engine.receive(), RankReady)
         return engine
 

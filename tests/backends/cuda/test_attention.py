@@ -25,11 +25,13 @@ def paged_attention(
     softcap: float | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
+    chunked: bool = False,
     spread_splits: bool | None = None,
 ) -> Tensor:
     out = torch.full((query.shape[0], query.shape[1], value_cache.shape[3]), torch.nan)
     arguments = (query, key_cache, value_cache, block_tables, query_starts, context_lens, out, scale, window, softcap)
-    KERNELS.paged_attention(*arguments, key_scales, value_scales, spread_splits=spread_splits)
+    KERNELS.paged_attention(*arguments, key_scales, value_scales, sinks, chunked, spread_splits=spread_splits)
     return out
 
 
