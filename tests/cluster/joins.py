@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 from msgspec.structs import replace
@@ -17,6 +18,7 @@ def start(own: Join, **options: Any) -> StartHead:
 
 
 def node(own: Join, number: int, **changes: Any) -> Join:
-    """A node like the head, with another name and address."""
+    """The node of a process of its own, like the head, with another name and address."""
     host = {"name": f"host{number}", "address": f"10.0.0.{number + 1}", **changes.pop("host", {})}
+    changes = {"process": secrets.token_bytes(8), **changes}
     return replace(own, node=number, host=replace(own.host, **host), **changes)

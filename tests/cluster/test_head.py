@@ -130,6 +130,20 @@ def test_a_node_that_came_back_at_once_is_not_refused(
     again.wire.close()
 
 
+def test_a_node_that_joins_again_takes_its_own_place(own: Join, head: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Beats from before a cut may arrive after it, so that the head has just heard of the former connection."""
+    first, again, other = FakeNode(head), FakeNode(head), FakeNode(head)
+    join = replace(node(own, 1), process=b"the same")
+    assert isinstance(first.ask(join), Accepted)
+    assert isinstance(again.ask(join), Accepted)
+    assert "has given up its connection, and joins again" in caplog.text
+    refused = other.ask(replace(join, process=b"another"))
+    assert isinstance(refused, Refused)
+    assert "--node-rank 1 is taken by" in refused.message
+    for one in (first, again, other):
+        one.wire.close()
+
+
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_node_ends_if_it_cannot_read_its_head(
     own: Join, port: int, joined: bool, monkeypatch: pytest.MonkeyPatch

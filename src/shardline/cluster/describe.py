@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import ipaddress
+import secrets
 import socket
 import time
 from pathlib import Path
@@ -46,6 +47,7 @@ def describe_node(config: EngineConfig, address: str) -> Join:
         host=host,
         model=model,
         weights_digest=_digest_weights(model.weight_files),
+        process=secrets.token_bytes(8),
     )
 
 

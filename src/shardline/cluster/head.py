@@ -176,7 +176,12 @@ class Head:
 
     def _admit(self, identity: bytes, join: Join) -> None:
         former = self._members.of_node(join.node)
-        if former is not None and time.monotonic() - former.heard > _QUIET:
+        if former is not None and join.process and former.join.process == join.process:
+            if former.identity == identity:
+                return  # it asked twice, and has its answer
+            # After a cut, beats that it had sent before may have arrived only now.
+            self._lose(former, "has given up its connection, and joins again")
+        elif former is not None and time.monotonic() - former.heard > _QUIET:
             # Perhaps the same node after its sudden end. It asks again until the former is lost, or heard again.
             self._wire.send(identity, Rejoin())
             return

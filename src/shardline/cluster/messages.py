@@ -36,6 +36,8 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     model: ModelSource
     weights_digest: str
     """A digest of the names, sizes and headers of the weight files."""
+    process: bytes = b""
+    """Drawn when the node starts, so that the head knows a node that has given up its connection and joins again."""
 
 
 class ForeignHost(msgspec.Struct, frozen=True):
