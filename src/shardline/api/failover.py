@@ -18,7 +18,7 @@ RESTART_WINDOW = 300.0
 """Seconds in which a replica may restart --max-restarts times."""
 
 
-@dataclass
+@dataclass(slots=True)
 class RunningChoice:
     """A choice that has not finished, with the tokens that its user may have seen already."""
 

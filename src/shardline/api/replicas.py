@@ -135,11 +135,12 @@ class Replicas:
         replica = self._replicas[index]
         if isinstance(event, EngineOutputs):
             replica.stats = event.stats
-            outputs = []
-            in_flight = replica.in_flight
-            for output in event.outputs:
-                choice = in_flight.get(output.request_id)
-                outputs.append(output if choice is None else choice.note_output(output))
+            find = replica.in_flight.get
+            outputs = [
+                output if (choice := find(output.request_id)) is None else choice.note_output(output)
+                for output in event.outputs
+            ]
+            for output in outputs:
                 if output.finish_reason is not None:
                     self._forget_request(output.request_id)
             return outputs

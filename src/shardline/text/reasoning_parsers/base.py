@@ -44,8 +44,8 @@ class ReasoningParser(ABC):
         """The reasoning, and the text after it, that the next piece adds."""
         if self.is_over:
             return "", text
-        self._reader.add_text(text)
-        next(self._steps, None)
+        if self._reader.add_text(text):
+            next(self._steps, None)
         return self._take()
 
     def end_text(self, *, cut: bool = False) -> tuple[str, str]:

@@ -61,8 +61,8 @@ class ToolParser(ABC):
 
     def add_text(self, text: str) -> AnswerDelta:
         """What the next piece of text adds."""
-        self._reader.add_text(text)
-        next(self._steps, None)
+        if self._reader.add_text(text):
+            next(self._steps, None)
         return self._take_delta()
 
     def end_text(self, *, cut: bool = False) -> AnswerDelta:
