@@ -1,4 +1,4 @@
-"""Products with packed weights compared with bf16: `python -m benchmarks.formats --model llama3b`.
+"""Products with packed weights compared with bf16: `python benchmarks/formats.py --model llama3b`.
 
 For each form in which packed checkpoints are held, it runs the linears of one layer (qkv, o, gate and up, down) with M
 rows. It prints the time of bf16 divided by the form's, with the quartiles of the rounds. For M = 1, it also prints the
@@ -11,11 +11,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from benchmarks.kernels import COLD_BYTES, KERNELS, read_bandwidth, seconds_per_call
 from tests.weights.forms import FORMS, quantize
 

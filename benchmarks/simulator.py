@@ -1,4 +1,4 @@
-"""The simulator against the real engine on this CPU: `python benchmarks/simulator.py [SECONDS]`.
+"""The simulator against the real engine on this CPU: `python benchmarks/simulator.py`.
 
 The real engine serves a workload at one load, which calibrates the simulator's constants. Then both serve another load,
 and the script prints throughput, TTFT and TPOT of both. Aim: within a tenth.
@@ -6,10 +6,10 @@ and the script prints throughput, TTFT and TPOT of both. Aim: within a tenth.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -147,5 +147,8 @@ async def main(folder: Path, seconds: float) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of the compared workload (default: 20)")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        asyncio.run(main(Path(place), float(sys.argv[1]) if len(sys.argv) > 1 else 20.0))
+        asyncio.run(main(Path(place), options.seconds))

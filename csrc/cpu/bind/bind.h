@@ -30,6 +30,13 @@ float* cache_scales(nanobind::handle object, const char* name, const Tensor& cac
 void check_quantized_rows(const Tensor& values, const Tensor& scales, const Tensor& sums, int64_t num_rows,
                           int64_t depth);
 
+// The bits of the columns that may win in a GEMM with the output `best`; null if the object is None.
+inline const uint64_t* allowed_columns(nanobind::handle object, const Tensor& best) {
+  if (object.is_none()) return nullptr;
+  const Tensor allowed(object, "allowed");
+  return allowed.is(DType::kInt64).has_shape({best.size(0), best.size(2)}).is_contiguous().as<uint64_t>();
+}
+
 // Where pack_weight, pack_int8 and pack_int4 put a weight's columns: into the panels from column `first` on, or, if
 // `half` is given, into the first or second half of every panel.
 inline PanelColumns panel_columns(const Tensor& panels, int64_t num_columns, int64_t first,

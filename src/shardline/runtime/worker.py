@@ -150,7 +150,8 @@ class Worker:
         """What makes the masks of constrained sequences; None: this rank does not sample."""
         if stage.lm_head is None:
             return None
-        return ConstraintMaker(self._deployment.spec.vocab_size, self._deployment.model.tokenizer_file)
+        deployment = self._deployment
+        return ConstraintMaker(deployment.spec.vocab_size, deployment.model.tokenizer_file, self._backend.num_threads)
 
     def _make_replay(self, stage: DecoderStage) -> Replay:
         """The back end's replay of decode steps over the stage's forward pass."""

@@ -43,8 +43,8 @@ class PlainLinear(PackedLinear):
         self.kernels.linear(rows, self.panels, bias, out)
         return out
 
-    def argmax(self, x: LinearInput, bias: Tensor | None = None) -> Tensor:
-        return self.kernels.linear_argmax(as_tensor(x), self.panels, bias, self.out_features)
+    def argmax(self, x: LinearInput, bias: Tensor | None = None, allowed: Tensor | None = None) -> Tensor:
+        return self.kernels.linear_argmax(as_tensor(x), self.panels, bias, self.out_features, allowed)
 
     def unpack_rows(self, indices: Tensor) -> Tensor:
         """Unpacked rows of the weight, [len(indices), in_features], so that a tied embedding need not be held twice."""

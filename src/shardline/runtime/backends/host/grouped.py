@@ -61,11 +61,11 @@ class GroupedPanels:
         rows, sums = self._arrange(x)
         _cpu.linear_grouped(rows, sums, *self._weight(), bias, out, gate)
 
-    def find_best(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def find_best(self, x: Tensor, bias: Tensor | None, allowed: Tensor | None) -> Tensor:
         """See `PackedLinear.argmax`."""
         rows, sums = self._arrange(x)
         best = _cpu.activation_empty(torch.float32, rows.shape[0], 2, len(self.panels))
-        _cpu.linear_grouped_best(rows, sums, *self._weight(), bias, self.out_features, best)
+        _cpu.linear_grouped_best(rows, sums, *self._weight(), bias, self.out_features, allowed, best)
         return choose_best(best)
 
     def _weight(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, int]:
@@ -109,9 +109,9 @@ class GroupedLinear(PackedLinear):
             first = columns.stop
         return out
 
-    def argmax(self, x: LinearInput, bias: Tensor | None = None) -> Tensor:
+    def argmax(self, x: LinearInput, bias: Tensor | None = None, allowed: Tensor | None = None) -> Tensor:
         (weight,) = self.weights
-        return weight.find_best(as_tensor(x), bias)
+        return weight.find_best(as_tensor(x), bias, allowed)
 
 
 @dataclass(frozen=True)

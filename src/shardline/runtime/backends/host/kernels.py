@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,9 +12,6 @@ from shardline.runtime.backends.host.grouped import Fp8PanelKernels
 from shardline.runtime.ops.attention.kv_cache import LatentCache
 from shardline.runtime.ops.attention.pages import PageOrder
 from shardline.weights.rows import GROUP_SIZE, QuantizedRows
-
-_MASKED = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -np.inf).astype(np.float32)
-"""[256, 8]: for each byte of a mask, what is added to the logits of its eight tokens."""
 
 
 class HostKernels(Fp8PanelKernels):
@@ -39,6 +35,7 @@ class HostKernels(Fp8PanelKernels):
     expert_slots = staticmethod(_cpu.expert_slots)
     combine_slots = staticmethod(_cpu.combine_slots)
     softcap = staticmethod(_cpu.softcap)
+    mask_tokens = staticmethod(_cpu.mask_tokens)
     greedy_argmax = staticmethod(_cpu.greedy_argmax)
     logprobs = staticmethod(_cpu.logprobs)
     sample = staticmethod(_cpu.sample)
@@ -88,13 +85,6 @@ class HostKernels(Fp8PanelKernels):
     def route_experts(*arguments: Any) -> None:
         """Drops the last argument, since host steps have no padding."""
         _cpu.route_experts(*arguments[:-1])
-
-    @staticmethod
-    def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """Rows are few, so numpy is fast enough: 0.2 ms for 150,000 tokens."""
-        values, masks = logits.numpy(), bits.numpy()
-        for row, words in zip(rows.tolist(), masks, strict=True):
-            values[row] += _MASKED[words.view(np.uint8)].reshape(-1)[: values.shape[1]]
 
     @staticmethod
     def penalize(*arguments: Any) -> None:
