@@ -97,6 +97,13 @@ class TextReader:
         self._take(len(literal))
         return True
 
+    def take_mark(self, mark: str) -> Steps[bool]:
+        """As `take_literal`, but a mark that is cut is dropped."""
+        taken = yield from self.take_literal(mark)
+        if not taken and self._cut and mark.startswith(self._text):
+            self.take_all()
+        return taken
+
     def copy_until(self, markers: tuple[str, ...], write: Callable[[str], None]) -> Steps[str]:
         """Write the text up to the first of `markers` and read the marker.
 

@@ -11,8 +11,8 @@ from shardline.sampling_params import StructuredOutputsParams
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.protocol import ResponseFormat
-from shardline.structured.grammar import lark_text, structured_grammar, wrap_grammar
-from shardline.text.tool_parsers.call_rules import CallRules, OfferedFunction
+from shardline.structured.grammar import structured_grammar, wrap_grammar
+from shardline.text.tool_parsers.call_rules import CallRules
 
 Prepare = Callable[[str], Awaitable[None]]
 """Refuses a grammar by a ValueError, or makes it ready for use; see `AsyncLLM.prepare_grammar`."""
@@ -81,21 +81,22 @@ def _requested_form(
 async def _add_calls_and_reasoning(answer_format: AnswerFormat, grammar: str, prepare: Prepare, template: str) -> str:
     """The grammar of an answer with tool calls and reasoning, whose content has `grammar` (empty: it is any text)."""
     use = answer_format.tool_use
-    rules = ""
+    rules = before = before_rules = ""
     answer = "@answer" if grammar else ""
+    if answer_format.reasoning is not None:
+        position = answer_format.prompt, answer_format.spell_mark
+        before, before_rules = answer_format.reasoning.write_rules(*position)
+        answer = answer and answer_format.reasoning.content_rule(*position) + answer
     if use is not None:
-        functions = [OfferedFunction(function.name, function.parameters) for function in use.callable]
+        special = answer_format.special_marks(use.parser.markers)
         try:
-            rules = use.parser.write_rules(
-                CallRules(functions, use.parallel, template, answer_format.special_marks(use.parser.markers))
-            )
+            rules = use.parser.write_rules(CallRules(use.offered, use.parallel, template, special))
         except ValueError as error:
             raise bad_request(f"Invalid value for 'tools': {error}.", "tools", "invalid_value") from error
         answer = "calls" if use.required else f"calls | {answer}" if answer else "auto"
     if not answer:
         return ""
-    reasoning, reasoning_rules = _reasoning_rules(answer_format)
-    whole = wrap_grammar(f"start: {reasoning}answer\nanswer: {answer}\n{rules}\n{reasoning_rules}", grammar)
+    whole = wrap_grammar(f"start: {before}answer\nanswer: {answer}\n{rules}\n{before_rules}", grammar)
     if use is None or use.required or grammar:
         await _prepare(whole, "tools" if use is not None else "response_format", prepare)
         return whole
@@ -105,24 +106,6 @@ async def _add_calls_and_reasoning(answer_format: AnswerFormat, grammar: str, pr
         # Calls of an answer that need not have any are not worth a refusal: they are read as the model writes them.
         return ""
     return whole
-
-
-def _reasoning_rules(answer_format: AnswerFormat) -> tuple[str, str]:
-    """What stands before the answer in the start rule, and the rules for it."""
-    parser = answer_format.reasoning
-    if parser is None or parser(answer_format.prompt).is_over:
-        return "", ""
-    special = answer_format.special_marks([parser.begin, parser.end])
-
-    def mark(text: str) -> str:
-        return f"<[{special[text]}]>" if text in special else lark_text(text)
-
-    lazy = "" if parser.end in special else "[lazy]"
-    rules = f"reasoning: thoughts SPACE?\nthoughts{lazy}: THOUGHTS {mark(parser.end)}\nTHOUGHTS: /(.|\\n)*/\n"
-    rules += "SPACE: /[ \\n]{1,4}/\n"
-    if parser.starts_in_reasoning(answer_format.prompt) or parser.begins_unmarked:
-        return "reasoning ", rules
-    return "opened? ", f"opened: {mark(parser.begin)} reasoning\n{rules}"
 
 
 async def _prepare(grammar: str, param: str, prepare: Prepare) -> None:
