@@ -61,6 +61,14 @@ def test_slices_refuse_what_the_parser_refuses(text: str, monkeypatch: pytest.Mo
             parse_json(f'["{"a" * before}{text}{"x" * 20}\\n"]'.encode("latin-1"))
 
 
+def test_a_body_that_ends_within_a_string_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_json, "SLICE_BYTES", 16)
+    body = b'["' + rb"\\n" * 20 + b'", "' + rb"\\\\" * 20
+    for end in range(1, len(body) + 1):
+        with pytest.raises(ValueError, match="EOF while parsing"):
+            parse_json(body[:end])
+
+
 def test_many_strings_and_long_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_size, "MAX_STRINGS", 2)
     monkeypatch.setattr(body_size, "MAX_BARE_BYTES", 8)

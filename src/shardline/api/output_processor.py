@@ -57,7 +57,15 @@ class ChoiceState:
             if not self.first_token_time:
                 self.first_token_time = now
         if self._matcher is None and step.finish_reason is None:
-            self._append_tokens(step)
+            # Nothing in these tokens can end the choice.
+            output = self.output
+            output.token_ids += step.token_ids
+            if output.token_logprobs is not None and step.logprobs is not None:
+                output.token_logprobs += step.logprobs
+            if output.digests is not None and step.digests is not None:
+                output.digests += step.digests
+            if self._detokenizer is not None:
+                output.text += self._detokenizer.add_tokens(step.token_ids)
             return False
         last = len(step.token_ids) - 1
         for index, token_id in enumerate(step.token_ids):
@@ -98,17 +106,6 @@ class ChoiceState:
         if not self.output.finished():
             self._flush_text()
             self._set_finished("abort", None)
-
-    def _append_tokens(self, step: SequenceOutput) -> None:
-        """Add all tokens of a step, if nothing can end the choice."""
-        output = self.output
-        output.token_ids += step.token_ids
-        if output.token_logprobs is not None and step.logprobs is not None:
-            output.token_logprobs += step.logprobs
-        if output.digests is not None and step.digests is not None:
-            output.digests += step.digests
-        if self._detokenizer is not None:
-            output.text += self._detokenizer.add_tokens(step.token_ids)
 
     def _append_token(self, step: SequenceOutput, index: int) -> None:
         output = self.output

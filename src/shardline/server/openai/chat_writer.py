@@ -114,7 +114,10 @@ class ChatWriter:
             for choice in update[1].outputs:
                 streamed = sent[choice.index]
                 if only_text and choice.finish_reason is None:
-                    if text := streamed.take_text(choice):
+                    text = streamed.take_text(choice)
+                    if text and streamed.parser is None and streamed.content_frame is not None:
+                        body += _encode_json(text).join(streamed.content_frame)  # without the call below
+                    elif text:
                         body += self._write_text(generation, choice.index, streamed, text)
                     continue
                 delta = streamed.take_delta(choice, tokens_matter=self._tokens_matter)

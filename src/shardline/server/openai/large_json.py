@@ -38,6 +38,9 @@ def parse_json(body: bytes) -> Any:
     texts: dict[str, str] = {}
     end = 0
     for number, (start, stop) in enumerate(places):
+        if body[stop : stop + 1] != b'"':
+            body = body[:start]  # This string has no end, so what precedes it is no JSON either.
+            break
         name = f"{mark}{number}"
         texts[name] = _parse_text(body, start, stop)
         parts += [body[end:start], name.encode()]
@@ -55,9 +58,9 @@ def strings_of(body: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _long_texts(body: bytes) -> Iterator[tuple[int, int]]:
-    """The strings that are parsed in slices: long ones with escapes."""
+    """The strings that are parsed in slices: long ones with escapes. The last one may lack its quote."""
     for start, end in strings_of(body):
-        if end - start > SLICE_BYTES and body.find(b"\\", start, end) >= 0 and end < len(body):
+        if end - start > SLICE_BYTES and body.find(b"\\", start, end) >= 0:
             yield start, end
 
 
