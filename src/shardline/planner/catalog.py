@@ -58,6 +58,7 @@ def stored_as(model: PlannedModel, rules: StoredRules) -> PlannedModel:
     return PlannedModel(model.name, model.config, spec, rules, model.other_parameters, refusal)
 
 
+@functools.lru_cache(maxsize=64)
 def describe(model: PlannedModel) -> ModelDescription:
     """The model as `resolve` reads it, without files.
 

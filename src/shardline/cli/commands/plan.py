@@ -104,11 +104,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
     from shardline.planner.catalog import find_model
-    from shardline.planner.compare import format_comparison
     from shardline.planner.cost import OtherPrices, parse_api_price
-    from shardline.planner.html import plan_html
     from shardline.planner.report import format_plan, plan_json
-    from shardline.planner.simulation.report import format_simulation, simulation_json
 
     api = None if args.api_price is None else parse_api_price(args.api_price)
     others = OtherPrices(args.traffic_price, args.operations_price)
@@ -122,19 +119,39 @@ def _plan(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
         found = _calibrated(args.calibrate, found, fixed)
     simulation = _simulate(args, found) if args.simulate else None
     if args.json:
-        plan = plan_json(found, api, others)
-        print(json.dumps(plan if simulation is None else plan | {"simulation": simulation_json(simulation)}, indent=1))
+        print(json.dumps(plan_json(found, api, others) | _simulation_json(simulation), indent=1))
         return 0
     text = format_plan(found, show_all=args.all, api=api, others=others)
-    text += format_comparison(found, args.compare) if args.compare else ""
-    text += "" if simulation is None else "\n" + format_simulation(simulation)
+    # What few plans ask for is imported only then: a plan takes half a second in all.
+    if args.compare:
+        from shardline.planner.compare import format_comparison
+
+        text += format_comparison(found, args.compare)
+    if simulation is not None:
+        from shardline.planner.simulation.report import format_simulation
+
+        text += "\n" + format_simulation(simulation)
     if args.html is not None:
-        try:
-            args.html.write_text(plan_html(found, text, simulation), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--html {args.html} cannot be written: {error.strerror}") from None
+        _write_html(args.html, found, text, simulation)
     print(text)
     return 0
+
+
+def _simulation_json(simulation: Simulation | None) -> dict[str, Any]:
+    if simulation is None:
+        return {}
+    from shardline.planner.simulation.report import simulation_json
+
+    return {"simulation": simulation_json(simulation)}
+
+
+def _write_html(path: Path, found: Search, text: str, simulation: Simulation | None) -> None:
+    from shardline.planner.html import plan_html
+
+    try:
+        path.write_text(plan_html(found, text, simulation), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--html {path} cannot be written: {error.strerror}") from None
 
 
 def _plan_here(args: argparse.Namespace, model: PlannedModel) -> int:
