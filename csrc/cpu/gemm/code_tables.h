@@ -7,20 +7,24 @@
 namespace shardline::SHARDLINE_ISA {
 
 constexpr int kMaxParts = 2;
-// With zero points, a 4-bit code selects the entry code + kZeroEntry - zero, whose value is code - zero.
-constexpr int kNibbleEntries = 32, kByteEntries = 256, kZeroEntry = 16;
+constexpr int kNibbleEntries = 32, kByteEntries = 256;
+
+// With zero points, a code selects the entry code + zero_entry - zero, whose value is code - zero.
+constexpr int zero_entry(int64_t bits) { return 1 << bits; }
 
 // A value is the sum of its parts, each a bf16. Without zero points, both halves of a table of nibbles are equal.
 struct CodeTables {
-  alignas(64) uint16_t parts[kMaxParts][kByteEntries];
-  alignas(64) float values[kByteEntries];
+  alignas(64) uint16_t parts[kMaxParts][2 * kByteEntries];
+  alignas(64) float values[2 * kByteEntries];
   int num_parts;
   bool is_signed;  // bit 7 of a byte is the sign of its value
 
-  explicit CodeTables(const GroupedLinearArgs& args) : num_parts(1), is_signed(args.bits == 8) {
-    const int entries = args.bits == 4 ? kNibbleEntries : kByteEntries;
+  explicit CodeTables(const GroupedLinearArgs& args)
+      : num_parts(1), is_signed(args.bits == 8 && args.zeros == nullptr) {
+    const int entries = args.bits == 4 ? kNibbleEntries : args.zeros != nullptr ? 2 * kByteEntries : kByteEntries;
     for (int i = 0; i < entries; ++i) {
-      values[i] = args.zeros != nullptr ? static_cast<float>(i - kZeroEntry) : args.table[i & ((1 << args.bits) - 1)];
+      values[i] = args.zeros != nullptr ? static_cast<float>(i - zero_entry(args.bits))
+                                        : args.table[i & ((1 << args.bits) - 1)];
     }
     for (int i = 0; i < entries; i += kLanes) {
       const F32 value = load(values + i);

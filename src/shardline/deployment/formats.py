@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from shardline.config.engine import EngineConfig
 from shardline.deployment.machine import Device, DeviceKind
 from shardline.models.packed_weights import PackedFormat
@@ -39,7 +41,8 @@ def choose_weight_format(config: EngineConfig, packed: PackedFormat, devices: tu
     asked = config.model.quantization
     is_there = packed.is_packed and config.model.load_format != "dummy"
     if asked is None:
-        return packed.weight_format if is_there else PLAIN
+        kept = msgspec.structs.replace(packed.weight_format, packs_experts=devices[0].kind == "cpu")
+        return kept if is_there else PLAIN
     if asked == "none":
         return PLAIN
     chosen = FormatChoice(asked)

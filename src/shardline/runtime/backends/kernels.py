@@ -119,7 +119,7 @@ class CommonKernels(Protocol):
         first_expert: int,
         compact: bool,
         panels: Tensor,
-        scales: Tensor | None,
+        scales: Tensor | tuple[Tensor | int | None, ...] | None,
         activation: str,
         gated: bool,
         out: Tensor,
@@ -134,7 +134,7 @@ class CommonKernels(Protocol):
         weights: Tensor,
         first_expert: int,
         panels: Tensor,
-        scales: Tensor | None,
+        scales: Tensor | tuple[Tensor | int | None, ...] | None,
         shared: Tensor | None,
         shared_scale: Tensor | None,
         out: Tensor,
@@ -143,7 +143,14 @@ class CommonKernels(Protocol):
         """The products of the slots (x sorted by expert), summed over each token's slots, plus shared, to out."""
 
     def expert_slots(
-        self, x: Tensor, ids: Tensor, first_expert: int, panels: Tensor, scales: Tensor | None, out: Tensor, /
+        self,
+        x: Tensor,
+        ids: Tensor,
+        first_expert: int,
+        panels: Tensor,
+        scales: Tensor | tuple[Tensor | int | None, ...] | None,
+        out: Tensor,
+        /,
     ) -> None:
         """The products of the slots (x sorted by expert), in the order of the slots, not summed."""
 

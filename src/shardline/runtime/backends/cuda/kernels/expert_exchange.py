@@ -17,7 +17,14 @@ from shardline.runtime.backends.cuda.kernels.experts import (
 )
 
 
-def expert_slots(x: Tensor, ids: Tensor, first_expert: int, panels: Tensor, scales: Tensor | None, out: Tensor) -> None:
+def expert_slots(
+    x: Tensor,
+    ids: Tensor,
+    first_expert: int,
+    panels: Tensor,
+    scales: Tensor | tuple[Tensor | int | None, ...] | None,
+    out: Tensor,
+) -> None:
     """As `ops.moe.exchange.expert_slots`, into out [T * k, N]; x is the output of `expert_up` with `compact`."""
     num_experts = panels.shape[0]
     ids = tokens_here_first(ids, first_expert, num_experts)
