@@ -1,11 +1,13 @@
 # Everything a user or a contributor types. Each target makes what it needs.
 VENV ?= .venv
+RAY_VENV ?= $(HOME)/.cache/shardline-ray
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+CLIENTS := build/clients-venv
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find src csrc -type f -not -name '*.pyc' -not -name '*.so')
 
-.PHONY: serve test check exact chaos fuzz claims bench dev clean compiler
+.PHONY: serve test check exact chaos fuzz ray clients claims bench dev clean compiler
 
 serve: $(VENV)/.installed ## Install, and serve the embedded demo model on http://127.0.0.1:8000
 	$(BIN)/shardline serve
@@ -19,15 +21,25 @@ check: $(VENV)/.tested ## Lint, types, storeys
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+clients: $(VENV)/.tested $(CLIENTS)/.installed ## Real clients, in an environment of their own, against a real server
+	SHARDLINE_PYTHON=$(abspath $(BIN))/python $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini --rootdir=. tests/clients
+
 exact: $(VENV)/.tested ## The full exactness matrix: hours; ONLY="llama and bfloat16" takes a part of it
 	$(BIN)/python -m pytest tests/exactness --full-matrix -k "$(ONLY)"
 
-chaos: $(VENV)/.tested ## Faults at random under streaming clients, on two hosts (needs root): FAULTS=1000 SEED=0
+chaos: $(VENV)/.tested ## Faults under streaming clients on two hosts (root), disconnects, a soak: FAULTS=1000 SEED=0 SOAK=600
 	$(BIN)/python -m tests.faults.chaos --faults $(or $(FAULTS),1000) --seed $(or $(SEED),0)
+	SHARDLINE_DISCONNECTS=1000 $(BIN)/python -m pytest --timeout=0 tests/faults/test_disconnects.py
+	$(BIN)/python -m tests.faults.soak --seconds $(or $(SOAK),600)
 
 fuzz: $(VENV)/.tested ## Random and truncated frames on every listener of a cluster: FRAMES=1000000
 	SHARDLINE_FUZZ_FRAMES=$(or $(FRAMES),1000000) $(BIN)/python -m pytest --timeout=0 \
 	  tests/parallel/test_rendezvous.py tests/cluster/test_wire.py -k "random"
+
+ray: compiler ## Servers on real Ray clusters (needs root), in an environment of their own: RAY_VENV
+	test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
+	$(RAY_VENV)/bin/python -m pip --disable-pip-version-check -q install -c constraints.txt '.[test,ray]'
+	$(RAY_VENV)/bin/python -m pytest --timeout=0 tests/faults/real_ray.py
 
 claims: $(VENV)/.tested ## Write docs/claims.md and docs/planner-validation.md
 	$(BIN)/python -m scripts.claims
@@ -41,6 +53,13 @@ dev: $(VENV)/.tested ## Build the kernels into src/, for work without reinstalli
 	cmake -S . -B build/dev -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DPython_EXECUTABLE=$(abspath $(BIN))/python
 	cmake --build build/dev
+
+# The list is complete, so pip need not resolve anything. No client needs torch.
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	rm -rf $(CLIENTS)
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --no-deps --progress-bar off -r $<
+	touch $@
 
 clean:
 	rm -rf build $(VENV)

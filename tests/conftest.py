@@ -25,6 +25,8 @@ from shardline import _cpu
 
 BEST_ISA = _cpu.isa()
 
+collect_ignore = ["clients"]  # they have an environment of their own, see `make clients`
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

@@ -14,6 +14,7 @@ import yaml
 
 from shardline.cli.flags import engine_config, fields_from_flags
 from shardline.cli.main import build_parser
+from shardline.cluster.ray_placing import RayHost, demand_of, share_groups
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
 
@@ -54,7 +55,7 @@ def test_files_and_flags_that_a_page_names_exist(page: str) -> None:
     known = set(re.findall(r"--[a-z][a-z-]+", build_parser().format_help()))
     for command in ("serve", "plan", "doctor", "download", "bench"):
         known |= _flags_of(command)
-    others = {"--ipc", "--shm-size", "--ulimit"}
+    others = {"--ipc", "--shm-size", "--ulimit", "--node-ip-address"}
     assert set(re.findall(r"`(--[a-z][a-z-]+)", text)) - others <= known
 
 
@@ -132,6 +133,31 @@ def test_leader_worker_set() -> None:
         assert config.cluster.is_headless == bool(index)
         mounts = {mount["name"] for mount in container["volumeMounts"]}
         assert mounts == {volume["name"] for volume in template[part]["spec"]["volumes"]}
+
+
+def test_kuberay() -> None:
+    documents: list[Any] = list(yaml.safe_load_all((ROOT / "deploy/kuberay.yaml").read_text()))
+    spec = documents[0]["spec"]
+    cluster = spec["rayClusterSpec"]
+    config = check(spec["entrypoint"].split()[1:])
+    assert config is not None
+    assert config.places_with_ray
+    assert f"ray=={cluster['rayVersion']}" in (ROOT / "constraints.txt").read_text().split()
+    hosts = []
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert (
+            group["template"]["metadata"]["labels"].items()
+            >= documents[2]["spec"]["podSelector"]["matchLabels"].items()
+        )
+        gpus = float(container["resources"]["limits"]["nvidia.com/gpu"])
+        hosts += [
+            RayHost(f"{container['name']}{number}", f"10.0.0.{number}", {"GPU": gpus}, {"GPU": gpus})
+            for number in range(group.get("replicas", 1))
+        ]
+    assert len(share_groups(demand_of(config, hosts), hosts, hosts[0].node_id)) == len(hosts)
 
 
 def test_unit_and_image() -> None:

@@ -42,6 +42,16 @@ def join_token() -> str | None:
     return os.environ.get(_JOIN_TOKEN)
 
 
+def ray_address() -> str | None:
+    """RAY_ADDRESS: the Ray cluster to join."""
+    return os.environ.get("RAY_ADDRESS")
+
+
+def adopt_ray_token_auth() -> None:
+    """Show Ray's token to a cluster that asks for it, unless the user has set RAY_AUTH_MODE."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
 def nccl_settings() -> dict[str, str]:
     """All NCCL_* variables."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
@@ -50,6 +60,36 @@ def nccl_settings() -> dict[str, str]:
 def adopt_isa(isa: str) -> None:
     """Use the CPU kernel path that the head has chosen, in this process and its children."""
     os.environ["SHARDLINE_ISA"] = isa
+
+
+def adopt_gpus(gpus: str) -> None:
+    """See only these GPUs, in this process and its children."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+
+
+def settings_for_nodes() -> dict[str, str]:
+    """Variables that the nodes of a Ray cluster get from the front, because they must be equal everywhere."""
+    shared = ("SHARDLINE_ISA", "SHARDLINE_LOG_LEVEL")
+    return {name: os.environ[name] for name in shared if name in os.environ} | nccl_settings()
+
+
+def adopt_settings(settings: dict[str, str]) -> None:
+    """Use the front's variables in this process and its children."""
+    os.environ.update(settings)
+
+
+def for_ray_node(gpus: str | None) -> dict[str, str]:
+    """The environment of a node process that a Ray actor starts, without the limits that Ray sets for the actor."""
+    hidden = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    inherited = {name: value for name, value in os.environ.items() if name not in hidden}
+    return inherited | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+
+
+def use_interface(name: str) -> None:
+    """Have gloo and NCCL use this network interface in this process, unless the user has named another one."""
+    if os.environ.get("GLOO_SOCKET_IFNAME", "lo") == "lo":
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def for_children(gpus: str | None = None) -> dict[str, str]:

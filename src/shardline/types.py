@@ -156,7 +156,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Wall time of the step in the worker."""
 
 
-class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
+class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step produced for one Request: the engine's message to the front."""
 
     request_id: str
@@ -265,7 +265,11 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     @property
     def finished(self) -> bool:
         """Whether every choice has ended."""
-        return all(output.finished() for output in self.outputs)
+        # A loop costs a third of what `all` and a generator do, for every token.
+        for output in self.outputs:  # noqa: SIM110
+            if output.finish_reason is None:
+                return False
+        return True
 
     @property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:

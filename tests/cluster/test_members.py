@@ -8,36 +8,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from shardline.cluster.cluster import check_transport
-from shardline.cluster.describe import describe_node, own_address
+from shardline.cluster.describe import own_address
 from shardline.cluster.members import Members
-from shardline.cluster.messages import Join, StartHead
+from shardline.cluster.messages import Join
 from shardline.config.engine import EngineConfig
-from shardline.deployment.machine import Machine
-from tests.deployment.machines import host, resolve_on
-
-ISAS = ("portable", "avx2", "avx512")
-
-
-@pytest.fixture(scope="module")
-def own() -> Join:
-    config = EngineConfig.from_options(model="demo", device="cpu", nnodes=3, master_addr="127.0.0.1")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SHARDLINE_HOST_IP", "10.0.0.1")
-        join = describe_node(config)
-    cpu = replace(join.host.devices[0], capability="avx512")
-    return replace(join, isas=ISAS, host=replace(join.host, name="one", devices=(cpu,)))
-
-
-def start(own: Join, **options: Any) -> StartHead:
-    return StartHead(
-        **{"token": "t", "address": "10.0.0.1", "port": 1, "own": own, "nodes": (1, 2), "num_replicas": 0} | options
-    )
-
-
-def node(own: Join, number: int, **changes: Any) -> Join:
-    host = {"name": f"host{number}", "address": f"10.0.0.{number + 1}", **changes.pop("host", {})}
-    return replace(own, node=number, host=replace(own.host, **host), **changes)
+from tests.cluster.joins import node, start
 
 
 def test_nodes_join_in_any_order_and_come_back(own: Join) -> None:
@@ -115,11 +90,3 @@ def test_an_address_that_others_cannot_reach_is_refused(monkeypatch: pytest.Monk
     monkeypatch.delenv("VLLM_HOST_IP")
     with pytest.raises(ValueError, match=r"no\.such\.host cannot be reached"):
         own_address(dataclasses.replace(config, master_addr="no.such.host"))
-
-
-def test_groups_cross_hosts_over_sockets_only() -> None:
-    two_nodes = Machine((host(), host()))
-    check_transport(resolve_on(two_nodes, tensor_parallel_size=2))
-    check_transport(resolve_on(two_nodes, tensor_parallel_size=2, data_parallel_size=2, collectives="gloo"))
-    with pytest.raises(ValueError, match="cannot exchange tensors over gloo yet; keep each replica on one node"):
-        check_transport(resolve_on(two_nodes, pipeline_parallel_size=2, collectives="gloo"))

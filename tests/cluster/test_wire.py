@@ -18,13 +18,6 @@ TOKEN = "the-token-of-this-test-1"
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-@pytest.fixture
 def head(port: int) -> Iterator[HeadSocket]:
     head = HeadSocket(TOKEN, "127.0.0.1", port)
     yield head

@@ -120,7 +120,7 @@ def test_ranks_measure_agree_and_answer(model: Path, layout: dict[str, int], mea
 
 
 def report_of(deployment: Deployment, executor: Executor, reports: Sequence[RankReport]) -> str:
-    return "\n".join(startup_report(deployment, executor.allocation, list(reports), {}))
+    return "\n".join(startup_report(deployment, 0, executor.allocation, list(reports), {}))
 
 
 def answers_of(deployment: Deployment, executor: Executor) -> dict[str, list[int]]:

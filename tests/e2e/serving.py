@@ -63,13 +63,16 @@ class Server:
 
 
 @contextmanager
-def serve(*arguments: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """A server with these arguments that is ready to answer; it is stopped at the end of the block."""
+def serve(*arguments: str, env: dict[str, str] | None = None, python: str = sys.executable) -> Iterator[Server]:
+    """A server with these arguments that is ready to answer; it is stopped at the end of the block.
+
+    `python`: the interpreter of an environment that has Shardline.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-m", "shardline", "serve", *arguments, "--port", str(port)],
+        [python, "-m", "shardline", "serve", *arguments, "--port", str(port)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

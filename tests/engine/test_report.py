@@ -53,5 +53,5 @@ def test_ranks_hold_what_the_formulas_say(family: str, tensor: int, pipeline: in
     if family.startswith("deepseek"):
         # Stored once, however many ranks there are.
         assert sum(per_token) == 4 * len(setup.spec.layers) * (320 + 64)
-    text = "\n".join(startup_report(setup, executor.allocation, reports, {"load": 0.1}))
+    text = "\n".join(startup_report(setup, 0, executor.allocation, reports, {"load": 0.1}))
     assert f"KV bytes per token: {sum(per_token):,} (rank 0: {per_token[0]:,}" in text

@@ -51,7 +51,7 @@ class Hosts:
     def start(self, host: int, *words: str, log: Path, **environment: str) -> subprocess.Popen[str]:
         """Start `shardline WORDS…` on a host; its output goes to `log`."""
         code = "import sys; from shardline.cli.main import main; sys.exit(main())"
-        command = ["ip", "netns", "exec", self._spaces[host], sys.executable, "-c", code, *words]
+        command = self.command(host, sys.executable, "-c", code, *words)
         with log.open("a") as output:
             child = subprocess.Popen(
                 command,
@@ -63,6 +63,10 @@ class Hosts:
             )
         self._children.append(child)
         return child
+
+    def command(self, host: int, *words: str) -> list[str]:
+        """The words that run a program on a host."""
+        return ["ip", "netns", "exec", self._spaces[host], *words]
 
     def cut(self, host: int) -> None:
         """Drop all packets of a host, silently."""

@@ -92,6 +92,15 @@ def test_one_answer_on_several_hosts(count: int, flags: tuple[str, ...], tmp_pat
         assert [server.hosts.pids(index) for index in range(count)] == [[]] * count
 
 
+def test_gloo_reaches_other_hosts(tmp_path: Path, undisturbed: str) -> None:
+    with site(tmp_path, 2, "-tp", "2", "--collectives", "gloo") as server:
+        request = STREAM | {"max_tokens": 24}
+        answer = httpx.post(f"{server.url}/v1/completions", json=request, timeout=60.0).json()
+        assert undisturbed.startswith(answer["choices"][0]["text"])
+        assert len(answer["choices"][0]["text"]) > 24
+        assert "tensor parallelism crosses nodes" in server.log()
+
+
 def test_streams_outlive_lost_ranks_and_cut_hosts(tmp_path: Path, undisturbed: str) -> None:
     with site(tmp_path, 2, "-dp", "2") as server:
         readers = [Reader(server.url) for _ in range(4)]
@@ -117,7 +126,8 @@ def test_streams_outlive_lost_ranks_and_cut_hosts(tmp_path: Path, undisturbed: s
 
 def test_a_node_outlives_its_head(tmp_path: Path, undisturbed: str) -> None:
     with site(tmp_path, 2, "-pp", "2") as server:
-        assert server.pids(r"rank 1: \S+ .*pid (\d+)")
+        assert server.pids(rf"rank 1: node 1 \(\S+, {re.escape(server.hosts.address(1))}\) .*pid (\d+)")
+        assert re.search(r"link .*\(10\S+\) - .*: [\d,]+ µs a round trip, [\d.]+ Gb/s", server.log())
         os.killpg(server.head.pid, signal.SIGKILL)
         await_line(server, "waits for the next head", 8, index=1)
         server.head = server.start_node(0)
@@ -152,6 +162,8 @@ def test_a_node_that_does_not_fit_ends_with_one_line(
     assert re.search(message, log.read_text())
     assert sum("shardline: error:" in line for line in log.read_text().splitlines()) == 1
     assert waiting_head.head.poll() is None
+    if message != "the join tokens differ":  # without the head's token, no message reaches it
+        assert re.search(message, waiting_head.log()), "the head says it too"
 
 
 @pytest.fixture(scope="module")

@@ -245,6 +245,12 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> transformers.Pre
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     )
+    randomize(model, seed)
+    return model.eval()
+
+
+def randomize(model: nn.Module, seed: int) -> None:
+    """Draw the weights of a model."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():
@@ -263,7 +269,6 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> transformers.Pre
             for name, buffer in module.named_buffers(recurse=False):
                 if name == "e_score_correction_bias":
                     buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
-    return model.eval()
 
 
 def make_checkpoint(

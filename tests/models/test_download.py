@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from shardline.models import download_lock
+from tests.loader.gguf_writer import write_gguf
 from tests.models.checkpoints import make_checkpoint
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -61,7 +62,9 @@ class _Handler(BaseHTTPRequestHandler):
             ]
             self._answer(json.dumps(tree).encode())
         elif path.startswith("/api/models/team/model"):
-            self._answer(json.dumps({"id": "team/model", "sha": _COMMIT, "tags": []}).encode())
+            siblings = [{"rfilename": str(file.relative_to(self.server.folder))} for file in files]
+            info = {"id": "team/model", "sha": _COMMIT, "tags": [], "siblings": siblings}
+            self._answer(json.dumps(info).encode())
         elif path.startswith("/team/model/resolve/"):
             name = path.split("/", 5)[5]
             if self.command == "GET":
@@ -145,6 +148,23 @@ def test_only_what_is_needed_is_downloaded_once(hub: Hub, tmp_path: Path) -> Non
     offline = _resolve(hub, home, "team/model", HF_HUB_OFFLINE="1")
     assert _COMMIT in offline
     assert all(name in offline for name in configs | weights)
+
+
+def test_one_quant_is_downloaded(hub: Hub, tmp_path: Path) -> None:
+    for file in hub.folder.glob("model*"):
+        file.unlink()
+    for name in ("m-Q4_0", "m-Q8_0", "Q8_1/m-Q8_1-00001-of-00002", "Q8_1/m-Q8_1-00002-of-00002"):
+        file = hub.folder / f"{name}.gguf"
+        file.parent.mkdir(exist_ok=True)
+        write_gguf(make_checkpoint("llama", tmp_path / "m"), file)
+    home = tmp_path / "home"
+    assert "several quants: Q4_0, Q8_0, Q8_1; name one" in _resolve(hub, home, "team/model")
+    hub.downloaded.clear()
+    assert "m-Q8_0.gguf" in _resolve(hub, home, "team/model:q8_0")
+    assert [name for name in hub.downloaded if name.endswith(".gguf")] == ["m-Q8_0.gguf"]
+    assert "has no quant Q4_0; it has Q8_0" in _resolve(hub, home, "team/model:Q4_0", HF_HUB_OFFLINE="1")
+    # Both parts are fetched; here they are copies of one file.
+    assert "m-Q8_1-00002-of-00002.gguf and in m-Q8_1-00001-of-00002" in _resolve(hub, home, "team/model:Q8_1")
 
 
 def test_what_the_hub_does_not_have(hub: Hub, tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def test_the_demo_model_is_in_the_package(monkeypatch: pytest.MonkeyPatch, model
         ("", "there is no such folder"),
         ("two words", "neither an existing folder nor a hub id like"),
         ("-dash-", "neither an existing folder nor a hub id like"),
-        (__file__, "is a file; give the folder"),
+        (__file__, "is a file; give a GGUF file, the folder"),
+        ("./nowhere.gguf", "there is no such file"),
     ],
 )
 def test_what_can_be_no_model(name: str, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -40,10 +41,12 @@ REQUESTS = make_requests(256, 6)
 class OtherHost:
     """The process of the second host."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        """`folder`: where ranks meet."""
+        self.folder = folder
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "tests.parallel.other_host", str(theirs.fileno())]
+            command = [sys.executable, "-m", "tests.parallel.other_host", str(theirs.fileno()), str(folder)]
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         self.channel: Channel[WorkerReply] = Channel(ours, WorkerReply)  # type: ignore[arg-type]
 
@@ -55,13 +58,13 @@ class OtherHost:
 class TwoHosts(ThreadExecutor):
     """Rank 0 is a thread of this process, and rank 1 is the other host's."""
 
-    def __init__(self, deployment: Deployment, other: OtherHost, store: Path) -> None:
+    def __init__(self, deployment: Deployment, other: OtherHost) -> None:
         super().__init__(deployment, 0)
         self._other = other
-        self._store = store
+        self._nonce = secrets.token_bytes(32)
 
     def _run_rank(self, rank: int, _segments: object, _meeting: object, steps: queue.SimpleQueue) -> None:
-        start = StartWorker(self._deployment, 0, rank, str(self._store))
+        start = StartWorker(self._deployment, 0, rank, self._nonce)
         try:
             if rank == 0:
                 self._run_here(start, steps)
@@ -71,7 +74,7 @@ class TwoHosts(ThreadExecutor):
             self._replies.put(error)
 
     def _run_here(self, start: StartWorker, steps: queue.SimpleQueue[RankStep | None]) -> None:
-        worker, ready = start_worker(start)
+        worker, ready = start_worker(start, self._other.folder)
         self._replies.put(ready.report)
         while (step := steps.get()) is not None:
             result = worker.runner.run_step(step)
@@ -92,13 +95,13 @@ class TwoHosts(ThreadExecutor):
 
 
 @pytest.fixture(scope="module")
-def other_host() -> Iterator[OtherHost]:
-    other = OtherHost()
+def other_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OtherHost]:
+    other = OtherHost(tmp_path_factory.mktemp("store"))
     yield other
     other.close()
 
 
-def start_engine(model: Path, options: dict[str, object], other: OtherHost, store: Path) -> tuple[Engine, TwoHosts]:
+def start_engine(model: Path, options: dict[str, object], other: OtherHost) -> tuple[Engine, TwoHosts]:
     config = EngineConfig.from_options(
         model=str(model),
         dtype="bfloat16",
@@ -111,7 +114,7 @@ def start_engine(model: Path, options: dict[str, object], other: OtherHost, stor
     )
     setup = resolve_here(config)
     places = tuple(msgspec.structs.replace(place, host=rank) for rank, place in enumerate(setup.placements[0]))
-    executor = TwoHosts(msgspec.structs.replace(setup, placements=(places,)), other, store)
+    executor = TwoHosts(msgspec.structs.replace(setup, placements=(places,)), other)
     executor.start()
     return Engine(setup, executor), executor
 
@@ -130,25 +133,28 @@ def expected(models: Path) -> dict[str, dict[str, Answer]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_answer(
-    layout: str, other_host: OtherHost, models: Path, expected: dict[str, dict[str, Answer]], tmp_path: Path
-) -> None:
+def test_one_answer(layout: str, other_host: OtherHost, models: Path, expected: dict[str, dict[str, Answer]]) -> None:
     family, parallel = LAYOUTS[layout]
-    engine, executor = start_engine(models / family, parallel, other_host, tmp_path)
+    engine, executor = start_engine(models / family, parallel, other_host)
     answers = run(engine, REQUESTS, "staggered")
     executor.close()
     assert answers == expected[family]
 
 
+def step_to_end(engine: Engine) -> None:
+    while engine.busy:
+        engine.step()
+
+
 def test_a_killed_peer_is_named_within_a_second(models: Path, tmp_path: Path) -> None:
-    other = OtherHost()
-    engine, executor = start_engine(models / "qwen3", {"tensor_parallel_size": 2}, other, tmp_path)
+    other = OtherHost(tmp_path)
+    engine, executor = start_engine(models / "qwen3", {"tensor_parallel_size": 2}, other)
     engine.add_request(REQUESTS[0])
     engine.step()
     other.process.send_signal(signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(ExecutorFailure, match=r"ConnectionError: rank 1 \(pp 0, tp 1\) at 127.0.0.1"):
-        run(engine, [], "together")
+        step_to_end(engine)  # a step that was in flight may still end
     assert time.monotonic() - began < 1.0
     executor.close()
     other.close()

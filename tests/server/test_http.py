@@ -16,7 +16,7 @@ import pytest
 from shardline import __version__
 from shardline.config.engine import EngineConfig, SchedulerConfig
 from shardline.config.server import ServerConfig
-from shardline.server import in_flight
+from shardline.server import event_stream
 from shardline.server.errors import ApiError
 from tests.server.conftest import Running, serve, wait_until
 from tests.server.fake_engine import REPLY
@@ -112,7 +112,7 @@ def test_death_of_the_engine_reaches_clients(stream: bool) -> None:
 
 
 def test_a_stream_outlives_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "_COMMENT_SECONDS", 0.05)
+    monkeypatch.setattr(event_stream, "_COMMENT_SECONDS", 0.05)
     with serve() as running, running.http() as http, running.http() as other:
         running.engine.paused = True
         content, comments = "", 0
@@ -332,6 +332,8 @@ def test_unknown_paths_and_methods(http: httpx.Client) -> None:
     answer = http.get("/v1/completions")
     assert answer.status_code == 405
     assert answer.headers["allow"] == "POST"
+    assert http.put("/ping").headers["allow"] == "GET, POST"
+    assert http.put("/v1/responses/resp-1").headers["allow"] == "DELETE, GET"
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
@@ -427,6 +429,15 @@ def test_a_crash_is_a_500_without_details(monkeypatch: pytest.MonkeyPatch) -> No
 def test_openapi_describes_the_endpoints(http: httpx.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     assert {"/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize"} <= paths.keys()
+    for path, methods in paths.items():
+        for operation in methods.values():
+            answers = operation["responses"]
+            assert "422" not in answers
+            assert path == "/metrics" or answers["200"]["content"]["application/json"]["schema"]["type"] == "object"
+    chat = paths["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
+    assert chat["text/event-stream"]["schema"] == {"type": "string"}
+    message = chat["application/json"]["schema"]["properties"]["choices"]["items"]["properties"]["message"]
+    assert message["properties"]["content"] == {"anyOf": [{"type": "string"}, {"type": "null"}]}
 
 
 def test_a_crash_is_an_answer_with_a_name_and_keeps_the_connection(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardline import LLM, SamplingParams, _cpu
-from shardline.config.engine import EngineConfig, ModelConfig
+from shardline.config.engine import STORED_METHODS, EngineConfig, ModelConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import resolve_here
 from shardline.models.sizes import weight_bytes
@@ -27,7 +27,8 @@ SCHEMES = ["none", *sorted(set(format_names()) - {"plain", "packed"})]
 
 
 def test_formats_are_options() -> None:
-    assert set(ModelConfig.__dataclass_fields__["quantization"].metadata["choices"]) >= set(SCHEMES)
+    schemes = {*SCHEMES, *STORED_METHODS}
+    assert set(ModelConfig.__dataclass_fields__["quantization"].metadata["choices"]) == schemes
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])

@@ -44,6 +44,8 @@ class RequestStream:
     Each item is the same RequestOutput object, with what has been added to it. If the reader is slow, several updates
     become one item. `aclose` aborts the request, and so does cancelling the task that waits for an item. Breaking out
     of the loop does not abort it: use `contextlib.aclosing`.
+
+    Instead of iterating, a reader may `listen`. That wakes no task, so it costs less.
     """
 
     def __init__(self, output: RequestOutput, abort: Callable[[], None], metrics: Callable[[], RequestMetrics]) -> None:
@@ -52,6 +54,7 @@ class RequestStream:
         self._metrics = metrics
         self._updated = False
         self._waiter: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
         self._ended = False
 
     def __aiter__(self) -> RequestStream:
@@ -72,6 +75,16 @@ class RequestStream:
         self._ended = self.output.finished
         return self.output
 
+    def listen(self, on_update: Callable[[], None] | None) -> None:
+        """Call `on_update` each time that `output` has changed, and now if it has already; None: call nothing.
+
+        It runs on the event loop and must not raise.
+        """
+        self._listener = on_update
+        if on_update is not None and self._updated:
+            self._updated = False
+            on_update()
+
     async def aclose(self) -> None:
         """Abort the request if it has not finished. The stream then has no more items."""
         self._ended = True
@@ -83,7 +96,10 @@ class RequestStream:
         return self.output.metrics or self._metrics()
 
     def notify_reader(self) -> None:
-        """Wake the reader, because `output` has changed. AsyncLLM calls this."""
+        """Tell the reader that `output` has changed. AsyncLLM calls this."""
+        if self._listener is not None:
+            self._listener()
+            return
         self._updated = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -339,8 +355,9 @@ class AsyncLLM:
             self._notify_reader(state)
 
     def _notify_reader(self, state: RequestState) -> None:
-        request_id = state.request.request_id
-        stream = self._streams.pop(request_id) if state.output.finished else self._streams[request_id]
+        stream = self._streams[state.request.request_id]
+        if state.output.finished:
+            del self._streams[state.request.request_id]
         stream.notify_reader()
 
     def _note_death(self, reason: str) -> None:

@@ -10,12 +10,15 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from shardline.config.engine import EngineConfig
 from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
 from shardline.types import Request
 
 if TYPE_CHECKING:
     from shardline.cluster.cluster import Cluster
+    from shardline.cluster.ray_nodes import RayNodes
 
 _POLL_SECONDS = 0.2
 
@@ -66,6 +69,7 @@ class Engines:
         Raises:
             ValueError: the configuration is invalid; nothing was started.
         """
+        self._ray: RayNodes | None = None
         self._cluster: Cluster | None = None
         if connect is None:
             connect, config = self._deploy(config)
@@ -111,6 +115,9 @@ class Engines:
             prints = ", ".join(f"replica {index}: {one.fingerprint}" for index, one in enumerate(ready))
             raise RuntimeError(f"the replicas would give different answers ({prints})")
         self._fingerprint = ready[0].fingerprint
+        if self._cluster is not None:
+            last = msgspec.structs.replace(ready[-1], report=[*ready[-1].report, *self._cluster.describe_links()])
+            ready[-1] = last
         return ready
 
     def restart_engine(self, index: int, failed: Client) -> None:
@@ -131,6 +138,8 @@ class Engines:
                     list(pool.map(lambda client: client.close(), clients))
         if self._cluster is not None:
             self._cluster.close(code)
+        if self._ray is not None:
+            self._ray.close()
 
     def _restart_engine(self, index: int, failed: Client) -> None:
         failed.close()
@@ -184,22 +193,31 @@ class Engines:
         from shardline.engine.client import EngineClient
         from shardline.engine.start import StartedEngine, start_engine
 
-        start: Callable[[Deployment, int], StartedEngine] = start_engine
-        if config.cluster.has_nodes:
-            from shardline.cluster.cluster import Cluster
+        if config.places_with_ray:
+            from shardline.cluster.ray_nodes import RayNodes
 
-            self._cluster = cluster = Cluster(config)
-            try:
-                deployment = cluster.launch(resolve_here(config, cluster.machine))
-            except BaseException:
-                cluster.close(1)
-                raise
-            start = cluster.start_engine
-        else:
-            deployment = resolve_here(config)
+            self._ray = RayNodes(config)
+            config = self._ray.config
+        start: Callable[[Deployment, int], StartedEngine] = start_engine
+        try:
+            if config.cluster.has_nodes:
+                from shardline.cluster.cluster import Cluster
+
+                self._cluster = Cluster(config, self._ray)
+                deployment = self._cluster.launch(resolve_here(config, self._cluster.machine))
+                start = self._cluster.start_engine
+            else:
+                deployment = resolve_here(config)
+        except BaseException:
+            if self._cluster is not None:
+                self._cluster.close(1)
+            if self._ray is not None:
+                self._ray.close()
+            raise
 
         def connect(config: EngineConfig, index: int, on_event: Callable[[EngineEvent], None]) -> Client:
-            return EngineClient(deployment, index, on_event, start)
+            current = deployment if self._cluster is None else self._cluster.deployment
+            return EngineClient(current, index, on_event, start)
 
         found = dataclasses.replace(config.model, model=deployment.model.folder)
         return connect, dataclasses.replace(config, model=found)

@@ -1,4 +1,4 @@
-"""What the front reads from the model's folder: tokenizer, chat template and vocabulary; no weights, no torch."""
+"""What the front reads from the model's files: tokenizer, chat template and vocabulary; no weights, no torch."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def load_model_text(config: EngineConfig) -> ModelText:
     from shardline.models.lookup import decoder_spec
 
     model = config.model
-    files = resolve_model(model.model, model.revision, weights=False)
-    folder = files.folder if model.tokenizer is None else resolve_tokenizer(model.tokenizer)
-    tokenizer = Tokenizer.from_folder(folder)
+    files = resolve_model(model.model, model.revision, weights=False, load_format=model.load_format)
+    source = files.text_source if model.tokenizer is None else resolve_tokenizer(model.tokenizer)
+    tokenizer = Tokenizer.from_folder(source)
     tokenizer_eos_ids = () if tokenizer is None else tokenizer.eos_token_ids
     return ModelText(
         tokenizer=tokenizer,
-        chat_template=ChatTemplate.from_folder(folder, tokenizer.special_tokens if tokenizer is not None else None),
+        chat_template=ChatTemplate.from_folder(source, tokenizer.special_tokens if tokenizer is not None else None),
         vocab_size=decoder_spec(files.config).vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*files.eos_token_ids, *tokenizer_eos_ids))),
     )

@@ -49,6 +49,9 @@ class ChoiceState:
         if step.token_ids:
             self.last_token_time = now
             self.first_token_time = self.first_token_time or now
+        if self._matcher is None and step.finish_reason is None:
+            self._append_tokens(step)
+            return False
         last = len(step.token_ids) - 1
         for index, token_id in enumerate(step.token_ids):
             self._append_token(step, index)
@@ -88,6 +91,17 @@ class ChoiceState:
         if not self.output.finished():
             self._flush_text()
             self._set_finished("abort", None)
+
+    def _append_tokens(self, step: SequenceOutput) -> None:
+        """Add all tokens of a step, if nothing can end the choice."""
+        output = self.output
+        output.token_ids += step.token_ids
+        if output.token_logprobs is not None and step.logprobs is not None:
+            output.token_logprobs += step.logprobs
+        if output.digests is not None and step.digests is not None:
+            output.digests += step.digests
+        if self._detokenizer is not None:
+            output.text += self._detokenizer.add_tokens(step.token_ids)
 
     def _append_token(self, step: SequenceOutput, index: int) -> None:
         output = self.output
@@ -222,19 +236,24 @@ class OutputProcessor:
         now = time.monotonic()
         for output in outputs:
             state = self._by_child.get(output.request_id)
-            if state is None or state.output.outputs[output.choice].finished():
+            if state is None:
                 continue
-            if state.choices[output.choice].add_output(output, now):
+            choice = state.choices[output.choice]
+            if choice.output.finish_reason is not None:
+                continue
+            if choice.add_output(output, now):
                 done.aborts.append(output.request_id)
-            state.output.outputs[output.choice].embedding = output.embedding
+            if output.embedding:
+                choice.output.embedding = output.embedding
             if output.prompt_logprobs is not None:
                 state.output.prompt_token_logprobs = output.prompt_logprobs
-            state.output.num_cached_tokens = max(state.output.num_cached_tokens, output.num_cached_tokens)
+            if output.num_cached_tokens > state.output.num_cached_tokens:
+                state.output.num_cached_tokens = output.num_cached_tokens
             request_id = state.request.request_id
             if request_id not in seen:
                 seen.add(request_id)
                 done.updated.append(state)
-            if state.output.finished:
+            if choice.output.finish_reason is not None and state.output.finished:
                 self._forget_request(state)
         return done
 

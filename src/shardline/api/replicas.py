@@ -136,8 +136,9 @@ class Replicas:
         if isinstance(event, EngineOutputs):
             replica.stats = event.stats
             outputs = []
+            in_flight = replica.in_flight
             for output in event.outputs:
-                choice = replica.in_flight.get(output.request_id)
+                choice = in_flight.get(output.request_id)
                 outputs.append(output if choice is None else choice.note_output(output))
                 if output.finish_reason is not None:
                     self._forget_request(output.request_id)

@@ -8,11 +8,12 @@ import queue
 import socket
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from shardline.channel import Channel
-from shardline.cluster.describe import describe_node
+from shardline.cluster.describe import describe_node, own_address
 from shardline.cluster.messages import (
     ENGINE,
     HeadFailed,
@@ -20,11 +21,14 @@ from shardline.cluster.messages import (
     Join,
     Joined,
     Launch,
+    LinkMeasured,
+    Measured,
     NodesPresent,
     Shutdown,
     StartHead,
     Stream,
 )
+from shardline.cluster.survey import describe_links, used_links
 from shardline.cluster.token import find_token
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
@@ -34,8 +38,13 @@ from shardline.engine.ipc import StartEngine
 from shardline.engine.start import StartedEngine, start_engine
 from shardline.segment.pulse import CHECK_INTERVAL
 
+if TYPE_CHECKING:
+    from shardline.cluster.ray_nodes import RayNodes
+
 _MAX_FDS = 64
 """Descriptors that one message carries."""
+
+_LINKS_SECONDS = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -43,37 +52,45 @@ _log = logging.getLogger(__name__)
 class Cluster:
     """Nodes that have joined. Several threads may start engines; `close` ends all nodes."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Start the head, and wait until all nodes have joined.
+    def __init__(self, config: EngineConfig, ray: RayNodes | None = None) -> None:
+        """Start the head, and wait until all nodes have joined. `ray`: the nodes, if Ray has chosen them.
 
         Raises:
             ValueError: the configuration is at fault.
             RuntimeError: nodes are missing after --join-timeout.
         """
         self._config = config
-        self._token = find_token(config.cluster)
-        self._own = describe_node(config)
+        self._ray = ray
+        self._token = find_token(config.cluster) if ray is None else ray.token
+        self._own = describe_node(config, own_address(config.cluster))
         self._deployment: Deployment | None = None
         self._lock = threading.Lock()
         self._starts = 0
         self._closed = False
         self._present = threading.Condition()
         self._hosts: frozenset[int] = frozenset()
+        self._links: dict[tuple[int, int], Measured] = {}
         self._start_head()
+        if ray is not None:
+            ray.watch(lambda failed: self._joined.put(HeadFailed(failed.message, failed.user_error)))
         joins = (self._own, *self._await_nodes())
-        self.machine = Machine(tuple(join.host for join in joins))
+        ranks = (0,) * len(joins) if ray is None else ray.ranks
+        self.machine = Machine(
+            tuple(msgspec.structs.replace(join.host, num_ranks=count) for join, count in zip(joins, ranks, strict=True))
+        )
         """The hosts of all nodes; the head's is the first."""
         self._models = tuple(join.model for join in joins)
 
     def launch(self, deployment: Deployment) -> Deployment:
-        """Tell all nodes what runs where; returns the deployment with the model's places on them.
-
-        Raises:
-            ValueError: ranks of one engine on several hosts could not exchange tensors.
-        """
-        check_transport(deployment)
+        """Tell all nodes what runs where; returns the deployment with the model's places on them."""
         self._deployment = msgspec.structs.replace(deployment, host_models=self._models)
         self._channel.send(Launch(self._deployment))
+        return self._deployment
+
+    @property
+    def deployment(self) -> Deployment:
+        """What runs where now: nodes that come back may be on other hosts."""
+        assert self._deployment is not None, "the cluster launches before it starts anything"
         return self._deployment
 
     def start_engine(self, deployment: Deployment, engine: int) -> StartedEngine:
@@ -89,6 +106,14 @@ class Cluster:
             self._attach({Stream(engine, ENGINE, start): theirs})
             Channel(ours, StartEngine).send(StartEngine(deployment, engine))
             return StartedEngine(None, ours, {})
+
+    def describe_links(self) -> list[str]:
+        """Lines about the links between hosts, as they were measured at the launch; waits some seconds for the last."""
+        assert self._deployment is not None, "the cluster launches before it reports"
+        expected = len(used_links(self._deployment))
+        with self._present:
+            self._present.wait_for(lambda: self._closed or len(self._links) >= expected, _LINKS_SECONDS)
+            return describe_links(self._deployment, dict(self._links))
 
     def close(self, code: int = 0) -> None:
         """End all nodes with an exit code."""
@@ -142,8 +167,7 @@ class Cluster:
         Raises:
             RuntimeError: a host is away for longer than --join-timeout, or the cluster is closed.
         """
-        assert self._deployment is not None, "the cluster launches before it starts anything"
-        hosts = {place.host for place in self._deployment.placements[engine]}
+        hosts = {place.host for place in self.deployment.placements[engine]}
         deadline = time.monotonic() + self._config.cluster.join_timeout
         while True:
             with self._lock:
@@ -165,6 +189,8 @@ class Cluster:
         self._sockets.close()
         with self._present:
             self._hosts = frozenset()
+        if self._ray is not None:  # a node may end before the new head has seen it
+            self._ray.note_present(NodesPresent((0,), ()))
         self._start_head()
         if self._deployment is not None:
             self._channel.send(Launch(self._deployment))
@@ -175,8 +201,10 @@ class Cluster:
             while True:
                 message = channel.receive()
                 if isinstance(message, NodesPresent):
+                    self._note_present(message)
+                elif isinstance(message, LinkMeasured):
                     with self._present:
-                        self._hosts = frozenset(message.hosts)
+                        self._links[message.hosts] = message.measured
                         self._present.notify_all()
                 else:
                     self._joined.put(message)
@@ -184,6 +212,21 @@ class Cluster:
             self._joined.put(HeadFailed("the head process has ended", user_error=False))
             with self._present:
                 self._hosts = frozenset()
+
+    def _note_present(self, message: NodesPresent) -> None:
+        deployment = self._deployment
+        if deployment is not None:
+            for index, join in zip(message.hosts[1:], message.nodes, strict=True):
+                if deployment.machine.hosts[index].address != join.host.address:
+                    deployment = deployment.with_host(index, join.host, join.model)
+            if deployment is not self._deployment:
+                self._deployment = deployment
+                self._channel.send(Launch(deployment))
+        if self._ray is not None:
+            self._ray.note_present(message)
+        with self._present:
+            self._hosts = frozenset(message.hosts)
+            self._present.notify_all()
 
     def _watch(self, head: Child, channel: Channel[HeadToFront]) -> None:
         """Ends a head process that gives no sign of life, in a thread of its own."""
@@ -204,17 +247,3 @@ class Cluster:
                 socket.send_fds(self._sockets, [names], [sock.fileno() for _, sock in part])
         for _, sock in pairs:
             sock.close()
-
-
-def check_transport(deployment: Deployment) -> None:
-    """Refuse engines whose groups would cross hosts over a transport that meets through a file of one host.
-
-    Raises:
-        ValueError: there is such an engine; the message says what would work.
-    """
-    crosses = any(deployment.remote_ranks(engine) for engine in range(len(deployment.placements)))
-    if crosses and deployment.collectives != "shm":
-        raise ValueError(
-            f"ranks of one replica on several nodes cannot exchange tensors over {deployment.collectives} yet; keep "
-            "each replica on one node (--data-parallel-size across nodes), or use --device cpu"
-        )

@@ -26,17 +26,17 @@ _HEADER_BYTES = 1 << 20
 _RETRY_SECONDS = 1.0
 
 
-def describe_node(config: EngineConfig) -> Join:
-    """This node, for its head.
+def describe_node(config: EngineConfig, address: str) -> Join:
+    """This node, for its head. `address`: where the other nodes reach it.
 
     Raises:
-        ValueError: the model is not here, or this node has no address that others can reach.
+        ValueError: the model is not here; the message says how to fetch it.
     """
     cluster, parallel = config.cluster, config.parallel
     model = model_source(config, read_model(config.model))
     (host,) = probe_here(config).hosts
     host = msgspec.structs.replace(
-        host, address=own_address(cluster), num_replicas=cluster.num_local_replicas(parallel.data_parallel_size)
+        host, address=address, num_replicas=cluster.num_local_replicas(parallel.data_parallel_size)
     )
     return Join(
         node=cluster.node_rank or cluster.data_parallel_start_rank,

@@ -5,7 +5,6 @@ It is a process of its own, so that neither HTTP nor steps delay what it passes 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import select
 import signal
@@ -17,11 +16,11 @@ import msgspec
 import zmq
 
 from shardline.channel import Channel
-from shardline.cluster.members import Member, Members
+from shardline.cluster.members import Member, Members, name_difference
 from shardline.cluster.messages import (
-    ENGINE,
     Accepted,
     Beat,
+    ForeignJoin,
     FrontToHead,
     HeadFailed,
     HostLost,
@@ -29,6 +28,8 @@ from shardline.cluster.messages import (
     Joined,
     Launch,
     Leave,
+    Listening,
+    Measured,
     NodeMessage,
     NodesPresent,
     Refused,
@@ -39,17 +40,19 @@ from shardline.cluster.messages import (
     Stream,
     StreamData,
     StreamEnded,
+    Unfit,
 )
-from shardline.cluster.node_processes import last_words
-from shardline.cluster.streams import Streams
-from shardline.cluster.wire import BEAT_SECONDS, SILENCE, HeadSocket, encode
-from shardline.deployment.deployment import Deployment
+from shardline.cluster.relay import Relay
+from shardline.cluster.survey import Survey
+from shardline.cluster.wire import BEAT_SECONDS, SILENCE, HeadSocket
 from shardline.log import configure_logging
 from shardline.process_title import set_process_title
 from shardline.segment.pulse import start_pulse
 
 _NOTICE_SECONDS = 30.0
 _OWN_DELAY = 2.0
+_QUIET = 1.5 * BEAT_SECONDS
+"""Seconds of silence after which a node may have ended, although it does not count as lost yet."""
 _log = logging.getLogger(__name__)
 
 
@@ -57,7 +60,11 @@ class Head:
     """Serves one front over a channel, and nodes over the network."""
 
     def __init__(self, channel: Channel[FrontToHead], sockets: socket.socket) -> None:
-        """`sockets`: a SOCK_SEQPACKET over which the front sends local ends of streams."""
+        """`sockets`: a SOCK_SEQPACKET over which the front sends local ends of streams.
+
+        Raises:
+            ValueError: the head cannot listen at its address.
+        """
         self._channel = channel
         self._sockets = sockets
         start = channel.receive()
@@ -65,10 +72,10 @@ class Head:
         self._start = start
         self._members = Members(start)
         self._poller = zmq.Poller()
-        self._streams = Streams(self._poller, self._send_data, self._end_stream)
-        self._deployment: Deployment | None = None
         self._decoder: msgspec.msgpack.Decoder[NodeMessage] = msgspec.msgpack.Decoder(NodeMessage)
         self._wire = HeadSocket(start.token, start.address, start.port)
+        self._relay = Relay(self._poller, self._members, self._wire)
+        self._survey = Survey(start.address, self._members, self._wire, channel.send)
         self._shutdown: Shutdown | None = None
         self._noticed = time.monotonic()
         self._is_complete = False
@@ -94,8 +101,8 @@ class Head:
         finally:
             if self._shutdown is not None:
                 for member in self._members.present():
-                    self._send(member, self._shutdown)
-            self._streams.close_all()
+                    self._wire.send(member.identity, self._shutdown)
+            self._relay.close()
             self._wire.close()
 
     def _handle(self, source: object, event: int) -> None:
@@ -110,83 +117,106 @@ class Head:
         elif source == self._channel.fileno():
             message = self._channel.receive()
             if isinstance(message, Launch):
-                self._deployment = message.deployment
+                self._relay.deployment = message.deployment
                 for member in self._members.present():
-                    self._send(member, message)
+                    self._wire.send(member.identity, message)
                 self._report_members()
+                self._survey.start(message.deployment)
             elif isinstance(message, Shutdown):
                 self._shutdown = message
         elif source == self._sockets.fileno():
             self._take_sockets()
         else:
             assert isinstance(source, int)
-            self._streams.handle_event(source, event)
+            self._relay.handle_event(source, event)
 
     def _take_sockets(self) -> None:
         """Take local ends of streams from the front, and have the nodes start the processes at the other ends."""
         data, fds, _, _ = socket.recv_fds(self._sockets, 1 << 16, 64)
         if not data:
             raise EOFError("the front has ended")
-        while self._deployment is None:  # it was sent before
+        # The deployment was sent before, perhaps with a node that has moved.
+        while self._relay.deployment is None or select.select([self._channel.fileno()], [], [], 0)[0]:
             self._handle(self._channel.fileno(), zmq.POLLIN)
         for stream, fd in zip(msgspec.msgpack.decode(data, type=list[Stream]), fds, strict=True):
-            self._streams.attach(stream, socket.socket(fileno=fd))
-            self._start_for(None, stream)
-
-    def _start_for(self, asking: Member | None, stream: Stream) -> None:
-        """Have a node start the process at the far end of a stream, for the front or for another node."""
-        if (member := self._members.at_index(self._where_runs(stream))) is not None:
-            self._send(member, StartStream(stream))
-            return
-        why = f"cannot start: {self._members.missing() or 'its node'} is away"
-        if asking is None:
-            self._streams.close(stream, last_words(stream, why))
-        else:
-            self._send(asking, StreamData(stream, last_words(stream, why)))
-            self._send(asking, StreamEnded(stream))
+            self._relay.attach(stream, socket.socket(fileno=fd))
 
     def _receive(self, identity: bytes, body: bytes) -> None:
-        """Handle a message of a node. Whoever sends anything else is asked to join anew."""
+        """Handle a message of a node. A sender that has not joined is asked to."""
         try:
             message = self._decoder.decode(body)
         except msgspec.MsgspecError:
-            _log.warning("a node sent a message that cannot be read; it must join anew")
-            self._send_to(identity, Rejoin())
+            self._handle_unreadable(identity, body)
             return
         if isinstance(message, Join):
             self._admit(identity, message)
             return
+        if isinstance(message, Unfit):
+            self._note_unfit(identity, message)
+            return
         member = self._members.find(identity)
         if member is None:
-            self._send_to(identity, Rejoin())
+            self._wire.send(identity, Rejoin())
             return
         member.heard = time.monotonic()
-        if isinstance(message, StreamData):
-            self._pass_on(member, message)
-        elif isinstance(message, StreamEnded):
-            if message.stream in self._streams:
-                self._streams.close(message.stream)
-            elif (other := self._other_node(member, message.stream)) is not None:
-                self._send(other, message)
+        if isinstance(message, (StreamData, StreamEnded)):
+            self._relay.pass_on(member, message)
         elif isinstance(message, StartStream):
-            self._start_for(member, message.stream)
+            self._relay.start(member, message.stream)
+        elif isinstance(message, (Listening, Measured)):
+            self._survey.handle(member, message)
         elif isinstance(message, Leave):
             self._lose(member, "leaves, as it was asked to")
 
     def _admit(self, identity: bytes, join: Join) -> None:
+        former = self._members.of_node(join.node)
+        if former is not None and time.monotonic() - former.heard > _QUIET:
+            # Perhaps the same node after its sudden end. It asks again until the former is lost, or heard again.
+            self._wire.send(identity, Rejoin())
+            return
         try:
             member = self._members.add(identity, join)
         except ValueError as error:
-            _log.error("%s (%s) is refused: %s", join.host.name, join.host.address, error)
-            self._send_to(identity, Refused(str(error)))
+            self._refuse(identity, f"{join.host.name} ({join.host.address})", str(error))
             return
-        self._send(member, Accepted(self._start.own.host.devices[0].capability))
-        if self._deployment is not None:
-            self._send(member, Launch(self._deployment))
+        self._wire.send(identity, Accepted(self._start.own.host.devices[0].capability))
+        if self._relay.deployment is not None:
+            self._wire.send(identity, Launch(self._relay.deployment))
         missing = self._members.missing()
         cores = f"{join.host.cores} cores" + f", {len(join.host.devices) - 1} GPUs" * (len(join.host.devices) > 1)
         _log.info("%s has joined: %s; %s", member.name, cores, f"waiting for {missing}" if missing else "all are there")
         self._report_members()
+
+    def _refuse(self, identity: bytes, name: str, why: str) -> None:
+        _log.error("%s is refused: %s", name, why)
+        self._wire.send(identity, Refused(why))
+
+    def _handle_unreadable(self, identity: bytes, body: bytes) -> None:
+        """A node of another version has sent this, or a program that is no node."""
+        if (member := self._members.find(identity)) is not None:
+            self._lose(member, "has sent a message that this version cannot read")
+        try:
+            join = msgspec.msgpack.decode(body, type=ForeignJoin)
+        except msgspec.MsgspecError:
+            _log.debug("a message that is no node's is ignored")
+            self._wire.send(identity, Rejoin())
+            return
+        self._refuse(
+            identity,
+            f"{join.host.name} ({join.host.address})",
+            name_difference(self._start.own.software, join.host.name, join.software)
+            or f"its build of Shardline {join.software.get('shardline')} is not the head's: install one on all nodes",
+        )
+
+    def _note_unfit(self, identity: bytes, message: Unfit) -> None:
+        """A node has ended, because something is wrong on it."""
+        if (member := self._members.find(identity)) is not None:
+            self._lose(member, f"has ended: {message.why}")
+        else:
+            _log.error("%s (%s) cannot join: %s", message.name, message.address, message.why)
+            if missing := self._members.missing():
+                _log.warning("still waiting for %s", missing)
+        self._wire.send(identity, Refused(message.why))
 
     def _report_members(self) -> None:
         """Tell the front once that all nodes are there, and later which are."""
@@ -195,68 +225,33 @@ class Head:
                 return
             self._is_complete = True
             self._channel.send(Joined(self._members.settle()))
-        self._channel.send(NodesPresent((0, *(self._members.host_of(member) for member in self._members.present()))))
+        members = self._members.present()
+        hosts = (0, *(self._members.host_of(member) for member in members))
+        self._channel.send(NodesPresent(hosts, tuple(member.join for member in members)))
 
     def _lose(self, member: Member, why: str) -> None:
         """Forget a node, and end all of its streams."""
         _log.error("%s %s", member.name, why)
-        host = self._members.host_of(member)
+        host, words = self._members.host_of(member), f"is on {member.name}, which {why}"
         self._members.remove(member)
-        for stream in self._streams.all():
-            if self._where_runs(stream) == host:
-                self._streams.close(stream, last_words(stream, f"is on {member.name}, which {why}"))
+        self._relay.end_streams_to(host, words)
         for other in self._members.present():
-            self._send(other, HostLost(host, f"is on {member.name}, which {why}"))
+            self._wire.send(other.identity, HostLost(host, words))
         self._report_members()
 
-    def _send_data(self, stream: Stream, data: bytes) -> None:
-        """Frames of a process on this host travel to the far end."""
-        if (member := self._members.at_index(self._where_runs(stream))) is not None:
-            self._send(member, StreamData(stream, data))
-
-    def _end_stream(self, stream: Stream) -> None:
-        if (member := self._members.at_index(self._where_runs(stream))) is not None:
-            self._send(member, StreamEnded(stream))
-
-    def _pass_on(self, member: Member, message: StreamData) -> None:
-        if message.stream in self._streams:
-            self._streams.write(message.stream, message.data)
-        elif (other := self._other_node(member, message.stream)) is not None:
-            self._send(other, message)
-
-    def _other_node(self, member: Member, stream: Stream) -> Member | None:
-        """The node at the other end of a stream between two nodes."""
-        if self._deployment is None or stream.rank == ENGINE:
-            return None
-        places = self._deployment.placements[stream.engine]
-        hosts = {places[0].host, places[stream.rank].host} - {self._members.host_of(member)}
-        return self._members.at_index(hosts.pop()) if hosts else None
-
-    def _where_runs(self, stream: Stream) -> int:
-        """The host on which the process at the far end of a stream runs."""
-        assert self._deployment is not None, "the front launches before it starts anything"
-        return self._deployment.placements[stream.engine][max(0, stream.rank)].host
-
     def _beat(self, now: float, *, was_late: bool) -> None:
+        self._survey.check(now)
         for member in self._members.present():
             if was_late:  # this process was stopped, and has not read what the nodes have sent
                 member.heard = now
             if now - member.heard > SILENCE:
                 self._lose(member, f"has not been heard of for {SILENCE:g} s: it is down, stopped, or cut off")
             else:
-                self._send(member, Beat())
+                self._wire.send(member.identity, Beat())
         if now - self._noticed >= _NOTICE_SECONDS:
             self._noticed = now
             if missing := self._members.missing():
                 _log.warning("still waiting for %s", missing)
-
-    def _send(self, member: Member, message: object) -> None:
-        self._send_to(member.identity, message)
-
-    def _send_to(self, identity: bytes, message: object) -> None:
-        # A node that has gone is noticed by its silence.
-        with contextlib.suppress(zmq.ZMQError):
-            self._wire.socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardline.cluster.messages import Join, StartHead
@@ -36,6 +37,10 @@ class Members:
     def find(self, identity: bytes) -> Member | None:
         """The node with this name on the socket; None: it has not joined, or it is lost."""
         return next((member for member in self._members.values() if member.identity == identity), None)
+
+    def of_node(self, node: int) -> Member | None:
+        """The node that has joined with this number."""
+        return self._members.get(node)
 
     def present(self) -> list[Member]:
         """The nodes that are there now, in the order of their numbers."""
@@ -111,13 +116,11 @@ class Members:
 
     def _check_likeness(self, join: Join) -> None:
         own = self._start.own
-        for what, ours, theirs in (("", own.software, join.software), ("--", own.flags, join.flags)):
-            for name in sorted(ours.keys() | theirs.keys()):
-                if ours.get(name) != theirs.get(name):
-                    raise ValueError(
-                        f"{what}{name} differs: the head has {ours.get(name, 'none')}, "
-                        f"{join.host.name} {theirs.get(name, 'none')}"
-                    )
+        difference = name_difference(own.software, join.host.name, join.software) or name_difference(
+            own.flags, join.host.name, join.flags, prefix="--"
+        )
+        if difference:
+            raise ValueError(difference)
         if join.model.config_text != own.model.config_text or join.weights_digest != own.weights_digest:
             raise ValueError(
                 f"the models differ: {own.model.folder} on the head and {join.model.folder} on {join.host.name} have "
@@ -135,3 +138,12 @@ class Members:
             raise ValueError(
                 f"{own.host.name} has GPUs of {', '.join(mine)}, {join.host.name} of {', '.join(other)}; use one kind"
             )
+
+
+def name_difference(ours: Mapping[str, str], node: str, theirs: Mapping[str, str], prefix: str = "") -> str:
+    """The first value that differs between the head and a node, with both values; empty: all are equal."""
+    for name in sorted(ours.keys() | theirs.keys(), key=lambda name: (name != "shardline", name)):
+        mine, its = ours.get(name, "none"), theirs.get(name, "none")
+        if mine != its:
+            return f"{prefix}{name} differs: the head has {mine}, {node} {its}"
+    return ""

@@ -38,6 +38,29 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     """A digest of the names, sizes and headers of the weight files."""
 
 
+class ForeignHost(msgspec.Struct, frozen=True):
+    """What a head needs of the `Host` in another version's Join."""
+
+    name: str
+    address: str
+
+
+class ForeignJoin(msgspec.Struct, frozen=True, tag="Join"):
+    """The fields of Join that no version may change, so that a head can refuse a node of any version by its name."""
+
+    software: dict[str, str]
+    host: ForeignHost
+
+
+class Unfit(msgspec.Struct, frozen=True, tag=True):
+    """Node to head, instead of Join or at any later time: the node cannot serve, and ends. The answer is Refused."""
+
+    name: str
+    """The name of its host."""
+    address: str
+    why: str
+
+
 class Accepted(msgspec.Struct, frozen=True, tag=True):
     """Head to node: the node belongs to the cluster."""
 
@@ -46,7 +69,7 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: the node cannot belong to the cluster."""
+    """Head to node: the node cannot belong to the cluster. No version may change this message."""
 
     message: str
 
@@ -92,6 +115,44 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     """Both ways, once a second: the sender lives."""
 
 
+class Listen(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: accept one connection, which begins with `key`, and count its bytes."""
+
+    key: bytes
+
+
+class Listening(msgspec.Struct, frozen=True, tag=True):
+    """Node to head."""
+
+    port: int
+
+
+class Connect(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: connect to a listening host, and measure."""
+
+    address: str
+    port: int
+    key: bytes
+    seconds: float
+    """How long to send."""
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True):
+    """Node to head: what came of Connect, or of Listen if there is an error."""
+
+    latency: float = 0.0
+    """Seconds of a round trip of one byte."""
+    bytes_per_second: float = 0.0
+    error: str = ""
+
+
+class LinkMeasured(msgspec.Struct, frozen=True, tag=True):
+    """Head process to front: a link between two hosts of the deployment."""
+
+    hosts: tuple[int, int]
+    measured: Measured
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True):
     """Node to head: it ends, because somebody has asked it to."""
 
@@ -103,8 +164,21 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-NodeMessage = Join | StartStream | StreamData | StreamEnded | Beat | Leave
-HeadMessage = Accepted | Refused | Rejoin | Launch | StartStream | StreamData | StreamEnded | HostLost | Beat | Shutdown
+NodeMessage = Join | Unfit | StartStream | StreamData | StreamEnded | Beat | Listening | Measured | Leave
+HeadMessage = (
+    Accepted
+    | Refused
+    | Rejoin
+    | Launch
+    | StartStream
+    | StreamData
+    | StreamEnded
+    | HostLost
+    | Beat
+    | Listen
+    | Connect
+    | Shutdown
+)
 
 
 class StartHead(msgspec.Struct, frozen=True, tag=True):
@@ -139,7 +213,9 @@ class NodesPresent(msgspec.Struct, frozen=True, tag=True):
     """Head process to front: the hosts that are there now, by their index in the deployment."""
 
     hosts: tuple[int, ...]
+    nodes: tuple[Join, ...]
+    """What they are now, without the head itself. A node that comes back may be on another host."""
 
 
 FrontToHead = StartHead | Launch | Shutdown
-HeadToFront = Joined | HeadFailed | NodesPresent
+HeadToFront = Joined | HeadFailed | NodesPresent | LinkMeasured

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import logging
+import queue
 import signal
+import socket
+import threading
 import time
 
 import msgspec
 import zmq
 
-from shardline import env
-from shardline.cluster.describe import describe_node
+from shardline import __version__, env
+from shardline.cluster.describe import describe_node, own_address
+from shardline.cluster.links import answer
 from shardline.cluster.messages import (
     ENGINE,
     Accepted,
     Beat,
+    Connect,
     HeadMessage,
     HostLost,
     Join,
     Launch,
     Leave,
+    Listen,
+    Listening,
+    Measured,
     Refused,
     Rejoin,
     Shutdown,
@@ -27,11 +35,13 @@ from shardline.cluster.messages import (
     Stream,
     StreamData,
     StreamEnded,
+    Unfit,
 )
 from shardline.cluster.node_processes import NodeProcesses, last_words
 from shardline.cluster.streams import Streams
 from shardline.cluster.token import find_token
 from shardline.cluster.wire import BEAT_SECONDS, SILENCE, NodeSocket, encode
+from shardline.config.cluster import ClusterConfig
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.log import configure_logging
@@ -40,6 +50,7 @@ from shardline.segment.pulse import CHECK_INTERVAL
 
 _NOTICE_SECONDS = 30.0
 _OWN_DELAY = 2.0
+_TELL_SECONDS = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -54,20 +65,39 @@ class _Ending(Exception):
         self.code = code
 
 
-def run_node(config: EngineConfig) -> int:
-    """Serve the head until it ends or SIGTERM arrives; returns the exit code.
+class UnreadableMessage(ValueError):
+    """The head speaks another version of the protocol."""
+
+
+def run_node(config: EngineConfig, token: str | None = None) -> int:
+    """Serve the head until it ends or SIGTERM arrives; returns the exit code. `token`: None: the user's.
 
     Raises:
         ValueError: the configuration is at fault, or the head refuses this node; the message says what to change.
     """
     configure_logging()
     set_process_title("node")
-    token = find_token(config.cluster)
-    join = describe_node(config)
+    token = token or find_token(config.cluster)
+    address = own_address(config.cluster)
+    try:
+        join = describe_node(config, address)
+    except ValueError as error:
+        tell_head(config.cluster, token, Unfit(socket.gethostname(), address, str(error)))
+        raise
     node = Node(config, token, join)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: node.ask_to_leave())
     return node.run()
+
+
+def tell_head(cluster: ClusterConfig, token: str, message: Unfit) -> None:
+    """Tell the head, if it answers within some seconds, why this node does not join."""
+    wire = NodeSocket(token, cluster.head_address, cluster.head_port)
+    wire.socket.send(encode(message))
+    deadline = time.monotonic() + _TELL_SECONDS
+    while time.monotonic() < deadline and not wire.was_refused() and not wire.socket.poll(100):
+        pass
+    wire.close()
 
 
 class Node:
@@ -85,6 +115,7 @@ class Node:
         self._streams: Streams
         self._poller: zmq.Poller
         self._heard = time.monotonic()
+        self._measured: queue.SimpleQueue[Listening | Measured] = queue.SimpleQueue()
 
     def ask_to_leave(self) -> None:
         """End soon; for signal handlers."""
@@ -105,6 +136,10 @@ class Node:
                 _log.error("%s; its ranks end here, and the node waits for the next head", gone)
             except _Ending as ending:
                 return ending.code
+            except UnreadableMessage as error:
+                host = self._join.host
+                self._send(Unfit(host.name, host.address, str(error)))
+                raise
             finally:
                 self._processes.end_all()
                 self._streams.close_all()
@@ -169,6 +204,8 @@ class Node:
                 for stream, data in self._processes.beats():
                     self._send_data(stream, data)
                 next_beat = now + BEAT_SECONDS
+            while not self._measured.empty():
+                self._send(self._measured.get())
             for source, event in self._poller.poll(int(CHECK_INTERVAL * 500)):
                 if source is self._wire.socket:
                     while self._wire.socket.poll(0):
@@ -189,11 +226,19 @@ class Node:
             self._processes.retire(message.stream)
         elif isinstance(message, HostLost):
             self._end_streams_to(message.host, message.why)
+        elif isinstance(message, Listen):
+            self._send(answer(message, self._join.host.address))
+        elif isinstance(message, Connect):
+            threading.Thread(target=self._measure, args=(message,), name="link-measure", daemon=True).start()
         elif isinstance(message, Rejoin):
             raise _HeadGone("the head does not know this node any more")
         elif isinstance(message, Shutdown):
             _log.info("the head ends: %s", message.reason)
             raise _Ending(message.code)
+
+    def _measure(self, command: Connect) -> None:
+        """Runs in a thread of its own, since it takes longer than messages may wait."""
+        self._measured.put(answer(command, self._join.host.address))
 
     def _start(self, stream: Stream) -> None:
         """Start the engine or the rank at this end of a stream."""
@@ -236,4 +281,11 @@ class Node:
         self._wire.socket.send(encode(message))
 
     def _receive(self) -> HeadMessage:
-        return self._decoder.decode(self._wire.socket.recv())
+        body = self._wire.socket.recv()
+        try:
+            return self._decoder.decode(body)
+        except msgspec.MsgspecError:
+            raise UnreadableMessage(
+                f"the head sends messages that Shardline {__version__} on {self._join.host.name} cannot read; install "
+                "the same version on all nodes"
+            ) from None

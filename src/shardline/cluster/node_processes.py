@@ -83,7 +83,8 @@ class NodeProcesses:
         if child is None:
             return b""
         name = f"(on {self._host_name}, pid {child.pid}) " if stream.rank == ENGINE else ""
-        return last_words(stream, name + child.describe_end())
+        how = child.describe_end()
+        return last_words(stream, name + how, None if child.is_silent() else child.poll())
 
     def retire(self, stream: Stream) -> None:
         """Give the process at a stream's end some seconds to end; unknown streams are ignored."""
@@ -113,11 +114,11 @@ class NodeProcesses:
         """For each process, the frame that says how far it is."""
         for stream, child in self._children.items():
             if stream.rank == ENGINE:
-                message: EngineBeat | RankBeat = EngineBeat(child.work)
+                message: EngineBeat | RankBeat = EngineBeat(child.activity())
             else:
                 segment = self._segments[stream.engine, stream.start]
                 progress = segment.progress.read()[segment.ranks.index(stream.rank)]
-                message = RankBeat(child.work, progress, segment.load.of_rank(stream.rank).tobytes())
+                message = RankBeat(child.activity(), progress, segment.load.of_rank(stream.rank).tobytes())
             yield stream, frame(encode_message(message))
 
     def end_all(self) -> None:
@@ -132,8 +133,11 @@ class NodeProcesses:
         self._children, self._ending, self._segments = {}, [], {}
 
 
-def last_words(stream: Stream, why: str) -> bytes:
-    """The last frame of a stream whose far process has ended. `why` follows the name of a rank or an engine."""
+def last_words(stream: Stream, why: str, code: int | None = None) -> bytes:
+    """The last frame of a stream whose far process has ended. `why` follows the name of a rank or an engine.
+
+    `code`: its exit code; None: it has none.
+    """
     if stream.rank == ENGINE:
         return frame(encode_message(EngineFailed(f"engine {stream.engine} {why}")))
-    return frame(encode_message(RankEnded(why)))
+    return frame(encode_message(RankEnded(why, code)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 
 import msgspec
@@ -53,6 +54,11 @@ class HeadSocket:
                 f"the head cannot listen on {address} port {port}: {error.strerror}; name an address of this host "
                 "with --master-addr, or a free port with --master-port"
             ) from error
+
+    def send(self, identity: bytes, message: object) -> None:
+        """Send a message to a node. One that has gone is ignored: its silence will be noticed."""
+        with contextlib.suppress(zmq.ZMQError):
+            self.socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
 
     def close(self) -> None:
         """Stop listening. Messages that were sent have half a second to leave."""

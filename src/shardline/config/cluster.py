@@ -33,7 +33,10 @@ class ClusterConfig:
         _RPC_PORT, "port of the head for other nodes, with --data-parallel-address", aliases=("dpp",)
     )
     data_parallel_backend: str = option(
-        "mp", "accepted for compatibility: nodes are started by hand", choices=("mp",), aliases=("dpb",)
+        "mp",
+        "mp: nodes are started by hand; ray: as --distributed-executor-backend ray",
+        choices=("mp", "ray"),
+        aliases=("dpb",),
     )
     distributed_timeout_seconds: int = option(600, "seconds within which the ranks of a group must have connected")
     join_timeout: float = option(600.0, "seconds that the head waits for nodes, and a node for its head")

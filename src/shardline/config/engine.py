@@ -15,15 +15,22 @@ from shardline.config.units import parse_bytes
 from shardline.weights.formats import format_names
 
 _LONGEST_STEP = 86400.0
+STORED_METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gguf", "gptq", "mxfp4")
+"""Ways in which a checkpoint may be quantized (the `quant_method` of its config.json), and the engine does not quantize
+itself."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Which model, and how its weights are read."""
 
-    model: str = option("demo", "folder in Hugging Face format, hub id, or 'demo' for the embedded demo model")
+    model: str = option(
+        "demo",
+        "folder in Hugging Face format, GGUF file, hub id (ID:QUANT: one GGUF quant), or 'demo' for the embedded demo "
+        "model",
+    )
     revision: str | None = option(None, "branch, tag or commit on the hub")
-    tokenizer: str | None = option(None, "folder or hub id of the tokenizer; default: the model's own")
+    tokenizer: str | None = option(None, "folder, GGUF file or hub id of the tokenizer; default: the model's own")
     dtype: str = option(
         "auto",
         "type of weights and activations; auto: the checkpoint's",
@@ -34,14 +41,15 @@ class ModelConfig:
     )
     load_format: str = option(
         "auto",
-        "auto and safetensors: read the checkpoint; dummy: random weights",
-        choices=("auto", "safetensors", "dummy"),
+        "auto: read the checkpoint; safetensors, gguf, bitsandbytes: state its format; dummy: random weights",
+        choices=("auto", "safetensors", "gguf", "bitsandbytes", "dummy"),
     )
     quantization: str | None = option(
         None,
         "format of linear weights; none: the activations' dtype; int8, int4: fewer bits, computed in int8; fp8: in "
-        "fp8, which GPUs also compute in; default: as the checkpoint packs them",
-        choices=("none", *(name for name in format_names() if name not in ("plain", "packed"))),
+        "fp8, which GPUs also compute in; default: as the checkpoint packs them; others state how the checkpoint is "
+        "quantized, which is found without them",
+        choices=("none", *(name for name in format_names() if name not in ("plain", "packed")), *STORED_METHODS),
     )
     runner: str = option(
         "auto",
@@ -71,8 +79,9 @@ class ParallelConfig:
     pipeline_stages: str | None = option(None, "layers per stage, for example 10,12,10; default: balanced by cost")
     distributed_executor_backend: str = option(
         "auto",
-        "auto: uni for one rank, mp for several; threads: ranks as threads of one process",
-        choices=("auto", "uni", "mp", "threads"),
+        "auto: uni for one rank, mp for several; threads: ranks as threads of one process; ray: processes on the nodes "
+        "of a Ray cluster, which is joined (RAY_ADDRESS, or ray start on this host) or started",
+        choices=("auto", "uni", "mp", "threads", "ray"),
     )
     device: str = option("auto", "where ranks compute; auto: cuda if there is a GPU", choices=("auto", "cpu", "cuda"))
     collectives: str = option(
@@ -159,6 +168,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _validate(self)
+
+    @property
+    def places_with_ray(self) -> bool:
+        """Whether Ray chooses the hosts of all ranks."""
+        return "ray" in (self.parallel.distributed_executor_backend, self.cluster.data_parallel_backend)
 
     @property
     def embeds(self) -> bool:

@@ -7,12 +7,12 @@ from typing import Literal
 import msgspec
 
 from shardline.config.topology import RankGrid
-from shardline.deployment.machine import DeviceKind, Machine
+from shardline.deployment.machine import DeviceKind, Host, Machine
 from shardline.models.kv_groups import KVGroup
-from shardline.models.packed_weights import PackedFormat
 from shardline.models.partition import Span
 from shardline.models.sharding import Numerics
 from shardline.models.spec import DecoderSpec, DType, KVDType
+from shardline.models.stored_weights import StoredRules
 from shardline.weights.base import FormatChoice
 
 ExecutorName = Literal["uni", "mp", "threads"]
@@ -25,17 +25,18 @@ class ModelSource(msgspec.Struct, frozen=True):
     name: str
     """What the user asked for."""
     folder: str
+    """Its folder; of a model in GGUF, the file or its first part."""
     weight_files: tuple[str, ...]
-    """The safetensors files; empty if weights are random."""
-    load_format: Literal["safetensors", "dummy"]
+    """The safetensors or GGUF files; empty if weights are random."""
+    load_format: Literal["safetensors", "gguf", "dummy"]
     seed: int
     """Seed of random weights."""
-    packed: PackedFormat
-    """How config.json says that linear weights are packed. It is set for random weights too."""
+    stored: StoredRules
+    """How config.json says that weights are quantized. It is set for random weights too."""
     config_text: str
     """config.json with sorted keys. It is part of the fingerprint."""
     tokenizer_file: str = ""
-    """The model's tokenizer.json, for grammars; empty: it has none."""
+    """The model's tokenizer.json, or the GGUF file with its tokenizer, for grammars; empty: it has none."""
 
 
 class RankPlacement(msgspec.Struct, frozen=True):
@@ -178,6 +179,16 @@ class Deployment(msgspec.Struct, frozen=True):
         """The ranks of an engine that are not on its host. An engine runs on the host of its first rank."""
         places = self.placements[engine]
         return [rank for rank, place in enumerate(places) if place.host != places[0].host]
+
+    def with_host(self, index: int, host: Host, model: ModelSource) -> Deployment:
+        """The deployment after a host was replaced by another one, which runs the same ranks."""
+        former = self.machine.hosts[index]
+        host = msgspec.structs.replace(host, num_ranks=former.num_ranks, num_replicas=former.num_replicas)
+        hosts = (*self.machine.hosts[:index], host, *self.machine.hosts[index + 1 :])
+        models = self.host_models and (*self.host_models[:index], model, *self.host_models[index + 1 :])
+        return msgspec.structs.replace(
+            self, machine=msgspec.structs.replace(self.machine, hosts=hosts), host_models=models
+        )
 
     def seen_from(self, host: int) -> Deployment:
         """The deployment with the model's files as they lie on a host."""

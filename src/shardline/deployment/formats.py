@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import msgspec
-
-from shardline.config.engine import EngineConfig
+from shardline.config.engine import STORED_METHODS, EngineConfig, ModelConfig
 from shardline.deployment.machine import Device, DeviceKind
-from shardline.models.packed_weights import PackedFormat
 from shardline.models.spec import MLA, DecoderSpec, DType, KVDType
+from shardline.models.stored_layout import BlockLayout, GGUFLayout
+from shardline.models.stored_weights import StoredRules, methods
 from shardline.weights.base import PLAIN, FormatChoice
 
 _DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
 
+_KEPT_GROUPS = (0, 32, 64, 128)
+"""Columns of a group that GPUs can keep packed; 0: the whole row."""
+_FLAT_BLOCK, _GGUF_BLOCK = 64, 32
+"""Columns of a group of bitsandbytes and of GGUF, where tensors differ; for estimates."""
 _FP8_CAPABILITY = 89
 """The first GPU architecture that computes in fp8: sm_89."""
 
 
-def choose_dtype(asked: str, checkpoint: str, packed: PackedFormat) -> DType:
+def choose_dtype(asked: str, checkpoint: str, stored: StoredRules) -> DType:
     """The type of weights and activations. `checkpoint` is the type that config.json names.
 
     Raises:
@@ -24,13 +27,13 @@ def choose_dtype(asked: str, checkpoint: str, packed: PackedFormat) -> DType:
     """
     if asked == "auto":
         # bfloat16 is precise enough for 4 bits and a scale. Other float16 weights need float32 to keep their precision.
-        return "bfloat16" if packed.is_packed else _DTYPES.get(checkpoint, "float32")
+        return "bfloat16" if stored.is_packed else _DTYPES.get(checkpoint, "float32")
     if asked not in _DTYPES:
         raise ValueError(f"dtype {asked} is not supported; use bfloat16 or float32")
     return _DTYPES[asked]
 
 
-def choose_weight_format(config: EngineConfig, packed: PackedFormat, devices: tuple[Device, ...]) -> FormatChoice:
+def choose_weight_format(config: EngineConfig, stored: StoredRules, devices: tuple[Device, ...]) -> FormatChoice:
     """The format of linear weights. `devices` are those on which ranks run.
 
     Weights that are packed in the checkpoint stay packed, unless "none" or another format was requested.
@@ -39,10 +42,9 @@ def choose_weight_format(config: EngineConfig, packed: PackedFormat, devices: tu
         ValueError: the devices or the checkpoint do not support the requested format.
     """
     asked = config.model.quantization
-    is_there = packed.is_packed and config.model.load_format != "dummy"
-    if asked is None:
-        kept = msgspec.structs.replace(packed.weight_format, packs_experts=devices[0].kind == "cpu")
-        return kept if is_there else PLAIN
+    check_statements(config.model, stored)
+    if asked is None or asked == stored.method:
+        return PLAIN if config.model.load_format == "dummy" else _kept_format(stored, devices[0].kind)
     if asked == "none":
         return PLAIN
     chosen = FormatChoice(asked)
@@ -50,6 +52,44 @@ def choose_weight_format(config: EngineConfig, packed: PackedFormat, devices: tu
     gpus = tuple(device for device in devices if device.kind != "cpu")
     _check_devices(f"quantization {asked}", held.gpu_capability, held.alternatives, gpus)
     return chosen
+
+
+def check_statements(model: ModelConfig, stored: StoredRules) -> None:
+    """Refuse options that state how the checkpoint is quantized, if it is not so.
+
+    Raises:
+        ValueError: the message says what the checkpoint is.
+    """
+    found = f"quantized as {stored.method}" if stored.is_packed else "not quantized"
+    asked, load_format = model.quantization, model.load_format
+    is_method = asked is not None and asked.replace("-", "_") in methods()
+    if is_method and asked != stored.method and (stored.is_packed or asked in STORED_METHODS):
+        raise ValueError(f"quantization {asked}: this checkpoint is {found}; leave quantization out")
+    if load_format in STORED_METHODS and load_format != stored.method:
+        raise ValueError(f"load_format {load_format}: this checkpoint is {found}; leave load_format out")
+
+
+def _kept_format(stored: StoredRules, kind: DeviceKind) -> FormatChoice:
+    """The format in which weights stay that a checkpoint has quantized; plain: they are dequantized."""
+    rules = [rule for rule in stored.rules if not rule.only_experts]
+    layouts = [layout for rule in rules for layout in rule.layouts]
+    blocks = [layout for layout in layouts if isinstance(layout, BlockLayout)]
+    sizes = {layout.scales.block_columns for layout in blocks}
+    if kind == "cuda":
+        packed = all(layout.codes.bits == 4 and layout.zeros and layout.ordered for layout in blocks)
+        if len(blocks) != len(layouts) or len(sizes) != 1 or not packed or not sizes <= set(_KEPT_GROUPS):
+            return PLAIN
+        return FormatChoice("packed", sizes.pop())
+    if not layouts:
+        return PLAIN
+    if GGUFLayout() in layouts:
+        group_size, group_bytes = _GGUF_BLOCK, 8
+    else:
+        group_size = min(sizes, default=_FLAT_BLOCK)
+        # Scales of 16 bits stay so, and others are held in float32.
+        group_bytes = max(2 if rule.packing.scale_bytes == 2 else 4 for rule in rules)
+        group_bytes += any(layout.zeros is not None for layout in blocks)
+    return FormatChoice("packed", group_size, max(4 if rule.packing.bits <= 4 else 8 for rule in rules), group_bytes)
 
 
 def check_numerics(config: EngineConfig, held: FormatChoice, devices: tuple[Device, ...]) -> None:

@@ -112,7 +112,7 @@ def choose_layout(parallel: ParallelConfig, machine: Machine) -> Layout:
 
 def _choose_executor(parallel: ParallelConfig, grid: RankGrid) -> ExecutorName:
     executor, world = parallel.distributed_executor_backend, grid.world_size
-    if executor == "auto":
+    if executor in ("auto", "ray"):
         executor = "uni" if world == 1 else "mp"
     if executor == "uni" and world > 1:
         raise ValueError(f"distributed_executor_backend 'uni' runs one rank, and this layout has {world}; use 'mp'")
@@ -189,6 +189,8 @@ def place_ranks(
 def _share_ranks(grid: RankGrid, num_engines: int, machine: Machine, kind: DeviceKind, *, shared: bool) -> list[int]:
     """The number of ranks of each host."""
     hosts, num_ranks = machine.hosts, grid.world_size * num_engines
+    if any(host.num_ranks for host in hosts):
+        return [host.num_ranks for host in hosts]
     if any(host.num_replicas for host in hosts):
         return [host.num_replicas * grid.replica_size for host in hosts]
     if len(hosts) == 1:

@@ -43,6 +43,8 @@ class Host(msgspec.Struct, frozen=True):
     """The address at which other hosts reach it; empty if there are no others."""
     num_replicas: int = 0
     """The replicas that it is to run, if hosts say how many; 0 on all hosts: they share them out evenly."""
+    num_ranks: int = 0
+    """The ranks that it is to run, if Ray has chosen it; 0 on all hosts: `num_replicas` counts."""
     unusable_gpus: str = ""
     """If the host has GPUs that are not among `devices`: why, and what to do about it. Otherwise empty."""
 

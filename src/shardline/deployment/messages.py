@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shardline.deployment.deployment import Deployment, KVAllocation
+from shardline.segment.activity import Activity
 from shardline.segment.progress import RankProgress
 from shardline.types import RankStep, StepResult
 
@@ -52,8 +53,6 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
     """Number of the engine in the deployment."""
     rank: int
     """Rank within the engine."""
-    store_path: str
-    """The file through which gloo's ranks find each other; empty: collectives use the shared segment."""
     nonce: bytes = b""
     """A secret of this start. Ranks on several hosts prove to each other that they know it."""
 
@@ -86,10 +85,18 @@ class StoreValue(msgspec.Struct, frozen=True, tag=True):
     """Engine to worker: the value that a StoreGet asked for."""
 
     key: str
-    value: bytes
+    value: bytes | None
+    """None: no rank has set it yet."""
 
 
-WorkerRequest = StartWorker | RunStep | AllocateCache | Probe | PrepareGrammar | StoreValue
+class StoreCount(msgspec.Struct, frozen=True, tag=True):
+    """Engine to worker: the sum after a StoreAdd."""
+
+    key: str
+    value: int
+
+
+WorkerRequest = StartWorker | RunStep | AllocateCache | Probe | PrepareGrammar | StoreValue | StoreCount
 
 
 class RankMeasured(msgspec.Struct, frozen=True, tag=True):
@@ -135,9 +142,18 @@ class StoreSet(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreGet(msgspec.Struct, frozen=True, tag=True):
-    """Worker to engine: send this value as soon as some rank has set it."""
+    """Worker to engine: send this value."""
 
     key: str
+    waits: bool = True
+    """Whether to answer only once some rank has set it."""
+
+
+class StoreAdd(msgspec.Struct, frozen=True, tag=True):
+    """Worker to engine: add to a counter that all ranks share, and send the sum."""
+
+    key: str
+    amount: int
 
 
 class RankStarted(msgspec.Struct, frozen=True, tag=True):
@@ -150,8 +166,7 @@ class RankStarted(msgspec.Struct, frozen=True, tag=True):
 class RankBeat(msgspec.Struct, frozen=True, tag=True):
     """Node to engine, once a second for each rank on another host: how far it is."""
 
-    work: int
-    """Pieces of work that the rank has finished."""
+    activity: Activity
     progress: RankProgress
     expert_load: bytes
     """The rank's counters of tokens per expert, as int64."""
@@ -162,6 +177,8 @@ class RankEnded(msgspec.Struct, frozen=True, tag=True):
 
     how: str
     """How its process ended, in words that follow its name."""
+    code: int | None = None
+    """The exit code; None: the process is stopped, or its host is lost."""
 
 
 WorkerReply = (
@@ -172,6 +189,7 @@ WorkerReply = (
     | ProbeDone
     | StoreSet
     | StoreGet
+    | StoreAdd
     | RankStarted
     | RankBeat
     | RankEnded

@@ -16,14 +16,14 @@ def explain_choices(deployment: Deployment, asked: EngineConfig, room: int) -> D
 
 
 def _reasons(deployment: Deployment, asked: EngineConfig, room: int) -> list[str]:
-    spec, grid, packed = deployment.spec, deployment.grid, deployment.model.packed
+    spec, grid, stored = deployment.spec, deployment.grid, deployment.model.stored
     host = deployment.machine.hosts[0]
     reasons = []
     if asked.parallel.device == "auto" and deployment.device == "cuda":
         gpus = [host.devices[index] for index in host.of_kind("cuda")]
         reasons.append(f"device cuda (this host has {len(gpus)} x {gpus[0].name})")
     if asked.model.dtype == "auto":
-        reasons.append(f"dtype {deployment.dtype} (the checkpoint's is {packed if packed.is_packed else spec.dtype})")
+        reasons.append(f"dtype {deployment.dtype} (the checkpoint's is {stored if stored.is_packed else spec.dtype})")
     if not isinstance(asked.model.max_model_len, int):
         whole = deployment.max_model_len == spec.max_position_embeddings
         why = "all that the model has" if whole else "what the KV cache holds"

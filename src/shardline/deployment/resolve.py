@@ -35,10 +35,10 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     parallel, asked_length = config.parallel, config.model.max_model_len
     layout = choose_layout(parallel, machine)
     devices = _devices(layout, machine)
-    dtype = choose_dtype(config.model.dtype, decoder_spec(model.files.config, None).dtype, model.packed)
+    dtype = choose_dtype(config.model.dtype, decoder_spec(model.files.config, None).dtype, model.stored)
     spec = decoder_spec(model.files.config, asked_length if isinstance(asked_length, int) else None)
     check_length(asked_length, spec)
-    held = choose_weight_format(config, model.packed, devices)
+    held = choose_weight_format(config, model.stored, devices)
     kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, dtype, spec, devices)
     block_size = choose_block_size(config.cache.block_size, spec, dtype, kv_dtype, layout.device)
     sized = replace(config, cache=replace(config.cache, block_size=block_size))
@@ -48,7 +48,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     check_numerics(config, held, devices)
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
     if model.checkpoint is not None:
-        model.checkpoint.check(spec, model.packed)
+        model.checkpoint.check(spec, model.stored)
     weights = _rank_weights(config, layout, spec, stages, dtype, held)
     room = rank_room(config, layout, machine, spec, dtype, weights)
     cache, length = plan_cache(sized, layout, machine, spec, stages, weights, kv_dtype, room)
@@ -70,7 +70,9 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         weights=weights,
         executor=layout.executor,
         collectives=layout.collectives,
-        tries_symmetric_memory=layout.device == "cuda" and parallel.collectives == "auto",
+        tries_symmetric_memory=(
+            layout.device == "cuda" and parallel.collectives == "auto" and not layout.splits_tensor_groups
+        ),
         step_timeout=parallel.step_timeout or STEP_TIMEOUTS[layout.device],
         connect_timeout=config.cluster.distributed_timeout_seconds,
         max_in_flight=max(2, layout.grid.pipeline),
@@ -135,11 +137,11 @@ def model_source(config: EngineConfig, model: ModelDescription) -> ModelSource:
     files = model.files
     return ModelSource(
         name=files.name,
-        folder=str(files.folder),
+        folder=str(files.location),
         weight_files=tuple(map(str, files.weight_files)),
-        load_format="dummy" if config.model.load_format == "dummy" else "safetensors",
+        load_format="dummy" if config.model.load_format == "dummy" else "gguf" if files.gguf else "safetensors",
         seed=config.model.seed,
-        packed=model.packed,
+        stored=model.stored,
         config_text=json.dumps(files.config, sort_keys=True),
         tokenizer_file=model.tokenizer_file,
     )

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 import msgspec
 import zmq
 
+from shardline.cluster.links import answer
+from shardline.cluster.messages import Connect, Listen, Listening, Measured
 from shardline.cluster.token import find_token
 from shardline.cluster.wire import HeadSocket, NodeSocket, encode
 from shardline.config.engine import EngineConfig
@@ -17,21 +19,7 @@ from shardline.config.server import ServerConfig
 from shardline.doctor.cluster_checks import check_cluster
 from shardline.doctor.facts import Finding, Link, NodeFacts, Report
 from shardline.doctor.gather import gather
-from shardline.doctor.measure import answer
-from shardline.doctor.messages import (
-    Command,
-    Connect,
-    FromHead,
-    FromNode,
-    Hello,
-    Listen,
-    Listening,
-    Measured,
-    Ping,
-    Pong,
-    Refused,
-    Rejoin,
-)
+from shardline.doctor.messages import Command, FromHead, FromNode, Hello, Ping, Pong, Refused, Rejoin
 from shardline.doctor.node_checks import check_node
 
 _LINKS_SECONDS = 7.0
@@ -166,7 +154,7 @@ class Reception:
     def _ask(self, node: int, command: Command) -> FromNode | None:
         """A node's answer; None: it does not answer, and is not asked again."""
         if node == self._own.node:
-            return answer(command, self._own.host.address)
+            return _answer(command, self._own.host.address)
         if node in self._lost:
             return None
         identity = self._nodes[node][0]
@@ -217,13 +205,17 @@ def _visit_head(token: str, config: EngineConfig, facts: NodeFacts, alone: Repor
             if isinstance(message, Rejoin):
                 text = f"a server runs at {place}, so links were not measured"
                 return _with(alone, Finding(facts.name, "head", "ok", text))
-            wire.socket.send(encode(answer(message, facts.host.address)))
+            wire.socket.send(encode(_answer(message, facts.host.address)))
             deadline = time.monotonic() + 2 * _LINKS_SECONDS
         text = f"no head answers at {place} within {wait:g} s"
         fix = f"start `shardline doctor` with the same flags there, and open port {port}; check --master-addr"
         return _with(alone, Finding(facts.name, "head", "broken", text, fix))
     finally:
         wire.close()
+
+
+def _answer(command: Command, address: str) -> Pong | Listening | Measured:
+    return Pong(time.time()) if isinstance(command, Ping) else answer(command, address)
 
 
 def _with(report: Report, *findings: Finding) -> Report:

@@ -22,6 +22,7 @@ from shardline.deployment.probe import available_isas, probe_machine, software_v
 from shardline.doctor.facts import UNLIMITED, ModelFacts, NodeFacts, Port
 from shardline.doctor.known_answers import KnownAnswers
 from shardline.models.checkpoint import weight_files
+from shardline.models.gguf.names import all_parts, is_gguf
 from shardline.models.hub import cache_folder, find_local_model
 
 _CAP_IPC_LOCK = 14
@@ -79,8 +80,10 @@ def model_facts(config: EngineConfig) -> ModelFacts:
         folder = find_local_model(model.model, model.revision)
         if folder is None:
             return facts
-        files = [] if model.load_format == "dummy" else weight_files(folder)
-        digest = hashlib.sha256((folder / "config.json").read_bytes())
+        in_gguf = is_gguf(folder)
+        parts = all_parts(folder) if in_gguf else weight_files(folder) if model.load_format != "dummy" else ()
+        files = list(parts)
+        digest = hashlib.sha256(b"" if in_gguf else (folder / "config.json").read_bytes())
         for file in sorted(files):
             digest.update(f"{file.name} {file.stat().st_size} ".encode())
         return msgspec.structs.replace(facts, folder=str(folder), digest=digest.hexdigest()[:12])

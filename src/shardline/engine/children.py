@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from shardline import env
+from shardline.segment.activity import Activity, read_activity
 from shardline.segment.pulse import SILENCE, Pulse, PulseWatch
 
 
@@ -41,6 +42,10 @@ class Child:
     def work(self) -> int:
         """Pieces of work that the process has finished; see `Pulse.work`."""
         return self._pulse.work
+
+    def activity(self) -> Activity:
+        """What the process and its descendants have done so far."""
+        return read_activity(self.pid, self.work)
 
     def is_silent(self) -> bool:
         """Whether the process lives, but has given no sign of it for SILENCE seconds; look every CHECK_INTERVAL."""

@@ -23,13 +23,17 @@ from shardline.engine.ipc import (
     EngineReady,
     StopEngine,
 )
+from shardline.engine.load_watch import STUCK_SECONDS, LoadWatch
 from shardline.engine.start import StartedEngine, start_engine
 from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
+from shardline.segment.activity import Activity
 from shardline.segment.pulse import CHECK_INTERVAL
 from shardline.types import Request
 
 _GRACE = 2.0
 """Seconds beyond the step's deadline that an engine has to answer: it can say which of its ranks is late."""
+_LOADING_GRACE = 10.0
+"""The same for an engine that loads."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +66,7 @@ class EngineClient:
         self._ended = threading.Event()
         """Nobody need watch the engine any more: it has ended, or it is to end."""
         self._ready = threading.Event()
-        self._remote_work = 0
+        self._remote = Activity()
         self._killed_because = ""
         interval, patience = probe_interval(deployment.step_timeout), deployment.step_timeout + _GRACE
         self._watchdog = Watchdog(interval, patience)
@@ -133,12 +137,17 @@ class EngineClient:
     def _watch_engine(self) -> None:
         """End the engine if it gives no sign of life or does not answer; the reader thread then reports why."""
         number, work = 0, 0
+        loading = LoadWatch(STUCK_SECONDS + _LOADING_GRACE)
         while not self._ended.wait(CHECK_INTERVAL):
             if self._child is not None and self._child.is_silent():
                 self._give_up("")
                 return
             if not self._ready.is_set():
                 self._watchdog.restart()
+                loading.look([self._activity()])
+                if loading.is_stuck:
+                    self._give_up(f"{self._name()} made no progress in loading for {loading.patience:g} s")
+                    return
                 continue
             if (now_done := self._work()) != work:  # a step may be long
                 work = now_done
@@ -160,7 +169,13 @@ class EngineClient:
         self._channel.shutdown()
 
     def _work(self) -> int:
-        return self._remote_work if self._child is None else self._child.work
+        return self._remote.work if self._child is None else self._child.work
+
+    def _activity(self) -> Activity:
+        """What the engine has done while it loads. An engine that watches ranks reads much, and counts their work."""
+        if self._deployment.executor != "uni":
+            return Activity(self._work())
+        return self._remote if self._child is None else self._child.activity()
 
     def _name(self) -> str:
         """The engine, and its rank if it has no more than one: that runs in the engine's process."""
@@ -182,7 +197,7 @@ class EngineClient:
             except (EOFError, OSError, msgspec.MsgspecError):
                 message = EngineFailed(self._killed_because or self._describe_end())
             if isinstance(message, EngineBeat):
-                self._remote_work = message.work
+                self._remote = message.activity
                 continue
             self._watchdog.note_life()
             if isinstance(message, EngineReady):

@@ -8,6 +8,7 @@ import msgspec
 
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.messages import PrepareGrammar, Probe, ProbeDone
+from shardline.segment.activity import Activity
 from shardline.stats import EngineStats
 from shardline.types import Request, SequenceOutput
 
@@ -68,9 +69,9 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineBeat(msgspec.Struct, frozen=True, tag=True):
-    """Node to front, once a second for an engine on another host: pieces of work that it has finished."""
+    """Node to front, once a second for an engine on another host: what it has done so far."""
 
-    work: int
+    activity: Activity
 
 
 EngineMessage = EngineBeat | EngineReady | EngineOutputs | EngineFailed | ProbeDone

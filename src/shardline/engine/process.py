@@ -77,7 +77,7 @@ class EngineProcess:
                     num_kv_blocks=executor.allocation.num_blocks - 1,
                     block_size=deployment.cache.block_size,
                     fingerprint=fingerprint(deployment, isas.pop()),
-                    report=startup_report(deployment, executor.allocation, ranks, seconds),
+                    report=startup_report(deployment, start.replica, executor.allocation, ranks, seconds),
                 )
             )
             self._ready = True

@@ -14,7 +14,11 @@ from shardline.weights.base import PLAIN
 
 
 def startup_report(
-    deployment: Deployment, allocation: KVAllocation, ranks: Sequence[RankReport], seconds: dict[str, float]
+    deployment: Deployment,
+    engine: int,
+    allocation: KVAllocation,
+    ranks: Sequence[RankReport],
+    seconds: dict[str, float],
 ) -> list[str]:
     """Lines for people; those about the KV cache and the concurrency are worded as in vLLM."""
     grid, spec, cache, stages = deployment.grid, deployment.spec, deployment.cache, deployment.stages
@@ -33,9 +37,9 @@ def startup_report(
         place = grid.place(report.rank)
         stage = stages[place.pp_rank]
         lines.append(
-            f"rank {report.rank}: {report.host} {report.device} ({report.isa}, {report.threads} threads, pid "
-            f"{report.pid}), dp {place.dp_rank}, pp {place.pp_rank} (layers {stage.start}-{stage.stop - 1}), "
-            f"tp {place.tp_rank}; weights "
+            f"rank {report.rank}: {_where(deployment, engine, report)} {report.device} ({report.isa}, "
+            f"{report.threads} threads, pid {report.pid}), dp {place.dp_rank}, "
+            f"pp {place.pp_rank} (layers {stage.start}-{stage.stop - 1}), tp {place.tp_rank}; weights "
             f"{format_bytes(report.weight_bytes)}, KV {format_bytes(report.kv_bytes)}, "
             f"loaded in {report.load_seconds:.2f} s"
         )
@@ -57,14 +61,23 @@ def startup_report(
     return lines
 
 
+def _where(deployment: Deployment, engine: int, report: RankReport) -> str:
+    """The host of a rank, and if there are several hosts, the address that its peers use."""
+    hosts = deployment.machine.hosts
+    if len(hosts) == 1:
+        return report.host
+    index = deployment.placements[engine][report.rank].host
+    return f"node {index} ({report.host}, {hosts[index].address})"
+
+
 def _quantization(deployment: Deployment) -> str:
     """The format of linear weights, and what happens to a checkpoint's own quantization."""
-    held, packed = deployment.weight_format, deployment.model.packed
+    held, stored = deployment.weight_format, deployment.model.stored
     name = "none" if held == PLAIN else held.name
-    if not packed.is_packed or deployment.model.load_format == "dummy":
+    if not stored.is_packed or deployment.model.load_format == "dummy":
         return name
     kept = "kept" if deployment.keeps_packed else f"dequantized to {deployment.dtype} as it loads"
-    return f"{name} (the checkpoint's is {packed}, {kept})"
+    return f"{name} (the checkpoint's is {stored}, {kept})"
 
 
 def _together(replicas: int) -> str:

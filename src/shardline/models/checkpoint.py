@@ -12,12 +12,17 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec.structs import replace
 
 from shardline.models.lookup import family
-from shardline.models.packed_weights import NOT_PACKED, PACKED, PackedFormat
-from shardline.models.parameters import Shape, parameters
+from shardline.models.parameters import Shape, expert_of, parameters, parse_name
 from shardline.models.spec import DecoderSpec, TensorSource
+from shardline.models.stored_layout import StoredModule, tensor_problems
+from shardline.models.stored_weights import RuleBook, StoredRules
+from shardline.models.wrapper import language_model_key
 
 _ELEMENT_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -26,8 +31,10 @@ _ELEMENT_BYTES = {
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
 }
 _LOADABLE = ("F32", "BF16", "F16", "F64")
-_SCALES = ("F16", "BF16", "F32")
-_MAX_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 1 << 25
+"""The largest published headers, of a hundred thousand tensors, are half as long."""
+_MAX_DIMS = 16
+_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _NAMED_PROBLEMS = 5
 _WEIGHT_SUFFIXES = (".bin", ".safetensors", ".gguf", ".pth")
 
@@ -47,7 +54,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a folder, by key."""
+    """The tensors of a folder, by key. Those of a wrapped language model have its own keys."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -63,9 +70,10 @@ class Checkpoint:
         files = weight_files(folder)
         tensors: dict[str, TensorEntry] = {}
         for file in files:
-            for key, entry in read_header(file).items():
+            for stored_key, entry in read_header(file).items():
+                key = language_model_key(stored_key)
                 if key in tensors:
-                    raise ValueError(f"tensor {key!r} is in {file} and in {tensors[key].file.name}")
+                    raise ValueError(f"tensor {stored_key!r} is in {file} and in {tensors[key].file.name}")
                 tensors[key] = entry
         return cls(folder, files, tensors)
 
@@ -85,76 +93,111 @@ class Checkpoint:
         """The key of `source`'s tensor in the checkpoint; None if the tensor is missing."""
         return next((key for key in (source.key, *source.aliases) if key in self.tensors), None)
 
-    def find_packed(self, source: TensorSource) -> str | None:
-        """The common prefix of the keys of `source`'s packed weight, last dot included; None if there is none."""
-        bases = (key.removesuffix("weight") for key in (source.key, *source.aliases) if key.endswith(".weight"))
-        return next((base for base in bases if f"{base}qweight" in self.tensors), None)
-
-    def check(self, spec: DecoderSpec, packed: PackedFormat = NOT_PACKED) -> None:
+    def check(self, spec: DecoderSpec, rules: StoredRules | None = None) -> dict[str, StoredModule]:
         """Check that every parameter of `spec` exists, with the right shape and a type that can be loaded.
 
-        Weights may be `packed`. Other tensors are ignored, except a bias that the spec does not have: if it were
-        ignored, results would be wrong. (Packers write biases of zeros. The loader of packed weights checks these.)
+        A weight is quantized if its quantized tensors are there and `rules`, the ones of config.json, cover its module.
+        Other tensors are ignored, except a bias that the spec does not have: if it were ignored, results would be
+        wrong. (GPTQ's and AWQ's packers write biases of zeros. The loader of quantized weights checks these.)
+
+        Returns the quantized modules by what the names of their tensors begin with, last dot included.
 
         Raises:
             ValueError: there are problems. The message names the first few.
         """
-        problems = []
+        problems: list[str] = []
         tensor_source = family(spec.model_type).tensor_source
+        quantized = _QuantizedModules(self, rules or StoredRules())
         expected: dict[str, Shape] = {}
-        expected_packed: dict[str, Shape] = {}
         for name, shape in parameters(spec):
             source = tensor_source(name, spec)
+            if quantized.add(name, source, shape, problems):
+                continue
             key = self.find(source)
-            if key is None and packed.is_packed and (base := self.find_packed(source)) is not None:
-                if source.transposed:
-                    problems.append(f"{base}qweight is packed, which is not supported for this model type")
-                rows = shape[0] if source.rows is None else sum(source.rows)
-                expected_packed[base] = max((rows, shape[1]), expected_packed.get(base, (0, 0)))
-                continue
             if key is None:
-                problems.append(f"{source.key} is missing")
+                problems.append(f"{source.key} is missing{self._packed_hint(source.key)}")
                 continue
-            if source.rows is not None:
-                # If parameters share a tensor, the end of the last one gives the full size.
-                shape = (sum(source.rows), *shape[1:])
-            if source.transposed:
-                shape = shape[::-1]
-            expected[key] = max(shape, expected.get(key, shape))
-        for base, shape in expected_packed.items():
-            problems += self._packed_problems(base, shape, packed)
+            # If parameters share a tensor, the end of the last one gives the full size.
+            stored = source.stored_shape(shape)
+            expected[key] = max(stored, expected.get(key, stored))
+        modules = quantized.finish(problems)
         for key, shape in expected.items():
-            problems += self._problems(key, shape)
+            problems += tensor_problems(key, shape, _LOADABLE, self.tensors)
             bias = f"{key.removesuffix('weight')}bias"
             if bias in self.tensors and bias not in expected:
                 problems.append(f"{bias} is there, but the configuration has no bias in that place")
         if problems:
+            problems = list(dict.fromkeys(problems))
             more = f"; and {len(problems) - _NAMED_PROBLEMS} more" if len(problems) > _NAMED_PROBLEMS else ""
             raise ValueError(
-                f"the weights in {self.folder} do not fit its config.json: "
-                f"{'; '.join(dict.fromkeys(problems[:_NAMED_PROBLEMS]))}{more}"
+                f"the weights in {self.folder} do not fit its config.json (download both again): "
+                f"{'; '.join(problems[:_NAMED_PROBLEMS])}{more}"
             )
+        return modules
 
-    def _problems(self, key: str, shape: Shape, types: tuple[str, ...] = _LOADABLE) -> list[str]:
-        """The problems of a tensor that should have `shape` and one of `types`."""
-        entry = self.tensors.get(key)
-        if entry is None:
-            return [f"{key} is missing"]
-        problems = []
-        if entry.shape != shape:
-            problems.append(f"{key} has shape {list(entry.shape)}, not {list(shape)}")
-        if entry.dtype not in types:
-            problems.append(f"{key} has type {entry.dtype}; supported: {', '.join(types)}")
-        return problems
+    def _packed_hint(self, key: str) -> str:
+        """What to say about a missing weight that seems to be quantized."""
+        base = key.removesuffix("weight")
+        packed = next((f"{base}{part}" for part in ("qweight", "weight_packed") if f"{base}{part}" in self.tensors), "")
+        return f" (there is {packed}: does config.json have the right quantization_config?)" if packed else ""
 
-    def _packed_problems(self, base: str, shape: Shape, packed: PackedFormat) -> list[str]:
-        """The problems of a packed weight's tensors. The weight should have `shape`."""
-        if any(size % PACKED for size in shape):
-            return [f"{base}qweight stands for a weight {list(shape)}, whose sizes are not multiples of {PACKED}"]
-        problems = []
-        for part, part_shape in packed.shapes(*shape).items():
-            problems += self._problems(f"{base}{part}", part_shape, _SCALES if part == "scales" else ("I32",))
-        return problems
+
+class _QuantizedModules:
+    """Collects the quantized modules of a checkpoint, and checks their headers."""
+
+    def __init__(self, checkpoint: Checkpoint, rules: StoredRules) -> None:
+        self._tensors = checkpoint.tensors
+        self._layouts = tuple(dict.fromkeys(rules.layouts))
+        self._rules = rules
+        self._book = RuleBook(rules)
+        self._shapes: dict[str, tuple[int, int, int]] = {}
+        self._is_expert: dict[str, bool] = {}
+
+    def add(self, name: str, source: TensorSource, shape: Shape, problems: list[str]) -> bool:
+        """Whether the parameter `name` is a quantized weight of the checkpoint."""
+        if parse_name(name).kind != "weight" or len(shape) != 2:
+            return False
+        base = self._find(source)
+        if base is None:
+            return False
+        # Packers store every linear as [out, in], also where the model's own checkpoint has [in, out].
+        stacked, *sizes = (0, *replace(source, transposed=False, index=None).stored_shape(shape))
+        if source.index is not None:
+            stacked = source.index[1]
+        # If parameters share a tensor, the end of the last one gives the full size.
+        self._shapes[base] = max((sizes[0], sizes[1], stacked), self._shapes.get(base, (0, 0, 0)))
+        self._is_expert[base] = expert_of(parse_name(name).part) is not None
+        return True
+
+    def _find(self, source: TensorSource) -> str | None:
+        for key in (source.key, *source.aliases):
+            base = key.removesuffix("weight") if key.endswith(".weight") else key
+            if any(layout.is_there(base, self._tensors) for layout in self._layouts):
+                return base
+        return None
+
+    def finish(self, problems: list[str]) -> dict[str, StoredModule]:
+        """The modules found. Adds what is wrong with them to `problems`."""
+        modules = {}
+        for base, (rows, columns, stacked) in self._shapes.items():
+            rule = self._book.find(base.removesuffix("."), self._is_expert[base])
+            if rule is None:
+                problems.append(f"{base}weight is quantized, but quantization_config leaves this module out")
+                continue
+            there = [layout for layout in rule.layouts if layout.is_there(base, self._tensors)]
+            if not there:
+                problems.append(f"{base}weight is quantized, but not as quantization_config says ({self._rules})")
+                continue
+            chosen, found = there[0], there[0].problems(base, rows, columns, stacked, self._tensors)
+            for layout in there[1:] if found else ():
+                others = layout.problems(base, rows, columns, stacked, self._tensors)
+                if len(others) < len(found):
+                    chosen, found = layout, others
+            problems += found
+            if f"{base}bias" in self._tensors:
+                problems += tensor_problems(f"{base}bias", (rows,), _LOADABLE, self._tensors)
+            modules[base] = StoredModule(base, chosen, rows, columns)
+        return modules
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -177,7 +220,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
         files = tuple(folder / name for name in names)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{index} is corrupt: it must be an object with a weight_map of key to file name") from None
     outside = [name for name in names if Path(name).name != name]
     if outside or not files:
@@ -215,12 +258,13 @@ def _parse_header(file: Path) -> dict[str, TensorEntry]:
         if header_size > min(file_size - 8, _MAX_HEADER_BYTES):
             raise _CorruptError(f"header of {header_size} bytes in a file of {file_size}")
         text = stream.read(header_size)
+    # Values are decoded one by one into their types, so a header of nested lists takes no more memory than its text.
     try:
-        header = json.loads(text)
+        header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        raise _CorruptError("header is not JSON: not a JSON object") from None
     except (ValueError, RecursionError):
         raise _CorruptError("header is not JSON") from None
-    if not isinstance(header, dict):
-        raise _CorruptError("header is not a JSON object")
     header.pop("__metadata__", None)
     spans: list[tuple[int, int]] = []
     entries: dict[str, TensorEntry] = {}
@@ -238,17 +282,21 @@ def _parse_header(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _parse_entry(key: str, value: Any) -> tuple[str, Shape, int, int]:
+class _Entry(msgspec.Struct):
+    dtype: Any
+    shape: Annotated[list[_Size], msgspec.Meta(max_length=_MAX_DIMS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+def _parse_entry(key: str, value: msgspec.Raw) -> tuple[str, Shape, int, int]:
     """(dtype, shape, start, stop) of a tensor. They are checked against each other."""
     try:
-        dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
-        numbers = [start, stop, *shape]
-    except (KeyError, TypeError, ValueError):
+        entry = msgspec.json.decode(value, type=_Entry)
+    except (ValueError, RecursionError):
         raise _CorruptError(f"entry of {key!r} is malformed") from None
+    dtype, shape, (start, stop) = entry.dtype, tuple(entry.shape), entry.data_offsets
     if not isinstance(dtype, str) or dtype not in _ELEMENT_BYTES:
-        raise _CorruptError(f"{key!r} has unknown type {dtype!r}")
-    if any(not isinstance(number, int) or number < 0 for number in numbers):
-        raise _CorruptError(f"entry of {key!r} is malformed")
+        raise _CorruptError(f"{key!r} has unknown type {dtype!r:.80}")
     if stop - start != math.prod(shape) * _ELEMENT_BYTES[dtype]:
-        raise _CorruptError(f"{key!r} has {stop - start} bytes for shape {shape} of {dtype}")
-    return dtype, tuple(shape), start, stop
+        raise _CorruptError(f"{key!r} has {stop - start} bytes for shape {list(shape)} of {dtype}")
+    return dtype, shape, start, stop

@@ -6,9 +6,14 @@ from dataclasses import dataclass
 
 from shardline.config.engine import ModelConfig
 from shardline.models.checkpoint import Checkpoint
+from shardline.models.gguf.checkpoint import GGUFCheckpoint
+from shardline.models.gguf.header import read_header
+from shardline.models.gguf.names import is_gguf
+from shardline.models.gguf.tokenizer import has_vocabulary
 from shardline.models.hf_config import HFConfig
 from shardline.models.hub import ModelFiles, resolve_model, resolve_tokenizer
-from shardline.models.packed_weights import PackedFormat, packed_format
+from shardline.models.stored_weights import StoredRules, read_stored
+from shardline.models.wrapper import text_config
 
 
 @dataclass(frozen=True)
@@ -16,12 +21,12 @@ class ModelDescription:
     """A model on this host."""
 
     files: ModelFiles
-    packed: PackedFormat
-    """How config.json says that linear weights are packed. It is set for random weights too."""
-    checkpoint: Checkpoint | None
+    stored: StoredRules
+    """How config.json or the GGUF file says that weights are quantized. It is set for random weights too."""
+    checkpoint: Checkpoint | GGUFCheckpoint | None
     """The tensors in the checkpoint's headers; None: weights are random, and no checkpoint was read."""
     tokenizer_file: str = ""
-    """Its tokenizer.json; empty: it has none."""
+    """Its tokenizer.json, or the GGUF file that has the tokenizer; empty: it has none."""
 
 
 def read_model(config: ModelConfig) -> ModelDescription:
@@ -31,12 +36,17 @@ def read_model(config: ModelConfig) -> ModelDescription:
         ValueError: the model cannot be found or reached, its config.json is wrong, or its checkpoint is damaged.
     """
     is_dummy = config.load_format == "dummy"
-    files = resolve_model(config.model, config.revision, weights=not is_dummy)
-    folder = files.folder if config.tokenizer is None else resolve_tokenizer(config.tokenizer)
-    tokenizer_file = folder / "tokenizer.json"
+    files = resolve_model(config.model, config.revision, weights=not is_dummy, load_format=config.load_format)
+    text_source = files.text_source if config.tokenizer is None else resolve_tokenizer(config.tokenizer)
+    in_gguf = is_gguf(text_source)
+    tokenizer_file = text_source if in_gguf else text_source / "tokenizer.json"
+    has_tokenizer = has_vocabulary(read_header(text_source)) if in_gguf else tokenizer_file.is_file()
+    checkpoint: Checkpoint | GGUFCheckpoint | None = None
+    if not is_dummy:
+        checkpoint = Checkpoint.open(files.folder) if files.gguf is None else GGUFCheckpoint.open(files.gguf)
     return ModelDescription(
         files=files,
-        packed=packed_format(HFConfig(files.config)),
-        checkpoint=None if is_dummy else Checkpoint.open(files.folder),
-        tokenizer_file=str(tokenizer_file) if tokenizer_file.is_file() else "",
+        stored=read_stored(HFConfig(text_config(files.config))),
+        checkpoint=checkpoint,
+        tokenizer_file=str(tokenizer_file) if has_tokenizer else "",
     )

@@ -90,6 +90,22 @@ class HFConfig:
         items = HFConfig({str(i): value for i, value in enumerate(values)}, f"{self.section_name}{key}.")
         return tuple(items.number(str(i)) for i in range(count))
 
+    def sizes(self, key: str, count: int) -> tuple[int, ...]:
+        """A list of `count` positive whole numbers."""
+        numbers = self.numbers(key, count)
+        if any(number != int(number) for number in numbers):
+            raise self.error(key, f"must be a list of {count} whole numbers, got {list(numbers)}")
+        return tuple(map(int, numbers))
+
+    def names(self, key: str) -> tuple[str, ...]:
+        """A list of strings. It is empty if the key is missing or null."""
+        values = self.values.get(key)
+        if values is None:
+            return ()
+        if isinstance(values, str) or not isinstance(values, Sequence) or not all(isinstance(v, str) for v in values):
+            raise self.error(key, f"must be a list of names, got {values!r:.80}")
+        return tuple(values)
+
     def section(self, key: str) -> HFConfig:
         """A nested object. It is empty if the key is missing or null."""
         value = self.values.get(key)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
+import glob
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +14,11 @@ from typing import Any
 
 from shardline.models.checkpoint import weight_files
 from shardline.models.download_lock import download_lock
-from shardline.models.lookup import family
+from shardline.models.gguf.checkpoint import GGUFCheckpoint
+from shardline.models.gguf.config import read_config
+from shardline.models.gguf.names import all_parts, choose_files, is_gguf, model_names, split_quant
+from shardline.models.lookup import family, language_model_type
+from shardline.models.wrapper import text_config
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
 """The model "demo", which ships with the package."""
@@ -50,7 +56,20 @@ class ModelFiles:
     generation_config: dict[str, Any]
     """generation_config.json, parsed; empty if there is no such file."""
     weight_files: tuple[Path, ...]
-    """The safetensors files; empty if they were not requested."""
+    """The safetensors or GGUF files; empty if they were not requested."""
+    gguf: Path | None = None
+    """The GGUF file, or its first part; None: the model is a folder in Hugging Face format."""
+
+    @property
+    def location(self) -> Path:
+        """What names the model on this host: its GGUF file, or else its folder."""
+        return self.gguf or self.folder
+
+    @property
+    def text_source(self) -> Path:
+        """Where the tokenizer is: in the folder, or in the GGUF file if there is none beside it."""
+        has_tokenizer = self.gguf is None or (self.folder / "tokenizer.json").is_file()
+        return self.folder if has_tokenizer else self.location
 
     @property
     def model_type(self) -> str:
@@ -60,38 +79,53 @@ class ModelFiles:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a sequence, from generation_config.json, else from config.json."""
-        ids = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
+        of_config = self.config.get("eos_token_id", text_config(self.config).get("eos_token_id"))
+        ids = self.generation_config.get("eos_token_id", of_config)
         if ids is None:
             return ()
         return tuple(ids) if isinstance(ids, list) else (int(ids),)
 
 
-def resolve_model(model: str, revision: str | None = None, weights: bool = True) -> ModelFiles:
-    """The files of `model`: 'demo', a folder in Hugging Face format, or a hub id, which is downloaded if necessary.
+def resolve_model(
+    model: str, revision: str | None = None, weights: bool = True, load_format: str = "auto"
+) -> ModelFiles:
+    """The files of `model`: 'demo', a folder in Hugging Face format, a GGUF file, or a hub id, which is downloaded if
+    necessary. "NAME:QUANT" is one GGUF quant of a folder or a repository.
 
-    With `weights` False, weight files are neither searched nor downloaded. HF_TOKEN, HF_HOME and HF_HUB_OFFLINE have
-    their usual meaning.
+    With `weights` False, safetensors files are neither searched nor downloaded. HF_TOKEN, HF_HOME and HF_HUB_OFFLINE
+    have their usual meaning.
 
     Raises:
-        ValueError: there is no such model, it cannot be reached, its config.json is broken, its model_type is not
-            supported, or it has no safetensors weights. The message says what would work.
+        ValueError: there is no such model, it cannot be reached, its configuration is broken, its model_type is not
+            supported, it has no weights that can be loaded, or several quants. The message says what would work.
     """
-    local = _local_folder(model)
+    path = Path(model).expanduser()
+    if is_gguf(model):
+        return _gguf_files(model, path, load_format)
+    name, quant = (model, None) if path.is_dir() else split_quant(model)
+    local = _local_folder(name)
+    if quant is not None or load_format == "gguf":
+        return _gguf_files(model, _choose_gguf(name, local, quant, revision), load_format)
+    if local is not None and weights and not _has_safetensors(local) and model_names(_names_in(local)):
+        return _gguf_files(model, _choose_gguf(name, local, None, revision), load_format)
     folder = local if local is not None else _download(model, revision, _CONFIG_PATTERNS)
     if not (folder / "config.json").is_file():
+        if load_format != "safetensors" and model_names(_names_of(name, local, revision)):
+            return _gguf_files(model, _choose_gguf(name, local, None, revision), load_format)
         raise ValueError(f"model {model!r}: {folder} has no config.json, so it is no model in Hugging Face format")
     config = _read_json(folder / "config.json")
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
+    if not isinstance(config.get("model_type"), str):
         raise ValueError(f"model {model!r}: {folder / 'config.json'} has no model_type")
     # Refuse an unknown type before the weights are downloaded.
-    family(model_type)
+    family(language_model_type(config))
     generation_config = folder / "generation_config.json"
     files: Sequence[Path] = ()
     if weights:
         if local is None:
             # The folder of a snapshot has its commit as its name. The branch may have moved in the meantime.
             folder = _download(model, folder.name, (*_CONFIG_PATTERNS, *_WEIGHT_PATTERNS))
+            if not _has_safetensors(folder) and model_names(_names_of(name, local, revision)):
+                return _gguf_files(model, _choose_gguf(name, local, None, revision), load_format)
         files = weight_files(folder)
     return ModelFiles(
         name=model,
@@ -102,12 +136,77 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
     )
 
 
+def _gguf_files(model: str, file: Path, load_format: str) -> ModelFiles:
+    """The files of a model in GGUF: `file`, and its other parts.
+
+    Raises:
+        ValueError: the file is missing or broken, or its architecture is not supported.
+    """
+    if load_format == "safetensors":
+        raise ValueError(f"load_format is safetensors, and {model!r} is a GGUF file; leave the flag out")
+    if not file.is_file():
+        raise ValueError(f"model {model!r}: there is no such file")
+    first = all_parts(file.absolute())[0]
+    checkpoint = GGUFCheckpoint.open(first)
+    beside, generation = first.parent / "config.json", first.parent / "generation_config.json"
+    config = read_config(checkpoint, _read_json(beside) if beside.is_file() else None)
+    family(str(config["model_type"]))
+    return ModelFiles(
+        name=model,
+        folder=first.parent,
+        config=config,
+        generation_config=_read_json(generation) if generation.is_file() else {},
+        weight_files=checkpoint.files,
+        gguf=first,
+    )
+
+
+def _choose_gguf(name: str, local: Path | None, quant: str | None, revision: str | None) -> Path:
+    """The first file of a quant in a folder, or in a hub repository, from which it is downloaded.
+
+    Raises:
+        ValueError: see `choose_files` and `_download`.
+    """
+    names = _names_of(name, local, revision)
+    chosen = choose_files(names, quant, name)
+    if local is None:
+        # The other files of the repository may be larger than any disk.
+        text = [one for one in names if "/" not in one and any(fnmatch.fnmatch(one, p) for p in _CONFIG_PATTERNS)]
+        local = _download(name, revision, [glob.escape(one) for one in (*text, *chosen)], ())
+    return local / chosen[0]
+
+
+def _names_of(name: str, local: Path | None, revision: str | None) -> list[str]:
+    """The names of all files in a folder, or else in a hub repository. Without the hub, those in its cache."""
+    if local is not None:
+        return _names_in(local)
+    import huggingface_hub
+
+    with contextlib.suppress(Exception):
+        siblings = huggingface_hub.HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT).siblings
+        return [sibling.rfilename for sibling in siblings or ()]
+    return _names_in(_download(name, revision, _CONFIG_PATTERNS))
+
+
+def _names_in(folder: Path) -> list[str]:
+    """The names of the files in a folder and in its folders."""
+    return sorted(str(path.relative_to(folder)) for pattern in ("*", "*/*") for path in folder.glob(pattern))
+
+
+def _has_safetensors(folder: Path) -> bool:
+    return next(folder.glob("*.safetensors*"), None) is not None
+
+
 def resolve_tokenizer(tokenizer: str, revision: str | None = None) -> Path:
-    """The folder of a tokenizer that does not come with its model. `tokenizer` is a local folder or a hub id.
+    """The folder or the GGUF file of a tokenizer that does not come with its model.
+
+    `tokenizer` is a local folder, a GGUF file or a hub id.
 
     Raises:
         ValueError: there is no such folder or repository, or it cannot be reached.
     """
+    if is_gguf(tokenizer) and Path(tokenizer).expanduser().is_file():
+        return Path(tokenizer).expanduser().absolute()
     return _local_folder(tokenizer) or _download(tokenizer, revision, _TOKENIZER_PATTERNS)
 
 
@@ -125,7 +224,8 @@ def _local_folder(model: str) -> Path | None:
         return path.absolute()
     if path.is_file():
         raise ValueError(
-            f"model {model!r} is a file; give the folder that has its config.json and *.safetensors, or a hub id"
+            f"model {model!r} is a file; give a GGUF file, the folder that has its config.json and *.safetensors, or a "
+            "hub id"
         )
     if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or not model.strip():
         raise ValueError(
@@ -150,8 +250,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Download the files of a hub repository that match `patterns`, unless the cache has them; returns their folder.
+def _download(
+    model: str, revision: str | None, patterns: Sequence[str], ignored: Sequence[str] = _IGNORED_PATTERNS
+) -> Path:
+    """Download the files of a hub repository that match `patterns` and none of `ignored`, unless the cache has them;
+    returns their folder.
 
     Weights are downloaded by one process at a time. The others wait, and then find them in the cache.
 
@@ -172,7 +275,7 @@ def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path
             model,
             revision=revision,
             allow_patterns=list(patterns),
-            ignore_patterns=list(_IGNORED_PATTERNS),
+            ignore_patterns=list(ignored),
             etag_timeout=_HUB_TIMEOUT,
             local_files_only=local_files_only,
         )
@@ -186,7 +289,7 @@ def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path
             "'demo' names the embedded demo model"
         ) from None
     # The transport's errors differ between versions of huggingface_hub. All of them are explained to the user.
-    is_under_way, has_weights = False, set(_WEIGHT_PATTERNS) <= set(patterns)
+    is_under_way, has_weights = False, not ignored or set(_WEIGHT_PATTERNS) <= set(patterns)
     try:
         # snapshot_download makes the same request, but some versions make it without a time-out.
         huggingface_hub.HfApi().model_info(model, revision=revision, timeout=_HUB_TIMEOUT)
@@ -205,19 +308,27 @@ def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path
 
 
 def find_local_model(model: str, revision: str | None = None) -> Path | None:
-    """The folder of a model that is on this host, without a look at the hub; None: it must be downloaded first.
+    """The folder or the GGUF file of a model that is on this host, without a look at the hub; None: it must be
+    downloaded first.
 
     Raises:
-        ValueError: `model` is neither a folder nor a possible hub id.
+        ValueError: `model` is neither a folder nor a GGUF file nor a possible hub id.
     """
-    local = _local_folder(model)
-    if local is not None:
-        return local
-    import huggingface_hub
+    path = Path(model).expanduser()
+    if is_gguf(model):
+        if not path.is_file():
+            raise ValueError(f"model {model!r}: there is no such file")
+        return path.absolute()
+    name, quant = (model, None) if path.is_dir() else split_quant(model)
+    folder = _local_folder(name)
+    if folder is None:
+        import huggingface_hub
 
-    with contextlib.suppress(Exception):
-        return Path(huggingface_hub.snapshot_download(model, revision=revision, local_files_only=True))
-    return None
+        with contextlib.suppress(Exception):
+            folder = Path(huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True))
+    if folder is None or (quant is None and (_has_safetensors(folder) or not model_names(_names_in(folder)))):
+        return folder
+    return folder / choose_files(_names_in(folder), quant, name)[0]
 
 
 def cache_folder() -> Path:

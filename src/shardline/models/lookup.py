@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 import shardline.models.families
+from shardline.models.gguf.norms import NORMS_HOLD_OFFSET, without_norm_offsets
 from shardline.models.hf_config import HFConfig
-from shardline.models.packed_weights import packed_format
 from shardline.models.spec import DecoderSpec, TensorSource
+from shardline.models.stored_weights import check_loadable
+from shardline.models.wrapper import text_config
 
 
 class Family(Protocol):
@@ -53,13 +55,24 @@ def known_families() -> tuple[str, ...]:
 
 
 def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> DecoderSpec:
-    """The model that a parsed config.json describes, by its `model_type`.
+    """The model that a parsed config.json describes, by its `model_type`; of a wrapper, its language model.
 
     Raises:
         ValueError: the model type is missing or not supported, or the configuration is wrong.
     """
-    model_type = config.get("model_type")
+    text = text_config(config)
+    check_loadable(HFConfig(text))
+    spec = family(language_model_type(config)).decoder_spec(text, max_model_len)
+    return without_norm_offsets(spec) if config.get(NORMS_HOLD_OFFSET) else spec
+
+
+def language_model_type(config: Mapping[str, Any]) -> str:
+    """The model type of the language model that a parsed config.json describes.
+
+    Raises:
+        ValueError: it is missing.
+    """
+    model_type = text_config(config).get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"config.json has no model_type; supported: {', '.join(known_families())}")
-    packed_format(HFConfig(config))  # refuses unsupported packings
-    return family(model_type).decoder_spec(config, max_model_len)
+    return model_type

@@ -14,10 +14,8 @@ from shardline.models.hf_config import HFConfig
 from shardline.models.lookup import Family, decoder_spec, family, known_families
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredRules, StoredWeights, read_stored
+from shardline.models.wrapper import text_config
 
-_TEXT = "text_config"
-_FROM_WRAPPER = ("quantization_config", "tie_word_embeddings", "dtype", "torch_dtype")
-"""Keys that wrappers of a text model have outside of its section."""
 _ASSUMED_DTYPE = "bfloat16"
 """Type of checkpoints that do not say it: all published ones of this kind are in bfloat16."""
 
@@ -54,7 +52,7 @@ def read_planned(name: str, config: Mapping[str, Any]) -> PlannedModel:
     Raises:
         ValueError: its type has no spec, or the configuration is wrong.
     """
-    text = text_config(config)
+    text = planned_config(config)
     return PlannedModel(
         name=name,
         config=text,
@@ -65,14 +63,9 @@ def read_planned(name: str, config: Mapping[str, Any]) -> PlannedModel:
     )
 
 
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def planned_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of the language model in `config`, which may be a wrapper. It has a dtype."""
-    text = dict(config)
-    if isinstance(config.get(_TEXT), Mapping):
-        outer = {key: config[key] for key in _FROM_WRAPPER if config.get(key) is not None}
-        inner = {key: value for key, value in config[_TEXT].items() if value is not None or key not in _FROM_WRAPPER}
-        # A wrapper without a type of its text model is one of the oldest kind, whose text model has its name.
-        text = {"model_type": config.get("model_type"), **outer, **inner}
+    text = text_config(config)
     if text.get("dtype") is None and text.get("torch_dtype") is None:
         text["dtype"] = _ASSUMED_DTYPE
     return text

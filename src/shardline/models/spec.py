@@ -246,8 +246,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, array_like=True):
 class TensorSource(msgspec.Struct, frozen=True, array_like=True):
     """The place of a canonical parameter in a checkpoint.
 
-    The parameter is the tensor `key`. If the file stores [in, out], the tensor is transposed. If several parameters
-    share the tensor, the parameter is then the rows [start, start + count).
+    The parameter is the tensor `key`, or a part of it, taken in this order: one of the tensors that it stacks
+    (`index`); its transpose, if the file stores [in, out]; some rows.
     """
 
     key: str
@@ -256,3 +256,16 @@ class TensorSource(msgspec.Struct, frozen=True, array_like=True):
     """(start, count) along the parameter's dim 0, counted after transposition."""
     aliases: tuple[str, ...] = ()
     """Other names of the tensor, for checkpoints without `key`. The first one that exists is used."""
+    row_step: int = 1
+    """Distance of neighbouring rows of the parameter: 2 if the rows of two parameters alternate. It needs `rows`."""
+    index: tuple[int, int] | None = None
+    """(index, count): the tensor stacks `count` tensors along a first dim, for example those of all experts."""
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the tensor for a parameter with `shape`, if no other parameter has later rows of the tensor."""
+        if self.rows is not None:
+            start, count = self.rows
+            shape = (start - start % self.row_step + count * self.row_step, *shape[1:])
+        if self.transposed:
+            shape = shape[::-1]
+        return shape if self.index is None else (self.index[1], *shape)

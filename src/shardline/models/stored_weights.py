@@ -1,12 +1,13 @@
 """What a checkpoint stores: which weights are quantized, and how many bytes each tensor has.
 
-This is apart from what the engine loads (`packed_weights.py`), so that the planner can count any checkpoint. The file
-for a `quant_method` is found by its name in `stored/`.
+The planner counts bytes with this, and the engine loads what has layouts (`stored_layout.py`). The file for a
+`quant_method` is found by its name in `stored/`.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import importlib
 import math
 import pkgutil
@@ -21,8 +22,10 @@ import shardline.models.stored
 from shardline.models.hf_config import HFConfig
 from shardline.models.parameters import Shape, is_kept_in_float32, is_linear, parse_name
 from shardline.models.spec import DTYPE_BYTES, DType
+from shardline.models.stored_layout import Layout
 
 _NUMBERED_LAYER = re.compile(r"\blayers\.(\d+)\b")
+_WRAPPERS = ("language_model.", "model.language_model.")
 _CUT_LIST = re.compile(r"\.\.\. \d+ entries in all")
 
 
@@ -59,8 +62,12 @@ class PackingRule(msgspec.Struct, frozen=True):
 
     packing: Packing
     targets: tuple[str, ...] = ("Linear",)
-    """Patterns of module names; "Linear" matches every linear layer. See `matches`."""
+    """Patterns of module names; "Linear" matches every linear layer. See `ModulePatterns`."""
     only_experts: bool = False
+    layouts: tuple[Layout, ...] = ()
+    """How the tensors of such a module may look; empty: the engine does not load them."""
+    refusal: str = ""
+    """Why the engine does not load such modules."""
 
 
 class StoredRules(msgspec.Struct, frozen=True):
@@ -69,6 +76,23 @@ class StoredRules(msgspec.Struct, frozen=True):
     rules: tuple[PackingRule, ...] = ()
     excluded: tuple[str, ...] = ()
     """Patterns of modules that are not quantized."""
+    method: str = ""
+    """The `quant_method`; empty: nothing is quantized."""
+    summary: str = ""
+    """The method and its main numbers, for people."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether weights are quantized."""
+        return bool(self.rules)
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """All layouts of all rules."""
+        return tuple(layout for rule in self.rules for layout in rule.layouts)
+
+    def __str__(self) -> str:
+        return self.summary
 
     @property
     def label(self) -> str:
@@ -112,9 +136,9 @@ def read_stored(config: HFConfig) -> StoredRules:
     Raises:
         ValueError: the `quant_method` is unknown, or its section is wrong.
     """
-    if not config.has("quantization_config"):
+    section = quantization_section(config)
+    if section is None:
         return StoredRules()
-    section = config.section("quantization_config")
     known = methods()
     # Without a method it is compressed-tensors, whose section alone has groups.
     method = section.text("quant_method", "compressed-tensors" if section.has("config_groups") else "unknown")
@@ -122,7 +146,42 @@ def read_stored(config: HFConfig) -> StoredRules:
     if name not in known:
         raise section.error("quant_method", f"{method!r} is not known; known: {', '.join(known)}")
     rules = known[name].read(section)
-    return msgspec.structs.replace(rules, excluded=_complete(rules.excluded))
+    for pattern in (*rules.excluded, *(target for rule in rules.rules for target in rule.targets)):
+        _check_pattern(section, pattern)
+    return msgspec.structs.replace(
+        rules, excluded=_complete(rules.excluded), method=method, summary=f"{method}, {rules.summary}"
+    )
+
+
+def quantization_section(config: HFConfig) -> HFConfig | None:
+    """The section of a config.json about quantization; None: there is none, so nothing is quantized."""
+    # Early versions of compressed-tensors have another key.
+    for key in ("quantization_config", "compression_config"):
+        if config.has(key):
+            return config.section(key)
+    return None
+
+
+def check_loadable(config: HFConfig) -> None:
+    """Refuse a checkpoint whose quantized weights the engine does not load.
+
+    Raises:
+        ValueError: its config.json says so. The message says what would work.
+    """
+    refused = next((rule for rule in read_stored(config).rules if not rule.layouts), None)
+    if refused is not None:
+        section = quantization_section(config)
+        assert section is not None
+        why = refused.refusal or f"{refused.packing.label} weights are not supported"
+        raise section.error("quant_method", f"{why}; use the unquantized checkpoint, with --quantization if need be")
+
+
+def _check_pattern(section: HFConfig, pattern: str) -> None:
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as error:
+            raise section.error("ignore", f"has {pattern!r}, which is no regular expression: {error}") from None
 
 
 def _complete(excluded: Sequence[str]) -> tuple[str, ...]:
@@ -137,14 +196,51 @@ def _complete(excluded: Sequence[str]) -> tuple[str, ...]:
     return (*listed, *(general for general, numbers in layers.items() if len(numbers) > 1))
 
 
-def matches(module: str, pattern: str) -> bool:
-    """Whether `pattern` means the module: its name or the last part of it, a parent, a glob, or "re:" and a regex."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    module, pattern = _plain(module), _plain(pattern)
-    if pattern == module.rpartition(".")[2] or module == pattern or module.startswith(f"{pattern}."):
-        return True
-    return "*" in pattern and (fnmatch.fnmatch(module, pattern) or fnmatch.fnmatch(module, f"{pattern}.*"))
+class ModulePatterns:
+    """Patterns of module names: the name or the last part of it, a parent, a glob, or "re:" and a regex."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._regexes = [re.compile(pattern[3:]) for pattern in patterns if pattern.startswith("re:")]
+        plain = {_plain(pattern) for pattern in patterns if not pattern.startswith("re:")}
+        self._names = frozenset(plain)
+        globs = (glob for pattern in sorted(plain) if "*" in pattern for glob in (pattern, f"{pattern}.*"))
+        self._globs = [re.compile(fnmatch.translate(glob)) for glob in globs]
+
+    def match(self, module: str) -> bool:
+        """Whether one of the patterns means the module."""
+        # Only names are looked up: a checkpoint may have thousands of modules and hundreds of patterns.
+        plain = _plain(module)
+        if plain.rpartition(".")[2] in self._names or plain in self._names:
+            return True
+        stop = plain.rfind(".")
+        while stop > 0:
+            if plain[:stop] in self._names:
+                return True
+            stop = plain.rfind(".", 0, stop)
+        if any(glob.match(plain) for glob in self._globs):
+            return True
+        # The modules of a language model have longer names in a wrapper of it.
+        names = (module, *(f"{prefix}{plain}" for prefix in _WRAPPERS)) if self._regexes else ()
+        return any(regex.match(name) for regex in self._regexes for name in names)
+
+
+class RuleBook:
+    """Finds the rule for a module of the checkpoint."""
+
+    def __init__(self, rules: StoredRules) -> None:
+        self._excluded = ModulePatterns(rules.excluded)
+        # A rule that names modules goes before one for all linear layers.
+        ordered = sorted(rules.rules, key=lambda rule: "Linear" in rule.targets)
+        self._rules = [(rule, ModulePatterns(rule.targets), "Linear" in rule.targets) for rule in ordered]
+
+    def find(self, module: str, is_expert: bool) -> PackingRule | None:
+        """The rule for a module; None: it is not quantized."""
+        if self._excluded.match(module):
+            return None
+        for rule, patterns, is_general in self._rules:
+            if (is_expert or not rule.only_experts) and (is_general or patterns.match(module)):
+                return rule
+        return None
 
 
 def _plain(name: str) -> str:
@@ -186,15 +282,12 @@ class StoredWeights:
         layer, part, kind = parse_name(name)
         if layer is None or kind != "weight" or not (is_linear(name) or part == "attention.kv_up"):
             return None
-        module = self.module(name)
-        if any(matches(module, pattern) for pattern in self.rules.excluded):
-            return None
-        for rule in self.rules.rules:
-            if rule.only_experts and not part.startswith("feed_forward.experts."):
-                continue
-            if any(target == "Linear" or matches(module, target) for target in rule.targets):
-                return rule.packing
-        return None
+        rule = self._rule_book.find(self.module(name), part.startswith("feed_forward.experts."))
+        return None if rule is None else rule.packing
+
+    @functools.cached_property
+    def _rule_book(self) -> RuleBook:
+        return RuleBook(self.rules)
 
     def num_bytes(self, name: str, shape: Shape) -> int:
         """Bytes of the part `shape` of the canonical parameter `name`."""

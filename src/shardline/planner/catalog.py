@@ -12,9 +12,8 @@ from msgspec.structs import replace as replace_struct
 from shardline.models.description import ModelDescription
 from shardline.models.hf_config import HFConfig
 from shardline.models.hub import DEMO_FOLDER, ModelFiles
-from shardline.models.packed_weights import packed_format
 from shardline.models.planning import PlannedModel, read_planned
-from shardline.models.stored_weights import StoredRules, usual_rules
+from shardline.models.stored_weights import StoredRules, read_stored, usual_rules
 
 _CONFIG = "config.json"
 _HUB_TIMEOUT = 5.0
@@ -68,7 +67,7 @@ def describe(model: PlannedModel) -> ModelDescription:
     if model.engine_refusal:
         raise ValueError(model.engine_refusal)
     files = ModelFiles(model.name, Path(model.name), dict(model.config), {}, ())
-    return ModelDescription(files, packed_format(HFConfig(model.config)), None)
+    return ModelDescription(files, read_stored(HFConfig(model.config)), None)
 
 
 def _read(path: Path) -> dict[str, Any]:

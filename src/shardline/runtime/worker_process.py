@@ -14,9 +14,9 @@ import socket
 import sys
 import threading
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardline import env
 from shardline.channel import Channel
 from shardline.deployment.deployment import KVAllocation
 from shardline.deployment.messages import (
@@ -32,6 +32,7 @@ from shardline.deployment.messages import (
     RunStep,
     StartWorker,
     StepDone,
+    StoreCount,
     StoreValue,
     WorkerRequest,
 )
@@ -117,17 +118,22 @@ def _load(
     # Start this before torch is imported: the import takes long enough to touch most of the memory.
     reserve_memory(weights.num_bytes, weights.touched_bytes)
     from shardline.runtime.parallel.groups import connect_distributed, connect_host_memory
+    from shardline.runtime.parallel.interface import interface_of
     from shardline.runtime.parallel.rendezvous import Meeting
+    from shardline.runtime.parallel.torch_store import TorchStore
     from shardline.runtime.worker import Worker
 
     # The engine finds a stall first, and can name the late rank. This is the fallback.
     timeout = 2 * deployment.step_timeout + _LONGEST_WAIT
     backend = open_backend(deployment.device, deployment.local_rank(start.engine, start.rank), here.threads)
-    if start.store_path:
+    address = deployment.machine.hosts[here.host].address
+    if deployment.collectives != "shm":
+        if deployment.remote_ranks(start.engine):
+            env.use_interface(interface_of(address))
         groups = connect_distributed(
             backend,
             deployment.collectives,
-            Path(start.store_path),
+            TorchStore(store, deployment.connect_timeout),
             segment,
             layout,
             start.rank,
@@ -135,7 +141,6 @@ def _load(
             tries_symmetric_memory=deployment.tries_symmetric_memory,
         )
     else:
-        address = deployment.machine.hosts[here.host].address
         meeting = Meeting(store, address, start.nonce, deployment.connect_timeout)
         groups = connect_host_memory(backend.kernels, segment, layout, start.rank, timeout, meeting)
     worker = Worker(deployment, backend, groups)
@@ -166,8 +171,8 @@ def _read_messages(
                 allocations.put(message.allocation)
             elif isinstance(message, (Probe, PrepareGrammar)):
                 events.put(message)
-            elif isinstance(message, StoreValue):
-                store.put_value(message)
+            elif isinstance(message, (StoreValue, StoreCount)):
+                store.put_answer(message)
             else:
                 assert isinstance(message, RunStep)
                 events.put(message.step)

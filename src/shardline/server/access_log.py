@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardline.server.admission import OPEN_PATHS
 from shardline.server.errors import internal_error
-from shardline.server.in_flight import STREAM_ERROR
+from shardline.server.event_stream import STREAM_ERROR
 
 access_logger = logging.getLogger("shardline.access")
 

@@ -11,6 +11,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from shardline import __version__
 from shardline.config.server import ServerConfig
@@ -133,9 +134,18 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
         return ApiError(404, f"Invalid URL ({request.method} {path})", code="unknown_url").response()
     if error.status_code == 405:
         answer = ApiError(405, f"Not allowed to {request.method} on {path}.", code="method_not_allowed")
-        answer.headers = error.headers
+        answer.headers = {"Allow": ", ".join(_methods_of(request))}
         return answer.response()
     return ApiError(error.status_code, str(error.detail)).response()
+
+
+def _methods_of(request: Request) -> list[str]:
+    """The methods of a path. It may have several routes, of which the framework names only one."""
+    return [
+        method
+        for method in ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+        if any(route.matches({**request.scope, "method": method})[0] == Match.FULL for route in request.app.routes)
+    ]
 
 
 async def _answer_crash(request: Request, error: Exception) -> Response:

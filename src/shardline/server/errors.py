@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -99,17 +97,3 @@ class ErrorResponse(BaseModel):
     """The answer to a request that failed."""
 
     error: ErrorBody
-
-
-ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse, "description": text}
-    for status, text in (
-        (400, "The request is invalid."),
-        (401, "The key is missing or wrong."),
-        (404, "The model is not served here."),
-        (413, "The body is too large."),
-        (429, "Too many requests are waiting."),
-        (503, "The server is starting or shutting down, or its engine has stopped."),
-    )
-}
-"""The errors of an endpoint, for /openapi.json."""

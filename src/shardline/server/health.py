@@ -8,7 +8,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shardline import __version__
+from shardline.server.answer_schema import Responses, json_answers
 from shardline.server.service import RETRY_STARTING_SECONDS, Service
+
+
+class Health(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer of the probes."""
+
+    status: str
+    reason: str = ""
+    """Why the engine is dead; missing while it lives."""
+    replicas: str = ""
+    """How many replicas run; missing if all do."""
+
+
+_PROBE_ANSWERS: Responses = {200: json_answers(Health)[200], 503: json_answers(Health)[200]}
+_SCRAPE: Responses = {200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}}
 
 
 def health_routes(service: Service) -> APIRouter:
@@ -17,12 +32,12 @@ def health_routes(service: Service) -> APIRouter:
 
     def answer(healthy: bool) -> Response:
         state = service.llm.state()
-        body: dict[str, str] = {"status": state}
-        if state == "dead":
-            body["reason"] = service.llm.dead_reason
         alive = service.llm.replicas_alive()
-        if not all(alive):
-            body["replicas"] = f"{sum(alive)} of {len(alive)} alive"
+        body = Health(
+            state,
+            reason=service.llm.dead_reason if state == "dead" else "",
+            replicas="" if all(alive) else f"{sum(alive)} of {len(alive)} alive",
+        )
         headers = (
             {"Retry-After": str(RETRY_STARTING_SECONDS)}
             if state in ("starting", "recovering") and not healthy
@@ -30,34 +45,34 @@ def health_routes(service: Service) -> APIRouter:
         )
         return Response(msgspec.json.encode(body), 200 if healthy else 503, headers, "application/json")
 
-    @router.head("/live")
-    @router.get("/live")
+    @router.head("/live", include_in_schema=False)
+    @router.get("/live", responses=_PROBE_ANSWERS)
     async def live() -> Response:
         """Whether the process should go on running: 503 only after the engine has died."""
         return answer(service.llm.state() != "dead")
 
-    @router.head("/ready")
-    @router.get("/ready")
+    @router.head("/ready", include_in_schema=False)
+    @router.get("/ready", responses=_PROBE_ANSWERS)
     async def ready() -> Response:
         """Whether clients should send new requests here: 503 also while starting, recovering or draining."""
         return answer(service.llm.state() == "ready")
 
-    @router.get("/ping")
-    @router.post("/ping")
-    @router.head("/health")
-    @router.get("/health")
+    @router.get("/ping", responses=_PROBE_ANSWERS)
+    @router.post("/ping", responses=_PROBE_ANSWERS)
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health", responses=_PROBE_ANSWERS)
     async def health() -> Response:
         """Whether the engine works: 200 also while draining, since it still finishes its requests."""
         return answer(service.llm.state() in ("ready", "draining"))
 
-    @router.get("/version")
+    @router.get("/version", responses=json_answers(dict[str, str]))
     async def version() -> Response:
         """The version of Shardline."""
         return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
 
     if service.config.enable_metrics:
 
-        @router.get("/metrics")
+        @router.get("/metrics", responses=_SCRAPE, response_class=Response)
         async def metrics(request: Request) -> Response:
             """Prometheus metrics."""
             body, content_type = service.metrics.expose(request.headers.get("accept", ""))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from functools import partial
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shardline.server.errors import ApiError
-from shardline.server.in_flight import PROBE_CLIENT
+from shardline.server.event_stream import PROBE_CLIENT, WRITE_NOW
 
 MAX_HEADER_BYTES = 64 * 1024
 HEADER_SECONDS = 20.0
@@ -65,6 +67,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(431, f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
             return
         super().on_headers_complete()
+        self.scope[WRITE_NOW] = partial(_write_chunk, self.transport, self.flow)  # type: ignore[literal-required]
         self._set_timer(BODY_SECONDS)
 
     def on_body(self, body: bytes) -> None:
@@ -130,3 +133,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             part = "headers" if self._in_headers else "body"
             self._refuse(408, f"The request's {part} did not arrive in time.")
+
+
+def _write_chunk(transport: asyncio.Transport, flow: FlowControl, body: bytes) -> bool:
+    """Write a part of a body without a known length, if the connection takes it now."""
+    if flow.write_paused or transport.is_closing():
+        return False
+    transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    return True

@@ -1,130 +1,14 @@
-"""Answers in flight: how they are streamed, and how they end early.
-
-A stream is sent as server-sent events. An answer ends early if its client disconnects or the server has to stop.
-"""
+"""Answers in flight, and how they end early: their client disconnects, or the server has to stop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any
 
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shardline.server.errors import ApiError, internal_error
-
-logger = logging.getLogger(__name__)
-
-_DONE_EVENT = b"data: [DONE]\n\n"
-_COMMENT = b": still working\n\n"
-_COMMENT_SECONDS = 5.0
-"""Silence after which a stream gets a comment: proxies and clients end connections that say nothing for long."""
-
-STREAM_ERROR = "shardline.stream_error"
-"""Where a request's scope says why its stream failed after it had begun."""
-
-PROBE_CLIENT = "shardline.probe_client"
-"""Where a request's scope has a function that writes something harmless to its stream."""
-
-
-def make_event(data: bytes) -> bytes:
-    """One server-sent event with `data`, JSON without line breaks."""
-    return b"data: " + data + b"\n\n"
-
-
-def _error_event(error: ApiError) -> bytes:
-    return make_event(error.body)
-
-
-class _Comments:
-    """Sends a comment when a stream has been silent for a while. A token costs it no more than an addition."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._num_items = self._num_seen = 0
-        self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(_COMMENT_SECONDS, self._look)
-        self._sending: asyncio.Task[None] | None = None
-
-    def probe_client(self) -> None:
-        """Send a comment now: a client that has left will refuse it."""
-        if self._sending is None or self._sending.done():
-            self._sending = self._loop.create_task(self._send_comment())
-
-    def note_item(self) -> None:
-        """The stream is about to send something."""
-        self._num_items += 1
-
-    async def stop(self) -> None:
-        """Send no more comments."""
-        self._timer.cancel()
-        if self._sending is not None:
-            self._sending.cancel()  # a client that does not read would hold it for ever
-            await asyncio.gather(self._sending, return_exceptions=True)
-
-    def _look(self) -> None:
-        if self._num_items == self._num_seen:
-            self.probe_client()
-        self._num_seen = self._num_items
-        self._timer = self._loop.call_later(_COMMENT_SECONDS, self._look)
-
-    async def _send_comment(self) -> None:
-        await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
-
-
-class EventStream(Response):
-    """An answer that sends the items of `events`, each one or several whole events.
-
-    An error in the middle becomes what `write_error` returns, since the status line has been sent. `done`: the last
-    event of all. `source` is the context manager
-    that the events are made from; it is always left, even if no event was requested.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        source: AbstractAsyncContextManager[Any],
-        headers: Mapping[str, str] | None = None,
-        *,
-        write_error: Callable[[ApiError], bytes] = _error_event,
-        done: bytes = _DONE_EVENT,
-    ) -> None:
-        # Proxies such as nginx must not buffer the events.
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
-        self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
-        self._events = events
-        self._source = source
-        self._write_error = write_error
-        self._done = done
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events. If the client reads slowly, `send` waits, so that nothing piles up here."""
-        last = self._done
-        async with self._source, aclosing(self._events) as events:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            comments = _Comments(send)
-            scope[PROBE_CLIENT] = comments.probe_client
-            try:
-                async for item in events:
-                    comments.note_item()
-                    await send({"type": "http.response.body", "body": item, "more_body": True})
-            except ApiError as error:
-                scope[STREAM_ERROR] = error.code or "error"
-                last = self._write_error(error) + self._done
-            except Exception:
-                logger.exception("a stream failed")
-                scope[STREAM_ERROR] = "internal_error"
-                last = self._write_error(internal_error()) + self._done
-            finally:
-                del scope[PROBE_CLIENT]
-                await comments.stop()
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+from shardline.server.errors import ApiError
+from shardline.server.event_stream import DONE_EVENT, STREAM_ERROR, make_event
 
 
 class Exchange:
@@ -204,7 +88,7 @@ class Exchange:
         if not self._started:
             await error.response()({"type": "http"}, self.receive, self._send)
         elif self._streaming and not self._ended:
-            last = make_event(error.body) + _DONE_EVENT
+            last = make_event(error.body) + DONE_EVENT
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import signal
@@ -167,6 +168,7 @@ async def _serve_until_stopped(
         if error is not None:
             raise error
         _log_startup(llm, service, listener, time.monotonic() - started)
+        _tune_collector()
         await asyncio.wait({stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
         return await (_drain(llm, service, stop) if stopping.done() else _report_death(llm, service))
     finally:
@@ -174,6 +176,15 @@ async def _serve_until_stopped(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _tune_collector() -> None:
+    """Let collections look at new objects only, and seldom: what lives now lives on, and requests leave few cycles.
+
+    Otherwise they take a sixth of the time in which streams are written.
+    """
+    gc.freeze()
+    gc.set_threshold(5_000, 20, 50)
 
 
 def _log_startup(llm: AsyncLLM, service: Service, listener: socket.socket, seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,10 +24,11 @@ _MAX_WARM_CHARS = 4 << 20
 class GrammarCompiler:
     """Compiles grammars in a thread of its own, and keeps those that were used last."""
 
-    def __init__(self, tokenizer_file: str) -> None:
+    def __init__(self, tokenizer_file: str, read: Callable[[Path], bytes] = Path.read_bytes) -> None:
+        """`read` returns the tokenizer.json that the file is or contains."""
         self._threads = ThreadPoolExecutor(1, "grammars")
         # Only the work is done beside the first steps; the file is read at once.
-        self._vocabulary = self._threads.submit(Vocabulary, Path(tokenizer_file).read_bytes())
+        self._vocabulary = self._threads.submit(Vocabulary, read(Path(tokenizer_file)))
         self._warm: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._num_chars = 0
 

@@ -13,6 +13,9 @@ from typing import Any
 
 import jinja2
 
+from shardline.models.gguf.header import read_header
+from shardline.models.gguf.names import is_gguf
+from shardline.models.gguf.tokenizer import read_chat_templates as read_gguf_templates
 from shardline.text.template_sandbox import MAX_RENDERED_CHARS, compile_templates, reads_variable
 from shardline.text.tokenizer import Tokenizer
 from shardline.text.tokenizer_files import read_chat_templates
@@ -43,12 +46,12 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
-        """The chat template in `folder`. None: the model has no template.
+        """The chat template in `folder`, or in a GGUF file. None: the model has no template.
 
         Raises:
             ValueError: a file is broken.
         """
-        sources = read_chat_templates(folder)
+        sources = read_gguf_templates(read_header(folder)) if is_gguf(folder) else read_chat_templates(folder)
         return cls(sources, special_tokens) if sources else None
 
     def render(

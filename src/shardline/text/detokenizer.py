@@ -63,8 +63,9 @@ class ByteLevelDetokenizer:
             data = self._bytes.get(token_id)
             if data is None:
                 data = self._tokenizer.decoded_bytes(token_id)
-            self._begun = self._begun or bool(data)
-            text += self._decode(data)
+            if data:
+                self._begun = True
+                text += self._decode(data)
         return text
 
     def flush_text(self) -> str:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import tokenizers
 
+from shardline.models.gguf.header import read_header
+from shardline.models.gguf.names import is_gguf
+from shardline.models.gguf.tokenizer import has_vocabulary, read_tokenizer_json, read_vocabulary
 from shardline.structured.vocabulary import byte_alphabet
 from shardline.text.tokenizer_files import read_eos_token_ids, read_json, read_special_tokens
 
@@ -48,11 +51,13 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
-        """The tokenizer in `folder`. None: the folder has no tokenizer, so prompts must be token ids.
+        """The tokenizer in `folder`, or in a GGUF file. None: the folder has none, so prompts must be token ids.
 
         Raises:
-            ValueError: the files are broken, or they belong to a tokenizer without tokenizer.json.
+            ValueError: the files are broken, or they belong to a tokenizer that is not supported.
         """
+        if is_gguf(folder):
+            return cls._from_gguf(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
             for other in ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"):
@@ -69,6 +74,20 @@ class Tokenizer:
         special = read_special_tokens(read_json(folder / "special_tokens_map.json"))
         special.update(read_special_tokens(read_json(folder / "tokenizer_config.json")))
         return cls(backend, special_tokens=special, eos_token_ids=read_eos_token_ids(folder))
+
+    @classmethod
+    def _from_gguf(cls, file: Path) -> Tokenizer | None:
+        header = read_header(file)
+        if not has_vocabulary(header):
+            return None
+        vocabulary = read_vocabulary(header)
+        try:
+            backend = tokenizers.Tokenizer.from_buffer(read_tokenizer_json(header))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ValueError(
+                f"the tokenizer in {file} is broken ({error}); give the model's own with --tokenizer"
+            ) from error
+        return cls(backend, special_tokens=vocabulary.special_tokens, eos_token_ids=vocabulary.end_token_ids)
 
     @property
     def vocab_size(self) -> int:

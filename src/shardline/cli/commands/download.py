@@ -6,7 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-_DESCRIPTION = """Download a model from the hub, unless it is here. The last line of the output is its folder.
+_DESCRIPTION = """Download a model from the hub, unless it is here. The last line of the output is its folder, or
+its GGUF file. Of a repository with several GGUF quants, REPOSITORY:QUANT fetches one.
 HF_TOKEN, HF_HOME and HF_HUB_OFFLINE have their usual meaning. Nodes that share HF_HOME download it once: the others
 wait. Complete files are kept, so an interrupted download goes on where it was.
 Exit codes: 0: the model is here; 1: the hub cannot be reached, try again; 2: there is no such model."""
@@ -15,7 +16,9 @@ Exit codes: 0: the model is here; 1: the hub cannot be reached, try again; 2: th
 def add_parser(commands: Any) -> None:
     """Add the command to the subparsers."""
     parser = commands.add_parser("download", help="fetch a model before it is served", description=_DESCRIPTION)
-    parser.add_argument("model", metavar="MODEL", help="hub id, for example Qwen/Qwen3-0.6B")
+    parser.add_argument(
+        "model", metavar="MODEL", help="hub id, for example Qwen/Qwen3-0.6B, or unsloth/Qwen3-0.6B-GGUF:Q4_K_M"
+    )
     parser.add_argument("--revision", help="branch, tag or commit (default: the main branch)")
     parser.add_argument("--tokenizer", metavar="TOKENIZER", help="hub id of a tokenizer to fetch as well")
     parser.set_defaults(run=run)
@@ -41,5 +44,5 @@ def run(args: argparse.Namespace) -> int:
         raise RuntimeError(str(error)) from error
     size = sum(file.stat().st_size for file in files.weight_files)
     print(f"{args.model}: {format_bytes(size)} of weights in {len(files.weight_files)} files", file=sys.stderr)
-    print(files.folder)
+    print(files.location)
     return 0

@@ -6,19 +6,18 @@ import contextlib
 import mmap
 import os
 import secrets
-import shutil
+import signal
 import socket
 import struct
-import tempfile
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from shardline.channel import Channel
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.messages import RankBeat, RankEnded, RankStarted, StartWorker, WorkerReply
 from shardline.deployment.segment import segment_layout
 from shardline.engine.children import Child
+from shardline.segment.activity import Activity
 
 _NO_NEWS = "has lost its connection to the engine"
 
@@ -29,12 +28,14 @@ class RemoteRank:
     def __init__(self, host: str) -> None:
         self.host = host
         self.pid = 0
-        self.work = 0
+        self.activity = Activity()
         self.end = ""
+        self.code: int | None = None
+        """The exit code; None: unknown."""
 
 
 class RankProcesses:
-    """One process per rank, and what the ranks of this host share: a memory segment, and a store where they meet."""
+    """One process per rank, and the memory segment that the ranks of this host share."""
 
     def __init__(self, deployment: Deployment, engine: int, streams: Mapping[int, int], send_timeout: float) -> None:
         """`streams`: for each rank on another host, the descriptor of the socket that leads to it.
@@ -55,7 +56,6 @@ class RankProcesses:
         os.ftruncate(self._segment_fd, num_bytes)
         self.segment = memoryview(mmap.mmap(self._segment_fd, num_bytes))
         """Memory that the ranks of this host and this process map."""
-        self._store_folder = tempfile.mkdtemp(prefix="shardline-") if deployment.collectives != "shm" else None
 
     def start_rank(self, rank: int) -> Channel[WorkerReply]:
         """Start the process of a rank. The node of a rank on another host has started it already."""
@@ -69,8 +69,7 @@ class RankProcesses:
         # A worker reads at once, whatever it is doing. One that does not has stopped, and must not stop the engine.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", self._send_timeout, 0))
         channel: Channel[WorkerReply] = Channel(ours, WorkerReply)  # type: ignore[arg-type]
-        store = str(Path(self._store_folder) / "store") if self._store_folder else ""
-        channel.send(StartWorker(self._deployment, self._engine, rank, store, self._nonce))
+        channel.send(StartWorker(self._deployment, self._engine, rank, self._nonce))
         return channel
 
     def note_report(self, rank: int, report: RankStarted | RankBeat | RankEnded) -> None:
@@ -79,9 +78,9 @@ class RankProcesses:
         if isinstance(report, RankStarted):
             remote.host, remote.pid = report.host, report.pid
         elif isinstance(report, RankBeat):
-            remote.work = report.work
+            remote.activity = report.activity
         else:
-            remote.end = report.how
+            remote.end, remote.code = report.how, report.code
 
     def find_silent(self) -> int | None:
         """A rank of this host that gives no sign of life; the nodes watch the others."""
@@ -90,7 +89,20 @@ class RankProcesses:
     @property
     def work(self) -> int:
         """Pieces of work that all ranks have finished."""
-        return sum(child.work for child in self._local.values()) + sum(rank.work for rank in self._remote.values())
+        remote = sum(rank.activity.work for rank in self._remote.values())
+        return remote + sum(child.work for child in self._local.values())
+
+    def activities(self) -> list[Activity]:
+        """What each rank has done so far, in a fixed order."""
+        return [
+            *(child.activity() for child in self._local.values()),
+            *(rank.activity for rank in self._remote.values()),
+        ]
+
+    @property
+    def has_remote(self) -> bool:
+        """Whether ranks run on other hosts."""
+        return bool(self._remote)
 
     def name_rank(self, rank: int) -> str:
         """The rank's place in the grid, its host and its process id, with a comma at the end."""
@@ -102,50 +114,39 @@ class RankProcesses:
         """The names of several ranks."""
         return "; ".join(self.name_rank(rank).rstrip(",") for rank in ranks)
 
-    def describe_end(self, rank: int) -> str:
-        """The rank's name, and how its process ended."""
+    def describe_ends(self, ranks: Sequence[int]) -> str:
+        """How the processes of some ranks ended. Ranks that ended in the same way share the words."""
+        by_words: dict[str, list[int]] = {}
+        for rank in ranks:
+            remote = self._remote.get(rank)
+            how = (remote.end or _NO_NEWS) if remote else self._local[rank].describe_end()
+            by_words.setdefault(how, []).append(rank)
+        return "; ".join(
+            f"{self.name_rank(same[0])} {how}" if len(same) == 1 else f"{self.name_ranks(same)}: each {how}"
+            for how, same in by_words.items()
+        )
+
+    def was_killed(self, rank: int) -> bool:
+        """Whether the rank ended or stopped by something outside it: a signal, or the loss of its host.
+
+        An abort is no such signal: libraries abort a process when another rank has gone.
+        """
+        if (remote := self._remote.get(rank)) is not None:
+            return bool(remote.end) and (remote.code is None or _is_kill(remote.code))
+        child = self._local[rank]
+        code = child.poll()
+        return child.is_silent() if code is None else _is_kill(code)
+
+    def has_crashed(self, rank: int) -> bool:
+        """Whether the process has ended with an error, or it cannot be known."""
         remote = self._remote.get(rank)
-        how = (remote.end or _NO_NEWS) if remote else self._local[rank].describe_end()
-        return f"{self.name_rank(rank)} {how}"
-
-    def find_crashed(self, complaining: int, channels: list[Channel[WorkerReply]]) -> int | None:
-        """A rank other than `complaining` whose process crashed; waits half a second for one. None: there is none."""
-        deadline = time.monotonic() + (1.5 if self._remote else 0.5)
-        while time.monotonic() < deadline:
-            for rank, child in self._local.items():
-                if rank != complaining and child.poll() not in (None, 0):
-                    return rank
-            for rank, remote in self._remote.items():
-                if rank != complaining and (remote.end or self._read_end(rank, channels[rank])):
-                    return rank
-            time.sleep(0.01)
-        return None
-
-    def _read_end(self, rank: int, channel: Channel[WorkerReply]) -> bool:
-        """Whether the node has reported the rank's end by now. Other messages no longer matter."""
-        with contextlib.suppress(TimeoutError):
-            try:
-                while not isinstance(message := channel.receive(0.001), RankEnded):
-                    pass
-                self.note_report(rank, message)
-            except (EOFError, OSError):
-                pass
-            else:
-                return True
-        return False
-
-    def remove_store(self) -> None:
-        """Remove the store; the ranks do not need it once they have met."""
-        if self._store_folder is not None:
-            shutil.rmtree(self._store_folder, ignore_errors=True)
-            self._store_folder = None
+        return remote.code != 0 if remote is not None else self._local[rank].poll() not in (None, 0)
 
     def close(self) -> None:
         """Wait two seconds for the processes to end, since their channels are closed; kill those that do not."""
         deadline = time.monotonic() + 2.0
         for child in self._local.values():
             child.end(max(0.0, deadline - time.monotonic()))
-        self.remove_store()
         with contextlib.suppress(OSError):
             os.close(self._segment_fd)
 
@@ -153,3 +154,7 @@ class RankProcesses:
         """Kill all processes of this host at once; any thread may call this."""
         for child in self._local.values():
             child.kill()
+
+
+def _is_kill(code: int) -> bool:
+    return code < 0 and code != -signal.SIGABRT

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from msgspec.structs import replace
+
 from shardline.models.hf_config import HFConfig
+from shardline.models.stored_layout import EXPONENT_TYPES, BlockLayout, Codes, Scales
 from shardline.models.stored_weights import Packing, PackingRule, StoredRules, label_of
 
 _GROUP_SCALE_BYTES = {"mxfp4-pack-quantized": 1, "nvfp4-pack-quantized": 1}
@@ -10,14 +15,21 @@ _GROUP_SCALE_BYTES = {"mxfp4-pack-quantized": 1, "nvfp4-pack-quantized": 1}
 
 USUAL = (PackingRule(Packing(label_of("int", 4), 4, block_rows=1, block_columns=128, scale_bytes=2)),)
 
+_E4M3 = BlockLayout(codes=Codes("weight", "F8_E4M3"), scales=Scales("weight_scale"), table="e4m3")
+_BYTES = BlockLayout(codes=Codes("weight", "I8", offset=128), scales=Scales("weight_scale"), zero=128)
+_BYTE_ZEROS = Codes("weight_zero_point", "I8", offset=128)
+_FP4 = Codes("weight_packed", "U8", 4)
+
 
 def read(section: HFConfig) -> StoredRules:
     """See `stored_weights.Method`."""
     groups = section.section("config_groups")
-    rules = tuple(_rule(groups.section(name), section) for name in sorted(groups.values))
+    names = [name for name in sorted(groups.values) if groups.section(name).has("weights")]
+    rules = tuple(_rule(groups.section(name), section) for name in names)
     if not rules:
         raise section.error("config_groups", "is missing")
-    return StoredRules(rules, tuple(section.values.get("ignore") or ()))
+    forms = dict.fromkeys(groups.section(name).text("format", section.text("format", "unknown")) for name in names)
+    return StoredRules(rules, section.names("ignore"), summary=" and ".join(forms))
 
 
 def _rule(group: HFConfig, section: HFConfig) -> PackingRule:
@@ -25,18 +37,22 @@ def _rule(group: HFConfig, section: HFConfig) -> PackingRule:
     bits, kind = weights.integer("num_bits"), weights.text("type", "int")
     form = group.text("format", section.text("format", "unknown"))
     strategy = weights.text("strategy", "group" if weights.has("group_size") else "channel")
-    targets = tuple(group.values.get("targets") or ("Linear",))
+    targets = group.names("targets") or ("Linear",)
     label = label_of(kind, bits)
     if bits == 4 and kind == "float":
         label = "mxfp4" if form.startswith("mx") else "nvfp4"
+    blocks: dict[str, Any] = {"block_rows": 1}
     if strategy == "tensor":
+        blocks["block_rows"] = 0
         packing = Packing(label, bits, tensor_bytes=8)
     elif strategy == "block":
-        rows, columns = weights.numbers("block_structure", 2)
-        packing = Packing(label, bits, block_rows=int(rows), block_columns=int(columns), scale_bytes=4)
+        rows, columns = weights.sizes("block_structure", 2)
+        blocks = {"block_rows": rows, "block_columns": columns}
+        packing = Packing(label, bits, **blocks, scale_bytes=4)
     elif strategy == "channel":
         packing = Packing(label, bits, block_rows=1, scale_bytes=4)
     elif strategy in ("group", "tensor_group"):
+        blocks = {"block_rows": 1, "block_columns": weights.integer("group_size"), "whole_blocks": True}
         packing = Packing(
             label,
             bits,
@@ -48,4 +64,35 @@ def _rule(group: HFConfig, section: HFConfig) -> PackingRule:
         )
     else:
         raise weights.error("strategy", f"{strategy!r} is not known")
-    return PackingRule(packing, targets)
+    layout = _layout(form, kind, bits, blocks, weights.flag("symmetric", True))
+    if layout is None:
+        problem = f"compressed-tensors format {form} with {kind} of {bits} bits is not supported"
+        return PackingRule(packing, targets, refusal=problem)
+    return PackingRule(packing, targets, layouts=(layout,))
+
+
+def _layout(form: str, kind: str, bits: int, blocks: dict[str, Any], symmetric: bool) -> BlockLayout | None:
+    """The tensors of a scheme; None: the engine does not load it."""
+    if kind == "float" and bits == 8 and form in ("float-quantized", "naive-quantized"):
+        return replace(_E4M3, scales=replace(_E4M3.scales, **blocks))
+    if not symmetric and blocks["block_rows"] != 1:
+        return None
+    if kind == "int" and bits == 8 and form in ("int-quantized", "naive-quantized"):
+        zeros = None if symmetric else _BYTE_ZEROS
+        return replace(_BYTES, scales=replace(_BYTES.scales, **blocks), zeros=zeros)
+    if kind == "int" and bits in (4, 8) and form == "pack-quantized":
+        return BlockLayout(
+            codes=Codes("weight_packed", "I32", bits),
+            scales=Scales("weight_scale", **blocks),
+            zeros=None if symmetric else Codes("weight_zero_point", "I32", bits, along="rows"),
+            zero=1 << (bits - 1),
+            group_index="weight_g_idx",
+            ordered=False,
+            weight_shape="weight_shape",
+        )
+    if kind == "float" and bits == 4 and form == "nvfp4-pack-quantized":
+        scales = Scales("weight_scale", ("F8_E4M3",), divisor="weight_global_scale", **blocks)
+        return BlockLayout(codes=_FP4, scales=scales, table="e2m1")
+    if kind == "float" and bits == 4 and form == "mxfp4-pack-quantized":
+        return BlockLayout(codes=_FP4, scales=Scales("weight_scale", EXPONENT_TYPES, **blocks), table="e2m1")
+    return None

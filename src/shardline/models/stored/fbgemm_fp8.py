@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from shardline.models.hf_config import HFConfig
+from shardline.models.stored_layout import BlockLayout, Codes, Scales
 from shardline.models.stored_weights import Packing, PackingRule, StoredRules, label_of
 
 USUAL: tuple[PackingRule, ...] = ()
+_LAYOUT = BlockLayout(codes=Codes("weight", "F8_E4M3"), scales=Scales("weight_scale"), table="e4m3")
 
 
 def read(section: HFConfig) -> StoredRules:
     """See `stored_weights.Method`."""
     packing = Packing(label_of("float", 8), 8, block_rows=1, scale_bytes=4)
-    return StoredRules((PackingRule(packing),), tuple(section.values.get("modules_to_not_convert") or ()))
+    excluded = section.names("modules_to_not_convert")
+    return StoredRules((PackingRule(packing, layouts=(_LAYOUT,)),), excluded, summary="e4m3, a scale for each output")

@@ -13,7 +13,9 @@ USUAL = (PackingRule(_NVFP4),)
 def read(section: HFConfig) -> StoredRules:
     """See `stored_weights.Method`."""
     algorithm = section.text("quant_algo", "NVFP4").upper()
-    excluded = tuple(section.values.get("ignore") or section.values.get("exclude_modules") or ())
+    excluded = section.names("ignore") or section.names("exclude_modules")
     if algorithm not in ("NVFP4", "FP8"):
         raise section.error("quant_algo", f"{algorithm!r} is not known; known: NVFP4, FP8")
-    return StoredRules((PackingRule(_NVFP4 if algorithm == "NVFP4" else _PER_TENSOR),), excluded)
+    packing = _NVFP4 if algorithm == "NVFP4" else _PER_TENSOR
+    refusal = f"modelopt's {algorithm} is not supported"
+    return StoredRules((PackingRule(packing, refusal=refusal),), excluded, summary=algorithm)

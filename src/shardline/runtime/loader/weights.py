@@ -11,15 +11,18 @@ import torch
 
 from shardline.deployment.deployment import Deployment
 from shardline.models.checkpoint import Checkpoint, TensorEntry
+from shardline.models.gguf.checkpoint import GGUFCheckpoint
 from shardline.models.lookup import family
-from shardline.models.packed_weights import NOT_PACKED, PACKED, PackedFormat
 from shardline.models.parameters import is_kept_in_float32, parameters
 from shardline.models.partition import Span
 from shardline.models.sharding import Spans
 from shardline.models.spec import DecoderSpec, TensorSource
+from shardline.models.stored_layout import StoredModule
+from shardline.models.stored_weights import StoredRules
 from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
+from shardline.runtime.loader.gguf import GGUFWeights
 from shardline.runtime.loader.mapped_memory import mapped_empty
-from shardline.runtime.loader.packed import read_packed
+from shardline.runtime.loader.stored import ReadTensor, is_grouped, read_flat_dense, read_stored
 from shardline.weights.grouped import GroupedWeight
 
 _STORED_DTYPES = {
@@ -29,7 +32,13 @@ _STORED_DTYPES = {
     "F64": torch.float64,
     "I32": torch.int32,
     "I64": torch.int64,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
+_CHUNK_ELEMENTS = 1 << 22
+"""Elements of a quantized weight that are made dense at once: their temporary copies take about 50 MB."""
 
 
 class WeightSource(Protocol):
@@ -53,15 +62,15 @@ class CheckpointWeights:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype, packed: PackedFormat = NOT_PACKED
+        self, checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype, rules: StoredRules | None = None
     ) -> None:
-        """`dtype`: type of the returned tensors; `packed`: how the checkpoint has packed its linear weights.
+        """`dtype`: type of the returned tensors; `rules`: how config.json says that the checkpoint is quantized.
 
         Raises:
             ValueError: the checkpoint lacks a parameter of `spec`, or one has another shape.
         """
-        checkpoint.check(spec, packed)
-        self._packed = packed
+        self._modules = checkpoint.check(spec, rules)
+        self._label = "" if rules is None else rules.method
         self._names = frozenset(name for name, _ in parameters(spec))
         self._checkpoint = checkpoint
         self._spec = spec
@@ -72,53 +81,79 @@ class CheckpointWeights:
         """See `WeightSource.get`.
 
         Raises:
-            ValueError: the columns of a packed weight are out of order, or it has a bias that the model lacks.
+            ValueError: a number of a quantized weight is out of range, or it has a bias that the model lacks.
         """
         source = self._tensor_source(name, self._spec)
-        key = self._checkpoint.find(source)
         dtype = torch.float32 if is_kept_in_float32(name) else self._dtype
-        if key is None:
-            return self._read_packed(name, source, spans).dequantize(dtype)
+        module = self._find_module(source)
+        if module is not None:
+            return self._dequantize(name, module, source, spans, dtype)
+        key = self._checkpoint.find(source)
+        assert key is not None, f"{source.key} passed the check, but is not there"
         return part_of(self._mapped(key), source, spans, dtype)
 
     def get_packed(self, name: str, spans: Spans) -> GroupedWeight | None:
         """See `WeightSource.get_packed`; raises the same errors as `get`."""
         source = self._tensor_source(name, self._spec)
-        if self._checkpoint.find(source) is not None:
+        module = self._find_module(source)
+        if module is None or not is_grouped(module, self._reader(module, source)):
             return None
-        return self._read_packed(name, source, spans)
+        self._check_bias(name, module)
+        rows, columns = _bounds(module, source, spans)
+        weight = read_stored(module, self._reader(module, source), rows, columns, self._label)
+        return weight.select_rows(slice(None, None, source.row_step)) if source.row_step > 1 else weight
+
+    def _find_module(self, source: TensorSource) -> StoredModule | None:
+        keys = (key.removesuffix("weight") if key.endswith(".weight") else key for key in (source.key, *source.aliases))
+        return next((self._modules[base] for base in keys if base in self._modules), None)
+
+    def _dequantize(
+        self, name: str, module: StoredModule, source: TensorSource, spans: Spans, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Part of a quantized weight as `dtype`, made dense some rows at a time."""
+        self._check_bias(name, module)
+        rows, columns = _bounds(module, source, spans)
+        tensor, step = self._reader(module, source), source.row_step
+        dense = mapped_empty((-(-rows.size // step), columns.size), dtype)
+        chunk = max(1, _CHUNK_ELEMENTS // max(1, columns.size)) * step
+        grouped = is_grouped(module, tensor)
+        for start in range(rows.start, rows.stop, chunk):
+            some = Span(start, min(start + chunk, rows.stop))
+            if grouped:
+                part = read_stored(module, tensor, some, columns, self._label).dequantize(dtype)
+            else:
+                part = read_flat_dense(module, tensor, some, columns)
+            first = (start - rows.start) // step
+            dense[first : first + chunk // step] = part[::step]
+        return dense
+
+    def _reader(self, module: StoredModule, source: TensorSource) -> ReadTensor:
+        def read(part: str) -> torch.Tensor | None:
+            key = f"{module.base}{part}"
+            if not self._checkpoint.has(key):
+                return None
+            tensor = self._mapped(key)
+            return tensor if source.index is None else tensor[source.index[0]]
+
+        return read
+
+    def _check_bias(self, name: str, module: StoredModule) -> None:
+        """Refuse a bias that the model lacks, unless it is zero. Packers write biases of zeros."""
+        has_bias = f"{name.removesuffix('weight')}bias" in self._names
+        key = f"{module.base}bias"
+        if not has_bias and self._checkpoint.has(key) and bool(self._mapped(key).any()):
+            raise ValueError(f"{key} is not zero, but the configuration has no bias in that place")
 
     def _mapped(self, key: str) -> torch.Tensor:
         return mapped_tensor(self._checkpoint.tensors[key])
 
-    def _read_packed(self, name: str, source: TensorSource, spans: Spans) -> GroupedWeight:
-        base = self._checkpoint.find_packed(source)
-        assert base is not None, f"{source.key} passed the check, but is not there"
-        assert self._packed.is_packed, f"{source.key} passed the check, but is packed"
-        # scales is [groups, out]; the number of input columns follows from qweight, in a way that depends on the
-        # method.
-        num_rows = self._checkpoint.shape(f"{base}scales")[1]
-        packed_shape = self._checkpoint.shape(f"{base}qweight")
-        num_columns = packed_shape[0] * (PACKED if self._packed.method == "gptq" else 1)
-        self._check_order(base, num_columns)
-        has_bias = f"{name.removesuffix('weight')}bias" in self._names
-        if not has_bias and self._checkpoint.has(f"{base}bias") and bool(self._mapped(f"{base}bias").any()):
-            raise ValueError(f"{base}bias is not zero, but the configuration has no bias in that place")
-        first, count = source.rows or (0, num_rows)
-        rows = spans[0] or Span(0, count)
-        columns = spans[1] or Span(0, num_columns)
-        rows = Span(first + rows.start, first + rows.stop)
-        return read_packed(lambda part: self._mapped(f"{base}{part}"), self._packed, rows, columns)
 
-    def _check_order(self, base: str, num_columns: int) -> None:
-        """Refuse groups whose columns are not contiguous, whatever config.json says about desc_act."""
-        if self._checkpoint.has(f"{base}g_idx"):
-            size = self._packed.group_size or num_columns
-            if not torch.equal(self._mapped(f"{base}g_idx").long(), torch.arange(num_columns) // size):
-                raise ValueError(
-                    f"{base}g_idx puts columns into groups out of order (desc_act), which is not supported; use a "
-                    "checkpoint that was made with desc_act false"
-                )
+def _bounds(module: StoredModule, source: TensorSource, spans: Spans) -> tuple[Span, Span]:
+    """Rows and columns of a stored weight that are the part `spans` of a parameter."""
+    first, count = source.rows or (0, module.rows)
+    rows, columns, step = spans[0] or Span(0, count), spans[1] or Span(0, module.columns), source.row_step
+    # The last of rows that alternate with others is the end.
+    return Span(first + rows.start * step, max(first + rows.start * step, first + rows.stop * step - step + 1)), columns
 
 
 def mapped_tensor(entry: TensorEntry) -> torch.Tensor:
@@ -138,11 +173,13 @@ def mapped_tensor(entry: TensorEntry) -> torch.Tensor:
 
 def part_of(tensor: torch.Tensor, source: TensorSource, spans: Spans, dtype: torch.dtype) -> torch.Tensor:
     """The part `spans` of the parameter that `source` finds in `tensor`, as `dtype`; rows may be strided."""
+    if source.index is not None:
+        tensor = tensor[source.index[0]]
     if source.transposed:
         tensor = tensor.T
     if source.rows is not None:
         first, count = source.rows
-        tensor = tensor[first : first + count]
+        tensor = tensor[first : first + count * source.row_step : source.row_step]
     part = tensor[tuple(slice(None) if span is None else slice(span.start, span.stop) for span in spans)]
     if part.dtype == dtype and (part.dim() == 1 or part.stride(-1) == 1):
         return part
@@ -166,4 +203,6 @@ def open_weights(deployment: Deployment, drawn_on: torch.device | None = None) -
         if drawn_on is not None:
             return DeviceDummyWeights(spec, dtype, model.seed, drawn_on)
         return DummyWeights(spec, dtype, model.seed)
-    return CheckpointWeights(Checkpoint.open(Path(model.folder)), spec, dtype, model.packed)
+    if model.load_format == "gguf":
+        return GGUFWeights(GGUFCheckpoint.open(Path(model.folder)), spec, dtype)
+    return CheckpointWeights(Checkpoint.open(Path(model.folder)), spec, dtype, model.stored)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import Store
 
 from shardline.config.topology import RankGrid
 from shardline.runtime.backends.base import Kernels
@@ -20,16 +19,19 @@ all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_
 """torch's all-gather into one tensor; torch 2.11 and older only have the second name."""
 
 
-def join_world(backend: str, store_path: Path, rank: int, grid: RankGrid, timeout: float) -> None:
-    """Join the replica's default process group through a file that all ranks see.
+def join_world(backend: str, store: Store, rank: int, grid: RankGrid, timeout: float) -> None:
+    """Join the replica's default process group through a store that all ranks see.
 
-    `backend` is "gloo" or "nccl". No rendezvous port is opened; gloo itself listens on the interface that
-    GLOO_SOCKET_IFNAME names, loopback by default (see env.for_children).
+    `backend` is "gloo" or "nccl". No rendezvous port is opened; gloo and NCCL listen on the interface that
+    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names: loopback, or that of this host's address (see env.use_interface).
+
+    Raises:
+        TimeoutError, ConnectionError: ranks are missing.
     """
-    store = FileStore(str(store_path), grid.world_size)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=grid.world_size, timeout=timedelta(seconds=timeout)
-    )
+    with _named_errors():
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=grid.world_size, timeout=timedelta(seconds=timeout)
+        )
 
 
 def rank_group(backend: str, peers_of: Sequence[tuple[int, ...]], rank: int, timeout: float) -> dist.ProcessGroup:
@@ -38,7 +40,8 @@ def rank_group(backend: str, peers_of: Sequence[tuple[int, ...]], rank: int, tim
     """
     own_group: dist.ProcessGroup | None = None
     for peers in sorted(set(peers_of)):
-        group = dist.new_group(list(peers), backend=backend, timeout=timedelta(seconds=timeout))
+        with _named_errors():
+            group = dist.new_group(list(peers), backend=backend, timeout=timedelta(seconds=timeout))
         if rank in peers:
             own_group = group
     assert own_group is not None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
+from torch._C._distributed_c10d import Store
 
 from shardline.config.topology import RankGrid, RankPlace
 from shardline.runtime.backends.base import Backend, Kernels
@@ -121,7 +121,7 @@ def _peer_name(grid: RankGrid, connection: socket.socket | None, peer: int) -> s
 def connect_distributed(
     backend: Backend,
     transport: str,
-    store_path: Path,
+    store: Store,
     segment: memoryview,
     layout: SegmentLayout,
     rank: int,
@@ -129,8 +129,12 @@ def connect_distributed(
     *,
     tries_symmetric_memory: bool = False,
 ) -> RankGroups:
-    """Groups over torch.distributed (`transport` "nccl": between GPUs, "gloo": through host memory); the segment only
-    carries the progress board, the expert load and a shared KV pool."""
+    """Groups over torch.distributed (`transport` "nccl": between GPUs, "gloo": through host memory). Ranks find each
+    other in `store`. The segment only carries the progress board, the expert load and a shared KV pool.
+
+    Raises:
+        TimeoutError, ConnectionError: ranks are missing.
+    """
     from shardline.runtime.parallel.distributed import (
         DistributedCollectives,
         DistributedLink,
@@ -143,7 +147,7 @@ def connect_distributed(
     progress = layout.progress(segment).line(rank)
     # gloo moves host memory, so GPU tensors are copied to the host and back. That is a test mode.
     transit = torch.device("cpu") if transport == "gloo" else backend.device
-    join_world(transport, store_path, rank, grid, timeout)
+    join_world(transport, store, rank, grid, timeout)
     places = [grid.place(other) for other in range(grid.world_size)]
 
     def group_of(peers_of: list[tuple[int, ...]]) -> Collectives:

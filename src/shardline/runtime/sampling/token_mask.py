@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardline.models.gguf.header import read_header
+from shardline.models.gguf.names import is_gguf
+from shardline.models.gguf.tokenizer import read_tokenizer_json
 from shardline.runtime.ops.sampling.mask import TokenMasks
 from shardline.structured.compiler import GrammarCompiler, Matcher
 from shardline.types import Constraints, SequenceStart
@@ -78,13 +82,18 @@ class TokenMask:
         return words
 
 
+def _read_tokenizer(file: Path) -> bytes:
+    """The tokenizer.json that a file is, or that a GGUF file contains."""
+    return read_tokenizer_json(read_header(file)) if is_gguf(file) else file.read_bytes()
+
+
 class ConstraintMaker:
     """Makes the masks of the sequences of one rank."""
 
     def __init__(self, vocab_size: int, tokenizer_file: str) -> None:
         """`tokenizer_file`: empty if the model has no tokenizer, so that no request has a grammar."""
         self._vocab_size = vocab_size
-        self._compiler = GrammarCompiler(tokenizer_file) if tokenizer_file else None
+        self._compiler = GrammarCompiler(tokenizer_file, _read_tokenizer) if tokenizer_file else None
 
     def prepare_grammar(self, grammar: str) -> None:
         """Begin to compile a grammar in another thread."""

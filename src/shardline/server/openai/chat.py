@@ -8,10 +8,12 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from shardline.server.errors import ERROR_RESPONSES, bad_request
-from shardline.server.in_flight import EventStream
+from shardline.server.answer_schema import json_answers
+from shardline.server.errors import bad_request
+from shardline.server.event_stream import EventStream
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_grammar import make_answer_grammar
+from shardline.server.openai.chat_response import ChatResponse
 from shardline.server.openai.chat_writer import ChatWriter
 from shardline.server.openai.generation import Generation
 from shardline.server.openai.messages import ConversationFields, Messages
@@ -89,7 +91,7 @@ def chat_routes(service: Service) -> APIRouter:
     """The endpoint."""
     router = APIRouter(route_class=StrictRoute)
 
-    @router.post("/v1/chat/completions", responses=ERROR_RESPONSES)
+    @router.post("/v1/chat/completions", responses=json_answers(ChatResponse, streams=True))
     async def create_chat_completion(body: ChatRequest) -> Response:
         """Answer a conversation. With `stream`, the answer is sent as server-sent events."""
         service.require_model(body.model)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardline.server.in_flight import make_event
+from shardline.server.event_stream import Events, make_event
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.chat_response import (
     AssistantMessage,
@@ -54,8 +54,8 @@ class ChatWriter:
         self._format = answer_format
         self._num_choices = body.n or 1
         self._counters = [answer_format.make_counter() for _ in range(self._num_choices)]
-        self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """For each choice, what surrounds the content in the events of a plain stream."""
+        self._frames: dict[tuple[int, str], list[bytes]] = {}
+        """For each choice and field, what surrounds the text in events that have nothing but this text."""
 
     @cached_property
     def _pieces(self) -> TokenPieces:
@@ -82,23 +82,26 @@ class ChatWriter:
             "chat.completion", choices, self._usage([output]), prompt_ids, prompt_logprobs, [output]
         )
 
-    async def write_chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+    def write_chunks(self, generation: Generation) -> Events:
         """The events of a stream: for each choice its role, then pieces of its content, then its finish reason."""
         sent = [SentChoice() for _ in range(self._num_choices)]
         parsers = None if self._format.is_plain else [self._format.make_parser() for _ in sent]
+        only_text = not (self._tokens_matter or self._options.continuous_usage_stats)
         prompt_ids = generation.outputs[0].prompt_token_ids if self._with_ids else msgspec.UNSET
-        yield b"".join(
+        events = [
             self._write_chunk(generation, ChatChoice(index=index, delta=ChatDelta("assistant", "")), prompt_ids)
             for index in range(len(sent))
-        )
-        async for _, output in generation.updates():
+        ]
+        while (update := (yield b"".join(events))) is not None:
             events = []
-            for choice in output.outputs:
+            for choice in update[1].outputs:
+                if only_text and choice.finish_reason is None:
+                    if text := sent[choice.index].take_text(choice):
+                        parser = None if parsers is None else parsers[choice.index]
+                        events.append(self._write_text(generation, choice.index, text, parser))
+                    continue
                 delta = sent[choice.index].take_delta(choice, tokens_matter=self._tokens_matter)
                 if delta is None:
-                    continue
-                if parsers is None and delta.finish_reason is None and self._only_text:
-                    events.append(self._write_text(generation, choice.index, delta.text))
                     continue
                 parts = (
                     self._split_delta(choice.index, delta)
@@ -106,27 +109,38 @@ class ChatWriter:
                     else self._split_parsed(choice.index, delta, parsers[choice.index])
                 )
                 events += [self._write_chunk(generation, part) for part in parts]
-            if events:
-                yield b"".join(events)
-        if self._options.include_usage or self._with_metrics:
-            outputs = generation.outputs
-            usage = self._usage(outputs) if self._options.include_usage else msgspec.UNSET
-            yield make_event(self._encode_response("chat.completion.chunk", [], usage, finished=outputs))
+        yield self._write_ending(generation.outputs)
 
-    @property
-    def _only_text(self) -> bool:
-        """Whether events have nothing but text that changes."""
-        return not (self._tokens_matter or self._options.continuous_usage_stats)
+    def _write_ending(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The chunk with the usage and the metrics, if the request asked for either."""
+        if not (self._options.include_usage or self._with_metrics):
+            return b""
+        usage = self._usage(outputs) if self._options.include_usage else msgspec.UNSET
+        return make_event(self._encode_response("chat.completion.chunk", [], usage, finished=outputs))
 
-    def _write_text(self, generation: Generation, index: int, text: str) -> bytes:
-        """An event with this content. All but the content is encoded once for each choice."""
-        frame = self._frames.get(index)
+    def _write_text(self, generation: Generation, index: int, text: str, parser: AnswerParser | None) -> bytes:
+        """An event with a piece of text; empty if the parser holds it back."""
+        if parser is None:
+            return self._fill_frame(generation, index, "content", text)
+        answer = parser.add_text(text)
+        if not answer.calls:
+            if not answer.reasoning:
+                return self._fill_frame(generation, index, "content", answer.content) if answer.content else b""
+            if not answer.content:
+                shown = self._with_reasoning
+                return self._fill_frame(generation, index, "reasoning", answer.reasoning) if shown else b""
+        delta = self._chat_delta(answer, parser)
+        return b"" if delta is None else self._write_chunk(generation, ChatChoice(index=index, delta=delta))
+
+    def _fill_frame(self, generation: Generation, index: int, field: str, text: str) -> bytes:
+        """An event that has nothing but a text. All but the text is encoded once for each choice and field."""
+        frame = self._frames.get((index, field))
         if frame is None:
             mark = uuid.uuid4().hex
-            event = self._write_chunk(generation, ChatChoice(index=index, delta=ChatDelta(content=mark)))
-            head, tail = event.split(f'"{mark}"'.encode())
-            frame = self._frames[index] = head, tail
-        return frame[0] + _encode_json(text) + frame[1]
+            delta = ChatDelta(content=mark) if field == "content" else ChatDelta(reasoning=mark, reasoning_content=mark)
+            event = self._write_chunk(generation, ChatChoice(index=index, delta=delta))
+            frame = self._frames[index, field] = event.split(f'"{mark}"'.encode())
+        return _encode_json(text).join(frame)
 
     def _split_delta(self, index: int, delta: Delta) -> list[ChatChoice]:
         """A chunk with the new content, if there is any, and a chunk with the finish reason, if it ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +12,9 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from shardline.server.errors import ERROR_RESPONSES, bad_request
-from shardline.server.in_flight import EventStream, make_event
+from shardline.server.answer_schema import json_answers
+from shardline.server.errors import bad_request
+from shardline.server.event_stream import Events, EventStream, make_event
 from shardline.server.openai.answer_grammar import make_answer_grammar
 from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter, TokenPieces, join_logprobs
@@ -144,7 +145,7 @@ class CompletionWriter:
                 choices.append(self._write_choice(prompt_index, output, choice, delta, writer, first=True))
         return self._encode_response(choices, self._usage(outputs), outputs)
 
-    async def write_chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+    def write_chunks(self, generation: Generation) -> Events:
         """The events of a stream."""
         body = self._body
         tokens_matter = body.logprobs is not None or bool(body.return_token_ids or body.logits_digest)
@@ -152,8 +153,11 @@ class CompletionWriter:
         sent = [[SentChoice() for _ in choices] for _ in self._texts]
         writers = [[self._logprobs_writer(prompt_index) for _ in choices] for prompt_index in range(len(self._texts))]
         no_usage = None if self._options.include_usage else msgspec.UNSET
-        async for prompt_index, update in generation.updates():
-            output = _without_tokens(update) if body.generates_nothing else update
+        events: list[bytes] = []
+        while (update := (yield b"".join(events))) is not None:
+            prompt_index, output = update
+            if body.generates_nothing:
+                output = _without_tokens(output)
             events = []
             for choice in output.outputs:
                 sent_choice = sent[prompt_index][choice.index]
@@ -165,12 +169,14 @@ class CompletionWriter:
                 chunk = self._write_choice(prompt_index, output, choice, delta, writer, first=first)
                 usage = self._usage(generation.outputs) if self._options.continuous_usage_stats else no_usage
                 events.append(make_event(self._encode_response([chunk], usage)))
-            if events:
-                yield b"".join(events)
-        if self._options.include_usage or body.return_metrics:
-            outputs = generation.outputs
-            usage = self._usage(outputs) if self._options.include_usage else msgspec.UNSET
-            yield make_event(self._encode_response([], usage, outputs))
+        yield self._write_ending(generation.outputs)
+
+    def _write_ending(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The chunk with the usage and the metrics, if the request asked for either."""
+        if not (self._options.include_usage or self._body.return_metrics):
+            return b""
+        usage = self._usage(outputs) if self._options.include_usage else msgspec.UNSET
+        return make_event(self._encode_response([], usage, outputs))
 
     def _usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         return usage_of([_without_tokens(output) for output in outputs] if self._body.generates_nothing else outputs)
@@ -280,7 +286,7 @@ def completion_routes(service: Service) -> APIRouter:
     """The endpoint."""
     router = APIRouter(route_class=StrictRoute)
 
-    @router.post("/v1/completions", responses=ERROR_RESPONSES)
+    @router.post("/v1/completions", responses=json_answers(CompletionResponse, streams=True))
     async def create_completion(body: CompletionRequest) -> Response:
         """Continue a text. With `stream`, the answer is sent as server-sent events."""
         service.require_model(body.model)

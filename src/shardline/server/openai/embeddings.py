@@ -13,7 +13,8 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from shardline.api.embedding import EMBEDDING_PARAMS, normalized_embedding
-from shardline.server.errors import ERROR_RESPONSES, bad_request
+from shardline.server.answer_schema import json_answers
+from shardline.server.errors import bad_request
 from shardline.server.openai.generation import Generation
 from shardline.server.openai.ignored_fields import IgnoredFields
 from shardline.server.openai.prompts import PromptValue, encode_prompt, list_prompts
@@ -66,7 +67,7 @@ def embedding_routes(service: Service) -> APIRouter:
     """The endpoint."""
     router = APIRouter(route_class=StrictRoute)
 
-    @router.post("/v1/embeddings", responses=ERROR_RESPONSES)
+    @router.post("/v1/embeddings", responses=json_answers(EmbeddingResponse))
     async def create_embeddings(body: EmbeddingRequest) -> Response:
         """The vectors of one or several inputs."""
         service.require_model(body.model)

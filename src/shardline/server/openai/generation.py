@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,6 @@ from shardline.metrics.requests import RequestTimer
 from shardline.sampling_params import SamplingParams
 from shardline.server.errors import answer_failed, bad_request, engine_dead
 from shardline.server.openai.engine_errors import as_api_error
-from shardline.server.openai.merging import merge_updates
 from shardline.server.service import Service
 from shardline.server.tracing import trace_headers
 from shardline.types import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
@@ -117,38 +116,56 @@ class Generation:
         if metrics and self._tracer is not None:
             self._tracer.record(self._request_id, metrics, self._trace_headers)
 
-    async def updates(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(Prompt index, output so far), each time an output changes.
+    @property
+    def finished(self) -> bool:
+        """Whether every output is whole."""
+        return all(stream.output.finished for stream in self._streams)
+
+    def listen(self, on_update: Callable[[int, RequestOutput], None] | None) -> None:
+        """Call `on_update` with the index of a prompt and its output so far, each time that the output changes.
+
+        An output that has changed already counts as changed now. None: call nothing any more. `on_update` must pass
+        each output to `observe` and must not raise.
+        """
+        for index, stream in enumerate(self._streams):
+            stream.listen(None if on_update is None else partial(on_update, index, stream.output))
+
+    def observe(self, index: int, output: RequestOutput) -> None:
+        """Measure an update.
 
         Raises:
             ApiError: 503, the engine has died; 500, it gave up on this answer.
         """
-        if len(self._streams) == 1:
-            async for output in self._streams[0]:
-                self._check_output(0, output)
-                yield 0, output
-            return
-        async with aclosing(merge_updates(self._streams)) as merged:
-            async for index in merged:
-                output = self._streams[index].output
-                self._check_output(index, output)
-                yield index, output
+        self._timers[index].observe_output(output)
+        for choice in output.outputs:
+            if choice.finish_reason == "error":
+                raise answer_failed(choice.error) if all(self._llm.replicas_alive()) else engine_dead(choice.error)
 
     async def wait_finished(self) -> list[RequestOutput]:
         """For each prompt, the whole output.
 
         Raises:
-            ApiError: 503, the engine has died.
+            ApiError: as `observe`.
         """
-        async for _ in self.updates():
-            pass
-        return self.outputs
+        done = asyncio.get_running_loop().create_future()
 
-    def _check_output(self, index: int, output: RequestOutput) -> None:
-        self._timers[index].observe_output(output)
-        for choice in output.outputs:
-            if choice.finish_reason == "error":
-                raise answer_failed(choice.error) if all(self._llm.replicas_alive()) else engine_dead(choice.error)
+        def on_update(index: int, output: RequestOutput) -> None:
+            if done.done():
+                return
+            try:
+                self.observe(index, output)
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                if output.finished and self.finished:
+                    done.set_result(None)
+
+        self.listen(on_update)
+        try:
+            await done
+        finally:
+            self.listen(None)
+        return self.outputs
 
 
 @dataclass
@@ -172,6 +189,14 @@ class SentChoice:
         self.num_chars = 0
         self.num_tokens = 0
         self.finished = False
+
+    def take_text(self, output: CompletionOutput) -> str:
+        """The text that is new in an output that has not ended; it counts as sent from now on."""
+        text = output.text[self.num_chars :]
+        if text:
+            self.num_chars += len(text)
+            self.num_tokens = len(output.token_ids)
+        return text
 
     def take_delta(self, output: CompletionOutput, *, tokens_matter: bool) -> Delta | None:
         """What is new in `output`; it counts as sent from now on. None: nothing is new.

@@ -6,7 +6,7 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from shardline.server.errors import ERROR_RESPONSES
+from shardline.server.answer_schema import json_answers
 from shardline.server.service import Service
 
 
@@ -40,13 +40,13 @@ def model_routes(service: Service) -> APIRouter:
     def answer(body: ModelCard | ModelList) -> Response:
         return Response(msgspec.json.encode(body), media_type="application/json")
 
-    @router.get("/v1/models", responses=ERROR_RESPONSES)
+    @router.get("/v1/models", responses=json_answers(ModelList))
     async def list_models() -> Response:
         """Every name under which the model is served."""
         return answer(ModelList(data=[card(name) for name in service.model_names]))
 
     # A hub id contains a slash.
-    @router.get("/v1/models/{model:path}", responses=ERROR_RESPONSES)
+    @router.get("/v1/models/{model:path}", responses=json_answers(ModelCard))
     async def show_model(model: str) -> Response:
         """One name under which the model is served."""
         service.require_model(model)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from shardline.server.errors import ERROR_RESPONSES, bad_request
+from shardline.server.answer_schema import json_answers
+from shardline.server.errors import bad_request
 from shardline.server.openai.messages import ConversationFields, Messages
 from shardline.server.openai.protocol import TokenIds
 from shardline.server.openai.request_model import RequestModel
@@ -44,11 +47,17 @@ class TokenizeResponse(msgspec.Struct, frozen=True):
     token_strs: list[str | None] | None
 
 
+class DetokenizeResponse(msgspec.Struct, frozen=True):
+    """The text."""
+
+    prompt: str
+
+
 def tokenize_routes(service: Service) -> APIRouter:
     """The endpoints."""
     router = APIRouter(route_class=StrictRoute)
 
-    @router.post("/tokenize", responses=ERROR_RESPONSES)
+    @router.post("/tokenize", responses=json_answers(TokenizeResponse))
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text or a conversation."""
         service.require_model(body.model)
@@ -67,7 +76,7 @@ def tokenize_routes(service: Service) -> APIRouter:
         answer = TokenizeResponse(len(ids), service.llm.max_model_len, ids, strings)
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
-    @router.get("/tokenizer_info", responses=ERROR_RESPONSES)
+    @router.get("/tokenizer_info", responses=json_answers(dict[str, Any]))
     async def describe_tokenizer() -> Response:
         """What a client must know to prepare prompts: special tokens and the chat template."""
         tokenizer, template = service.require_tokenizer(), service.chat_template
@@ -81,11 +90,11 @@ def tokenize_routes(service: Service) -> APIRouter:
         }
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
-    @router.post("/detokenize", responses=ERROR_RESPONSES)
+    @router.post("/detokenize", responses=json_answers(DetokenizeResponse))
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         service.require_model(body.model)
         text = service.decode_tokens(body.tokens, skip_special_tokens=False)
-        return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")
+        return Response(msgspec.json.encode(DetokenizeResponse(text)), media_type="application/json")
 
     return router

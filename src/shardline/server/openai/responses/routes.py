@@ -9,8 +9,9 @@ from fastapi import APIRouter
 from pydantic import TypeAdapter
 from starlette.responses import Response
 
-from shardline.server.errors import ERROR_RESPONSES, ApiError
-from shardline.server.in_flight import EventStream
+from shardline.server.answer_schema import json_answers
+from shardline.server.errors import ApiError
+from shardline.server.event_stream import EventStream
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_grammar import make_answer_grammar
 from shardline.server.openai.generation import Generation
@@ -25,12 +26,20 @@ from shardline.server.service import Service, new_id
 _STORED_ITEMS = TypeAdapter(list[InputItem])
 
 
+class DeletedResponse(msgspec.Struct, kw_only=True, frozen=True):
+    """The answer to DELETE."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
 def response_routes(service: Service) -> APIRouter:
     """The endpoints."""
     router = APIRouter(route_class=StrictRoute)
     store = ResponseStore(service.config.response_store_limit)
 
-    @router.post("/v1/responses", responses=ERROR_RESPONSES)
+    @router.post("/v1/responses", responses=json_answers(ResponseObject, streams=True))
     async def create_response(body: ResponsesRequest) -> Response:
         """Answer a conversation. With `stream`, the answer is sent as server-sent events."""
         service.require_model(body.model)
@@ -70,13 +79,13 @@ def response_routes(service: Service) -> APIRouter:
             grammar=grammar,
         )
         if body.stream:
-            events = writer.write_events(generation)
-            return EventStream(events, generation, body.ignored_headers, write_error=writer.write_error, done=b"")
+            events, headers = writer.write_events(), body.ignored_headers
+            return EventStream(events, generation, headers, write_error=writer.write_error, done=b"")
         async with generation:
             [output] = await generation.wait_finished()
             return Response(writer.write_whole(output), headers=body.ignored_headers, media_type="application/json")
 
-    @router.get("/v1/responses/{response_id}", responses=ERROR_RESPONSES)
+    @router.get("/v1/responses/{response_id}", responses=json_answers(ResponseObject))
     async def read_response(response_id: str) -> Response:
         """A response that the server keeps."""
         answer = store.find_answer(response_id)
@@ -84,13 +93,12 @@ def response_routes(service: Service) -> APIRouter:
             raise _not_found(response_id)
         return Response(answer, media_type="application/json")
 
-    @router.delete("/v1/responses/{response_id}", responses=ERROR_RESPONSES)
+    @router.delete("/v1/responses/{response_id}", responses=json_answers(DeletedResponse))
     async def delete_response(response_id: str) -> Response:
         """Forget a response."""
         if not store.delete_response(response_id):
             raise _not_found(response_id)
-        answer = {"id": response_id, "object": "response", "deleted": True}
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+        return Response(msgspec.json.encode(DeletedResponse(id=response_id)), media_type="application/json")
 
     return router
 

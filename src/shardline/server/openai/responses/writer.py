@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from functools import cached_property
 
 import msgspec
 
 from shardline.server.errors import ApiError
+from shardline.server.event_stream import Events
 from shardline.server.openai.answer_format import AnswerFormat
-from shardline.server.openai.generation import Delta, Generation, SentChoice
+from shardline.server.openai.generation import Delta, SentChoice
 from shardline.server.openai.logprobs import ChatLogprob, TokenPieces, chat_logprobs
 from shardline.server.openai.responses.item_writer import ItemWriter
 from shardline.server.openai.responses.output_items import (
@@ -53,16 +54,12 @@ class ResponseWriter:
         self._items.take_events()
         return msgspec.json.encode(self._response)
 
-    async def write_events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+    def write_events(self) -> Events:
         """The events of a stream, in OpenAI's order."""
         for name in ("created", "in_progress"):
             self._items.add_event(f"response.{name}", response=self._response)
-        yield self._items.take_events()
-        async for _, output in generation.updates():
-            self._add_output(output)
-            events = self._items.take_events()
-            if events:
-                yield events
+        while (update := (yield self._items.take_events())) is not None:
+            self._add_output(update[1])
         self._items.add_event(f"response.{self._response.status}", response=self._response)
         yield self._items.take_events()
 

@@ -1,4 +1,4 @@
-"""One TCP connection between two nodes, on which latency and bandwidth are measured as ranks would see them."""
+"""One TCP connection between two hosts, on which latency and bandwidth are measured as ranks would see them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 
-from shardline.doctor.messages import Command, Connect, Listen, Listening, Measured, Ping, Pong
+from shardline.cluster.messages import Connect, Listen, Listening, Measured
 
 ACCEPT_SECONDS = 4.0
 _CONNECT_SECONDS = 2.0
@@ -19,10 +19,8 @@ _CHUNK = bytes(1 << 18)
 _COUNT = struct.Struct("!Q")
 
 
-def answer(command: Command, address: str) -> Pong | Listening | Measured:
-    """Do what the head asks for, on the node with this address."""
-    if isinstance(command, Ping):
-        return Pong(time.time())
+def answer(command: Listen | Connect, address: str) -> Listening | Measured:
+    """Do what the head asks for, on the host with this address. `Connect` takes about `command.seconds` and 0.1 s."""
     try:
         if isinstance(command, Listen):
             return Listening(_listen(address, command.key))
@@ -36,7 +34,7 @@ def _listen(address: str, key: bytes) -> int:
     """Accept one connection in a thread; returns the port."""
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.settimeout(ACCEPT_SECONDS)
-    threading.Thread(target=_serve, args=(listener, key), name="doctor-listen", daemon=True).start()
+    threading.Thread(target=_serve, args=(listener, key), name="link-listen", daemon=True).start()
     return int(listener.getsockname()[1])
 
 
@@ -80,7 +78,7 @@ def _connect(command: Connect) -> Measured:
             begin = time.perf_counter()
             sock.sendall(b"p")
             if not sock.recv(1):
-                raise OSError("the other node has closed the connection")
+                raise OSError("the other host has closed the connection")
             trips.append(time.perf_counter() - begin)
         sock.sendall(b"b")
         begin = time.perf_counter()
@@ -96,5 +94,5 @@ def _receive(sock: socket.socket, size: int) -> bytes:
     while len(data) < size and (part := sock.recv(size - len(data))):
         data += part
     if len(data) < size:
-        raise OSError("the other node has closed the connection")
+        raise OSError("the other host has closed the connection")
     return data

@@ -1,0 +1,122 @@
+"""The channels between an engine and its ranks."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from shardline.channel import Channel, encode_message
+from shardline.deployment.messages import (
+    RankBeat,
+    RankEnded,
+    RankFailed,
+    RankStarted,
+    StoreAdd,
+    StoreGet,
+    StoreSet,
+    WorkerReply,
+)
+from shardline.engine.executor.base import ExecutorFailure
+from shardline.engine.executor.failures import FailureSearch
+from shardline.engine.executor.rank_processes import RankProcesses
+from shardline.engine.executor.rank_store import RankStore
+
+FRAME_TIMEOUT = 10.0
+"""Seconds without a byte after which a rank in the middle of a frame counts as gone."""
+
+
+class RankChannels:
+    """Sends to ranks, receives from them, and turns the end of one into an ExecutorFailure that names it."""
+
+    def __init__(
+        self,
+        processes: RankProcesses,
+        on_beat: Callable[[int, RankBeat], None],
+        at_step: Callable[[], str],
+    ) -> None:
+        """`on_beat` takes what a node says of its rank; `at_step` is the place of a failure in words."""
+        self._processes = processes
+        self._on_beat = on_beat
+        self._at_step = at_step
+        self._channels: dict[int, Channel[WorkerReply]] = {}
+        self.store = RankStore()
+
+    def start_ranks(self, count: int) -> None:
+        """Start all ranks, and open their channels."""
+        for rank in range(count):
+            self._channels[rank] = self._processes.start_rank(rank)
+
+    @property
+    def fds(self) -> list[int]:
+        """Descriptors that become readable when a rank sends something or ends."""
+        return [channel.fileno() for channel in self._channels.values()]
+
+    def send(self, rank: int, body: bytes) -> None:
+        """Send an encoded message.
+
+        Raises:
+            ExecutorFailure: the rank does not read, or has ended.
+            ValueError: the rank says that the configuration or the checkpoint is at fault.
+        """
+        try:
+            self._channels[rank].send_encoded(body)
+        except BlockingIOError:
+            raise ExecutorFailure(
+                f"{self._processes.name_rank(rank)} does not read its plans{self._at_step()}"
+            ) from None
+        except OSError:
+            # It is gone, but its last words, if there are any, have not been read.
+            self._receive(rank)
+            raise self._failure(rank) from None
+
+    def send_all(self, body: bytes) -> None:
+        """Send an encoded message to all ranks; errors are those of `send`."""
+        for rank in self._channels:
+            self.send(rank, body)
+
+    def receive(self, timeout: float) -> Iterator[tuple[int, WorkerReply]]:
+        """One message of each rank that has sent something, after waiting for the first one.
+
+        Messages of the store are handled here as well.
+
+        Raises:
+            ExecutorFailure: a rank failed, ended, or gives no sign of life.
+            ValueError: a rank says that the configuration or the checkpoint is at fault.
+        """
+        ranks = {channel.fileno(): rank for rank, channel in self._channels.items()}
+        ready, _, _ = select.select(list(ranks), [], [], timeout)
+        if (silent := self._processes.find_silent()) is not None:
+            raise self._failure(silent)
+        for fd in ready:
+            yield ranks[fd], self._receive(ranks[fd])
+
+    def close(self) -> None:
+        """Close all channels; the ranks end."""
+        for channel in self._channels.values():
+            channel.close()
+
+    def _receive(self, rank: int) -> WorkerReply:
+        try:
+            reply = self._channels[rank].receive(FRAME_TIMEOUT)
+        except (EOFError, OSError, TimeoutError, msgspec.MsgspecError):
+            raise self._failure(rank) from None
+        if isinstance(reply, (RankStarted, RankBeat, RankEnded)):
+            self._processes.note_report(rank, reply)
+            if isinstance(reply, RankBeat):
+                self._on_beat(rank, reply)
+            elif isinstance(reply, RankEnded):
+                raise self._failure(rank)
+        elif isinstance(reply, (StoreSet, StoreGet, StoreAdd)):
+            for asking, answer in self.store.handle(rank, reply):
+                self.send(asking, encode_message(answer))
+        elif isinstance(reply, RankFailed):
+            if reply.user_error:
+                raise ValueError(reply.message)
+            raise self._failure(rank, reply)
+        return reply
+
+    def _failure(self, rank: int, error: RankFailed | None = None) -> ExecutorFailure:
+        search = FailureSearch(self._processes, self._channels)
+        return ExecutorFailure(search.describe(rank, error, self._at_step()))

@@ -1,0 +1,300 @@
+"""A tokenizer.json for a GGUF file, from its tokens, scores and merges, and its chat templates.
+
+Two kinds are known: "gpt2" is byte-level BPE with merges, whose file names the rule by which text is split first
+(`tokenizer.ggml.pre`), and "llama" is SentencePiece's BPE, whose merges follow from the scores of the tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from shardline.models.gguf.header import GGUFHeader
+from shardline.models.gguf.special_tokens import end_token_ids, special_ids
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+"""Values of token_type."""
+_SPACE = "\u2581"
+_OVERRIDE = "give the model's own tokenizer with --tokenizer"
+
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LLAMA3 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN35 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
+
+class _Split(NamedTuple):
+    """How a byte-level tokenizer splits text before merges."""
+
+    patterns: tuple[str, ...] = ()
+    """Regular expressions, applied one after another; none: GPT-2's own."""
+    digits_alone: bool = False
+    ignores_merges: bool = False
+    """Whether a piece that is a token becomes this token, whatever its merges are."""
+    adds_bos: bool = False
+    """What a file without add_bos_token means."""
+    composes: bool = False
+    """Whether text is normalized first (NFC)."""
+
+
+_SPLITS: dict[str, _Split] = {
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        _Split((_LLAMA3,), ignores_merges=True, adds_bos=True),
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _Split((_LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez"), _Split((_QWEN2,), composes=True)),
+    "qwen35": _Split((_QWEN35,), composes=True),
+    "tekken": _Split((_TEKKEN,), ignores_merges=True, adds_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _Split((_GPT4O,))),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _Split(_DEEPSEEK3)),
+    "seed-coder": _Split((_SEED,)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "granite-docling", "mellum"), _Split()),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), _Split(digits_alone=True)),
+    "command-r": _Split(digits_alone=True, composes=True),
+}
+"""By `tokenizer.ggml.pre`. A wrong split gives wrong tokens without a message, so others are refused."""
+
+_END_TEXTS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<EOT>",
+)
+"""Tokens that end an answer. Files of models that have several of them name only one or two."""
+
+
+class GGUFVocabulary(NamedTuple):
+    """What a GGUF file says about text."""
+
+    tokenizer_json: dict[str, Any]
+    special_tokens: dict[str, str]
+    """bos_token, eos_token and others, for chat templates."""
+    end_token_ids: tuple[int, ...]
+    """Tokens that end an answer; the model's own end comes first."""
+
+
+def has_vocabulary(header: GGUFHeader) -> bool:
+    """Whether the file says anything about text."""
+    return header.metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
+
+
+def read_vocabulary(header: GGUFHeader) -> GGUFVocabulary:
+    """The tokenizer in the metadata.
+
+    Raises:
+        ValueError: there is none, its kind or its way of splitting text is not known, or it is broken.
+    """
+    tokens = header.strings("tokenizer.ggml.tokens")
+    kind = header.metadata.get("tokenizer.ggml.model")
+    if not tokens or kind not in ("gpt2", "llama"):
+        raise header.error(
+            "tokenizer.ggml.model", f"is {kind!r}, which is not supported; supported: gpt2, llama; {_OVERRIDE}"
+        )
+    types = _types(header, len(tokens))
+    ids = special_ids(header)
+    if kind == "llama":
+        ids = {"bos_token": 1, "eos_token": 2, "unk_token": 0} | ids
+    wrong = [name for name, number in ids.items() if number >= len(tokens)]
+    if wrong:
+        raise header.error(wrong[0], f"is {ids[wrong[0]]}, and there are {len(tokens)} tokens")
+    if kind == "llama" and _is_gemma(header):
+        # The file spells tokens of several spaces with spaces.
+        tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
+    build = _byte_level if kind == "gpt2" else _sentencepiece
+    value = build(header, tokens, types, ids)
+    value["added_tokens"] = [
+        {"id": number, "content": tokens[number], "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False, "special": special}
+        for number, special in _added(types, ids, tokens)
+    ]  # fmt: skip
+    special = {name: tokens[number] for name, number in ids.items()}
+    return GGUFVocabulary(value, special, _ends(header, tokens, types, ids))
+
+
+def read_tokenizer_json(header: GGUFHeader) -> bytes:
+    """The content of a tokenizer.json; see `read_vocabulary`."""
+    return json.dumps(read_vocabulary(header).tokenizer_json, ensure_ascii=False).encode()
+
+
+def read_chat_templates(header: GGUFHeader) -> dict[str, str]:
+    """The jinja sources of the chat templates by name; empty if the file has none."""
+    prefix = "tokenizer.chat_template"
+    found = {
+        key.removeprefix(f"{prefix}."): value
+        for key, value in header.metadata.items()
+        if key.startswith(f"{prefix}.") and isinstance(value, str)
+    }
+    default = header.metadata.get(prefix)
+    return found | ({"default": default} if isinstance(default, str) else {})
+
+
+def _byte_level(header: GGUFHeader, tokens: list[str], types: Sequence[int], ids: dict[str, int]) -> dict[str, Any]:
+    pre = header.metadata.get("tokenizer.ggml.pre")
+    if pre not in _SPLITS:
+        raise header.error(
+            "tokenizer.ggml.pre", f"is {pre!r}: this way of splitting text is not known, and a guess would give wrong "
+            f"tokens; {_OVERRIDE}"
+        )  # fmt: skip
+    split = _SPLITS[pre]
+    merges = [_pair(header, merge) for merge in header.strings("tokenizer.ggml.merges")]
+    steps: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in split.patterns
+    ]
+    if split.digits_alone:
+        steps.append({"type": "Digits", "individual_digits": True})
+    own_split = not split.patterns
+    steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": own_split})
+    return {
+        "version": "1.0",
+        "normalizer": {"type": "NFC"} if split.composes else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "post_processor": _post_processor(header, tokens, ids, adds_bos=split.adds_bos),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": _model(tokens, merges, ignore_merges=split.ignores_merges),
+    }
+
+
+def _sentencepiece(header: GGUFHeader, tokens: list[str], types: Sequence[int], ids: dict[str, int]) -> dict[str, Any]:
+    merges = [_pair(header, merge) for merge in header.strings("tokenizer.ggml.merges")]
+    if not merges:
+        scores = header.numbers("tokenizer.ggml.scores")
+        if scores is None or len(scores) != len(tokens):
+            raise header.error("tokenizer.ggml.scores", f"must have {len(tokens)} numbers; {_OVERRIDE}")
+        # Gemma's scores do not follow the order of its merges; its ids do.
+        ranks = [-float(score) for score in scores] if not _is_gemma(header) else [float(i) for i in range(len(tokens))]
+        merges = _merges(tokens, ranks, types)
+    prefixed = header.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefixed:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    normalizers = [{"type": "Prepend", "prepend": _SPACE}, replace] if prefixed else [replace]
+    unknown = tokens[ids["unk_token"]]
+    return {
+        "version": "1.0",
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
+        "post_processor": _post_processor(header, tokens, ids, adds_bos=True),
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": _model(tokens, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True),
+    }
+
+
+def _model(tokens: Sequence[str], merges: Sequence[tuple[str, str]], **options: Any) -> dict[str, Any]:
+    vocab: dict[str, int] = {}
+    for number, token in enumerate(tokens):
+        vocab.setdefault(token, number)
+    return {"type": "BPE", "vocab": vocab, "merges": [list(pair) for pair in merges], **options}
+
+
+def _merges(tokens: Sequence[str], ranks: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, the token of lowest rank first."""
+    ids = {token: number for number, token in enumerate(tokens) if types[number] not in (_CONTROL, _UNKNOWN, _BYTE)}
+    found = []
+    for token, number in ids.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ids and right in ids:
+                found.append((ranks[number], number, ids[left], ids[right], (left, right)))
+    found.sort(key=lambda merge: merge[:4])
+    return [merge[4] for merge in found]
+
+
+def _post_processor(
+    header: GGUFHeader, tokens: Sequence[str], ids: dict[str, int], adds_bos: bool
+) -> dict[str, Any] | None:
+    """Puts the token of the beginning before a text, and that of the end behind it, if the file says so."""
+    first = header.metadata.get("tokenizer.ggml.add_bos_token", adds_bos) and "bos_token" in ids
+    last = header.metadata.get("tokenizer.ggml.add_eos_token", False) and "eos_token" in ids
+    if not first and not last:
+        return None
+    bos, eos = (tokens[ids[name]] if name in ids else "" for name in ("bos_token", "eos_token"))
+
+    def around(part: str) -> Iterator[dict[str, Any]]:
+        if first:
+            yield {"SpecialToken": {"id": bos, "type_id": 0}}
+        yield {"Sequence": {"id": part, "type_id": 0}}
+        if last:
+            yield {"SpecialToken": {"id": eos, "type_id": 0}}
+
+    used = [name for name, is_used in (("bos_token", first), ("eos_token", last)) if is_used]
+    return {
+        "type": "TemplateProcessing",
+        "single": list(around("A")),
+        "pair": [*around("A"), *around("B")],
+        "special_tokens": {
+            tokens[ids[name]]: {"id": tokens[ids[name]], "ids": [ids[name]], "tokens": [tokens[ids[name]]]}
+            for name in used
+        },
+    }
+
+
+def _added(types: Sequence[int], ids: dict[str, int], tokens: Sequence[str]) -> Iterator[tuple[int, bool]]:
+    """(id, whether it is special) of tokens that are found in a text before it is split."""
+    special = {ids[name] for name in ("bos_token", "eos_token") if name in ids}
+    for number, kind in enumerate(types):
+        if not tokens[number]:
+            continue
+        if kind == _CONTROL or number in special:
+            yield number, True
+        elif kind == _USER_DEFINED:
+            yield number, False
+
+
+def _ends(header: GGUFHeader, tokens: Sequence[str], types: Sequence[int], ids: dict[str, int]) -> tuple[int, ...]:
+    named = end_token_ids(header) or ((ids["eos_token"],) if "eos_token" in ids else ())
+    known = {token: number for number, token in enumerate(tokens) if types[number] in (_CONTROL, _USER_DEFINED)}
+    texts = [text for text in _END_TEXTS if text in known]
+    if "<|return|>" in texts and "<|end|>" in texts:
+        texts.remove("<|end|>")  # in these models it ends a message of several
+    return tuple(dict.fromkeys((*(number for number in named if number < len(tokens)), *(known[t] for t in texts))))
+
+
+def _types(header: GGUFHeader, count: int) -> list[int]:
+    types = header.numbers("tokenizer.ggml.token_type")
+    if types is None:
+        return [1] * count
+    if len(types) != count:
+        raise header.error("tokenizer.ggml.token_type", f"has {len(types)} numbers for {count} tokens")
+    return [int(kind) for kind in types]
+
+
+def _pair(header: GGUFHeader, merge: str) -> tuple[str, str]:
+    left, space, right = merge[1:].partition(" ")
+    if not space:
+        raise header.error("tokenizer.ggml.merges", f"has an entry without a space: {merge!r:.40}; {_OVERRIDE}")
+    return merge[:1] + left, right
+
+
+def _is_gemma(header: GGUFHeader) -> bool:
+    return str(header.metadata.get("general.architecture")).startswith("gemma")

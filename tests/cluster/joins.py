@@ -1,0 +1,22 @@
+"""What nodes of tests say of themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from shardline.cluster.messages import Join, StartHead
+
+
+def start(own: Join, **options: Any) -> StartHead:
+    """The start of a head that waits for nodes 1 and 2."""
+    return StartHead(
+        **{"token": "t", "address": "10.0.0.1", "port": 1, "own": own, "nodes": (1, 2), "num_replicas": 0} | options
+    )
+
+
+def node(own: Join, number: int, **changes: Any) -> Join:
+    """A node like the head, with another name and address."""
+    host = {"name": f"host{number}", "address": f"10.0.0.{number + 1}", **changes.pop("host", {})}
+    return replace(own, node=number, host=replace(own.host, **host), **changes)

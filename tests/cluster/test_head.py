@@ -1,0 +1,155 @@
+"""Nodes that do not fit: what the head answers, and what both sides say, one line each, with the fix."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from shardline import __version__
+from shardline.channel import Channel
+from shardline.cluster.head import Head
+from shardline.cluster.messages import (
+    Accepted,
+    FrontToHead,
+    HeadMessage,
+    Join,
+    NodeMessage,
+    Refused,
+    Rejoin,
+    Unfit,
+)
+from shardline.cluster.node import Node, UnreadableMessage, tell_head
+from shardline.cluster.wire import HeadSocket, NodeSocket, encode
+from shardline.config.engine import EngineConfig
+from tests.cluster.joins import node, start
+
+TOKEN = "the-token-of-this-test-1"
+
+
+class FakeNode:
+    """The socket of a node, and what comes to it."""
+
+    def __init__(self, port: int) -> None:
+        self.wire = NodeSocket(TOKEN, "127.0.0.1", port)
+
+    def ask(self, message: object) -> HeadMessage:
+        """The answer to a message or to bytes."""
+        self.wire.socket.send(message if isinstance(message, bytes) else encode(message))
+        assert self.wire.socket.poll(5000), "no answer"
+        answer: HeadMessage = msgspec.msgpack.decode(self.wire.socket.recv(), type=HeadMessage)
+        return answer
+
+
+@pytest.fixture
+def head(own: Join, port: int, caplog: pytest.LogCaptureFixture) -> Iterator[int]:
+    """The port of a head that waits for nodes 1 and 2."""
+    caplog.set_level(logging.INFO)
+    front, theirs = socket.socketpair()
+    sockets, passed = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel: Channel[FrontToHead] = Channel(theirs, FrontToHead)  # type: ignore[arg-type]
+    with front, theirs, sockets, passed:
+        Channel(front, Join).send(start(own, token=TOKEN, address="127.0.0.1", port=port))
+        thread = threading.Thread(target=Head(channel, passed).run, daemon=True)
+        thread.start()
+        yield port
+        front.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def fake(head: int) -> Iterator[FakeNode]:
+    fake = FakeNode(head)
+    yield fake
+    fake.wire.close()
+
+
+def cluster_config(port: int) -> EngineConfig:
+    return EngineConfig.from_options(
+        model="demo", device="cpu", nnodes=3, node_rank=1, master_addr="127.0.0.1", master_port=port
+    )
+
+
+def test_a_node_whose_version_cannot_be_read_is_refused_with_both(
+    own: Join, fake: FakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    join = msgspec.to_builtins(node(own, 1))
+    del join["flags"]
+    later = {**join, "software": {**join["software"], "shardline": "9.9", "Python": "4.0"}, "new": 1}
+    answer = fake.ask(encode(later))
+    assert answer == Refused(f"shardline differs: the head has {__version__}, host1 9.9")
+    assert f"host1 (10.0.0.2) is refused: shardline differs: the head has {__version__}, host1 9.9" in caplog.text
+    answer = fake.ask(encode(join))
+    assert isinstance(answer, Refused)
+    assert f"its build of Shardline {__version__} is not the head's" in answer.message
+
+
+def test_a_doctor_is_answered_quietly(fake: FakeNode, caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(fake.ask({"type": "Hello", "facts": {}}), Rejoin)
+    assert isinstance(fake.ask(b"\xff\x00 no message at all"), Rejoin)
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_member_that_cannot_be_read_is_lost(own: Join, fake: FakeNode, caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(fake.ask(node(own, 1)), Accepted)
+    while not isinstance(fake.ask({"type": "Nonsense"}), Rejoin):
+        pass
+    assert "node 1 (host1, 10.0.0.2) has sent a message that this version cannot read" in caplog.text
+    assert isinstance(fake.ask(node(own, 1)), Accepted)
+
+
+def test_a_node_that_lacks_the_model_tells_the_head(
+    own: Join, head: int, fake: FakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    tell_head(cluster_config(head).cluster, TOKEN, Unfit("host2", "10.0.0.3", "no model: `shardline download M`"))
+    assert "host2 (10.0.0.3) cannot join: no model: `shardline download M`" in caplog.text
+    assert "still waiting for nodes 1, 2 (--node-rank)" in caplog.text
+    assert isinstance(fake.ask(node(own, 1)), Accepted), "the head still takes nodes"
+
+
+def test_a_node_that_came_back_at_once_is_not_refused(
+    own: Join, head: int, fake: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(fake.ask(node(own, 1)), Accepted)
+    again = FakeNode(head)
+    refused = again.ask(node(own, 1))
+    assert isinstance(refused, Refused), "the other one has just been heard"
+    assert "is taken by host1" in refused.message
+    monkeypatch.setattr("shardline.cluster.head._QUIET", 0.1)
+    time.sleep(0.2)
+    assert isinstance(again.ask(node(own, 1)), Rejoin), "it may ask again until the former counts as lost"
+    again.wire.close()
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_node_ends_if_it_cannot_read_its_head(
+    own: Join, port: int, joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDLINE_ISA", "")
+    head = HeadSocket(TOKEN, "127.0.0.1", port)
+    told: list[object] = []
+
+    def answer() -> None:
+        while not told or not isinstance(told[-1], Unfit):
+            identity, body = head.socket.recv_multipart()
+            told.append(msgspec.msgpack.decode(body, type=NodeMessage))
+            if len(told) == 1:
+                if joined:
+                    head.send(identity, Accepted("portable"))
+                head.send(identity, {"type": "Launch", "deployment": "of another version"})
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    join = replace(node(own, 1), isas=("portable",))
+    with pytest.raises(UnreadableMessage, match=rf"Shardline {__version__} on host1 cannot read; install the same"):
+        Node(cluster_config(port), TOKEN, join).run()
+    thread.join(5)
+    head.close()
+    assert isinstance(told[-1], Unfit), "the head names the node and the reason"

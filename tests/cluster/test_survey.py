@@ -1,0 +1,84 @@
+"""Links between hosts are measured one after another; what the report says about them."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from shardline.cluster.links import answer
+from shardline.cluster.members import Member, Members
+from shardline.cluster.messages import Connect, Join, LinkMeasured, Listen, Measured
+from shardline.cluster.survey import Survey, describe_links, used_links
+from shardline.cluster.wire import HeadSocket
+from shardline.deployment.machine import Machine
+from tests.cluster.joins import node, start
+from tests.deployment.machines import host, resolve_on
+
+
+class Nodes(HeadSocket):
+    """Nodes on this host that do what the head says, in place of its socket."""
+
+    def __init__(self, members: Members) -> None:
+        self.members = members
+        self.survey: Survey
+        self.silent = b""
+        self.commands: list[tuple[bytes, object]] = []
+
+    def send(self, identity: bytes, message: object) -> None:
+        self.commands.append((identity, message))
+
+    def obey(self) -> None:
+        """Answer all commands, and those that follow from the answers."""
+        while self.commands:
+            identity, command = self.commands.pop(0)
+            assert isinstance(command, (Listen, Connect))
+            member = self.members.find(identity)
+            if member is not None and identity != self.silent:
+                self.survey.handle(member, answer(command, "127.0.0.1"))
+
+
+@pytest.fixture
+def nodes(own: Join) -> Nodes:
+    members = Members(start(own))
+    for number in (1, 2):
+        members.add(b"ab"[number - 1 : number], node(own, number, host={"address": "127.0.0.1"}))
+    members.settle()
+    return Nodes(members)
+
+
+def test_all_links_are_measured_and_a_silent_node_is_left_out(nodes: Nodes) -> None:
+    deployment = resolve_on(Machine((host(), host(), host())), pipeline_parallel_size=3)
+    assert used_links(deployment) == [(0, 1), (0, 2), (1, 2)]
+    for silent, broken in ((b"", []), (b"a", [(0, 1), (1, 2)])):
+        found: list[LinkMeasured] = []
+        nodes.survey = Survey("127.0.0.1", nodes.members, nodes, found.append)
+        nodes.silent = silent
+        nodes.survey.start(deployment)
+        for _ in range(4):
+            nodes.obey()
+            nodes.survey.check(float("inf"))
+        assert [one.hosts for one in found] == [(0, 1), (0, 2), (1, 2)]
+        assert [one.hosts for one in found if one.measured.error] == broken
+        assert all(one.measured.latency > 0 < one.measured.bytes_per_second for one in found if not one.measured.error)
+
+
+def test_late_answers_of_others_are_ignored(nodes: Nodes) -> None:
+    found: list[LinkMeasured] = []
+    survey = Survey("127.0.0.1", nodes.members, nodes, found.append)
+    survey.handle(Member(b"a", nodes.members.present()[0].join), Measured(1.0, 1.0))
+    assert not found
+
+
+def test_the_report_says_what_tensor_parallelism_across_hosts_costs() -> None:
+    machine = Machine(
+        tuple(replace(host(name=name), address=f"10.0.0.{i}") for i, name in enumerate(("one", "two"), 1))
+    )
+    links = {(0, 1): Measured(200e-6, 1.25e9)}
+    crossing = resolve_on(machine, tensor_parallel_size=2)
+    line, warning = describe_links(crossing, links)
+    assert line == "link one (10.0.0.1) - two (10.0.0.2): 200 µs a round trip, 10.00 Gb/s over one connection"
+    count = 4 * len(crossing.spec.layers)
+    assert f"{count} exchanges a token" in warning
+    assert f"(100 µs), add {count * 0.1:.1f} ms to every token" in warning
+    assert len(describe_links(resolve_on(machine, pipeline_parallel_size=2), links)) == 1
+    assert "not measured: refused" in describe_links(crossing, {(0, 1): Measured(error="refused")})[0]

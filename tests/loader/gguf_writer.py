@@ -1,0 +1,271 @@
+"""Writes GGUF files as llama.cpp's converter does, with the names and quantizers of the `gguf` package."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
+
+Array = npt.NDArray[Any]
+ChooseType = Callable[[str, Array], Type]
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "phi3": "phi3",
+    "gpt2": "gpt2",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+}
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+_SPLIT_KV = re.compile(r"model\.layers\.(\d+)\.self_attn\.kv_b_proj\.weight")
+
+
+def plain(name: str, values: Array) -> Type:
+    """F32 for everything."""
+    return Type.F32
+
+
+def mixed(*types: Type) -> ChooseType:
+    """The types in turn for matrices whose rows fill blocks; Q8_0 where they fill only its blocks."""
+    count = 0
+
+    def choose(name: str, values: Array) -> Type:
+        nonlocal count
+        if values.ndim < 2 or "ffn_gate_inp" in name:
+            return Type.F32
+        count += 1
+        kind = types[count % len(types)]
+        for fitting in (kind, Type.Q8_0):
+            if values.shape[-1] % gguf.GGML_QUANT_SIZES[fitting][0] == 0:
+                return fitting
+        return Type.F32
+
+    return choose
+
+
+def random_blocks(kind: Type, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """Random bytes of a type, with small scales: [..., bytes] uint8."""
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // size, num_bytes), dtype=np.uint8)
+    # Where a block has its float16 scales.
+    offsets = {Type.Q6_K: [208], Type.MXFP4: []}.get(kind, [0])
+    offsets = [0, 2] if kind in (Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K) else offsets
+    for offset in offsets:
+        scales = rng.normal(0, 0.003 if kind in (Type.Q4_K, Type.Q5_K, Type.Q6_K) else 0.05, blocks.shape[:-1])
+        blocks[..., offset : offset + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    if kind == Type.MXFP4:
+        blocks[..., 0] = rng.integers(0, 8, blocks.shape[:-1]) + 116
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def quantize(kind: Type, values: Array, rng: np.random.Generator) -> Array:
+    """`values` in a type; K-blocks, which the package cannot make, are random."""
+    if kind in (Type.Q4_K, Type.Q5_K, Type.Q6_K):
+        return random_blocks(kind, values.shape, rng)
+    return gguf.quantize(values, kind)
+
+
+def write_gguf(
+    folder: Path,
+    file: Path,
+    choose: ChooseType = plain,
+    *,
+    metadata: dict[str, Any] | None = None,
+    split_latents: bool = False,
+    split_max_tensors: int = 0,
+) -> dict[str, torch.Tensor]:
+    """Convert the checkpoint in `folder`. Returns the tensors that the file stands for, with their old keys.
+
+    `split_latents`: kv_b_proj becomes two tensors. `split_max_tensors`: of a part; 0: one file.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {k: v.numpy() for part in folder.glob("*.safetensors") for k, v in load_file(part).items()}
+    arch = ARCHITECTURES[config["model_type"]]
+    rng = np.random.default_rng(3)
+    writer = gguf.GGUFWriter(file, arch, split_max_tensors=split_max_tensors)
+    _add_config(writer, config, split_latents)
+    for key, value in (metadata or {}).items():
+        _add_value(writer, key, value)
+    (number,) = (n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(number, 9)
+    result: dict[str, torch.Tensor] = {}
+
+    def add(name: str, values: Array) -> Array:
+        kind = choose(name, values)
+        stored = quantize(kind, values, rng)
+        writer.add_tensor(name, stored, raw_dtype=kind)
+        return gguf.dequantize(stored, kind)
+
+    groups: dict[str, dict[int, str]] = {}
+    for key in tensors:
+        found = _EXPERT.fullmatch(key)
+        groups.setdefault(f"{found[1]}.{found[3]}" if found else key, {})[int(found[2]) if found else -1] = key
+    for group, keys in groups.items():
+        values = np.stack([tensors[keys[i]] for i in sorted(keys)]) if -1 not in keys else tensors[keys[-1]]
+        values = values.astype(np.float32)
+        if group == "lm_head.weight" and config.get("tie_word_embeddings"):
+            continue
+        if split_latents and (found := _SPLIT_KV.fullmatch(group)):
+            result[group] = torch.from_numpy(_add_latents(add, f"blk.{found[1]}", values, config))
+            continue
+        # The converter names the biases of experts like this.
+        name = names.get_name(group.replace("e_score_correction_bias", "e_score_correction.bias"), (".weight", ".bias"))
+        assert name is not None, group
+        forward, backward = _transform(group, config, arch)
+        restored = backward(add(name, forward(values)))
+        for index, key in keys.items():
+            result[key] = torch.from_numpy(np.ascontiguousarray(restored if index < 0 else restored[index]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return result
+
+
+def save_plain(folder: Path, source: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """A checkpoint in Hugging Face format of these tensors, with the configuration in `source`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _transform(
+    key: str, config: dict[str, Any], arch: str
+) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
+    """What the converter does to a tensor, and its inverse."""
+    if arch == "llama" and (found := re.search(r"\.([qk])_proj\.", key)):
+        heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
+        return (
+            lambda w: w.reshape(heads, 2, -1, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape),
+            lambda w: w.reshape(heads, -1, 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape),
+        )
+    if arch.startswith("gemma") and "norm" in key:
+        return lambda w: w + np.float32(1), lambda w: w
+    if arch == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        return lambda w: w.T.copy(), lambda w: w.T
+    return lambda w: w, lambda w: w
+
+
+def _add_latents(add: Callable[[str, Array], Array], prefix: str, values: Array, config: dict[str, Any]) -> Array:
+    heads, nope, size = config["num_attention_heads"], config["qk_nope_head_dim"], config["v_head_dim"]
+    both = values.reshape(heads, nope + size, -1)
+    keys = add(f"{prefix}.attn_k_b.weight", both[:, :nope].swapaxes(1, 2).copy())
+    latent = add(f"{prefix}.attn_v_b.weight", both[:, nope:].copy())
+    return np.concatenate((keys.swapaxes(1, 2), latent), axis=1).reshape(values.shape)
+
+
+def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _add_config(w: gguf.GGUFWriter, c: dict[str, Any], split_latents: bool) -> None:
+    """The metadata of each architecture, as the converter writes it."""
+    if c["model_type"] == "gpt2":
+        w.add_block_count(c["n_layer"])
+        w.add_context_length(c["n_positions"])
+        w.add_embedding_length(c["n_embd"])
+        w.add_feed_forward_length(4 * c["n_embd"])
+        w.add_head_count(c["n_head"])
+        w.add_layer_norm_eps(c["layer_norm_epsilon"])
+        return
+    w.add_block_count(c["num_hidden_layers"])
+    w.add_context_length(c["max_position_embeddings"])
+    w.add_embedding_length(c["hidden_size"])
+    w.add_feed_forward_length(c["intermediate_size"])
+    w.add_head_count(c["num_attention_heads"])
+    w.add_head_count_kv(1 if split_latents else c["num_key_value_heads"])
+    w.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    rope = c.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    w.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+    if c.get("head_dim") and not c["model_type"].startswith("deepseek"):
+        w.add_key_length(c["head_dim"])
+        w.add_value_length(c["head_dim"])
+    if c.get("sliding_window") and c["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+        w.add_sliding_window(c["sliding_window"])
+    if c.get("num_local_experts") or c.get("num_experts") or c.get("n_routed_experts"):
+        w.add_expert_count(c.get("num_local_experts") or c.get("num_experts") or c["n_routed_experts"])
+        w.add_expert_used_count(c["num_experts_per_tok"])
+    if "moe_intermediate_size" in c:
+        w.add_expert_feed_forward_length(c["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in c:
+        w.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
+    if c["model_type"] in ("gemma2",):
+        w.add_attn_logit_softcapping(c["attn_logit_softcapping"])
+        w.add_final_logit_softcapping(c["final_logit_softcapping"])
+    if c["model_type"] == "phi3":
+        w.add_rope_dimension_count(c["hidden_size"] // c["num_attention_heads"])
+    if c["model_type"].startswith("deepseek"):
+        _add_deepseek(w, c, split_latents)
+    if rope.get("rope_type") == "llama3":
+        w.add_tensor("rope_freqs.weight", _llama3_factors(c, rope))
+
+
+def _add_deepseek(w: gguf.GGUFWriter, c: dict[str, Any], split_latents: bool) -> None:
+    w.add_leading_dense_block_count(c["first_k_dense_replace"])
+    if c.get("q_lora_rank"):
+        w.add_q_lora_rank(c["q_lora_rank"])
+    w.add_kv_lora_rank(c["kv_lora_rank"])
+    key_size = c["qk_nope_head_dim"] + c["qk_rope_head_dim"]
+    if split_latents:
+        w.add_key_length(c["kv_lora_rank"] + c["qk_rope_head_dim"])
+        w.add_value_length(c["kv_lora_rank"])
+        w.add_key_length_mla(key_size)
+        w.add_value_length_mla(c["v_head_dim"])
+    else:
+        w.add_key_length(key_size)
+        w.add_value_length(c["v_head_dim"])
+    w.add_rope_dimension_count(c["qk_rope_head_dim"])
+    w.add_expert_shared_count(c["n_shared_experts"])
+    w.add_expert_weights_scale(c["routed_scaling_factor"])
+    if c["model_type"] == "deepseek_v3":
+        w.add_expert_group_count(c["n_group"])
+        w.add_expert_group_used_count(c["topk_group"])
+        w.add_expert_weights_norm(c["norm_topk_prob"])
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _llama3_factors(c: dict[str, Any], rope: dict[str, Any]) -> Array:
+    """The numbers by which the converter says that frequencies are to be divided."""
+    dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    freqs = 1.0 / (rope["rope_theta"] ** (np.arange(0, dim, 2, dtype=np.float32) / dim))
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    original = rope["original_max_position_embeddings"]
+    factors = []
+    for freq in freqs:
+        length = 2 * np.pi / freq
+        if length < original / high:
+            factors.append(1.0)
+        elif length > original / low:
+            factors.append(factor)
+        else:
+            smooth = (original / length - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, dtype=np.float32)

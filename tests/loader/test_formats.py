@@ -1,0 +1,271 @@
+"""Every way of storing weights: any part of any weight is what the format's library decodes, and answers follow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from shardline.config.engine import STORED_METHODS, EngineConfig
+from shardline.deployment.here import resolve_here
+from shardline.models.lookup import decoder_spec
+from shardline.models.parameters import parameters
+from shardline.models.partition import Span
+from shardline.models.sharding import shard
+from shardline.models.stored.mxfp4 import USUAL
+from shardline.models.stored_layout import StoredModule
+from shardline.models.stored_weights import methods
+from shardline.runtime.loader.stored import read_stored
+from shardline.runtime.loader.weights import WeightSource, open_weights
+from shardline.sampling_params import SamplingParams
+from shardline.types import Request
+from tests.exactness.harness import start_engine
+from tests.models.checkpoints import make_checkpoint
+
+from .stored_checkpoints import (
+    Format,
+    Store,
+    bitsandbytes_4bit,
+    bitsandbytes_int8,
+    compressed,
+    fp8_blocks,
+    fp8_rows,
+    fp8_tensor,
+    write_checkpoint,
+)
+
+pytest.importorskip("compressed_tensors")
+pytest.importorskip("bitsandbytes")
+
+
+def _fp8(**section: Any) -> dict[str, Any]:
+    return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", **section}
+
+
+def _group(form: str, targets: list[str], **weights: Any) -> dict[str, Any]:
+    return {"format": form, "targets": targets, "weights": weights, "input_activations": None}
+
+
+def _compressed(form: str, dtype: torch.dtype = torch.float32, g_idx: bool = False, **weights: Any) -> Format:
+    section = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": _group(form, ["Linear"], **weights)},
+    }
+    return Format(section, compressed(form, dtype, g_idx, **weights))
+
+
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8}
+_E4M3 = {"num_bits": 8, "type": "float"}
+_BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": ["lm_head"]}
+
+
+def _several_groups() -> Format:
+    """Attention in 8 bits, the other modules in 4, and one layer not at all."""
+    attention = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    section = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "ignore": ["lm_head", "re:.*layers\\.1\\.mlp.*"],
+        "config_groups": {
+            "group_0": _group("pack-quantized", ["Linear"], **_INT4),
+            "group_1": _group("int-quantized", ["re:.*self_attn\\.[qkvo]_proj"], **attention),
+        },
+    }
+    also: dict[str, Store] = {"self_attn": compressed("int-quantized", **attention)}
+    return Format(section, compressed("pack-quantized", **_INT4), also, skipped=("layers.1.mlp",))
+
+
+FORMATS = {
+    "fp8 blocks": Format(_fp8(weight_block_size=[24, 40]), fp8_blocks((24, 40))),
+    "fp8 blocks, exponents": Format(
+        _fp8(weight_block_size=[128, 128], scale_fmt="ue8m0", modules_to_not_convert=["model.layers.1.mlp"]),
+        fp8_blocks((128, 128), dtype=torch.float8_e8m0fnu),
+        skipped=("layers.1.mlp",),
+    ),
+    "fp8 a tensor": Format(_fp8(activation_scheme="static"), fp8_tensor()),
+    "fp8 a tensor, inverse": Format(_fp8(), fp8_tensor("weight_scale_inv", (1,), "activation_scale")),
+    "fp8 an output": Format(_fp8(), fp8_rows(flat=True)),
+    "fbgemm": Format({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fp8_rows()),
+    "float a tensor": _compressed("float-quantized", **_E4M3, strategy="tensor"),
+    "float an output": _compressed("float-quantized", torch.bfloat16, **_E4M3, strategy="channel"),
+    "float blocks": _compressed("float-quantized", **_E4M3, strategy="block", block_structure=[16, 24]),
+    "naive": _compressed("naive-quantized", **_E4M3, strategy="channel"),
+    "int8": _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+    "int4": _compressed("pack-quantized", **_INT4),
+    "int4 with zero points": _compressed("pack-quantized", **_INT4, symmetric=False),
+    "int4 sorted": _compressed("pack-quantized", g_idx=True, **_INT4),
+    "int8 packed": _compressed("pack-quantized", num_bits=8, type="int", strategy="channel", symmetric=False),
+    "several groups": _several_groups(),
+    "nvfp4": _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+    "nf4": Format({**_BNB, "bnb_4bit_quant_type": "nf4"}, bitsandbytes_4bit("nf4", nested=False)),
+    "nf4 nested": Format(
+        {**_BNB, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, bitsandbytes_4bit("nf4", nested=True)
+    ),
+    "fp4": Format({**_BNB, "bnb_4bit_quant_type": "fp4"}, bitsandbytes_4bit("fp4", nested=True)),
+    "bitsandbytes int8": Format({"quant_method": "bitsandbytes", "load_in_8bit": True}, bitsandbytes_int8),
+}
+OTHER_FAMILIES = [("phi3", "fp8 blocks"), ("mixtral", "nf4"), ("deepseek_v3", "fp8 blocks")]
+"""Fused tensors, experts, and latents with an absorbed projection."""
+
+
+def weights_of(folder: Path, dtype: str = "float32") -> WeightSource:
+    return open_weights(resolve_here(EngineConfig.from_options(model=str(folder), dtype=dtype, device="cpu")))
+
+
+def write(tmp_path: Path, name: str, family: str = "llama") -> None:
+    sizes = {
+        "num_hidden_layers": 2 if family == "llama" else 1,
+        **({"intermediate_size": 96} if family == "llama" else {}),
+    }
+    model = make_checkpoint(family, tmp_path / "model", **sizes)
+    write_checkpoint(model, tmp_path / "packed", tmp_path / "plain", FORMATS[name])
+
+
+@pytest.mark.parametrize(("family", "name"), [*(("llama", name) for name in FORMATS), *OTHER_FAMILIES])
+def test_every_part_is_what_the_library_decodes(family, name, tmp_path):
+    write(tmp_path, name, family)
+    spec = decoder_spec(json.loads((tmp_path / "packed" / "config.json").read_text()))
+    packed, plain = weights_of(tmp_path / "packed"), weights_of(tmp_path / "plain")
+    num_packed = 0
+    for parameter, _ in parameters(spec):
+        for size in (1, 2, 3):
+            for rank in range(size):
+                for numerics in ("exact", "fast"):
+                    spans = shard(parameter, spec, rank, size, numerics)
+                    expected = plain.get(parameter, spans)
+                    assert torch.equal(packed.get(parameter, spans), expected), parameter
+                    grouped = packed.get_packed(parameter, spans)
+                    if grouped is not None:
+                        num_packed += 1
+                        assert torch.equal(grouped.dequantize(expected.dtype), expected), parameter
+    assert num_packed
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_log_probabilities_are_those_of_transformers(name, tmp_path):
+    write(tmp_path, name)
+    token_ids = torch.randint(0, 256, (12,), generator=torch.Generator().manual_seed(1))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", attn_implementation="eager")
+    with torch.no_grad():
+        expected = model(token_ids[None]).logits[0].log_softmax(1)
+    tensor = 2 if name in ("fp8 blocks", "nf4") else 1
+    engine, executor = start_engine(tmp_path / "packed", tensor=tensor, dtype="float32")
+    params = SamplingParams(max_tokens=1, prompt_logprobs=20)
+    engine.add_request(Request(request_id="a", prompt_token_ids=token_ids.tolist(), sampling=params))
+    found = [scores for output in engine.step() for scores in output.prompt_logprobs or []]
+    executor.close()
+    assert len(found) == len(token_ids) - 1
+    for row, scores in zip(expected, found, strict=False):
+        torch.testing.assert_close(torch.tensor(scores.top_logprobs), row[scores.top_ids], atol=1e-4, rtol=0)
+
+
+def test_stacked_experts_of_mxfp4():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(3)
+    blocks = torch.randint(0, 256, (3, 20, 4, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(100, 140, (3, 20, 4), generator=generator, dtype=torch.uint8)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+    module = StoredModule("experts.gate_up_proj", USUAL[0].layouts[0], 20, 128)
+    for expert in range(3):
+        tensors = {"_blocks": blocks[expert], "_scales": scales[expert]}
+        part = read_stored(module, tensors.get, Span(3, 9), Span(40, 100), "mxfp4")
+        assert torch.equal(part.dequantize(torch.float32), expected[expert, 3:9, 40:100])
+
+
+def test_what_a_checkpoint_is_may_be_stated(tmp_path):
+    write(tmp_path, "int4")
+    folder = str(tmp_path / "packed")
+
+    def resolve(**options: Any) -> Any:
+        return resolve_here(EngineConfig.from_options(model=folder, device="cpu", **options))
+
+    assert resolve(quantization="compressed-tensors").weight_format == resolve().weight_format
+    assert resolve(quantization="int8").weight_format.name == "int8"
+    for method in ("awq", "fp8", "mxfp4"):
+        with pytest.raises(ValueError, match=rf"quantization {method}: .* quantized as compressed-tensors; leave"):
+            resolve(quantization=method)
+    with pytest.raises(ValueError, match=r"load_format bitsandbytes: .* quantized as compressed-tensors; leave"):
+        resolve(load_format="bitsandbytes")
+    folder = str(tmp_path / "plain")
+    with pytest.raises(ValueError, match="quantization gptq: this checkpoint is not quantized; leave"):
+        resolve(quantization="gptq")
+    assert {name.replace("-", "_") for name in STORED_METHODS} <= methods().keys()
+
+
+def _change(folder: Path, key: str, tensor: torch.Tensor | None) -> None:
+    file = folder / "model.safetensors"
+    tensors = {name: value for name, value in load_file(file).items() if name != key}
+    save_file({**tensors, **({} if tensor is None else {key: tensor})}, file, {"format": "pt"})
+
+
+def _change_section(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"].update(values)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "tensor", "says"),
+    [
+        ("int4", f"{Q}.weight_scale", None, r"q_proj\.weight_scale is missing"),
+        (
+            "int4",
+            f"{Q}.weight_scale",
+            torch.ones(64, 9),
+            r"weight_scale has shape \[64, 9\], not \[64, 8\] \(model\.saf",
+        ),
+        ("fp8 blocks", f"{Q}.weight_scale_inv", torch.ones(2, 2), r"has shape \[2, 2\], not \[3, 2\]"),
+        ("nf4", f"{Q}.weight.absmax", torch.ones(3), r"absmax has shape \[3\], which fits no block size"),
+        ("nf4", f"{Q}.weight.quant_state.bitsandbytes__nf4", None, "bitsandbytes__nf4 is missing"),
+        ("fbgemm", f"{Q}.weight", torch.zeros(64, 64, dtype=torch.float8_e5m2), "has type F8_E5M2; supported"),
+    ],
+)
+def test_headers_that_do_not_fit_are_named(name, key, tensor, says, tmp_path):
+    write(tmp_path, name)
+    _change(tmp_path / "packed", key, tensor)
+    with pytest.raises(ValueError, match=says):
+        resolve_here(EngineConfig.from_options(model=str(tmp_path / "packed"), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "says"),
+    [
+        ("int4", {"ignore": [Q]}, "q_proj.weight is quantized, but quantization_config leaves this module out"),
+        ("int4", {"ignore": ["re:("]}, "is no regular expression"),
+        ("int4", {"ignore": [3]}, "must be a list of names"),
+        ("nf4", {"bnb_4bit_quant_storage": "bfloat16"}, "stored as bfloat16 are not supported"),
+        ("fp8 blocks", {"weight_block_size": [128, 128]}, r"has shape \[3, 2\], not \[1, 1\]"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_named(name, section, says, tmp_path):
+    write(tmp_path, name)
+    _change_section(tmp_path / "packed", **section)
+    with pytest.raises(ValueError, match=says):
+        resolve_here(EngineConfig.from_options(model=str(tmp_path / "packed"), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "tensor", "says"),
+    [
+        ("int4", f"{Q}.weight_scale", torch.full((64, 8), float("nan")), "weight_scale holds NaN or Inf"),
+        ("int4 sorted", f"{Q}.weight_g_idx", torch.full((64,), 8).int(), "g_idx names groups outside of 0 to 7"),
+        ("int4", f"{Q}.weight_shape", torch.tensor([64, 63]), r"states \[64, 63\], but the weight is \[64, 64\]"),
+        ("nf4", f"{Q}.weight.quant_state.bitsandbytes__nf4", torch.zeros(9).byte(), "does not describe"),
+    ],
+)
+def test_numbers_out_of_range_are_named_as_they_load(name, key, tensor, says, tmp_path):
+    write(tmp_path, name)
+    _change(tmp_path / "packed", key, tensor)
+    with pytest.raises(ValueError, match=says):
+        weights_of(tmp_path / "packed").get("layers.0.attention.q.weight", (None, None))

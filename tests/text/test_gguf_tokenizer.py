@@ -1,0 +1,198 @@
+"""Tokenizers built from the metadata of GGUF files, against the tokenizers from which the metadata was made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
+
+from shardline.models.gguf.header import read_header
+from shardline.models.gguf.tokenizer import read_tokenizer_json, read_vocabulary
+from shardline.runtime.sampling.token_mask import ConstraintMaker
+from shardline.text.chat_template import ChatTemplate
+from shardline.text.tokenizer import Tokenizer
+
+_PROSE = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+TEXTS = [
+    "Hello, world!  It's 12345.67 o'clock,\n\n\tisn't IT?\r\n",
+    "  two spaces first, and last  ",
+    "Füße, naïve café, 漢字かな交じり文, Ελληνικά, 🙂👍🏽",
+    "<|im_start|>user\nHi<|im_end|>\n<think> x </think><s>",
+    _PROSE[:3000],
+    "",
+]
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+
+
+def _write(file: Path, kind: str, values: dict[str, Any], architecture: str = "llama") -> Path:
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_tokenizer_model(kind)
+    for key, value in values.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return file
+
+
+def _byte_level(pattern: str | None, digits: bool = False, nfc: bool = False) -> tokenizers.Tokenizer:
+    """A byte-level BPE like that of GPT-2, Llama 3 or Qwen, trained on a little text."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
+    if pattern is not None:
+        steps.append(pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    if nfc:
+        backend.normalizer = normalizers.NFC()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator([_PROSE], trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet))
+    backend.add_special_tokens(_SPECIAL)
+    backend.add_tokens(["<think>"])
+    return backend
+
+
+def _metadata(backend: tokenizers.Tokenizer) -> dict[str, Any]:
+    model = json.loads(backend.to_str())["model"]
+    tokens = [backend.id_to_token(i) for i in range(backend.get_vocab_size())]
+    special = {"<think>": 4, **dict.fromkeys(_SPECIAL, 3)}
+    return {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [special.get(token, 1) for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.eos_token_id": backend.token_to_id("<|endoftext|>"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("pre", "pattern", "options"),
+    [
+        ("llama-bpe", _LLAMA3, {}),
+        ("qwen2", QWEN2, {"nfc": True}),
+        ("gpt-2", None, {}),
+        ("smollm", None, {"digits": True}),
+    ],
+)
+def test_byte_level(pre: str, pattern: str | None, options: dict[str, bool], tmp_path: Path) -> None:
+    backend = _byte_level(pattern, **options)
+    values = _metadata(backend) | {"tokenizer.ggml.pre": pre}
+    ours = Tokenizer.from_folder(_write(tmp_path / "x.gguf", "gpt2", values))
+    assert ours is not None
+    for text in TEXTS:
+        ids = backend.encode(text).ids
+        assert ours.encode_text(text) == ids
+        assert ours.decode(ids) == backend.decode(ids)
+    ends = [backend.token_to_id(token) for token in ("<|endoftext|>", "<|im_end|>")]
+    assert list(ours.eos_token_ids) == ends
+    assert ours.special_token_ids == {backend.token_to_id(token) for token in _SPECIAL}
+    assert ours.is_byte_level
+
+
+def _sentencepiece(tmp_path: Path) -> tuple[tokenizers.Tokenizer, Path]:
+    """A tokenizer like Llama 2's, and its GGUF file, in which scores stand for the order of merges."""
+    specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
+    trained.train_from_iterator([_PROSE], trainers.BpeTrainer(vocab_size=900, special_tokens=specials))
+    value = json.loads(trained.to_str())
+    value["pre_tokenizer"] = None
+    value["added_tokens"] = [token for token in value["added_tokens"] if token["id"] < 3]
+    value["decoder"] = json.loads(
+        decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        ).__getstate__()
+    )
+    tokens = [trained.id_to_token(i) for i in range(trained.get_vocab_size())]
+    file = _write(
+        tmp_path / "spm.gguf",
+        "llama",
+        {
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)],
+            "tokenizer.ggml.scores": [0.0] * 259 + [-float(i) for i in range(len(tokens) - 259)],
+            "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}",
+            "tokenizer.chat_template.tool_use": "tools",
+        },
+    )
+    return tokenizers.Tokenizer.from_str(json.dumps(value)), file
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    backend, file = _sentencepiece(tmp_path)
+    ours = Tokenizer.from_folder(file)
+    assert ours is not None
+    for text in TEXTS:
+        ids = backend.encode(text).ids
+        assert ours.encode_text(text, add_special_tokens=False) == ids
+        assert ours.encode_text(text) == [1, *ids]
+        assert ours.decode(ids) == backend.decode(ids)
+    assert ours.eos_token_ids == (2,)
+    template = ChatTemplate.from_folder(file, ours.special_tokens)
+    assert template is not None
+    assert template.render([{"role": "user", "content": "hi"}]) == "<s>hi"
+    assert set(template.sources) == {"default", "tool_use"}
+
+
+def test_a_grammar_reads_the_tokenizer_of_the_file(tmp_path: Path) -> None:
+    _, file = _sentencepiece(tmp_path)
+    maker = ConstraintMaker(900, str(file))
+    maker.prepare_grammar("start: /[0-9]+/")
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "says"),
+    [
+        ("gpt2", {"tokenizer.ggml.pre": "martian"}, "pre is 'martian': this way of splitting text is not known.*--tok"),
+        ("gpt2", {}, "pre is None: this way of splitting text is not known"),
+        ("bert", {}, "model is 'bert', which is not supported; supported: gpt2, llama; give .* --tokenizer"),
+        ("llama", {}, "scores must have 3 numbers"),
+        ("llama", {"tokenizer.ggml.bos_token_id": 9}, "bos_token is 9, and there are 3 tokens"),
+        ("gpt2", {"tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": ["ab"]}, "an entry without a space: 'ab'"),
+        ("gpt2", {"tokenizer.ggml.token_type": [1]}, "token_type has 1 numbers for 3 tokens"),
+    ],
+)
+def test_what_is_not_known_is_refused(kind: str, values: dict[str, Any], says: str, tmp_path: Path) -> None:
+    file = _write(tmp_path / "x.gguf", kind, {"tokenizer.ggml.tokens": ["a", "b", "c"], **values})
+    with pytest.raises(ValueError, match=says):
+        Tokenizer.from_folder(file)
+
+
+def test_merges_that_need_missing_tokens(tmp_path: Path) -> None:
+    values = {"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": ["a x"]}
+    with pytest.raises(
+        ValueError, match=r"the tokenizer in .*x.gguf is broken .*give the model's own with --tokenizer"
+    ):
+        Tokenizer.from_folder(_write(tmp_path / "x.gguf", "gpt2", values))
+
+
+def test_gemma_spells_spaces_in_its_own_way(tmp_path: Path) -> None:
+    values = {
+        "tokenizer.ggml.tokens": ["<unk>", "<bos>", "<eos>", "\u2581", "a", "  ", "\u2581a"],
+        "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, 4, 1],
+        "tokenizer.ggml.scores": [0.0] * 7,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.eot_token_id": 5,
+    }
+    header = read_header(_write(tmp_path / "x.gguf", "llama", values, "gemma3"))
+    found = json.loads(read_tokenizer_json(header))
+    assert found["model"]["merges"] == [["\u2581", "\u2581"], ["\u2581", "a"]]
+    assert read_vocabulary(header).end_token_ids == (5,)
