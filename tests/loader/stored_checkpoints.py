@@ -112,7 +112,8 @@ def compressed(form: str, dtype: torch.dtype = torch.float32, g_idx: bool = Fals
         from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
         from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-        args = QuantizationArgs(**weights)
+        # The library reads such files, but it no longer makes their configuration.
+        args = QuantizationArgs(**{key: value for key, value in weights.items() if key != "actorder"})
         scheme = QuantizationScheme(targets=["Linear"], weights=args)
         order = torch.randperm(weight.shape[1], generator=generator) if g_idx else torch.arange(weight.shape[1])
         state = {"weight": weight[:, order], **_scales_of(weight[:, order], args, dtype, generator)}

@@ -158,12 +158,12 @@ def test_header_bombs_are_refused_at_once(text, tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
     tracemalloc.start()
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(ValueError, match="corrupt or truncated"):
         read_header(file)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert time.monotonic() - begin < 1
+    assert time.process_time() - begin < 1
     assert peak < 8 * len(text)
 
 
@@ -176,7 +176,7 @@ def test_many_patterns_and_many_modules_take_no_time():
     config = HFConfig({"quantization_config": section})
     check_loadable(config)
     book = RuleBook(read_stored(config))
-    begin = time.monotonic()
+    begin = time.process_time()
     for index in range(20_000):
         assert book.find(f"model.layers.3.mlp.experts.{index}.up_proj", is_expert=True) is not None
-    assert time.monotonic() - begin < 1
+    assert time.process_time() - begin < 1

@@ -20,8 +20,11 @@ from shardline.models.sharding import shard
 from shardline.models.stored.mxfp4 import USUAL
 from shardline.models.stored_layout import StoredModule
 from shardline.models.stored_weights import methods
+from shardline.runtime.backends import open_backend
 from shardline.runtime.loader.stored import read_stored
 from shardline.runtime.loader.weights import WeightSource, open_weights
+from shardline.runtime.parallel.groups import make_single_rank_groups
+from shardline.runtime.worker import Worker
 from shardline.sampling_params import SamplingParams
 from shardline.types import Request
 from tests.exactness.harness import start_engine
@@ -100,7 +103,7 @@ FORMATS = {
     "int8": _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
     "int4": _compressed("pack-quantized", **_INT4),
     "int4 with zero points": _compressed("pack-quantized", **_INT4, symmetric=False),
-    "int4 sorted": _compressed("pack-quantized", g_idx=True, **_INT4),
+    "int4 sorted": _compressed("pack-quantized", g_idx=True, actorder="group", **_INT4),
     "int8 packed": _compressed("pack-quantized", num_bits=8, type="int", strategy="channel", symmetric=False),
     "several groups": _several_groups(),
     "nvfp4": _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
@@ -164,6 +167,16 @@ def test_log_probabilities_are_those_of_transformers(name, tmp_path):
     assert len(found) == len(token_ids) - 1
     for row, scores in zip(expected, found, strict=False):
         torch.testing.assert_close(torch.tensor(scores.top_logprobs), row[scores.top_ids], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks, exponents", "several groups", "nf4", "int8"])
+def test_ranks_hold_as_many_bytes_as_planned(name, tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 64}
+    model = make_checkpoint("llama", tmp_path / "model", **sizes)
+    write_checkpoint(model, tmp_path / "packed", tmp_path / "plain", FORMATS[name])
+    setup = resolve_here(EngineConfig.from_options(model=str(tmp_path / "packed"), device="cpu", cpu_threads=1))
+    report = Worker(setup, open_backend("cpu", 0, threads=1), make_single_rank_groups()).load()
+    assert report.weight_bytes == pytest.approx(setup.weights[0].num_bytes, rel=0.02)
 
 
 def test_stacked_experts_of_mxfp4():

@@ -120,7 +120,9 @@ def test_what_does_not_fit_is_named_before_anything_is_loaded(tmp_path, part, te
 def test_groups_out_of_order_are_refused(tmp_path):
     folder = packed_llama(tmp_path)
     change(folder, f"{KEY}.g_idx", (torch.arange(64) // 32).flip(0).int())
-    with pytest.raises(ValueError, match=r"q_proj.g_idx puts columns into groups out of order, .* desc_act is false"):
+    with pytest.raises(
+        ValueError, match=r"q_proj.g_idx puts columns into groups out of order, .*\(desc_act, actorder\)"
+    ):
         weights_of(folder).get("layers.0.attention.q.weight", (None, None))
 
 

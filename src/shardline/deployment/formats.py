@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
+
 from shardline.config.engine import STORED_METHODS, EngineConfig, ModelConfig
 from shardline.deployment.machine import Device, DeviceKind
+from shardline.models.parameters import layer_parameters
+from shardline.models.sizes import OwnFormats
 from shardline.models.spec import MLA, DecoderSpec, DType, KVDType
-from shardline.models.stored_layout import BlockLayout, GGUFLayout
-from shardline.models.stored_weights import StoredRules, methods
+from shardline.models.stored_layout import Form
+from shardline.models.stored_weights import StoredRules, StoredWeights, methods
 from shardline.weights.base import PLAIN, FormatChoice
 
 _DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
 
-_KEPT_GROUPS = (0, 32, 64, 128)
+_GPU_GROUPS = (0, 32, 64, 128)
 """Columns of a group that GPUs can keep packed; 0: the whole row."""
-_FLAT_BLOCK, _GGUF_BLOCK = 64, 32
-"""Columns of a group of bitsandbytes and of GGUF, where tensors differ; for estimates."""
+_CPU_GROUP_UNIT = 8
+"""Columns that the CPU packs together; a group is a multiple of it."""
 _FP8_CAPABILITY = 89
 """The first GPU architecture that computes in fp8: sm_89."""
 
@@ -44,7 +49,8 @@ def choose_weight_format(config: EngineConfig, stored: StoredRules, devices: tup
     asked = config.model.quantization
     check_statements(config.model, stored)
     if asked is None or asked == stored.method:
-        return PLAIN if config.model.load_format == "dummy" else _kept_format(stored, devices[0].kind)
+        is_there = stored.is_packed and config.model.load_format != "dummy"
+        return _kept_format(stored, devices[0].kind) if is_there else PLAIN
     if asked == "none":
         return PLAIN
     chosen = FormatChoice(asked)
@@ -69,27 +75,34 @@ def check_statements(model: ModelConfig, stored: StoredRules) -> None:
         raise ValueError(f"load_format {load_format}: this checkpoint is {found}; leave load_format out")
 
 
-def _kept_format(stored: StoredRules, kind: DeviceKind) -> FormatChoice:
-    """The format in which weights stay that a checkpoint has quantized; plain: they are dequantized."""
-    rules = [rule for rule in stored.rules if not rule.only_experts]
-    layouts = [layout for rule in rules for layout in rule.layouts]
-    blocks = [layout for layout in layouts if isinstance(layout, BlockLayout)]
-    sizes = {layout.scales.block_columns for layout in blocks}
-    if kind == "cuda":
-        packed = all(layout.codes.bits == 4 and layout.zeros and layout.ordered for layout in blocks)
-        if len(blocks) != len(layouts) or len(sizes) != 1 or not packed or not sizes <= set(_KEPT_GROUPS):
-            return PLAIN
-        return FormatChoice("packed", sizes.pop())
-    if not layouts:
+def _kept_format(stored: StoredRules, device: DeviceKind) -> FormatChoice:
+    """The format that a device keeps such weights in. GPUs keep 4-bit integers with zero points, and the CPU all."""
+    # The last rule is the one for modules that no other rule names.
+    return _format_of(max(stored.rules, key=lambda rule: "Linear" in rule.targets).layouts[0].form, device)
+
+
+def own_formats(stored: StoredWeights, spec: DecoderSpec, device: DeviceKind) -> OwnFormats:
+    """The format of each weight, if weights stay as the checkpoint has them."""
+
+    def format_of(name: str) -> FormatChoice:
+        return _format_of(stored.form(name), device)
+
+    def layer_class(index: int) -> Hashable:
+        names = (part for part, _ in layer_parameters(spec.layers[index], spec.hidden_size, num_experts=1))
+        return tuple(format_of(f"layers.{index}.{name}") for name in names)
+
+    return OwnFormats(format_of, layer_class)
+
+
+@functools.cache
+def _format_of(form: Form | None, device: DeviceKind) -> FormatChoice:
+    """The format that a device keeps weights of a form in; PLAIN: it makes them dense, or they are."""
+    on_gpu = device == "cuda"
+    if form is None or (on_gpu and not (form.bits == 4 and form.has_zeros and form.group_size in _GPU_GROUPS)):
         return PLAIN
-    if GGUFLayout() in layouts:
-        group_size, group_bytes = _GGUF_BLOCK, 8
-    else:
-        group_size = min(sizes, default=_FLAT_BLOCK)
-        # Scales of 16 bits stay so, and others are held in float32.
-        group_bytes = max(2 if rule.packing.scale_bytes == 2 else 4 for rule in rules)
-        group_bytes += any(layout.zeros is not None for layout in blocks)
-    return FormatChoice("packed", group_size, max(4 if rule.packing.bits <= 4 else 8 for rule in rules), group_bytes)
+    if form.group_size % _CPU_GROUP_UNIT:
+        return PLAIN
+    return FormatChoice("packed", form.group_size, form.bits, form.group_bytes)
 
 
 def check_numerics(config: EngineConfig, held: FormatChoice, devices: tuple[Device, ...]) -> None:

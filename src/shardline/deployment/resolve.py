@@ -9,18 +9,25 @@ from typing import cast
 from shardline.config.engine import EngineConfig
 from shardline.deployment.cache import choose_block_size, plan_cache
 from shardline.deployment.deployment import Deployment, ModelSource, RankWeights, StepLimits
-from shardline.deployment.formats import check_numerics, choose_dtype, choose_kv_dtype, choose_weight_format
+from shardline.deployment.formats import (
+    check_numerics,
+    choose_dtype,
+    choose_kv_dtype,
+    choose_weight_format,
+    own_formats,
+)
 from shardline.deployment.kv_budget import rank_room
 from shardline.deployment.layout import STEP_TIMEOUTS, Layout, choose_layout
 from shardline.deployment.length import check_length
 from shardline.deployment.machine import Device, Machine
 from shardline.deployment.reasons import explain_choices
 from shardline.models.description import ModelDescription
-from shardline.models.lookup import decoder_spec
+from shardline.models.lookup import decoder_spec, module_names
 from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel
 from shardline.models.sharding import Numerics
-from shardline.models.sizes import largest_weight_bytes, stage_spans, weight_bytes
+from shardline.models.sizes import OwnFormats, largest_weight_bytes, stage_spans, weight_bytes
 from shardline.models.spec import DecoderSpec, DType, MoE
+from shardline.models.stored_weights import StoredWeights
 from shardline.weights.base import FormatChoice
 
 
@@ -49,7 +56,10 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
     if model.checkpoint is not None:
         model.checkpoint.check(spec, model.stored)
-    weights = _rank_weights(config, layout, spec, stages, dtype, held)
+    own = None
+    if held.open_format().reads_packed:
+        own = own_formats(StoredWeights(model.stored, spec.dtype, module_names(spec)), spec, layout.device)
+    weights = _rank_weights(config, layout, spec, stages, dtype, held, own)
     room = rank_room(config, layout, machine, spec, dtype, weights)
     cache, length = plan_cache(sized, layout, machine, spec, stages, weights, kv_dtype, room)
     deployment = Deployment(
@@ -114,12 +124,13 @@ def _rank_weights(
     stages: tuple[Span, ...],
     dtype: DType,
     held: FormatChoice,
+    own: OwnFormats | None,
 ) -> tuple[RankWeights, ...]:
     numerics = cast(Numerics, config.parallel.numerics)
     whole_experts = config.parallel.enable_expert_parallel
     weights = []
     for place in map(layout.grid.place, range(layout.grid.world_size)):
-        total = weight_bytes(spec, place, stages, dtype, numerics, held, whole_experts)
+        total = weight_bytes(spec, place, stages, dtype, numerics, held, whole_experts, own)
         touched = 0
         if layout.device == "cpu":
             touched = max(0, total - largest_weight_bytes(spec, place, stages, dtype, numerics, whole_experts))

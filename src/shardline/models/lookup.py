@@ -6,7 +6,7 @@ import difflib
 import functools
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import shardline.models.families
@@ -76,3 +76,9 @@ def language_model_type(config: Mapping[str, Any]) -> str:
     if not isinstance(model_type, str):
         raise ValueError(f"config.json has no model_type; supported: {', '.join(known_families())}")
     return model_type
+
+
+def module_names(spec: DecoderSpec) -> Callable[[str], str]:
+    """The name that a canonical parameter's module has in a checkpoint, as a function of the parameter's name."""
+    source = family(spec.model_type).tensor_source
+    return functools.cache(lambda name: source(name, spec).key.rpartition(".")[0])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from shardline.config.topology import RankPlace
 from shardline.models.kv_groups import KVGroup
@@ -66,6 +67,15 @@ def stage_spans(spec: DecoderSpec, num_stages: int, pipeline_stages: str | None 
     return balance_stages(costs, num_stages, first_extra=embedding, last_extra=spec.vocab_size * spec.hidden_size)
 
 
+class OwnFormats(NamedTuple):
+    """The formats of linear weights that a checkpoint has quantized in unlike ways."""
+
+    format_of: Callable[[str], FormatChoice]
+    """The format of a weight, by its canonical name."""
+    layer_class: Callable[[int], Hashable]
+    """Equal for layers whose weights have the same formats."""
+
+
 def weight_bytes(
     spec: DecoderSpec,
     place: RankPlace,
@@ -74,24 +84,27 @@ def weight_bytes(
     numerics: Numerics = "exact",
     weight_format: FormatChoice = PLAIN,
     expert_parallel: bool = False,
+    own_formats: OwnFormats | None = None,
 ) -> int:
     """Bytes of the weights that the rank at `place` holds, without padding.
 
-    Linear weights are in `weight_format`, the rest in `dtype`. If the lm_head is tied to the embedding and quantized,
-    both are stored. If it is not quantized, one tensor serves both.
+    Linear weights are in `weight_format`, or each in its own of `own_formats`, and the rest in `dtype`. If the lm_head
+    is tied to the embedding and quantized, both are stored. If it is not quantized, one tensor serves both.
     """
     held = weight_format.open_format()
 
     def num_bytes(name: str, local: Shape) -> int:
         if is_linear(name):
-            return held.num_bytes(local[0], local[1], DTYPE_BYTES[dtype], _role(name))
+            own = held if own_formats is None else own_formats.format_of(name).open_format()
+            return own.num_bytes(local[0], local[1], DTYPE_BYTES[dtype], _role(name))
         return math.prod(local) * DTYPE_BYTES["float32" if is_kept_in_float32(name) else dtype]
 
-    counted = counted_parameters(spec, stages[place.pp_rank])
-    apart = spec.tied_embeddings and not held.is_dense("lm_head")
-    return rank_total(
-        spec, place, stages, _held(counted, spec, stages[place.pp_rank], apart), num_bytes, numerics, expert_parallel
+    stage = stages[place.pp_rank]
+    counted = (
+        counted_parameters(spec, stage, own_formats.layer_class) if own_formats else counted_parameters(spec, stage)
     )
+    apart = spec.tied_embeddings and not held.is_dense("lm_head")
+    return rank_total(spec, place, stages, _held(counted, spec, stage, apart), num_bytes, numerics, expert_parallel)
 
 
 def stored_weight_bytes(

@@ -94,6 +94,18 @@ class Scales(msgspec.Struct, frozen=True):
         return self.grid(1, columns)[1]
 
 
+class Form(NamedTuple):
+    """What a weight needs if it stays packed in memory."""
+
+    bits: Literal[4, 8]
+    group_size: int
+    """Columns that share a scale; 0: all."""
+    group_bytes: int
+    """Bytes of a group's scale and zero point."""
+    has_zeros: bool
+    """Whether codes are integers with zero points, in groups of neighbours."""
+
+
 class BlockLayout(msgspec.Struct, frozen=True, tag=True):
     """One code per element, and one scale per block of rows and columns."""
 
@@ -116,6 +128,18 @@ class BlockLayout(msgspec.Struct, frozen=True, tag=True):
         """The tensors that must be there."""
         zeros = () if self.zeros is None else (self.zeros.part,)
         return tuple(filter(None, (self.codes.part, self.scales.part, *zeros, self.scales.divisor, self.weight_shape)))
+
+    @property
+    def form(self) -> Form:
+        """The form in memory."""
+        zero_bytes = 0 if self.zeros is None else 1 if self.codes.bits == 4 else 4
+        scale_bytes = 2 if self.codes.bits == 4 and "F16" in self.scales.types else 4
+        return Form(
+            bits=4 if self.codes.bits == 4 else 8,
+            group_size=self.scales.block_columns,
+            group_bytes=scale_bytes + zero_bytes,
+            has_zeros=not self.table and self.ordered,
+        )
 
     def is_there(self, base: str, tensors: Tensors) -> bool:
         """Whether the tensors whose names begin with `base` store a quantized weight."""
@@ -161,6 +185,11 @@ class FlatLayout(msgspec.Struct, frozen=True, tag=True):
         """The tensors that must be there."""
         return "weight", "weight.absmax", "weight.quant_map"
 
+    @property
+    def form(self) -> Form:
+        """See `BlockLayout.form`."""
+        return Form(bits=4, group_size=64, group_bytes=4, has_zeros=False)
+
     def is_there(self, base: str, tensors: Tensors) -> bool:
         """See `BlockLayout.is_there`."""
         return f"{base}weight" in tensors and f"{base}weight.absmax" in tensors
@@ -187,7 +216,16 @@ class FlatLayout(msgspec.Struct, frozen=True, tag=True):
 
 
 class GGUFLayout(msgspec.Struct, frozen=True, tag=True):
-    """GGUF: the file's own header says how each tensor is stored (`models/gguf/`)."""
+    """GGUF: the file's own header says how each tensor is stored (`models/gguf/`). The form is that of one type."""
+
+    bits: Literal[4, 8]
+    group_size: int
+    group_bytes: int
+
+    @property
+    def form(self) -> Form:
+        """See `BlockLayout.form`."""
+        return Form(self.bits, self.group_size, self.group_bytes, has_zeros=False)
 
     @property
     def parts(self) -> tuple[str, ...]:

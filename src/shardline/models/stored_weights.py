@@ -22,7 +22,7 @@ import shardline.models.stored
 from shardline.models.hf_config import HFConfig
 from shardline.models.parameters import Shape, is_kept_in_float32, is_linear, parse_name
 from shardline.models.spec import DTYPE_BYTES, DType
-from shardline.models.stored_layout import Layout
+from shardline.models.stored_layout import Form, Layout
 
 _NUMBERED_LAYER = re.compile(r"\blayers\.(\d+)\b")
 _WRAPPERS = ("language_model.", "model.language_model.")
@@ -282,8 +282,18 @@ class StoredWeights:
         layer, part, kind = parse_name(name)
         if layer is None or kind != "weight" or not (is_linear(name) or part == "attention.kv_up"):
             return None
-        rule = self._rule_book.find(self.module(name), part.startswith("feed_forward.experts."))
+        rule = self._find_rule(name)
         return None if rule is None else rule.packing
+
+    def form(self, name: str) -> Form | None:
+        """What the canonical parameter `name` needs if it stays packed; None: it is not quantized, or not loaded."""
+        if self.packing(name) is None:
+            return None
+        rule = self._find_rule(name)
+        return rule.layouts[0].form if rule is not None and rule.layouts else None
+
+    def _find_rule(self, name: str) -> PackingRule | None:
+        return self._rule_book.find(self.module(name), parse_name(name).part.startswith("feed_forward.experts."))
 
     @functools.cached_property
     def _rule_book(self) -> RuleBook:

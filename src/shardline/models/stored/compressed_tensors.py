@@ -15,6 +15,9 @@ _GROUP_SCALE_BYTES = {"mxfp4-pack-quantized": 1, "nvfp4-pack-quantized": 1}
 
 USUAL = (PackingRule(Packing(label_of("int", 4), 4, block_rows=1, block_columns=128, scale_bytes=2)),)
 
+_GROUPS_OUT_OF_ORDER = ("group", "dynamic", True)
+"""Values of `actorder` with which a file names each column's group."""
+
 _E4M3 = BlockLayout(codes=Codes("weight", "F8_E4M3"), scales=Scales("weight_scale"), table="e4m3")
 _BYTES = BlockLayout(codes=Codes("weight", "I8", offset=128), scales=Scales("weight_scale"), zero=128)
 _BYTE_ZEROS = Codes("weight_zero_point", "I8", offset=128)
@@ -65,6 +68,8 @@ def _rule(group: HFConfig, section: HFConfig) -> PackingRule:
     else:
         raise weights.error("strategy", f"{strategy!r} is not known")
     layout = _layout(form, kind, bits, blocks, weights.flag("symmetric", True))
+    if layout is not None and weights.values.get("actorder") in _GROUPS_OUT_OF_ORDER:
+        layout = replace(layout, ordered=False)
     if layout is None:
         problem = f"compressed-tensors format {form} with {kind} of {bits} bits is not supported"
         return PackingRule(packing, targets, refusal=problem)
@@ -87,7 +92,6 @@ def _layout(form: str, kind: str, bits: int, blocks: dict[str, Any], symmetric: 
             zeros=None if symmetric else Codes("weight_zero_point", "I32", bits, along="rows"),
             zero=1 << (bits - 1),
             group_index="weight_g_idx",
-            ordered=False,
             weight_shape="weight_shape",
         )
     if kind == "float" and bits == 4 and form == "nvfp4-pack-quantized":

@@ -109,8 +109,8 @@ def _groups_of_columns(module: StoredModule, layout: BlockLayout, tensor: ReadTe
         )
     if layout.ordered and not torch.equal(index.long(), in_order):
         raise ValueError(
-            f"{module.base}{layout.group_index} puts columns into groups out of order, but config.json says that "
-            "desc_act is false; correct it"
+            f"{module.base}{layout.group_index} puts columns into groups out of order, but config.json does not say so "
+            "(desc_act, actorder); correct it"
         )
     return index[columns.start : columns.stop].long()
 
