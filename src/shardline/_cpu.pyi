@@ -192,7 +192,7 @@ def expert_up(
     first_expert: int,
     compact: bool,
     panels: Tensor,
-    scales: Tensor | tuple[Tensor | int | None, ...] | None,
+    scales: Tensor | tuple[object, ...] | None,
     activation: str,
     gated: bool,
     out: Tensor,
@@ -203,18 +203,13 @@ def expert_down(
     weights: Tensor,
     first_expert: int,
     panels: Tensor,
-    scales: Tensor | tuple[Tensor | int | None, ...] | None,
+    scales: Tensor | tuple[object, ...] | None,
     shared: Tensor | None,
     shared_scale: Tensor | None,
     out: Tensor,
 ) -> None: ...
 def expert_slots(
-    x: Tensor,
-    ids: Tensor,
-    first_expert: int,
-    panels: Tensor,
-    scales: Tensor | tuple[Tensor | int | None, ...] | None,
-    out: Tensor,
+    x: Tensor, ids: Tensor, first_expert: int, panels: Tensor, scales: Tensor | tuple[object, ...] | None, out: Tensor
 ) -> None: ...
 def combine_slots(
     rows: Tensor,

@@ -31,6 +31,8 @@ from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
 from shardline.weights.grouped import GroupedWeight
 from shardline.weights.rows import LinearInput, as_tensor, check_features
 
+_FP8_ROWS = 256
+"""Rows that are quantized at a time, since it takes several times their memory."""
 E4M3_TABLE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 """The value of each byte in float8_e4m3fn."""
 
@@ -243,8 +245,12 @@ class Fp8PanelKernels(GroupedPanelKernels):
 
     @staticmethod
     def pack_fp8(weight: Tensor, values: Tensor, scales: Tensor, first: int = 0, half: int | None = None) -> None:
-        codes, row_scales = quantize_rows_fp8_reference(weight, torch.float8_e4m3fn)
-        _cpu.pack_codes(codes.view(torch.uint8), values, first, half)
+        codes, row_scales = torch.empty(weight.shape, dtype=torch.uint8), torch.empty(len(weight))
+        for start in range(0, len(weight), _FP8_ROWS):
+            rows = slice(start, start + _FP8_ROWS)
+            row_values, row_scales[rows] = quantize_rows_fp8_reference(weight[rows], torch.float8_e4m3fn)
+            codes[rows] = row_values.view(torch.uint8)
+        _cpu.pack_codes(codes, values, first, half)
         if half is None:
             scales.view(-1)[first : first + len(row_scales)] = row_scales
             return

@@ -22,7 +22,7 @@ def expert_slots(
     ids: Tensor,
     first_expert: int,
     panels: Tensor,
-    scales: Tensor | tuple[Tensor | int | None, ...] | None,
+    scales: Tensor | tuple[object, ...] | None,
     out: Tensor,
 ) -> None:
     """As `ops.moe.exchange.expert_slots`, into out [T * k, N]; x is the output of `expert_up` with `compact`."""
