@@ -17,12 +17,14 @@ from shardline.channel import Channel
 from shardline.cluster.head import Head
 from shardline.cluster.messages import (
     Accepted,
+    Beat,
     FrontToHead,
     HeadMessage,
     Join,
     NodeMessage,
     Refused,
     Rejoin,
+    Shutdown,
     Unfit,
 )
 from shardline.cluster.node import Node, UnreadableMessage, tell_head
@@ -153,3 +155,29 @@ def test_a_node_ends_if_it_cannot_read_its_head(
     thread.join(5)
     head.close()
     assert isinstance(told[-1], Unfit), "the head names the node and the reason"
+
+
+def test_a_join_that_nobody_has_read_is_asked_for_again(own: Join, port: int) -> None:
+    """A head process that hangs takes messages, and its successor knows nothing of them."""
+    wire = HeadSocket(TOKEN, "127.0.0.1", port)
+    config = EngineConfig.from_options(nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=port)
+    one = Node(config, TOKEN, node(own, 1))
+    thread = threading.Thread(target=one.run, daemon=True)
+    thread.start()
+
+    def receive() -> tuple[bytes, object]:
+        assert wire.socket.poll(5000)
+        identity, body = wire.socket.recv_multipart()
+        return identity, msgspec.msgpack.decode(body, type=NodeMessage)
+
+    assert isinstance(receive()[1], Join)
+    identity, message = receive()
+    assert isinstance(message, Beat)
+    wire.send(identity, Rejoin())
+    while not isinstance(message, Join):
+        identity, message = receive()
+    wire.send(identity, Shutdown(0, "the test is over"))
+    one.ask_to_leave()
+    thread.join(10)
+    assert not thread.is_alive()
+    wire.close()

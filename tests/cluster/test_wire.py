@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
+from shardline.cluster import wire
 from shardline.cluster.token import head_keys
 from shardline.cluster.wire import HeadSocket, NodeSocket
 
@@ -52,6 +53,16 @@ def test_another_token_is_refused_within_seconds(head: HeadSocket, port: int) ->
     assert becomes_true(node.was_refused)
     assert not head.socket.poll(100)
     node.close()
+
+
+def test_a_head_that_is_stopped_refuses_nobody(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host accepts connections, and nobody answers the handshake."""
+    monkeypatch.setattr(wire, "_HANDSHAKE_MILLISECONDS", 300)
+    monkeypatch.setattr(wire, "_REFUSAL_SECONDS", 0.15)
+    with socket.create_server(("127.0.0.1", port)):
+        node = NodeSocket(TOKEN, "127.0.0.1", port)
+        assert not becomes_true(node.was_refused, 1.5)
+        node.close()
 
 
 def test_the_head_key_alone_opens_nothing(head: HeadSocket, port: int) -> None:

@@ -1,19 +1,18 @@
-"""Faults at random, one after another, under streaming clients: every answer must equal that of an undisturbed run.
+"""Faults, one after another, under streaming clients: every answer must equal that of an undisturbed run.
 
-    python -m tests.faults.chaos --faults 100 --seed 1
+    python -m tests.faults.chaos --product --faults 100 --seed 1 --minutes 15
 
-The server runs two replicas of two stages, each on a host of its own (a network namespace). After each fault it must
-name the fault in time, and both replicas must run again before the next one.
+`--product` causes every fault in every process, idle, loading and busy; then `--faults` faults follow at random. The
+server runs two replicas of two stages, each on a host of its own (a network namespace). The log must name each fault in
+time, and both replicas must run again before the next one.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
-import re
 import signal
 import statistics
 import sys
@@ -21,13 +20,15 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.faults.site import Site
+from tests.faults.chaos_faults import PRODUCT, STALLING, Fault, Faults
+from tests.faults.site import Site, await_line
 
 _TEXT = {"model": "demo", "stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
 REQUESTS: tuple[dict[str, Any], ...] = (
@@ -38,10 +39,8 @@ REQUESTS: tuple[dict[str, Any], ...] = (
 )
 UNSEEDED = {**_TEXT, "prompt": "Once upon a time", "max_tokens": 200, "temperature": 1.0}
 
-NAMED_WITHIN = {"kill": 1.0, "stop": 5.0, "cut": 6.0}
-"""Seconds from a fault to the line of the log that names it. A test machine with few cores may take as much again."""
-RUNS_WITHIN = 40.0
-KINDS = ("kill rank", "kill engine", "kill head", "kill node", "stop rank", "stop engine", "cut")
+_LOST_AFTER = 150.0
+"""Seconds after which replicas count as lost for good."""
 
 
 @dataclass
@@ -55,89 +54,119 @@ class Report:
     """The longest pause in a stream, in seconds."""
     wrong: list[str] = field(default_factory=list)
 
+    late: list[str] = field(default_factory=list)
+    """Faults that were named or over later than promised. Test machines with few cores may be slow."""
+
     def lines(self) -> list[str]:
         """A table of the times, for people."""
-        rows = [f"{'fault':<14}{'n':>5}{'named s':>16}{'runs again s':>16}"]
-        for kind in sorted(self.named):
+        rows = [f"{'fault':<24}{'n':>5}{'named s':>16}{'runs again s':>16}    (median / largest)"]
+        for name in sorted(self.named):
             cells = [
                 f"{statistics.median(times):.1f} / {max(times):.1f}" if times else "-"
-                for times in (self.named[kind], self.recovered[kind])
+                for times in (self.named[name], self.recovered[name])
             ]
-            rows.append(f"{kind:<14}{len(self.named[kind]):>5}{cells[0]:>16}{cells[1]:>16}")
-        rows.append(f"{self.answers} answers compared, {len(self.wrong)} wrong; longest pause {self.gap:.1f} s")
-        return [*rows, *self.wrong[:5]]
+            rows.append(f"{name:<24}{len(self.named[name]):>5}{cells[0]:>16}{cells[1]:>16}")
+        faults = sum(map(len, self.named.values()))
+        rows.append(f"{faults} faults; {self.answers} answers compared, {len(self.wrong)} wrong")
+        rows.append(f"longest pause in a stream {self.gap:.1f} s; later than promised: {len(self.late)}")
+        return [*rows, *self.late[:20], *self.wrong[:20]]
 
 
 class Chaos:
     """A server, its clients, and the faults."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, layout: Sequence[str] = ("-dp", "2", "-pp", "2")) -> None:
         self._random = random.Random(seed)
         self.report = Report()
         self._stopping = threading.Event()
-        flags = ("-dp", "2", "-pp", "2", "--max-restarts", "1000000", "--max-num-seqs", "16")
-        self.site = Site(folder, 2, *flags)
+        self._flowing = threading.Event()
+        self._flowing.set()
+        self._lock = threading.Lock()
+        self._running = 0
+        path = f"{STALLING}:{os.environ.get('PYTHONPATH', '')}"
+        flags = (*layout, "--max-restarts", "1000000", "--max-num-seqs", "16")
+        self.site = Site(folder, 2, *flags, PYTHONPATH=path)
+        self._faults = Faults(self.site, self._random)
         self._expected: list[str] = []
 
-    def run(self, num_faults: int, num_clients: int = 4) -> Report:
-        """Cause faults, and return what happened."""
+    def run(self, faults: Sequence[Fault], num_clients: int = 4, seconds: float = 1e9) -> Report:
+        """Cause faults for at most so many seconds, and return what happened."""
         try:
             self.site.await_ready()
             self._expected = [self._answer(request) for request in REQUESTS]
             clients = [threading.Thread(target=self._be_client, args=(index,)) for index in range(num_clients)]
             for client in clients:
                 client.start()
-            for number in range(num_faults):
-                self._cause_fault()
-                print(f"{number + 1}/{num_faults} faults, {self.report.answers} answers", end="\r", file=sys.stderr)
+            began = time.monotonic()
+            for number, fault in enumerate(faults):
+                if time.monotonic() - began > seconds or not self._cause_fault(fault):
+                    break
+                print(f"{number + 1}/{len(faults)} faults, {self.report.answers} answers", end="\r", file=sys.stderr)
             self._stopping.set()
+            self._flowing.set()
             for client in clients:
                 client.join(90.0)
                 if client.is_alive():
                     self.report.wrong.append("a client hangs")
+            self.check_end()
             return self.report
         finally:
             self._stopping.set()
+            self._flowing.set()
             self.site.hosts.close()
 
-    def _cause_fault(self) -> None:
-        kind = self._random.choice(KINDS)
-        lines = self._error_lines()
-        began = time.monotonic()
-        if kind == "cut":
-            self.site.hosts.cut(1)
-        elif kind == "kill node":
-            os.killpg(self.site.nodes[0].pid, signal.SIGKILL)
+    def check_end(self) -> None:
+        """End the server: no process may be left on any host."""
+        self.site.head.terminate()
+        deadline = time.monotonic() + 20
+        while left := [pid for host in range(2) for pid in self.site.hosts.pids(host)]:
+            if time.monotonic() > deadline:
+                self.report.wrong.append(f"processes are left at the end: {left}")
+                return
+            time.sleep(0.1)
+
+    def _cause_fault(self, fault: Fault) -> bool:
+        """Cause a fault and wait until all is well again; False: it will not be."""
+        if fault.state == "idle":
+            self._flowing.clear()
+            while self._running:
+                time.sleep(0.05)
         else:
-            how, title = kind.split()
-            pids = self._titled(title)
-            number = signal.SIGKILL if how == "kill" else signal.SIGSTOP
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._random.choice(pids), number)
-        # A node that is gone is noticed as one that is cut off.
-        allowed = NAMED_WITHIN["cut" if kind == "kill node" else kind.split()[0]]
-        while self._error_lines() == lines:
-            if time.monotonic() - began > 2 * allowed + 1:
-                self.report.wrong.append(f"{kind} was not named within {2 * allowed + 1:g} s")
+            self._flowing.set()
+        if fault.state == "loading" and not self._faults.await_loading():
+            self.report.wrong.append(f"no process was loading for {fault.name}")
+            return self._await_replicas(fault, time.monotonic())
+        began = time.monotonic()
+        is_named, bring_back = self._faults.cause(fault)
+        while not is_named():
+            if time.monotonic() - began > 2 * fault.named_within + 2:
+                self.report.wrong.append(f"{fault.name}, {fault.state}, was not named")
                 break
             time.sleep(0.02)
-        self.report.named[kind].append(time.monotonic() - began)
-        if kind == "cut":
-            self.site.hosts.heal(1)
-        elif kind == "kill node":
-            self.site.nodes[0] = self.site.start_node(1)
-        self._await_replicas(kind, began)
+        seconds = time.monotonic() - began
+        self.report.named[f"{fault.name}, {fault.state}"].append(seconds)
+        if seconds > fault.named_within:
+            self.report.late.append(f"{fault.name}, {fault.state}: named after {seconds:.1f} s")
+        bring_back()
+        return self._await_replicas(fault, began)
 
-    def _await_replicas(self, kind: str, began: float) -> None:
-        while time.monotonic() - began < RUNS_WITHIN:
-            with contextlib.suppress(httpx.HTTPError):
+    def _await_replicas(self, fault: Fault, began: float) -> bool:
+        while (seconds := time.monotonic() - began) < _LOST_AFTER:
+            try:
                 health = httpx.get(f"{self.site.url}/health", timeout=5.0).json()
-                if health["status"] == "ready" and "replicas" not in health:
-                    self.report.recovered[kind].append(time.monotonic() - began)
-                    time.sleep(self._random.random())
-                    return
+            except httpx.HTTPError:
+                health = {"status": "away"}
+            if health["status"] == "ready" and "replicas" not in health:
+                self.report.recovered[f"{fault.name}, {fault.state}"].append(seconds)
+                if seconds > fault.runs_within:
+                    self.report.late.append(f"{fault.name}, {fault.state}: all ran again after {seconds:.1f} s")
+                time.sleep(self._random.random())
+                return True
             time.sleep(0.1)
-        self.report.wrong.append(f"after {kind} not all replicas ran again within {RUNS_WITHIN:g} s")
+        self.report.wrong.append(f"after {fault.name}, {fault.state}, not all replicas ran again: {health}")
+        for log in self.site.logs:
+            print(f"--- {log.name}\n{log.read_text()[-6000:]}", file=sys.stderr)
+        return False
 
     def _difference(self, number: int, answer: str) -> str:
         """The first place in which an answer differs from the expected one."""
@@ -147,23 +176,12 @@ class Chaos:
         place = next((i for i, pair in enumerate(zip(answer, expected, strict=False)) if len(set(pair)) > 1), 0)
         return f"at {place}: {answer[place - 40 : place + 40]!r}, expected {expected[place - 40 : place + 40]!r}"
 
-    def _error_lines(self) -> int:
-        return len(re.findall(r"ERROR", self.site.log()))
-
-    def _titled(self, title: str) -> list[int]:
-        """The processes whose title begins with this word."""
-        found = []
-        for host in range(2):
-            for pid in self.site.hosts.pids(host):
-                with contextlib.suppress(OSError):
-                    if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(f"shardline: {title}".encode()):
-                        found.append(pid)
-        return found
-
     def _be_client(self, index: int) -> None:
         chooser = random.Random(index)
         while not self._stopping.is_set():
             number = chooser.randrange(len(REQUESTS) + 1)
+            self._flowing.wait()
+            self._count(1)
             try:
                 if number == len(REQUESTS):
                     answer = self._answer(UNSEEDED)
@@ -177,9 +195,15 @@ class Chaos:
             except (httpx.HTTPError, _Failed) as error:
                 self.report.wrong.append(f"request {number}: {type(error).__name__}: {error}")
                 continue
+            finally:
+                self._count(-1)
             self.report.answers += 1
             if not right:
                 self.report.wrong.append(f"request {number} has another answer: {self._difference(number, answer)}")
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._running += change
 
     def _answer(self, request: dict[str, Any]) -> str:
         """The whole answer to a request as text, in a form that does not depend on how it was cut into pieces.
@@ -221,14 +245,44 @@ class _Failed(Exception):
     """A stream ended with an error."""
 
 
+def check_wrong_interface(folder: Path) -> str:
+    """A node has an address that the others cannot reach: which line says so, and how the server ends, for people."""
+    wrong = "10.99.0.1"
+    flags = ("-tp", "3", "--distributed-timeout-seconds", "10")
+    site = Site(folder, 3, *flags, started=1)
+    try:
+        site.hosts.add_address(1, wrong)
+        began = time.monotonic()
+        site.start_node(1, SHARDLINE_HOST_IP=wrong)
+        site.start_node(2)
+        seconds = await_line(site, rf"ERROR .*cannot reach node 1 \(\S+ {wrong}\)", 30.0)
+        code = site.head.wait(60.0)
+        ended = time.monotonic() - began
+        return f"wrong interface: named after {seconds:.1f} s; the server ended with code {code} after {ended:.1f} s"
+    finally:
+        site.hosts.close()
+
+
 def main() -> int:
     """Run the faults that the arguments ask for, and print the times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--product", action="store_true", help="first, every fault in every process and state")
+    parser.add_argument("--faults", type=int, default=0, help="faults at random")
+    parser.add_argument("--only", default="", help="only faults whose words contain this, for example 'stall head'")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=1e6, help="cause no new fault after this time")
+    parser.add_argument("--layout", default="-dp 2 -pp 2", help="of the server, on two hosts")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no host is left behind
+    chooser = random.Random(arguments.seed)
+    known = [fault for fault in PRODUCT if arguments.only in f"{fault.name} {fault.state}"]
+    faults = [*(known if arguments.product else ()), *(chooser.choice(known) for _ in range(arguments.faults))]
+    if arguments.product:
+        with tempfile.TemporaryDirectory() as folder:
+            print(check_wrong_interface(Path(folder)))
     with tempfile.TemporaryDirectory() as folder:
-        report = Chaos(Path(folder), arguments.seed).run(arguments.faults)
+        chaos = Chaos(Path(folder), arguments.seed, arguments.layout.split())
+        report = chaos.run(faults, seconds=60 * arguments.minutes)
     print("\n".join(report.lines()))
     return 1 if report.wrong else 0
 

@@ -68,6 +68,10 @@ class Hosts:
         """The words that run a program on a host."""
         return ["ip", "netns", "exec", self._spaces[host], *words]
 
+    def add_address(self, host: int, address: str) -> None:
+        """Give a host an address that no other host can reach."""
+        _ip("-n", self._spaces[host], "addr", "add", f"{address}/32", "dev", "lo")
+
     def cut(self, host: int) -> None:
         """Drop all packets of a host, silently."""
         _run("ip", "netns", "exec", self._switch, "bridge", "link", "set", "dev", f"p{host}", "state", "0")

@@ -19,8 +19,9 @@ SMALL = ("demo", "--device", "cpu", "--cpu-threads", "1", "--kv-cache-memory", "
 class Site:
     """A server over hosts of its own."""
 
-    def __init__(self, folder: Path, count: int, *flags: str, started: int | None = None) -> None:
+    def __init__(self, folder: Path, count: int, *flags: str, started: int | None = None, **environment: str) -> None:
         """A server over `count` hosts, of which the first `started` start their node; None: all."""
+        self._environment = environment
         self.hosts = Hosts(count)
         self.logs = [folder / f"host{index}.log" for index in range(count)]
         self._flags = (*SMALL, "--nnodes", str(count), "--master-addr", self.hosts.address(0), *flags)
@@ -30,7 +31,8 @@ class Site:
 
     def start_node(self, index: int, *more: str, **environment: str) -> subprocess.Popen[str]:
         flags = ("--host", "0.0.0.0") if index == 0 else ("--node-rank", str(index))
-        return self.hosts.start(index, "serve", *self._flags, *flags, *more, log=self.logs[index], **environment)
+        words, variables = (*self._flags, *flags, *more), {**self._environment, **environment}
+        return self.hosts.start(index, "serve", *words, log=self.logs[index], **variables)
 
     def await_ready(self, seconds: float = 60.0) -> None:
         try:

@@ -36,6 +36,9 @@ ARCHITECTURES = {
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 _SPLIT_KV = re.compile(r"model\.layers\.(\d+)\.self_attn\.kv_b_proj\.weight")
 
+_SPREADS = {Type.Q4_K: 3e-4, Type.Q5_K: 2e-4, Type.Q6_K: 1e-4}
+"""Of random scales d, so that weights are about as large as a model's."""
+
 
 def plain(name: str, values: Array) -> Type:
     """F32 for everything."""
@@ -68,7 +71,7 @@ def random_blocks(kind: Type, shape: tuple[int, ...], rng: np.random.Generator) 
     offsets = {Type.Q6_K: [208], Type.MXFP4: []}.get(kind, [0])
     offsets = [0, 2] if kind in (Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K) else offsets
     for offset in offsets:
-        scales = rng.normal(0, 0.003 if kind in (Type.Q4_K, Type.Q5_K, Type.Q6_K) else 0.05, blocks.shape[:-1])
+        scales = rng.normal(0, _SPREADS.get(kind, 0.05), blocks.shape[:-1])
         blocks[..., offset : offset + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
     if kind == Type.MXFP4:
         blocks[..., 0] = rng.integers(0, 8, blocks.shape[:-1]) + 116
@@ -173,6 +176,7 @@ def _add_latents(add: Callable[[str, Array], Array], prefix: str, values: Array,
 
 
 def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    writer.kv_data[0].pop(key, None)
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

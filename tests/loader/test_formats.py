@@ -15,20 +15,16 @@ from shardline.config.engine import STORED_METHODS, EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.models.lookup import decoder_spec
 from shardline.models.parameters import parameters
-from shardline.models.partition import Span
 from shardline.models.sharding import shard
-from shardline.models.stored.mxfp4 import USUAL
-from shardline.models.stored_layout import StoredModule
 from shardline.models.stored_weights import methods
 from shardline.runtime.backends import open_backend
-from shardline.runtime.loader.stored import read_stored
 from shardline.runtime.loader.weights import WeightSource, open_weights
 from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.worker import Worker
 from shardline.sampling_params import SamplingParams
 from shardline.types import Request
 from tests.exactness.harness import start_engine
-from tests.models.checkpoints import make_checkpoint
+from tests.models.checkpoints import FAMILIES, make_checkpoint
 
 from .stored_checkpoints import (
     Format,
@@ -134,6 +130,11 @@ def write(tmp_path: Path, name: str, family: str = "llama") -> None:
 @pytest.mark.parametrize(("family", "name"), [*(("llama", name) for name in FORMATS), *OTHER_FAMILIES])
 def test_every_part_is_what_the_library_decodes(family, name, tmp_path):
     write(tmp_path, name, family)
+    _assert_equal_parts(tmp_path)
+
+
+def _assert_equal_parts(tmp_path: Path) -> None:
+    """All parts that a rank may hold are equal in the packed and the plain checkpoint."""
     spec = decoder_spec(json.loads((tmp_path / "packed" / "config.json").read_text()))
     packed, plain = weights_of(tmp_path / "packed"), weights_of(tmp_path / "plain")
     num_packed = 0
@@ -179,18 +180,49 @@ def test_ranks_hold_as_many_bytes_as_planned(name, tmp_path):
     assert report.weight_bytes == pytest.approx(setup.weights[0].num_bytes, rel=0.02)
 
 
-def test_stacked_experts_of_mxfp4():
+def _stacked_checkpoint(family: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """config.json and tensors of a model whose experts are stacked, [experts, in, out]."""
+    if family == "gpt_oss":
+        make_checkpoint(family, folder, num_hidden_layers=1, intermediate_size=32)
+    else:
+        make_checkpoint("qwen3_moe", folder, num_hidden_layers=1, moe_intermediate_size=32, mlp_only_layers=[])
+    config = {**json.loads((folder / "config.json").read_text()), "model_type": family}
+    tensors = load_file(folder / "model.safetensors")
+    experts: dict[str, list[torch.Tensor]] = {}
+    for key in [key for key in tensors if key.endswith("_proj.weight") and ".experts." in key]:
+        experts.setdefault(key.split(".")[-2], []).append(tensors.pop(key).T)
+    if experts:
+        gate, up = torch.stack(experts["gate_proj"]), torch.stack(experts["up_proj"])
+        tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.cat([gate, up], 2)
+        tensors["model.layers.0.mlp.experts.down_proj"] = torch.stack(experts["down_proj"])
+    return config, tensors
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe_text", *(name for name in FAMILIES if name == "gpt_oss")])
+def test_stacked_experts_of_mxfp4(family, tmp_path):
+    """In gpt_oss, rows of gate and up alternate."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+    model_config, stacked = _stacked_checkpoint(family, tmp_path / "model")
     generator = torch.Generator().manual_seed(3)
-    blocks = torch.randint(0, 256, (3, 20, 4, 16), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(100, 140, (3, 20, 4), generator=generator, dtype=torch.uint8)
-    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
-    module = StoredModule("experts.gate_up_proj", USUAL[0].layouts[0], 20, 128)
-    for expert in range(3):
-        tensors = {"_blocks": blocks[expert], "_scales": scales[expert]}
-        part = read_stored(module, tensors.get, Span(3, 9), Span(40, 100), "mxfp4")
-        assert torch.equal(part.dequantize(torch.float32), expected[expert, 3:9, 40:100])
+    packed: dict[str, torch.Tensor] = {}
+    plain: dict[str, torch.Tensor] = {}
+    for key, tensor in stacked.items():
+        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            packed[key] = plain[key] = tensor
+            continue
+        experts, columns, rows = tensor.shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(110, 125, blocks.shape[:3], generator=generator, dtype=torch.uint8)
+        packed |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        plain[key] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    for name, tensors in (("packed", packed), ("plain", plain)):
+        (tmp_path / name).mkdir()
+        section = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+        config = {**model_config, **({"quantization_config": section} if name == "packed" else {})}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        save_file(tensors, tmp_path / name / "model.safetensors", {"format": "pt"})
+    _assert_equal_parts(tmp_path)
 
 
 def test_what_a_checkpoint_is_may_be_stated(tmp_path):
@@ -257,6 +289,8 @@ def test_headers_that_do_not_fit_are_named(name, key, tensor, says, tmp_path):
         ("int4", {"ignore": [Q]}, "q_proj.weight is quantized, but quantization_config leaves this module out"),
         ("int4", {"ignore": ["re:("]}, "is no regular expression"),
         ("int4", {"ignore": [3]}, "must be a list of names"),
+        ("int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "with sparsity .* is not supported"),
+        ("int4", {"transform_config": {"config_groups": {"u": {}}}}, "with transforms .* is not supported"),
         ("nf4", {"bnb_4bit_quant_storage": "bfloat16"}, "stored as bfloat16 are not supported"),
         ("fp8 blocks", {"weight_block_size": [128, 128]}, r"has shape \[3, 2\], not \[1, 1\]"),
     ],

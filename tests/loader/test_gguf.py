@@ -10,9 +10,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Type
 from msgspec.structs import replace
 
+from shardline.config.engine import EngineConfig
+from shardline.deployment.here import resolve_here
 from shardline.models.checkpoint import Checkpoint
 from shardline.models.gguf.checkpoint import GGUFCheckpoint
 from shardline.models.gguf.header import BLOCK_TYPES, PACKED_TYPES
@@ -25,6 +28,9 @@ from shardline.models.spec import DecoderSpec
 from shardline.runtime.loader.gguf import GGUFWeights
 from shardline.runtime.loader.gguf_blocks import decode_blocks
 from shardline.runtime.loader.weights import CheckpointWeights
+from shardline.sampling_params import SamplingParams
+from shardline.types import Request
+from tests.exactness.harness import start_engine
 from tests.models.checkpoints import make_checkpoint
 
 from .gguf_writer import ARCHITECTURES, mixed, random_blocks, save_plain, write_gguf
@@ -108,6 +114,78 @@ def test_blocks_of_256_in_every_layout(tmp_path: Path) -> None:
         if len(shape) == 2 and (packed := weights.get_packed(name, (None, None))) is not None:
             labels.add(packed.label)
     assert labels == set(PACKED_TYPES)
+
+
+def test_log_probabilities_are_those_of_transformers(tmp_path: Path) -> None:
+    options = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "rope_parameters": _LLAMA3}
+    source = make_checkpoint("llama", tmp_path / "model", **options)
+    tensors = write_gguf(source, tmp_path / "x-Q4_K_M.gguf", mixed(Type.Q4_K, Type.Q6_K, Type.Q5_0))
+    plain = save_plain(tmp_path / "plain", source, tensors)
+    token_ids = torch.randint(0, 256, (12,), generator=torch.Generator().manual_seed(1))
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, attn_implementation="eager")
+    with torch.no_grad():
+        expected = model(token_ids[None]).logits[0].log_softmax(1)
+    # The folder has one quant, so its name is enough.
+    for name, tensor in ((tmp_path / "x-Q4_K_M.gguf", 1), (tmp_path, 2)):
+        engine, executor = start_engine(name, tensor=tensor, dtype="float32")
+        params = SamplingParams(max_tokens=1, prompt_logprobs=20)
+        engine.add_request(Request(request_id="a", prompt_token_ids=token_ids.tolist(), sampling=params))
+        found = [scores for output in engine.step() for scores in output.prompt_logprobs or []]
+        executor.close()
+        assert len(found) == len(token_ids) - 1
+        for row, scores in zip(expected, found, strict=False):
+            torch.testing.assert_close(torch.tensor(scores.top_logprobs), row[scores.top_ids], atol=1e-4, rtol=0)
+
+
+def test_what_is_said_of_a_file(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "model", num_hidden_layers=1)
+    write_gguf(source, tmp_path / "x-Q8_0.gguf", mixed(Type.Q8_0))
+    found = resolve_here(EngineConfig.from_options(model=f"{tmp_path}:q8_0", load_format="gguf", quantization="gguf"))
+    assert (found.dtype, found.model.load_format, str(found.model.stored)) == ("bfloat16", "gguf", "gguf, Q8_0")
+    for options, says in (
+        ({"quantization": "gptq"}, "quantization gptq: this checkpoint is quantized as gguf"),
+        ({"load_format": "safetensors"}, "load_format is safetensors, and .* is a GGUF file"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            resolve_here(EngineConfig.from_options(model=str(tmp_path / "x-Q8_0.gguf"), **options))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "says"),
+    [
+        ({"llama.embedding_length": 128}, Type.F32, r"token_embd.weight has shape \[256, 256\], not \[256, 128\]"),
+        ({"llama.block_count": 2}, Type.F32, "blk.1.attn_norm.weight is missing"),
+        ({"llama.attention.head_count": [4, 2]}, Type.F32, "head_count differs between layers"),
+        (
+            {"general.architecture": "rwkv7"},
+            Type.F32,
+            "architecture is 'rwkv7', which is not supported; supported",
+        ),
+        ({"llama.rope.scaling.type": "spiral"}, Type.F32, "rope.scaling.type is 'spiral', which is not supported"),
+        ({}, Type.TQ1_0, "has type TQ1_0; supported: F32, F16, BF16, Q4_0"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes: dict[str, Any], kind: Type, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    source = make_checkpoint("llama", tmp_path / "model", num_hidden_layers=1, hidden_size=256)
+    write_gguf(source, file, mixed(kind), metadata=changes)
+    with pytest.raises(ValueError, match=says) as raised:
+        resolve_here(EngineConfig.from_options(model=str(file)))
+    assert "x.gguf" in str(raised.value)
+
+
+def test_scales_that_are_no_numbers_are_named_as_they_load(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "model", num_hidden_layers=1)
+    file = tmp_path / "x.gguf"
+    write_gguf(source, file, mixed(Type.Q4_0))
+    tensor = GGUFCheckpoint.open(file).tensors["blk.0.ffn_gate.weight"]
+    content = bytearray(file.read_bytes())
+    content[tensor.offset + 18 : tensor.offset + 20] = b"\x00\x7e"
+    file.write_bytes(content)
+    spec = decoder_spec(resolve_model(str(file)).config)
+    weights = GGUFWeights(GGUFCheckpoint.open(file), spec, torch.float32)
+    with pytest.raises(ValueError, match=r"x.gguf: blk.0.ffn_gate.weight has scales that are NaN or infinite"):
+        weights.get("layers.0.feed_forward.gate.weight", (None, None))
 
 
 def _assert_same_weights(

@@ -62,7 +62,8 @@ class Cluster:
         self._config = config
         self._ray = ray
         self._token = find_token(config.cluster) if ray is None else ray.token
-        self._own = describe_node(config, own_address(config.cluster))
+        self._spawn_head()
+        self._own = self._describe()
         self._deployment: Deployment | None = None
         self._lock = threading.Lock()
         self._starts = 0
@@ -129,14 +130,28 @@ class Cluster:
         with self._present:
             self._present.notify_all()
 
-    def _start_head(self) -> None:
-        cluster, replicas = self._config.cluster, self._config.parallel.data_parallel_size
-        by_replicas = cluster.data_parallel_address is not None
+    def _describe(self) -> Join:
+        """This host. The head process ends if that fails."""
+        try:
+            return describe_node(self._config, own_address(self._config.cluster))
+        except BaseException:
+            self._channel.close()
+            self._sockets.close()
+            self._head.end(1.0)
+            raise
+
+    def _spawn_head(self) -> None:
+        """Start the head process. It imports its modules, and then waits for `_start_head`."""
         ours, theirs = socket.socketpair()
         self._sockets, passed = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, passed:
             self._head = Child("shardline.cluster.head", [theirs.fileno(), passed.fileno()])
         self._channel: Channel[HeadToFront] = Channel(ours, HeadToFront)  # type: ignore[arg-type]
+
+    def _start_head(self) -> None:
+        """Have the head process listen and wait for nodes."""
+        cluster, replicas = self._config.cluster, self._config.parallel.data_parallel_size
+        by_replicas = cluster.data_parallel_address is not None
         nodes = () if by_replicas else tuple(range(1, cluster.nnodes))
         address, port = self._own.host.address, cluster.head_port
         self._channel.send(StartHead(self._token, address, port, self._own, nodes, replicas if by_replicas else 0))
@@ -191,6 +206,7 @@ class Cluster:
             self._hosts = frozenset()
         if self._ray is not None:  # a node may end before the new head has seen it
             self._ray.note_present(NodesPresent((0,), ()))
+        self._spawn_head()
         self._start_head()
         if self._deployment is not None:
             self._channel.send(Launch(self._deployment))

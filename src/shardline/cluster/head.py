@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from shardline.channel import Channel
+from shardline.cluster.loop_watch import LoopWatch
 from shardline.cluster.members import Member, Members, name_difference
 from shardline.cluster.messages import (
     Accepted,
@@ -87,15 +88,9 @@ class Head:
         self._poller.register(self._sockets.fileno(), zmq.POLLIN)
         _log.info("the head waits at %s port %d for %s", self._start.address, self._start.port, self._members.missing())
         self._report_members()
-        next_beat = 0.0
         try:
-            while self._shutdown is None:
-                now = time.monotonic()
-                if now >= next_beat:
-                    self._beat(now, was_late=now > next_beat + _OWN_DELAY)
-                    next_beat = now + BEAT_SECONDS
-                for source, event in self._poller.poll(max(1, int((next_beat - now) * 1000))):
-                    self._handle(source, event)
+            with LoopWatch("head process") as watch:
+                self._serve(watch)
         except EOFError:
             _log.debug("the front has ended")
         finally:
@@ -104,6 +99,17 @@ class Head:
                     self._wire.send(member.identity, self._shutdown)
             self._relay.close()
             self._wire.close()
+
+    def _serve(self, watch: LoopWatch) -> None:
+        next_beat = 0.0
+        while self._shutdown is None:
+            watch.note_round()
+            now = time.monotonic()
+            if now >= next_beat:
+                self._beat(now, was_late=now > next_beat + _OWN_DELAY)
+                next_beat = now + BEAT_SECONDS
+            for source, event in self._poller.poll(max(1, int((next_beat - now) * 1000))):
+                self._handle(source, event)
 
     def _handle(self, source: object, event: int) -> None:
         if source is self._wire.socket:
@@ -265,6 +271,8 @@ def main() -> None:
     channel: Channel[FrontToHead] = Channel(socket.socket(fileno=channel_fd), FrontToHead)  # type: ignore[arg-type]
     try:
         Head(channel, socket.socket(fileno=sockets_fd)).run()
+    except EOFError:
+        _log.debug("the front has ended before the start")
     except ValueError as error:
         channel.send(HeadFailed(str(error), user_error=True))
         select.select([channel.fileno()], [], [], 5.0)

@@ -15,6 +15,7 @@ import zmq
 from shardline import __version__, env
 from shardline.cluster.describe import describe_node, own_address
 from shardline.cluster.links import answer
+from shardline.cluster.loop_watch import LoopWatch
 from shardline.cluster.messages import (
     ENGINE,
     Accepted,
@@ -108,6 +109,7 @@ class Node:
         self._token = token
         self._join = join
         self._asked_to_leave = False
+        self._watch = LoopWatch("node")
         self._decoder: msgspec.msgpack.Decoder[HeadMessage] = msgspec.msgpack.Decoder(HeadMessage)
         self._processes = NodeProcesses(join.host.name)
         self._deployment: Deployment | None = None
@@ -123,6 +125,10 @@ class Node:
 
     def run(self) -> int:
         """Serve heads, one after another, until one says when to end."""
+        with self._watch:
+            return self._serve_heads()
+
+    def _serve_heads(self) -> int:
         address, port = self._config.cluster.head_address, self._config.cluster.head_port
         deadline = time.monotonic() + self._config.cluster.join_timeout
         while True:
@@ -151,9 +157,14 @@ class Node:
         cluster = self._config.cluster
         place = f"the head at {cluster.head_address} port {cluster.head_port}"
         self._send(self._join)
-        asked, noticed = time.monotonic(), time.monotonic()
+        asked = noticed = beaten = time.monotonic()
         while True:
+            self._watch.note_round()
             now = time.monotonic()
+            if now - beaten >= BEAT_SECONDS:
+                # A head that does not know this node answers with Rejoin: its predecessor may have got the Join.
+                beaten = now
+                self._send(Beat())
             if self._asked_to_leave:
                 raise _Ending(0)
             if now >= deadline:
@@ -185,6 +196,7 @@ class Node:
         self._poller.register(self._wire.socket, zmq.POLLIN)
         next_beat = next_check = 0.0
         while True:
+            self._watch.note_round()
             now = time.monotonic()
             if self._asked_to_leave:
                 _log.info("the node leaves; its requests go on elsewhere")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import time
 from collections import deque
@@ -20,6 +21,8 @@ SURVEY_SECONDS = 20.0
 """Links that are not measured by then are left out."""
 _SEND_SECONDS = 0.1
 _LINK_SECONDS = 5.0
+
+_log = logging.getLogger(__name__)
 
 
 def used_links(deployment: Deployment) -> list[tuple[int, int]]:
@@ -61,14 +64,28 @@ class Survey:
         if isinstance(message, Listening):
             self._connect(message.port)
         else:
-            self._on_measured(LinkMeasured(self._link, message))
+            self._report(message)
             self._next_link()
 
     def check(self, now: float) -> None:
         """Give up a link whose hosts do not answer. Call this every second."""
         if self._link is not None and now >= self._deadline:
-            self._on_measured(LinkMeasured(self._link, Measured(error="a node does not answer")))
+            self._report(Measured(error="a node does not answer"))
             self._next_link()
+
+    def _report(self, measured: Measured) -> None:
+        assert self._link is not None
+        ends = [self._members.at_index(host) for host in self._link]
+        first, second = ("the head" if end is None else end.name for end in ends)
+        if measured.error and all(end or host == 0 for end, host in zip(ends, self._link, strict=True)):
+            _log.error(
+                "%s cannot reach %s: %s; give both an address on the network that joins the nodes (SHARDLINE_HOST_IP), "
+                "and let firewalls admit the nodes",
+                second,
+                first,
+                measured.error,
+            )
+        self._on_measured(LinkMeasured(self._link, measured))
 
     def _next_link(self) -> None:
         """Have the first host of the next link listen."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 
 import msgspec
 import zmq
@@ -19,6 +20,8 @@ SILENCE = 4.0
 
 _DOMAIN = b"shardline"
 _HANDSHAKE_MILLISECONDS = 2000
+_REFUSAL_SECONDS = 1.0
+"""A refusal comes at once. A handshake that ends later has had no answer."""
 _MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + (1 << 20)
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -73,10 +76,10 @@ class NodeSocket:
     def __init__(self, token: str, address: str, port: int) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = _configured(self._context.socket(zmq.DEALER))
-        keys, self._refusals, self._greeted = node_keys(token), 0, False
+        keys, self._refusals, self._greeted, self._connected = node_keys(token), 0, False, 0.0
         self.socket.curve_serverkey = head_keys(token).public
         self.socket.curve_secretkey, self.socket.curve_publickey = keys.secret, keys.public
-        self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 100, 1000
+        self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 100, 250
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED
         failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         self._monitor = self.socket.get_monitor_socket(events | failures | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
@@ -88,10 +91,14 @@ class NodeSocket:
         from zmq.utils.monitor import recv_monitor_message
 
         while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)
+            event, now = recv_monitor_message(self._monitor), time.monotonic()
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._greeted, self._refusals = True, 0
-            elif event["event"] != zmq.EVENT_CONNECTED and not self._greeted:
+            elif event["event"] == zmq.EVENT_CONNECTED:
+                self._connected = now
+            elif now - self._connected > _REFUSAL_SECONDS:  # a program that is stopped does not refuse
+                self._refusals = 0
+            elif not self._greeted:
                 self._refusals += 1
         return self._refusals >= 2
 

@@ -24,6 +24,8 @@ def _reasons(deployment: Deployment, asked: EngineConfig, room: int) -> list[str
         reasons.append(f"device cuda (this host has {len(gpus)} x {gpus[0].name})")
     if asked.model.dtype == "auto":
         reasons.append(f"dtype {deployment.dtype} (the checkpoint's is {stored if stored.is_packed else spec.dtype})")
+    if stored.unused:
+        reasons.append(f"{', '.join(stored.unused)} of the checkpoint not used (kv_cache_dtype decides)")
     if not isinstance(asked.model.max_model_len, int):
         whole = deployment.max_model_len == spec.max_position_embeddings
         why = "all that the model has" if whole else "what the KV cache holds"

@@ -80,6 +80,8 @@ class StoredRules(msgspec.Struct, frozen=True):
     """The `quant_method`; empty: nothing is quantized."""
     summary: str = ""
     """The method and its main numbers, for people."""
+    unused: tuple[str, ...] = ()
+    """Keys that ask for more than weights, and have no effect."""
 
     @property
     def is_packed(self) -> bool:

@@ -47,11 +47,17 @@ class Pulse:
 
 
 class PulseWatch:
-    """Tells whether a process has been without a sign of life for SILENCE seconds that the watcher saw pass."""
+    """Tells whether a process has been without a sign of life for `patience` seconds that the watcher saw pass."""
 
-    def __init__(self, read_beats: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        read_beats: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+        patience: float = SILENCE,
+    ) -> None:
         self._read_beats = read_beats
         self._clock = clock
+        self._patience = patience
         self._beats = 0
         self._changed = self._checked = clock()
 
@@ -61,7 +67,7 @@ class PulseWatch:
         if beats != self._beats or now - self._checked > _OWN_DELAY:
             self._changed = now
         self._beats, self._checked = beats, now
-        return now - self._changed >= (SILENCE if beats else _START)
+        return now - self._changed >= (self._patience if beats else _START)
 
 
 def start_pulse(fd: int) -> None:

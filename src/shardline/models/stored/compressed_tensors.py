@@ -31,8 +31,21 @@ def read(section: HFConfig) -> StoredRules:
     rules = tuple(_rule(groups.section(name), section) for name in names)
     if not rules:
         raise section.error("config_groups", "is missing")
+    if problem := _unsupported(section):
+        rules = tuple(replace(rule, layouts=(), refusal=problem) for rule in rules)
+    unused = ("kv_cache_scheme",) if section.has("kv_cache_scheme") else ()
     forms = dict.fromkeys(groups.section(name).text("format", section.text("format", "unknown")) for name in names)
-    return StoredRules(rules, section.names("ignore"), summary=" and ".join(forms))
+    return StoredRules(rules, section.names("ignore"), summary=" and ".join(forms), unused=unused)
+
+
+def _unsupported(section: HFConfig) -> str:
+    """What else the checkpoint does to weights, if the engine cannot undo it; empty: nothing."""
+    sparsity = section.section("sparsity_config").text("format", "dense")
+    if sparsity != "dense":
+        return f"compressed-tensors with sparsity ({sparsity}) is not supported"
+    if section.section("transform_config").section("config_groups").values:
+        return "compressed-tensors with transforms (transform_config) is not supported"
+    return ""
 
 
 def _rule(group: HFConfig, section: HFConfig) -> PackingRule:
