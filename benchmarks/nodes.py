@@ -49,7 +49,7 @@ from shardline.types import Request, StepPlan, StepResult, rank_steps
 SIZES = (2 << 10, 16 << 10, 128 << 10, 1 << 20, 8 << 20)
 """Bytes that each rank brings to a gather."""
 BLOCKS = 41
-STARTS = 5
+STARTS = 3
 PATIENCE_S = 20.0
 PROMPT_LEN = 64
 NUM_TOKENS = 100
@@ -307,6 +307,7 @@ def ready() -> tuple[list[float], list[float]]:
         for _ in range(STARTS):
             apart.append(time_start(names))
             together.append(time_start(names[:1]))
+            print(f"{apart[-1]:.2f} s, {together[-1]:.2f} s", file=sys.stderr)
     return apart, together
 
 

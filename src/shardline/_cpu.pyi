@@ -121,6 +121,7 @@ def layer_norm(
     summed: Tensor | None,
 ) -> None: ...
 def add(x: Tensor, y: Tensor, out: Tensor) -> None: ...
+def scale_rows(x: Tensor, factors: Tensor, positions: Tensor | None, out: Tensor) -> None: ...
 def activation(x: Tensor, out: Tensor, name: str, gated: bool) -> None: ...
 def apply_rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool) -> None: ...
 def multiplies_pairs() -> bool: ...
@@ -159,6 +160,8 @@ def paged_attention(
     softcap: float | None,
     key_scales: Tensor | None,
     value_scales: Tensor | None,
+    sinks: Tensor | None,
+    chunked: bool,
 ) -> None: ...
 def write_latent(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor) -> None: ...
 def mla_attention(
@@ -196,6 +199,7 @@ def expert_up(
     activation: str,
     gated: bool,
     out: Tensor,
+    bias: Tensor | None,
 ) -> None: ...
 def expert_down(
     x: Tensor,
@@ -207,9 +211,16 @@ def expert_down(
     shared: Tensor | None,
     shared_scale: Tensor | None,
     out: Tensor,
+    bias: Tensor | None,
 ) -> None: ...
 def expert_slots(
-    x: Tensor, ids: Tensor, first_expert: int, panels: Tensor, scales: Tensor | tuple[object, ...] | None, out: Tensor
+    x: Tensor,
+    ids: Tensor,
+    first_expert: int,
+    panels: Tensor,
+    scales: Tensor | tuple[object, ...] | None,
+    out: Tensor,
+    bias: Tensor | None,
 ) -> None: ...
 def combine_slots(
     rows: Tensor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import os
 import re
 import socket
@@ -22,6 +23,7 @@ from shardline.deployment.deployment import Deployment, FixedPool
 from shardline.deployment.here import resolve_here
 from shardline.deployment.resolve import resolve
 from shardline.models.description import read_model
+from shardline.models.gpu_refusal import gpu_refusal
 from shardline.models.kv_groups import KVGroup
 from shardline.models.lookup import decoder_spec
 from shardline.models.spec import DecoderSpec, KVDType
@@ -71,7 +73,12 @@ def test_nothing_is_left_open(gpus: tuple[tuple[int, int], ...]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_deployment_travels_as_it_is(family: str, tmp_path: Path) -> None:
     model = str(make_checkpoint(family, tmp_path / "model"))
+    spec = decoder_spec(json.loads((tmp_path / "model" / "config.json").read_text()))
     for gpus in ((), ((80 * GIB, 79 * GIB),) * 4):
+        if gpus and gpu_refusal(spec):
+            with pytest.raises(ValueError, match=f"{family} runs on CPUs only: the GPU kernels have no "):
+                resolve_on(machine(*gpus), model=model, tensor_parallel_size=2, pipeline_parallel_size=2)
+            continue
         sent = resolve_on(machine(*gpus), model=model, tensor_parallel_size=2, pipeline_parallel_size=2)
         received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Deployment)
         assert received == sent

@@ -7,12 +7,19 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tests.models.checkpoints import FAMILIES, has_experts
+from tests.models.checkpoints import FAMILIES, LIKE_OTHERS, OWN_PARTS, has_experts
 from tests.weights.forms import FORMS
 
 WHOLE_EXPERTS = "whole-experts"
 INT8_KV = "kv-int8"
 PACKED = "packed"
+
+
+_LATENT = ("deepseek_v2", "deepseek_v3", "mistral4")
+_WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "olmo3", "cohere2", "exaone4")
+"""Families with windows in some layers."""
+SAMPLED_FAMILIES = tuple(family for family in FAMILIES if family not in (*OWN_PARTS, *LIKE_OTHERS))
+"""Families of the pairwise samples."""
 
 
 class Case(NamedTuple):
@@ -50,7 +57,7 @@ class Case(NamedTuple):
     def possible(self) -> bool:
         """Preemption needs several sequences at once, whole experts a model with experts; in a tight pool, windowed
         groups that grow together leave nothing of the first time in the prefix cache; the rest combines freely."""
-        forgotten = self.family.startswith(("gemma2", "gemma3")) and (self.batch, self.cache) == ("together", "warm")
+        forgotten = self.family in _WINDOWED and (self.batch, self.cache) == ("together", "warm")
         if self.memory == "tight" and forgotten:
             return False
         return all(_meet(a, b) for a, b in itertools.combinations(self, 2))
@@ -61,7 +68,7 @@ def _meet(a: Any, b: Any) -> bool:
     if b == WHOLE_EXPERTS and a in FAMILIES:
         return has_experts(a)
     if b == INT8_KV and a in FAMILIES:
-        return not a.startswith("deepseek")
+        return a not in _LATENT
     return (a, b) != ("alone", "tight")
 
 
@@ -97,6 +104,18 @@ def latent_layouts() -> list[Case]:
     """Latent attention in every layout: ranks share one cache there, which a sample of layouts might not catch."""
     rest = ("staggered", "chunked", "warm", "tight", "none", WHOLE_EXPERTS, "kv-auto", "one-host")
     return [Case("deepseek_v3", "bfloat16", tp, pp, 1, *rest) for tp in (1, 2, 3, 4) for pp in (1, 2)]
+
+
+def layouts_of_own_parts() -> list[Case]:
+    """A layout of each family in OWN_PARTS: more ranks than KV heads, and two stages."""
+    rest = ("staggered", "chunked", "cold", "tight")
+    cases = []
+    for index, family in enumerate(OWN_PARTS):
+        kv = "kv-auto" if index % 2 or family in _LATENT else INT8_KV
+        experts = WHOLE_EXPERTS if has_experts(family) and index % 3 == 0 else "split-experts"
+        quantization = ("none", "none", "int8", "int4")[index % 4]
+        cases.append(Case(family, "bfloat16", 3, 2, 1, *rest, quantization, experts, kv, "one-host"))
+    return cases
 
 
 def pairwise_sample(families: Sequence[str], schemes: Sequence[str], seed: int = 0) -> list[Case]:

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.exactness.cases import PACKED, Case, full_product, latent_layouts, pairwise_sample
+from tests.exactness.cases import (
+    PACKED,
+    SAMPLED_FAMILIES,
+    Case,
+    full_product,
+    latent_layouts,
+    layouts_of_own_parts,
+    pairwise_sample,
+)
 from tests.exactness.harness import Answer, golden, make_requests, run_case
 from tests.models.checkpoints import FAMILIES, make_checkpoint
 
@@ -43,6 +51,11 @@ EXACTNESS_SHAPE: dict[str, dict[str, object]] = {
     "mistral": {"sliding_window": 64},
     "gemma2": {"sliding_window": 24},
     "gemma3_text": {"sliding_window": 24},
+    "gpt_oss": {"sliding_window": 24},
+    "llama4_text": {"attention_chunk_size": 24},
+    "olmo3": {"sliding_window": 24},
+    "cohere2": {"sliding_window": 24},
+    "exaone4": {"sliding_window": 24},
 }
 """Windows that some requests outgrow and that others grow into, so that tight memory does preempt."""
 
@@ -56,9 +69,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             else list(
                 dict.fromkeys(
                     [
-                        *pairwise_sample(FAMILIES, SAMPLED[0], 0),
-                        *pairwise_sample(FAMILIES, SAMPLED[1], 1),
+                        *pairwise_sample(SAMPLED_FAMILIES, SAMPLED[0], 0),
+                        *pairwise_sample(SAMPLED_FAMILIES, SAMPLED[1], 1),
                         *latent_layouts(),
+                        *layouts_of_own_parts(),
                     ]
                 )
             )

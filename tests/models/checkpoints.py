@@ -48,6 +48,33 @@ _DEEPSEEK = {
     "v_head_dim": 10,
 }
 _EXPERTS = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "truncate": False,
+}
+_GROWING_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
+_GROWING_YARN_OF_OLMO = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_GLM = {
+    **_SHAPE,
+    "head_dim": 24,
+    "n_routed_experts": 12,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "use_qk_norm": True,
+}
 _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, _SHAPE),
     "mistral": (transformers.MistralConfig, {**_SHAPE, "head_dim": 24, "sliding_window": 8}),
@@ -86,13 +113,104 @@ _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
     ),
     "deepseek_v2": (transformers.DeepseekV2Config, {**_DEEPSEEK, "q_lora_rank": None}),
     "deepseek_v3": (transformers.DeepseekV3Config, _DEEPSEEK),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        {
+            **_SHAPE,
+            "intermediate_size": 40,
+            "num_local_experts": 9,
+            "num_experts_per_tok": 3,
+            "head_dim": 24,
+            "sliding_window": 8,
+            "rope_parameters": _GPT_OSS_ROPE,
+        },
+    ),
+    "llama4_text": (
+        transformers.Llama4TextConfig,
+        {
+            **_SHAPE,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 104,
+            "num_local_experts": 9,
+            "num_experts_per_tok": 1,
+            "head_dim": 24,
+            "attention_chunk_size": 10,
+            "floor_scale": 7,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "ministral3": (transformers.Ministral3Config, {**_SHAPE, "head_dim": 24, "rope_parameters": _GROWING_YARN}),
+    "mistral4": (
+        transformers.Mistral4Config,
+        {**_DEEPSEEK, "num_key_value_heads": 4, "rope_parameters": {**_GROWING_YARN, "partial_rotary_factor": 0.4}},
+    ),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        {**_GLM, "first_k_dense_replace": 1, "moe_intermediate_size": 24, "routed_scaling_factor": 1.7},
+    ),
+    "glm4": (transformers.Glm4Config, {**_SHAPE, "head_dim": 24}),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        {
+            **_SHAPE,
+            "intermediate_size": 40,
+            "num_local_experts": 9,
+            "num_experts_per_tok": 3,
+            "head_dim": 24,
+            "rotary_dim": 12,
+        },
+    ),
+    "olmo2": (transformers.Olmo2Config, _SHAPE),
+    "olmo3": (transformers.Olmo3Config, {**_SHAPE, "sliding_window": 8, "rope_scaling": _GROWING_YARN_OF_OLMO}),
+    "granite": (
+        transformers.GraniteConfig,
+        {
+            **_SHAPE,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.3,
+        },
+    ),
+    "cohere2": (
+        transformers.Cohere2Config,
+        {**_SHAPE, "sliding_window": 8, "layer_norm_eps": 1e-3, "logit_scale": 0.7},
+    ),
+    "smollm3": (transformers.SmolLM3Config, _SHAPE),
+    "ernie4_5": (transformers.Ernie4_5Config, {**_SHAPE, "head_dim": 24}),
+    "ernie4_5_moe": (
+        transformers.Ernie4_5_MoeConfig,
+        {**_SHAPE, "moe_num_experts": 9, "moe_k": 3, "moe_intermediate_size": 40},
+    ),
+    "seed_oss": (transformers.SeedOssConfig, {**_SHAPE, "head_dim": 24}),
+    "exaone4": (transformers.Exaone4Config, {**_SHAPE, "sliding_window": 8}),
 }
 FAMILIES = tuple(_CONFIGS)
+# transformers has the class, but not in its table.
+transformers.AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
+
+
+LIKE_OTHERS = (
+    "ministral3",
+    "mistral4",
+    "glm4_moe",
+    "glm4",
+    "olmo2",
+    "smollm3",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "seed_oss",
+    "exaone4",
+)
+"""Families that consist of parts of other families. Tests of combinations leave them out."""
+OWN_PARTS = ("gpt_oss", "llama4_text", "mistral4", "minimax_m2", "olmo3", "granite", "cohere2")
+"""Families with a part that no other family has. A few combinations of them are tested."""
 
 
 def has_experts(family: str) -> bool:
     """Whether the family's models are mixtures of experts."""
-    return "num_experts_per_tok" in _CONFIGS[family][1]
+    values = _CONFIGS[family][1]
+    return "num_experts_per_tok" in values or "moe_k" in values
 
 
 class Variant(NamedTuple):
@@ -109,6 +227,7 @@ def _rope(kind: str, **values: Any) -> dict[str, Any]:
 
 
 _LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+_LLAMA3_ROPE = _LLAMA3["rope_parameters"]
 _LONGROPE = {
     **_rope(
         "longrope",
@@ -226,6 +345,28 @@ VARIANTS: dict[str, Variant] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gpt_oss-full": Variant("gpt_oss", {"layer_types": ["full_attention"] * 4, "attention_bias": False}),
+    "llama4_text-plain": Variant(
+        "llama4_text",
+        {"use_qk_norm": False, "attn_temperature_tuning": False, "moe_layers": [], "rope_parameters": _LLAMA3_ROPE},
+    ),
+    "mistral4-direct": Variant(
+        "mistral4", {"q_lora_rank": None, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
+    ),
+    "glm4_moe-plain": Variant(
+        "glm4_moe", {"use_qk_norm": False, "attention_bias": True, "n_group": 1, "topk_group": 1}
+    ),
+    "minimax_m2-one-group": Variant("minimax_m2", {"num_key_value_heads": 1}),
+    "olmo2-biased": Variant("olmo2", {"attention_bias": True, "num_key_value_heads": 1}),
+    "granite-biased": Variant("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "smollm3-window": Variant(
+        "smollm3", {"use_sliding_window": True, "sliding_window": 6, "no_rope_layers": [1, 0, 0, 1]}
+    ),
+    "ernie4_5-biased": Variant("ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
+    "ernie4_5_moe-plain": Variant(
+        "ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "moe_layer_end_index": 2}
+    ),
+    "exaone4-full": Variant("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "gpt2-scaled": Variant("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 72}),
     "gpt2-unscaled": Variant(
         "gpt2", {"scale_attn_weights": False, "activation_function": "relu", "tie_word_embeddings": False}
@@ -257,6 +398,10 @@ def randomize(model: nn.Module, seed: int) -> None:
             for name, parameter in module.named_parameters(recurse=False):
                 values = torch.randn(parameter.shape, generator=generator)
                 if isinstance(module, nn.Embedding):
+                    values *= 0.3
+                elif name == "e_score_correction_bias":
+                    values *= 0.2
+                elif name.endswith("_bias"):  # biases of stacked experts
                     values *= 0.3
                 elif parameter.dim() >= 2:
                     values *= parameter.shape[-1] ** -0.5

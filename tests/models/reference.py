@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, MoE, Norm, Rope, Routing
+from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, MoE, Norm, QueryScale, Rope, Routing
 
 Weights = Mapping[str, Tensor]
 
@@ -22,23 +22,22 @@ def forward(spec: DecoderSpec, weights: Weights, token_ids: Tensor) -> Tensor:
         hidden = hidden + weights["positions.weight"][positions]
     for index, layer in enumerate(spec.layers):
         own = _below(weights, f"layers.{index}.")
-        update = _attention(layer.attention, own, _norm(layer.attention_norm, own, "attention_norm", hidden), positions)
+        normed = _norm(layer.attention_norm, own, "attention_norm", hidden)
+        update = _attention(layer.attention, own, normed, positions)
         if layer.post_attention_norm is not None:
             update = _norm(layer.post_attention_norm, own, "post_attention_norm", update)
-        hidden = hidden + update
-        update = _feed_forward(
-            layer.feed_forward,
-            _below(own, "feed_forward."),
-            _norm(layer.feed_forward_norm, own, "feed_forward_norm", hidden),
-        )
+        hidden = hidden + update * layer.residual_scale
+        if not layer.parallel:
+            normed = _norm(layer.feed_forward_norm, own, "feed_forward_norm", hidden)
+        update = _feed_forward(layer.feed_forward, _below(own, "feed_forward."), normed)
         if layer.post_feed_forward_norm is not None:
             update = _norm(layer.post_feed_forward_norm, own, "post_feed_forward_norm", update)
-        hidden = hidden + update
+        hidden = hidden + update * layer.residual_scale
     hidden = _norm(spec.final_norm, weights, "final_norm", hidden)
     logits = hidden @ weights["embed.weight" if spec.tied_embeddings else "lm_head.weight"].T
     if spec.lm_head_bias:
         logits = logits + weights["lm_head.bias"]
-    return logits if spec.logits_softcap is None else _softcap(logits, spec.logits_softcap)
+    return (logits if spec.logits_softcap is None else _softcap(logits, spec.logits_softcap)) * spec.logits_scale
 
 
 def _attention(attention: Attention, weights: Weights, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -61,6 +60,7 @@ def _latent_attention(mla: MLA, weights: Weights, hidden: Tensor, positions: Ten
     up = _linear(weights, "attention.kv_up", latent).view(num_tokens, mla.num_heads, -1)
     k_nope, v = up.split([mla.nope_head_dim, mla.value_head_dim], dim=-1)
     q = torch.cat([q_nope, _rotate(mla.rope, q_rope, positions)], -1).transpose(0, 1)
+    q = q * _query_factors(mla.query_scale, positions)  # [heads, num_tokens, dim]
     k = torch.cat([k_nope, k_rope], -1).transpose(0, 1)
     scores = (q @ k.transpose(1, 2) * mla.scale).masked_fill(positions[:, None] < positions, -math.inf)
     heads = scores.softmax(-1) @ v.transpose(0, 1)
@@ -69,17 +69,25 @@ def _latent_attention(mla: MLA, weights: Weights, hidden: Tensor, positions: Ten
 
 def _grouped_attention(gqa: GQA, weights: Weights, hidden: Tensor, positions: Tensor) -> Tensor:
     num_tokens = len(hidden)
-    q = _linear(weights, "attention.q", hidden).view(num_tokens, gqa.num_heads, gqa.head_dim)
-    k = _linear(weights, "attention.k", hidden).view(num_tokens, gqa.num_kv_heads, gqa.head_dim)
+    q, k = (_linear(weights, f"attention.{part}", hidden) for part in "qk")
+    if gqa.qk_norm is not None and gqa.norms_all_heads:
+        q, k = (_norm(gqa.qk_norm, weights, f"attention.{part}_norm", x) for part, x in (("q", q), ("k", k)))
+    q, k = (x.view(num_tokens, -1, gqa.head_dim) for x in (q, k))
     v = _linear(weights, "attention.v", hidden).view(num_tokens, gqa.num_kv_heads, gqa.head_dim)
-    if gqa.qk_norm is not None:
+    if gqa.qk_norm is not None and not gqa.norms_all_heads:
         q = _norm(gqa.qk_norm, weights, "attention.q_norm", q)
         k = _norm(gqa.qk_norm, weights, "attention.k_norm", k)
     if gqa.rope is not None:
         q, k = _rotate(gqa.rope, q, positions), _rotate(gqa.rope, k, positions)
+    if gqa.rotated_norm is not None:
+        q, k = (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + gqa.rotated_norm.eps) for x in (q, k))
+    q = q * _query_factors(gqa.query_scale, positions)[:, 0, None, None] if gqa.query_scale else q
     distance = positions[:, None] - positions[None, :]
     visible = distance >= 0
-    if gqa.window is not None:
+    if gqa.chunked:
+        assert gqa.window is not None
+        visible &= positions[:, None] // gqa.window == positions[None, :] // gqa.window
+    elif gqa.window is not None:
         visible &= distance < gqa.window
     heads = []
     for head in range(gqa.num_heads):
@@ -87,8 +95,19 @@ def _grouped_attention(gqa: GQA, weights: Weights, hidden: Tensor, positions: Te
         scores = q[:, head] @ k[:, kv_head].T * gqa.scale
         if gqa.softcap is not None:
             scores = _softcap(scores, gqa.softcap)
-        heads.append(scores.masked_fill(~visible, -math.inf).softmax(-1) @ v[:, kv_head])
+        scores = scores.masked_fill(~visible, -math.inf)
+        if gqa.sinks:
+            sink = weights["attention.sinks.bias"][head].expand(num_tokens, 1)
+            scores = torch.cat([scores, sink], -1)
+        heads.append(scores.softmax(-1)[:, :num_tokens] @ v[:, kv_head])
     return _linear(weights, "attention.o", torch.cat(heads, -1))
+
+
+def _query_factors(scale: QueryScale | None, positions: Tensor) -> Tensor:
+    """[num_tokens, 1]"""
+    if scale is None:
+        return torch.ones(len(positions), 1)
+    return 1 + scale.beta * torch.log1p(((positions + scale.offset) // scale.length).float())[:, None]
 
 
 def _rotate(rope: Rope, x: Tensor, positions: Tensor) -> Tensor:
@@ -109,12 +128,18 @@ def _feed_forward(feed_forward: Dense | MoE, weights: Weights, hidden: Tensor) -
     if isinstance(feed_forward, Dense):
         return _dense(feed_forward, weights, hidden)
     moe = feed_forward
-    chosen = route(moe.routing, hidden @ weights["router.weight"].T, weights.get("router.bias"))
+    logits = hidden @ weights["router.weight"].T
+    if moe.routing.logits_bias:
+        logits = logits + weights["router_logits.bias"]
+    chosen = route(moe.routing, logits, weights.get("router.bias"))
     output = torch.zeros_like(hidden)
     for expert in range(moe.routing.num_experts):
         rows = chosen[:, expert].nonzero()[:, 0]
-        update = _dense(moe.expert, _below(weights, f"experts.{expert}."), hidden[rows])
-        output[rows] += chosen[rows, expert, None] * update
+        weight, own = chosen[rows, expert, None], _below(weights, f"experts.{expert}.")
+        if moe.routing.scales_input:
+            output[rows] += _dense(moe.expert, own, weight * hidden[rows])
+        else:
+            output[rows] += weight * _dense(moe.expert, own, hidden[rows])
     if moe.shared is not None:
         gate = torch.sigmoid(hidden @ weights["shared_gate.weight"].T) if moe.shared_gate else 1.0
         output = output + gate * _dense(moe.shared, _below(weights, "shared."), hidden)
@@ -141,13 +166,18 @@ def _dense(dense: Dense, weights: Weights, hidden: Tensor) -> Tensor:
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
         "relu": F.relu,
     }
-    act = activations[dense.activation]
     up = _linear(weights, "up", hidden)
+    if dense.activation == "clamped_swish":
+        gate = _linear(weights, "gate", hidden).clamp(max=7.0)
+        return _linear(weights, "down", (up.clamp(-7.0, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate))
+    act = activations[dense.activation]
     inner = act(_linear(weights, "gate", hidden)) * up if dense.gated else act(up)
     return _linear(weights, "down", inner)
 
 
-def _norm(norm: Norm, weights: Weights, name: str, x: Tensor) -> Tensor:
+def _norm(norm: Norm | None, weights: Weights, name: str, x: Tensor) -> Tensor:
+    if norm is None:
+        return x
     if norm.kind == "layer":
         x = x - x.mean(-1, keepdim=True)
     y = x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps) * (weights[f"{name}.weight"] + norm.weight_offset)

@@ -25,6 +25,12 @@ _CONFIG_CLASSES: dict[str, type[transformers.PreTrainedConfig]] = {
     "mixtral": transformers.MixtralConfig,
     "qwen2_moe": transformers.Qwen2MoeConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
+    "gpt_oss": transformers.GptOssConfig,
+    "llama4_text": transformers.Llama4TextConfig,
+    "minimax_m2": transformers.MiniMaxM2Config,
+    "glm4_moe": transformers.Glm4MoeConfig,
+    "olmo3": transformers.Olmo3Config,
+    "cohere2": transformers.Cohere2Config,
 }
 _LLAMA3_ROPE = {
     "factor": 8.0,
@@ -160,6 +166,43 @@ QWEN_3_30B_A3B = {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "head_dim
                   "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
                   "num_key_value_heads": 4, "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None,
                   "use_sliding_window": False, "torch_dtype": "bfloat16", "vocab_size": 151936}  # fmt: skip
+GPT_OSS_20B = {"model_type": "gpt_oss", "attention_bias": True, "head_dim": 64, "hidden_size": 2880,
+               "intermediate_size": 2880, "max_position_embeddings": 131072, "num_attention_heads": 64,
+               "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+               "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+                                "original_max_position_embeddings": 4096, "truncate": False},
+               "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "torch_dtype": "bfloat16",
+               "vocab_size": 201088}  # fmt: skip
+LLAMA_4_SCOUT = {"model_type": "llama4_text", "attention_chunk_size": 8192, "hidden_size": 5120,
+                 "interleave_moe_layer_step": 1, "max_position_embeddings": 10485760, "no_rope_layers": [],
+                 "num_hidden_layers": 48, "num_local_experts": 16, "rope_theta": 500000.0,
+                 "rope_scaling": {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+                                  "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+                 "torch_dtype": "bfloat16", "use_qk_norm": True, "vocab_size": 202048}  # fmt: skip
+MINIMAX_M2 = {"model_type": "minimax_m2", "head_dim": 128, "hidden_size": 3072, "intermediate_size": 1536,
+              "max_position_embeddings": 196608, "num_attention_heads": 48, "num_experts_per_tok": 8,
+              "num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256, "qk_norm_type": "per_layer",
+              "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid", "shared_intermediate_size": 0,
+              "torch_dtype": "bfloat16", "use_qk_norm": True, "use_routing_bias": True,
+              "vocab_size": 200064}  # fmt: skip
+GLM_4_5_AIR = {"model_type": "glm4_moe", "attention_bias": True, "first_k_dense_replace": 1, "head_dim": 128,
+               "hidden_size": 4096, "intermediate_size": 10944, "max_position_embeddings": 131072,
+               "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+               "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46,
+               "num_key_value_heads": 8, "partial_rotary_factor": 0.5, "rope_scaling": None, "rope_theta": 1000000,
+               "routed_scaling_factor": 1.0, "topk_group": 1, "torch_dtype": "bfloat16", "use_qk_norm": False,
+               "vocab_size": 151552}  # fmt: skip
+OLMO_3_7B = {"model_type": "olmo3", "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 65536,
+             "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+             "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
+                              "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "yarn"},
+             "rope_theta": 500000, "sliding_window": 4096, "torch_dtype": "bfloat16",
+             "vocab_size": 100278}  # fmt: skip
+COMMAND_R7B = {"model_type": "cohere2", "head_dim": 128, "hidden_size": 4096, "intermediate_size": 14336,
+               "layer_norm_eps": 1e-05, "logit_scale": 0.25, "max_position_embeddings": 132096,
+               "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rope_scaling": None,
+               "rope_theta": 50000, "sliding_window": 4096, "sliding_window_pattern": 4, "torch_dtype": "bfloat16",
+               "vocab_size": 256000}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     name: value for name, value in globals().items() if isinstance(value, dict) and "model_type" in value
 }

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from shardline.config.topology import RankGrid
 from shardline.models.hf_config import HFConfig
+from shardline.models.lookup import family, known_families
 from shardline.models.parameters import is_kept_in_float32, is_linear, parameters, stage_parameters
 from shardline.models.partition import ExpertShare, check_tensor_parallel
-from shardline.models.planning import planned_config, read_planned
+from shardline.models.planning import planned_config, planned_families, read_planned
 from shardline.models.sharding import Numerics, shard, shard_shape
 from shardline.models.sizes import (
     checkpoint_bytes,
@@ -201,3 +202,17 @@ def test_a_null_in_a_wrapped_configuration_stays_one() -> None:
     model = read_planned("m", outer)
     assert model.spec.layers[0].attention.window is None
     assert model.rules.label == "fp8"
+
+
+def test_a_family_is_loaded_or_only_planned() -> None:
+    """A model type that loads is not one that only the planner knows. The others are refused."""
+    assert not set(known_families()) & set(planned_families())
+    for model_type in planned_families():
+        with pytest.raises(ValueError, match=f"'{model_type}' is not supported: "):
+            family(model_type)
+
+
+def test_what_only_the_cpu_computes_is_refused_on_gpus_by_name() -> None:
+    sinks = read_planned("m", {"model_type": "gpt_oss"})
+    assert sinks.engine_refusal.startswith("gpt_oss runs on CPUs only: the GPU kernels have no attention sinks, no ")
+    assert not read_planned("m", {"model_type": "glm4_moe", "head_dim": 128}).engine_refusal

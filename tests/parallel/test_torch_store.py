@@ -52,6 +52,8 @@ def test_values_counters_and_missing_ranks() -> None:
     first.set("b", b"bytes")
     assert (second.get("a"), second.get("b")) == (b"text", b"bytes")
     assert first.check(["a", "b"])
+    assert first.clone() is first
+    assert not first.delete_key("a")
     assert not second.check(["a", "c"])
     assert [first.add("n", 1), second.add("n", 2), first.add("n", 0)] == [1, 3, 3]
     with pytest.raises(dist.DistStoreError, match=r"timed out: no rank has set c within 0\.05 s"):

@@ -19,7 +19,7 @@ from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.worker import Worker
 from shardline.sampling_params import SamplingParams
 from shardline.types import RankStep, SequenceStart, SequenceStep, StepPlan
-from tests.models.checkpoints import FAMILIES, VARIANTS, has_experts, make_checkpoint, make_variant
+from tests.models.checkpoints import FAMILIES, LIKE_OTHERS, VARIANTS, has_experts, make_checkpoint, make_variant
 
 BLOCK_SIZE = 16
 
@@ -89,7 +89,7 @@ def test_variants(name: str, tmp_path: Path) -> None:
     check(make_variant(name, tmp_path / "model"), prompt_len=VARIANTS[name].prompt_len)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in LIKE_OTHERS])
 def test_bfloat16_is_as_close_as_transformers_own(family: str, tmp_path: Path) -> None:
     """Both round at every layer; against float32 arithmetic on the same rounded weights, ours must not be worse.
 

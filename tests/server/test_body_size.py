@@ -1,4 +1,4 @@
-"""The count of JSON values, whatever stands in strings and wherever slices end."""
+"""The count and the parsing of JSON, whatever stands in strings and wherever slices end."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.server.errors import ApiError
-from shardline.server.openai import body_size
+from shardline.server.openai import body_size, large_json
 from shardline.server.openai.body_size import check_json_size
+from shardline.server.openai.large_json import parse_json
 
 
 @settings(max_examples=200, deadline=None)
@@ -18,6 +19,7 @@ from shardline.server.openai.body_size import check_json_size
 def test_strings_do_not_count(texts: list[str], size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(body_size, "_SLICE_BYTES", size)
+        patch.setattr(large_json, "SLICE_BYTES", size)
         patch.setattr(body_size, "MAX_VALUES", 8)
         patch.setattr(body_size, "MAX_OBJECTS", 1)
         check_json_size(json.dumps(texts).encode())
@@ -34,3 +36,35 @@ def test_broken_json_ends_the_count(body: bytes, monkeypatch: pytest.MonkeyPatch
             check_json_size(body)
     else:
         check_json_size(body)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.integers() | st.text('ab"\\/\n\u00e9\u4e2d\U0001f642u0d8'),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab\\\u00e9", max_size=20), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=JSON_VALUES, size=st.integers(13, 20), ascii_only=st.booleans())
+def test_texts_in_slices_are_those_of_the_parser(value: object, size: int, ascii_only: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(large_json, "SLICE_BYTES", size)
+        assert parse_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
+
+
+@pytest.mark.parametrize("text", [r"\ud83d", r"\ud83dx", r"\udc00", r"\u12", r"\q", r"\ud83d\n", "\n", r"\n" + "\xff"])
+def test_slices_refuse_what_the_parser_refuses(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_json, "SLICE_BYTES", 16)
+    for before in range(20):
+        with pytest.raises(ValueError, match=r"\w"):
+            parse_json(f'["{"a" * before}{text}{"x" * 20}\\n"]'.encode("latin-1"))
+
+
+def test_many_strings_and_long_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_size, "MAX_STRINGS", 2)
+    monkeypatch.setattr(body_size, "MAX_BARE_BYTES", 8)
+    for body in (b'["a","b,\\"",""]', b"[12345678]"):
+        with pytest.raises(ApiError, match="bytes outside strings"):
+            check_json_size(body)
+    check_json_size(b'["\\"\\"\\"\\"\\"\\"\\"",""]')

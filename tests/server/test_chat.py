@@ -230,8 +230,11 @@ def test_the_last_tokens_of_a_prompt_can_be_kept(shared: Running, http: httpx.Cl
         {"messages": HI, "logit_bias": dict.fromkeys(map(str, range(300_000)), "x")},
         {"messages": HI, "structured_outputs": {"json": {"type": ["x"] * 300_000}}},
         {"messages": [{"role": "user", "content": "a " * 3_000_000}]},
+        {"messages": HI, "allowed_token_ids": [1] * 300_000},
+        {"messages": HI, "structured_outputs": {"choice": ["ab"] * 200_000}},
+        {"messages": HI, "structured_outputs": {"json": "[" + "1," * 2_000_000 + "1]"}},
     ],
-    ids=["messages", "stop", "tools", "content", "logit_bias", "schema", "prompt"],
+    ids=["messages", "stop", "tools", "content", "logit_bias", "schema", "prompt", "allowed", "choice", "json"],
 )  # fmt: skip
 def test_hostile_bodies_are_refused_at_the_first_fault(http: httpx.Client, body: dict[str, object]) -> None:
     started = time.process_time()

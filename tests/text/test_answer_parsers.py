@@ -108,11 +108,20 @@ def deepseek_v31(calls: list[tuple[str, str]]) -> str:
     return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
 
 
+def kimi_k2(calls: list[tuple[str, str]]) -> str:
+    inner = "".join(
+        f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+        for index, (name, arguments) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
+
+
 WRITERS = {
     "hermes": [hermes],
     "llama3_json": [llama3_json],
     "mistral": [mistral, mistral_v11],
     "deepseek_v3": [deepseek_v3, deepseek_v31],
+    "kimi_k2": [kimi_k2],
 }
 FORMS = [(name, writer) for name, writers in WRITERS.items() for writer in writers]
 in_every_form = pytest.mark.parametrize(("name", "write"), FORMS, ids=[writer.__name__ for _, writer in FORMS])
@@ -222,6 +231,7 @@ def test_llama_json_that_is_no_call_is_content(text: str) -> None:
     [
         ("hermes", "a <tool_call>no json</tool_call> b"),
         ("hermes", '<tool_call>{"nam": 1}</tool_call>'),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>x<|tool_call_end|><|tool_calls_section_end|>"),
         ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>x<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
     ],
 )
@@ -270,6 +280,7 @@ def test_formats_are_guessed_from_templates() -> None:
         "hermes": "...<tool_call>\n{...}\n</tool_call>...",
         "mistral": "{{- '[TOOL_CALLS]' }}",
         "deepseek_v3": "{{'<｜tool▁calls▁begin｜>'}}",
+        "kimi_k2": "{{'<|tool_calls_section_begin|>'}}",
         "llama3_json": '{{- "Environment: ipython\n" }} {"name": f, "parameters": d}',
     }
     for name, template in templates.items():

@@ -65,8 +65,10 @@ struct AttentionArgs {
   void* out;                    // [num_tokens, num_heads, value_dim], contiguous
   int64_t num_sequences, num_heads, num_kv_heads, key_dim, value_dim, block_size;
   int64_t window;  // 0 for none
+  bool chunked;    // a token sees the keys of its own chunk of `window` positions, not the last `window` keys
   float scale;
   float softcap;  // 0 for none
+  const float* sinks;  // [num_heads] scores of a key without a value, which every token sees; null for none
   // [num_blocks, num_kv_heads, block_size] if the caches are int8; null if they are in dtype
   const float *key_scales, *value_scales;
   const void* query_rope;  // [num_tokens, num_heads, key_dim - value_dim] over latents, else null

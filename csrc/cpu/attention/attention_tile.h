@@ -84,7 +84,9 @@ class RowTile {
 
   void store_output(int64_t r, const Partial& merged) const {
     T* out = static_cast<T*>(args_.out) + place(r) * args_.value_dim;
-    const F32 factor = broadcast(1.0f / merged.sum);
+    float sum = merged.sum;
+    if (args_.sinks != nullptr) sum += exp(broadcast(args_.sinks[head(r)] - merged.max))[0];
+    const F32 factor = broadcast(1.0f / sum);
     for (int64_t d = 0; d < args_.value_dim; d += kLanes) {
       store_n(out + d, load(merged.output + d) * factor, args_.value_dim - d);
     }
@@ -101,6 +103,7 @@ class RowTile {
 
   Range visible(int64_t r) const {
     const int64_t position = index_.first_position + token(r);
+    if (args_.chunked) return {position / args_.window * args_.window, position + 1};
     return {args_.window > 0 ? max64(0, position - args_.window + 1) : 0, position + 1};
   }
   Range seen(int64_t r, int64_t split_begin) const {

@@ -17,7 +17,8 @@ using namespace nanobind::literals;
 void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::handle value_cache_object,
                      nb::handle block_tables_object, nb::handle query_starts_object, nb::handle context_lens_object,
                      nb::handle out_object, float scale, std::optional<int64_t> window, std::optional<float> softcap,
-                     nb::handle key_scales_object, nb::handle value_scales_object) {
+                     nb::handle key_scales_object, nb::handle value_scales_object, nb::handle sinks_object,
+                     bool chunked) {
   const Tensor query(query_object, "query"), out(out_object, "out");
   const Tensor key_cache(key_cache_object, "key_cache"), value_cache(value_cache_object, "value_cache");
   const Tensor block_tables(block_tables_object, "block_tables"), query_starts(query_starts_object, "query_starts");
@@ -39,14 +40,20 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
   }
   if (!(scale > 0)) raise_value_error("scale must be positive");
   if (window && *window < 1) raise_value_error("window must be at least 1, or None");
+  if (chunked && !window) raise_value_error("chunked attention needs the size of a chunk (window)");
   AttentionArgs args = {query.dtype(), query.data(), query.row_stride(), key_cache.data(), value_cache.data(),
                         block_tables.as<int32_t>(), block_tables.row_stride(), query_starts.as<int32_t>(),
                         context_lens.as<int32_t>(), out.data(), context_lens.size(0), query.size(1),
                         key_cache.size(1), query.size(2), value_cache.size(3), key_cache.size(2),
-                        window.value_or(0), scale, softcap.value_or(0.0f), nullptr, nullptr, nullptr, 0, 0};
+                        window.value_or(0), chunked, scale, softcap.value_or(0.0f), nullptr, nullptr, nullptr,
+                        nullptr, 0, 0};
   if (scaled) {
     args.key_scales = cache_scales(key_scales_object, "key_scales", key_cache);
     args.value_scales = cache_scales(value_scales_object, "value_scales", value_cache);
+  }
+  if (!sinks_object.is_none()) {
+    const Tensor sinks(sinks_object, "sinks");
+    args.sinks = sinks.is(DType::kFloat32).has_shape({query.size(1)}).is_contiguous().as<float>();
   }
   perform([args, num_tokens = query.size(0), max_blocks = block_tables.size(1), num_blocks = key_cache.size(0)] {
     check_sequences(args, num_tokens, max_blocks, num_blocks);
@@ -59,7 +66,7 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
 void bind_attention(nb::module_& m) {
   m.def("paged_attention", &paged_attention, "query"_a, "key_cache"_a, "value_cache"_a, "block_tables"_a,
         "query_starts"_a, "context_lens"_a, "out"_a, "scale"_a, "window"_a.none(), "softcap"_a.none(),
-        "key_scales"_a.none(), "value_scales"_a.none());
+        "key_scales"_a.none(), "value_scales"_a.none(), "sinks"_a.none(), "chunked"_a);
 }
 
 }  // namespace shardline

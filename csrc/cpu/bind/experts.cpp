@@ -124,8 +124,17 @@ void check_rows(int64_t rows, int64_t needed, const char* name) {
   }
 }
 
+// Checks the biases of all experts of a stack.
+const void* biases_of(nb::handle bias_object, DType dtype, int64_t num_experts, int64_t columns) {
+  if (bias_object.is_none()) return nullptr;
+  const Tensor bias(bias_object, "bias");
+  if (bias.dtype() != dtype) raise_value_error("bias must have the dtype of x");
+  return bias.has_shape({num_experts, columns}).is_contiguous().data();
+}
+
 void expert_up(nb::handle x_object, nb::handle ids_object, int64_t first, bool compact, nb::handle panels,
-               nb::handle scales, const std::string& activation, bool gated, nb::handle out_object) {
+               nb::handle scales, const std::string& activation, bool gated, nb::handle out_object,
+               nb::handle bias) {
   const Tensor x(x_object, "x"), ids(ids_object, "ids"), out(out_object, "out");
   x.is_floating().has_shape({-1, -1}).has_rows();
   out.same_dtype(x).has_shape({-1, -1}).is_contiguous();
@@ -136,6 +145,7 @@ void expert_up(nb::handle x_object, nb::handle ids_object, int64_t first, bool c
   args.depth = x.size(1);
   args.width = out.size(1);
   args.weight = stack_of(panels, scales, x.dtype(), gated ? 2 * out.size(1) : out.size(1), x.size(1));
+  args.bias = biases_of(bias, x.dtype(), args.weight.num_experts, gated ? 2 * out.size(1) : out.size(1));
   args.activation = activation_named(activation);
   args.gated = gated;
   args.out = out.data();
@@ -149,7 +159,7 @@ void expert_up(nb::handle x_object, nb::handle ids_object, int64_t first, bool c
   });
 }
 
-ExpertDownArgs down_args(const Tensor& x, nb::handle panels, nb::handle scales, const Tensor& out) {
+ExpertDownArgs down_args(const Tensor& x, nb::handle panels, nb::handle scales, const Tensor& out, nb::handle bias) {
   x.is_floating().has_shape({-1, -1}).is_contiguous();
   out.is_floating().has_shape({-1, -1}).has_rows();
   ExpertDownArgs args = {};
@@ -159,6 +169,7 @@ ExpertDownArgs down_args(const Tensor& x, nb::handle panels, nb::handle scales, 
   args.depth = x.size(1);
   args.width = out.size(1);
   args.weight = stack_of(panels, scales, x.dtype(), out.size(1), x.size(1));
+  args.bias = biases_of(bias, x.dtype(), args.weight.num_experts, out.size(1));
   return args;
 }
 
@@ -189,9 +200,9 @@ CombineArgs combine_args(const Tensor& weights, nb::handle shared_object, nb::ha
 
 void expert_down(nb::handle x_object, nb::handle ids_object, nb::handle weights_object, int64_t first,
                  nb::handle panels, nb::handle scales, nb::handle shared, nb::handle shared_scale,
-                 nb::handle out_object) {
+                 nb::handle out_object, nb::handle bias) {
   const Tensor x(x_object, "x"), ids(ids_object, "ids"), weights(weights_object, "weights"), out(out_object, "out");
-  const ExpertDownArgs down = down_args(x, panels, scales, out);
+  const ExpertDownArgs down = down_args(x, panels, scales, out, bias);
   CombineArgs args = combine_args(weights, shared, shared_scale, out);
   ids.has_shape({weights.size(0), weights.size(1)});
   perform([down, args, range = range_of(ids, first, down.weight.num_experts), x_rows = x.size(0)]() mutable {
@@ -204,9 +215,9 @@ void expert_down(nb::handle x_object, nb::handle ids_object, nb::handle weights_
 }
 
 void expert_slots(nb::handle x_object, nb::handle ids_object, int64_t first, nb::handle panels, nb::handle scales,
-                  nb::handle out_object) {
+                  nb::handle out_object, nb::handle bias) {
   const Tensor x(x_object, "x"), ids(ids_object, "ids"), out(out_object, "out");
-  const ExpertDownArgs down = down_args(x, panels, scales, out.is_contiguous());
+  const ExpertDownArgs down = down_args(x, panels, scales, out.is_contiguous(), bias);
   perform([down, range = range_of(ids, first, down.weight.num_experts), to = out.data(), x_rows = x.size(0),
            out_rows = out.size(0)] {
     const SortedSlots& slots = sort_slots(range, false);
@@ -283,14 +294,15 @@ void bind_experts(nb::module_& m) {
         "counts"_a.none(), "sigmoid"_a, "normalized"_a, "scale"_a, "num_experts"_a, "num_groups"_a, "top_groups"_a,
         "top2_sum"_a);
   m.def("expert_up", static_cast<void (*)(nb::handle, nb::handle, int64_t, bool, nb::handle, nb::handle,
-                                          const std::string&, bool, nb::handle)>(&expert_up),
+                                          const std::string&, bool, nb::handle, nb::handle)>(&expert_up),
         "x"_a, "ids"_a, "first_expert"_a, "compact"_a, "panels"_a, "scales"_a.none(), "activation"_a, "gated"_a,
-        "out"_a);
+        "out"_a, "bias"_a.none());
   m.def("expert_down", static_cast<void (*)(nb::handle, nb::handle, nb::handle, int64_t, nb::handle, nb::handle,
-                                            nb::handle, nb::handle, nb::handle)>(&expert_down),
+                                            nb::handle, nb::handle, nb::handle, nb::handle)>(&expert_down),
         "x"_a, "ids"_a, "weights"_a, "first_expert"_a, "panels"_a, "scales"_a.none(), "shared"_a.none(),
-        "shared_scale"_a.none(), "out"_a);
-  m.def("expert_slots", &expert_slots, "x"_a, "ids"_a, "first_expert"_a, "panels"_a, "scales"_a.none(), "out"_a);
+        "shared_scale"_a.none(), "out"_a, "bias"_a.none());
+  m.def("expert_slots", &expert_slots, "x"_a, "ids"_a, "first_expert"_a, "panels"_a, "scales"_a.none(), "out"_a,
+        "bias"_a.none());
   m.def("combine_slots", &combine_slots, "rows"_a, "ids"_a, "weights"_a, "expert_bounds"_a, "shared"_a.none(),
         "shared_scale"_a.none(), "out"_a);
   m.def("count_exchanged", &bind_count_exchanged, "ids"_a, "token_bounds"_a, "expert_bounds"_a, "row_counts"_a,

@@ -96,6 +96,31 @@ void add(nb::handle x_object, nb::handle y_object, nb::handle out_object) {
   perform([args] { kernels().add(args); });
 }
 
+void scale_rows(nb::handle x_object, nb::handle factors_object, nb::handle positions_object, nb::handle out_object) {
+  const Tensor x(x_object, "x"), factors(factors_object, "factors"), out(out_object, "out");
+  x.is_floating().has_shape({-1, -1}).has_rows();
+  out.same_dtype(x).has_shape({x.size(0), x.size(1)}).is_contiguous();
+  factors.is(DType::kFloat32).has_shape({-1}).is_contiguous();
+  ScaleRowsArgs args = {x.dtype(), x.data(), x.row_stride(), factors.as<float>(), factors.size(0), nullptr, false,
+                        out.data(), x.size(0), x.size(1)};
+  if (!positions_object.is_none()) {
+    const Tensor positions(positions_object, "positions");
+    args.positions_are_int64 = positions.dtype() == DType::kInt64;
+    if (!args.positions_are_int64) positions.is(DType::kInt32);
+    args.positions = positions.has_shape({x.size(0)}).is_contiguous().data();
+  } else if (args.num_factors != 1) {
+    factors.has_shape({x.size(0)});
+  }
+  perform([args] {
+    for (int64_t row = 0; args.positions != nullptr && row < args.num_rows; ++row) {
+      const int64_t position = args.positions_are_int64 ? static_cast<const int64_t*>(args.positions)[row]
+                                                        : static_cast<const int32_t*>(args.positions)[row];
+      if (position < 0 || position >= args.num_factors) raise_value_error("a position has no factor");
+    }
+    kernels().scale_rows(args);
+  });
+}
+
 void activation(nb::handle x_object, nb::handle out_object, const std::string& name, bool gated) {
   const Tensor x(x_object, "x"), out(out_object, "out");
   x.is_floating().has_shape({-1, -1}).has_rows();
@@ -113,6 +138,7 @@ Activation activation_named(const std::string& name) {
   if (name == "gelu_tanh") return Activation::kGeluTanh;
   if (name == "gelu") return Activation::kGelu;
   if (name == "relu") return Activation::kRelu;
+  if (name == "clamped_swish") return Activation::kClampedSwish;
   raise_value_error("unknown activation '" + name + "'; known: silu, gelu_tanh, gelu, relu");
 }
 
@@ -122,6 +148,7 @@ void bind_rowwise(nb::module_& m) {
   m.def("layer_norm", &layer_norm, "x"_a, "weight"_a, "bias"_a.none(), "out"_a, "eps"_a, "residual"_a.none(),
         "summed"_a.none());
   m.def("add", &add, "x"_a, "y"_a, "out"_a);
+  m.def("scale_rows", &scale_rows, "x"_a, "factors"_a, "positions"_a.none(), "out"_a);
   m.def("activation", &activation, "x"_a, "out"_a, "name"_a, "gated"_a);
 }
 

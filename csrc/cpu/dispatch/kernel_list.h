@@ -10,6 +10,7 @@
   KERNEL(void, layer_norm, const NormArgs& args) \
   KERNEL(void, add, const AddArgs& args) \
   KERNEL(void, rope, const RopeArgs& args) \
+  KERNEL(void, scale_rows, const ScaleRowsArgs& args) \
   KERNEL(void, activation, const ActivationArgs& args) \
   KERNEL(void, paged_attention, const AttentionArgs& args) \
   KERNEL(void, softcap, float* logits, int64_t count, float cap) \

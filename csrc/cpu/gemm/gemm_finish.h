@@ -103,7 +103,7 @@ void write_gated_tile(const Args& args, const FinishedTile& tile) {
     for (int64_t c = 0; c < columns.size(); c += kLanes) {
       const auto gate = columns.at(c), up = columns.up_at(c);
       for (int64_t r = 0; r < rows; ++r) {
-        store_n(out + r * stride + c, activated(Act(), gate(r)) * up(r), columns.size() - c);
+        store_n(out + r * stride + c, activated(Act(), gate(r)) * multiplier(Act(), up(r)), columns.size() - c);
       }
     }
     return;
@@ -122,8 +122,8 @@ void write_gated_tile(const Args& args, const FinishedTile& tile) {
       Act::apply(factor);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        store_two(out + (first + r) * stride + c, factor[2 * r] * up(first + r),
-                  factor[2 * r + 1] * next_up(first + r));
+        store_two(out + (first + r) * stride + c, factor[2 * r] * multiplier(Act(), up(first + r)),
+                  factor[2 * r + 1] * multiplier(Act(), next_up(first + r)));
       }
     };
     constexpr int kTogether = kLanes == 16 ? 2 : 1;  // latencies overlap, and the registers suffice

@@ -117,7 +117,8 @@ ExpertRows with_group_sums(ExpertRows rows, const ExpertStack& weight, int64_t d
 struct GroupedLinear {
   ExpertRows rows;
   ExpertStack weight;
-  DType out_dtype;
+  const char* bias;  // [num_experts, width] of bias_dtype; null for none
+  DType bias_dtype, out_dtype;
   char* out;
   int64_t depth, width;
 };
@@ -129,6 +130,8 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
   const int64_t columns = std::min(job.width - column, num_panels * kPanelColumns);
   const char* panels = job.weight.panels + (expert * job.weight.num_panels + panel) * job.weight.panel_bytes;
   char* out = job.out + (begin * job.width + column) * bytes_of(job.out_dtype);
+  const char* bias = nullptr;
+  if (job.bias != nullptr) bias = job.bias + (expert * job.width + column) * bytes_of(job.bias_dtype);
   const char* x = static_cast<const char*>(job.rows.x) + begin * job.rows.stride * bytes_of(job.rows.dtype);
   if (job.weight.kind == WeightKind::kFloating) {
     LinearArgs args = {};
@@ -137,6 +140,8 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
     args.x = x;
     args.x_stride = job.rows.stride;
     args.panels = panels;
+    args.bias = bias;
+    args.bias_dtype = job.bias_dtype;
     args.out = out;
     args.out_stride = job.width;
     args.num_rows = count;
@@ -157,6 +162,8 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
     args.x = x;
     args.x_stride = job.rows.stride;
     args.panels = reinterpret_cast<const uint8_t*>(panels);
+    args.bias = bias;
+    args.bias_dtype = job.bias_dtype;
     args.out = out;
     args.out_stride = job.width;
     args.num_rows = count;
@@ -170,6 +177,8 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
   args.row_scales = job.rows.scales + begin;
   args.row_sums = job.rows.sums + begin * (num_groups(job.depth) + 1);
   args.panels = reinterpret_cast<const uint8_t*>(panels);
+  args.bias = bias;
+  args.bias_dtype = job.bias_dtype;
   args.out = out;
   args.out_stride = job.width;
   args.num_rows = count;
@@ -240,7 +249,14 @@ void expert_up(const ExpertUpArgs& args, const SortedSlots& slots) {
   const int64_t columns = args.gated ? 2 * args.width : args.width;
   void* products = workspace.products.get(count * columns * bytes_of(args.dtype));
   rows = with_group_sums(sorted_rows(rows, args.depth, slots.tokens, count), args.weight, args.depth, count);
-  const GroupedLinear job = {rows, args.weight, args.dtype, static_cast<char*>(products), args.depth, columns};
+  const GroupedLinear job = {rows,
+                             args.weight,
+                             static_cast<const char*>(args.bias),
+                             args.dtype,
+                             args.dtype,
+                             static_cast<char*>(products),
+                             args.depth,
+                             columns};
   grouped_linear(job, slots.begins);
   kernels().activation({args.dtype, args.activation, products, columns, args.out, count, args.width, args.gated});
 }
@@ -254,7 +270,8 @@ const void* expert_down(const ExpertDownArgs& args, const SortedSlots& slots) {
     rows = quantized_rows(args.dtype, args.x, args.depth, args.depth, count);
   }
   rows = with_group_sums(rows, args.weight, args.depth, count);
-  grouped_linear({rows, args.weight, args.out_dtype, static_cast<char*>(products), args.depth, args.width},
+  grouped_linear({rows, args.weight, static_cast<const char*>(args.bias), args.dtype, args.out_dtype,
+                  static_cast<char*>(products), args.depth, args.width},
                  slots.begins);
   return products;
 }

@@ -64,6 +64,7 @@ struct ExpertUpArgs {
   const void* x;  // [num_tokens, depth]
   int64_t x_stride, depth, width;
   ExpertStack weight;  // [2 * width if gated else width, depth]
+  const void* bias;    // [num_experts, columns of weight] of dtype; null for none
   Activation activation;
   bool gated;
   void* out;  // [rows sorted by expert, width]
@@ -76,6 +77,7 @@ struct ExpertDownArgs {
   const void* x;  // [rows sorted by expert, depth]
   int64_t depth, width;
   ExpertStack weight;  // [width, depth]
+  const void* bias;    // [num_experts, width] of dtype; null for none
 };
 
 // Returns [rows sorted by expert, width] of out_dtype, valid until the next call from the same thread.

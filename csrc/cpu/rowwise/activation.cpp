@@ -1,5 +1,5 @@
 // Activations, alone or as gates: act(gate) * up. They are computed in fp32. A gated bf16 result is rounded after the
-// activation and again after the product, as in eager torch.
+// activation and again after the product, as in eager torch. Also rows times a factor.
 #include "dispatch/variant.h"
 #include "rowwise/activations.h"
 #include "runtime/thread_pool.h"
@@ -39,7 +39,31 @@ void activate(Act act, const ActivationArgs& args) {
   });
 }
 
+int64_t factor_of(const ScaleRowsArgs& args, int64_t row) {
+  if (args.num_factors == 1) return 0;
+  if (args.positions == nullptr) return row;
+  return args.positions_are_int64 ? static_cast<const int64_t*>(args.positions)[row]
+                                  : static_cast<const int32_t*>(args.positions)[row];
+}
+
+template <class T>
+void scale(const ScaleRowsArgs& args) {
+  const bool parallel = args.num_rows * args.width > kTaskElements;
+  parallel_for_if(parallel, args.num_rows, [&](int64_t row) {
+    const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+    T* out = static_cast<T*>(args.out) + row * args.width;
+    const F32 factor = broadcast(args.factors[factor_of(args, row)]);
+    for (int64_t i = 0; i < args.width; i += kLanes) {
+      store_n(out + i, load_n(x + i, args.width - i) * factor, args.width - i);
+    }
+  });
+}
+
 }  // namespace
+
+void scale_rows(const ScaleRowsArgs& args) {
+  args.dtype == DType::kFloat32 ? scale<float>(args) : scale<bf16>(args);
+}
 
 void activation(const ActivationArgs& args) {
   with_activation(args.activation, [&](auto act) {

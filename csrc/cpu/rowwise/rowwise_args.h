@@ -7,7 +7,7 @@
 
 namespace shardline {
 
-enum class Activation : uint8_t { kSilu, kGeluTanh, kGelu, kRelu };
+enum class Activation : uint8_t { kSilu, kGeluTanh, kGelu, kRelu, kClampedSwish };
 
 struct NormArgs {
   DType dtype;
@@ -32,6 +32,19 @@ struct AddArgs {
   const void *x, *y;
   void* out;
   int64_t count;
+};
+
+// out [num_rows, width] = x * factor of the row, rounded once; contiguous.
+struct ScaleRowsArgs {
+  DType dtype;
+  const void* x;
+  int64_t x_stride;
+  const float* factors;    // of rows, or of positions
+  int64_t num_factors;     // one factor is for all rows
+  const void* positions;   // [num_rows] or null
+  bool positions_are_int64;
+  void* out;
+  int64_t num_rows, width;
 };
 
 struct ActivationArgs {

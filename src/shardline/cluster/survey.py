@@ -70,10 +70,11 @@ class Survey:
     def check(self, now: float) -> None:
         """Give up a link whose hosts do not answer. Call this every second."""
         if self._link is not None and now >= self._deadline:
-            self._report(Measured(error="a node does not answer"))
+            self._on_measured(LinkMeasured(self._link, Measured(error="a node does not answer")))
             self._next_link()
 
     def _report(self, measured: Measured) -> None:
+        """Pass on what a node has found."""
         assert self._link is not None
         ends = [self._members.at_index(host) for host in self._link]
         first, second = ("the head" if end is None else end.name for end in ends)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from shardline.config.engine import STORED_METHODS, EngineConfig, ModelConfig
 from shardline.deployment.machine import Device, DeviceKind
@@ -81,11 +81,16 @@ def _kept_format(stored: StoredRules, device: DeviceKind) -> FormatChoice:
     return _format_of(max(stored.rules, key=lambda rule: "Linear" in rule.targets).layouts[0].form, device)
 
 
-def own_formats(stored: StoredWeights, spec: DecoderSpec, device: DeviceKind) -> OwnFormats:
-    """The format of each weight, if weights stay as the checkpoint has them."""
+def own_formats(
+    stored: StoredWeights, spec: DecoderSpec, device: DeviceKind, types: Callable[[str], str | None]
+) -> OwnFormats:
+    """The format of each weight, if weights stay as the checkpoint has them. `types` tells the type of a tensor."""
 
     def format_of(name: str) -> FormatChoice:
-        return _format_of(stored.form(name), device)
+        form = stored.form(name)
+        if form is not None and form.scales and types(f"{stored.module(name)}.{form.scales}") == "F32":
+            form = form._replace(group_bytes=form.group_bytes + 2)
+        return _format_of(form, device)
 
     def layer_class(index: int) -> Hashable:
         names = (part for part, _ in layer_parameters(spec.layers[index], spec.hidden_size, num_experts=1))

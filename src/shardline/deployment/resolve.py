@@ -22,6 +22,7 @@ from shardline.deployment.length import check_length
 from shardline.deployment.machine import Device, Machine
 from shardline.deployment.reasons import explain_choices
 from shardline.models.description import ModelDescription
+from shardline.models.gpu_refusal import gpu_refusal
 from shardline.models.lookup import decoder_spec, module_names
 from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel
 from shardline.models.sharding import Numerics
@@ -44,6 +45,8 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     devices = _devices(layout, machine)
     dtype = choose_dtype(config.model.dtype, decoder_spec(model.files.config, None).dtype, model.stored)
     spec = decoder_spec(model.files.config, asked_length if isinstance(asked_length, int) else None)
+    if layout.device == "cuda" and (refusal := gpu_refusal(spec)):
+        raise ValueError(refusal)
     check_length(asked_length, spec)
     held = choose_weight_format(config, model.stored, devices)
     kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, dtype, spec, devices)
@@ -58,7 +61,8 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         model.checkpoint.check(spec, model.stored)
     own = None
     if held.open_format().reads_packed:
-        own = own_formats(StoredWeights(model.stored, spec.dtype, module_names(spec)), spec, layout.device)
+        stored = StoredWeights(model.stored, spec.dtype, module_names(spec))
+        own = own_formats(stored, spec, layout.device, model.type_of)
     weights = _rank_weights(config, layout, spec, stages, dtype, held, own)
     room = rank_room(config, layout, machine, spec, dtype, weights)
     cache, length = plan_cache(sized, layout, machine, spec, stages, weights, kv_dtype, room)

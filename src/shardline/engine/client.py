@@ -172,9 +172,9 @@ class EngineClient:
         return self._remote.work if self._child is None else self._child.work
 
     def _activity(self) -> Activity:
-        """What the engine has done while it loads. An engine that watches ranks reads much, and counts their work."""
-        if self._deployment.executor != "uni":
-            return Activity(self._work())
+        """What the engine has done while it loads. One that watches ranks reads much itself, so their work counts."""
+        if self._deployment.executor != "uni" and (work := self._work()):
+            return Activity(work)
         return self._remote if self._child is None else self._child.activity()
 
     def _name(self) -> str:

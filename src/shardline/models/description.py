@@ -28,6 +28,11 @@ class ModelDescription:
     tokenizer_file: str = ""
     """Its tokenizer.json, or the GGUF file that has the tokenizer; empty: it has none."""
 
+    def type_of(self, tensor: str) -> str | None:
+        """The type of a tensor in the headers of safetensors files, as they name it; None: there is none."""
+        entry = self.checkpoint.tensors.get(tensor) if isinstance(self.checkpoint, Checkpoint) else None
+        return None if entry is None else entry.dtype
+
 
 def read_model(config: ModelConfig) -> ModelDescription:
     """Read the files that describe a model. They are downloaded from the hub if they are not on this host yet.

@@ -136,19 +136,30 @@ class HFConfig:
                 return dtype
         raise self.error(key, f"{name!r} is not supported; supported: {', '.join(_DTYPES)}")
 
-    def layer_windows(self, num_layers: int, window: int | None, default_types: Sequence[str]) -> list[int | None]:
-        """The window of each layer: `window` if its type in `layer_types` is sliding_attention, else None."""
+    def layer_windows(
+        self,
+        num_layers: int,
+        window: int | None,
+        default_types: Sequence[str],
+        *,
+        windowed: str = "sliding_attention",
+        window_key: str = "sliding_window",
+    ) -> list[int | None]:
+        """The window of each layer: `window` if its type in `layer_types` is `windowed`, else None.
+
+        `window_key` names the window in errors.
+        """
         types = self.values.get("layer_types")
         types = default_types if types is None else types
         if not isinstance(types, Sequence) or len(types) != num_layers:
             raise self.error("layer_types", f"must name {num_layers} layers (num_hidden_layers), got {types!r:.80}")
         windows: list[int | None] = []
         for kind in types:
-            if kind not in ("full_attention", "sliding_attention"):
-                raise self.error("layer_types", f"has {kind!r}; supported: full_attention, sliding_attention")
-            if kind == "sliding_attention" and window is None:
-                raise self.error("layer_types", "has sliding_attention, but sliding_window is not set or not in use")
-            windows.append(window if kind == "sliding_attention" else None)
+            if kind not in ("full_attention", windowed):
+                raise self.error("layer_types", f"has {kind!r}; supported: full_attention, {windowed}")
+            if kind == windowed and window is None:
+                raise self.error("layer_types", f"has {windowed}, but {window_key} is not set or not in use")
+            windows.append(window if kind == windowed else None)
         return windows
 
     def _value(self, key: str, default: Any) -> Any:

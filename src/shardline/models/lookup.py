@@ -10,11 +10,33 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import shardline.models.families
+import shardline.models.planned
 from shardline.models.gguf.norms import NORMS_HOLD_OFFSET, without_norm_offsets
 from shardline.models.hf_config import HFConfig
 from shardline.models.spec import DecoderSpec, TensorSource
 from shardline.models.stored_weights import check_loadable
 from shardline.models.wrapper import text_config
+
+_RECURRENT = (
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "mamba",
+    "mamba2",
+    "minimax",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_next",
+    "recurrent_gemma",
+    "rwkv",
+    "zamba2",
+)
+"""Well-known model types with recurrent layers."""
 
 
 class Family(Protocol):
@@ -38,11 +60,13 @@ def family(model_type: str) -> Family:
     """The module for a `model_type`.
 
     Raises:
-        ValueError: there is none. The message lists the supported types.
+        ValueError: there is none. The message lists the supported types, or says what this one needs.
     """
     known = known_families()
     if model_type in known:
         return cast(Family, importlib.import_module(f"shardline.models.families.{model_type}"))
+    if refusal := _refusal(model_type):
+        raise ValueError(f"model_type {model_type!r} is not supported: {refusal}")
     close = difflib.get_close_matches(model_type, known, n=3)
     hint = f" (did you mean {' or '.join(close)}?)" if close else ""
     raise ValueError(f"model_type {model_type!r} is not supported{hint}; supported: {', '.join(known)}")
@@ -52,6 +76,15 @@ def family(model_type: str) -> Family:
 def known_families() -> tuple[str, ...]:
     """Every supported model type."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(shardline.models.families.__path__)))
+
+
+def _refusal(model_type: str) -> str:
+    """What the engine lacks for a model type; empty: this is not known."""
+    if model_type in _RECURRENT:
+        return "its recurrent layers keep a state per request, which the engine does not have"
+    if model_type not in (module.name for module in pkgutil.iter_modules(shardline.models.planned.__path__)):
+        return ""
+    return str(importlib.import_module(f"shardline.models.planned.{model_type}").REFUSAL)
 
 
 def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> DecoderSpec:

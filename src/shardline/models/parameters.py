@@ -3,12 +3,14 @@
 Names: `embed.weight` [vocab, hidden], `positions.weight` [positions, hidden], `final_norm.*`, `lm_head.*`, and
 per layer `layers.{i}.` + `attention.{q,k,v,o}.*`, `attention.{q_norm,k_norm}.weight`, `feed_forward.{gate,up,down}.*`,
 `{attention_norm,post_attention_norm,feed_forward_norm,post_feed_forward_norm}.*`. A linear weight is [out, in].
+The scores of attention sinks are `attention.sinks.bias` [heads].
 
 Latent attention has `attention.q` or `attention.{q_down,q_norm,q_up}`, and `attention.{kv_down,kv_norm,kv_up}` and
 `attention.o`. The rows of `kv_down` give the latent, then the rotated part of the key. `kv_up` has, for each head in
 order, the rows of the key's other part and then the rows of the value.
 
-A mixture of experts has `feed_forward.router.weight` [experts, hidden] and `.bias` [experts] (for choosing only),
+A mixture of experts has `feed_forward.router.weight` [experts, hidden] and `.bias` [experts] (for choosing only) or
+`feed_forward.router_logits.bias` [experts],
 `feed_forward.experts.{e}.{gate,up,down}.*`, `feed_forward.shared.{gate,up,down}.*` and
 `feed_forward.shared_gate.weight` [1, hidden].
 
@@ -83,9 +85,13 @@ def is_linear(name: str) -> bool:
 
 
 def is_kept_in_float32(name: str) -> bool:
-    """Whether `name` stays in float32 for every dtype: a router's bias, since it decides between close scores."""
+    """Whether `name` stays in float32 for every dtype.
+
+    These are attention sinks, since the kernel reads float32, and a router's bias, since it decides between close
+    scores.
+    """
     _, part, kind = parse_name(name)
-    return part == "feed_forward.router" and kind == "bias"
+    return part in ("feed_forward.router", "attention.sinks") and kind == "bias"
 
 
 def expert_of(part: str) -> int | None:
@@ -244,14 +250,19 @@ def _gqa(attention: GQA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
         parts = parts[:2] if attention.value_is_key else parts
     for part, size in parts:
         yield from _linear(f"attention.{part}", size, hidden_size, attention.qkv_bias)
-    yield from _norm("attention.q_norm", attention.qk_norm, attention.head_dim)
-    yield from _norm("attention.k_norm", attention.qk_norm, attention.head_dim)
+    whole = attention.norms_all_heads
+    yield from _norm("attention.q_norm", attention.qk_norm, q_size if whole else attention.head_dim)
+    yield from _norm("attention.k_norm", attention.qk_norm, kv_size if whole else attention.head_dim)
+    if attention.sinks:
+        yield "attention.sinks.bias", (attention.num_heads,)
     yield from _linear("attention.o", hidden_size, q_size, attention.output_bias)
 
 
 def _experts(moe: MoE, hidden_size: int, num_experts: int | None) -> Iterator[tuple[str, Shape]]:
     routing = moe.routing
     yield from _linear("feed_forward.router", routing.num_experts, hidden_size, routing.correction_bias)
+    if routing.logits_bias:
+        yield "feed_forward.router_logits.bias", (routing.num_experts,)
     for expert in range(routing.num_experts if num_experts is None else num_experts):
         yield from _dense(f"feed_forward.experts.{expert}", moe.expert, hidden_size)
     if moe.shared is not None:

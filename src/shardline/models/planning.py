@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import shardline.models.planned
+from shardline.models.gpu_refusal import gpu_refusal
 from shardline.models.hf_config import HFConfig
 from shardline.models.lookup import Family, decoder_spec, family, known_families
 from shardline.models.spec import DecoderSpec
@@ -33,7 +34,7 @@ class PlannedModel:
     other_parameters: int
     """Parameters beside the language model: an encoder of images. They are in 16 bits and whole on every rank."""
     engine_refusal: str
-    """Why this engine cannot load the checkpoint; empty: it can."""
+    """Why this engine cannot load the checkpoint, or not run it on GPUs; empty: it can."""
 
     def stored(self, rules: StoredRules | None = None) -> StoredWeights:
         """The bytes of the checkpoint's tensors, or of the same model stored by other `rules`."""
@@ -98,10 +99,9 @@ def _spec(text: Mapping[str, Any]) -> DecoderSpec:
 
 def _engine_refusal(config: Mapping[str, Any]) -> str:
     try:
-        decoder_spec(config)
+        return gpu_refusal(decoder_spec(config))
     except ValueError as refusal:
         return str(refusal)
-    return ""
 
 
 def _encoder_parameters(vision: HFConfig) -> int:

@@ -8,7 +8,7 @@ float64, so the frequencies are the same on every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,6 +102,21 @@ def read_rope(
     )
 
 
+def rotated_layers(config: HFConfig, num_layers: int) -> list[bool]:
+    """Whether each layer has rope: the ones in no_rope_layers, or all but every no_rope_layer_interval-th layer.
+
+    Raises:
+        ValueError: no_rope_layers has no number for some layer.
+    """
+    given = config.values.get("no_rope_layers")
+    if not given:
+        interval = config.integer("no_rope_layer_interval", 4)
+        return [(index + 1) % interval != 0 for index in range(num_layers)]
+    if not isinstance(given, Sequence) or len(given) < num_layers or any(value not in (0, 1) for value in given):
+        raise config.error("no_rope_layers", f"must have 0 or 1 for each of {num_layers} layers, got {given!r:.80}")
+    return [bool(value) for value in given[:num_layers]]
+
+
 def _powers(theta: float, rotary_dim: int) -> NDArray[np.float32]:
     """theta ** (2i / rotary_dim), [rotary_dim / 2]."""
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
@@ -131,12 +146,12 @@ def _llama3(rope: RopeConfig, length: int) -> _Frequencies:
     section, original = rope.section, rope.original_max_position_embeddings
     factor = section.number("factor")
     low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
-    if high <= low:
-        raise section.error("high_freq_factor", f"must be above low_freq_factor ({low}), got {high}")
+    if high < low:
+        raise section.error("high_freq_factor", f"must be at least low_freq_factor ({low}), got {high}")
     inv_freq, scaling = _default(rope, length)
     # torch divides a number by a tensor as the reciprocal times the number.
     wavelength = np.float32(1.0) / inv_freq * np.float32(2 * math.pi)
-    smooth = (np.float32(1.0) / wavelength * np.float32(original) - np.float32(low)) / np.float32(high - low)
+    smooth = (np.float32(1.0) / wavelength * np.float32(original) - np.float32(low)) / np.float32(high - low or 1.0)
     between = (1 - smooth) * inv_freq / np.float32(factor) + smooth * inv_freq
     scaled = np.where(wavelength > original / low, inv_freq / np.float32(factor), between)
     return np.where(wavelength < original / high, inv_freq, scaled).astype(np.float32), scaling

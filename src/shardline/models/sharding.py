@@ -10,6 +10,7 @@ from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, Linea
 
 Numerics = Literal["exact", "fast"]
 Spans = tuple[Span | None, ...]
+_WHOLE_PARTS = ("feed_forward.router", "feed_forward.router_logits", "feed_forward.shared_gate")
 
 
 def shard(
@@ -53,6 +54,8 @@ def shard(
     attention = spec.layers[layer].attention
     if part in _projections(attention):
         return _split(0, _projection_span(attention, part, tp_rank, tp_size), whole)
+    if part == "attention.sinks":
+        return (split_query_heads(attention, tp_size)[tp_rank],)
     if part != "attention.o":
         raise ValueError(f"{name!r} is no canonical parameter name")
     if numerics == "exact":
@@ -78,7 +81,7 @@ def _shard_feed_forward(
     whole: Spans = (None, None) if kind == "weight" else (None,)
     feed_forward = spec.layers[layer].feed_forward
     block, _, projection = part.rpartition(".")
-    if isinstance(feed_forward, MoE) and part in ("feed_forward.router", "feed_forward.shared_gate"):
+    if isinstance(feed_forward, MoE) and part in _WHOLE_PARTS:
         return whole
     expert = expert_of(part)
     dense = _dense_block(feed_forward, block)

@@ -12,7 +12,8 @@ from typing import Literal
 
 import msgspec
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swish"]
+"""clamped_swish is gpt-oss's gate: (clamp(up, -7, 7) + 1) * g * sigmoid(1.702 g) for g = min(gate, 7)."""
 DType = Literal["float32", "bfloat16", "float16"]
 KVDType = DType | Literal["int8", "float8_e4m3fn"]
 """Types of the KV cache. One-byte types have a float32 scale for each token and head (latents: for each token)."""
@@ -29,6 +30,8 @@ class Norm(msgspec.Struct, frozen=True, array_like=True):
     weight_offset: float = 0.0
     """Number that is added to the weight: 1.0 in Gemma."""
     bias: bool = False
+    rounds_once: bool = False
+    """Whether an RMSNorm's quotient is multiplied by the weight before it is rounded, as it is with an offset."""
 
 
 class Rope(msgspec.Struct, frozen=True, array_like=True):
@@ -40,6 +43,14 @@ class Rope(msgspec.Struct, frozen=True, array_like=True):
     """Factor of cos and sin (YaRN's mscale)."""
     interleaved: bool = False
     """True: pairs (0,1), (2,3), ...; False: pairs (i, i + rotary_dim/2)."""
+
+
+class QueryScale(msgspec.Struct, frozen=True, array_like=True):
+    """A factor of queries that grows with their position: 1 + beta * ln(1 + floor((position + offset) / length))."""
+
+    beta: float
+    length: int
+    offset: int = 0
 
 
 class GQA(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -58,6 +69,15 @@ class GQA(msgspec.Struct, frozen=True, array_like=True, tag=True):
     output_bias: bool = False
     qk_norm: Norm | None = None
     """Norm over head_dim of q and k, before rope."""
+    norms_all_heads: bool = False
+    """Whether qk_norm is over all heads of q at once, and over all heads of k (OLMo 2, MiniMax-M2)."""
+    sinks: bool = False
+    """Whether each head has a learned score of a key without a value, which every token sees (gpt-oss)."""
+    chunked: bool = False
+    """Whether `window` is the size of chunks: a token sees the tokens of its own chunk (Llama 4)."""
+    rotated_norm: Norm | None = None
+    """Norm without weights over head_dim of q and k, after rope (Llama 4)."""
+    query_scale: QueryScale | None = None
 
 
 class PlannedGQA(GQA, frozen=True, array_like=True, tag=True):
@@ -106,6 +126,7 @@ class MLA(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Norm over the queries' latent. It exists if and only if q_lora_rank is set."""
     bias: bool = False
     """Whether the projections down to the latents and the output projection have a bias."""
+    query_scale: QueryScale | None = None
 
     @property
     def window(self) -> None:
@@ -198,6 +219,11 @@ class Routing(msgspec.Struct, frozen=True, array_like=True):
     """How the score of a group follows from the scores of its experts."""
     correction_bias: bool = False
     """Whether a learned bias per expert is added to the scores for choosing; it is not in the weights (DeepSeek-V3)."""
+    logits_bias: bool = False
+    """Whether a learned bias per expert is added to the router's logits (gpt-oss)."""
+    scales_input: bool = False
+    """Whether a token's weight multiplies the expert's input instead of its output (Llama 4). A token then has one
+    expert."""
 
 
 class MoE(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -212,14 +238,21 @@ class MoE(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Layer(msgspec.Struct, frozen=True, array_like=True):
-    """One decoder layer: x += post(attention(pre(x))), then x += post(feed_forward(pre(x)))."""
+    """One decoder layer: x += post(attention(pre(x))), then x += post(feed_forward(pre(x))).
+
+    A norm that is None is left out.
+    """
 
     attention: Attention
     feed_forward: Dense | MoE
-    attention_norm: Norm
-    feed_forward_norm: Norm
+    attention_norm: Norm | None
+    feed_forward_norm: Norm | None
     post_attention_norm: Norm | None = None
     post_feed_forward_norm: Norm | None = None
+    parallel: bool = False
+    """Whether attention_norm feeds both blocks: x += attention(pre(x)) + feed_forward(pre(x)) (Cohere)."""
+    residual_scale: float = 1.0
+    """Factor of each block's output before it is added (Granite)."""
 
 
 class DecoderSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -241,6 +274,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, array_like=True):
     """Number of rows of a learned position embedding (GPT-2); None: there is none."""
     lm_head_bias: bool = False
     logits_softcap: float | None = None
+    logits_scale: float = 1.0
+    """Factor of the logits (Cohere, Granite)."""
 
 
 class TensorSource(msgspec.Struct, frozen=True, array_like=True):

@@ -104,6 +104,8 @@ class Form(NamedTuple):
     """Bytes of a group's scale and zero point."""
     has_zeros: bool
     """Whether codes are integers with zero points, in groups of neighbours."""
+    scales: str = ""
+    """The tensor of scales, if they take two more bytes in memory where it holds float32; empty: they do not."""
 
 
 class BlockLayout(msgspec.Struct, frozen=True, tag=True):
@@ -139,6 +141,7 @@ class BlockLayout(msgspec.Struct, frozen=True, tag=True):
             group_size=self.scales.block_columns,
             group_bytes=scale_bytes + zero_bytes,
             has_zeros=not self.table and self.ordered,
+            scales=self.scales.part if scale_bytes == 2 else "",
         )
 
     def is_there(self, base: str, tensors: Tensors) -> bool:

@@ -14,9 +14,10 @@ from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.feed_forward import DenseFeedForward
 from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.moe import MoEFeedForward
-from shardline.runtime.layers.norm import InputNorm, NormLayer
+from shardline.runtime.layers.norm import InputNorm, NoNorm, NormLayer
 from shardline.runtime.layers.vocabulary import LMHead, TokenEmbedding
 from shardline.runtime.ops.add import add
+from shardline.runtime.ops.scale import scale_rows
 from shardline.runtime.step import Queries, StepInput
 from shardline.weights.rows import InputForm, LinearInput, as_tensor
 
@@ -28,19 +29,24 @@ class DecoderLayer:
         stage = loader.stage
         name, spec = f"layers.{index}", stage.spec.layers[index]
         self._kv_group = next(g for g, group in enumerate(stage.kv_groups) if index in group.layers)
+        self._kernels = stage.kernels
         self._is_last = index + 1 == len(stage.spec.layers)
         self.attention = _attention(loader, f"{name}.attention", spec.attention, tables)
-        self.attention_norm = InputNorm(
-            loader, f"{name}.attention_norm", spec.attention_norm, input_form=self.attention.input_form
-        )
         self.feed_forward: DenseFeedForward | MoEFeedForward
         if isinstance(spec.feed_forward, MoE):
             self.feed_forward = MoEFeedForward(loader, index, spec.feed_forward)
         else:
             self.feed_forward = DenseFeedForward(loader, f"{name}.feed_forward", spec.feed_forward)
-        self.feed_forward_norm = InputNorm(
-            loader, f"{name}.feed_forward_norm", spec.feed_forward_norm, input_form=self.feed_forward.input_form
+        self.parallel = spec.parallel
+        # Rows of an input for both blocks are selected between them, so they are not quantized yet.
+        form: InputForm = "tensor" if spec.parallel else self.attention.input_form
+        self.attention_norm = _input_norm(loader, f"{name}.attention_norm", spec.attention_norm, form)
+        self.feed_forward_norm = _input_norm(
+            loader, f"{name}.feed_forward_norm", spec.feed_forward_norm, self.feed_forward.input_form
         )
+        self._residual_factor: Tensor | None = None
+        if spec.residual_scale != 1.0:
+            self._residual_factor = torch.tensor([spec.residual_scale], device=stage.device)
 
         def optional(part: str, norm: Norm | None) -> NormLayer | None:
             return NormLayer(loader, f"{name}.{part}", norm) if norm else None
@@ -55,13 +61,21 @@ class DecoderLayer:
         if queries.rows is not None:
             hidden = torch.index_select(hidden, 0, queries.rows)
         delta = self.attention(normed, step.positions, slots, queries)
-        if self.post_attention_norm is not None:
-            delta = self.post_attention_norm(delta)
-        normed, hidden = self.feed_forward_norm(hidden, delta)
+        delta = self._finish_block(delta, self.post_attention_norm)
+        if self.parallel:
+            if queries.rows is not None:
+                normed = torch.index_select(as_tensor(normed), 0, queries.rows)
+            hidden = add(self._kernels, hidden, delta)
+        else:
+            normed, hidden = self.feed_forward_norm(hidden, delta)
         delta = self.run_feed_forward(normed, step, queries, slots)
-        if self.post_feed_forward_norm is not None:
-            delta = self.post_feed_forward_norm(delta)
-        return hidden, delta
+        return hidden, self._finish_block(delta, self.post_feed_forward_norm)
+
+    def _finish_block(self, delta: Tensor, norm: NormLayer | None) -> Tensor:
+        """What is added to the residual stream, for the output of a block."""
+        if norm is not None:
+            delta = norm(delta)
+        return delta if self._residual_factor is None else scale_rows(self._kernels, delta, self._residual_factor)
 
     def queries_and_slots(self, step: StepInput) -> tuple[Queries, Tensor]:
         """The tokens that attend in this layer, and the slots for the step's keys and values."""
@@ -84,6 +98,10 @@ class DecoderLayer:
     def _rows_of_replicas(self, tokens: tuple[int, ...], samples: tuple[int, ...]) -> tuple[int, ...]:
         """How many rows each replica in lockstep has in this layer's feed-forward block."""
         return samples if self._is_last else tokens
+
+
+def _input_norm(loader: LayerLoader, name: str, norm: Norm | None, form: InputForm) -> InputNorm | NoNorm:
+    return NoNorm(loader) if norm is None else InputNorm(loader, name, norm, input_form=form)
 
 
 def _attention(

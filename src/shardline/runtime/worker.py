@@ -114,7 +114,8 @@ class Worker:
             self._expert_load = backend.share_counters(torch.from_numpy(load))
         quiet = place.rank != 0 or expected < _PROGRESS_BYTES
         loaded = 0
-        with tqdm(total=expected, unit="B", unit_scale=True, desc="loading weights", disable=quiet) as bar:
+        line = "Loading weights: {percentage:.0f}% | {n_fmt}/{total_fmt}B | {rate_fmt} | {remaining} left"
+        with tqdm(total=expected, unit="B", unit_scale=True, bar_format=line, disable=quiet) as bar:
 
             def count(num_bytes: int) -> None:
                 nonlocal loaded

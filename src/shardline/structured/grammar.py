@@ -36,6 +36,7 @@ def structured_grammar(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
+    _check_size([params.json, params.regex, params.choice, params.grammar])
     if params.json is not None:
         schema = params.json
         if isinstance(schema, str):
@@ -76,6 +77,7 @@ def json_schema(schema: Any, params: StructuredOutputsParams | None = None) -> d
         schema = {}
     if not isinstance(schema, Mapping):
         raise ValueError("a JSON schema must be an object")
+    _check_size(schema)
     options: dict[str, Any] = {"whitespace_pattern": _WHITESPACE}
     if params is not None and params.disable_any_whitespace:
         options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -145,6 +147,26 @@ def parser_limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_grammar_size=50_000, precompute_large_lexemes=False, verbose_errors=False)
+
+
+def _check_size(value: Any) -> None:
+    """Refuse what is certainly too large for a grammar, before work is done for it.
+
+    Raises:
+        ValueError: it has more values and characters than a grammar may have characters.
+    """
+    left = MAX_GRAMMAR_CHARS
+    unread = [value]
+    while unread:
+        entry = unread.pop()
+        if isinstance(entry, str | Mapping | Sequence):
+            left -= len(entry)
+            if left < 0:
+                raise ValueError(f"the grammar is too large: at most {MAX_GRAMMAR_CHARS} characters are taken")
+        if isinstance(entry, Mapping):
+            unread += [*entry.keys(), *entry.values()]
+        elif isinstance(entry, Sequence) and not isinstance(entry, str):
+            unread += entry
 
 
 def _encode(parts: Sequence[Mapping[str, Any]]) -> str:

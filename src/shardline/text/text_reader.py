@@ -180,7 +180,9 @@ class TextReader:
 
 def _overlap(text: str, marker: str) -> int:
     """The length of the longest end of `text` that begins `marker`."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
+    place = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while place >= 0:
+        if marker.startswith(text[place:]):
+            return len(text) - place
+        place = text.find(marker[0], place + 1)
     return 0

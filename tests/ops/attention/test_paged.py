@@ -58,6 +58,8 @@ def attend(
     shuffle: int | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
+    chunked: bool = False,
     poison: bool = True,
     op=host_attention,
 ) -> list[Tensor]:
@@ -96,7 +98,8 @@ def attend(
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     context_lens = torch.tensor([end for _, _, end in sequences], dtype=torch.int32)
     scale = dim**-0.5
-    out = op(query, *caches, tables, starts, context_lens, scale, window=window, softcap=softcap, **scales)
+    options = {"window": window, "softcap": softcap, "sinks": sinks, "chunked": chunked, **scales}
+    out = op(query, *caches, tables, starts, context_lens, scale, **options)
     return list(out.split(lengths))
 
 
@@ -125,6 +128,21 @@ def test_matches_reference(isa, stored, dtype, rng, heads, kv_heads, dim, window
         bound = 2**-8 * (1 + 2**-7) * (size.double() + e.double().abs()) + one_ulp + 2e-5
         error = (a.double() - e.double()).abs()
         assert (error <= bound).all(), f"off by {error.max()}"
+
+
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (20, True), (700, True)])
+@pytest.mark.usefixtures("isa")
+def test_sinks_and_chunks(stored, rng, window, chunked):
+    """They match the reference, and neither steps nor neighbours change their bits."""
+    sinks = torch.tensor([-200.0, -1.0, 2.0, 40.0])
+    options = {"stored": stored, "window": window, "chunked": chunked, "sinks": sinks}
+    sequence = random_sequence(rng, 1100, torch.float32, dim=32)
+    (whole,) = attend([(sequence, 0, 1100)], **options)
+    (expected,) = attend([(sequence, 0, 1100)], **options, poison=False, op=paged_attention_reference)
+    assert_close(whole, expected, scale=2.0)
+    for begin, end in [(0, 5), (19, 41), (699, 701), (1099, 1100)]:
+        batch = [(random_sequence(rng, 40, torch.float32, dim=32), 3, 40), (sequence, begin, end)]
+        assert_same_bits(attend(batch, **options, shuffle=begin)[1], whole[begin:end])
 
 
 @pytest.mark.parametrize("query_scale", [0.2, 1.0])

@@ -53,8 +53,9 @@ def test_up_matches_reference(dtype, rng, num_tokens, num_experts, k, gated):
     x = randn(num_tokens, 77, dtype=dtype, rng=rng)
     weights = randn(num_experts, 2 * 70 if gated else 70, 77, dtype=dtype, rng=rng) * 77**-0.5
     ids = choose(num_tokens, num_experts, k, rng)
-    rows = expert_up(KERNELS, x, ids, packed(weights), "silu", gated=gated)
-    expected = expert_up_reference(x, ids, weights, "silu", gated=gated)
+    bias = randn(num_experts, len(weights[0]), dtype=dtype, rng=rng) if k > 1 else None
+    rows = expert_up(KERNELS, x, ids, packed(weights), "silu", gated=gated, bias=bias)
+    expected = expert_up_reference(x, ids, weights, "silu", gated=gated, bias=bias)
     assert rows.shape == (num_tokens * k, 70)
     if num_tokens:
         # Gate and up are rounded before the activation, so an ulp there may become two.
@@ -74,6 +75,7 @@ def test_down_matches_reference(dtype, rng, num_tokens, num_experts, k, shared):
         extra = {
             "shared": randn(num_tokens, 130, dtype=dtype, rng=rng),
             "shared_scale": torch.rand(num_tokens, generator=rng),
+            "bias": randn(num_experts, 130, dtype=dtype, rng=rng),
         }
     actual = expert_down(KERNELS, x, ids, slot_weights, packed(weights), **extra)
     expected = expert_down_reference(x, ids, slot_weights, weights, **extra)
@@ -90,13 +92,14 @@ def test_rows_have_the_bits_of_one_linear(dtype, rng, name):
     stack = packed(weights, name)
     x, ids = randn(num_tokens, depth, dtype=dtype, rng=rng), choose(num_tokens, num_experts, k, rng)
     ids[:100, 0], ids[:100, 1] = 2, 1  # one expert with many rows beside some with few
-    whole = expert_up(KERNELS, x, ids, stack, "silu", gated=True)
+    bias = randn(num_experts, 2 * width, dtype=dtype, rng=rng)
+    whole = expert_up(KERNELS, x, ids, stack, "silu", gated=True, bias=bias)
     begin = 0
     for expert in range(num_experts):
         tokens = (ids == expert).any(1).nonzero()[:, 0]
         linear = weight_format(name).pack_linear(KERNELS, weights[expert])
         for row, token in enumerate(tokens.tolist()):
-            alone = gated_activation(KERNELS, linear(x[token : token + 1]), "silu")
+            alone = gated_activation(KERNELS, linear(x[token : token + 1], bias[expert]), "silu")
             assert_same_bits(whole[begin + row], alone[0])
         begin += len(tokens)
     assert begin == num_tokens * k

@@ -21,15 +21,18 @@ def _layer(layer: Layer) -> Layer:
     attention = layer.attention
     if isinstance(attention, GQA) and attention.qk_norm is not None:
         attention = replace(attention, qk_norm=_norm(attention.qk_norm))
-    post_attention, post_feed_forward = layer.post_attention_norm, layer.post_feed_forward_norm
     return replace(
         layer,
         attention=attention,
-        attention_norm=_norm(layer.attention_norm),
-        feed_forward_norm=_norm(layer.feed_forward_norm),
-        post_attention_norm=None if post_attention is None else _norm(post_attention),
-        post_feed_forward_norm=None if post_feed_forward is None else _norm(post_feed_forward),
+        attention_norm=_optional(layer.attention_norm),
+        feed_forward_norm=_optional(layer.feed_forward_norm),
+        post_attention_norm=_optional(layer.post_attention_norm),
+        post_feed_forward_norm=_optional(layer.post_feed_forward_norm),
     )
+
+
+def _optional(norm: Norm | None) -> Norm | None:
+    return None if norm is None else _norm(norm)
 
 
 def _norm(norm: Norm) -> Norm:

@@ -19,6 +19,9 @@ _KEYS: Mapping[str, str] = {
     "attention.indexer_norm": "self_attn.indexer.k_norm",
 }
 
+REFUSAL = "an indexer chooses the tokens of its attention, which the engine does not have"
+"""Why the engine cannot load the model type."""
+
 
 def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""

@@ -23,6 +23,9 @@ _LAYER_KEYS: Mapping[str, str] = {
     "feed_forward.shared.down": "mlp.down_proj",
 }
 
+REFUSAL = "the engine has no layers whose values are their keys"
+"""Why the engine cannot load the model type."""
+
 
 def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""

@@ -8,6 +8,9 @@ from typing import Any
 from shardline.models.planned import qwen3_5_text
 from shardline.models.spec import DecoderSpec, TensorSource
 
+REFUSAL = "its recurrent layers keep a state per request, which the engine does not have"
+"""Why the engine cannot load the model type."""
+
 
 def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`."""

@@ -25,6 +25,9 @@ _KEYS: Mapping[str, str] = {
     "attention.norm": "linear_attn.norm",
 }
 
+REFUSAL = "its recurrent layers keep a state per request, which the engine does not have"
+"""Why the engine cannot load the model type."""
+
 
 def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
     """See `lookup.Family`. The layer for multi-token prediction is left out."""

@@ -58,6 +58,9 @@ class CommonKernels(Protocol):
     def add(self, x: Tensor, y: Tensor, out: Tensor, /) -> None:
         """out = x + y, all [M, N]."""
 
+    def scale_rows(self, x: Tensor, factors: Tensor, positions: Tensor | None, out: Tensor, /) -> None:
+        """out [M, N] = x * factor: factors[positions[row]], or factors [M] of the rows, or [1] of all rows; float32."""
+
     def activation(self, x: Tensor, out: Tensor, name: str, gated: bool, /) -> None:
         """act(x) to out [M, N]; if gated, x is [M, 2N], and out = act(first half) * second half."""
 
@@ -108,6 +111,8 @@ class CommonKernels(Protocol):
         softcap: float | None,
         key_scales: Tensor | None,
         value_scales: Tensor | None,
+        sinks: Tensor | None,
+        chunked: bool,
         /,
     ) -> None:
         """Causal attention of the sequences' new tokens, query [T, H, D], over the paged cache."""
@@ -123,6 +128,7 @@ class CommonKernels(Protocol):
         activation: str,
         gated: bool,
         out: Tensor,
+        bias: Tensor | None,
         /,
     ) -> None:
         """The activations of all slots of the experts from first_expert on, sorted by expert."""
@@ -138,6 +144,7 @@ class CommonKernels(Protocol):
         shared: Tensor | None,
         shared_scale: Tensor | None,
         out: Tensor,
+        bias: Tensor | None,
         /,
     ) -> None:
         """The products of the slots (x sorted by expert), summed over each token's slots, plus shared, to out."""
@@ -150,6 +157,7 @@ class CommonKernels(Protocol):
         panels: Tensor,
         scales: Tensor | tuple[object, ...] | None,
         out: Tensor,
+        bias: Tensor | None,
         /,
     ) -> None:
         """The products of the slots (x sorted by expert), in the order of the slots, not summed."""

@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from shardline.models.kv_shapes import KVPart, kv_parts
-from shardline.models.spec import GQA, KVDType, Rope
+from shardline.models.spec import GQA, KVDType, QueryScale, Rope
 from shardline.runtime.layers.context import LayerLoader, StageContext
 from shardline.runtime.layers.kv_pages import KVPages
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
-from shardline.runtime.layers.norm import NormLayer
+from shardline.runtime.layers.norm import AllHeadsNorm, NormLayer
 from shardline.runtime.ops.attention.kv_cache import rope_and_write_kv, write_kv
 from shardline.runtime.ops.attention.paged import paged_attention
-from shardline.runtime.ops.attention.rope import rotary_table
+from shardline.runtime.ops.attention.rope import apply_rope, rotary_table
+from shardline.runtime.ops.norm import rms_norm
+from shardline.runtime.ops.scale import scale_rows
 from shardline.runtime.step import Queries
 from shardline.weights.rows import InputForm, LinearInput
 
@@ -35,6 +37,12 @@ class RotaryTables:
         return self._tables[rope]
 
 
+def query_factors(scale: QueryScale, stage: StageContext) -> Tensor:
+    """The factor of queries at each position, float32 [max_positions]; it is computed in float64."""
+    steps = (torch.arange(stage.max_model_len, dtype=torch.float64) + scale.offset) // scale.length
+    return (1 + scale.beta * torch.log1p(steps)).float().to(stage.device)
+
+
 class AttentionLayer:
     """x [T, hidden] -> [Q, hidden]: project, normalise, rotate, store KV; then the Q queries attend and are projected
     back."""
@@ -47,8 +55,18 @@ class AttentionLayer:
         """Number of local heads of queries, keys and values."""
         head_widths = [span.size for span in loader.stage.spans(f"{name}.q.weight")]
         self.output = ClosingLinear(loader, f"{name}.o", head_widths, spec.output_bias)
-        self.q_norm = NormLayer(loader, f"{name}.q_norm", spec.qk_norm) if spec.qk_norm else None
-        self.k_norm = NormLayer(loader, f"{name}.k_norm", spec.qk_norm) if spec.qk_norm else None
+        self.q_norm: NormLayer | AllHeadsNorm | None = None
+        self.k_norm: NormLayer | AllHeadsNorm | None = None
+        if spec.qk_norm is not None and spec.norms_all_heads:
+            self.q_norm = AllHeadsNorm(loader, f"{name}.q_norm", spec.qk_norm, f"{name}.q")
+            self.k_norm = AllHeadsNorm(loader, f"{name}.k_norm", spec.qk_norm, f"{name}.k")
+        elif spec.qk_norm is not None:
+            self.q_norm = NormLayer(loader, f"{name}.q_norm", spec.qk_norm)
+            self.k_norm = NormLayer(loader, f"{name}.k_norm", spec.qk_norm)
+        stage = loader.stage
+        self._ones = torch.ones(spec.head_dim, dtype=stage.dtype, device=stage.device) if spec.rotated_norm else None
+        self._query_factors = query_factors(spec.query_scale, stage) if spec.query_scale else None
+        self._sinks = loader.load(f"{name}.sinks.bias") if spec.sinks else None
         self.table = tables.of(spec.rope) if spec.rope else None
         self.pages: KVPages | None = None
 
@@ -74,12 +92,14 @@ class AttentionLayer:
         head_dim]."""
         pages, rope = self.pages, self.spec.rope
         assert pages is not None
-        heads = qkv.view(len(positions), -1, self.spec.head_dim)
-        q, k, v = torch.split(heads, self.num_heads, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self._normed_heads(qkv)
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
-        if self.table is None:
+        if self._ones is not None and self.spec.rotated_norm is not None:
+            if self.table is not None and rope is not None:
+                apply_rope(self._kernels, q, k, positions, self.table, interleaved=rope.interleaved)
+            q, k = (rms_norm(self._kernels, x, self._ones, self.spec.rotated_norm.eps) for x in (q, k))
+            write_kv(self._kernels, k, v, pages.keys, pages.values, slots, **scales)
+        elif self.table is None:
             write_kv(self._kernels, k, v, pages.keys, pages.values, slots, **scales)
         else:
             assert rope is not None
@@ -96,7 +116,20 @@ class AttentionLayer:
                 interleaved=rope.interleaved,
                 **scales,
             )
+        if self._query_factors is not None:
+            q = scale_rows(self._kernels, q.flatten(1), self._query_factors, positions).view(q.shape)
         return q
+
+    def _normed_heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values [T, local heads, head_dim] of qkv [T, local columns]; the first two normalised."""
+        num_tokens, head_dim = len(qkv), self.spec.head_dim
+        if not self.spec.norms_all_heads:
+            q, k, v = torch.split(qkv.view(num_tokens, -1, head_dim), self.num_heads, dim=1)
+            return (q, k, v) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k), v)
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        q, k, v = torch.split(qkv, list(self.qkv.widths), dim=1)
+        return tuple(x.view(num_tokens, -1, head_dim) for x in (self.q_norm(q), self.k_norm(k), v))
 
     def attend(self, query: Tensor, queries: Queries) -> Tensor:
         """The attention output of the step's queries, [Q, local heads * head_dim], for query [T, ...]."""
@@ -117,5 +150,7 @@ class AttentionLayer:
             softcap=self.spec.softcap,
             key_scales=pages.key_scales,
             value_scales=pages.value_scales,
+            sinks=self._sinks,
+            chunked=self.spec.chunked,
         )
         return attended.flatten(1)

@@ -144,6 +144,13 @@ class LayerLoader:
         assert experts is not None, "every rank has at least one expert"
         return experts
 
+    def load_expert_biases(self, held: range, name: Callable[[int, str], str], parts: tuple[str, ...]) -> Tensor:
+        """The biases [experts, outputs] of the linears `parts`, side by side, of every expert in `held`."""
+        rows = [torch.cat([self.read(name(expert, part)) for part in parts]) for expert in held]
+        biases = self.stage.backend.keep_weight(torch.stack(rows))
+        self.on_loaded(biases.nbytes)
+        return biases
+
     def loaded_products(self, most_rows: int) -> LoadedProducts:
         """What the back end needs to know about the packed weights; steps have at most `most_rows` rows."""
         return LoadedProducts(

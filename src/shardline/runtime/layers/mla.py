@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardline.models.kv_shapes import KVPart, kv_parts
 from shardline.models.spec import MLA, KVDType
-from shardline.runtime.layers.attention import RotaryTables
+from shardline.runtime.layers.attention import RotaryTables, query_factors
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear
 from shardline.runtime.layers.norm import InputNorm, NormLayer
@@ -22,6 +22,7 @@ from shardline.runtime.ops.attention.kv_cache import LatentCache, QuantizedLaten
 from shardline.runtime.ops.attention.latent import mla_attention
 from shardline.runtime.ops.attention.linear_heads import PackedHeads, linear_heads, pack_heads
 from shardline.runtime.ops.attention.rope import apply_rope
+from shardline.runtime.ops.scale import scale_rows
 from shardline.runtime.step import Queries
 from shardline.weights.rows import InputForm, LinearInput
 
@@ -57,6 +58,7 @@ class LatentAttentionLayer:
         num_heads = [span.size // spec.query_head_dim for span in stage.spans(f"{q}.weight")]
         self.output = ClosingLinear(loader, f"{name}.o", [n * spec.value_head_dim for n in num_heads], spec.bias)
         self._table = tables.of(spec.rope)
+        self._query_factors = query_factors(spec.query_scale, stage) if spec.query_scale else None
         self._cache: LatentCache | None = None
 
     @property
@@ -99,6 +101,8 @@ class LatentAttentionLayer:
         q_rope = q[..., spec.nope_head_dim :]
         apply_rope(self._kernels, q_rope, k_rope[:, None], positions, self._table, interleaved=spec.rope.interleaved)
         write_latent(self._kernels, latent, k_rope, self._cache, slots)
+        if self._query_factors is not None:
+            q = scale_rows(self._kernels, q.flatten(1), self._query_factors, positions).view(q.shape)
         return q
 
     def attend(self, q: Tensor, queries: Queries) -> Tensor:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from shardline.models.partition import split_dim
@@ -22,6 +23,7 @@ from shardline.runtime.layers.feed_forward import DenseFeedForward
 from shardline.runtime.ops.moe.exchange import combine_slots, count_exchanged, expert_slots, pack_dispatch
 from shardline.runtime.ops.moe.experts import expert_down, expert_up
 from shardline.runtime.ops.moe.routing import route_experts
+from shardline.runtime.ops.scale import scale_rows
 from shardline.weights.base import PackedExperts
 from shardline.weights.formats import plain
 from shardline.weights.rows import InputForm, LinearInput
@@ -36,6 +38,8 @@ class Routed(NamedTuple):
     """[T, k] float32"""
     shared_scale: Tensor | None
     """[T] float32: factor of the shared block's output; None if it has no gate."""
+    input_scale: Tensor | None = None
+    """[T] float32: factor of the experts' input; None if there is none."""
 
 
 class Router:
@@ -52,25 +56,29 @@ class Router:
         self._linear = plain.Format().pack_linear(stage.kernels, *weights)
         loader.on_loaded(self._linear.nbytes)
         self._bias = loader.load(f"{name}.router.bias") if spec.routing.correction_bias else None
+        self._logits_bias = loader.load(f"{name}.router_logits.bias") if spec.routing.logits_bias else None
+        assert self._logits_bias is None or not spec.shared_gate, "the gate is a column of the router without a bias"
         load = stage.expert_load
         self._counts = load[index, : spec.routing.num_experts] if load is not None and counts_tokens else None
 
     def __call__(self, x: Tensor, slots: Tensor | None = None) -> Routed:
         kernels = self._kernels
-        logits = self._linear(x, out_dtype=torch.float32)
+        logits = self._linear(x, self._logits_bias, out_dtype=torch.float32)
         scale = kernels.activation_empty(torch.float32, x.shape[0]) if self._gated else None
         ids, weights = route_experts(
             kernels, logits, self._routing, self._bias, shared_scale=scale, counts=self._counts, slots=slots
         )
-        return Routed(ids, weights, scale)
+        if not self._routing.scales_input:
+            return Routed(ids, weights, scale)
+        # The normalised weight of a token's only expert is one.
+        ones = route_experts(kernels, logits, replace(self._routing, normalized=True, scale=1.0), self._bias)[1]
+        return Routed(ids, ones, scale, input_scale=weights[:, 0])
 
 
 class Experts:
     """The experts, or parts of all experts, that this rank holds."""
 
     def __init__(self, loader: LayerLoader, name: str, spec: Dense, num_experts: int) -> None:
-        if spec.bias:
-            raise ValueError("experts with biases are not supported")
         stage = loader.stage
         self._kernels = stage.kernels
         own_span = split_dim(num_experts, stage.expert_group.size)[stage.expert_group.rank]
@@ -82,8 +90,16 @@ class Experts:
         def weight_name(expert: int, part: str) -> str:
             return f"{name}.experts.{expert}.{part}.weight"
 
-        self._up = loader.pack_experts(held, weight_name, ("gate", "up") if spec.gated else ("up",))
+        def bias_name(expert: int, part: str) -> str:
+            return f"{name}.experts.{expert}.{part}.bias"
+
+        parts = ("gate", "up") if spec.gated else ("up",)
+        self._up = loader.pack_experts(held, weight_name, parts)
+        self._up_bias = loader.load_expert_biases(held, bias_name, parts) if spec.bias else None
         self.down: PackedExperts = loader.pack_experts(held, weight_name, ("down",))
+        # If ranks add up partial sums of the same experts, one of them adds the bias.
+        adds_bias = spec.bias and (stage.splits_outputs or stage.expert_parallel or stage.group.rank == 0)
+        self.down_bias = loader.load_expert_biases(held, bias_name, ("down",)) if adds_bias else None
 
     def activate(self, x: Tensor, ids: Tensor, compact: bool = False) -> Tensor:
         """The activations between the two products, see `expert_up`."""
@@ -96,6 +112,7 @@ class Experts:
             gated=self._gated,
             first_expert=self.first,
             compact=compact,
+            bias=self._up_bias,
         )
 
 
@@ -136,7 +153,8 @@ class MoEFeedForward:
         """Every rank computes some columns of all slots, in both products. Between the products, ranks gather the input
         of the second."""
         routed, experts = self._router(x, slots), self._experts
-        inner = self._group.all_gather_columns(experts.activate(x, routed.ids), self._inner_widths)
+        inner = experts.activate(self._expert_input(x, routed), routed.ids)
+        inner = self._group.all_gather_columns(inner, self._inner_widths)
         shared = self._shared.compute_columns(x) if self._shared is not None else None
         local = expert_down(
             self._kernels,
@@ -146,8 +164,12 @@ class MoEFeedForward:
             experts.down,
             shared=shared,
             shared_scale=routed.shared_scale,
+            bias=experts.down_bias,
         )
         return self._group.all_gather_columns(local, self._output_widths)
+
+    def _expert_input(self, x: Tensor, routed: Routed) -> Tensor:
+        return x if routed.input_scale is None else scale_rows(self._kernels, x, routed.input_scale)
 
     def _with_whole_experts(self, x: Tensor, replica_rows: tuple[int, ...]) -> Tensor:
         """A replica's tokens are divided among its ranks. Each rank sends its own tokens to the ranks of their experts,
@@ -162,10 +184,10 @@ class MoEFeedForward:
         routed = self._router(x[own])
         ids = group.all_gather_rows(routed.ids, counts)
         exchanged = count_exchanged(kernels, ids, token_bounds, self._expert_bounds)
-        sent = pack_dispatch(kernels, x[own], routed.ids, bounds)
+        sent = pack_dispatch(kernels, self._expert_input(x[own], routed), routed.ids, bounds)
         tokens = group.all_to_all_rows(sent, exchanged.tokens, sum(counts))
         inner = experts.activate(tokens, ids, compact=True)
-        slots = expert_slots(kernels, inner, ids, experts.down, first_expert=experts.first)
+        slots = expert_slots(kernels, inner, ids, experts.down, first_expert=experts.first, bias=experts.down_bias)
         products = group.all_to_all_rows(slots, exchanged.slots, routed.ids.numel())
         combined = combine_slots(
             kernels, products, routed.ids, routed.weights, bounds, shared=shared, shared_scale=routed.shared_scale
@@ -177,12 +199,13 @@ class MoEFeedForward:
         routed, experts = self._router(x, slots), self._experts
         local = expert_down(
             self._kernels,
-            experts.activate(x, routed.ids),
+            experts.activate(self._expert_input(x, routed), routed.ids),
             routed.ids,
             routed.weights,
             experts.down,
             first_expert=experts.first,
             out_dtype=torch.float32,
+            bias=experts.down_bias,
         )
         total = self._group.all_reduce_sum(local)
         if self._shared is not None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from shardline.models.spec import Norm
 from shardline.runtime.layers.context import LayerLoader
+from shardline.runtime.ops.add import add
 from shardline.runtime.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from shardline.runtime.ops.scale import scale_rows
 from shardline.weights.rows import InputForm, LinearInput
+
+_NO_OFFSET = 1e-30
+"""An offset that changes no weight. Kernels round an RMSNorm's quotient first only if the offset is zero."""
+
+
+def _offset(norm: Norm) -> float:
+    return norm.weight_offset or (_NO_OFFSET if norm.rounds_once else 0.0)
 
 
 class NormLayer:
@@ -23,8 +33,47 @@ class NormLayer:
         """[M, H] or heads [T, N, H] -> the same, contiguous."""
         spec = self._spec
         if spec.kind == "rms":
-            return rms_norm(self._kernels, x, self.weight, spec.eps, weight_offset=spec.weight_offset)
+            return rms_norm(self._kernels, x, self.weight, spec.eps, weight_offset=_offset(spec))
         return layer_norm(self._kernels, x, self.weight, self._bias, spec.eps)
+
+
+class NoNorm:
+    """The residual addition before linears that read the sum without a norm; called like `InputNorm`."""
+
+    def __init__(self, loader: LayerLoader) -> None:
+        self._kernels = loader.stage.kernels
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[LinearInput, Tensor]:
+        """(s, s) for s = x + residual, or s = x without a residual."""
+        summed = x if residual is None else add(self._kernels, x, residual)
+        return summed, summed
+
+
+class AllHeadsNorm:
+    """An RMSNorm over all heads of q, or of k, which are divided among the ranks: [T, local columns] -> the same.
+
+    Ranks gather the heads, and each rank normalises whole rows. So one rank adds up a row, in a fixed order.
+    """
+
+    def __init__(self, loader: LayerLoader, name: str, norm: Norm, projection: str) -> None:
+        """`projection`: the name of the linear whose outputs are normalised."""
+        stage = loader.stage
+        self._kernels = stage.kernels
+        self._group = stage.group
+        self._norm = NormLayer(loader, name, norm)
+        spans = stage.spans(f"{projection}.weight")
+        self._own = spans[stage.group.rank]
+        # Of ranks with the same KV heads, only the first one sends them.
+        self._widths = [0 if span in spans[:rank] else span.size for rank, span in enumerate(spans)]
+        self._one = torch.ones(1, device=stage.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._group.size == 1:
+            return self._norm(x)
+        # A gather needs dense rows.
+        dense = scale_rows(self._kernels, x[:, : self._widths[self._group.rank]], self._one)
+        whole = self._group.all_gather_columns(dense, self._widths)
+        return self._norm(whole)[:, self._own.start : self._own.stop]
 
 
 class InputNorm:
@@ -43,6 +92,6 @@ class InputNorm:
         residual, s = x."""
         spec, kernels, quantized = self.spec, self._kernels, self._is_quantized
         if spec.kind == "rms":
-            offset = spec.weight_offset
+            offset = _offset(spec)
             return add_rms_norm(kernels, x, residual, self.weight, spec.eps, weight_offset=offset, quantized=quantized)
         return add_layer_norm(kernels, x, residual, self.weight, self._bias, spec.eps, quantized=quantized)

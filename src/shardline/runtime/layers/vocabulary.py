@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.ops.sampling.softcap import softcap_
+from shardline.runtime.ops.scale import scale_rows
 from shardline.weights.rows import InputForm, LinearInput
 
 
@@ -64,9 +65,13 @@ class LMHead:
         self._packed = loader.pack_lm_head(name)
         self._bias = loader.load("lm_head.bias") if stage.spec.lm_head_bias else None
         self._softcap = stage.spec.logits_softcap
-        self.fuses_argmax = stage.backend.fuses_argmax and stage.finite_checker is None and self._softcap is None
-        """Whether `find_best` serves greedy steps. A softcap may round different logits to equal values, so it needs
-        all logits; so does the search for NaN."""
+        scale = stage.spec.logits_scale
+        self._scale = None if scale == 1.0 else torch.tensor([scale], device=stage.device)
+        self.fuses_argmax = (
+            stage.backend.fuses_argmax and stage.finite_checker is None and self._softcap is None and scale == 1.0
+        )
+        """Whether `find_best` serves greedy steps. A softcap or a scale may round different logits to equal values, so
+        they need all logits; so does the search for NaN."""
 
     @property
     def look_up_rows(self) -> Callable[[Tensor], Tensor] | None:
@@ -83,7 +88,7 @@ class LMHead:
         logits = self._packed(hidden, self._bias, out_dtype=torch.float32)
         if self._softcap is not None:
             softcap_(self._kernels, logits, self._softcap)
-        return logits
+        return logits if self._scale is None else scale_rows(self._kernels, logits, self._scale)
 
     def find_best(self, hidden: LinearInput) -> Tensor:
         """[R, 2]: the largest of this rank's logits in each row, and the bits of its index in this rank's range."""

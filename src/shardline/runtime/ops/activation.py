@@ -10,8 +10,9 @@ from torch import Tensor
 
 from shardline.runtime.backends.base import Kernels
 
-ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu"]
-"""gelu is the exact one (erf); gelu_tanh is also known as gelu_new and gelu_pytorch_tanh."""
+ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swish"]
+"""gelu is the exact one (erf); gelu_tanh is also known as gelu_new and gelu_pytorch_tanh. For clamped_swish see
+`models.spec.Activation`."""
 
 
 def activation(kernels: Kernels, x: Tensor, name: ActivationName) -> Tensor:
@@ -35,6 +36,9 @@ def activation_reference(x: Tensor, name: ActivationName) -> Tensor:
     exact = x.double()
     if name == "silu":
         y = torch.nn.functional.silu(exact)
+    elif name == "clamped_swish":
+        gate = exact.clamp(max=7.0)
+        y = gate * torch.sigmoid(1.702 * gate)
     elif name == "relu":
         y = exact.relu()
     elif name == "gelu_tanh":  # (1 + tanh(u)) / 2 = sigmoid(2u), which does not cancel
@@ -46,4 +50,6 @@ def activation_reference(x: Tensor, name: ActivationName) -> Tensor:
 
 def gated_activation_reference(gate_up: Tensor, name: ActivationName) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
+    if name == "clamped_swish":
+        return (activation_reference(gate, name).double() * (up.double().clamp(-7.0, 7.0) + 1)).to(gate_up.dtype)
     return (activation_reference(gate, name).double() * up.double()).to(gate_up.dtype)

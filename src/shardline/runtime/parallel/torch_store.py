@@ -53,6 +53,14 @@ class TorchStore(Store):
         for key in keys:
             self._get(key, seconds)
 
+    def delete_key(self, key: str) -> bool:
+        """Whether the key was deleted: never, since the engine's store ends with the engine."""
+        return False
+
+    def clone(self) -> TorchStore:
+        """A store for another thread of torch: this one, since any thread may call it."""
+        return self
+
     def _get(self, key: str, seconds: float) -> bytes:
         try:
             return self._store.get(key, seconds)

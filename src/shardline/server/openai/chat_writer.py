@@ -96,9 +96,11 @@ class ChatWriter:
             events = []
             for choice in update[1].outputs:
                 if only_text and choice.finish_reason is None:
-                    if text := sent[choice.index].take_text(choice):
-                        parser = None if parsers is None else parsers[choice.index]
-                        events.append(self._write_text(generation, choice.index, text, parser))
+                    text = sent[choice.index].take_text(choice)
+                    if text and parsers is None:
+                        events.append(self._fill_frame(generation, choice.index, "content", text))
+                    elif text and parsers is not None:
+                        events.append(self._write_parsed(generation, choice.index, text, parsers[choice.index]))
                     continue
                 delta = sent[choice.index].take_delta(choice, tokens_matter=self._tokens_matter)
                 if delta is None:
@@ -118,10 +120,8 @@ class ChatWriter:
         usage = self._usage(outputs) if self._options.include_usage else msgspec.UNSET
         return make_event(self._encode_response("chat.completion.chunk", [], usage, finished=outputs))
 
-    def _write_text(self, generation: Generation, index: int, text: str, parser: AnswerParser | None) -> bytes:
-        """An event with a piece of text; empty if the parser holds it back."""
-        if parser is None:
-            return self._fill_frame(generation, index, "content", text)
+    def _write_parsed(self, generation: Generation, index: int, text: str, parser: AnswerParser) -> bytes:
+        """An event with what a piece of text adds; empty if the parser holds it back."""
         answer = parser.add_text(text)
         if not answer.calls:
             if not answer.reasoning:

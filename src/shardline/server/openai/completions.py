@@ -269,6 +269,8 @@ async def _encode_prompts(
             echoes.append("")
         elif isinstance(prompt, str):
             echoes.append(prompt)
+        elif len(prompt) > service.llm.max_model_len:
+            echoes.append("")  # the request is refused below
         else:
             echoes.append(service.decode_tokens(prompt, skip_special_tokens=body.skip_special_tokens is not False))
     return encoded, echoes

@@ -18,6 +18,9 @@ MAX_CHOICES_PER_HTTP_REQUEST = 128
 
 
 MAX_BIASES = 4096
+MAX_STOP_IDS = 4096
+MAX_ALLOWED_IDS = 1 << 18
+"""More than there are tokens in any vocabulary."""
 
 
 def _check_size(value: Any) -> Any:
@@ -58,7 +61,7 @@ class SamplingFields(IgnoredFields):
     frequency_penalty: float | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -66,7 +69,7 @@ class SamplingFields(IgnoredFields):
     logits_digest: bool | None = None
     """Report a digest of the logits of every token."""
     logit_bias: Annotated[dict[str, float], BeforeValidator(_check_size)] | None = None
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: Annotated[list[int], Field(max_length=MAX_ALLOWED_IDS, fail_fast=True)] | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import pydantic_core
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
 from shardline.server.errors import bad_request
 from shardline.server.openai.body_size import check_json_size
+from shardline.server.openai.large_json import parse_json
 
 _SMALL_BYTES = 64 * 1024
 """Bodies up to this size are parsed on the event loop, in a millisecond or so, whatever they are."""
@@ -28,9 +28,8 @@ class _StrictRequest(Request):
 
 
 def _parse(body: bytes) -> Any:
-    # The standard library's parser accepts NaN and lone surrogates, which break tokenizers and answers.
     try:
-        return pydantic_core.from_json(body, allow_inf_nan=False)
+        return parse_json(body)
     except ValueError as error:
         raise bad_request(f"We could not parse the JSON body of your request: {error}.") from error
 

@@ -17,7 +17,7 @@ from shardline.server.openai.strict_json import StrictRoute
 from shardline.server.service import Service
 
 _MOST_TOKENS = 65_536
-"""Texts that are at most this long are tokenized, even if the model takes less."""
+"""Texts of so many tokens are tokenized, and so many tokens decoded, even if the model takes less."""
 
 
 class TokenizeRequest(ConversationFields):
@@ -94,6 +94,9 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         service.require_model(body.model)
+        limit = max(_MOST_TOKENS, 4 * service.llm.max_model_len)
+        if len(body.tokens) > limit:
+            raise bad_request(f"'tokens' has {len(body.tokens)} entries; at most {limit} are taken.", "tokens")
         text = service.decode_tokens(body.tokens, skip_special_tokens=False)
         return Response(msgspec.json.encode(DetokenizeResponse(text)), media_type="application/json")
 

@@ -80,9 +80,10 @@ class Format(WeightFormat):
         return plain.Format().allocate_experts(kernels, num_experts, *_dense(parts))
 
     def pack_expert(self, kernels: Kernels, experts: PackedExperts, index: int, *parts: Tensor | GroupedWeight) -> None:
-        if isinstance(experts.scales, GroupScales):
-            assert _are_grouped(parts), "a checkpoint packs all experts of a layer in one form or none"
+        if isinstance(experts.scales, GroupScales) and _are_grouped(parts):
             _own(kernels).pack_grouped_expert(experts, index, parts)
+        elif isinstance(experts.scales, GroupScales) or _are_grouped(parts):
+            raise ValueError("the checkpoint packs only some experts of a layer; use --quantization none")
         else:
             plain.Format().pack_expert(kernels, experts, index, *_dense(parts))
 

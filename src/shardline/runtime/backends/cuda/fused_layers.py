@@ -19,7 +19,7 @@ from shardline.runtime.layers.attention import AttentionLayer
 from shardline.runtime.layers.feed_forward import ActivatedLinear, DenseFeedForward
 from shardline.runtime.layers.linear import ClosingLinear, ColumnLinear, GatedColumnLinear
 from shardline.runtime.layers.mla import LatentAttentionLayer
-from shardline.runtime.layers.norm import InputNorm
+from shardline.runtime.layers.norm import InputNorm, NoNorm, NormLayer
 from shardline.runtime.step import Queries, StepInput
 from shardline.weights.base import PackedGatedLinear, PackedLinear
 from shardline.weights.formats.plain import PlainGatedLinear, PlainLinear
@@ -40,8 +40,11 @@ def _plain_weight(linear: PackedLinear | PackedGatedLinear) -> Tensor | None:
     return linear.panels if isinstance(linear, (PlainLinear, PlainGatedLinear)) else None
 
 
-def _normed(norm: InputNorm, stream: _Stream, *, reads_unnormed: bool) -> tuple[LinearInput | UnnormedRows, Tensor]:
+def _normed(
+    norm: InputNorm | NoNorm, stream: _Stream, *, reads_unnormed: bool
+) -> tuple[LinearInput | UnnormedRows, Tensor]:
     """The input of the products after a norm, and the residual stream after the addition before the norm."""
+    assert isinstance(norm, InputNorm), "models.gpu_refusal refuses such models"
     spec = norm.spec
     if stream.square_sums is not None and reads_unnormed and spec.kind == "rms":
         rows = UnnormedRows(stream.hidden, stream.square_sums, norm.weight, spec.eps, spec.weight_offset)
@@ -92,7 +95,7 @@ class _FusedAttention:
         spec = layer.spec
         self._fits_one_launch = spec.rope is not None and self.reads_unnormed
         self._head_norms: HeadNorms | None = None
-        if spec.qk_norm and layer.q_norm and layer.k_norm:
+        if spec.qk_norm and isinstance(layer.q_norm, NormLayer) and isinstance(layer.k_norm, NormLayer):
             norm = spec.qk_norm
             self._head_norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, norm.eps, norm.weight_offset)
             self._fits_one_launch &= norm.kind == "rms" and fits_tile(spec.head_dim, spec.rope)

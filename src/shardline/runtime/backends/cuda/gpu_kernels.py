@@ -57,6 +57,10 @@ class CudaKernels(RowKernels):
     logprobs = staticmethod(logprobs.logprobs)
     sample = staticmethod(sampling.sample)
 
+    @staticmethod
+    def scale_rows(x: Tensor, factors: Tensor, positions: Tensor | None, out: Tensor) -> None:
+        raise AssertionError("models.gpu_refusal refuses such models")
+
     def activation_empty(self, dtype: torch.dtype, *sizes: int) -> Tensor:
         """torch's allocator keeps the memory between steps, and for a captured graph."""
         return empty_rows(self.device, dtype, *sizes)

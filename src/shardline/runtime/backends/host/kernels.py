@@ -28,6 +28,7 @@ class HostKernels(Fp8PanelKernels):
     add = staticmethod(_cpu.add)
     apply_rope = staticmethod(_cpu.apply_rope)
     activation = staticmethod(_cpu.activation)
+    scale_rows = staticmethod(_cpu.scale_rows)
     write_kv = staticmethod(_cpu.write_kv)
     rope_and_write_kv = staticmethod(_cpu.rope_and_write_kv)
     paged_attention = staticmethod(_cpu.paged_attention)

@@ -22,15 +22,18 @@ def paged_attention(
     softcap: float | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """[T, Hq, Dv], for query [T, Hq, D] against caches [num_blocks, Hk, block_size, D or Dv], whose pages have the
     order of `kernels.page_order` (see `pages`).
 
     Sequence s owns query tokens query_starts[s] : query_starts[s + 1]; context_lens[s] counts its keys, the new ones
     included, so its i-th query has position context_lens[s] - query_len + i. A query sees the keys up to its own
-    position, or only the last `window` of them. Position p is in block block_tables[s, p // block_size]; entries for
-    blocks that no query of this call sees are never read. Scores are scaled, then capped: softcap * tanh(score /
-    softcap).
+    position, or only the last `window` of them, or, if attention is `chunked`, those in its own chunk of `window`
+    positions. Position p is in block block_tables[s, p // block_size]; entries for blocks that no query of this call
+    sees are never read. Scores are scaled, then capped: softcap * tanh(score / softcap). Every query also sees a key
+    without a value, whose score is in `sinks` [Hq] float32.
 
     Keys are cut into splits of 512 that are anchored at absolute position. Splits are merged in index order in fp32,
     and the result is rounded once. Where the ISA multiplies pairs of bf16, the weights exp(score - maximum of the
@@ -52,6 +55,8 @@ def paged_attention(
         softcap,
         key_scales,
         value_scales,
+        sinks,
+        chunked,
     )
     return out
 
@@ -69,6 +74,8 @@ def paged_attention_reference(
     softcap: float | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """`paged_attention` in fp64, with the whole score matrix, for pages in the order of tokens."""
     num_heads, num_kv_heads, block_size = query.shape[1], key_cache.shape[1], key_cache.shape[2]
@@ -95,7 +102,12 @@ def paged_attention_reference(
             scores = softcap * torch.tanh(scores / softcap)
         hidden = keys[None, :] > positions[:, None]
         if window is not None:
-            hidden |= keys[None, :] <= positions[:, None] - window
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            first_seen = positions // window * window if chunked else positions - window + 1
+            hidden |= keys[None, :] < first_seen[:, None]
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            sink = sinks.double()[:, None, None].expand(-1, len(positions), 1)
+            scores = torch.cat([scores, sink], -1)
+        weights = scores.softmax(-1)[..., : len(keys)]
         out[starts[s] : starts[s + 1]] = (weights @ v).transpose(0, 1).to(query.dtype)
     return out

@@ -43,11 +43,19 @@ def pack_dispatch(kernels: Kernels, x: Tensor, ids: Tensor, expert_bounds: Tenso
     return out
 
 
-def expert_slots(kernels: Kernels, x: Tensor, ids: Tensor, weights: PackedExperts, *, first_expert: int = 0) -> Tensor:
+def expert_slots(
+    kernels: Kernels,
+    x: Tensor,
+    ids: Tensor,
+    weights: PackedExperts,
+    *,
+    first_expert: int = 0,
+    bias: Tensor | None = None,
+) -> Tensor:
     """The products of the slots of these experts, in x's dtype, in the order of tokens and slots: [T * k, N]. Unused
-    rows at the end are undefined. x: rows as `expert_up` returns them."""
+    rows at the end are undefined. x: rows as `expert_up` returns them; bias: see `expert_down`."""
     out = kernels.activation_empty(x.dtype, ids.numel(), weights.out_features)
-    kernels.expert_slots(x, ids, first_expert, weights.panels, weights.scales, out)
+    kernels.expert_slots(x, ids, first_expert, weights.panels, weights.scales, out, bias)
     return out
 
 

@@ -25,6 +25,7 @@ def expert_up(
     gated: bool,
     first_expert: int = 0,
     compact: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """For every slot of these experts: act(up), or, if gated, act(gate) * up, where `weights` has the gates' rows
     first.
@@ -32,11 +33,12 @@ def expert_up(
     x: [T, K]; with `compact`, only the tokens that chose one of these experts, in order. Returns [T * k, I]. On the
     CPU, the slots' rows come first, sorted by expert, and the rows after them are undefined. On a GPU, rows are in the
     order of slots (with `compact`, the slots of those tokens come first), and the rows of other experts' slots are
-    undefined. The product is rounded once, then the result is rounded as in `gated_activation`.
+    undefined. The product, with the expert's row of `bias` [E, outputs of `weights`], is rounded once. Then the result
+    is rounded as in `gated_activation`.
     """
     width = weights.out_features // 2 if gated else weights.out_features
     out = kernels.activation_empty(x.dtype, ids.numel(), width)
-    kernels.expert_up(x, ids, first_expert, compact, weights.panels, weights.scales, name, gated, out)
+    kernels.expert_up(x, ids, first_expert, compact, weights.panels, weights.scales, name, gated, out, bias)
     return out
 
 
@@ -51,37 +53,51 @@ def expert_down(
     shared: Tensor | None = None,
     shared_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """For each token, the sum over its slots of slot_weights [T, k] times the slot's product, in slot order: [T, N].
 
-    x: rows as `expert_up` returns them. A slot's product is rounded to `out_dtype` (default: x's dtype). The sum is
-    computed in fp32, shared_scale [T] * shared [T, N] is added last, and the total is rounded once.
+    x: rows as `expert_up` returns them. A slot's product, with the expert's row of `bias` [E, N], is rounded to
+    `out_dtype` (default: x's dtype). The sum is computed in fp32, shared_scale [T] * shared [T, N] is added last, and
+    the total is rounded once.
     """
     out = kernels.activation_empty(out_dtype or x.dtype, ids.shape[0], weights.out_features)
-    kernels.expert_down(x, ids, slot_weights, first_expert, weights.panels, weights.scales, shared, shared_scale, out)
+    packed = weights.panels, weights.scales
+    kernels.expert_down(x, ids, slot_weights, first_expert, *packed, shared, shared_scale, out, bias)
     return out
 
 
 def expert_up_reference(
-    x: Tensor, ids: Tensor, weights: Tensor, name: ActivationName, *, gated: bool, first_expert: int = 0
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    name: ActivationName,
+    *,
+    gated: bool,
+    first_expert: int = 0,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`expert_up` for unpacked weights [E, out, K], without the undefined rows at the end."""
     rows = []
     for expert, weight in enumerate(weights):
         tokens = (ids == first_expert + expert).any(1).nonzero()[:, 0]
-        product = (x[tokens].double() @ weight.double().T).to(x.dtype)
+        product = x[tokens].double() @ weight.double().T
+        product = (product if bias is None else product + bias[expert].double()).to(x.dtype)
         rows.append(gated_activation_reference(product, name) if gated else activation_reference(product, name))
     return torch.cat(rows)
 
 
-def slot_products_reference(x: Tensor, ids: Tensor, weights: Tensor, first_expert: int = 0) -> Tensor:
+def slot_products_reference(
+    x: Tensor, ids: Tensor, weights: Tensor, first_expert: int = 0, bias: Tensor | None = None
+) -> Tensor:
     """[T, k, N]: the product of every slot in x's dtype, zero for other experts, for unpacked weights [E, N, K]."""
     out = torch.zeros(*ids.shape, weights.shape[1], dtype=x.dtype)
     begin = 0
     for expert, weight in enumerate(weights):
         chosen = ids == first_expert + expert
         end = begin + int(chosen.sum())
-        out[chosen] = (x[begin:end].double() @ weight.double().T).to(x.dtype)
+        product = x[begin:end].double() @ weight.double().T
+        out[chosen] = (product if bias is None else product + bias[expert].double()).to(x.dtype)
         begin = end
     return out
 
@@ -95,9 +111,10 @@ def expert_down_reference(
     first_expert: int = 0,
     shared: Tensor | None = None,
     shared_scale: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`expert_down` for unpacked weights [E, N, K]."""
-    products = slot_products_reference(x, ids, weights, first_expert).double()
+    products = slot_products_reference(x, ids, weights, first_expert, bias).double()
     total = (products * slot_weights[..., None]).sum(1)
     if shared is not None:
         scale = torch.ones(len(shared)) if shared_scale is None else shared_scale

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Sequence
 
 import msgspec
 from fastapi import APIRouter
@@ -15,6 +17,7 @@ from shardline.server.event_stream import EventStream
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.answer_grammar import make_answer_grammar
 from shardline.server.openai.generation import Generation
+from shardline.server.openai.messages import ChatMessage
 from shardline.server.openai.responses.input_items import InputItem, to_messages
 from shardline.server.openai.responses.output_items import OutputItem, ResponseObject
 from shardline.server.openai.responses.request import ResponsesRequest
@@ -24,6 +27,8 @@ from shardline.server.openai.strict_json import StrictRoute
 from shardline.server.service import Service, new_id
 
 _STORED_ITEMS = TypeAdapter(list[InputItem])
+_INLINE_ITEMS, _INLINE_BYTES = 256, 64 * 1024
+"""The longest conversation that is read on the event loop."""
 
 
 class DeletedResponse(msgspec.Struct, kw_only=True, frozen=True):
@@ -46,7 +51,9 @@ def response_routes(service: Service) -> APIRouter:
         body.check()
         params = body.sampling_params(max_tokens=body.max_output_tokens, logprobs=body.num_logprobs)
         own_items = _own_items(body)
-        messages = to_messages(body.instructions, [*_earlier_turns(store, body.previous_response_id), own_items])
+        messages = await _read_conversation(
+            body.instructions, _earlier_turns(store, body.previous_response_id), own_items
+        )
         chat = await body.conversation_fields.encode_messages(
             service, messages, add_special_tokens=bool(body.add_special_tokens), param="input"
         )
@@ -109,8 +116,8 @@ def _own_items(body: ResponsesRequest) -> list[InputItem]:
     return list(body.input)
 
 
-def _earlier_turns(store: ResponseStore, previous_id: str | None) -> list[list[InputItem]]:
-    """The items of the turns that this request continues."""
+def _earlier_turns(store: ResponseStore, previous_id: str | None) -> list[bytes]:
+    """For each turn that this request continues, the JSON of its items."""
     if previous_id is None:
         return []
     turns = store.find_items(previous_id)
@@ -122,7 +129,19 @@ def _earlier_turns(store: ResponseStore, previous_id: str | None) -> list[list[I
             param="previous_response_id",
             code="previous_response_not_found",
         )
-    return [_STORED_ITEMS.validate_json(items) for items in turns]
+    return turns
+
+
+async def _read_conversation(
+    instructions: str | None, earlier: Sequence[bytes], own: list[InputItem]
+) -> list[ChatMessage]:
+    """The messages of all turns. A long conversation is read on a thread."""
+
+    def read() -> list[ChatMessage]:
+        return to_messages(instructions, [*map(_STORED_ITEMS.validate_json, earlier), own])
+
+    is_short = len(own) <= _INLINE_ITEMS and sum(map(len, earlier)) <= _INLINE_BYTES
+    return read() if is_short else await asyncio.to_thread(read)
 
 
 def _encode_turn(own: list[InputItem], output: list[OutputItem]) -> bytes:

@@ -37,6 +37,8 @@ def paged_attention(
     softcap: float | None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
+    chunked: bool = False,
     *,
     spread_splits: bool | None = None,
 ) -> None:
@@ -46,6 +48,8 @@ def paged_attention(
     step's longest context: this code does not wait for the device to find that length. `spread_splits` gives every
     split its own program; by default it is set if there would otherwise be too few programs. The bits are the same.
     """
+    assert sinks is None, "models.gpu_refusal refuses such models"
+    assert not chunked, "models.gpu_refusal refuses such models"
     value_dim = value_cache.shape[3]
     one_token = query.shape[0] == context_lens.shape[0]
     block_rows, num_warps = _rows_and_warps(one_token, value_dim, query.dtype)

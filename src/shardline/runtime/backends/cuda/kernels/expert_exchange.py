@@ -24,8 +24,10 @@ def expert_slots(
     panels: Tensor,
     scales: Tensor | tuple[object, ...] | None,
     out: Tensor,
+    bias: Tensor | None = None,
 ) -> None:
     """As `ops.moe.exchange.expert_slots`, into out [T * k, N]; x is the output of `expert_up` with `compact`."""
+    assert bias is None, "models.gpu_refusal refuses such models"
     num_experts = panels.shape[0]
     ids = tokens_here_first(ids, first_expert, num_experts)
     products = torch.empty(out.shape, dtype=out.dtype, device=x.device)

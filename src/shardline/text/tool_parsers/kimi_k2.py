@@ -1,0 +1,66 @@
+"""Kimi K2: calls between marks, each with an id `functions.name:index` and its arguments."""
+
+from __future__ import annotations
+
+from shardline.structured.grammar import lark_text
+from shardline.text.text_reader import Steps
+from shardline.text.tool_parsers.base import ToolParser
+from shardline.text.tool_parsers.call_rules import CallRules
+
+_FIRST, _LAST = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_BEGIN, _SEPARATOR, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_NAMESPACE = "functions."
+
+
+class Parser(ToolParser):
+    """Calls follow one another in one section after the content."""
+
+    template_marks = (_FIRST,)
+    markers = (_FIRST, _LAST, _BEGIN, _SEPARATOR, _END)
+
+    @classmethod
+    def write_rules(cls, rules: CallRules) -> str:
+        """In the form that the chat template shows."""
+        between = f"{lark_text(':')} INDEX {rules.mark(_SEPARATOR)}"
+        return f"""
+calls: {rules.mark(_FIRST)} rest
+auto: TEXT | lead rest
+rest: {rules.repeated("call", "")} {rules.mark(_LAST)}
+call: {rules.mark(_BEGIN)} function {rules.mark(_END)}
+INDEX: /[0-9]{{1,3}}/
+{rules.text_before(_FIRST)}
+{rules.function_rules(_NAMESPACE, between, "")}
+"""
+
+    def _parse(self) -> Steps[None]:
+        reader = self._reader
+        while found := (yield from reader.copy_until((_FIRST, _BEGIN, _LAST), self._write_content)):
+            if found == _FIRST:
+                yield from reader.skip_space()
+                found = _BEGIN if (yield from reader.take_literal(_BEGIN)) else found
+            while found == _BEGIN:
+                is_call = yield from self._read_marked_call()
+                found = yield from reader.copy_until(
+                    (_BEGIN, _LAST), (lambda text: None) if is_call else self._write_content
+                )
+
+    def _read_marked_call(self) -> Steps[bool]:
+        reader = self._reader
+        before: list[str] = []
+        found = yield from reader.copy_until((_SEPARATOR, _END, _LAST), before.append)
+        if found != _SEPARATOR:
+            self._give_up("".join(before), is_markup=True)
+            if found == _LAST:
+                reader.unread(found)
+            return False
+        name, _, index = "".join(before).strip().removeprefix(_NAMESPACE).rpartition(":")
+        self._start_call(name or index)
+        yield from reader.skip_space()
+        if (yield from reader.peek()) != "{":
+            found = yield from reader.copy_until((_END, _LAST), lambda text: None)
+            reader.unread(found)
+            if found:
+                self._end_call()
+        elif (yield from self._read_arguments()):
+            self._end_call()
+        return True
