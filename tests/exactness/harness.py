@@ -108,8 +108,9 @@ def start_engine(
 
 
 def _read_packed(source: CheckpointWeights, scheme: object, name: str, spans: Spans) -> GroupedWeight:
-    """The part of a weight in a form; with `PACKED`, each block of layers has another one."""
-    number = zlib.crc32(name.rsplit(".", 2)[0].encode())
+    """The part of a weight in a form; with `PACKED`, each block of layers has another one. Experts share theirs."""
+    block, _, expert = name.partition(".experts.")
+    number = zlib.crc32((block if expert else name.rsplit(".", 2)[0]).encode())
     form = tuple(FORMS)[number % len(FORMS)] if scheme == PACKED else str(scheme)
     return quantize(source.get(name, spans), form)
 

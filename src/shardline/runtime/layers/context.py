@@ -136,10 +136,10 @@ class LayerLoader:
         """The linears `parts` of every expert in `held`, packed; `name` gives the name of a weight."""
         experts: PackedExperts | None = None
         for index, expert in enumerate(held):
-            weights = [self.read(name(expert, part)) for part in parts]
+            weights = self._read_linears(*(name(expert, part) for part in parts), role="expert")
             if experts is None:
-                experts = self.format.allocate_experts(self.stage.kernels, len(held), *weights)
-            self.format.pack_expert(self.stage.kernels, experts, index, *weights)
+                experts = self.format.allocate_experts(self.stage.kernels, len(held), *weights)  # type: ignore[arg-type]
+            self.format.pack_expert(self.stage.kernels, experts, index, *weights)  # type: ignore[arg-type]
             self.on_loaded(experts.nbytes // len(held))
         assert experts is not None, "every rank has at least one expert"
         return experts
@@ -161,7 +161,8 @@ class LayerLoader:
         """The parts of a weight. All or none stay packed: a checkpoint may pack only some, or in a way that the back
         end does not multiply."""
         parts, kernels = [self._read_linear(name) for name in names], self.stage.kernels
-        if all(isinstance(part, GroupedWeight) and self.format.keeps(kernels, part, role) for part in parts):
+        packed = [part for part in parts if isinstance(part, GroupedWeight)]
+        if len(packed) == len(parts) and self.format.keeps(kernels, packed, role):
             return parts
         return [part.dequantize(self.stage.dtype) if isinstance(part, GroupedWeight) else part for part in parts]
 
