@@ -29,6 +29,7 @@ from shardline.types import Request
 from shardline.weights.base import FormatChoice
 from shardline.weights.grouped import GroupedWeight
 from tests.exactness.cases import PACKED, WHOLE_EXPERTS, Case
+from tests.exactness.stored import STORED
 from tests.weights.forms import FORMS, quantize
 
 BLOCK_SIZE = 16
@@ -85,6 +86,8 @@ def start_engine(
     scheme = options.get("quantization")
     if scheme in (PACKED, *FORMS):
         options = {**options, "quantization": "none"}
+    elif scheme in STORED:
+        options = {**options, "quantization": None}
     config = EngineConfig.from_options(
         model=str(model),
         tensor_parallel_size=tensor,

@@ -106,12 +106,13 @@ def test_rows_of_experts_have_the_bits_of_one_linear(name, rng):
         assert name == "act_order"
         return
     x, ids = randn(40, 96, dtype=torch.bfloat16, rng=rng), torch.rand(40, 3, generator=rng).topk(2)[1].int()
+    biases = randn(3, 140, dtype=torch.bfloat16, rng=rng)
     stack = FORM.allocate_experts(KERNELS, 3, *experts[0])
     for index, parts in enumerate(experts):
         FORM.pack_expert(KERNELS, stack, index, *parts)
-    whole, begin = expert_up(KERNELS, x, ids, stack, "silu", gated=True), 0
+    whole, begin = expert_up(KERNELS, x, ids, stack, "silu", gated=True, bias=biases), 0
     for expert, parts in enumerate(experts):
-        alone = gated_activation(KERNELS, pack(*parts)(x[(ids == expert).any(1)]), "silu")
+        alone = gated_activation(KERNELS, pack(*parts)(x[(ids == expert).any(1)], biases[expert]), "silu")
         assert_same_bits(whole[begin : begin + len(alone)], alone)
         begin += len(alone)
 
