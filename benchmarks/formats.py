@@ -1,109 +1,122 @@
-"""Products with packed weights compared with bf16: `python benchmarks/formats.py --model llama3b`.
+"""Packed checkpoints compared with llama.cpp on the same files, and with our bf16: `python -m benchmarks.formats`.
 
-For each form in which packed checkpoints are held, it runs the linears of one layer (qkv, o, gate and up, down) with M
-rows. It prints the time of bf16 divided by the form's, with the quartiles of the rounds. For M = 1, it also prints the
-rate at which weights are read, as a share of the rate of a plain read. Forms and bf16 are measured in turns, and each
-call uses the next of several copies of the layer, so weights come from memory, as in a model. With `--threads 1` it
-measures the thread's CPU time, which other programs on the machine disturb less.
+It writes random checkpoints of Llama-3.2's shapes once, starts an engine for each format, and runs the workloads of
+`shardline bench throughput` in turns. For each workload it prints how many times faster a format is than llama.cpp or
+bf16, as the median of the rounds with the least and the most, and what we aim for. It also prints how much memory an
+engine takes beyond 0.25 GB, as a multiple of the bytes of its weights.
+
+Run nothing else on the machine meanwhile. `--llama-python` is the interpreter of llama.cpp's environment
+(benchmarks/peers/README.md); without it there are no ratios to llama.cpp.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import random
 import sys
-from collections.abc import Callable
-from functools import partial
-from itertools import cycle
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
+from benchmarks.format_models import FORMATS, checkpoint
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from shardline.cli.workloads import WORKLOADS
 
-from benchmarks.kernels import COLD_BYTES, KERNELS, read_bandwidth, seconds_per_call
-from tests.weights.forms import FORMS, quantize
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+from compare import Engine, check_idle, measure, prompts_of, start
+from report import ratio
 
-from shardline import _cpu
-from shardline.weights.base import PackedLinear, WeightFormat
-from shardline.weights.formats import fp8, packed, plain
-from shardline.weights.grouped import GroupedWeight
-
-MODELS = {
-    "q05": [(1152, 896), (896, 896), (9728, 896), (896, 4864)],
-    "llama1b": [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)],
-    "llama3b": [(5120, 3072), (3072, 3072), (16384, 3072), (3072, 8192)],
-}
-"""[out_features, in_features] of a layer's linears."""
-DEFAULT_FORMS = ("q4_0", "q4_k", "awq", "nf4", "mxfp4", "fp8", "fp8_block", "q8_0", "q6_k")
+_LLAMA = "llama.cpp "
+_TORCH_BYTES = 0.25e9
+_MOST_MEMORY = 1.25
 
 
-class Layer:
-    """The linears of a layer in one form, several times, and the inputs of a step."""
+class Aim(NamedTuple):
+    """How many times faster an engine should be than another."""
 
-    def __init__(self, form: str, shapes: list[tuple[int, int]]) -> None:
-        first = [self._pack(form, n, k) for n, k in shapes]
-        self.nbytes = sum(linear.nbytes for linear in first)
-        copies = max(1, COLD_BYTES // self.nbytes)
-        others = [[self._pack(form, n, k) for n, k in shapes] for _ in range(copies)]
-        self._turn = cycle([first, *others])
-
-    def run(self, inputs: list[torch.Tensor]) -> None:
-        """One step with the next copy."""
-        for linear, x in zip(next(self._turn), inputs, strict=True):
-            linear(x)
-
-    @staticmethod
-    def _pack(form: str, n: int, k: int) -> PackedLinear:
-        if form in ("bf16", "--quantization fp8"):
-            chosen: WeightFormat = plain.Format() if form == "bf16" else fp8.Format()
-            return chosen.pack_linear(KERNELS, torch.randn(n, k).bfloat16())
-        return packed.Format().pack_linear(KERNELS, random_weight(form, n, k))
+    shape: str
+    form: str
+    other: str
+    workload: str
+    least: float
 
 
-def random_weight(form: str, n: int, k: int) -> GroupedWeight:
-    """A weight whose first rows are quantized, and repeated: the values do not matter for the time."""
-    few = quantize(torch.randn(64, k), form)
-    repeated = {
-        part: getattr(few, part).repeat(n // 64, 1)
-        for part in ("values", "scales", "zeros", "mins")
-        if getattr(few, part) is not None
-    }
-    return GroupedWeight(group_of=few.group_of, table=few.table, bits=few.bits, label=form, **repeated)
+def _aims() -> Iterator[Aim]:
+    for form, peer in (("q4_0", "q4_0"), ("q4_k_m", "q4_k_m"), ("awq", "q4_0")):
+        yield Aim("llama1b", form, _LLAMA + peer, "W1", 1.4)
+        for workload in ("W2", "W3", "W4"):
+            yield Aim("llama1b", form, _LLAMA + peer, workload, 1.8)
+            yield Aim("llama1b", form, "bf16", workload, 0.85)
+    yield Aim("llama3b", "fp8", "bf16", "W1", 1.5)
+    for workload in ("W2", "W3", "W4", "W5"):
+        yield Aim("llama3b", "fp8", "bf16", workload, 0.95)
 
 
-def measure(calls: list[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """Seconds of each call in each round; the calls take turns."""
-    return list(map(list, zip(*([seconds_per_call(call) for call in calls] for _ in range(rounds)), strict=True)))
+AIMS = tuple(_aims())
+
+
+def engine_words(aims: list[Aim], llama_python: str | None) -> dict[str, tuple[str, str]]:
+    """By an engine's name: its format, and its --engine as for `compare.py`."""
+    words = {}
+    for aim in aims:
+        for name in (aim.form, aim.other):
+            if not name.startswith(_LLAMA):
+                words[name] = (name, f"{name}=shardline:file:{sys.executable},--kv-cache-memory,1GiB")
+            elif llama_python is not None:
+                words[name] = (name.removeprefix(_LLAMA), f"{name}=llama_cpp:file:{llama_python}")
+    return words
+
+
+def stored_bytes(path: Path) -> int:
+    """Bytes of the files of a checkpoint."""
+    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
+
+
+def compare_shape(shape: str, aims: list[Aim], options: argparse.Namespace) -> list[str]:
+    """Measure the engines that the aims name, and say how they compare."""
+    paths: dict[str, Path] = {}
+    engines: dict[str, Engine] = {}
+    lines = []
+    workloads = {name: WORKLOADS[name] for name in dict.fromkeys(aim.workload for aim in aims)}
+    rng = random.Random(options.seed)
+    try:
+        for name, (form, word) in engine_words(aims, options.llama_python).items():
+            paths[name] = checkpoint(options.folder, shape, form)
+            engines[name] = start(word, paths[name])
+            engines[name].ask(prompts_of(rng, WORKLOADS["W1"]), 2)
+            taken = engines[name].peak_rss_mb() * 1e6 - _TORCH_BYTES
+            share = taken / stored_bytes(paths[name])
+            lines.append(f"{shape} {name:16} {taken / 1e9:5.2f} GB beyond torch's, {share:.2f} x its files")
+        for workload in workloads.values():
+            for engine in engines.values():
+                engine.ask(prompts_of(rng, workload), min(workload.output_len, 4))
+        check_idle(list(engines.values()))
+        measure(list(engines.values()), workloads, options.rounds, rng)
+    finally:
+        for engine in engines.values():
+            engine.close()
+    for aim in aims:
+        if aim.other in engines:
+            found = ratio(engines[aim.form].measured, engines[aim.other].measured, aim.workload)
+            verdict = "met" if found.median >= aim.least else "MISSED"
+            lines.append(f"{shape} {aim.form:8} {aim.workload} {found!s} x {aim.other}, {verdict}: {aim.least}")
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="llama3b")
-    parser.add_argument("--forms", nargs="+", choices=(*FORMS, "--quantization fp8"), default=DEFAULT_FORMS)
-    parser.add_argument("--rows", nargs="+", type=int, default=(1, 2, 4))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/formats"), help="where the checkpoints are written")
+    parser.add_argument("--llama-python", help="the interpreter of llama.cpp's environment")
+    parser.add_argument("--forms", nargs="+", choices=FORMATS, default=("q4_0", "q4_k_m", "awq", "fp8"))
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=("W1", "W2", "W3", "W4", "W5"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    _cpu.set_num_threads(options.threads)
-    shapes = MODELS[options.model]
-    bandwidth = read_bandwidth(options.rounds)
-    print(f"{options.model}, {options.threads} threads, {_cpu.isa()}, reads {bandwidth / 1e9:.1f} GB/s")
-    dense = Layer("bf16", shapes)
-    for form in options.forms:
-        layer = Layer(form, shapes)
-        for rows in options.rows:
-            inputs = [torch.randn(rows, k).bfloat16() for _, k in shapes]
-            ours, plain_times = measure([partial(layer.run, inputs), partial(dense.run, inputs)], options.rounds)
-            ratios = sorted(theirs / own for own, theirs in zip(ours, plain_times, strict=True))
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            line = f"{form:16} M={rows:4d} {middle:5.2f} x bf16 ({low:.2f} to {high:.2f})"
-            if rows == 1:
-                rates = [one.nbytes / statistics.median(times) for one, times in ((layer, ours), (dense, plain_times))]
-                shares = " and ".join(f"{rate / bandwidth:4.0%}" for rate in rates)
-                line += f"; {layer.nbytes / dense.nbytes:.2f} of its bytes; {shares} of a plain read"
-            print(line, flush=True)
+    chosen = [aim for aim in AIMS if aim.form in options.forms and aim.workload in options.workloads]
+    lines: list[str] = []
+    for shape in dict.fromkeys(aim.shape for aim in chosen):
+        lines += compare_shape(shape, [aim for aim in chosen if aim.shape == shape], options)
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

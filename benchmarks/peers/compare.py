@@ -4,10 +4,10 @@
         --engine bf16=shardline:bf16:.venv/bin/python --engine int8=shardline:int8:.venv/bin/python \\
         --engine hf=transformers:bf16:.venv/bin/python --workloads W1,W2 --rounds 3 --baseline hf
 
-An engine is NAME=DRIVER:PRECISION:PYTHON[,OPTION...]. DRIVER is a file of drivers/, PRECISION is bf16, int8 or int4,
-and PYTHON is the interpreter of the engine's environment. All engines are loaded first and are idle while another one
-runs, so every run sees the same machine. In a round all engines get the same random prompts, in an order that changes.
-Run nothing else on the machine meanwhile.
+An engine is NAME=DRIVER:PRECISION:PYTHON[,OPTION...]. DRIVER is a file of drivers/. PRECISION is bf16, int8, int4, or
+"file" for a checkpoint that the driver loads as it is. PYTHON is the interpreter of the engine's environment. All
+engines are loaded first and are idle while another one runs, so every run sees the same machine. In a round all engines
+get the same random prompts, in an order that changes. Run nothing else on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def start(word: str, model: Path) -> Engine:
         known = ", ".join(sorted(path.stem.removesuffix("_driver") for path in _DRIVERS.glob("*_driver.py")))
         raise SystemExit(f"no driver {driver!r}; known: {known}")
     weights = model
-    if converter.exists():
+    if converter.exists() and precision != "file":
         told = subprocess.run([python, converter, model, precision], stdout=subprocess.PIPE, text=True, check=True)
         weights = Path(told.stdout.splitlines()[-1])
     read_through(weights)

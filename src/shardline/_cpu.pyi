@@ -75,6 +75,7 @@ def linear_int4(
     gate: str | None = ...,
 ) -> None: ...
 def pack_codes(codes: Tensor, panels: Tensor, first: int = ..., half: int | None = ...) -> None: ...
+def packed_codes(panels: Tensor, indices: Tensor, codes: Tensor) -> None: ...
 def linear_grouped(
     x: Tensor,
     x_sums: Tensor | None,
@@ -198,7 +199,7 @@ def expert_up(
     first_expert: int,
     compact: bool,
     panels: Tensor,
-    scales: Tensor | None,
+    scales: Tensor | tuple[object, ...] | None,
     activation: str,
     gated: bool,
     out: Tensor,
@@ -210,14 +211,20 @@ def expert_down(
     weights: Tensor,
     first_expert: int,
     panels: Tensor,
-    scales: Tensor | None,
+    scales: Tensor | tuple[object, ...] | None,
     shared: Tensor | None,
     shared_scale: Tensor | None,
     out: Tensor,
     bias: Tensor | None,
 ) -> None: ...
 def expert_slots(
-    x: Tensor, ids: Tensor, first_expert: int, panels: Tensor, scales: Tensor | None, out: Tensor, bias: Tensor | None
+    x: Tensor,
+    ids: Tensor,
+    first_expert: int,
+    panels: Tensor,
+    scales: Tensor | tuple[object, ...] | None,
+    out: Tensor,
+    bias: Tensor | None,
 ) -> None: ...
 def combine_slots(
     rows: Tensor,

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from tests.exactness.stored import SAMPLED_STORED, STORED
 from tests.models.checkpoints import FAMILIES, LIKE_OTHERS, OWN_PARTS, has_experts
 from tests.weights.forms import FORMS
 
@@ -39,6 +40,7 @@ class Case(NamedTuple):
     memory: str
     """roomy; tight: so few KV blocks that sequences are preempted."""
     quantization: str
+    """As in SCHEMES, or the name of a checkpoint's format in STORED."""
     experts: str
     """split-experts: a part of every one on each rank; whole-experts: some on each, where the family has any."""
     kv: str
@@ -72,11 +74,11 @@ def _meet(a: Any, b: Any) -> bool:
     return (a, b) != ("alone", "tight")
 
 
-SCHEMES = ("none", "int8", "int4", "fp8", PACKED, *FORMS)
-"""Formats of weights; those of packed checkpoints are the forms of tests/weights/forms.py, each alone or all mixed."""
+SCHEMES = ("none", "int8", "int4", "fp8", PACKED)
+"""Formats of weights. In a packed checkpoint, the forms of tests/weights/forms.py are mixed."""
 
 
-def axes(families: Sequence[str], schemes: Sequence[str]) -> list[tuple[Any, ...]]:
+def axes(families: Sequence[str], schemes: Sequence[str]) -> list[Sequence[Any]]:
     """The values of each field of Case."""
     return [
         tuple(families),
@@ -95,9 +97,35 @@ def axes(families: Sequence[str], schemes: Sequence[str]) -> list[tuple[Any, ...
     ]
 
 
-def full_product(families: Sequence[str]) -> list[Case]:
-    """Every possible case."""
-    return [case for case in itertools.starmap(Case, itertools.product(*axes(families, SCHEMES))) if case.possible]
+def full_matrix(keyword: str) -> list[Case]:
+    """Pairwise samples of every form and format of packed checkpoints, and the full product of all else.
+
+    `keyword` is pytest's -k. Words that are joined by "and" leave out other cases before pytest sees the millions of
+    them, and the product where a sample has all the words.
+    """
+    words = keyword.split(" and ") if keyword else []
+    samples = [case for form in FORMS for case in pairwise_sample(SAMPLED_FAMILIES, (form,))]
+    for name, stored in STORED.items():
+        samples += map(_surely_preempting, pairwise_sample((stored.family,), (name,)))
+    chosen = [case for case in samples if all(word in case.name for word in words)]
+    return chosen if chosen and words else chosen + full_product(FAMILIES, words)
+
+
+def _surely_preempting(case: Case) -> Case:
+    """The case with all requests at once if memory is tight: random codes may make answers too short otherwise."""
+    together = case._replace(batch="together")
+    if case.memory != "tight" or case.batch == "together":
+        return case
+    return together if together.possible else case._replace(memory="roomy")
+
+
+def full_product(families: Sequence[str], words: Sequence[str] = ()) -> list[Case]:
+    """Every possible case whose name has all the words."""
+    values = axes(families, SCHEMES)
+    for word in words:
+        values = [[value for value in axis if word in str(value)] or axis for axis in values]
+    cases = itertools.starmap(Case, itertools.product(*values))
+    return [case for case in cases if case.possible and all(word in case.name for word in words)]
 
 
 def latent_layouts() -> list[Case]:
@@ -118,9 +146,22 @@ def layouts_of_own_parts() -> list[Case]:
     return cases
 
 
+def layouts_of_formats() -> list[Case]:
+    """A layout of the checkpoints in some formats."""
+    cases = []
+    for index, name in enumerate(SAMPLED_STORED):
+        family = STORED[name].family
+        experts = WHOLE_EXPERTS if has_experts(family) and index % 2 else "split-experts"
+        rest = ("staggered", "chunked", "cold", "tight", name, experts, ("kv-auto", INT8_KV)[index % 2], "one-host")
+        cases.append(Case(family, "bfloat16", 3, 1 + index % 2, 1, *rest))
+    return cases
+
+
 def pairwise_sample(families: Sequence[str], schemes: Sequence[str], seed: int = 0) -> list[Case]:
     """Cases in which every two values of different axes meet at least once (greedy covering array)."""
     values = axes(families, schemes)
+    if not any(has_experts(family) for family in families):
+        values = [[value for value in axis if value != WHOLE_EXPERTS] for axis in values]
     rng = random.Random(seed)
     missing = {
         (i, a, j, b)

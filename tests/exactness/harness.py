@@ -29,6 +29,7 @@ from shardline.types import Request
 from shardline.weights.base import FormatChoice
 from shardline.weights.grouped import GroupedWeight
 from tests.exactness.cases import PACKED, WHOLE_EXPERTS, Case
+from tests.exactness.stored import STORED
 from tests.weights.forms import FORMS, quantize
 
 BLOCK_SIZE = 16
@@ -85,6 +86,8 @@ def start_engine(
     scheme = options.get("quantization")
     if scheme in (PACKED, *FORMS):
         options = {**options, "quantization": "none"}
+    elif scheme in STORED:
+        options = {**options, "quantization": None}
     config = EngineConfig.from_options(
         model=str(model),
         tensor_parallel_size=tensor,
@@ -108,8 +111,9 @@ def start_engine(
 
 
 def _read_packed(source: CheckpointWeights, scheme: object, name: str, spans: Spans) -> GroupedWeight:
-    """The part of a weight in a form; with `PACKED`, each block of layers has another one."""
-    number = zlib.crc32(name.rsplit(".", 2)[0].encode())
+    """The part of a weight in a form; with `PACKED`, each block of layers has another one. Experts share theirs."""
+    block, _, expert = name.partition(".experts.")
+    number = zlib.crc32((block if expert else name.rsplit(".", 2)[0]).encode())
     form = tuple(FORMS)[number % len(FORMS)] if scheme == PACKED else str(scheme)
     return quantize(source.get(name, spans), form)
 

@@ -10,13 +10,15 @@ from tests.exactness.cases import (
     PACKED,
     SAMPLED_FAMILIES,
     Case,
-    full_product,
+    full_matrix,
     latent_layouts,
+    layouts_of_formats,
     layouts_of_own_parts,
     pairwise_sample,
 )
 from tests.exactness.harness import Answer, golden, make_requests, run_case
-from tests.models.checkpoints import FAMILIES, make_checkpoint
+from tests.exactness.stored import STORED
+from tests.models.checkpoints import make_checkpoint
 
 VOCAB_SIZE = 256
 SAMPLED = ("none", "int8", "int4", "fp8"), ("none", "int4", PACKED)
@@ -31,14 +33,18 @@ class Goldens:
         self._known: dict[tuple[str, str, str, str], dict[str, Answer]] = {}
         self.requests = make_requests(VOCAB_SIZE, 12)
 
-    def model(self, family: str) -> Path:
+    def model(self, family: str, quantization: str = "none") -> Path:
+        if quantization in STORED:
+            return STORED[quantization].make(self._folder / quantization)
         folder = self._folder / family
         return folder if folder.exists() else make_checkpoint(family, folder, **EXACTNESS_SHAPE.get(family, {}))
 
     def answers(self, family: str, dtype: str, quantization: str = "none", kv: str = "kv-auto") -> dict[str, Answer]:
         key = family, dtype, quantization, kv
         if key not in self._known:
-            self._known[key] = golden(self.model(family), dtype, quantization, kv.removeprefix("kv-"), self.requests)
+            self._known[key] = golden(
+                self.model(family, quantization), dtype, quantization, kv.removeprefix("kv-"), self.requests
+            )
         return self._known[key]
 
 
@@ -65,7 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         full = metafunc.config.getoption("--full-matrix")
         cases = (
-            full_product(FAMILIES)
+            full_matrix(metafunc.config.getoption("keyword"))
             if full
             else list(
                 dict.fromkeys(
@@ -74,6 +80,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                         *pairwise_sample(SAMPLED_FAMILIES, SAMPLED[1], 1),
                         *latent_layouts(),
                         *layouts_of_own_parts(),
+                        *layouts_of_formats(),
                     ]
                 )
             )
@@ -83,7 +90,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_one_answer(case: Case, goldens: Goldens) -> None:
     expected = goldens.answers(case.family, case.dtype, case.quantization, case.kv)
-    answers, stats = run_case(goldens.model(case.family), case, goldens.requests)
+    answers, stats = run_case(goldens.model(case.family, case.quantization), case, goldens.requests)
     for request_id, answer in answers.items():
         assert answer.token_ids == expected[request_id].token_ids, request_id
         assert answer.digests == expected[request_id].digests, request_id

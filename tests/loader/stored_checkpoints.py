@@ -44,11 +44,50 @@ def write_checkpoint(folder: Path, packed: Path, plain: Path, form: Format) -> N
         store = next((store for part, store in form.also.items() if part in key), form.store)
         parts, theirs[key] = store(tensor.float(), generator)
         ours.update({f"{key.removesuffix('weight')}{part}": value.contiguous() for part, value in parts.items()})
-    for target, made, extra in ((packed, ours, {"quantization_config": form.section}), (plain, theirs, {})):
-        target.mkdir()
-        values = json.loads((folder / "config.json").read_text())
-        (target / "config.json").write_text(json.dumps({**values, **extra}))
-        save_file(made, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    _save(packed, {**config, "quantization_config": form.section}, ours)
+    _save(plain, config, theirs)
+
+
+def _save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def write_mxfp4_experts(family: str, folder: Path, packed: Path, plain: Path) -> None:
+    """Two checkpoints of a `family` with stacked experts: random MXFP4 in their place, and decoded by transformers.
+    The one in `folder` may have experts of their own; they are stacked first."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = {**json.loads((folder / "config.json").read_text()), "model_type": family}
+    generator = torch.Generator().manual_seed(3)
+    ours: dict[str, Tensor] = {}
+    theirs: dict[str, Tensor] = {}
+    for key, tensor in _stack_experts(load_file(folder / "model.safetensors")).items():
+        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            ours[key] = theirs[key] = tensor
+            continue
+        experts, columns, rows = tensor.shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(118, 123, blocks.shape[:3], generator=generator, dtype=torch.uint8)
+        ours |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        theirs[key] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    _save(packed, {**config, "quantization_config": section}, ours)
+    _save(plain, config, theirs)
+
+
+def _stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts stored one by one become [experts, in, out]; there is one layer then."""
+    experts: dict[str, list[Tensor]] = {}
+    for key in [key for key in tensors if key.endswith("_proj.weight") and ".experts." in key]:
+        experts.setdefault(key.split(".")[-2], []).append(tensors.pop(key).T)
+    if experts:
+        gate, up = torch.stack(experts["gate_proj"]), torch.stack(experts["up_proj"])
+        tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.cat([gate, up], 2)
+        tensors["model.layers.0.mlp.experts.down_proj"] = torch.stack(experts["down_proj"])
+    return tensors
 
 
 def to_e4m3(weight: Tensor, scale: Tensor) -> Tensor:

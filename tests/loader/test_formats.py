@@ -26,90 +26,13 @@ from shardline.types import Request
 from tests.exactness.harness import start_engine
 from tests.models.checkpoints import make_checkpoint
 
-from .stored_checkpoints import (
-    Format,
-    Store,
-    bitsandbytes_4bit,
-    bitsandbytes_int8,
-    compressed,
-    fp8_blocks,
-    fp8_rows,
-    fp8_tensor,
-    write_checkpoint,
-)
+from .stored_checkpoints import write_checkpoint, write_mxfp4_experts
+from .stored_formats import FORMATS
 
 pytest.importorskip("compressed_tensors")
 pytest.importorskip("bitsandbytes")
 
 
-def _fp8(**section: Any) -> dict[str, Any]:
-    return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", **section}
-
-
-def _group(form: str, targets: list[str], **weights: Any) -> dict[str, Any]:
-    return {"format": form, "targets": targets, "weights": weights, "input_activations": None}
-
-
-def _compressed(form: str, dtype: torch.dtype = torch.float32, g_idx: bool = False, **weights: Any) -> Format:
-    section = {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": _group(form, ["Linear"], **weights)},
-    }
-    return Format(section, compressed(form, dtype, g_idx, **weights))
-
-
-_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8}
-_E4M3 = {"num_bits": 8, "type": "float"}
-_BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": ["lm_head"]}
-
-
-def _several_groups() -> Format:
-    """Attention in 8 bits, the other modules in 4, and one layer not at all."""
-    attention = {"num_bits": 8, "type": "int", "strategy": "channel"}
-    section = {
-        "quant_method": "compressed-tensors",
-        "format": "mixed-precision",
-        "ignore": ["lm_head", "re:.*layers\\.1\\.mlp.*"],
-        "config_groups": {
-            "group_0": _group("pack-quantized", ["Linear"], **_INT4),
-            "group_1": _group("int-quantized", ["re:.*self_attn\\.[qkvo]_proj"], **attention),
-        },
-    }
-    also: dict[str, Store] = {"self_attn": compressed("int-quantized", **attention)}
-    return Format(section, compressed("pack-quantized", torch.bfloat16, **_INT4), also, skipped=("layers.1.mlp",))
-
-
-FORMATS = {
-    "fp8 blocks": Format(_fp8(weight_block_size=[24, 40]), fp8_blocks((24, 40))),
-    "fp8 blocks, exponents": Format(
-        _fp8(weight_block_size=[128, 128], scale_fmt="ue8m0", modules_to_not_convert=["model.layers.1.mlp"]),
-        fp8_blocks((128, 128), dtype=torch.float8_e8m0fnu),
-        skipped=("layers.1.mlp",),
-    ),
-    "fp8 a tensor": Format(_fp8(activation_scheme="static"), fp8_tensor()),
-    "fp8 a tensor, inverse": Format(_fp8(), fp8_tensor("weight_scale_inv", (1,), "activation_scale")),
-    "fp8 an output": Format(_fp8(), fp8_rows(flat=True)),
-    "fbgemm": Format({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fp8_rows()),
-    "float a tensor": _compressed("float-quantized", **_E4M3, strategy="tensor"),
-    "float an output": _compressed("float-quantized", torch.bfloat16, **_E4M3, strategy="channel"),
-    "float blocks": _compressed("float-quantized", **_E4M3, strategy="block", block_structure=[16, 24]),
-    "naive": _compressed("naive-quantized", **_E4M3, strategy="channel"),
-    "int8": _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
-    "int4": _compressed("pack-quantized", **_INT4),
-    "int4 with zero points": _compressed("pack-quantized", **_INT4, symmetric=False),
-    "int4 sorted": _compressed("pack-quantized", g_idx=True, actorder="group", **_INT4),
-    "int8 packed": _compressed("pack-quantized", num_bits=8, type="int", strategy="channel", symmetric=False),
-    "several groups": _several_groups(),
-    "nvfp4": _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
-    "nf4": Format({**_BNB, "bnb_4bit_quant_type": "nf4"}, bitsandbytes_4bit("nf4", nested=False)),
-    "nf4 nested": Format(
-        {**_BNB, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, bitsandbytes_4bit("nf4", nested=True)
-    ),
-    "fp4": Format({**_BNB, "bnb_4bit_quant_type": "fp4"}, bitsandbytes_4bit("fp4", nested=True)),
-    "bitsandbytes int8": Format({"quant_method": "bitsandbytes", "load_in_8bit": True}, bitsandbytes_int8),
-}
 OTHER_FAMILIES = [("phi3", "fp8 blocks"), ("mixtral", "nf4"), ("deepseek_v3", "fp8 blocks")]
 """Fused tensors, experts, and latents with an absorbed projection."""
 
@@ -155,11 +78,15 @@ def _assert_equal_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_log_probabilities_are_those_of_transformers(name, tmp_path):
     write(tmp_path, name)
+    _assert_log_probabilities(tmp_path, tensor=2 if name in ("fp8 blocks", "nf4") else 1)
+
+
+def _assert_log_probabilities(tmp_path: Path, tensor: int) -> None:
+    """The engine computes with the packed checkpoint what transformers computes with the plain one."""
     token_ids = torch.randint(0, 256, (12,), generator=torch.Generator().manual_seed(1))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", attn_implementation="eager")
     with torch.no_grad():
         expected = model(token_ids[None]).logits[0].log_softmax(1)
-    tensor = 2 if name in ("fp8 blocks", "nf4") else 1
     engine, executor = start_engine(tmp_path / "packed", tensor=tensor, dtype="float32")
     params = SamplingParams(max_tokens=1, prompt_logprobs=20)
     engine.add_request(Request(request_id="a", prompt_token_ids=token_ids.tolist(), sampling=params))
@@ -180,49 +107,18 @@ def test_ranks_hold_as_many_bytes_as_planned(name, tmp_path):
     assert report.weight_bytes == pytest.approx(setup.weights[0].num_bytes, rel=0.02)
 
 
-def _stacked_checkpoint(family: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """config.json and tensors of a model whose experts are stacked, [experts, in, out]."""
-    if family == "gpt_oss":
-        make_checkpoint(family, folder, num_hidden_layers=1, intermediate_size=32)
-    else:
-        make_checkpoint("qwen3_moe", folder, num_hidden_layers=1, moe_intermediate_size=32, mlp_only_layers=[])
-    config = {**json.loads((folder / "config.json").read_text()), "model_type": family}
-    tensors = load_file(folder / "model.safetensors")
-    experts: dict[str, list[torch.Tensor]] = {}
-    for key in [key for key in tensors if key.endswith("_proj.weight") and ".experts." in key]:
-        experts.setdefault(key.split(".")[-2], []).append(tensors.pop(key).T)
-    if experts:
-        gate, up = torch.stack(experts["gate_proj"]), torch.stack(experts["up_proj"])
-        tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.cat([gate, up], 2)
-        tensors["model.layers.0.mlp.experts.down_proj"] = torch.stack(experts["down_proj"])
-    return config, tensors
-
-
-@pytest.mark.parametrize("family", ["qwen3_vl_moe_text"])
+@pytest.mark.parametrize("family", ["qwen3_vl_moe_text", "gpt_oss"])
 def test_stacked_experts_of_mxfp4(family, tmp_path):
     """In gpt_oss, rows of gate and up alternate."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    model_config, stacked = _stacked_checkpoint(family, tmp_path / "model")
-    generator = torch.Generator().manual_seed(3)
-    packed: dict[str, torch.Tensor] = {}
-    plain: dict[str, torch.Tensor] = {}
-    for key, tensor in stacked.items():
-        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            packed[key] = plain[key] = tensor
-            continue
-        experts, columns, rows = tensor.shape
-        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(110, 125, blocks.shape[:3], generator=generator, dtype=torch.uint8)
-        packed |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
-        plain[key] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
-    for name, tensors in (("packed", packed), ("plain", plain)):
-        (tmp_path / name).mkdir()
-        section = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-        config = {**model_config, **({"quantization_config": section} if name == "packed" else {})}
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-        save_file(tensors, tmp_path / name / "model.safetensors", {"format": "pt"})
+    if family == "gpt_oss":
+        make_checkpoint(family, tmp_path / "model", num_hidden_layers=2, intermediate_size=32)
+    else:
+        options = {"num_hidden_layers": 1, "moe_intermediate_size": 32, "mlp_only_layers": []}
+        make_checkpoint("qwen3_moe", tmp_path / "model", **options)
+    write_mxfp4_experts(family, tmp_path / "model", tmp_path / "packed", tmp_path / "plain")
     _assert_equal_parts(tmp_path)
+    if family == "gpt_oss":
+        _assert_log_probabilities(tmp_path, tensor=2)
 
 
 def test_what_a_checkpoint_is_may_be_stated(tmp_path):

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardline import _cpu
 from shardline.runtime.backends.host.grouped import GroupedLinear, unpack_codes
 from shardline.runtime.ops.activation import gated_activation
+from shardline.runtime.ops.moe.experts import expert_up
 from shardline.runtime.ops.sampling.sample import find_best
 from shardline.weights.base import weight_format
 from shardline.weights.formats.packed import Format
@@ -19,7 +20,7 @@ from tests.ops.helpers import KERNELS, assert_same_bits, randn
 from tests.weights.forms import FORMS, quantize
 
 FORM = Format()
-BATCHES = (*range(1, 15), 31, 61, 121, 241)
+BATCHES = (*range(1, 8), 12, 13, 14, 31, 121, 241)
 """Numbers of rows: every tile, few rows and unpacked panels, and those about the bounds of a task."""
 
 
@@ -44,16 +45,16 @@ def distance(actual: Tensor, x: Tensor, dense: Tensor) -> float:
 @pytest.mark.usefixtures("isa")
 def test_products_have_one_set_of_bits_and_are_those_of_the_oracle(name, dtype, rng):
     """K ends within an octet and a pair, and is deep enough for several blocks."""
-    for n, k in ((150, 333), (70, 2304)):
+    for n, k, batches in ((150, 333, BATCHES), (70, 2304, (1, 5, 13))):
         weight = quantize(randn(n, k, rng=rng), name)
-        x, bias = randn(241, k, dtype=dtype, rng=rng), randn(n, dtype=dtype, rng=rng)
-        assert FORM.keeps(KERNELS, weight, "layer")
+        x, bias = randn(max(batches), k, dtype=dtype, rng=rng), randn(n, dtype=dtype, rng=rng)
+        assert FORM.keeps(KERNELS, [weight], "layer")
         packed = pack(weight)
         whole = packed(x, out_dtype=torch.float32)
         # Codes that bf16 does not hold are the sum of two.
         assert distance(whole, x, weight.dequantize(torch.float32).double()) < (5e-6 if name == "nf4" else 2e-6)
         assert_same_bits(packed(x[:2], bias), (whole[:2] + bias.float()).to(dtype))
-        for m in BATCHES:
+        for m in batches:
             assert_same_bits(packed(x[-m:], out_dtype=torch.float32), whole[-m:])
         parts = [weight.select_rows(slice(0, 7)), weight.select_rows(slice(7, 7)), weight.select_rows(slice(7, n))]
         assert_same_bits(pack(*parts)(x[:5], bias), packed(x[:5], bias))
@@ -85,6 +86,9 @@ def test_threads_do_not_matter(name, rng):
 def test_codes_come_back(name, rng):
     weight = quantize(randn(70, 100, rng=rng), name)
     (packed,) = pack(weight).weights
+    rows = torch.tensor([3, 69, 0])
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(packed.dequantize_rows(rows, dtype), weight.dequantize(dtype)[rows])
     codes = weight.values if packed.order is None else weight.values[:, packed.order.long()]
     assert torch.equal(unpack_codes(packed.panels, 70, 100), codes)
 
@@ -93,6 +97,24 @@ def test_the_best_output_is_the_first_largest(name, rng):
     head = FORM.pack_lm_head(KERNELS, quantize(randn(70, 96, rng=rng).repeat(2, 1), name))
     x = randn(20, 96, dtype=torch.bfloat16, rng=rng)
     assert_same_bits(head.argmax(x), find_best(KERNELS, head(x, out_dtype=torch.float32)))
+
+
+@pytest.mark.usefixtures("isa")
+def test_rows_of_experts_have_the_bits_of_one_linear(name, rng):
+    experts = [[quantize(randn(70, 96, rng=rng), name) for _ in range(2)] for _ in range(3)]
+    if not FORM.keeps(KERNELS, experts[0], "expert"):
+        assert name == "act_order"
+        return
+    x, ids = randn(40, 96, dtype=torch.bfloat16, rng=rng), torch.rand(40, 3, generator=rng).topk(2)[1].int()
+    biases = randn(3, 140, dtype=torch.bfloat16, rng=rng)
+    stack = FORM.allocate_experts(KERNELS, 3, *experts[0])
+    for index, parts in enumerate(experts):
+        FORM.pack_expert(KERNELS, stack, index, *parts)
+    whole, begin = expert_up(KERNELS, x, ids, stack, "silu", gated=True, bias=biases), 0
+    for expert, parts in enumerate(experts):
+        alone = gated_activation(KERNELS, pack(*parts)(x[(ids == expert).any(1)], biases[expert]), "silu")
+        assert_same_bits(whole[begin : begin + len(alone)], alone)
+        begin += len(alone)
 
 
 def test_parts_of_unlike_forms_are_multiplied_apart(rng):
@@ -109,7 +131,7 @@ def test_parts_of_unlike_forms_are_multiplied_apart(rng):
 def test_a_weight_with_odd_groups_is_not_kept(rng):
     weight = quantize(randn(8, 96, rng=rng), "q4_0")
     odd = replace(weight, group_of=torch.arange(96) // 36)
-    assert not FORM.keeps(KERNELS, odd, "layer")
+    assert not FORM.keeps(KERNELS, [odd], "layer")
 
 
 def test_bytes_are_those_of_the_codes_and_scales(rng):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import llama_cpp
 import numpy as np
-from llama_cpp_convert import gguf_path
 from protocol import Generate, refuse_other_than, serve
 
 _MAX_BATCH = 2048
@@ -107,9 +106,13 @@ def run(sequences: Sequences, prompts: list[list[int]], output_len: int) -> list
 
 
 def load(folder: str, precision: str) -> Generate:
-    """Load bf16, int8 (Q8_0) or int4 (Q4_0), from the file of llama_cpp_convert.py."""
-    refuse_other_than(precision, ["bf16", "int8", "int4"])
-    path: Path = gguf_path(folder, precision)
+    """Load bf16, int8 (Q8_0) or int4 (Q4_0) from the file of llama_cpp_convert.py, or with "file" the file `folder`."""
+    refuse_other_than(precision, ["file", "bf16", "int8", "int4"])
+    path = Path(folder)
+    if precision != "file":
+        from llama_cpp_convert import gguf_path
+
+        path = gguf_path(folder, precision)
     if not path.exists():
         raise SystemExit(f"no {path}; write it with drivers/llama_cpp_convert.py {folder} {precision}")
     llama_cpp.llama_backend_init()

@@ -1,9 +1,9 @@
 """The protocol between harness and driver: one JSON line each way, so each engine can have its own environment.
 
-A driver is started as `DRIVER FOLDER PRECISION [OPTION...]` (the checkpoint's folder; bf16, int8 or int4 weights). When
-it has answered a first prompt, it prints {"version": ...}. Then it answers each line {"prompts": [[token ids]],
-"output_len": n} with {"seconds": total, "tokens": [[output ids]]}. It ends at end of file. All its other output goes to
-stderr. This module needs the standard library only.
+A driver is started as `DRIVER FOLDER PRECISION [OPTION...]`: the checkpoint's folder or file, and bf16, int8 or int4
+weights, or "file" for those of the checkpoint. When it has answered a first prompt, it prints {"version": ...}. Then it
+answers each line {"prompts": [[token ids]], "output_len": n} with {"seconds": total, "tokens": [[output ids]]}. It ends
+at end of file. All its other output goes to stderr. This module needs the standard library only.
 """
 
 from __future__ import annotations

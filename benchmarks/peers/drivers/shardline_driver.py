@@ -8,8 +8,8 @@ from protocol import Generate, refuse_other_than, serve
 
 
 def load(folder: str, precision: str) -> Generate:
-    """Load the model. Pairs `--option value` after the precision are LLM(...) options."""
-    refuse_other_than(precision, ["bf16", "int8", "int4"])
+    """Load the model; with "file", as its files store it. Pairs `--option value` at the end are LLM(...) options."""
+    refuse_other_than(precision, ["file", "bf16", "int8", "int4"])
     from shardline import LLM, SamplingParams
 
     words = sys.argv[3:]
@@ -17,7 +17,7 @@ def load(folder: str, precision: str) -> Generate:
         name.lstrip("-").replace("-", "_"): int(value) if value.isdecimal() else value
         for name, value in zip(words[::2], words[1::2], strict=True)
     }
-    if precision != "bf16":
+    if precision not in ("file", "bf16"):
         options["quantization"] = precision
     llm = LLM(folder, max_model_len=4096, **options)
 

@@ -50,6 +50,21 @@ inline PanelColumns panel_columns(const Tensor& panels, int64_t num_columns, int
   return place;
 }
 
+// The tensors of a weight of codes; see GroupedLinearArgs.
+struct GroupedTensors {
+  Tensor panels;
+  nanobind::handle scales, mins, zeros, table;
+  int64_t group_size;
+};
+
+// num_experts -1: it is no stack of experts.
+struct GroupedShape {
+  int64_t num_experts, num_panels, depth;
+};
+
+// Checks the tensors and fills in what `args` says of the weight, except its panels. A table that is there stays.
+void set_grouped_weight(GroupedLinearArgs& args, const GroupedShape& shape, const GroupedTensors& weight);
+
 void bind_attention(nanobind::module_& m);
 void bind_experts(nanobind::module_& m);
 void bind_gemm(nanobind::module_& m);

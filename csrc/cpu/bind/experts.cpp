@@ -61,7 +61,23 @@ void route_experts(nb::handle logits_object, nb::handle bias_object, nb::handle 
 
 int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-// Checks panels that pack_weight, pack_int8, pack_int4 or pack_codes (of fp8) made, with the experts as the first dimension.
+// Checks panels of codes and what belongs to them: (scales, mins, zeros, table, group size), or the scales of rows in
+// fp8.
+void set_grouped(ExpertStack& stack, const Tensor& panels, nb::handle scales_object, int64_t num_panels,
+                 int64_t depth) {
+  const bool is_fp8 = !nb::isinstance<nb::tuple>(scales_object);
+  const nb::tuple parts = is_fp8 ? nb::make_tuple(scales_object, nb::none(), nb::none(), nb::none(),
+                                                  round_up(depth, kOctet))
+                                 : nb::cast<nb::tuple>(scales_object);
+  if (parts.size() != 5) raise_value_error("scales of groups are (scales, mins, zeros, table, group size)");
+  stack.kind = WeightKind::kGrouped;
+  if (is_fp8) stack.grouped.table = e4m3_table();
+  set_grouped_weight(stack.grouped, {panels.size(0), num_panels, depth},
+                     {panels, parts[0], parts[1], parts[2], parts[3], nb::cast<int64_t>(parts[4])});
+  stack.panel_bytes = round_up(depth, kOctet) / kOctet * octet_bytes(stack.grouped.bits);
+}
+
+// Checks panels that pack_weight, pack_int8, pack_int4 or pack_codes made, with the experts as the first dimension.
 ExpertStack stack_of(nb::handle panels_object, nb::handle scales_object, DType dtype, int64_t columns, int64_t depth) {
   const Tensor panels(panels_object, "panels");
   const int64_t num_panels = round_up(columns, kPanelColumns) / kPanelColumns;
@@ -72,23 +88,14 @@ ExpertStack stack_of(nb::handle panels_object, nb::handle scales_object, DType d
     panels.has_shape({-1, num_panels, padded_depth, kPanelColumns}).is_contiguous();
     stack.kind = WeightKind::kFloating;
     stack.panel_bytes = padded_depth * kPanelColumns * static_cast<int64_t>(element_size(dtype));
+  } else if (panels.rank() == 4 && panels.size(3) != kInt4GroupBytes) {
+    set_grouped(stack, panels, scales_object, num_panels, depth);
   } else {
     const Tensor scales(scales_object, "scales");
-    scales.is(DType::kFloat32).is_contiguous();
+    scales.is(DType::kFloat32).has_shape({panels.size(0), num_panels * kPanelColumns}).is_contiguous();
     stack.scales = scales.as<float>();
     panels.is(DType::kUInt8).is_contiguous();
-    const bool is_fp8 = panels.rank() == 4 && panels.size(3) == octet_bytes(8);
-    if (is_fp8) {
-      scales.has_shape({panels.size(0), num_panels, 1, kPanelColumns});
-    } else {
-      scales.has_shape({panels.size(0), num_panels * kPanelColumns});
-    }
-    if (is_fp8) {
-      const int64_t octets = round_up(depth, kOctet) / kOctet;
-      panels.has_shape({-1, num_panels, octets, octet_bytes(8)});
-      stack.kind = WeightKind::kFp8;
-      stack.panel_bytes = octets * octet_bytes(8);
-    } else if (panels.rank() == 5) {
+    if (panels.rank() == 5) {
       panels.has_shape({-1, num_panels, round_up(depth, kQuad) / kQuad, kPanelColumns, kQuad});
       stack.kind = WeightKind::kInt8;
       stack.panel_bytes = round_up(depth, kQuad) * kPanelColumns;

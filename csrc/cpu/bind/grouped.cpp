@@ -9,6 +9,7 @@
 #include "bind/bind.h"
 #include "bind/tensor.h"
 #include "dispatch/kernels.h"
+#include "gemm/packed_rows.h"
 #include "runtime/program.h"
 
 namespace shardline {
@@ -18,16 +19,20 @@ using namespace nanobind::literals;
 
 int64_t ceil_div(int64_t count, int64_t unit) { return (count + unit - 1) / unit; }
 
+int64_t bits_of_octet(int64_t bytes, int64_t depth) {
+  if (depth < 1) raise_value_error("a weight needs at least one input feature");
+  for (const int64_t bits : {4, 8}) {
+    if (bytes == octet_bytes(bits)) return bits;
+  }
+  raise_value_error("an octet of panels has " + std::to_string(octet_bytes(4)) + " or " +
+                    std::to_string(octet_bytes(8)) + " bytes, not " + std::to_string(bytes));
+}
+
 // Checks panels [num_panels, octets, bytes of an octet] and returns the bits of a code; num_panels -1 stands for any
 // number.
 int64_t check_code_panels(const Tensor& panels, int64_t num_panels, int64_t depth) {
   panels.is(DType::kUInt8).has_shape({num_panels, ceil_div(depth, kOctet), -1}).is_contiguous();
-  if (depth < 1) raise_value_error("a weight needs at least one input feature");
-  for (const int64_t bits : {4, 8}) {
-    if (panels.size(2) == octet_bytes(bits)) return bits;
-  }
-  raise_value_error("an octet of panels has " + std::to_string(octet_bytes(4)) + " or " +
-                    std::to_string(octet_bytes(8)) + " bytes, not " + std::to_string(panels.size(2)));
+  return bits_of_octet(panels.size(2), depth);
 }
 
 void pack_codes_of(nb::handle codes_object, nb::handle panels_object, int64_t first, std::optional<int64_t> half) {
@@ -41,43 +46,25 @@ void pack_codes_of(nb::handle codes_object, nb::handle panels_object, int64_t fi
   pack_codes(args);
 }
 
-// The tensors of a weight; see GroupedLinearArgs.
-struct Weight {
-  nb::handle panels, scales, mins, zeros, table;
-  int64_t group_size;
-};
-
-void set_weight(GroupedLinearArgs& args, const Weight& weight) {
-  const Tensor panels(weight.panels, "panels"), scales(weight.scales, "scales");
-  const int64_t num_columns = args.gated ? gated_weight_columns(args.num_columns) : args.num_columns;
-  const int64_t num_panels = ceil_div(num_columns, kPanelColumns);
-  if (weight.group_size < 1 || weight.group_size % kOctet != 0) {
-    raise_value_error("a group has a multiple of 8 columns, not " + std::to_string(weight.group_size));
+void packed_codes_of(nb::handle panels_object, nb::handle indices_object, nb::handle codes_object) {
+  const Tensor panels(panels_object, "panels"), indices(indices_object, "indices"), codes(codes_object, "codes");
+  indices.is(DType::kInt64).has_shape({-1}).is_contiguous();
+  codes.is(DType::kUInt8).has_shape({indices.size(0), -1}).is_contiguous();
+  const int64_t bits = check_code_panels(panels, -1, codes.size(1));
+  const int64_t* rows = indices.as<int64_t>();
+  if (std::any_of(rows, rows + indices.size(0),
+                  [&](int64_t row) { return row < 0 || row >= panels.size(0) * kPanelColumns; })) {
+    raise_value_error("an index is outside the weight");
   }
-  args.bits = check_code_panels(panels, num_panels, args.depth);
-  args.panels = panels.as<uint8_t>();
-  args.group_size = weight.group_size;
-  const auto shape = {num_panels, args.num_groups(), kPanelColumns};
-  scales.has_shape(shape).is_contiguous();
-  if (scales.dtype() != DType::kFloat16) scales.is_floating();
-  args.scales = scales.data();
-  args.scale_dtype = scales.dtype();
-  if (!weight.mins.is_none()) {
-    args.mins = Tensor(weight.mins, "mins").is(DType::kFloat32).has_shape(shape).is_contiguous().as<float>();
-  }
-  if (weight.zeros.is_none()) {
-    const Tensor table(weight.table, "table");
-    args.table = table.is(DType::kFloat32).has_shape({int64_t{1} << args.bits}).is_contiguous().as<float>();
-    return;
-  }
-  if (args.bits != 4) raise_value_error("only codes of 4 bits have zero points");
-  // The last entry that a zero point selects is code - zero + 16, so more than 16 would read before the table.
-  args.zeros = Tensor(weight.zeros, "zeros").is(DType::kUInt8).has_shape(shape).is_contiguous().as<uint8_t>();
+  const PackedCodesArgs args = {panels.as<uint8_t>(), rows,          codes.as<uint8_t>(),
+                                indices.size(0),      codes.size(1), bits};
+  nb::gil_scoped_release release;
+  packed_codes(args);
 }
 
 // Fills in all arguments except the output.
-GroupedLinearArgs linear_args(nb::handle x_object, nb::handle sums, const Weight& weight, nb::handle bias_object,
-                              int64_t num_columns, bool gated) {
+GroupedLinearArgs linear_args(nb::handle x_object, nb::handle sums, const GroupedTensors& weight,
+                              nb::handle bias_object, int64_t num_columns, bool gated) {
   const Tensor x(x_object, "x");
   x.is_floating().has_shape({-1, -1}).has_rows();
   GroupedLinearArgs args = {};
@@ -88,11 +75,13 @@ GroupedLinearArgs linear_args(nb::handle x_object, nb::handle sums, const Weight
   args.num_columns = num_columns;
   args.depth = x.size(1);
   args.gated = gated;
-  set_weight(args, weight);
+  const int64_t weight_columns = gated ? gated_weight_columns(num_columns) : num_columns;
+  set_grouped_weight(args, {-1, ceil_div(weight_columns, kPanelColumns), args.depth}, weight);
+  args.panels = weight.panels.as<uint8_t>();
   if (args.mins != nullptr) {
     const Tensor x_sums(sums, "x_sums");
     args.x_sums =
-        x_sums.is(DType::kFloat32).has_shape({args.num_rows, args.num_groups()}).is_contiguous().as<float>();
+        x_sums.is(DType::kFloat32).has_shape({args.num_rows, args.num_groups}).is_contiguous().as<float>();
   }
   if (!bias_object.is_none()) {
     const Tensor bias(bias_object, "bias");
@@ -108,8 +97,9 @@ void linear_grouped(nb::handle x, nb::handle x_sums, nb::handle panels, nb::hand
                     const std::optional<std::string>& gate) {
   const Tensor out(out_object, "out");
   out.is_floating().has_shape({-1, -1}).has_rows();
-  GroupedLinearArgs args = linear_args(x, x_sums, {panels, scales, mins, zeros, table, group_size}, bias, out.size(1),
-                                       gate.has_value());
+  GroupedLinearArgs args = linear_args(
+      x, x_sums, {Tensor(panels, "panels"), scales, mins, zeros, table, group_size}, bias, out.size(1),
+      gate.has_value());
   out.has_shape({args.num_rows, -1});
   args.out_dtype = out.dtype();
   args.out = out.data();
@@ -121,8 +111,8 @@ void linear_grouped(nb::handle x, nb::handle x_sums, nb::handle panels, nb::hand
 void linear_grouped_best(nb::handle x, nb::handle x_sums, nb::handle panels, nb::handle scales, nb::handle mins,
                          nb::handle zeros, nb::handle table, int64_t group_size, nb::handle bias, int64_t num_columns,
                          nb::handle allowed, nb::handle best_object) {
-  GroupedLinearArgs args =
-      linear_args(x, x_sums, {panels, scales, mins, zeros, table, group_size}, bias, num_columns, false);
+  GroupedLinearArgs args = linear_args(x, x_sums, {Tensor(panels, "panels"), scales, mins, zeros, table, group_size},
+                                       bias, num_columns, false);
   const Tensor best(best_object, "best");
   const int64_t num_panels = ceil_div(num_columns, kPanelColumns);
   best.is(DType::kFloat32).has_shape({args.num_rows, 2, num_panels}).is_contiguous();
@@ -166,8 +156,40 @@ void gather_columns_of(nb::handle x_object, nb::handle order_object, nb::handle 
 
 }  // namespace
 
+void set_grouped_weight(GroupedLinearArgs& args, const GroupedShape& shape, const GroupedTensors& weight) {
+  if (weight.group_size < 1 || weight.group_size % kOctet != 0) {
+    raise_value_error("a group has a multiple of 8 columns, not " + std::to_string(weight.group_size));
+  }
+  const int64_t octets = ceil_div(shape.depth, kOctet);
+  args.group_size = weight.group_size;
+  args.num_groups = ceil_div(shape.depth, args.group_size);
+  // A part of the weight: [num_panels, ...], or with experts [num_experts, num_panels, ...].
+  const auto check = [&](const Tensor& part, int64_t middle, int64_t last) -> const Tensor& {
+    if (shape.num_experts < 0) return part.has_shape({shape.num_panels, middle, last}).is_contiguous();
+    return part.has_shape({shape.num_experts, shape.num_panels, middle, last}).is_contiguous();
+  };
+  const auto check_groups = [&](const Tensor& part) -> const Tensor& {
+    return check(part, args.num_groups, kPanelColumns);
+  };
+  check(weight.panels.is(DType::kUInt8), octets, -1);
+  args.bits = bits_of_octet(weight.panels.size(weight.panels.rank() - 1), shape.depth);
+  const Tensor scales(weight.scales, "scales");
+  check_groups(scales);
+  if (scales.dtype() != DType::kFloat16) scales.is_floating();
+  args.scales = scales.data();
+  args.scale_dtype = scales.dtype();
+  if (!weight.mins.is_none()) args.mins = check_groups(Tensor(weight.mins, "mins").is(DType::kFloat32)).as<float>();
+  if (!weight.zeros.is_none()) {
+    args.zeros = check_groups(Tensor(weight.zeros, "zeros").is(DType::kUInt8)).as<uint8_t>();
+  } else if (args.table == nullptr) {
+    const Tensor table(weight.table, "table");
+    args.table = table.is(DType::kFloat32).has_shape({int64_t{1} << args.bits}).is_contiguous().as<float>();
+  }
+}
+
 void bind_grouped(nb::module_& m) {
   m.def("pack_codes", &pack_codes_of, "codes"_a, "panels"_a, "first"_a = 0, "half"_a = nb::none());
+  m.def("packed_codes", &packed_codes_of, "panels"_a, "indices"_a, "codes"_a);
   m.def("linear_grouped", &linear_grouped, "x"_a, "x_sums"_a.none(), "panels"_a, "scales"_a, "mins"_a.none(),
         "zeros"_a.none(), "table"_a.none(), "group_size"_a, "bias"_a.none(), "out"_a, "gate"_a = nb::none());
   m.def("linear_grouped_best", &linear_grouped_best, "x"_a, "x_sums"_a.none(), "panels"_a, "scales"_a,

@@ -2,18 +2,22 @@
 #pragma once
 
 #include "gemm/code_tables.h"
+#include "simd/vec_bytes.h"
 
 namespace shardline::SHARDLINE_ISA {
 
 #if defined(__AVX512BW__)
 
-// 4-bit codes. `offset` has kZeroEntry - zero in both halves of each column's lane; it is ignored without kZeros.
+// 4-bit codes. The offset of a column is zero_entry(4) - zero; it is ignored without kZeros.
 template <bool kZeros, int kParts>
 class NibbleDecoder {
  public:
   static constexpr int64_t kBits = 4;
   static constexpr int kNumParts = kParts;
   static constexpr bool kHasZeros = kZeros;
+
+  // What `decode` takes for the zero points of 16 columns: their offsets in all bytes of a lane.
+  static inline I32 offsets(I32 zeros) { return (broadcast_int(zero_entry(kBits)) - zeros) * 0x01010101; }
 
   explicit NibbleDecoder(const CodeTables& tables) {
     for (int part = 0; part < kParts; ++part) tables_[part] = _mm512_load_si512(tables.parts[part]);
@@ -22,20 +26,58 @@ class NibbleDecoder {
   // Pairs of the four steps of an octet, each with its parts, for columns [16 v, 16 v + 16).
   inline void decode(const uint8_t* octet, int64_t v, I32 offset, I32 (&pairs)[4 * kParts]) const {
     const __m512i codes = _mm512_loadu_si512(octet + v * 64);
+    if constexpr (kZeros) {
+      const U32 even = ((U32)codes & 0x0f0f0f0fu) + (U32)offset, odd = ((U32)codes >> 4 & 0x0f0f0f0fu) + (U32)offset;
+      look_up((__m512i)even, 0, pairs);
+      look_up((__m512i)odd, 1, pairs);
+      look_up(_mm512_srli_epi16((__m512i)even, 8), 2, pairs);
+      look_up(_mm512_srli_epi16((__m512i)odd, 8), 3, pairs);
+    } else {
 #pragma GCC unroll 4
-    for (int step = 0; step < 4; ++step) {
-      // A lookup reads five bits of a word. Without zero points, the fifth selects between equal halves of the table.
-      __m512i index = _mm512_srli_epi16(codes, static_cast<unsigned>(4 * step));
-      if (kZeros) index = _mm512_add_epi16(_mm512_and_si512(index, _mm512_set1_epi16(15)), (__m512i)offset);
-#pragma GCC unroll 2
-      for (int part = 0; part < kParts; ++part) {
-        pairs[step * kParts + part] = (I32)_mm512_permutexvar_epi16(index, tables_[part]);
-      }
+      for (unsigned step = 0; step < 4; ++step) look_up(_mm512_srli_epi16(codes, 4 * step), step, pairs);
     }
   }
 
  private:
+  // A lookup reads five bits of a word. Without zero points, the fifth selects between equal halves of the table.
+  inline void look_up(__m512i index, unsigned step, I32 (&pairs)[4 * kParts]) const {
+#pragma GCC unroll 2
+    for (unsigned part = 0; part < kParts; ++part) {
+      pairs[step * kParts + part] = (I32)_mm512_permutexvar_epi16(index, tables_[part]);
+    }
+  }
+
   __m512i tables_[kParts];
+};
+
+// 8-bit codes with zero points. No table is needed, since an integer of 8 bits and a sign is exact in the upper half of
+// a float.
+class ZeroByteDecoder {
+ public:
+  static constexpr int64_t kBits = 8;
+  static constexpr int kNumParts = 1;
+  static constexpr bool kHasZeros = true;
+
+  // The negative zero points in both halves of a lane.
+  static inline I32 offsets(I32 zeros) { return -zeros << 16 | (-zeros & 0xffff); }
+
+  explicit ZeroByteDecoder(const CodeTables&) {}
+
+  inline void decode(const uint8_t* octet, int64_t v, I32 offset, I32 (&pairs)[4]) const {
+    const __m512i zero = _mm512_setzero_si512();
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const __m512i codes = _mm512_loadu_si512(octet + half * 256 + v * 64);
+      pairs[half * 2] = to_pairs(_mm512_add_epi16(_mm512_unpacklo_epi8(codes, zero), (__m512i)offset));
+      pairs[half * 2 + 1] = to_pairs(_mm512_add_epi16(_mm512_unpackhi_epi8(codes, zero), (__m512i)offset));
+    }
+  }
+
+ private:
+  static inline I32 to_pairs(__m512i integers) {
+    const F32 even = to_float((I32)integers << 16 >> 16), odd = to_float((I32)integers >> 16);
+    return (I32)((U32)even >> 16 | ((U32)odd & 0xffff0000u));
+  }
 };
 
 #endif

@@ -101,6 +101,12 @@ struct QuantizedLinearArgs {
 constexpr int64_t kOctet = 8;
 constexpr int64_t octet_bytes(int64_t bits) { return kOctet * kPanelColumns * bits / 8; }
 
+// The code of column c and place k of an octet.
+static inline int code_at(const uint8_t* octet, int64_t bits, int64_t c, int64_t k) {
+  if (bits == 4) return octet[c * 4 + k % 2 * 2 + k / 4] >> (k / 2 % 2 * 4) & 15;
+  return octet[k / 4 * 256 + c / 4 * 16 + k / 2 % 2 * 8 + c % 4 * 2 + k % 2];
+}
+
 struct PackCodesArgs {
   const uint8_t* codes;  // [N, K]
   int64_t codes_stride;
@@ -122,9 +128,9 @@ struct GroupedLinearArgs {
   const uint8_t* panels;
   const void* scales;    // [num_panels, num_groups, 64]
   const float* mins;     // the same; null for none
-  const uint8_t* zeros;  // the same, 0 to 16; null for none; 4 bits only, then value(code) = code - zero
+  const uint8_t* zeros;  // the same, at most 16 for 4 bits; null for none; then value(code) = code - zero
   const float* table;    // [2^bits]: value(code); exact in bf16 for 8 bits. Null with zeros
-  int64_t bits, group_size;
+  int64_t bits, group_size, num_groups;
   const void* bias;  // null for none; the gate's, then up's
   void* out;
   int64_t out_stride;
@@ -133,8 +139,6 @@ struct GroupedLinearArgs {
   Activation activation;  // of the gate
   bool best;              // see LinearArgs
   const uint64_t* allowed;
-
-  int64_t num_groups() const { return (depth + group_size - 1) / group_size; }
 };
 
 // out[row][i] = x[row][order[i]], elements of 2 or 4 bytes.

@@ -21,8 +21,8 @@ inline I32 broadcast_pair(const bf16* x) {
   return broadcast_int(pair);
 }
 
-// Adds the steps [begin, end) of K to the sums; `w` points to step `begin`. Each step of bf16 has kParts panel rows, and
-// a weight is the sum of its parts.
+// Adds the steps [begin, end) of K to the sums; `w` points to step `begin`. Each step of bf16 has kParts panel rows,
+// and a weight is the sum of its parts.
 template <bool kAsk, int kParts = 1, int kRows, int kVectors>
 inline void accumulate(const float* x, int64_t x_stride, const float* w, int64_t begin, int64_t end, int64_t,
                        Ahead& ahead, F32 (&sum)[kRows][kVectors]) {

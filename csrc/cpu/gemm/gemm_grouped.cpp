@@ -1,6 +1,6 @@
 // out[M, N] = x[M, K] weight[N, K]^T + bias for weights of codes with scales per group of columns:
 //
-//   sum over groups g, in order, of  scale_g * (sum over k in g of x_k value(code_k)) - min_g * (sum over k in g of x_k)
+//   the sum over groups, in order, of  scale * (sum over the group of x value(code)) - min * (sum over the group of x)
 //
 // The sum of a group is one chain of multiply-adds in the order of K, from zero. Its product with the scale is added
 // with one rounding, and so is that with the min. All of it is in fp32. Values of codes are exact in bf16; those that
@@ -30,9 +30,9 @@ inline F32 load_scale(DType dtype, const void* scales, int64_t index) {
 // Scales the sums of group g of kVectors vectors of columns from `column` on, and adds them to the sums of the groups
 // before.
 template <int kRows, int kVectors>
-inline void close_group(const GroupedLinearArgs& args, const Tile& tile, int64_t g, int64_t column,
-                        F32 (&sum)[kRows][kVectors]) {
-  const int64_t num_groups = args.num_groups(), place = (tile.panel * num_groups + g) * kPanelColumns + column;
+[[gnu::always_inline]] inline void close_group(const GroupedLinearArgs& args, const Tile& tile, int64_t g,
+                                               int64_t column, F32 (&sum)[kRows][kVectors]) {
+  const int64_t place = (tile.panel * args.num_groups + g) * kPanelColumns + column;
   float* sums = static_cast<float*>(tile.sums) + column;
 #pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) {
@@ -43,7 +43,7 @@ inline void close_group(const GroupedLinearArgs& args, const Tile& tile, int64_t
       float* total = sums + r * kRowSums + v * kLanes;
       F32 value = fma(sum[r][v], scale, g == 0 ? F32{} : load(total));
       if (args.mins != nullptr) {
-        value = fma(broadcast(args.x_sums[(tile.row + r) * num_groups + g]), min, value);
+        value = fma(broadcast(args.x_sums[(tile.row + r) * args.num_groups + g]), min, value);
       }
       store(total, value);
       sum[r][v] = F32{};
@@ -51,10 +51,11 @@ inline void close_group(const GroupedLinearArgs& args, const Tile& tile, int64_t
   }
 }
 
-// Calls add(begin, end, sum) for the octets of each group of a tile in turn, for kVectors vectors of columns from
+// Calls add(g, begin, end, sum) for the octets of each group of a tile in turn, for kVectors vectors of columns from
 // `column` on, and closes groups that are complete.
 template <int kRows, int kVectors, class Add>
-inline void for_each_group(const GroupedLinearArgs& args, const Tile& tile, int64_t column, const Add& add) {
+[[gnu::always_inline]] inline void for_each_group(const GroupedLinearArgs& args, const Tile& tile, int64_t column,
+                                                  const Add& add) {
   const int64_t num_octets = ceil_div(args.depth, kOctet), group_octets = args.group_size / kOctet;
   float* current = static_cast<float*>(tile.sums) + kPanelColumns + column;
   int64_t g = tile.begin / group_octets;
@@ -67,7 +68,7 @@ inline void for_each_group(const GroupedLinearArgs& args, const Tile& tile, int6
   }
   for (int64_t begin = tile.begin; begin < tile.end; ++g) {
     const int64_t group_end = min64((g + 1) * group_octets, num_octets), end = min64(group_end, tile.end);
-    add(begin, end, sum);
+    add(g, begin, end, sum);
     if (end == group_end) close_group(args, tile, g, column, sum);
     begin = end;
   }
@@ -91,14 +92,8 @@ inline Place place_of(const GroupedLinearArgs& args, const char* steps) {
 // The entry of the tables for a zero point is this many above the code.
 inline int entry_offset(const GroupedLinearArgs& args, Place place, int64_t column) {
   if (args.zeros == nullptr) return 0;
-  const int64_t group = place.panel * args.num_groups() + place.octet * kOctet / args.group_size;
-  return kZeroEntry - args.zeros[group * kPanelColumns + column];
-}
-
-// The code of column c and place k of an octet.
-inline int code_at(const uint8_t* octet, int64_t bits, int64_t c, int64_t k) {
-  if (bits == 4) return octet[c * 4 + k % 2 * 2 + k / 4] >> (k / 2 % 2 * 4) & 15;
-  return octet[k / 4 * 256 + c / 4 * 16 + k / 2 % 2 * 8 + c % 4 * 2 + k % 2];
+  const int64_t group = place.panel * args.num_groups + place.octet * kOctet / args.group_size;
+  return zero_entry(args.bits) - args.zeros[group * kPanelColumns + column];
 }
 
 // Unpacks to the panels of a GEMM in fp32.
@@ -141,13 +136,16 @@ struct PairUnpacker {
 
 #if defined(__AVX512BW__)
 
-// Offsets of the entries of 16 columns, for NibbleDecoder.
-template <bool kZeros>
+// The offsets of 16 columns that a decoder takes.
+template <class Decoder>
 inline I32 load_offsets(const GroupedLinearArgs& args, int64_t group, int64_t column) {
-  if constexpr (!kZeros) return I32{};
-  const uint8_t* zeros = args.zeros + group * kPanelColumns + column;
-  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
-  return (broadcast_int(kZeroEntry) - (I32)wide) * 0x10001;
+  if constexpr (Decoder::kHasZeros) {
+    const uint8_t* zeros = args.zeros + group * kPanelColumns + column;
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros));
+    return Decoder::offsets((I32)_mm512_maskz_cvtepu8_epi32(0xffff, bytes));
+  } else {
+    return I32{};
+  }
 }
 
 // As PairUnpacker, 32 values at a time.
@@ -160,11 +158,11 @@ struct FastUnpacker {
   static void unpack(const GroupedLinearArgs& args, const CodeTables& tables, const uint8_t* octet, Place place,
                      char* to) {
     const Decoder decoder(tables);
-    const int64_t group = place.panel * args.num_groups() + place.octet * kOctet / args.group_size;
+    const int64_t group = place.panel * args.num_groups + place.octet * kOctet / args.group_size;
 #pragma GCC unroll 4
     for (int64_t v = 0; v < kPanelColumns / kLanes; ++v) {
       I32 pairs[4 * kNumParts];
-      decoder.decode(octet, v, load_offsets<Decoder::kHasZeros>(args, group, v * kLanes), pairs);
+      decoder.decode(octet, v, load_offsets<Decoder>(args, group, v * kLanes), pairs);
 #pragma GCC unroll 8
       for (int i = 0; i < 4 * kNumParts; ++i) _mm512_store_si512(to + i * 256 + v * 64, (__m512i)pairs[i]);
     }
@@ -186,17 +184,18 @@ void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, con
   for (int r = 0; r < kRows && args.depth % kOctet != 0; ++r) {
     __builtin_memcpy(padded[r], x + r * args.x_stride + whole * kOctet, static_cast<size_t>(args.depth % kOctet) * 2);
   }
+  const auto* octets = reinterpret_cast<const uint8_t*>(tile.steps);
   Ahead ahead(tile, kPanelColumns / (kVectors * kLanes));
   for (int64_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
-    for_each_group<kRows, kVectors>(args, tile, column, [&](int64_t begin, int64_t end, auto& sum) {
+    const auto add = [&]([[maybe_unused]] int64_t g, int64_t begin, int64_t end, auto& sum) {
       I32 offsets[kVectors] = {};
       if constexpr (Decoder::kHasZeros) {
-        const int64_t group = tile.panel * args.num_groups() + begin * kOctet / args.group_size;
-        for (int v = 0; v < kVectors; ++v) offsets[v] = load_offsets<true>(args, group, column + v * kLanes);
+        const int64_t group = tile.panel * args.num_groups + g;
+        for (int v = 0; v < kVectors; ++v) offsets[v] = load_offsets<Decoder>(args, group, column + v * kLanes);
       }
       for (int64_t o = begin; o < end; ++o) {
         if (asks_ahead(kRows, false)) ahead.request();
-        const auto* octet = reinterpret_cast<const uint8_t*>(tile.steps) + (o - tile.begin) * octet_bytes(Decoder::kBits);
+        const uint8_t* octet = octets + (o - tile.begin) * octet_bytes(Decoder::kBits);
         const bf16* row = o < whole ? x + o * kOctet : padded[0];
         const int64_t stride = o < whole ? args.x_stride : kOctet;
 #pragma GCC unroll 4
@@ -212,7 +211,8 @@ void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, con
           }
         }
       }
-    });
+    };
+    for_each_group<kRows, kVectors>(args, tile, column, add);
   }
 }
 
@@ -226,7 +226,7 @@ void add_unpacked_tile(const GroupedLinearArgs& args, const Tile& tile) {
   const T* x = static_cast<const T*>(args.x) + tile.row * args.x_stride;
   Ahead ahead(tile, kSteps * kParts * (kPanelColumns / (kVectors * kLanes)));
   for (int64_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
-    for_each_group<kRows, kVectors>(args, tile, column, [&](int64_t begin, int64_t end, auto& sum) {
+    for_each_group<kRows, kVectors>(args, tile, column, [&](int64_t, int64_t begin, int64_t end, auto& sum) {
       const T* w = reinterpret_cast<const T*>(tile.steps + (begin - tile.begin) * Unpacker::kOctetBytes);
       const int64_t last = min64(end * kSteps, ceil_div(args.depth, kStep<T>));
       accumulate<asks_ahead(kRows, false), kParts>(x, args.x_stride, w + column * kStep<T>, begin * kSteps, last,
@@ -289,7 +289,8 @@ void linear_grouped(const GroupedLinearArgs& args) {
   if (args.dtype == DType::kFloat32) return multiply_unpacked<FloatUnpacker>(args, tables);
   const bool two = tables.num_parts == 2;
 #if defined(__AVX512BW__)
-  if (args.bits == 4 && args.zeros != nullptr) return multiply_codes<NibbleDecoder<true, 1>>(args, tables);
+  if (args.bits == 8 && args.zeros != nullptr) return multiply_codes<ZeroByteDecoder>(args, tables);
+  if (args.zeros != nullptr) return multiply_codes<NibbleDecoder<true, 1>>(args, tables);
   if (args.bits == 4 && two) return multiply_codes<NibbleDecoder<false, 2>>(args, tables);
   if (args.bits == 4) return multiply_codes<NibbleDecoder<false, 1>>(args, tables);
 #endif

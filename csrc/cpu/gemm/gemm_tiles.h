@@ -13,8 +13,8 @@ namespace shardline::SHARDLINE_ISA {
 constexpr int64_t kCacheLine = 64;
 
 // The memory of a panel: `num_steps` steps of K (a k, a pair, a quad or a group), one after another. If a step takes
-// `unpacked_bytes` for its multiplication, unpack(steps, count, to) unpacks one block of K after another. A row of a tile
-// has `row_sums` sums.
+// `unpacked_bytes` for its multiplication, unpack(steps, count, to) unpacks one block of K after another. A row of a
+// tile has `row_sums` sums.
 struct PanelLayout {
   int64_t num_steps, step_bytes, unpacked_bytes = 0, row_sums = kPanelColumns;
 };
@@ -86,7 +86,8 @@ void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index
   const bool ask = wide || num_tiles > 1;
   const int64_t panel_bytes = layout.num_steps * layout.step_bytes, num_sums = rows * layout.row_sums;
   const int64_t block_step_bytes = max64(layout.step_bytes, layout.unpacked_bytes);
-  const int64_t num_blocks = ask || layout.unpacked_bytes > 0 ? ceil_div(layout.num_steps * block_step_bytes, kBlockBytes) : 1;
+  const bool cut = ask || layout.unpacked_bytes > 0;
+  const int64_t num_blocks = cut ? ceil_div(layout.num_steps * block_step_bytes, kBlockBytes) : 1;
   const int64_t unpacked_bytes = ceil_div(layout.num_steps, num_blocks) * layout.unpacked_bytes;
   const char* panel = static_cast<const char*>(static_cast<const void*>(args.panels)) + panel_index * panel_bytes;
   float* sums = static_cast<float*>(thread_scratch(static_cast<size_t>(num_sums) * sizeof(float) +

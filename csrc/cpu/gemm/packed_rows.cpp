@@ -18,4 +18,17 @@ void packed_rows(const PackedRowsArgs& args) {
   });
 }
 
+void packed_codes(const PackedCodesArgs& args) {
+  constexpr int64_t kSmallRows = 4;
+  const int64_t num_octets = (args.depth + kOctet - 1) / kOctet, bytes = octet_bytes(args.bits);
+  parallel_for_if(args.num_rows > kSmallRows, args.num_rows, [&](int64_t row) {
+    const int64_t panel = args.indices[row] / kPanelColumns, column = args.indices[row] % kPanelColumns;
+    uint8_t* out = args.codes + row * args.depth;
+    for (int64_t k = 0; k < args.depth; ++k) {
+      const uint8_t* octet = args.panels + (panel * num_octets + k / kOctet) * bytes;
+      out[k] = static_cast<uint8_t>(code_at(octet, args.bits, column, k % kOctet));
+    }
+  });
+}
+
 }  // namespace shardline

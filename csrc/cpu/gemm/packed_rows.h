@@ -15,4 +15,13 @@ struct PackedRowsArgs {
 };
 void packed_rows(const PackedRowsArgs& args);
 
+// Rows of codes that pack_codes packed; see gemm_args.h.
+struct PackedCodesArgs {
+  const uint8_t* panels;
+  const int64_t* indices;
+  uint8_t* codes;  // [num_rows, depth]
+  int64_t num_rows, depth, bits;
+};
+void packed_codes(const PackedCodesArgs& args);
+
 }  // namespace shardline

@@ -55,6 +55,7 @@ struct ExpertRows {
   int64_t stride;  // elements
   const float* scales;
   const int32_t* sums;
+  const float* group_sums;  // [rows, number of groups], for grouped weights with mins
 };
 
 bool reads_quantized(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kInt4; }
@@ -81,7 +82,7 @@ ExpertRows quantized_rows(DType dtype, const void* x, int64_t stride, int64_t de
   args.scales = static_cast<float*>(own.scales.get(count * static_cast<int64_t>(sizeof(float))));
   args.sums = static_cast<int32_t*>(own.sums.get(count * (groups + 1) * static_cast<int64_t>(sizeof(int32_t))));
   kernels().quantize_rows(args);
-  return {DType::kInt8, args.values, groups * kGroupDepth, args.scales, args.sums};
+  return {DType::kInt8, args.values, groups * kGroupDepth, args.scales, args.sums, nullptr};
 }
 
 ExpertRows sorted_rows(const ExpertRows& from, int64_t depth, const std::vector<int32_t>& tokens, int64_t count) {
@@ -101,6 +102,16 @@ ExpertRows sorted_rows(const ExpertRows& from, int64_t depth, const std::vector<
     to.sums = reinterpret_cast<int32_t*>(sorted(own.sorted_sums, from.sums, sum_bytes, sum_bytes));
   }
   return to;
+}
+
+// Adds the sums of the groups of each row, if a weight has mins.
+ExpertRows with_group_sums(ExpertRows rows, const ExpertStack& weight, int64_t depth, int64_t count) {
+  if (weight.kind != WeightKind::kGrouped || weight.grouped.mins == nullptr) return rows;
+  const int64_t bytes = count * weight.grouped.num_groups * static_cast<int64_t>(sizeof(float));
+  float* sums = static_cast<float*>(workspace.sums.get(bytes));
+  kernels().sum_groups({rows.dtype, rows.x, rows.stride, sums, count, depth, weight.grouped.group_size});
+  rows.group_sums = sums;
+  return rows;
 }
 
 struct GroupedLinear {
@@ -138,19 +149,19 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
     args.depth = job.depth;
     return kernels().linear(args);
   }
-  const float* scales = job.weight.scales + (expert * job.weight.num_panels + panel) * kPanelColumns;
-  if (job.weight.kind == WeightKind::kFp8) {
-    GroupedLinearArgs args = {};
+  const int64_t first_panel = expert * job.weight.num_panels + panel;
+  if (job.weight.kind == WeightKind::kGrouped) {
+    GroupedLinearArgs args = job.weight.grouped;
+    const int64_t first_scale = first_panel * args.num_groups * kPanelColumns;
+    args.scales = static_cast<const char*>(args.scales) + first_scale * bytes_of(args.scale_dtype);
+    if (args.mins != nullptr) args.mins += first_scale;
+    if (args.zeros != nullptr) args.zeros += first_scale;
+    if (args.mins != nullptr) args.x_sums = job.rows.group_sums + begin * args.num_groups;
     args.dtype = job.rows.dtype;
     args.out_dtype = job.out_dtype;
-    args.scale_dtype = DType::kFloat32;
     args.x = x;
     args.x_stride = job.rows.stride;
     args.panels = reinterpret_cast<const uint8_t*>(panels);
-    args.scales = scales;
-    args.table = e4m3_table();
-    args.bits = 8;
-    args.group_size = (job.depth + kOctet - 1) / kOctet * kOctet;
     args.bias = bias;
     args.bias_dtype = job.bias_dtype;
     args.out = out;
@@ -173,7 +184,7 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
   args.num_rows = count;
   args.num_columns = columns;
   args.depth = job.depth;
-  args.column_scales = scales;
+  args.column_scales = job.weight.scales + first_panel * kPanelColumns;
   job.weight.kind == WeightKind::kInt4 ? kernels().linear_int4(args) : kernels().linear_int8(args);
 }
 
@@ -231,13 +242,14 @@ const SortedSlots& sort_slots(const ExpertRange& range, bool compact) {
 void expert_up(const ExpertUpArgs& args, const SortedSlots& slots) {
   const int64_t count = slots.num_rows();
   if (count == 0) return;
-  ExpertRows rows = {args.dtype, args.x, args.x_stride, nullptr, nullptr};
+  ExpertRows rows = {args.dtype, args.x, args.x_stride, nullptr, nullptr, nullptr};
   if (reads_quantized(args.weight.kind)) {
     rows = quantized_rows(args.dtype, args.x, args.x_stride, args.depth, slots.num_tokens);
   }
   const int64_t columns = args.gated ? 2 * args.width : args.width;
   void* products = workspace.products.get(count * columns * bytes_of(args.dtype));
-  const GroupedLinear job = {sorted_rows(rows, args.depth, slots.tokens, count),
+  rows = with_group_sums(sorted_rows(rows, args.depth, slots.tokens, count), args.weight, args.depth, count);
+  const GroupedLinear job = {rows,
                              args.weight,
                              static_cast<const char*>(args.bias),
                              args.dtype,
@@ -253,10 +265,11 @@ const void* expert_down(const ExpertDownArgs& args, const SortedSlots& slots) {
   const int64_t count = slots.num_rows();
   void* products = workspace.products.get(count * args.width * bytes_of(args.out_dtype));
   if (count == 0) return products;
-  ExpertRows rows = {args.dtype, args.x, args.depth, nullptr, nullptr};
+  ExpertRows rows = {args.dtype, args.x, args.depth, nullptr, nullptr, nullptr};
   if (reads_quantized(args.weight.kind)) {
     rows = quantized_rows(args.dtype, args.x, args.depth, args.depth, count);
   }
+  rows = with_group_sums(rows, args.weight, args.depth, count);
   grouped_linear({rows, args.weight, static_cast<const char*>(args.bias), args.dtype, args.out_dtype,
                   static_cast<char*>(products), args.depth, args.width},
                  slots.begins);

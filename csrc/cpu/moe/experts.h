@@ -29,7 +29,7 @@ struct RouteArgs {
 
 void route(const RouteArgs& args);
 
-enum class WeightKind : uint8_t { kFloating, kInt8, kInt4, kFp8 };
+enum class WeightKind : uint8_t { kFloating, kInt8, kInt4, kGrouped };
 
 // The same linear layer of several experts: panels as in gemm_args.h, one expert after another.
 struct ExpertStack {
@@ -37,6 +37,7 @@ struct ExpertStack {
   const char* panels;
   const float* scales;  // [num_experts, columns padded to whole panels]; null for floating weights
   int64_t num_experts, num_panels, panel_bytes;
+  GroupedLinearArgs grouped;  // of the first expert, for this kind: the weight without panels
 };
 
 // The slots of the experts [first, first + count).

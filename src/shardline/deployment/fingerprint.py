@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardline.deployment.deployment import Deployment
 
-NUMERICS_VERSION = 7
+NUMERICS_VERSION = 8
 """Part of the fingerprint. It changes whenever a request may get other bits than in the version before."""
 
 _SAMPLE_BYTES = 1 << 20

@@ -103,6 +103,11 @@ def expert_of(part: str) -> int | None:
     return int(part.removeprefix(prefix).partition(".")[0]) if part.startswith(prefix) else None
 
 
+def kind_of(name: str) -> str:
+    """`name` without the numbers of its layer and expert: "attention.q", "feed_forward.experts.gate"."""
+    return ".".join(word for word in parse_name(name).part.split(".") if not word.isdecimal())
+
+
 class CountedParameter(NamedTuple):
     """Parameters of one shape that stand in the same place of equal layers, or of equal experts."""
 

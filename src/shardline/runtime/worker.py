@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -23,6 +24,8 @@ from shardline.runtime.memory_profile import largest_step
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.runner import Runner
 from shardline.runtime.sampling.token_mask import ConstraintMaker
+
+_log = logging.getLogger(__name__)
 
 _PROGRESS_BYTES = 256 << 20
 """Expected weight bytes below which no progress bar is shown, because loading is too short."""
@@ -143,6 +146,9 @@ class Worker:
                 on_loaded=count,
             )
             stage = DecoderStage(loader, deployment.stages[place.pp_rank])
+        if loader.made_dense and place.tp_rank == 0:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(loader.made_dense.items()))
+            _log.info("Packed weights that became dense, in %s: %s", deployment.dtype, kinds)
         backend.finish_loading(loader.loaded_products(deployment.limits.max_num_batched_tokens))
         return stage, loaded
 

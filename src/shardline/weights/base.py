@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, cast
 
 import msgspec
 
@@ -35,11 +36,13 @@ class FormatChoice(msgspec.Struct, frozen=True):
     """Bits of a code, if the checkpoint decides it; the mean if its weights differ."""
     group_bytes: float = 3
     """Bytes of a group's scale, min and zero point, if the checkpoint decides it."""
+    packs_experts: bool = False
+    """Whether experts stay as the checkpoint packs them too."""
 
     def open_format(self) -> WeightFormat:
         """An instance of the `Format` class in the format's file."""
         module = importlib.import_module(f"{formats.__name__}.{self.name}")
-        return cast(WeightFormat, module.Format(self.group_size, self.bits, self.group_bytes))
+        return cast(WeightFormat, module.Format(self.group_size, self.bits, self.group_bytes, self.packs_experts))
 
 
 PLAIN = FormatChoice()
@@ -67,6 +70,12 @@ class PackedLinear(ABC):
         Raises:
             ValueError: x has another number of features.
         """
+
+    def row_reader(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+        """A function that returns rows of the weight by indices [R], as [R, in_features] of `dtype`, with the bits
+        of the checkpoint's weight rounded once; None if they cannot be had from what is held. A tied embedding need
+        then not be held twice."""
+        return None
 
     def argmax(self, x: LinearInput, bias: Tensor | None = None, allowed: Tensor | None = None) -> Tensor:
         """[M, 2] float32: the largest fp32 output of each row, and the bits of its column as int32.
@@ -96,14 +105,29 @@ class PackedGatedLinear(ABC):
         """
 
 
+class GroupScales(NamedTuple):
+    """What belongs to the codes of E experts, if columns share scales in groups."""
+
+    scales: Tensor
+    mins: Tensor | None
+    zeros: Tensor | None
+    table: Tensor | None
+    group_size: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(part.nbytes for part in (self.scales, self.mins, self.zeros) if part is not None)
+
+
 @dataclass(frozen=True)
 class PackedExperts:
     """One linear [out_features, in_features] for each of E experts, each packed like a single linear."""
 
     panels: Tensor
     """[E, ...]: the packed values of each weight, in the layout that the back end's kernels read."""
-    scales: Tensor | None
-    """[E, ...] float32: the scales of the outputs, for quantized weights; else None."""
+    scales: Tensor | GroupScales | None
+    """[E, ...] float32: the scales of the outputs, for quantized weights; those of groups; None for plain weights."""
     in_features: int
     out_features: int
 
@@ -125,7 +149,8 @@ class WeightFormat(ABC):
     group_size: int = 0
     bits: float = 4
     group_bytes: float = 3
-    """These three are as in FormatChoice."""
+    packs_experts: bool = False
+    """These four are as in FormatChoice."""
 
     reads_packed: ClassVar[bool] = False
     """Whether layers keep weights that a checkpoint has packed, in groups of columns, instead of dequantizing them."""
@@ -143,9 +168,9 @@ class WeightFormat(ABC):
         """Whether weights of this role are held in the activations' dtype."""
         return False
 
-    def keeps(self, kernels: Kernels, weight: GroupedWeight, role: Role) -> bool:
-        """Whether `pack_linear`, `pack_gated` and `pack_lm_head` accept such a weight as the checkpoint has packed it;
-        otherwise it is dequantized first."""
+    def keeps(self, kernels: Kernels, parts: Sequence[GroupedWeight], role: Role) -> bool:
+        """Whether the functions that pack accept such parts of a weight as the checkpoint has packed them; otherwise
+        they are dequantized first."""
         return False
 
     @abstractmethod

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, WeightFormat
+from shardline.weights.base import GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, WeightFormat
 from shardline.weights.rows import InputForm, check_features, quantize_rows
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ class ScaledFormat(WeightFormat):
 
     def pack_expert(self, kernels: Kernels, experts: PackedExperts, index: int, *parts: Tensor) -> None:
         assert experts.scales is not None
+        assert not isinstance(experts.scales, GroupScales)
         self._pack_parts(self.choose_kernels(kernels), experts.panels[index], experts.scales[index], parts)
 
     @staticmethod

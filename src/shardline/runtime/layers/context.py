@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardline.models.kv_groups import KVGroup
-from shardline.models.parameters import is_kept_in_float32
+from shardline.models.parameters import is_kept_in_float32, kind_of
 from shardline.models.partition import ExpertShare, Span
 from shardline.models.sharding import Numerics, Spans, shard
 from shardline.models.spec import DecoderSpec
@@ -88,6 +89,8 @@ class LayerLoader:
     """Called with the number of bytes of each tensor that is kept."""
     plain_shapes: set[tuple[int, int]] = field(default_factory=set)
     """[out_features, in_features] of the plain weights that have been packed for layers."""
+    made_dense: Counter[str] = field(default_factory=Counter)
+    """How many weights that the checkpoint packs have become dense, by kind, if the format keeps packed weights."""
 
     def load(self, name: str) -> Tensor:
         """This rank's slice of parameter `name`, contiguous, in the activations' dtype."""
@@ -103,6 +106,8 @@ class LayerLoader:
         """As `load`, but for a weight that is packed next and not kept. It may be a view of the mapped file, with
         strided rows."""
         dtype = torch.float32 if is_kept_in_float32(name) else self.stage.dtype
+        if self.format.reads_packed and self.source.is_packed(name):
+            self.made_dense[kind_of(name)] += 1
         tensor = self.source.get(name, self._own_part(name)).to(self.stage.device, dtype)
         self._check_finite(name, tensor)
         return tensor
@@ -136,10 +141,10 @@ class LayerLoader:
         """The linears `parts` of every expert in `held`, packed; `name` gives the name of a weight."""
         experts: PackedExperts | None = None
         for index, expert in enumerate(held):
-            weights = [self.read(name(expert, part)) for part in parts]
+            weights = self._read_linears(*(name(expert, part) for part in parts), role="expert")
             if experts is None:
-                experts = self.format.allocate_experts(self.stage.kernels, len(held), *weights)
-            self.format.pack_expert(self.stage.kernels, experts, index, *weights)
+                experts = self.format.allocate_experts(self.stage.kernels, len(held), *weights)  # type: ignore[arg-type]
+            self.format.pack_expert(self.stage.kernels, experts, index, *weights)  # type: ignore[arg-type]
             self.on_loaded(experts.nbytes // len(held))
         assert experts is not None, "every rank has at least one expert"
         return experts
@@ -161,8 +166,12 @@ class LayerLoader:
         """The parts of a weight. All or none stay packed: a checkpoint may pack only some, or in a way that the back
         end does not multiply."""
         parts, kernels = [self._read_linear(name) for name in names], self.stage.kernels
-        if all(isinstance(part, GroupedWeight) and self.format.keeps(kernels, part, role) for part in parts):
+        packed = [part for part in parts if isinstance(part, GroupedWeight)]
+        if len(packed) == len(parts) and self.format.keeps(kernels, packed, role):
             return parts
+        self.made_dense.update(
+            kind_of(name) for name, part in zip(names, parts, strict=True) if isinstance(part, GroupedWeight)
+        )
         return [part.dequantize(self.stage.dtype) if isinstance(part, GroupedWeight) else part for part in parts]
 
     def _read_linear(self, name: str) -> Tensor | GroupedWeight:

@@ -14,7 +14,6 @@ from torch import Tensor
 from shardline.runtime.layers.context import LayerLoader
 from shardline.runtime.ops.sampling.softcap import softcap_
 from shardline.runtime.ops.scale import scale_rows
-from shardline.weights.formats.plain import PlainLinear
 from shardline.weights.rows import InputForm, LinearInput
 
 
@@ -62,6 +61,7 @@ class LMHead:
         self.spans = stage.spans(name)
         """Vocabulary range of each rank."""
         self._kernels = stage.kernels
+        self._dtype = stage.dtype
         self._packed = loader.pack_lm_head(name)
         self._bias = loader.load("lm_head.bias") if stage.spec.lm_head_bias else None
         self._softcap = stage.spec.logits_softcap
@@ -77,7 +77,7 @@ class LMHead:
     def look_up_rows(self) -> Callable[[Tensor], Tensor] | None:
         """A function that returns rows of the weight by their index in this rank's range; None if the format does not
         keep them unchanged."""
-        return self._packed.unpack_rows if isinstance(self._packed, PlainLinear) else None
+        return self._packed.row_reader(self._dtype)
 
     @property
     def input_form(self) -> InputForm:

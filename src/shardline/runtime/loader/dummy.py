@@ -58,6 +58,10 @@ class DummyWeights:
     def get_packed(self, name: str, spans: Spans) -> None:
         """See `weights.WeightSource.get_packed`."""
 
+    def is_packed(self, name: str) -> bool:
+        """See `weights.WeightSource.is_packed`."""
+        return False
+
     def _draw(self, name: str, shape: Shape, rows: Span) -> Iterator[NDArray[np.uint16]]:
         """Uniform 16-bit numbers for `rows` of a parameter of `shape`; each array has some whole rows, flattened."""
         row_size = math.prod(shape[1:])

@@ -60,6 +60,13 @@ class GGUFWeights:
         place = self._find(name)
         return None if place.tensor.type.name in PLAIN_TYPES else self._packed(place, spans)
 
+    def is_packed(self, name: str) -> bool:
+        """See `weights.WeightSource.is_packed`."""
+        layer, part, _ = parse_name(name)
+        if part == "attention.kv_up" and layer is not None and self._checkpoint.has_split_latents(layer):
+            return self._checkpoint.tensors[f"blk.{layer}.attn_v_b.weight"].type.name not in PLAIN_TYPES
+        return self._find(name).tensor.type.name not in PLAIN_TYPES
+
     def _find(self, name: str) -> FoundPlace:
         return self._checkpoint.find(name, self._shapes[name], self._spec)
 

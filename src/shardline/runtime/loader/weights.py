@@ -51,7 +51,10 @@ class WeightSource(Protocol):
         """
 
     def get_packed(self, name: str, spans: Spans) -> GroupedWeight | None:
-        """The same part in the checkpoint's packed form; None if the checkpoint has not packed it."""
+        """The same part in the checkpoint's packed form; None if it is not packed, or in no groups of columns."""
+
+    def is_packed(self, name: str) -> bool:
+        """Whether the checkpoint stores parameter `name` quantized."""
 
 
 class CheckpointWeights:
@@ -102,6 +105,10 @@ class CheckpointWeights:
         rows, columns = _bounds(module, source, spans)
         weight = read_stored(module, self._reader(module, source), rows, columns, self._label)
         return weight.select_rows(slice(None, None, source.row_step)) if source.row_step > 1 else weight
+
+    def is_packed(self, name: str) -> bool:
+        """See `WeightSource.is_packed`."""
+        return self._find_module(self._tensor_source(name, self._spec)) is not None
 
     def _find_module(self, source: TensorSource) -> StoredModule | None:
         keys = (key.removesuffix("weight") if key.endswith(".weight") else key for key in (source.key, *source.aliases))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
-from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
+from shardline.weights.base import GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
 from shardline.weights.formats import int8
 from shardline.weights.rows import as_tensor, check_features
 
@@ -128,6 +128,7 @@ class Format(WeightFormat):
 
     def pack_expert(self, kernels: Kernels, experts: PackedExperts, index: int, *parts: Tensor) -> None:
         assert experts.scales is not None
+        assert not isinstance(experts.scales, GroupScales)
         _pack_parts(_own(kernels), experts.panels[index], experts.scales[index], parts)
 
     def multiply_reference(

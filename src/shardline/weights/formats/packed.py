@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeGuard, cast
 
-from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
+from shardline.weights.base import GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
 from shardline.weights.formats import plain
 from shardline.weights.grouped import GroupedWeight
 
@@ -19,14 +19,20 @@ if TYPE_CHECKING:
 class GroupedKernels(Protocol):
     """What a back end offers for this format."""
 
-    def keeps_grouped(self, weight: GroupedWeight, role: Role, /) -> bool:
-        """Whether the back end multiplies such a weight without dequantizing it first."""
+    def keeps_grouped(self, parts: Sequence[GroupedWeight], role: Role, /) -> bool:
+        """Whether the back end multiplies such parts of a weight without dequantizing them first."""
 
     def grouped_linear(self, parts: Sequence[GroupedWeight], /) -> PackedLinear:
         """Pack the rows of all parts, stacked in order."""
 
     def grouped_gated(self, gate: GroupedWeight, up: GroupedWeight, /) -> PackedGatedLinear:
         """Pack the two weights of a gated feed-forward block."""
+
+    def grouped_experts(self, num_experts: int, parts: Sequence[GroupedWeight], /) -> PackedExperts:
+        """Memory for the same linear of several experts; `parts` are those of one expert."""
+
+    def pack_grouped_expert(self, experts: PackedExperts, index: int, parts: Sequence[GroupedWeight], /) -> None:
+        """Pack the weight of expert `index` into its place."""
 
 
 class Format(WeightFormat):
@@ -40,13 +46,13 @@ class Format(WeightFormat):
         return f"packed_{self.group_size or 'rows'}"
 
     def is_dense(self, role: Role) -> bool:
-        return role != "layer"
+        return role == "lm_head" or (role == "expert" and not self.packs_experts)
 
-    def keeps(self, kernels: Kernels, weight: GroupedWeight, role: Role) -> bool:
-        return _own(kernels).keeps_grouped(weight, role)
+    def keeps(self, kernels: Kernels, parts: Sequence[GroupedWeight], role: Role) -> bool:
+        return _own(kernels).keeps_grouped(parts, role)
 
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, role: Role = "layer") -> int:
-        if role != "layer":
+        if self.is_dense(role):
             return plain.Format().num_bytes(rows, columns, dtype_bytes, role)
         groups = -(-columns // self.group_size) if self.group_size else 1
         return int(rows * (columns * self.bits / 8 + self.group_bytes * groups))
@@ -68,11 +74,18 @@ class Format(WeightFormat):
             return _own(kernels).grouped_linear([weight])
         return plain.Format().pack_lm_head(kernels, weight)
 
-    def allocate_experts(self, kernels: Kernels, num_experts: int, *parts: Tensor) -> PackedExperts:
-        return plain.Format().allocate_experts(kernels, num_experts, *parts)
+    def allocate_experts(self, kernels: Kernels, num_experts: int, *parts: Tensor | GroupedWeight) -> PackedExperts:
+        if _are_grouped(parts):
+            return _own(kernels).grouped_experts(num_experts, parts)
+        return plain.Format().allocate_experts(kernels, num_experts, *_dense(parts))
 
-    def pack_expert(self, kernels: Kernels, experts: PackedExperts, index: int, *parts: Tensor) -> None:
-        plain.Format().pack_expert(kernels, experts, index, *parts)
+    def pack_expert(self, kernels: Kernels, experts: PackedExperts, index: int, *parts: Tensor | GroupedWeight) -> None:
+        if isinstance(experts.scales, GroupScales) and _are_grouped(parts):
+            _own(kernels).pack_grouped_expert(experts, index, parts)
+        elif isinstance(experts.scales, GroupScales) or _are_grouped(parts):
+            raise ValueError("the checkpoint packs only some experts of a layer; use --quantization none")
+        else:
+            plain.Format().pack_expert(kernels, experts, index, *_dense(parts))
 
     def multiply_reference(
         self,

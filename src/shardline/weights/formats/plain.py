@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,8 +47,11 @@ class PlainLinear(PackedLinear):
     def argmax(self, x: LinearInput, bias: Tensor | None = None, allowed: Tensor | None = None) -> Tensor:
         return self.kernels.linear_argmax(as_tensor(x), self.panels, bias, self.out_features, allowed)
 
+    def row_reader(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+        return self.unpack_rows if dtype == self.dtype else None
+
     def unpack_rows(self, indices: Tensor) -> Tensor:
-        """Unpacked rows of the weight, [len(indices), in_features], so that a tied embedding need not be held twice."""
+        """Unpacked rows of the weight, [len(indices), in_features]."""
         return self.kernels.unpack_rows(self.panels, indices, self.in_features)
 
 

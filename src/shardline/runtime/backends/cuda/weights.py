@@ -24,7 +24,7 @@ from shardline.runtime.backends.cuda.w4a16 import (
     pack_w4a16,
 )
 from shardline.runtime.backends.host.panels import PanelKernels
-from shardline.weights.base import Role
+from shardline.weights.base import PackedExperts, Role
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
 from shardline.weights.formats.int8 import int8_weight_reference
 from shardline.weights.grouped import GroupedWeight
@@ -152,14 +152,22 @@ class RowKernels:
         linear_fp8(rows, row_scales, values, scales, bias, out, gate)
 
     @staticmethod
-    def keeps_grouped(weight: GroupedWeight, role: Role) -> bool:
-        return role == "layer" and keeps_w4a16(weight)
+    def keeps_grouped(parts: Sequence[GroupedWeight], role: Role) -> bool:
+        return role == "layer" and all(map(keeps_w4a16, parts))
 
     def grouped_linear(self, parts: Sequence[GroupedWeight]) -> W4A16Linear:
         return W4A16Linear(cast("W4A16Kernels", self), pack_w4a16(parts), sum(len(part) for part in parts))
 
     def grouped_gated(self, gate: GroupedWeight, up: GroupedWeight) -> W4A16GatedLinear:
         return W4A16GatedLinear(self.grouped_linear((gate, up)))
+
+    @staticmethod
+    def grouped_experts(num_experts: int, parts: Sequence[GroupedWeight]) -> PackedExperts:
+        raise AssertionError("GPUs keep no experts packed")
+
+    @staticmethod
+    def pack_grouped_expert(experts: PackedExperts, index: int, parts: Sequence[GroupedWeight]) -> None:
+        raise AssertionError("GPUs keep no experts packed")
 
     @staticmethod
     def pack_heads(weights: Tensor) -> Tensor:

@@ -6,27 +6,35 @@ csrc/cpu/gemm/gemm_grouped.cpp. On a path with a bf16 dot instruction, values ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.backends.host.grouped_forms import (
+    OCTET,
+    can_multiply,
+    have_one_form,
+    integer_table,
+    packed_groups,
+    runs_of_one_form,
+    same_table,
+    suits_experts,
+)
 from shardline.runtime.backends.host.memory import streamed_empty
 from shardline.runtime.backends.host.panels import PANEL_COLUMNS, PanelKernels, choose_best
-from shardline.weights.base import PackedGatedLinear, PackedLinear, Role
+from shardline.weights.base import GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, Role
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
 from shardline.weights.grouped import GroupedWeight
 from shardline.weights.rows import LinearInput, as_tensor, check_features
 
-OCTET = 8
-"""Neighbours along K that are packed together; a group of columns is a multiple of it."""
+_FP8_ROWS = 256
+"""Rows that are quantized at a time, since it takes several times their memory."""
 E4M3_TABLE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 """The value of each byte in float8_e4m3fn."""
-_LARGEST_ZERO = 16
-_MIDDLE = 128
-"""The zero point of 8-bit codes that the table includes. Others are folded into the mins."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +48,9 @@ class GroupedPanels:
     mins: Tensor | None
     """[num_panels, G, 64] float32"""
     zeros: Tensor | None
-    """[num_panels, G, 64] uint8, for 4-bit codes"""
+    """[num_panels, G, 64] uint8, if groups have zero points of their own"""
     table: Tensor | None
-    """[16 or 256] float32, if there are no zero points"""
+    """[16 or 256] float32, if there are no such zero points"""
     group_size: int
     order: Tensor | None
     """[in_features] int32: the column of x that belongs to each packed column; None: the same"""
@@ -60,6 +68,20 @@ class GroupedPanels:
         """x [M, in_features] times the transpose, plus bias, to out [M, out_features]; its rows may be strided."""
         rows, sums = self._arrange(x)
         _cpu.linear_grouped(rows, sums, *self._weight(), bias, out, gate)
+
+    def dequantize_rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight, [len(indices), in_features], with the bits of `GroupedWeight.dequantize`."""
+        codes = torch.empty(len(indices), self.in_features, dtype=torch.uint8)
+        _cpu.packed_codes(self.panels, indices.contiguous(), codes)
+        group_of = torch.arange(self.in_features) // self.group_size
+        if self.order is not None:
+            place = self.order.argsort()
+            codes, group_of = codes[:, place], group_of[place]
+        panels, columns = indices // PANEL_COLUMNS, indices % PANEL_COLUMNS
+        rows = (None if part is None else part[panels, :, columns] for part in (self.scales, self.zeros, self.mins))
+        scales, zeros, mins = rows
+        assert scales is not None
+        return GroupedWeight(codes, scales, group_of, zeros, mins, self.table).dequantize(dtype)
 
     def find_best(self, x: Tensor, bias: Tensor | None, allowed: Tensor | None) -> Tensor:
         """See `PackedLinear.argmax`."""
@@ -109,6 +131,9 @@ class GroupedLinear(PackedLinear):
             first = columns.stop
         return out
 
+    def row_reader(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+        return partial(self.weights[0].dequantize_rows, dtype=dtype) if len(self.weights) == 1 else None
+
     def argmax(self, x: LinearInput, bias: Tensor | None = None, allowed: Tensor | None = None) -> Tensor:
         (weight,) = self.weights
         return weight.find_best(as_tensor(x), bias, allowed)
@@ -152,20 +177,54 @@ class GroupedPanelKernels(PanelKernels):
     """The CPU's part of `packed.GroupedKernels`."""
 
     @staticmethod
-    def keeps_grouped(weight: GroupedWeight, role: Role) -> bool:
-        """All but groups of columns of unlike or odd sizes, and values of 8-bit codes that bf16 does not hold."""
-        exact = weight.bits == 4 or weight.table is None or _is_exact(weight.table)
-        return exact and _regular_groups(weight.group_of) is not None
+    def keeps_grouped(parts: Sequence[GroupedWeight], role: Role) -> bool:
+        """All but groups of columns of unlike or odd sizes, and values of 8-bit codes that bf16 does not hold. Experts
+        have one form besides, and their columns are in order."""
+        if not all(can_multiply(part) for part in parts):
+            return False
+        return role != "expert" or all(suits_experts(part) and have_one_form(parts[0], part) for part in parts)
 
     @staticmethod
     def grouped_linear(parts: Sequence[GroupedWeight]) -> GroupedLinear:
-        return GroupedLinear(tuple(pack_grouped(run) for run in _runs_of_one_form(parts)))
+        return GroupedLinear(tuple(pack_grouped(run) for run in runs_of_one_form(parts)))
 
     @staticmethod
     def grouped_gated(gate: GroupedWeight, up: GroupedWeight) -> PackedGatedLinear:
-        if _have_one_form(gate, up):
+        if have_one_form(gate, up):
             return GroupedGatedLinear(pack_grouped((gate, up), gated=True))
         return SeparateGatedLinear(GroupedPanelKernels.grouped_linear((gate, up)))
+
+    @staticmethod
+    def grouped_experts(num_experts: int, parts: Sequence[GroupedWeight]) -> PackedExperts:
+        first, num_rows = parts[0], sum(len(part) for part in parts)
+        groups, table = packed_groups(first), _expert_table(first)
+        shape = num_experts, -(-num_rows // PANEL_COLUMNS)
+
+        def empty(dtype: torch.dtype) -> Tensor:
+            return streamed_empty((*shape, len(groups.ids), PANEL_COLUMNS), dtype)
+
+        scales = GroupScales(
+            empty(_scale_dtype(parts)),
+            None if first.mins is None else empty(torch.float32),
+            empty(torch.uint8) if table is None else None,
+            table,
+            groups.size,
+        )
+        in_features = first.values.shape[1]
+        panels = streamed_empty((*shape, *_octets(in_features, first.bits)), torch.uint8)
+        return PackedExperts(panels, scales, in_features, num_rows)
+
+    @staticmethod
+    def pack_grouped_expert(experts: PackedExperts, index: int, parts: Sequence[GroupedWeight]) -> None:
+        held = experts.scales
+        assert isinstance(held, GroupScales)
+        if held.table is not None and not all(same_table(_expert_table(part), held.table) for part in parts):
+            raise ValueError("the experts of a layer have unlike zero points; use --quantization none")
+        groups = packed_groups(parts[0])
+        _pack_parts(parts, experts.panels[index], groups.order, gated=False)
+        for to, name in zip((held.scales, held.mins, held.zeros), _GROUP_PARTS, strict=True):
+            if to is not None:
+                to[index] = _in_panels(_rows(parts, name, groups.ids), gated=False)
 
 
 class Fp8PanelKernels(GroupedPanelKernels):
@@ -186,8 +245,12 @@ class Fp8PanelKernels(GroupedPanelKernels):
 
     @staticmethod
     def pack_fp8(weight: Tensor, values: Tensor, scales: Tensor, first: int = 0, half: int | None = None) -> None:
-        codes, row_scales = quantize_rows_fp8_reference(weight, torch.float8_e4m3fn)
-        _cpu.pack_codes(codes.view(torch.uint8), values, first, half)
+        codes, row_scales = torch.empty(weight.shape, dtype=torch.uint8), torch.empty(len(weight))
+        for start in range(0, len(weight), _FP8_ROWS):
+            rows = slice(start, start + _FP8_ROWS)
+            row_values, row_scales[rows] = quantize_rows_fp8_reference(weight[rows], torch.float8_e4m3fn)
+            codes[rows] = row_values.view(torch.uint8)
+        _cpu.pack_codes(codes, values, first, half)
         if half is None:
             scales.view(-1)[first : first + len(row_scales)] = row_scales
             return
@@ -204,41 +267,62 @@ class Fp8PanelKernels(GroupedPanelKernels):
 
 
 def pack_grouped(parts: Sequence[GroupedWeight], *, gated: bool = False) -> GroupedPanels:
-    """Pack weights of one form: stacked, or the gate and up. A row's bytes depend on this row, and on whether all zero
-    points of these weights are equal."""
+    """Pack weights of one form: stacked, or the gate and up. If all groups share a zero point, it becomes a part of the
+    table."""
     first = parts[0]
-    groups = _regular_groups(first.group_of)
-    assert groups is not None, "layers dequantize weights with other groups"
-    order, group_size, ids = groups
+    order, group_size, ids = packed_groups(first)
     in_features = first.values.shape[1]
     num_rows = len(first) if gated else sum(len(part) for part in parts)
     num_panels = -(-num_rows // (PANEL_COLUMNS // 2 if gated else PANEL_COLUMNS))
-    panels = streamed_empty(
-        (num_panels, -(-in_features // OCTET), OCTET * PANEL_COLUMNS * first.bits // 8), torch.uint8
-    )
-    start = 0
-    for half, part in enumerate(parts):
-        codes = part.values if order is None else part.values[:, order]
-        _cpu.pack_codes(codes, panels, 0 if gated else start, half if gated else None)
-        start += len(part)
-    dtype = first.scales.dtype if len({part.scales.dtype for part in parts}) == 1 else torch.float32
-    scales = [part.scales[:, ids].to(dtype) for part in parts]
-    mins = [part.mins[:, ids] for part in parts if part.mins is not None]
-    zeros = [part.zeros[:, ids] for part in parts if part.zeros is not None]
-    table = first.table
-    if table is None:
-        table, zeros, mins = _integer_table(first.bits, scales, zeros, mins)
+    panels = streamed_empty((num_panels, *_octets(in_features, first.bits)), torch.uint8)
+    _pack_parts(parts, panels, order, gated)
+    scales, mins, zeros = (_rows(parts, name, ids) for name in _GROUP_PARTS)
+    table = integer_table(first.bits, zeros) if first.table is None else first.table
     return GroupedPanels(
         panels=panels,
-        scales=_in_panels(scales, gated),
-        mins=_in_panels(mins, gated) if mins else None,
-        zeros=_in_panels(zeros, gated) if zeros else None,
+        scales=_streamed(_in_panels(scales, gated)),
+        mins=_streamed(_in_panels(mins, gated)) if mins else None,
+        zeros=_streamed(_in_panels(zeros, gated)) if table is None else None,
         table=table,
         group_size=group_size,
         order=None if order is None else order.to(torch.int32),
         in_features=in_features,
         out_features=num_rows,
     )
+
+
+def _expert_table(weight: GroupedWeight) -> Tensor | None:
+    """The table of the codes of an expert; None: it has several zero points."""
+    if weight.table is not None:
+        return weight.table
+    return integer_table(weight.bits, [] if weight.zeros is None else [weight.zeros])
+
+
+def _octets(in_features: int, bits: int) -> tuple[int, int]:
+    """Number of octets of a panel, and bytes of one."""
+    return -(-in_features // OCTET), OCTET * PANEL_COLUMNS * bits // 8
+
+
+def _pack_parts(parts: Sequence[GroupedWeight], panels: Tensor, order: Tensor | None, gated: bool) -> None:
+    start = 0
+    for half, part in enumerate(parts):
+        codes = part.values if order is None else part.values[:, order]
+        _cpu.pack_codes(codes, panels, 0 if gated else start, half if gated else None)
+        start += len(part)
+
+
+_GROUP_PARTS = ("scales", "mins", "zeros")
+
+
+def _rows(parts: Sequence[GroupedWeight], name: str, ids: Tensor) -> list[Tensor]:
+    """The scales, mins or zeros of each part for groups `ids`; empty if there are none."""
+    rows = [getattr(part, name)[:, ids] for part in parts if getattr(part, name) is not None]
+    return [part.to(_scale_dtype(parts)) for part in rows] if name == "scales" else rows
+
+
+def _scale_dtype(parts: Sequence[GroupedWeight]) -> torch.dtype:
+    kinds = {part.scales.dtype for part in parts}
+    return kinds.pop() if len(kinds) == 1 else torch.float32
 
 
 def unpack_codes(panels: Tensor, out_features: int, in_features: int) -> Tensor:
@@ -254,78 +338,14 @@ def unpack_codes(panels: Tensor, out_features: int, in_features: int) -> Tensor:
     return codes.reshape(num_panels * PANEL_COLUMNS, octets * OCTET)[:out_features, :in_features]
 
 
-def _integer_table(
-    bits: int, scales: Sequence[Tensor], zeros: list[Tensor], mins: list[Tensor]
-) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
-    """The table, zero points and mins of integer codes. Zero points remain only where 4-bit codes have several."""
-    codes = torch.arange(1 << bits, dtype=torch.float32)
-    if not zeros:
-        return codes, [], mins
-    if bits == 4:
-        used = torch.bincount(torch.cat([part.flatten() for part in zeros])).nonzero()[:, 0].tolist()
-        if used and used[-1] > _LARGEST_ZERO:
-            raise ValueError(f"a zero point of 4-bit codes is {used[-1]}, above {_LARGEST_ZERO}")
-        if len(used) <= 1:
-            return codes - float(sum(used)), [], mins
-        return None, zeros, mins
-    shifts = [part.float() - _MIDDLE for part in zeros]
-    if not any(bool(shift.any()) for shift in shifts):
-        return codes - _MIDDLE, [], mins
-    # q - z = (q - 128) - (z - 128), and all of the second term is the group's.
-    added = [scale.float() * shift for scale, shift in zip(scales, shifts, strict=True)]
-    totals = [one + other for one, other in zip(added, mins, strict=True)] if mins else added
-    return codes - _MIDDLE, [], totals
-
-
 def _in_panels(parts: Sequence[Tensor], gated: bool) -> Tensor:
     """Rows [N, G] of stacked parts, or of the gate and up, as [num_panels, G, 64], padded with zeros."""
     width = PANEL_COLUMNS // 2 if gated else PANEL_COLUMNS
     stacks = parts if gated else [torch.cat(list(parts))]
     padded = [torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % width)) for rows in stacks]
-    panels = torch.cat([rows.view(-1, width, rows.shape[1]) for rows in padded], dim=1).transpose(1, 2)
-    return streamed_empty(panels.shape, panels.dtype).copy_(panels)
+    panels = torch.cat([rows.view(-1, width, rows.shape[1]) for rows in padded], dim=1)
+    return panels.transpose(1, 2)
 
 
-def _regular_groups(group_of: Tensor) -> tuple[Tensor | None, int, Tensor] | None:
-    """The order in which columns are packed (None: theirs), the size of a group, and the groups in that order; None if
-    the groups differ in size (the last may be smaller) or are no multiple of an octet."""
-    is_sorted = bool((group_of[1:] >= group_of[:-1]).all())
-    order = None if is_sorted else group_of.argsort(stable=True)
-    counts = torch.bincount(group_of)
-    ids = counts.nonzero()[:, 0]
-    counts = counts[ids]
-    if len(ids) == 1:
-        return order, -(-len(group_of) // OCTET) * OCTET, ids
-    size = int(counts[0])
-    if size % OCTET or bool((counts[:-1] != size).any()) or int(counts[-1]) > size:
-        return None
-    return order, size, ids
-
-
-def _have_one_form(one: GroupedWeight, other: GroupedWeight) -> bool:
-    """Whether one product can multiply both weights."""
-    same_table = one.table is other.table or (
-        one.table is not None and other.table is not None and torch.equal(one.table, other.table)
-    )
-    return (
-        one.bits == other.bits
-        and same_table
-        and (one.zeros is None) == (other.zeros is None)
-        and (one.mins is None) == (other.mins is None)
-        and torch.equal(one.group_of, other.group_of)
-    )
-
-
-def _runs_of_one_form(parts: Sequence[GroupedWeight]) -> Iterator[list[GroupedWeight]]:
-    run: list[GroupedWeight] = []
-    for part in parts:
-        if run and not _have_one_form(run[0], part):
-            yield run
-            run = []
-        run.append(part)
-    yield run
-
-
-def _is_exact(table: Tensor) -> bool:
-    """Whether bf16 holds every value of a table."""
-    return torch.equal(table.bfloat16().float().nan_to_num(), table.nan_to_num())
+def _streamed(part: Tensor) -> Tensor:
+    return streamed_empty(part.shape, part.dtype).copy_(part)

@@ -22,7 +22,7 @@ def expert_slots(
     ids: Tensor,
     first_expert: int,
     panels: Tensor,
-    scales: Tensor | None,
+    scales: Tensor | tuple[object, ...] | None,
     out: Tensor,
     bias: Tensor | None = None,
 ) -> None:

@@ -37,7 +37,7 @@ def expert_up(
     first_expert: int,
     compact: bool,
     panels: Tensor,
-    scales: Tensor | None,
+    scales: Tensor | tuple[object, ...] | None,
     name: str,
     gated: bool,
     out: Tensor,
@@ -62,7 +62,7 @@ def expert_down(
     weights: Tensor,
     first_expert: int,
     panels: Tensor,
-    scales: Tensor | None,
+    scales: Tensor | tuple[object, ...] | None,
     shared: Tensor | None,
     shared_scale: Tensor | None,
     out: Tensor,
@@ -147,7 +147,7 @@ def grouped_linear(
     ids: Tensor,
     first_expert: int,
     panels: Tensor,
-    scales: Tensor | None,
+    scales: Tensor | tuple[object, ...] | None,
     slots_per_row: int,
     out: Tensor,
     *,
@@ -155,6 +155,7 @@ def grouped_linear(
 ) -> None:
     """out [T * k, N]: row s is row s // slots_per_row of x times the weight of the slot's expert. If `gate` names an
     activation, experts have 2 * N rows, see `gemm.gated_product`."""
+    assert not isinstance(scales, tuple), "GPUs keep no experts packed"
     num_slots, num_columns = out.shape
     if num_slots == 0:
         return

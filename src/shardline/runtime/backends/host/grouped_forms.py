@@ -1,0 +1,107 @@
+"""Which packed weights the CPU's products multiply, and in which form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardline.weights.grouped import GroupedWeight
+
+OCTET = 8
+"""Neighbours along K that are packed together; a group of columns is a multiple of it."""
+_LARGEST_ZERO = 16
+
+
+class Groups(NamedTuple):
+    """The groups of a weight's columns, as they are packed."""
+
+    order: Tensor | None
+    """[K]: the column in each packed place; None: columns are in order."""
+    size: int
+    """Columns of a group, a multiple of an octet; the last group may be smaller."""
+    ids: Tensor
+    """[G]: the group in each packed place."""
+
+
+def regular_groups(group_of: Tensor) -> Groups | None:
+    """The groups of columns [K]; None if they differ in size, or are no multiple of an octet."""
+    is_sorted = bool((group_of[1:] >= group_of[:-1]).all())
+    order = None if is_sorted else group_of.argsort(stable=True)
+    counts = torch.bincount(group_of)
+    ids = counts.nonzero()[:, 0]
+    counts = counts[ids]
+    if len(ids) == 1:
+        return Groups(order, -(-len(group_of) // OCTET) * OCTET, ids)
+    size = int(counts[0])
+    if size % OCTET or bool((counts[:-1] != size).any()) or int(counts[-1]) > size:
+        return None
+    return Groups(order, size, ids)
+
+
+def packed_groups(weight: GroupedWeight) -> Groups:
+    """The groups of a weight that `can_multiply`."""
+    groups = regular_groups(weight.group_of)
+    assert groups is not None, "layers dequantize weights with other groups"
+    return groups
+
+
+def have_one_form(one: GroupedWeight, other: GroupedWeight) -> bool:
+    """Whether one product can multiply both weights."""
+    return (
+        one.bits == other.bits
+        and same_table(one.table, other.table)
+        and (one.zeros is None) == (other.zeros is None)
+        and (one.mins is None) == (other.mins is None)
+        and torch.equal(one.group_of, other.group_of)
+    )
+
+
+def same_table(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tables, if any, have the same values."""
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def runs_of_one_form(parts: Sequence[GroupedWeight]) -> Iterator[list[GroupedWeight]]:
+    """Neighbours of one form."""
+    run: list[GroupedWeight] = []
+    for part in parts:
+        if run and not have_one_form(run[0], part):
+            yield run
+            run = []
+        run.append(part)
+    yield run
+
+
+def _is_exact(table: Tensor) -> bool:
+    """Whether bf16 holds every value of a table."""
+    return torch.equal(table.bfloat16().float().nan_to_num(), table.nan_to_num())
+
+
+def can_multiply(weight: GroupedWeight) -> bool:
+    """Whether groups are regular, and bf16 holds the values of 8-bit codes."""
+    is_exact = weight.bits == 4 or weight.table is None or _is_exact(weight.table)
+    return is_exact and regular_groups(weight.group_of) is not None
+
+
+def suits_experts(weight: GroupedWeight) -> bool:
+    """Whether the weight can be one of a stack of experts: its columns are in order."""
+    return packed_groups(weight).order is None
+
+
+def integer_table(bits: int, zeros: Sequence[Tensor]) -> Tensor | None:
+    """The table of integer codes, if all groups share a zero point; None: they do not. Both ways are exact.
+
+    Raises:
+        ValueError: a zero point is too large for 4-bit codes.
+    """
+    used = torch.bincount(torch.cat([part.flatten() for part in zeros])).nonzero()[:, 0].tolist() if zeros else [0]
+    if bits == 4 and used and used[-1] > _LARGEST_ZERO:
+        raise ValueError(f"a zero point of 4-bit codes is {used[-1]}, above {_LARGEST_ZERO}")
+    if len(used) > 1:
+        return None
+    return torch.arange(1 << bits, dtype=torch.float32) - float(sum(used))
