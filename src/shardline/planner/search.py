@@ -17,7 +17,7 @@ from shardline.planner.candidates import Fixed, layouts
 from shardline.planner.cluster import Cluster
 from shardline.planner.cost import per_million
 from shardline.planner.layout import Demand, Layout
-from shardline.planner.memory import Fit, bits_label, fit, kv_dtype, stored_weights
+from shardline.planner.memory import Fit, bits_label, fit, held_weights, kv_dtype
 from shardline.planner.timing import (
     Interval,
     Latency,
@@ -122,7 +122,7 @@ def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
 @functools.lru_cache(maxsize=512)
 def _plain_work(model: PlannedModel, layout: Layout, stages: tuple[Span, ...]) -> tuple[StepWork, Span]:
     """(work, stage) of the rank that has the most, with a KV cache in 16 bits."""
-    stored = stored_weights(model, layout.weights)
+    stored = held_weights(model, layout)
     grid = vllm.grid_of(layout)
     places = [grid.place(rank) for rank in range(0, grid.replica_size, layout.tensor)]
     place = max(places, key=lambda one: stages[one.pp_rank].size)
