@@ -72,6 +72,8 @@ class StepWork:
 
     Of routed experts, it is the rank's mean share.
     """
+    expert_flops: Mapping[str, float]
+    """The part of `token_flops` in routed experts."""
     head_flops: float
     """Operations of one sampled token in the lm_head."""
     plain: str
@@ -105,10 +107,20 @@ class StepWork:
         per_seq = sum(one.bytes_per_token * _seen(context, one.window) for one in self.attention)
         return num_seqs * (per_seq + 2 * self.state_bytes)
 
-    def product_seconds(self, num_tokens: float, num_sampled: float, rate: Callable[[str], float]) -> float:
-        """Time to compute the linears of a step, if `rate(format)` is the rate in operations per second."""
-        head = num_sampled * self.head_flops / rate(self.plain)
-        return head + num_tokens * sum(flops / rate(label) for label, flops in self.token_flops.items())
+    def product_seconds(
+        self, num_tokens: float, num_sampled: float, rate: Callable[[str], float], computes: Callable[[str], bool]
+    ) -> tuple[float, float]:
+        """(time to compute the linears of a step, time for those of experts whose weights are expanded).
+
+        `rate(format)` is the rate in operations per second, and `computes(format)` says whether the GPU has the format.
+        If it has not, each product expands the weights. That is free in dense products, but not in grouped ones.
+        """
+        direct, expanded = num_sampled * self.head_flops / rate(self.plain), 0.0
+        for label, flops in self.token_flops.items():
+            grouped = 0.0 if computes(label) else self.expert_flops.get(label, 0.0)
+            direct += num_tokens * (flops - grouped) / rate(label)
+            expanded += num_tokens * grouped / rate(label)
+        return direct, expanded
 
     def decode_attention_flops(self, num_seqs: float, context: float) -> float:
         """Operations of attention in which `num_seqs` sequences of `context` tokens decode one token each."""
@@ -163,15 +175,19 @@ def step_work(
     chosen = 0.0 if routing is None else routing.experts_per_token / routing.num_experts
     replicas = ranks // tensor if ranks > 1 else 1
     token_flops: dict[str, float] = {}
+    expert_flops: dict[str, float] = {}
     for one in (*always, *experts):
         packing = stored.packing(one.name)
         label = plain if packing is None else packing.label
         flops = 2 * total([one], False) * (chosen * replicas if one.num_experts else 1.0)
         token_flops[label] = token_flops.get(label, 0.0) + flops
+        if one.num_experts:
+            expert_flops[label] = expert_flops.get(label, 0.0) + flops
     return StepWork(
         dense_bytes=total(always, True) + total(head, True),
         expert_bytes=total(experts, True),
         token_flops=token_flops,
+        expert_flops=expert_flops,
         head_flops=2 * total(head, False),
         plain=plain,
         routing=routing,

@@ -32,8 +32,8 @@ Vector = NDArray[np.float64]
 _LOG_MEMORY = re.compile(r"Available KV cache memory: ([0-9.]+) GiB")
 _LOG_TOKENS = re.compile(r"KV cache size: ([0-9,]+) tokens")
 _WIDTHS = {
-    "memory": 0.15, "cache": 0.3, "compute": 0.3, "link": 0.3, "message": 0.4, "launch": 0.4,
-    "step": 0.6, "request": 0.6,
+    "memory": 0.3, "cache": 0.5, "compute": 0.5, "link": 1.0, "message": 0.3, "launch": 0.3,
+    "step": 1.0, "request": 0.3,
 }  # fmt: skip
 """How far each constant may plausibly be from the shipped one on a machine: widths of its logarithm."""
 _ROUNDS = 12

@@ -20,6 +20,7 @@ from shardline.planner.cluster import Cluster, parse_cluster
 from shardline.planner.hardware import Gpu
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import bits_label, fit, stored_weights
+from shardline.planner.offline import bench_limits, num_prompts
 from shardline.planner.timing import Load, LoopSteps, loop_steps
 
 CHUNK = 8192
@@ -31,8 +32,6 @@ _MEMORY = {"vllm": (0.9, 1024, 1024), "sglang": (0.9, 2048, 256), "trtllm": (0.9
 samples."""
 _PREFILL_FIRST = ("sglang",)
 """Engines that compute all prompts that wait before they decode again, unless told otherwise."""
-_OFFLINE_PROMPTS = ((2048, 3000), (16384, 1500), (math.inf, 1000))
-"""(longest prompt or output, requests) of an offline benchmark."""
 
 
 @dataclass(frozen=True)
@@ -213,12 +212,6 @@ def kv_format(row: Row, gpu: Gpu) -> str:
     return "auto" if label == "mxfp4" and "fp4" not in gpu.tflops else "fp8"
 
 
-def offline_prompts(row: Row) -> int:
-    """Requests of an offline benchmark: those of TensorRT-LLM's table, which states them for each length."""
-    longest = max(row.input_len, row.output_len)
-    return next(count for length, count in _OFFLINE_PROMPTS if longest <= length)
-
-
 def actual_layout(layout: Layout, expert_ranks: int) -> Layout:
     """The layout that a row means. Some rows state products of sizes where others state the sizes.
 
@@ -273,26 +266,37 @@ class Works:
         cluster = self.cluster(row.gpu, row.layout.num_gpus)
         layout = replace(row.layout, kv=kv_format(row, cluster.slowest))
         work = self._work(row.model, layout)
+        running, chunk = (row.running or 1.0), CHUNK
         if row.running is None:
-            most = self._most_running(row, layout, cluster)
-            # The last of several rounds has fewer requests. A request's time grows evenly with the number running, so
-            # equal rounds take as long together.
-            prompts = offline_prompts(row)
-            running = prompts / math.ceil(prompts / most)
-        else:
-            running = row.running
+            running, chunk = self._offline_load(row, layout, cluster)
         prefill_first = row.engine in _PREFILL_FIRST
         load = Load(
             max(1.0, running / layout.data),
             row.input_len,
             row.output_len,
-            CHUNK,
+            chunk,
             prefill_first,
             prefill_first and row.equal_lengths,
             layout.lockstep,
             row.prompts_apart,
+            saturated=row.running is None,
         )
         return loop_steps(work, cluster, load, layout.pipeline)
+
+    def _offline_load(self, row: Row, layout: Layout, cluster: Cluster) -> tuple[float, int]:
+        """(requests that run at once over all replicas, most tokens in a step) of an offline row.
+
+        Raises:
+            ValueError: not one request fits.
+        """
+        most, chunk = self._most_running(row, layout, cluster), CHUNK
+        if row.engine == "trtllm":
+            limit, chunk = bench_limits(self._model(row.model), layout, cluster, row.input_len, row.output_len)
+            most = min(most, float(limit * layout.data * layout.pipeline))
+        # The last of several rounds has fewer requests. A request's time grows evenly with the number running, so
+        # equal rounds take as long together.
+        prompts = num_prompts(row.input_len, row.output_len)
+        return prompts / math.ceil(prompts / most), chunk
 
     def _most_running(self, row: Row, layout: Layout, cluster: Cluster) -> float:
         """Requests of a row that fit at once, over all replicas, by vLLM's accounting.
@@ -303,7 +307,7 @@ class Works:
         utilization, most, sampled = _MEMORY[row.engine]
         length = math.ceil(row.input_len + row.output_len)
         demand = Demand(length, utilization=utilization, max_num_seqs=sampled)
-        model = self._models.setdefault(row.model, find_model(row.model))
+        model = self._model(row.model)
         found = fit(model, replace(layout, engine="vllm"), cluster, demand)
         if found.verdict == "no":
             raise ValueError(found.why_not)
@@ -312,9 +316,13 @@ class Works:
     def _work(self, name: str, layout: Layout) -> StepWork:
         key = (name, layout)
         if key not in self._works:
-            model = self._models.setdefault(name, find_model(name))
-            self._works[key] = planned_work(model, layout)
+            self._works[key] = planned_work(self._model(name), layout)
         return self._works[key]
+
+    def _model(self, name: str) -> PlannedModel:
+        if name not in self._models:
+            self._models[name] = find_model(name)
+        return self._models[name]
 
 
 def planned_work(model: PlannedModel, layout: Layout) -> StepWork:

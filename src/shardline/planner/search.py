@@ -202,8 +202,10 @@ def layout_speed(
     max_num_seqs, chunk = step_limits(layout, demand)
     most = min(by_memory, max_num_seqs)
 
+    is_full = demand.rate is None and demand.running is None
+
     def at(running: float) -> tuple[LoopSteps, Latency]:
-        load = Load(running, demand.input_len, demand.output_len, chunk, lockstep=layout.lockstep)
+        load = Load(running, demand.input_len, demand.output_len, chunk, lockstep=layout.lockstep, saturated=is_full)
         steps = loop_steps(work, used, load, layout.pipeline)
         return steps, loop_latency(steps, timing.constants)
 
