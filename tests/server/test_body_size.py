@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardline.server.errors import ApiError
 from shardline.server.openai import body_size, large_json
-from shardline.server.openai.body_size import check_json_size
+from shardline.server.openai.body_size import check_json_size, check_template_values
 from shardline.server.openai.large_json import parse_json
 
 
@@ -76,3 +76,11 @@ def test_many_strings_and_long_numbers_are_refused(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ApiError, match="bytes outside strings"):
             check_json_size(body)
     check_json_size(b'["\\"\\"\\"\\"\\"\\"\\"",""]')
+
+
+def test_values_for_templates_are_counted_at_every_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_size, "MAX_TEMPLATE_VALUES", 6)
+    check_template_values("tools", [{"a": [1, {"b": "text"}], "c": []}])
+    for field in ([1] * 7, [[[[[[[]]]]]]], [{"a": 1, "b": {"c": [1, 2, 3]}}]):
+        with pytest.raises(ApiError, match="'tools' has more than 6 values"):
+            check_template_values("tools", [field])
