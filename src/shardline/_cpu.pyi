@@ -167,11 +167,15 @@ def paged_attention(
     sinks: Tensor | None,
     chunked: bool,
 ) -> None: ...
-def write_latent(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor) -> None: ...
+def write_latent(
+    latent: Tensor, rope_key: Tensor, cache: Tensor, rope_cache: Tensor | None, scales: Tensor | None, slots: Tensor
+) -> None: ...
 def mla_attention(
     query_latent: Tensor,
     query_rope: Tensor,
     cache: Tensor,
+    rope_cache: Tensor | None,
+    scales: Tensor | None,
     block_tables: Tensor,
     query_starts: Tensor,
     context_lens: Tensor,

@@ -23,7 +23,9 @@ bool has_pairs(DType dtype);
 // Checks that blocks of the cache, with `dim` elements per token and head, have the order of kv_pages.h.
 void check_page_size(int64_t block_size, int64_t dim, bool pairs);
 
-// Checks and returns the scales of an int8 KV cache.
+// The type of elements in a KV cache for activations of type `dtype`. With scales, it is one of bytes.
+DType stored_type(const Tensor& cache, DType dtype, bool scaled);
+// Checks and returns the scales of a KV cache: they have the shape of its first dimensions.
 float* cache_scales(nanobind::handle object, const char* name, const Tensor& cache);
 
 // Checks rows [num_rows, depth] as in QuantizeRowsArgs.

@@ -350,10 +350,10 @@ def multiplications_per_pair(attention: Attention) -> int:
 
 def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, latents_shared: bool) -> int:
     """Bytes of keys and values of one token in one layer on one rank, scales included."""
-    if isinstance(attention, MLA) and latents_shared and DTYPE_BYTES[dtype] > 1:
-        latent = split_dim(attention.latent_dim, len(place.tp_peers))[place.tp_rank]
-        return latent.size * DTYPE_BYTES[dtype]
-    return sum(part.num_bytes for part in kv_parts(attention, _local_kv_heads(attention, place), 1, 1, dtype))
+    num_bytes = sum(part.num_bytes for part in kv_parts(attention, _local_kv_heads(attention, place), 1, 1, dtype))
+    if isinstance(attention, MLA) and latents_shared:
+        return split_dim(num_bytes, len(place.tp_peers), unit=DTYPE_BYTES[dtype])[place.tp_rank].size
+    return num_bytes
 
 
 def _local_kv_heads(attention: Attention, place: RankPlace) -> int:

@@ -64,8 +64,7 @@ class HostKernels(Fp8PanelKernels):
 
     @staticmethod
     def write_latent(latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:
-        assert isinstance(cache, Tensor), "the CPU does not support quantized latents"
-        _cpu.write_latent(latent, rope_key, cache, slots)
+        _cpu.write_latent(latent, rope_key, *_latent_parts(cache), slots)
 
     @staticmethod
     def mla_attention(
@@ -78,8 +77,8 @@ class HostKernels(Fp8PanelKernels):
         out: Tensor,
         scale: float,
     ) -> None:
-        assert isinstance(cache, Tensor), "the CPU does not support quantized latents"
-        _cpu.mla_attention(query_latent, query_rope, cache, block_tables, query_starts, context_lens, out, scale)
+        parts = _latent_parts(cache)
+        _cpu.mla_attention(query_latent, query_rope, *parts, block_tables, query_starts, context_lens, out, scale)
 
     @staticmethod
     def route_experts(*arguments: Any) -> None:
@@ -90,3 +89,8 @@ class HostKernels(Fp8PanelKernels):
     def penalize(*arguments: Any) -> None:
         assert arguments[-1] is None, "the host knows every token"
         _cpu.penalize(*arguments[:-1])
+
+
+def _latent_parts(cache: LatentCache) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The latents, and beside quantized ones the rotated parts and the scales."""
+    return (cache, None, None) if isinstance(cache, Tensor) else cache
