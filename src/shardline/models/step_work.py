@@ -162,32 +162,31 @@ def step_work(
         count = stored.num_bytes if bytes_ else elements
         return rank_total(spec, place, stages, parts, count, numerics, whole_experts, whole)
 
-    routing = None
-    traffic = [(tensor_traffic(spec, stage, tensor, 1, exchange), tensor)]
-    for layer, _ in count_layers(spec, stage):
-        if isinstance(layer.feed_forward, MoE):
-            routing = layer.feed_forward.routing
+    routings = [
+        layer.feed_forward.routing for layer, _ in count_layers(spec, stage) if isinstance(layer.feed_forward, MoE)
+    ]
+    routing = routings[-1] if routings else None
     ranks = len(place.ep_peers) if whole_experts and routing is not None else 1
-    # Other engines leave all tokens of a replica on all of its ranks, whose one all-reduce also adds up experts.
-    if ranks > 1 and (exchange == "exact" or ranks > tensor):
-        traffic.append((expert_traffic(spec, stage, ranks, ranks // tensor, exchange), ranks))
     # A token's chosen experts are spread evenly over the ranks that hold experts.
     chosen = 0.0 if routing is None else routing.experts_per_token / routing.num_experts
     replicas = ranks // tensor if ranks > 1 else 1
-    token_flops: dict[str, float] = {}
-    expert_flops: dict[str, float] = {}
-    for one in (*always, *experts):
-        packing = stored.packing(one.name)
-        label = plain if packing is None else packing.label
-        flops = 2 * total([one], False) * (chosen * replicas if one.num_experts else 1.0)
-        token_flops[label] = token_flops.get(label, 0.0) + flops
-        if one.num_experts:
-            expert_flops[label] = expert_flops.get(label, 0.0) + flops
+
+    def flops(parts: Sequence[CountedParameter]) -> dict[str, float]:
+        """Operations of one token, by the format of the weights."""
+        found: dict[str, float] = {}
+        for one in parts:
+            packing = stored.packing(one.name)
+            label = plain if packing is None else packing.label
+            share = chosen * replicas if one.num_experts else 1.0
+            found[label] = found.get(label, 0.0) + 2 * total([one], False) * share
+        return found
+
+    grouped, others = flops(experts), flops(always)
     return StepWork(
         dense_bytes=total(always, True) + total(head, True),
         expert_bytes=total(experts, True),
-        token_flops=token_flops,
-        expert_flops=expert_flops,
+        token_flops={label: others.get(label, 0.0) + grouped.get(label, 0.0) for label in {**others, **grouped}},
+        expert_flops=grouped,
         head_flops=2 * total(head, False),
         plain=plain,
         routing=routing,
@@ -197,9 +196,20 @@ def step_work(
         state_bytes=state_bytes(spec, place, stages),
         num_launches=num_launches(spec, stage) + _quantizing_launches(counted, stored),
         activation_bytes=activation_bytes(spec, stage, tensor),
-        exchanges=tuple((one, group) for one, group in traffic if one != NOTHING),
+        exchanges=_exchanges(spec, stage, tensor, ranks, exchange),
         hand_off=pipeline_traffic(spec, min(2, len(stages)), 1, tensor),
     )
+
+
+def _exchanges(
+    spec: DecoderSpec, stage: Span, tensor: int, ranks: int, exchange: Exchange
+) -> tuple[tuple[Traffic, int], ...]:
+    """(traffic for one token, ranks that take part) of tensor parallelism, and of experts over `ranks`."""
+    traffic = [(tensor_traffic(spec, stage, tensor, 1, exchange), tensor)]
+    # Other engines leave all tokens of a replica on all of its ranks, whose one all-reduce also adds up experts.
+    if ranks > 1 and (exchange == "exact" or ranks > tensor):
+        traffic.append((expert_traffic(spec, stage, ranks, ranks // tensor, exchange), ranks))
+    return tuple((one, group) for one, group in traffic if one != NOTHING)
 
 
 def num_launches(spec: DecoderSpec, stage: Span) -> int:

@@ -21,6 +21,7 @@ GIB = 1 << 30
 GB = 1e9
 _PLAIN = ("bf16", "fp16", "fp32")
 """Formats in which every device computes, if only at the rate of bf16."""
+_VENDORS = ("nvidia", "amd", "tesla")
 _NAMED = 4
 """Names in the message about an unknown GPU."""
 
@@ -117,12 +118,14 @@ def _parse(path: Path) -> dict[str, Gpu]:
 def find_gpu(name: str, gpus: Mapping[str, Gpu], link: str | None = None) -> Gpu:
     """The GPU that `name` means. A name may leave parts out, such as "H100" or "h100_sxm".
 
+    The vendor and the kind of memory, as in "NVIDIA H100 80GB HBM3", say nothing more.
+
     Of several candidates, the first is taken whose own link is `link`; without a link, the first of all.
 
     Raises:
         ValueError: there is none. The message names the nearest.
     """
-    wanted = _tokens(name)
+    wanted = [token for token in _tokens(name) if token not in _VENDORS and not token.startswith("hbm")]
     found = [gpu for gpu in gpus.values() if wanted and all(_has(gpu.name, token) for token in wanted)]
     exact = [gpu for gpu in found if _tokens(gpu.name) == wanted]
     if exact:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,14 @@ CHUNK = 8192
 """Prompt tokens in a step: the default of vLLM on large GPUs, and near those of other engines."""
 _RANDOM_SHARE = 0.9
 """Mean of lengths that are drawn from 80% to 100% of the stated ones."""
+_OTHER_NAMES = {
+    "fp16": "bf16", "float16": "bf16", "bfloat16": "bf16", "fp8_block": "fp8", "w8a8": "int8",
+    "awq": "int4", "gptq": "int4", "w4a16": "int4",
+}  # fmt: skip
+"""Labels of weights that rows use for those with the same bytes and rates."""
+_PROMPT_GROUPS = re.compile(r"\d+P\+(\d+)D")
+_FULLEST = 0.98
+"""The share of memory that rows use whose layout does not fit the engine's default: they ran."""
 _MEMORY = {"vllm": (0.9, 1024, 1024), "sglang": (0.9, 2048, 256), "trtllm": (0.95, 2048, 256)}
 """For each engine: the share of memory that it uses, the most requests at once, and those that its profiled step
 samples."""
@@ -111,11 +120,12 @@ def open_table(path: Path) -> TextIO:
 def _row(number: int, one: Mapping[str, str]) -> Row:
     if not one["tp"]:
         raise ValueError("no tensor-parallel size")
-    tensor, data, expert = (_size(one, axis) for axis in ("tp", "dp", "ep"))
+    tensor, expert = _size(one, "tp"), _size(one, "ep")
+    data, has_prompt_groups = _replicas(one)
     model = find_model(_plain_name(one["model"]))
     share = _RANDOM_SHARE if "range_ratio 0.8" in one.get("notes", "") else 1.0
     load = one.get("concurrency_or_rate", "")
-    rate = load.split(" ")[0]
+    is_one_prompt = "single-request prefill" in one.get("load_type", "")
     if not one["isl"] or not one["osl"]:
         raise ValueError("no lengths")
     stated = Layout(
@@ -132,17 +142,17 @@ def _row(number: int, one: Mapping[str, str]) -> Row:
     return Row(
         number=number,
         model=model.name,
-        gpu=one["gpu"],
+        gpu=re.split(r"[/(]", one["gpu"])[0].strip(),
         engine=stated.engine,
         tier=one.get("tier", ""),
         layout=decoding,
-        running=float(rate) if rate and "qps" not in load and "per GPU" not in load else None,
+        running=1.0 if is_one_prompt else _concurrency(load),
         is_offline="offline" in one.get("load_type", "").lower(),
         equal_lengths=share == 1.0,
-        prompts_apart=decoding != layout,
+        prompts_apart=has_prompt_groups or decoding != layout,
         input_len=share * float(one["isl"]),
         output_len=share * float(one["osl"]),
-        ttft=_milliseconds(one.get("ttft_ms")),
+        ttft=float(one["isl"]) / float(one["total_tok_s"]) if is_one_prompt else _milliseconds(one.get("ttft_ms")),
         tpot=_milliseconds(one.get("tpot_ms")),
         output_tok_s=_output_rate(one),
     )
@@ -156,15 +166,28 @@ def _size(one: Mapping[str, str], axis: str) -> int:
     return max(1, int(text))
 
 
+def _replicas(one: Mapping[str, str]) -> tuple[int, bool]:
+    """(data-parallel replicas that decode, whether the row states others for prompts, as in "8P+8D")."""
+    groups = _PROMPT_GROUPS.fullmatch(one.get("dp") or "")
+    return (int(groups.group(1)), True) if groups else (_size(one, "dp"), False)
+
+
+def _concurrency(load: str) -> float | None:
+    """Requests at once; None: the row states none, or another kind of load."""
+    number = load.split(" ")[0]
+    return float(number) if number and "qps" not in load and "per GPU" not in load else None
+
+
 def _plain_name(name: str) -> str:
     return name.split(" ")[0] if "/" in name else name
 
 
 def _engine(name: str) -> str:
-    for known in ("vllm", "sglang", "trtllm"):
-        if name.lower().startswith(known):
-            return known
-    raise ValueError(f"unknown engine {name!r}")
+    """The engine whose constants and scheduling predict a row: vLLM for engines without published rows."""
+    plain = name.lower().replace("-", "")
+    if "trtllm" in plain or "tensorrt" in plain:
+        return "trtllm"
+    return "sglang" if plain.startswith("sglang") else "vllm"
 
 
 def _output_rate(one: Mapping[str, str]) -> float | None:
@@ -184,6 +207,7 @@ def read_label(model: PlannedModel, precision: str) -> str:
     """The label of the weights for a row's precision: "fp4" means the 4-bit floats that the model is published in."""
     own = bits_label(model)
     wanted = precision.split("/")[0].strip().lower()
+    wanted = _OTHER_NAMES.get(wanted, wanted)
     if wanted in ("", "native") or wanted.startswith("weights native"):
         return own
     if wanted == own or wanted == "bf16":
@@ -306,10 +330,13 @@ class Works:
         """
         utilization, most, sampled = _MEMORY[row.engine]
         length = math.ceil(row.input_len + row.output_len)
-        demand = Demand(length, utilization=utilization, max_num_seqs=sampled)
         model = self._model(row.model)
-        found = fit(model, replace(layout, engine="vllm"), cluster, demand)
-        if found.verdict == "no":
+        for share in (utilization, _FULLEST):
+            demand = Demand(length, utilization=share, max_num_seqs=sampled)
+            found = fit(model, replace(layout, engine="vllm"), cluster, demand)
+            if found.verdict != "no":
+                break
+        else:
             raise ValueError(found.why_not)
         return min(found.concurrency, float(most * layout.data))
 

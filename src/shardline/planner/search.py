@@ -278,7 +278,7 @@ def search(
     timing: Mapping[str, Timing] | None = None,
 ) -> Search:
     """Evaluate every layout. Without an `engine`, this one is taken if it can load the model, else vLLM."""
-    chosen = engine or _engine_for(model, cluster)
+    chosen = engine or engine_for(model, cluster)
     if goal == "latency" and demand.rate is None and demand.running is None:
         # The latency of full memory would reward layouts with little memory.
         demand = dataclasses.replace(demand, running=demand.concurrency)
@@ -290,7 +290,8 @@ def search(
     return Search(model, cluster, demand, goal, tuple(options), 0 if good else None, timing or shipped_timing())
 
 
-def _engine_for(model: PlannedModel, cluster: Cluster) -> str:
+def engine_for(model: PlannedModel, cluster: Cluster) -> str:
+    """The engine to plan for: this one if it can run the model on these GPUs, else vLLM."""
     is_ours = not model.engine_refusal and all(gpu.vendor == "NVIDIA" for gpu in cluster.gpus)
     return "shardline" if is_ours else "vllm"
 

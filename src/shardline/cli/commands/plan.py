@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             "name a model, for example shardline plan meta-llama/Llama-3.1-70B-Instruct --gpus 4xH100-80GB"
         )
-    if args.gpus is None:
+    if not args.gpus:
         raise ValueError("--gpus is missing; write for example --gpus 4xH100-80GB, or --gpus any")
     return _plan(args, gpus)
 
@@ -251,23 +251,33 @@ def _simulate(args: argparse.Namespace, found: Search) -> Simulation:
 
 
 def _search(args: argparse.Namespace, gpus: Mapping[str, Gpu], model: Any, demand: Demand, fixed: Fixed) -> Any:
-    """The search on the named GPUs, on the fewest of a kind, or on the cheapest of all kinds."""
+    """The search on the named GPUs, on the fewest of a kind, or on the cheapest of all kinds.
+
+    Raises:
+        ValueError: the GPUs are unknown, or no layout can have the parallel sizes that the user fixed.
+    """
+    from shardline.planner.candidates import check_sizes
     from shardline.planner.cluster import parse_cluster
-    from shardline.planner.search import search
+    from shardline.planner.search import engine_for, search
 
     def on(text: str) -> Any:
         cluster = parse_cluster(text, gpus, args.link, args.inter_node)
         return search(model, cluster, demand, args.goal, args.engine, fixed)
 
-    if args.gpus != "any" and re.match(r"\d+x|.*\+", args.gpus, re.IGNORECASE):
-        return on(args.gpus)
-    if args.gpus != "any":
-        return _fewest(on, args.gpus)
-    results = [_fewest(on, name) for name, gpu in gpus.items() if gpu.price is not None]
+    if args.gpus == "any":
+        found = _cheapest([_fewest(on, name) for name, gpu in gpus.items() if gpu.price is not None])
+    elif re.match(r"\d+x|.*\+", args.gpus, re.IGNORECASE):
+        found = on(args.gpus)
+    else:
+        found = _fewest(on, args.gpus)
+    check_sizes(model, found.cluster, args.engine or engine_for(model, found.cluster), fixed)
+    return found
+
+
+def _cheapest(results: list[Any]) -> Any:
+    """The search whose recommendation costs least; the first of all if none recommends a layout."""
     good = [one for one in results if one.recommended is not None]
-    if not good:
-        return results[0]
-    return min(good, key=lambda one: one.options[one.recommended].cost_per_million)
+    return min(good, key=lambda one: one.options[one.recommended].cost_per_million) if good else results[0]
 
 
 def _fewest(on: Any, name: str) -> Any:
@@ -292,8 +302,8 @@ def _demand(args: argparse.Namespace, spec: DecoderSpec) -> Demand:
     config = engine_config(args)
     for name in ("input_len", "output_len", "concurrency", "rate", "running"):
         value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be above zero, got {value:g}")
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be above zero, and finite, got {value:g}")
     needed = args.input_len + args.output_len
     asked, most = config.model.max_model_len, spec.max_position_embeddings
     check_length(asked, spec)
