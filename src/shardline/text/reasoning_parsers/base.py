@@ -23,6 +23,8 @@ class ReasoningParser(ABC):
     """Whether an answer begins with reasoning even if the first mark is missing."""
     markers: ClassVar[tuple[str, ...]] = ()
     """Marks of the format besides `begin` and `end` that may be special tokens, and which the parser must see."""
+    reads_content: ClassVar[bool] = False
+    """Whether the parser must also see what follows the reasoning, since marks stand there too."""
     template_marks: ClassVar[tuple[str, ...]] = ()
     """If not empty, answers cannot be read without this parser, so that it is chosen for templates with these texts."""
 
@@ -65,7 +67,7 @@ class ReasoningParser(ABC):
 
     def add_text(self, text: str) -> tuple[str, str]:
         """The reasoning, and the text after it, that the next piece adds."""
-        if self.is_over:
+        if self.is_over and not self.reads_content:
             return "", text
         if self._reader.add_text(text):
             next(self._steps, None)

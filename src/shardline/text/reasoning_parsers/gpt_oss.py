@@ -15,18 +15,13 @@ class Parser(ReasoningParser):
     begin = f"{harmony.CHANNEL}analysis{harmony.MESSAGE}"
     end = harmony.END
     markers = harmony.MARKERS
+    reads_content = True
     template_marks = (harmony.CHANNEL, harmony.CALL)
 
     def __init__(self, prompt: str, *, has_tools: bool = True) -> None:
         self._prompt_header = harmony.header_of_prompt(prompt)
         self._has_reasoning = self._has_content = False
         super().__init__(prompt, has_tools=has_tools)
-
-    def add_text(self, text: str) -> tuple[str, str]:
-        """The reasoning, and the text after it, that the next piece adds."""
-        self._reader.add_text(text)
-        next(self._steps, None)
-        return self._take()
 
     @classmethod
     def write_rules(cls, prompt: str, mark: Callable[[str], str]) -> tuple[str, str]:
