@@ -91,7 +91,9 @@ class ForkServer:
         return max(0, int(1000 * (min(deadlines) - time.monotonic())) + 1) if deadlines else None
 
     def _handle_request(self) -> str | None:
-        data, fds, _, _ = socket.recv_fds(self._requests, MAX_REQUEST_BYTES, MAX_FDS + 1)
+        data, fds = b"", list[int]()
+        with contextlib.suppress(ConnectionError):  # the last client has ended without reading all
+            data, fds, _, _ = socket.recv_fds(self._requests, MAX_REQUEST_BYTES, MAX_FDS + 1)
         if not data:
             self._poll.unregister(self._requests)
             self._has_clients = False
