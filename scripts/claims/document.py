@@ -33,7 +33,7 @@ _REST = """
 - **Groups of GPUs as one size.** Rows of GB200 with tp 12 to 52 add up the GPUs of prompts and of decoding. They are
   read as one decoding group of the largest power of two. That is within a third where the groups are small or lightly
   loaded, and wrong where there were several decoding groups.
-- **Kernels of an engine's version.** Launches rule small steps. gpt-oss-120b is predicted too slow by a fifth if its
+- **Kernels of an engine's version.** Launches rule small steps. gpt-oss-120b is predicted too slow by a sixth if its
   rows are held out, DeepSeek-V3 and Qwen3.5 on H200 too fast by a fifth to a quarter, and GLM-5, whose rows are of a
   nightly build, by a fifth to a third.
 - **Offline throughput (tier A).** Experts on Hopper are predicted too fast if attention is in replicas: DeepSeek-R1 on

@@ -85,6 +85,29 @@ def test_rows_with_sizes_multiplied_into_each_other_are_corrected() -> None:
     assert actual_layout(Layout("trtllm", 1, 1, 64, True), 8).data == 8
 
 
+def test_rows_say_the_same_in_many_ways(tmp_path: Path) -> None:
+    """Groups of GPUs for prompts, one prompt alone, an engine without rows of its own, and other names of formats."""
+    plain = {"tier": "A", "model": _MODELS[0], "precision": "fp16", "gpu": "NVIDIA H100 80GB HBM3", "tp": 1,
+             "engine": "TensorRT-LLM", "isl": 8192, "osl": 128, "concurrency_or_rate": 32, "tpot_ms": 10}  # fmt: skip
+    groups = {**plain, "engine": "vllm P/D", "gpu": "H100/H200 (not stated)", "dp": "8P+4D"}
+    alone = {**plain, "engine": "TGI", "precision": "awq", "concurrency_or_rate": "", "osl": 1, "tpot_ms": "",
+             "load_type": "single-request prefill", "total_tok_s": 16384}  # fmt: skip
+    with (tmp_path / "rows.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, [*_COLUMNS, "load_type", "total_tok_s"])
+        writer.writeheader()
+        writer.writerows([plain, groups, alone])
+    rows, skipped = read_rows(tmp_path / "rows.csv")
+    assert not skipped
+    assert [(one.engine, one.layout.weights) for one in rows] == [
+        ("trtllm", "bf16"),
+        ("vllm", "bf16"),
+        ("vllm", "int4"),
+    ]
+    assert [(one.layout.data, one.prompts_apart) for one in rows] == [(1, False), (4, True), (1, False)]
+    assert (rows[2].running, rows[2].ttft) == (1.0, 0.5)
+    assert len(collect_samples(rows, known_gpus())[0]) == 3
+
+
 def test_a_step_is_one_product() -> None:
     """A mixed step reads the weights once: it is shorter than a prefill step and a decode step after each other."""
     constants = shipped_timing()["vllm"].constants

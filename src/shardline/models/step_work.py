@@ -36,6 +36,7 @@ from shardline.models.spec import (
 )
 from shardline.models.stored_weights import StoredWeights
 
+_FOUR_BIT_FLOATS = ("nvfp4", "mxfp4")
 _PLAIN_FORMATS = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}
 
 
@@ -194,7 +195,7 @@ def step_work(
         replicas=replicas,
         attention=attention_work(spec, stage, tensor, kv_dtype, expands=exchange == "vllm"),
         state_bytes=state_bytes(spec, place, stages),
-        num_launches=num_launches(spec, stage) + _quantizing_launches(counted, stored),
+        num_launches=num_launches(spec, stage) + _format_launches(counted, stored),
         activation_bytes=activation_bytes(spec, stage, tensor),
         exchanges=_exchanges(spec, stage, tensor, ranks, exchange),
         hand_off=pipeline_traffic(spec, min(2, len(stages)), 1, tensor),
@@ -229,15 +230,24 @@ def _attention_launches(attention: Attention) -> int:
     return 5 + (attention.qk_norm is not None)  # norm, projection, rotation, attention, output
 
 
-def _quantizing_launches(counted: Sequence[CountedParameter], stored: StoredWeights) -> int:
-    """Kernels that quantize activations in blocks, which weights in blocks need: two in each half of a layer."""
+def _format_launches(counted: Sequence[CountedParameter], stored: StoredWeights) -> int:
+    """Kernels that formats of weights add to those of `num_launches`, or save.
+
+    Weights in blocks need activations that are quantized in blocks: two kernels in each half of a layer. Experts in
+    4-bit floats have kernels that compute the activation in the first product, and the weighted sum in the second.
+    """
     halves: dict[tuple[int | None, str], int] = {}
+    fused: dict[int | None, int] = {}
     for one in counted:
         packing = stored.packing(one.name)
-        if packing is not None and packing.block_rows > 1:
-            name = parse_name(one.name)
+        if packing is None:
+            continue
+        name = parse_name(one.name)
+        if packing.block_rows > 1:
             halves[name.layer, name.part.partition(".")[0]] = one.num_layers
-    return 2 * sum(halves.values())
+        if one.num_experts and packing.label in _FOUR_BIT_FLOATS:
+            fused[name.layer] = one.num_layers
+    return 2 * sum(halves.values()) - 2 * sum(fused.values())
 
 
 def activation_bytes(spec: DecoderSpec, stage: Span, tensor: int) -> float:

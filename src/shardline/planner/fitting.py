@@ -20,7 +20,7 @@ _STEP_PRIORS = {
     "compute": (0.5, 0.4),
     "link": (0.5, 0.5),
     "message": (8e-6, 0.7),
-    "launch": (2e-6, 0.7),
+    "launch": (4e-6, 0.7),
     "step": (1e-3, 1.0),
     "request": (5e-6, 1.0),
 }
