@@ -22,17 +22,13 @@ from shardline.planner.hardware import Gpu
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import bits_label, fit, stored_weights
 from shardline.planner.offline import bench_limits, num_prompts
+from shardline.planner.published import published_names
 from shardline.planner.timing import Load, LoopSteps, loop_steps
 
 CHUNK = 8192
 """Prompt tokens in a step: the default of vLLM on large GPUs, and near those of other engines."""
 _RANDOM_SHARE = 0.9
 """Mean of lengths that are drawn from 80% to 100% of the stated ones."""
-_OTHER_NAMES = {
-    "fp16": "bf16", "float16": "bf16", "bfloat16": "bf16", "fp8_block": "fp8", "w8a8": "int8",
-    "awq": "int4", "gptq": "int4", "w4a16": "int4",
-}  # fmt: skip
-"""Labels of weights that rows use for those with the same bytes and rates."""
 _PROMPT_GROUPS = re.compile(r"\d+P\+(\d+)D")
 _FULLEST = 0.98
 """The share of memory that rows use whose layout does not fit the engine's default: they ran."""
@@ -207,7 +203,7 @@ def read_label(model: PlannedModel, precision: str) -> str:
     """The label of the weights for a row's precision: "fp4" means the 4-bit floats that the model is published in."""
     own = bits_label(model)
     wanted = precision.split("/")[0].strip().lower()
-    wanted = _OTHER_NAMES.get(wanted, wanted)
+    wanted = published_names().labels.get(wanted, wanted)
     if wanted in ("", "native") or wanted.startswith("weights native"):
         return own
     if wanted == own or wanted == "bf16":
