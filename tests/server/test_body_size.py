@@ -72,6 +72,7 @@ NUMBERS = st.lists(st.integers(0, 99) | st.floats(0, 9) | st.just({}) | st.none(
 def test_arrays_in_slices_are_those_of_the_parser(arrays: list[object], size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(large_json, "SLICE_BYTES", size)
+        patch.setattr(large_json, "ARRAY_BYTES", size)
         assert parse_json(json.dumps(arrays, indent=1).encode()) == arrays
         assert parse_json(json.dumps({"a": arrays}).encode()) == {"a": arrays}
 
@@ -93,6 +94,7 @@ def test_arrays_in_slices_are_those_of_the_parser(arrays: list[object], size: in
 def test_slices_of_arrays_refuse_what_the_parser_refuses(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for size in range(1, 8):
         monkeypatch.setattr(large_json, "SLICE_BYTES", size)
+        monkeypatch.setattr(large_json, "ARRAY_BYTES", size)
         with pytest.raises(ValueError, match=r"\w"):
             parse_json(body.encode())
 

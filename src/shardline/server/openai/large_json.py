@@ -16,6 +16,9 @@ import pydantic_core
 SLICE_BYTES = 64 * 1024
 """What is parsed at once; also the length of a text that counts as long."""
 
+ARRAY_BYTES = 4 * 1024
+"""The length of an array that counts as long: a body may have many of them."""
+
 _STRING_PART = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 _WHOLE_PARTS = re.compile(
     rb"(?:[^\\]+|\\u[dD][89abAB]..\\u....|\\u(?![dD][89abAB])....|\\[^u])*",
@@ -75,9 +78,9 @@ def _long_parts(body: bytes) -> Iterator[tuple[int, int, bool]]:
 
 def _long_arrays(body: bytes, first: int, last: int) -> Iterator[tuple[int, int, bool]]:
     """The long arrays between two strings."""
-    while last - first > SLICE_BYTES and (close := body.find(b"]", first, last)) >= 0:
+    while last - first > ARRAY_BYTES and (close := body.find(b"]", first, last)) >= 0:
         opening = body.rfind(b"[", first, close)
-        if opening >= 0 and close - opening > SLICE_BYTES:
+        if opening >= 0 and close - opening > ARRAY_BYTES:
             yield opening + 1, close, False
         first = close + 1
 
