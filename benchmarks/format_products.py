@@ -22,7 +22,7 @@ from tests.weights.forms import FORMS, quantize
 from shardline import _cpu
 from shardline.weights.base import PackedLinear, WeightFormat
 from shardline.weights.formats import fp8, packed, plain
-from shardline.weights.grouped import GroupedWeight
+from shardline.weights.grouped import GroupedWeight, TwoLevels
 
 MODELS = {
     "q05": [(1152, 896), (896, 896), (9728, 896), (896, 4864)],
@@ -64,7 +64,12 @@ def random_weight(form: str, n: int, k: int) -> GroupedWeight:
         for part in ("values", "scales", "zeros", "mins")
         if getattr(few, part) is not None
     }
-    return GroupedWeight(group_of=few.group_of, table=few.table, bits=few.bits, label=form, **repeated)
+    levels = {
+        part: TwoLevels(found.inner.repeat(n // 64, 1), found.outer.repeat(n // 64, 1))
+        for part in ("scale_levels", "min_levels")
+        if (found := getattr(few, part)) is not None
+    }
+    return GroupedWeight(group_of=few.group_of, table=few.table, bits=few.bits, label=form, **repeated, **levels)
 
 
 def measure(calls: list[Callable[[], object]], rounds: int) -> list[list[float]]:

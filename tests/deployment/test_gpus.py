@@ -147,7 +147,7 @@ def test_the_bits_that_a_checkpoint_has_packed_are_kept(tmp_path: Path) -> None:
     assert resolved.weight_format == FormatChoice("packed", 32)
     assert resolved.keeps_packed
     on_cpu = resolve_on(TWO, **{**options, "device": "cpu"})
-    assert on_cpu.weight_format == FormatChoice("packed", 32, packs_experts=True)
+    assert on_cpu.weight_format == FormatChoice("packed", 32, packs_all=True)
     for scheme, name in (("none", "plain"), ("int8", "int8")):
         chosen = resolve_on(TWO, **options, quantization=scheme)
         assert chosen.weight_format.name == name

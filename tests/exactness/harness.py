@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import msgspec
+import torch
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
@@ -31,6 +32,8 @@ from shardline.weights.grouped import GroupedWeight
 from tests.exactness.cases import PACKED, WHOLE_EXPERTS, Case
 from tests.exactness.stored import STORED
 from tests.weights.forms import FORMS, quantize
+
+_GET = CheckpointWeights.get
 
 BLOCK_SIZE = 16
 """The smallest, so that short prompts cross block bounds."""
@@ -103,7 +106,9 @@ def start_engine(
     quantized: AbstractContextManager[object] = nullcontext()
     if scheme in (PACKED, *FORMS):
         setup = msgspec.structs.replace(setup, weight_format=FormatChoice("packed"))
-        quantized = patch.object(CheckpointWeights, "get_packed", partialmethod(_read_packed, scheme))
+        quantized = patch.multiple(
+            CheckpointWeights, get_packed=partialmethod(_read_packed, scheme), get=partialmethod(_read_dense, scheme)
+        )
     executor = make_executor(setup)
     with quantized:
         executor.start()
@@ -115,7 +120,15 @@ def _read_packed(source: CheckpointWeights, scheme: object, name: str, spans: Sp
     block, _, expert = name.partition(".experts.")
     number = zlib.crc32((block if expert else name.rsplit(".", 2)[0]).encode())
     form = tuple(FORMS)[number % len(FORMS)] if scheme == PACKED else str(scheme)
-    return quantize(source.get(name, spans), form)
+    return quantize(_GET(source, name, spans), form)
+
+
+def _read_dense(source: CheckpointWeights, scheme: object, name: str, spans: Spans) -> torch.Tensor:
+    """The part of a weight; an embedding that is packed too, as the lm_head, has the values of its codes."""
+    dense = _GET(source, name, spans)
+    if name != "embed.weight" or not source._spec.tied_embeddings:
+        return dense
+    return _read_packed(source, scheme, name, spans).dequantize(dense.dtype)
 
 
 def _spread(setup: Deployment, hosts: str) -> Deployment:

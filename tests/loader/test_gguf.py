@@ -29,9 +29,12 @@ from shardline.models.parameters import parameters
 from shardline.models.sharding import shard
 from shardline.models.spec import DecoderSpec
 from shardline.planner.catalog import find_model
+from shardline.runtime.backends import open_backend
 from shardline.runtime.loader.gguf import GGUFWeights
 from shardline.runtime.loader.gguf_blocks import decode_blocks
 from shardline.runtime.loader.weights import CheckpointWeights
+from shardline.runtime.parallel.groups import make_single_rank_groups
+from shardline.runtime.worker import Worker
 from shardline.sampling_params import SamplingParams
 from shardline.types import Request
 from tests.exactness.harness import start_engine
@@ -137,6 +140,17 @@ def test_log_probabilities_are_those_of_transformers(tmp_path: Path) -> None:
         assert len(found) == len(token_ids) - 1
         for row, scores in zip(expected, found, strict=False):
             torch.testing.assert_close(torch.tensor(scores.top_logprobs), row[scores.top_ids], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_rank_holds_as_many_bytes_as_planned(tied: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "tie_word_embeddings": tied}
+    source = make_checkpoint("llama", tmp_path / "model", **sizes)
+    write_gguf(source, tmp_path / "x-Q4_K_M.gguf", mixed(Type.Q4_K, Type.Q6_K, Type.Q5_0))
+    options = {"model": str(tmp_path / "x-Q4_K_M.gguf"), "device": "cpu", "cpu_threads": 1}
+    setup = resolve_here(EngineConfig.from_options(**options))
+    report = Worker(setup, open_backend("cpu", 0, threads=1), make_single_rank_groups()).load()
+    assert report.weight_bytes == pytest.approx(setup.weights[0].num_bytes, rel=0.02)
 
 
 def test_what_is_said_of_a_file(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from shardline.weights.grouped import GroupedWeight
+from shardline.weights.grouped import GroupedWeight, TwoLevels
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 NF4 = torch.tensor(
@@ -37,11 +37,13 @@ class Form(NamedTuple):
     scale_dtype: torch.dtype = torch.float32
     shuffled: bool = False
     """Whether the columns of a group are scattered over the row."""
+    outer: int = 0
+    """Groups that share an outer scale, at most; 0: scales have one level."""
 
 
 FORMS = {
     "q4_0": Form(32, zero=8, scale_dtype=torch.float16),
-    "q4_k": Form(32, mins=True),
+    "q4_k": Form(32, mins=True, outer=8),
     "awq": Form(64, zeros=True, scale_dtype=torch.float16),
     "act_order": Form(32, zeros=True, scale_dtype=torch.bfloat16, shuffled=True),
     "mxfp4": Form(32, table=E2M1, scale_dtype=torch.bfloat16),
@@ -50,7 +52,7 @@ FORMS = {
     "fp8_block": Form(128, bits=8, table=E4M3),
     "q8_0": Form(32, bits=8, levels=256, zero=128, scale_dtype=torch.float16),
     "gptq8": Form(64, bits=8, levels=256, zeros=True, scale_dtype=torch.float16),
-    "q6_k": Form(16, bits=8, levels=64, zero=32),
+    "q6_k": Form(16, bits=8, levels=64, zero=32, outer=16),
     "q5_k": Form(32, bits=8, levels=32, mins=True),
 }
 
@@ -67,6 +69,7 @@ def quantize(dense: Tensor, name: str) -> GroupedWeight:
     low = start.scatter_reduce(1, index, weight, "amin")
     high = start.scatter_reduce(1, index, weight, "amax")
     zeros = mins = None
+    scale_levels = min_levels = None
     if form.table is not None:
         largest = form.table.nan_to_num().abs().max()
         scales = (torch.maximum(high, -low) / largest).to(form.scale_dtype)
@@ -75,16 +78,41 @@ def quantize(dense: Tensor, name: str) -> GroupedWeight:
         top = form.levels - 1
         reach = high - low if form.zero is None else torch.maximum(high, -low) / (top - form.zero) * top
         scales = (reach / top).to(form.scale_dtype)
+        if form.outer:
+            scale_levels = _two_levels(scales, form.outer)
+            scales = scale_levels.multiply()
         steps = scales.float().clamp_min(1e-9)
         if form.mins:
-            mins = -low
+            min_levels = _two_levels(-low, form.outer) if form.outer else None
+            mins = -low if min_levels is None else min_levels.multiply()
             codes = ((weight + mins[:, group_of]) / steps[:, group_of]).round()
         else:
             offsets = (-low / steps).round() if form.zeros else torch.full_like(low, float(form.zero or 0))
             zeros = offsets.clamp(0, top).to(torch.uint8)
             codes = (weight / steps[:, group_of] + zeros.float()[:, group_of]).round()
         codes = codes.clamp(0, top)
-    return GroupedWeight(codes.to(torch.uint8), scales, group_of, zeros, mins, form.table, form.bits, name)
+    return GroupedWeight(
+        codes.to(torch.uint8),
+        scales,
+        group_of,
+        zeros,
+        mins,
+        form.table,
+        form.bits,
+        name,
+        scale_levels,
+        min_levels,
+    )
+
+
+def _two_levels(numbers: Tensor, most: int) -> TwoLevels:
+    """The nearest to numbers [N, G], with as many groups in an outer one as divide G."""
+    count = most
+    while numbers.shape[1] % count:
+        count //= 2
+    outer = (numbers.abs().unflatten(1, (-1, count)).amax(2) / 127).clamp_min(1e-6).half()
+    inner = (numbers / outer.float().repeat_interleave(count, 1)).round().clamp(-127, 127)
+    return TwoLevels(inner.to(torch.int8), outer)
 
 
 def _nearest(values: Tensor, table: Tensor) -> Tensor:

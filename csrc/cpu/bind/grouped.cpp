@@ -78,7 +78,7 @@ GroupedLinearArgs linear_args(nb::handle x_object, nb::handle sums, const Groupe
   const int64_t weight_columns = gated ? gated_weight_columns(num_columns) : num_columns;
   set_grouped_weight(args, {-1, ceil_div(weight_columns, kPanelColumns), args.depth}, weight);
   args.panels = weight.panels.as<uint8_t>();
-  if (args.mins != nullptr) {
+  if (args.mins.data != nullptr) {
     const Tensor x_sums(sums, "x_sums");
     args.x_sums =
         x_sums.is(DType::kFloat32).has_shape({args.num_rows, args.num_groups}).is_contiguous().as<float>();
@@ -173,12 +173,20 @@ void set_grouped_weight(GroupedLinearArgs& args, const GroupedShape& shape, cons
   };
   check(weight.panels.is(DType::kUInt8), octets, -1);
   args.bits = bits_of_octet(weight.panels.size(weight.panels.rank() - 1), shape.depth);
-  const Tensor scales(weight.scales, "scales");
-  check_groups(scales);
-  if (scales.dtype() != DType::kFloat16) scales.is_floating();
-  args.scales = scales.data();
-  args.scale_dtype = scales.dtype();
-  if (!weight.mins.is_none()) args.mins = check_groups(Tensor(weight.mins, "mins").is(DType::kFloat32)).as<float>();
+  const auto numbers = [&](const Tensor& part) -> GroupNumbers {
+    if (part.dtype() != DType::kInt8) {
+      if (part.dtype() != DType::kFloat16) part.is_floating();
+      return {check_groups(part).data(), part.dtype(), 0};
+    }
+    const int64_t inner = part.size(part.rank() - 1) / kPanelColumns - 2;
+    if (inner < 1 || (inner & (inner - 1)) != 0 || args.num_groups % inner != 0) {
+      raise_value_error("scales of two levels have 1, 2, 4, ... groups in an outer group, and whole outer groups");
+    }
+    check(part, args.num_groups / inner, (2 + inner) * kPanelColumns);
+    return {part.data(), DType::kInt8, __builtin_ctzll(static_cast<uint64_t>(inner))};
+  };
+  args.scales = numbers(Tensor(weight.scales, "scales"));
+  if (!weight.mins.is_none()) args.mins = numbers(Tensor(weight.mins, "mins"));
   if (!weight.zeros.is_none()) {
     args.zeros = check_groups(Tensor(weight.zeros, "zeros").is(DType::kUInt8)).as<uint8_t>();
   } else if (args.table == nullptr) {

@@ -119,16 +119,30 @@ void pack_codes(const PackCodesArgs& args);
 // The value of each byte in float8_e4m3fn: a sign, 4 bits of exponent, 3 bits of mantissa; no infinity.
 const float* e4m3_table();
 
+// The scales or the mins of groups: [num_panels, num_groups, 64], or in kInt8 two levels. Then 2^outer_shift groups of a
+// panel share an outer level: [num_panels, num_groups >> outer_shift], each 64 halves, and a byte for every group and
+// column. The product of byte and half is exact in fp32.
+struct GroupNumbers {
+  const void* data;  // null for none
+  DType dtype;
+  int64_t outer_shift;
+
+  int64_t outer_bytes() const { return (2 + (int64_t{1} << outer_shift)) * kPanelColumns; }
+  int64_t panel_bytes(int64_t num_groups) const {
+    if (dtype == DType::kInt8) return (num_groups >> outer_shift) * outer_bytes();
+    return num_groups * kPanelColumns * static_cast<int64_t>(element_size(dtype));
+  }
+};
+
 // out = x weight^T with the weight (value(code) * scale - min) of each group; see gemm_grouped.cpp.
 struct GroupedLinearArgs {
-  DType dtype, out_dtype, bias_dtype, scale_dtype;
+  DType dtype, out_dtype, bias_dtype;
   const void* x;
   int64_t x_stride;
   const float* x_sums;  // [num_rows, num_groups]: the sum of each group of x; null without mins
   const uint8_t* panels;
-  const void* scales;    // [num_panels, num_groups, 64]
-  const float* mins;     // the same; null for none
-  const uint8_t* zeros;  // the same, at most 16 for 4 bits; null for none; then value(code) = code - zero
+  GroupNumbers scales, mins;
+  const uint8_t* zeros;  // [num_panels, num_groups, 64], at most 16 for 4 bits; then value(code) = code - zero. Or null
   const float* table;    // [2^bits]: value(code); exact in bf16 for 8 bits. Null with zeros
   int64_t bits, group_size, num_groups;
   const void* bias;  // null for none; the gate's, then up's

@@ -6,6 +6,8 @@
 // with one rounding, and so is that with the min. All of it is in fp32. Values of codes are exact in bf16; those that
 // are not are the sum of two bf16, which follow each other in the chain. A few rows multiply codes that are decoded in
 // registers; many rows multiply panels that are unpacked block by block. Both have the same bits.
+#include <vector>
+
 #include "gemm/code_decoder.h"
 #include "gemm/gemm_chain.h"
 
@@ -19,32 +21,132 @@ constexpr int64_t kUnpackRows = 13;
 
 constexpr int kTileRows = kLanes == 16 ? 6 : 4;
 
-inline F32 load_scale(DType dtype, const void* scales, int64_t index) {
-  switch (dtype) {
-    case DType::kFloat32: return load(static_cast<const float*>(scales) + index);
-    case DType::kBFloat16: return load(static_cast<const bf16*>(scales) + index);
-    default: return load_half(static_cast<const uint16_t*>(scales) + index);
+// The scales or mins of a group.
+class GroupRow {
+ public:
+  inline GroupRow(const GroupNumbers& numbers, int64_t num_groups, int64_t panel, int64_t g) : dtype_(numbers.dtype) {
+    const char* first = static_cast<const char*>(numbers.data) + panel * numbers.panel_bytes(num_groups);
+    if (dtype_ == DType::kInt8) {
+      outer_ = first + (g >> numbers.outer_shift) * numbers.outer_bytes();
+      const int64_t inner = g & ((int64_t{1} << numbers.outer_shift) - 1);
+      row_ = outer_ + (2 + inner) * kPanelColumns;
+    } else {
+      row_ = first + g * kPanelColumns * static_cast<int64_t>(element_size(dtype_));
+    }
   }
-}
+
+  [[gnu::always_inline]] inline F32 load_at(int64_t column) const {
+    switch (dtype_) {
+      case DType::kFloat32: return load(reinterpret_cast<const float*>(row_) + column);
+      case DType::kBFloat16: return load(reinterpret_cast<const bf16*>(row_) + column);
+      case DType::kInt8:
+        return load_half(reinterpret_cast<const uint16_t*>(outer_) + column) *
+               load(reinterpret_cast<const int8_t*>(row_) + column);
+      default: return load_half(reinterpret_cast<const uint16_t*>(row_) + column);
+    }
+  }
+
+  // Asks for what is `bytes` after the row.
+  inline void prefetch(int64_t bytes) const {
+    __builtin_prefetch(row_ + bytes);
+    if (dtype_ != DType::kInt8) __builtin_prefetch(row_ + bytes + kCacheLine);
+  }
+
+ private:
+  DType dtype_;
+  const char* row_;
+  const char* outer_ = nullptr;
+};
+
+// The scales and mins of the groups of a block of K, as float: [group][2][64]. Many tiles read them.
+class BlockNumbers {
+ public:
+  // Expands those of the octets [begin, begin + count) of a panel.
+  void expand(const GroupedLinearArgs& args, int64_t panel, int64_t begin, int64_t count) {
+    const int64_t group_octets = args.group_size / kOctet, end = ceil_div(begin + count, group_octets);
+    const int64_t first = begin / group_octets;
+    values_.resize(static_cast<size_t>((end - first) * 2 * kPanelColumns));
+    for (int64_t g = first; g < end; ++g) {
+      float* to = values_.data() + (g - first) * 2 * kPanelColumns;
+      expand_row(GroupRow(args.scales, args.num_groups, panel, g), to);
+      if (args.mins.data != nullptr) expand_row(GroupRow(args.mins, args.num_groups, panel, g), to + kPanelColumns);
+    }
+  }
+
+  // The numbers of the block's first group.
+  const float* values() const { return values_.data(); }
+
+ private:
+  static void expand_row(const GroupRow& row, float* to) {
+    for (int64_t column = 0; column < kPanelColumns; column += kLanes) {
+      store(to + column, row.load_at(column));
+    }
+  }
+
+  std::vector<float> values_;
+};
+
+thread_local BlockNumbers block_numbers;
+
+// How far before its use memory of scales is asked for: a thread reads one stream of codes and some of scales, and a
+// core's own prefetching ends at each page.
+constexpr int64_t kAheadBytes = 1024;
+
+// The scales and mins of group g, from the weight or expanded.
+template <bool kExpanded>
+class NumbersOf {
+ public:
+  inline NumbersOf(const GroupedLinearArgs& args, int64_t panel, int64_t g, const float*)
+      : scales_(args.scales, args.num_groups, panel, g),
+        mins_(args.mins.data != nullptr ? args.mins : args.scales, args.num_groups, panel, g) {}
+
+  [[gnu::always_inline]] inline F32 scale_at(int64_t column) const { return scales_.load_at(column); }
+  [[gnu::always_inline]] inline F32 min_at(int64_t column) const { return mins_.load_at(column); }
+  template <bool kMins>
+  inline void prefetch() const {
+    scales_.prefetch(kAheadBytes);
+    if (kMins) mins_.prefetch(kAheadBytes);
+  }
+
+ private:
+  const GroupRow scales_, mins_;
+};
+
+template <>
+class NumbersOf<true> {
+ public:
+  inline NumbersOf(const GroupedLinearArgs&, int64_t, int64_t, const float* expanded) : row_(expanded) {}
+
+  inline F32 scale_at(int64_t column) const { return load(row_ + column); }
+  inline F32 min_at(int64_t column) const { return load(row_ + kPanelColumns + column); }
+  template <bool kMins>
+  inline void prefetch() const {}
+
+ private:
+  const float* row_;
+};
 
 // Scales the sums of group g of kVectors vectors of columns from `column` on, and adds them to the sums of the groups
 // before.
-template <int kRows, int kVectors>
+template <bool kMins, bool kExpanded, int kRows, int kVectors>
 [[gnu::always_inline]] inline void close_group(const GroupedLinearArgs& args, const Tile& tile, int64_t g,
-                                               int64_t column, F32 (&sum)[kRows][kVectors]) {
-  const int64_t place = (tile.panel * args.num_groups + g) * kPanelColumns + column;
+                                               int64_t column, const float* expanded,
+                                               F32 (&sum)[kRows][kVectors]) {
+  const NumbersOf<kExpanded> numbers(args, tile.panel, g, expanded);
+  if (column == 0) numbers.template prefetch<kMins>();
   float* sums = static_cast<float*>(tile.sums) + column;
+  [[maybe_unused]] F32 x_sums[kRows];
+#pragma GCC unroll 8
+  for (int r = 0; kMins && r < kRows; ++r) x_sums[r] = broadcast(args.x_sums[(tile.row + r) * args.num_groups + g]);
 #pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) {
-    const F32 scale = load_scale(args.scale_dtype, args.scales, place + v * kLanes);
-    const F32 min = args.mins != nullptr ? -load(args.mins + place + v * kLanes) : F32{};
+    const F32 scale = numbers.scale_at(column + v * kLanes);
+    const F32 min = kMins ? -numbers.min_at(column + v * kLanes) : F32{};
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       float* total = sums + r * kRowSums + v * kLanes;
-      F32 value = fma(sum[r][v], scale, g == 0 ? F32{} : load(total));
-      if (args.mins != nullptr) {
-        value = fma(broadcast(args.x_sums[(tile.row + r) * args.num_groups + g]), min, value);
-      }
+      F32 value = fma(sum[r][v], scale, load(total));
+      if constexpr (kMins) value = fma(x_sums[r], min, value);
       store(total, value);
       sum[r][v] = F32{};
     }
@@ -52,25 +154,32 @@ template <int kRows, int kVectors>
 }
 
 // Calls add(g, begin, end, sum) for the octets of each group of a tile in turn, for kVectors vectors of columns from
-// `column` on, and closes groups that are complete.
-template <int kRows, int kVectors, class Add>
+// `column` on, and closes groups that are complete. With kExpanded, their scales and mins begin at `expanded`.
+template <bool kExpanded, int kRows, int kVectors, class Add>
 [[gnu::always_inline]] inline void for_each_group(const GroupedLinearArgs& args, const Tile& tile, int64_t column,
-                                                  const Add& add) {
+                                                  const float* expanded, const Add& add) {
   const int64_t num_octets = ceil_div(args.depth, kOctet), group_octets = args.group_size / kOctet;
-  float* current = static_cast<float*>(tile.sums) + kPanelColumns + column;
+  float* totals = static_cast<float*>(tile.sums) + column;
+  float* current = totals + kPanelColumns;
   int64_t g = tile.begin / group_octets;
-  const bool resumes = tile.begin != g * group_octets;
+  const bool resumes = tile.begin != g * group_octets, has_mins = args.mins.data != nullptr;
   F32 sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) sum[r][v] = resumes ? load(current + r * kRowSums + v * kLanes) : F32{};
+    for (int v = 0; v < kVectors; ++v) {
+      sum[r][v] = resumes ? load(current + r * kRowSums + v * kLanes) : F32{};
+      if (tile.begin == 0) store(totals + r * kRowSums + v * kLanes, F32{});
+    }
   }
   for (int64_t begin = tile.begin; begin < tile.end; ++g) {
     const int64_t group_end = min64((g + 1) * group_octets, num_octets), end = min64(group_end, tile.end);
     add(g, begin, end, sum);
-    if (end == group_end) close_group(args, tile, g, column, sum);
     begin = end;
+    if (end != group_end) break;
+    has_mins ? close_group<true, kExpanded>(args, tile, g, column, expanded, sum)
+             : close_group<false, kExpanded>(args, tile, g, column, expanded, sum);
+    if (kExpanded) expanded += 2 * kPanelColumns;
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -212,44 +321,55 @@ void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, con
         }
       }
     };
-    for_each_group<kRows, kVectors>(args, tile, column, add);
+    for_each_group<false, kRows, kVectors>(args, tile, column, nullptr, add);
   }
 }
 
 #endif
 
-template <class Unpacker, int kRows>
+template <class Unpacker, bool kExpanded, int kRows>
 void add_unpacked_tile(const GroupedLinearArgs& args, const Tile& tile) {
   using T = typename Unpacker::T;
   constexpr int kVectors = kLanes == 16 ? 4 : kRows == 1 ? 8 : 2, kParts = Unpacker::kNumParts;
   constexpr int64_t kSteps = kOctet / kStep<T>;
   const T* x = static_cast<const T*>(args.x) + tile.row * args.x_stride;
   Ahead ahead(tile, kSteps * kParts * (kPanelColumns / (kVectors * kLanes)));
+  // The loop below would call a function for a variable of the thread, and so spill its sums.
+  const float* expanded = kExpanded ? block_numbers.values() : nullptr;
   for (int64_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
-    for_each_group<kRows, kVectors>(args, tile, column, [&](int64_t, int64_t begin, int64_t end, auto& sum) {
+    const auto add = [&](int64_t, int64_t begin, int64_t end, auto& sum) {
       const T* w = reinterpret_cast<const T*>(tile.steps + (begin - tile.begin) * Unpacker::kOctetBytes);
       const int64_t last = min64(end * kSteps, ceil_div(args.depth, kStep<T>));
       accumulate<asks_ahead(kRows, false), kParts>(x, args.x_stride, w + column * kStep<T>, begin * kSteps, last,
                                                    args.depth, ahead, sum);
-    });
+    };
+    for_each_group<kExpanded, kRows, kVectors>(args, tile, column, expanded, add);
   }
 }
 
-template <class Unpacker>
-void multiply_unpacked(const GroupedLinearArgs& args, const CodeTables& tables) {
+template <class Unpacker, bool kExpanded>
+void multiply_blocks(const GroupedLinearArgs& args, const CodeTables& tables) {
   PanelLayout layout = {ceil_div(args.depth, kOctet), octet_bytes(args.bits), Unpacker::kOctetBytes, kRowSums};
   const auto unpack = [&](const char* steps, int64_t count, void* to) {
     Place place = place_of(args, steps);
     const int64_t bytes = octet_bytes(args.bits);
+    if (kExpanded) block_numbers.expand(args, place.panel, place.octet, count);
     for (int64_t o = 0; o < count; ++o, ++place.octet) {
       Unpacker::unpack(args, tables, reinterpret_cast<const uint8_t*>(steps) + o * bytes, place,
                        static_cast<char*>(to) + o * Unpacker::kOctetBytes);
     }
   };
   const auto add = [&](const Tile& tile, auto rows, auto) {
-    add_unpacked_tile<Unpacker, rows.kValue>(args, tile);
+    add_unpacked_tile<Unpacker, kExpanded, rows.kValue>(args, tile);
   };
   for_each_tile<kTileRows, 1, 0>(args, layout, add, finish_of<FloatSums<GroupedLinearArgs, kRowSums>>(args), unpack);
+}
+
+// Two levels of scales are expanded once a block, since many tiles would multiply them again.
+template <class Unpacker>
+void multiply_unpacked(const GroupedLinearArgs& args, const CodeTables& tables) {
+  if (args.scales.dtype == DType::kInt8) return multiply_blocks<Unpacker, true>(args, tables);
+  multiply_blocks<Unpacker, false>(args, tables);
 }
 
 #if defined(__AVX512BW__)

@@ -106,7 +106,7 @@ ExpertRows sorted_rows(const ExpertRows& from, int64_t depth, const std::vector<
 
 // Adds the sums of the groups of each row, if a weight has mins.
 ExpertRows with_group_sums(ExpertRows rows, const ExpertStack& weight, int64_t depth, int64_t count) {
-  if (weight.kind != WeightKind::kGrouped || weight.grouped.mins == nullptr) return rows;
+  if (weight.kind != WeightKind::kGrouped || weight.grouped.mins.data == nullptr) return rows;
   const int64_t bytes = count * weight.grouped.num_groups * static_cast<int64_t>(sizeof(float));
   float* sums = static_cast<float*>(workspace.sums.get(bytes));
   kernels().sum_groups({rows.dtype, rows.x, rows.stride, sums, count, depth, weight.grouped.group_size});
@@ -152,11 +152,12 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
   const int64_t first_panel = expert * job.weight.num_panels + panel;
   if (job.weight.kind == WeightKind::kGrouped) {
     GroupedLinearArgs args = job.weight.grouped;
-    const int64_t first_scale = first_panel * args.num_groups * kPanelColumns;
-    args.scales = static_cast<const char*>(args.scales) + first_scale * bytes_of(args.scale_dtype);
-    if (args.mins != nullptr) args.mins += first_scale;
-    if (args.zeros != nullptr) args.zeros += first_scale;
-    if (args.mins != nullptr) args.x_sums = job.rows.group_sums + begin * args.num_groups;
+    for (GroupNumbers* part : {&args.scales, &args.mins}) {
+      if (part->data == nullptr) continue;
+      part->data = static_cast<const char*>(part->data) + first_panel * part->panel_bytes(args.num_groups);
+    }
+    if (args.zeros != nullptr) args.zeros += first_panel * args.num_groups * kPanelColumns;
+    if (args.mins.data != nullptr) args.x_sums = job.rows.group_sums + begin * args.num_groups;
     args.dtype = job.rows.dtype;
     args.out_dtype = job.out_dtype;
     args.x = x;

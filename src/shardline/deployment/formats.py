@@ -114,7 +114,7 @@ def _format_of(form: Form | None, device: DeviceKind) -> FormatChoice:
         return PLAIN
     if form.group_size % _CPU_GROUP_UNIT:
         return PLAIN
-    return FormatChoice("packed", form.group_size, form.bits, form.group_bytes, packs_experts=not on_gpu)
+    return FormatChoice("packed", form.group_size, form.bits, form.group_bytes, packs_all=not on_gpu)
 
 
 def check_numerics(config: EngineConfig, held: FormatChoice, devices: tuple[Device, ...]) -> None:

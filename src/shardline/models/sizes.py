@@ -91,7 +91,7 @@ def weight_bytes(
     """Bytes of the weights that the rank at `place` holds, without padding.
 
     Linear weights are in `weight_format`, or each in its own of `own_formats`, and the rest in `dtype`. If the lm_head
-    is tied to the embedding and quantized, both are stored. If it is not quantized, one tensor serves both.
+    is tied to the embedding and quantized here, both are stored. If it is as in the checkpoint, one tensor serves both.
     """
     if own_formats is None:
         return _uniform_weight_bytes(spec, place, tuple(stages), dtype, numerics, weight_format, expert_parallel)
@@ -123,17 +123,23 @@ def _weight_bytes(
     own_formats: OwnFormats | None,
 ) -> int:
     held = weight_format.open_format()
+    # A tied lm_head is packed as the checkpoint packs the embedding.
+    head = "embed.weight" if spec.tied_embeddings else "lm_head.weight"
 
     def num_bytes(name: str, local: Shape) -> int:
         if is_linear(name):
-            own = held if own_formats is None else own_formats.format_of(name).open_format()
+            stored = head if name == "lm_head.weight" else name
+            own = held if own_formats is None else own_formats.format_of(stored).open_format()
             return own.num_bytes(local[0], local[1], DTYPE_BYTES[dtype], _role(name))
         return math.prod(local) * DTYPE_BYTES["float32" if is_kept_in_float32(name) else dtype]
 
     stage = stages[place.pp_rank]
     counted = counted_parameters(spec, stage, own_formats.layer_class) if own_formats else _counted(spec, stage)
-    apart = spec.tied_embeddings and not held.is_dense("lm_head")
-    return rank_total(spec, place, stages, _held(counted, spec, stage, apart), num_bytes, numerics, expert_parallel)
+    tied = spec.tied_embeddings
+    keeps_head = tied and own_formats is not None and not own_formats.format_of(head).open_format().is_dense("lm_head")
+    apart = tied and not held.reads_packed and not held.is_dense("lm_head")
+    parameters = _held(counted, spec, stage, apart, keeps_head)
+    return rank_total(spec, place, stages, parameters, num_bytes, numerics, expert_parallel)
 
 
 @functools.lru_cache(maxsize=64)
@@ -326,12 +332,18 @@ def attended_pairs(num_tokens: int, context_len: int, window: int | None) -> int
 
 
 def _held(
-    counted: Iterable[CountedParameter], spec: DecoderSpec, stage: Span, head_is_apart: bool
+    counted: Iterable[CountedParameter],
+    spec: DecoderSpec,
+    stage: Span,
+    head_is_apart: bool,
+    head_is_packed: bool = False,
 ) -> Iterator[CountedParameter]:
-    """The parameters that a stage holds. A tied lm_head has its own name if it is stored apart."""
+    """The parameters that a stage holds. A tied lm_head has its own name if it is stored apart, or is packed and serves
+    as the embedding too."""
     first, last = stage.start == 0, stage.stop == len(spec.layers)
+    is_head = not first or (last and head_is_packed)
     for one in counted:
-        yield one._replace(name="lm_head.weight") if one.name == "embed.weight" and not first else one
+        yield one._replace(name="lm_head.weight") if one.name == "embed.weight" and is_head else one
     if first and last and head_is_apart:
         yield CountedParameter("lm_head.weight", (spec.vocab_size, spec.hidden_size), 1, 0)
 

@@ -100,7 +100,7 @@ class Form(NamedTuple):
     bits: Literal[4, 8]
     group_size: int
     """Columns that share a scale; 0: all."""
-    group_bytes: int
+    group_bytes: float
     """Bytes of a group's scale and zero point."""
     has_zeros: bool
     """Whether codes are integers with zero points, in groups of neighbours."""
@@ -134,7 +134,7 @@ class BlockLayout(msgspec.Struct, frozen=True, tag=True):
     @property
     def form(self) -> Form:
         """The form in memory."""
-        zero_bytes = 0 if self.zeros is None else 1 if self.codes.bits == 4 else 4
+        zero_bytes = 0 if self.zeros is None else 1
         scale_bytes = 2 if self.codes.bits == 4 and "F16" in self.scales.types else 4
         return Form(
             bits=4 if self.codes.bits == 4 else 8,
@@ -223,7 +223,7 @@ class GGUFLayout(msgspec.Struct, frozen=True, tag=True):
 
     bits: Literal[4, 8]
     group_size: int
-    group_bytes: int
+    group_bytes: float
 
     @property
     def form(self) -> Form:

@@ -36,13 +36,13 @@ class FormatChoice(msgspec.Struct, frozen=True):
     """Bits of a code, if the checkpoint decides it; the mean if its weights differ."""
     group_bytes: float = 3
     """Bytes of a group's scale, min and zero point, if the checkpoint decides it."""
-    packs_experts: bool = False
-    """Whether experts stay as the checkpoint packs them too."""
+    packs_all: bool = False
+    """Whether experts and the lm_head stay as the checkpoint packs them too."""
 
     def open_format(self) -> WeightFormat:
         """An instance of the `Format` class in the format's file."""
         module = importlib.import_module(f"{formats.__name__}.{self.name}")
-        return cast(WeightFormat, module.Format(self.group_size, self.bits, self.group_bytes, self.packs_experts))
+        return cast(WeightFormat, module.Format(self.group_size, self.bits, self.group_bytes, self.packs_all))
 
 
 PLAIN = FormatChoice()
@@ -149,7 +149,7 @@ class WeightFormat(ABC):
     group_size: int = 0
     bits: float = 4
     group_bytes: float = 3
-    packs_experts: bool = False
+    packs_all: bool = False
     """These four are as in FormatChoice."""
 
     reads_packed: ClassVar[bool] = False

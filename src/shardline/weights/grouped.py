@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+class TwoLevels(NamedTuple):
+    """Scales or mins [N, G] that are products of a small integer and a number which some neighbouring groups share. The
+    products are exact in float32."""
+
+    inner: Tensor
+    """[N, G] int8"""
+    outer: Tensor
+    """[N, G / n] float16, with n a power of two"""
+
+    def multiply(self) -> Tensor:
+        """[N, G] float32."""
+        size = self.inner.shape[1] // max(1, self.outer.shape[1])
+        return self.inner.float() * self.outer.float().repeat_interleave(size, dim=1)
+
+    def select_rows(self, rows: slice) -> TwoLevels:
+        """Views of some of the rows."""
+        return TwoLevels(self.inner[rows], self.outer[rows])
 
 
 @dataclass(frozen=True)
@@ -37,12 +56,18 @@ class GroupedWeight:
     """Bits of a code when it is packed in memory. 5- and 6-bit codes are held in 8 bits."""
     label: str = ""
     """The name of the file's format, for logs."""
+    scale_levels: TwoLevels | None = None
+    """The scales again, as the file has them, if it has two levels of them. They take less memory."""
+    min_levels: TwoLevels | None = None
+    """The mins, in the same way."""
 
     def __len__(self) -> int:
         return len(self.values)
 
     def to(self, device: torch.device) -> GroupedWeight:
-        """A copy on `device`."""
+        """A copy on `device`, without levels; the same object if it is there."""
+        if self.values.device == device:
+            return self
         return replace(
             self,
             values=self.values.to(device),
@@ -51,6 +76,8 @@ class GroupedWeight:
             zeros=None if self.zeros is None else self.zeros.to(device),
             mins=None if self.mins is None else self.mins.to(device),
             table=None if self.table is None else self.table.to(device),
+            scale_levels=None,
+            min_levels=None,
         )
 
     def select_rows(self, rows: slice) -> GroupedWeight:
@@ -61,6 +88,8 @@ class GroupedWeight:
             scales=self.scales[rows],
             zeros=None if self.zeros is None else self.zeros[rows],
             mins=None if self.mins is None else self.mins[rows],
+            scale_levels=None if self.scale_levels is None else self.scale_levels.select_rows(rows),
+            min_levels=None if self.min_levels is None else self.min_levels.select_rows(rows),
         )
 
     def decode(self) -> Tensor:

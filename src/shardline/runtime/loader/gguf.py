@@ -143,4 +143,10 @@ def _mapped_rows(tensor: GGUFTensor, first_row: int, num_rows: int, row_bytes: i
 
 def _select_columns(weight: GroupedWeight, columns: slice) -> GroupedWeight:
     """Some of the columns, with all groups."""
-    return replace(weight, values=weight.values[:, columns].contiguous(), group_of=weight.group_of[columns])
+    return replace(
+        weight,
+        values=weight.values[:, columns].contiguous(),
+        group_of=weight.group_of[columns],
+        scale_levels=None,
+        min_levels=None,
+    )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardline.models.gguf.header import BlockType
-from shardline.weights.grouped import GroupedWeight
+from shardline.weights.grouped import GroupedWeight, TwoLevels
 
 _PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -58,17 +58,20 @@ def _high_bits(packed: Tensor) -> Tensor:
 
 def _weight(
     values: Tensor,
-    scales: Tensor,
+    scales: Tensor | TwoLevels,
     label: str,
     *,
     group: int = 32,
     bits: int = 4,
     zero: int | None = None,
-    mins: Tensor | None = None,
+    mins: Tensor | TwoLevels | None = None,
     table: Tensor | None = None,
 ) -> GroupedWeight:
-    """`values` [N, B, ...] codes; `scales` and `mins` [N, ...], one for each group."""
+    """`values` [N, B, ...] codes; `scales` and `mins` [N, ...], one for each group, or their levels."""
     num_rows = values.shape[0]
+    scale_levels, min_levels = (part if isinstance(part, TwoLevels) else None for part in (scales, mins))
+    scales = scales.multiply() if isinstance(scales, TwoLevels) else scales
+    mins = mins.multiply() if isinstance(mins, TwoLevels) else mins
     values, scales = values.flatten(1).contiguous(), scales.flatten(1).contiguous()
     return GroupedWeight(
         values=values,
@@ -79,6 +82,8 @@ def _weight(
         table=table,
         bits=4 if bits == 4 else 8,
         label=label,
+        scale_levels=scale_levels,
+        min_levels=min_levels,
     )
 
 
@@ -104,15 +109,18 @@ def _q8_0(blocks: Tensor) -> GroupedWeight:
     return _weight(blocks[..., 2:] ^ 128, _half(blocks, 0), "Q8_0", bits=8, zero=128)
 
 
-def _scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, B, 8] float32 each, of Q4_K and Q5_K: the scales and minimums of 8 groups, 6 bits each in 12 bytes, times d
-    and times dmin."""
+def _scales_and_mins(blocks: Tensor) -> tuple[TwoLevels, TwoLevels]:
+    """Those of Q4_K and Q5_K: the scales and minimums of 8 groups, 6 bits each in 12 bytes, times d and times dmin."""
     packed = blocks[..., 4:16]
     low, mid, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=-1)
     mins = torch.cat((mid & 63, (high >> 4) | ((mid >> 6) << 4)), dim=-1)
-    d, dmin = (_half(blocks, offset).float()[..., None] for offset in (0, 2))
-    return d * scales.float(), dmin * mins.float()
+    return _levels(scales, _half(blocks, 0)), _levels(mins, _half(blocks, 2))
+
+
+def _levels(inner: Tensor, outer: Tensor) -> TwoLevels:
+    """inner [N, B, groups of a block] and outer [N, B]."""
+    return TwoLevels(inner.view(torch.int8).flatten(1), outer)
 
 
 def _q4_k(blocks: Tensor) -> GroupedWeight:
@@ -133,7 +141,7 @@ def _q6_k(blocks: Tensor) -> GroupedWeight:
     low = _nibbles(_cut(blocks[..., :128], 2, 64)).flatten(-2)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = ((_cut(blocks[..., 128:192], 2, 1, 32) >> shifts) & 3) << 4
-    scales = _half(blocks, 208).float()[..., None] * blocks[..., 192:208].view(torch.int8).float()
+    scales = _levels(blocks[..., 192:208].contiguous(), _half(blocks, 208))
     return _weight(low | high.flatten(-3), scales, "Q6_K", group=16, bits=8, zero=32)
 
 

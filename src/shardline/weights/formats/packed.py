@@ -46,7 +46,7 @@ class Format(WeightFormat):
         return f"packed_{self.group_size or 'rows'}"
 
     def is_dense(self, role: Role) -> bool:
-        return role == "lm_head" or (role == "expert" and not self.packs_experts)
+        return role != "layer" and not self.packs_all
 
     def keeps(self, kernels: Kernels, parts: Sequence[GroupedWeight], role: Role) -> bool:
         return _own(kernels).keeps_grouped(parts, role)

@@ -28,7 +28,7 @@ from shardline.runtime.backends.host.memory import streamed_empty
 from shardline.runtime.backends.host.panels import PANEL_COLUMNS, PanelKernels, choose_best
 from shardline.weights.base import GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, Role
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
-from shardline.weights.grouped import GroupedWeight
+from shardline.weights.grouped import GroupedWeight, TwoLevels
 from shardline.weights.rows import LinearInput, as_tensor, check_features
 
 _FP8_ROWS = 256
@@ -44,9 +44,9 @@ class GroupedPanels:
     panels: Tensor
     """[num_panels, in_features / 8, 256 or 512] uint8"""
     scales: Tensor
-    """[num_panels, G, 64] float16, bfloat16 or float32"""
+    """[num_panels, G, 64] float16, bfloat16 or float32, or two levels in bytes; see `_level_panels`"""
     mins: Tensor | None
-    """[num_panels, G, 64] float32"""
+    """[num_panels, G, 64] float32, or two levels in bytes"""
     zeros: Tensor | None
     """[num_panels, G, 64] uint8, if groups have zero points of their own"""
     table: Tensor | None
@@ -78,8 +78,10 @@ class GroupedPanels:
             place = self.order.argsort()
             codes, group_of = codes[:, place], group_of[place]
         panels, columns = indices // PANEL_COLUMNS, indices % PANEL_COLUMNS
-        rows = (None if part is None else part[panels, :, columns] for part in (self.scales, self.zeros, self.mins))
-        scales, zeros, mins = rows
+        scales, zeros, mins = (
+            None if part is None else _rows_of_panels(part, panels, columns)
+            for part in (self.scales, self.zeros, self.mins)
+        )
         assert scales is not None
         return GroupedWeight(codes, scales, group_of, zeros, mins, self.table).dequantize(dtype)
 
@@ -102,7 +104,7 @@ class GroupedPanels:
             _cpu.gather_columns(x, self.order, rows)
         if self.mins is None:
             return rows, None
-        sums = _cpu.activation_empty(torch.float32, rows.shape[0], self.scales.shape[1])
+        sums = _cpu.activation_empty(torch.float32, rows.shape[0], -(-self.in_features // self.group_size))
         _cpu.sum_groups(rows, self.group_size, sums)
         return rows, sums
 
@@ -200,12 +202,15 @@ class GroupedPanelKernels(PanelKernels):
         groups, table = packed_groups(first), _expert_table(first)
         shape = num_experts, -(-num_rows // PANEL_COLUMNS)
 
-        def empty(dtype: torch.dtype) -> Tensor:
-            return streamed_empty((*shape, len(groups.ids), PANEL_COLUMNS), dtype)
+        def empty(dtype: torch.dtype, levels: TwoLevels | None = None) -> Tensor:
+            if levels is None:
+                return streamed_empty((*shape, len(groups.ids), PANEL_COLUMNS), dtype)
+            num_outer = levels.outer.shape[1]
+            return streamed_empty((*shape, num_outer, _level_bytes(len(groups.ids) // num_outer)), torch.int8)
 
         scales = GroupScales(
-            empty(_scale_dtype(parts)),
-            None if first.mins is None else empty(torch.float32),
+            empty(_scale_dtype(parts), first.scale_levels),
+            None if first.mins is None else empty(torch.float32, first.min_levels),
             empty(torch.uint8) if table is None else None,
             table,
             groups.size,
@@ -224,7 +229,7 @@ class GroupedPanelKernels(PanelKernels):
         _pack_parts(parts, experts.panels[index], groups.order, gated=False)
         for to, name in zip((held.scales, held.mins, held.zeros), _GROUP_PARTS, strict=True):
             if to is not None:
-                to[index] = _in_panels(_rows(parts, name, groups.ids), gated=False)
+                to[index] = _group_panels(parts, name, groups.ids, gated=False)
 
 
 class Fp8PanelKernels(GroupedPanelKernels):
@@ -276,13 +281,12 @@ def pack_grouped(parts: Sequence[GroupedWeight], *, gated: bool = False) -> Grou
     num_panels = -(-num_rows // (PANEL_COLUMNS // 2 if gated else PANEL_COLUMNS))
     panels = streamed_empty((num_panels, *_octets(in_features, first.bits)), torch.uint8)
     _pack_parts(parts, panels, order, gated)
-    scales, mins, zeros = (_rows(parts, name, ids) for name in _GROUP_PARTS)
-    table = integer_table(first.bits, zeros) if first.table is None else first.table
+    table = integer_table(first.bits, _rows(parts, "zeros", ids)) if first.table is None else first.table
     return GroupedPanels(
         panels=panels,
-        scales=_streamed(_in_panels(scales, gated)),
-        mins=_streamed(_in_panels(mins, gated)) if mins else None,
-        zeros=_streamed(_in_panels(zeros, gated)) if table is None else None,
+        scales=_streamed(_group_panels(parts, "scales", ids, gated)),
+        mins=None if first.mins is None else _streamed(_group_panels(parts, "mins", ids, gated)),
+        zeros=_streamed(_group_panels(parts, "zeros", ids, gated)) if table is None else None,
         table=table,
         group_size=group_size,
         order=None if order is None else order.to(torch.int32),
@@ -318,6 +322,41 @@ def _rows(parts: Sequence[GroupedWeight], name: str, ids: Tensor) -> list[Tensor
     """The scales, mins or zeros of each part for groups `ids`; empty if there are none."""
     rows = [getattr(part, name)[:, ids] for part in parts if getattr(part, name) is not None]
     return [part.to(_scale_dtype(parts)) for part in rows] if name == "scales" else rows
+
+
+def _group_panels(parts: Sequence[GroupedWeight], name: str, ids: Tensor, gated: bool) -> Tensor:
+    """The scales, mins or zeros of the parts, as the kernel reads them."""
+    levels = [level for part in parts if (level := _levels_of(part, name)) is not None]
+    if levels:
+        return _level_panels(levels, gated)
+    return _in_panels(_rows(parts, name, ids), gated)
+
+
+def _levels_of(part: GroupedWeight, name: str) -> TwoLevels | None:
+    return {"scales": part.scale_levels, "mins": part.min_levels}.get(name)
+
+
+def _level_bytes(num_inner: int) -> int:
+    """Bytes of an outer group of a panel: a half for each column, and a byte for each group and column."""
+    return (2 + num_inner) * PANEL_COLUMNS
+
+
+def _level_panels(levels: Sequence[TwoLevels], gated: bool) -> Tensor:
+    """[num_panels, outer groups, bytes] int8: for each outer group, the outer numbers of 64 columns in float16, then
+    the inner numbers of each of its groups."""
+    outer = _in_panels([part.outer for part in levels], gated).contiguous()
+    inner = _in_panels([part.inner for part in levels], gated).reshape(*outer.shape[:2], -1)
+    return torch.cat((outer.view(torch.int8), inner), dim=2)
+
+
+def _rows_of_panels(part: Tensor, panels: Tensor, columns: Tensor) -> Tensor:
+    """[R, G]: the scales, mins or zeros of rows; levels are multiplied."""
+    if part.dtype != torch.int8:
+        return part[panels, :, columns]
+    levels, row = part[panels], torch.arange(len(panels))
+    outer = levels[..., : 2 * PANEL_COLUMNS].contiguous().view(torch.float16)[row, :, columns]
+    inner = levels[..., 2 * PANEL_COLUMNS :].reshape(*levels.shape[:2], -1, PANEL_COLUMNS)[row, :, :, columns]
+    return TwoLevels(inner.flatten(1), outer).multiply()
 
 
 def _scale_dtype(parts: Sequence[GroupedWeight]) -> torch.dtype:

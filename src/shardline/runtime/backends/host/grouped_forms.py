@@ -55,6 +55,7 @@ def have_one_form(one: GroupedWeight, other: GroupedWeight) -> bool:
         and same_table(one.table, other.table)
         and (one.zeros is None) == (other.zeros is None)
         and (one.mins is None) == (other.mins is None)
+        and (one.scale_levels is None) == (other.scale_levels is None)
         and torch.equal(one.group_of, other.group_of)
     )
 
