@@ -29,12 +29,12 @@ exact: $(VENV)/.tested ## The full exactness matrix: hours; ONLY="llama and bflo
 
 chaos: $(VENV)/.tested ## Every fault, then FAULTS=1000 at random, on two hosts (root); disconnects; a soak: SEED=0 SOAK=600
 	$(BIN)/python -m tests.faults.chaos --product --faults $(or $(FAULTS),1000) --seed $(or $(SEED),0)
+	$(BIN)/python -m tests.faults.chaos --faults 20 --only kill --layout "-pp 2" --seed $(or $(SEED),0)
 	SHARDLINE_DISCONNECTS=1000 $(BIN)/python -m pytest --timeout=0 tests/faults/test_disconnects.py
 	$(BIN)/python -m tests.faults.soak --seconds $(or $(SOAK),600)
 
 fuzz: $(VENV)/.tested ## Random and truncated frames on every listener of a cluster: FRAMES=1000000
-	SHARDLINE_FUZZ_FRAMES=$(or $(FRAMES),1000000) $(BIN)/python -m pytest --timeout=0 \
-	  tests/parallel/test_rendezvous.py tests/cluster/test_wire.py -k "random"
+	$(BIN)/python -m tests.faults.fuzz --frames $(or $(FRAMES),1000000)
 
 ray: compiler ## Servers on real Ray clusters (needs root), in an environment of their own: RAY_VENV
 	test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)

@@ -64,6 +64,7 @@ SHAPES = (
     Shape("GQA 14/2 x 64, int8", 14, 2, 64, stored=torch.int8),
     Shape("GQA 32/8 x 128, int8", 32, 8, 128, stored=torch.int8),
     Shape("MHA 16 x 64, int8", 16, 16, 64, stored=torch.int8),
+    Shape("GQA 32/8 x 128, fp8", 32, 8, 128, stored=torch.float8_e4m3fn),
 )
 LATENTS = "MLA 16 x (512 + 64)"  # DeepSeek-V2-Lite's
 SEQUENCES = (1, 8, 32)
@@ -101,7 +102,10 @@ def block_tables(num_seqs: int, num_blocks: int, rng: torch.Generator) -> Tensor
 
 def random_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     pages = BACKEND.pages_empty(shape, dtype)
-    return pages.normal_() if dtype.is_floating_point else pages.random_(-127, 128)
+    if dtype.itemsize == 1:
+        pages.view(torch.int8).random_(-126, 127)  # no NaN of fp8
+        return pages
+    return pages.normal_()
 
 
 def paged_case(shape: Shape, num_seqs: int, context: int, block_size: int | None) -> Case | None:

@@ -47,9 +47,15 @@ def text(size: int) -> str:
     return ("A stream must not wait for this. " * (size // 33 + 1))[:size]
 
 
+def tool(parameters: dict[str, Any], number: int = 0) -> dict[str, Any]:
+    """A tool."""
+    return {"type": "function", "function": {"name": f"f{number}", "parameters": parameters}}
+
+
 PROPERTIES = {f"p{index}": {"type": "string"} for index in range(2000)}
 PARTS = [{"type": "text", "text": "a"}] * 4
 TOOL = {"type": "function", "function": {"name": "f", "description": text(14_000), "parameters": {"type": "object"}}}
+CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": [7] * MILLION}}}]}
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "messages: numbers": (CHAT, lambda: chat(messages=[1] * MILLION)),
@@ -77,9 +83,14 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "nesting": (CHAT, lambda: b'{"messages":' + b"[" * 16_000 + b"]" * 16_000 + b"}"),
     "nesting within a string": (CHAT, lambda: chat(messages=user("[{,:" * (4 * MEGABYTE - 9999)))),
     "tools": (CHAT, lambda: chat(tools=[TOOL] * 1000)),
+    "tools: a large schema": (CHAT, lambda: chat(tools=[tool({"enum": [7] * MILLION})])),
+    "tools: 90 schemas": (CHAT, lambda: chat(tools=[tool({"enum": list(range(10_000))}, n) for n in range(90)])),
+    "tools: properties": (CHAT, lambda: chat(tools=[tool({"properties": PROPERTIES}, n) for n in range(8)])),
+    "tool_calls: numbers": (CHAT, lambda: chat(messages=[CALLING, *user("Hi")])),
     "tools: numbers": (CHAT, lambda: chat(tools=[1] * MILLION)),
     "schema: a large enum": (CHAT, lambda: form(json={"enum": list(range(MILLION))})),
     "schema: properties": (CHAT, lambda: form(json={"type": "object", "properties": PROPERTIES})),
+    "schema: 9,000 choices": (CHAT, lambda: form(choice=[f"w{n}" for n in range(9_000)])),
     "schema: 128 Ki of choices": (CHAT, lambda: form(choice=[f"w{n}" for n in range(14_000)])),
     "choices": (CHAT, lambda: form(choice=["ab"] * MILLION)),
     "regex: nested counts": (CHAT, lambda: form(regex="(a{1,1000}){1,1000}")),

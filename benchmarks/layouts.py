@@ -1,6 +1,6 @@
 """Compares a layout with its alternative, in turns: `python benchmarks/layouts.py FOLDER [CASE ...]`.
 
-FOLDER keeps the random checkpoints. The environment needs transformers. Cases:
+FOLDER keeps the random checkpoints. The environment needs transformers. Without a CASE, all run:
 
 experts    whole experts on 2 ranks / every expert split over 2 ranks
 lockstep   2 replicas that share experts in lockstep / 2 replicas with all experts each
@@ -11,10 +11,10 @@ whole      the same pipeline / its stages with all requests in one batch at a ti
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -172,8 +172,12 @@ def compare(
 
 def main() -> None:
     """Run the cases named, or all."""
-    folder = Path(sys.argv[1])
-    wanted = sys.argv[2:] or ["experts", "lockstep", "latent", "pipeline", "whole"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cases = ["experts", "lockstep", "latent", "pipeline", "whole"]
+    parser.add_argument("folder", type=Path, help="where the random checkpoints are kept")
+    parser.add_argument("case", nargs="*", choices=[*cases, []])
+    options = parser.parse_args()
+    folder, wanted = options.folder, options.case or cases
     rng = random.Random(0)
     whole = {"enable_expert_parallel": True}
     if "experts" in wanted:

@@ -1,4 +1,4 @@
-"""Is the layout that `--parallel auto` chooses the fastest on this CPU? `python benchmarks/parallel_auto.py [ROUNDS]`.
+"""Is the layout that `--parallel auto` chooses the fastest on this CPU? `python benchmarks/parallel_auto.py`.
 
 The script runs every layout that `--parallel auto` considers, with the load for which it chooses, on models with random
 weights: a dense one, and one with experts. It prints the tokens per second that were predicted and measured, and the
@@ -7,9 +7,9 @@ measured speed of the chosen layout divided by that of the fastest. Aim: at leas
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -71,10 +71,15 @@ def measure(model: str, candidate: Candidate, rounds: int, dice: random.Random) 
     return best
 
 
-def main(rounds: int) -> None:
+def main() -> None:
     """Compare the layouts of each model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", choices=[*_MODELS, []], help="only these (default: all)")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of each layout (default: 2)")
+    arguments = parser.parse_args()
     dice = random.Random(0)
-    for name, (source, changes) in _MODELS.items():
+    for name in arguments.models or _MODELS:
+        source, changes = _MODELS[name]
         with tempfile.TemporaryDirectory() as folder:
             config = dict(shipped_facts()["models"][source]["config"], **changes)
             (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -82,7 +87,7 @@ def main(rounds: int) -> None:
             print(f"{name}: {choice.path[0]}")
             speeds = []
             for candidate in choice.candidates:
-                speeds.append(measure(folder, candidate, rounds, dice))
+                speeds.append(measure(folder, candidate, arguments.rounds, dice))
                 print(
                     f"  {candidate!s:12} predicted {candidate.output_tokens_per_second:7.0f} tok/s, measured "
                     f"{speeds[-1]:7.0f}",
@@ -92,4 +97,4 @@ def main(rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2)
+    main()

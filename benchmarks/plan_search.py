@@ -6,6 +6,7 @@ whole command.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ print(time.perf_counter() - started, len(found.options))
 
 def main() -> None:
     """Print the times."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for model, gpus, aim in _CASES:
         alone = subprocess.run([sys.executable, "-c", _SEARCH, model, gpus], capture_output=True, text=True, check=True)
         seconds, layouts = alone.stdout.split()

@@ -1,18 +1,21 @@
-"""The simulator against the real engine on this CPU: `python benchmarks/simulator.py [SECONDS]`.
+"""The simulator against the real engine on this CPU: `python benchmarks/simulator.py`.
 
-The real engine serves a workload at one load, which calibrates the simulator's constants. Then both serve another load,
-and the script prints throughput, TTFT and TPOT of both. Aim: within a tenth.
+The real engine serves two loads, which calibrate the simulator's constants: one request at a time, and several that
+start together. Then both serve another load, at random times, and the script prints throughput, TTFT and TPOT of both.
+Aim: within a tenth. The machine's speed varies, so the engine serves the loads in turns, and it has one thread: two
+would share their cores with this script.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +28,8 @@ from shardline.planner.auto import deployment_work
 from shardline.planner.calibration import Measured, calibrate
 from shardline.planner.catalog import shipped_facts
 from shardline.planner.host import HOST_TIMING, measure_host, share_host
-from shardline.planner.layout import Demand
 from shardline.planner.simulation.clock import StepClock
-from shardline.planner.simulation.replica import ReplicaSetup
-from shardline.planner.simulation.simulate import Simulation, simulate
+from shardline.planner.simulation.replica import ReplicaSetup, SimulatedReplica
 from shardline.planner.simulation.workload import SimulatedRequest, poisson
 from shardline.planner.timing import Load, loop_steps
 from shardline.sampling_params import SamplingParams
@@ -41,13 +42,39 @@ _DICE = random.Random(1)
 """One for all calls, so that no prompt is in the prefix cache."""
 
 
-async def serve(
-    llm: AsyncLLM, requests: Sequence[SimulatedRequest], most: int
-) -> tuple[float, list[float], list[float]]:
-    """(tokens per second, TTFTs, TPOTs) of requests that arrive at their times, at most `most` at once."""
+@dataclass
+class Served:
+    """What requests have seen, in seconds."""
+
+    seconds: float
+    ttft: list[float]
+    tpot: list[float]
+
+    def add(self, other: Served) -> None:
+        """Join what another turn has seen."""
+        self.seconds += other.seconds
+        self.ttft += other.ttft
+        self.tpot += other.tpot
+
+    @property
+    def requests_per_second(self) -> float:
+        """Throughput."""
+        return len(self.ttft) / self.seconds
+
+    def show(self, name: str) -> list[float]:
+        """Print and return tokens per second, and p50 and p90 of TTFT and TPOT."""
+        values = [self.requests_per_second * OUTPUT_LEN]
+        values += [float(value) for one in (self.ttft, self.tpot) for value in np.percentile(one, (50, 90))]
+        print(f"{name:10} {values[0]:8.1f} tok/s   TTFT ms p50 {1e3 * values[1]:7.2f} p90 {1e3 * values[2]:7.2f}   "
+              f"TPOT ms p50 {1e3 * values[3]:6.3f} p90 {1e3 * values[4]:6.3f}")  # fmt: skip
+        return values
+
+
+async def serve(llm: AsyncLLM, requests: Sequence[SimulatedRequest], most: int) -> Served:
+    """Serve requests that arrive at their times, at most `most` at once."""
     slots = asyncio.Semaphore(most)
+    served = Served(0.0, [], [])
     started = time.perf_counter()
-    ttft, tpot = [], []
 
     async def one(request: SimulatedRequest) -> None:
         await asyncio.sleep(max(0.0, started + request.arrival - time.perf_counter()))
@@ -58,17 +85,17 @@ async def serve(
             first = 0.0
             async for _ in llm.generate(prompt, params):  # type: ignore[arg-type]
                 first = first or time.perf_counter()
-        ttft.append(first - sent)
-        tpot.append((time.perf_counter() - first) / (request.output_len - 1))
+        served.ttft.append(first - sent)
+        served.tpot.append((time.perf_counter() - first) / (request.output_len - 1))
 
     await asyncio.gather(*map(one, requests))
-    return len(requests) * OUTPUT_LEN / (time.perf_counter() - started), ttft, tpot
+    served.seconds = time.perf_counter() - started
+    return served
 
 
 def replica(deployment: Deployment, measured: Sequence[Measured]) -> ReplicaSetup:
     """The deployment's replica, with constants that the measurements have calibrated."""
-    ranks = deployment.grid.world_size
-    cluster = share_host(measure_host(deployment.machine), ranks)
+    cluster = share_host(measure_host(deployment.machine), deployment.machine.hosts[0].cores)
     work = deployment_work(deployment)
     chunk = deployment.limits.max_num_batched_tokens
     steps = [
@@ -76,7 +103,7 @@ def replica(deployment: Deployment, measured: Sequence[Measured]) -> ReplicaSetu
             loop_steps(
                 work,
                 cluster,
-                Load(one.running, one.input_len, one.output_len, chunk),
+                Load(one.running, one.input_len, one.output_len, chunk, in_phase=one.running > 1),
                 deployment.grid.pipeline,
             ),
             one,
@@ -92,15 +119,8 @@ def replica(deployment: Deployment, measured: Sequence[Measured]) -> ReplicaSetu
         deployment.cache.pool.num_blocks,
         deployment.max_model_len,
         deployment.grid.pipeline,
+        overlaps_steps=deployment.grid.world_size > 1,
     )
-
-
-def show(name: str, rate: float, ttft: Sequence[float], tpot: Sequence[float]) -> list[float]:
-    """Print and return tokens per second, and p50 and p90 of TTFT and TPOT."""
-    values = [rate, *np.percentile(ttft, (50, 90)), *np.percentile(tpot, (50, 90))]
-    print(f"{name:10} {values[0]:8.1f} tok/s   TTFT ms p50 {1e3 * values[1]:7.2f} p90 {1e3 * values[2]:7.2f}   "
-          f"TPOT ms p50 {1e3 * values[3]:6.3f} p90 {1e3 * values[4]:6.3f}")  # fmt: skip
-    return values
 
 
 def small_model(folder: Path) -> str:
@@ -110,42 +130,57 @@ def small_model(folder: Path) -> str:
     return str(folder)
 
 
-async def main(folder: Path, seconds: float) -> None:
+def run_simulation(setup: ReplicaSetup, turns: Sequence[Sequence[SimulatedRequest]]) -> Served:
+    """The same turns in virtual time."""
+    seconds, times = 0.0, []
+    for requests in turns:
+        simulated = SimulatedReplica(setup, 1.0)
+        for number, request in enumerate(requests):
+            simulated.add(number, request)
+        simulated.advance()
+        times.append(np.frombuffer(simulated.outcome().times).reshape(-1, 4))
+        seconds += times[-1][:, 2].max()
+    arrival, first, last, _ = np.concatenate(times).T
+    return Served(seconds, list(first - arrival), list((last - first) / (OUTPUT_LEN - 1)))
+
+
+async def main(folder: Path, num_turns: int, seconds: float) -> None:
     config = EngineConfig.from_options(
-        model=small_model(folder), device="cpu", load_format="dummy", max_model_len=1024, kv_cache_memory="1GiB"
+        model=small_model(folder),
+        device="cpu",
+        cpu_threads=1,
+        load_format="dummy",
+        max_model_len=1024,
+        kv_cache_memory="1GiB",
     )
     deployment = resolve_here(config)
     llm = AsyncLLM(config)
     await llm.wait_ready()
-    warm = list(poisson(float("inf"), 8, INPUT_LEN, OUTPUT_LEN))
-    await serve(llm, warm, 2)
-    measured = []
-    for running in CALIBRATION_RUNNING:
-        rate, ttft, tpot = await serve(llm, warm * (1 if running == 1 else 3), running)
-        show(f"at {running}", rate, ttft, tpot)
-        measured.append(Measured(running, INPUT_LEN, OUTPUT_LEN, float(np.median(ttft)), float(np.median(tpot))))
-    setup = replica(deployment, measured)
-    per_second = LOAD_SHARE * rate / OUTPUT_LEN
-    requests = list(poisson(per_second, int(seconds * per_second), INPUT_LEN, OUTPUT_LEN, seed=3))
-    real = show("engine", *await serve(llm, requests, 1000))
-    found: Simulation = simulate(setup, requests, Demand(INPUT_LEN + OUTPUT_LEN, INPUT_LEN, OUTPUT_LEN))
-    simulated = [
-        found.output_tokens_per_second,
-        found.ttft[50],
-        found.ttft[90],
-        found.tpot[50],
-        found.tpot[90],
-    ]
-    show(
-        "simulated",
-        simulated[0],
-        [found.ttft[50]] * 9 + [found.ttft[90]] * 2,
-        [found.tpot[50]] * 9 + [found.tpot[90]] * 2,
-    )
-    print("simulated / engine: " + "  ".join(f"{ours / true:.2f}" for ours, true in zip(simulated, real, strict=True)))
+    together = list(poisson(float("inf"), 4, INPUT_LEN, OUTPUT_LEN))
+    await serve(llm, together, 4)
+    calibrating = {running: Served(0.0, [], []) for running in CALIBRATION_RUNNING}
+    real, turns = Served(0.0, [], []), []
+    for turn in range(num_turns):
+        for running, served in calibrating.items():
+            served.add(await serve(llm, together[: max(2, running)], running))
+        rate = LOAD_SHARE * calibrating[CALIBRATION_RUNNING[-1]].requests_per_second
+        turns.append(list(poisson(rate, int(seconds * rate), INPUT_LEN, OUTPUT_LEN, seed=turn)))
+        real.add(await serve(llm, turns[-1], 1000))
     await llm.close()
+    measured = []
+    for running, served in calibrating.items():
+        served.show(f"at {running}")
+        medians = float(np.median(served.ttft)), float(np.median(served.tpot))
+        measured.append(Measured(running, INPUT_LEN, OUTPUT_LEN, *medians))
+    found = real.show("engine")
+    simulated = run_simulation(replica(deployment, measured), turns).show("simulated")
+    print("simulated / engine: " + "  ".join(f"{ours / true:.2f}" for ours, true in zip(simulated, found, strict=True)))
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=6, help="turns of the loads (default: 6)")
+    parser.add_argument("--seconds", type=float, default=6.0, help="the compared load's part of a turn (default: 6)")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        asyncio.run(main(Path(place), float(sys.argv[1]) if len(sys.argv) > 1 else 20.0))
+        asyncio.run(main(Path(place), options.turns, options.seconds))

@@ -6,7 +6,7 @@ shape, the default) or mha (a Llama of 12 layers with 16 heads of 64, each with 
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -39,13 +39,14 @@ MHA = {
 
 def main() -> None:
     """Save the checkpoint, unless it exists."""
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("shape", nargs="?", choices=("q05", "mha"), default="q05")
+    options = parser.parse_args()
+    folder, shape = options.folder, options.shape
     if (folder / "config.json").exists():
         return
     torch.manual_seed(0)
-    shape = sys.argv[2] if len(sys.argv) > 2 else "q05"
-    if shape not in ("q05", "mha"):
-        raise SystemExit(f"no shape {shape!r}; known: q05, mha")
     network = (
         Qwen2ForCausalLM(Qwen2Config(**COMMON, **Q05))
         if shape == "q05"

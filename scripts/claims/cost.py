@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scripts.claims.base import LLAMA_70B, Claim, against, cluster, decided, speed
+from scripts.claims.base import LLAMA_70B, Claim, against, cluster, decided, option, speed
 from shardline.planner.cost import HOURS_PER_DAY, HOURS_PER_MONTH, ApiPrice, break_even_tokens
 from shardline.planner.layout import Demand, Layout
 
@@ -57,8 +57,6 @@ def claims() -> Iterator[Claim]:
     )
     name = "neuralmagic/Meta-Llama-3.1-70B-Instruct-FP8"
     demand = Demand(8192, 1024, 128)
-    from scripts.claims.base import option
-
     two = option(name, "2xH100", Layout("vllm", 2, weights="fp8"), demand).speed
     assert two is not None
     total = two.output_tok_s.p50 * (1 + 1024 / 128)

@@ -125,7 +125,7 @@ def make_cases() -> list[Case]:
 
 
 def _kv_formats(family: str) -> tuple[str, ...]:
-    """The KV types that the CPU supports."""
+    """The KV types that are compared."""
     return ("auto",) if family.startswith("deepseek") else ("auto", "int8")
 
 

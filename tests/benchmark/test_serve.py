@@ -6,11 +6,14 @@ import json
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from shardline.benchmark.backends import RecordingExchange
 from shardline.benchmark.http_client import Exchange, HttpClient
+from shardline.benchmark.load import _Sender
+from shardline.benchmark.record import Record
 from shardline.cli.main import main
 from tests.benchmark.stub_server import CLOSE, HEAD, Script, event, stream, stub_server, whole
 
@@ -219,3 +222,17 @@ def test_if_every_request_fails_the_command_does(tmp_path: Path, capsys: pytest.
     with stub_server(lambda index, path, body: [(0.0, whole({}, "401 Unauthorized"))]) as server:
         bench(server.url, "--num-prompts 2", tmp_path, code=1)
     assert "every request failed: HTTP 401" in capsys.readouterr().err
+
+
+def test_in_a_closed_loop_a_request_is_intended_when_it_gets_a_place() -> None:
+    client, done = Mock(), Mock()
+    sender = _Sender(client, streams=True, max_concurrency=1, on_done=done)
+    sender.closed_loop = True
+    waiting, late = Record(1), Record(1)
+    sender.submit(b"first", Record(1))
+    sender.submit(b"waiting", waiting)
+    for number in range(2):
+        client.send.call_args_list[number].args[0].on_failure("cut", "", 0.0)
+    sender.submit(b"late", late)
+    assert client.send.call_count == 3
+    assert 0.0 < waiting.intended == waiting.ready <= late.intended == late.ready

@@ -144,6 +144,19 @@ def test_a_node_that_joins_again_takes_its_own_place(own: Join, head: int, caplo
         one.wire.close()
 
 
+def test_a_node_whose_connection_ends_is_lost_at_once(own: Join, head: int, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = FakeNode(head), FakeNode(head)
+    assert isinstance(first.ask(node(own, 1)), Accepted)
+    first.wire.socket.send(encode(Beat()))
+    first.wire.close()
+    deadline = time.monotonic() + 1.0
+    while "host1" not in caplog.text or "has closed its connection" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert isinstance(second.ask(node(own, 1)), Accepted), "its place is free"
+    second.wire.close()
+
+
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_node_ends_if_it_cannot_read_its_head(
     own: Join, port: int, joined: bool, monkeypatch: pytest.MonkeyPatch

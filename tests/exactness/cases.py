@@ -12,11 +12,9 @@ from tests.models.checkpoints import FAMILIES, LIKE_OTHERS, OWN_PARTS, has_exper
 from tests.weights.forms import FORMS
 
 WHOLE_EXPERTS = "whole-experts"
-INT8_KV = "kv-int8"
+INT8_KV, FP8_KV = "kv-int8", "kv-fp8"
 PACKED = "packed"
 
-
-_LATENT = ("deepseek_v2", "deepseek_v3", "mistral4")
 _WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "olmo3", "cohere2", "exaone4", "gemma4_text")
 """Families with windows in some layers."""
 SAMPLED_FAMILIES = tuple(family for family in FAMILIES if family not in (*OWN_PARTS, *LIKE_OTHERS))
@@ -69,16 +67,18 @@ def _meet(a: Any, b: Any) -> bool:
     """Whether two values, in the order of the axes, can be in one case."""
     if b == WHOLE_EXPERTS and a in FAMILIES:
         return has_experts(a)
-    if b == INT8_KV and a in FAMILIES:
-        return a not in _LATENT
     return (a, b) != ("alone", "tight")
 
 
 SCHEMES = ("none", "int8", "int4", "fp8", PACKED)
 """Formats of weights. In a packed checkpoint, the forms of tests/weights/forms.py are mixed."""
 
+KV_TYPES = ("kv-auto", INT8_KV, FP8_KV)
+"""Types of the KV cache. Samples do without fp8, which has the code of int8: `latent_layouts` and
+`layouts_of_own_parts` have it."""
 
-def axes(families: Sequence[str], schemes: Sequence[str]) -> list[Sequence[Any]]:
+
+def axes(families: Sequence[str], schemes: Sequence[str], kv_types: Sequence[str]) -> list[Sequence[Any]]:
     """The values of each field of Case."""
     return [
         tuple(families),
@@ -92,7 +92,7 @@ def axes(families: Sequence[str], schemes: Sequence[str]) -> list[Sequence[Any]]
         ("roomy", "tight"),
         tuple(schemes),
         ("split-experts", WHOLE_EXPERTS),
-        ("kv-auto", INT8_KV),
+        tuple(kv_types),
         ("one-host", "two-hosts", "in-turns"),
     ]
 
@@ -121,7 +121,7 @@ def _surely_preempting(case: Case) -> Case:
 
 def full_product(families: Sequence[str], words: Sequence[str] = ()) -> list[Case]:
     """Every possible case whose name has all the words."""
-    values = axes(families, SCHEMES)
+    values = axes(families, SCHEMES, KV_TYPES)
     for word in words:
         values = [[value for value in axis if word in str(value)] or axis for axis in values]
     cases = itertools.starmap(Case, itertools.product(*values))
@@ -130,8 +130,13 @@ def full_product(families: Sequence[str], words: Sequence[str] = ()) -> list[Cas
 
 def latent_layouts() -> list[Case]:
     """Latent attention in every layout: ranks share one cache there, which a sample of layouts might not catch."""
-    rest = ("staggered", "chunked", "warm", "tight", "none", WHOLE_EXPERTS, "kv-auto", "one-host")
-    return [Case("deepseek_v3", "bfloat16", tp, pp, 1, *rest) for tp in (1, 2, 3, 4) for pp in (1, 2)]
+    rest = ("staggered", "chunked", "warm", "tight", "none", WHOLE_EXPERTS)
+    layouts = itertools.product((1, 2, 3, 4), (1, 2))
+    kv_types = ("kv-auto", FP8_KV, "kv-auto", "kv-auto", FP8_KV, "kv-auto", "kv-auto", "kv-auto")
+    return [
+        Case("deepseek_v3", "bfloat16", tp, pp, 1, *rest, kv, "one-host")
+        for (tp, pp), kv in zip(layouts, kv_types, strict=True)
+    ]
 
 
 def layouts_of_own_parts() -> list[Case]:
@@ -139,7 +144,7 @@ def layouts_of_own_parts() -> list[Case]:
     rest = ("staggered", "chunked", "cold", "tight")
     cases = []
     for index, family in enumerate(OWN_PARTS):
-        kv = "kv-auto" if index % 2 or family in _LATENT else INT8_KV
+        kv = "kv-auto" if index % 2 else (INT8_KV, FP8_KV)[index % 4 // 2]
         experts = WHOLE_EXPERTS if has_experts(family) and index % 3 == 0 else "split-experts"
         quantization = ("none", "none", "int8", "int4")[index % 4]
         cases.append(Case(family, "bfloat16", 3, 2, 1, *rest, quantization, experts, kv, "one-host"))
@@ -159,7 +164,7 @@ def layouts_of_formats() -> list[Case]:
 
 def pairwise_sample(families: Sequence[str], schemes: Sequence[str], seed: int = 0) -> list[Case]:
     """Cases in which every two values of different axes meet at least once (greedy covering array)."""
-    values = axes(families, schemes)
+    values = axes(families, schemes, KV_TYPES[:2])
     if not any(has_experts(family) for family in families):
         values = [[value for value in axis if value != WHOLE_EXPERTS] for axis in values]
     rng = random.Random(seed)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.faults.processes import command_line
 from tests.faults.site import Site
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "stall": signal.SIGUSR2}
@@ -54,10 +55,10 @@ class Fault:
 
     @property
     def named_within(self) -> float:
-        """Seconds. A node that has ended or hangs is noticed as one that is cut off."""
+        """Seconds. A node that is stopped or hangs is noticed as one that is cut off."""
         if self.hangs_while_loading:
             return LOADING_HANGS_WITHIN
-        if self.target == "node":
+        if self.target == "node" and self.kind != "kill":
             return NAMED_WITHIN["cut"]
         return NAMED_WITHIN[self.kind]
 
@@ -88,6 +89,16 @@ class Faults:
         self._site = site
         self._random = chooser
 
+    def await_fork_servers(self) -> None:
+        """Wait until each host can restart its processes quickly, which is some seconds after the start."""
+        deadline = time.monotonic() + _LOADING_SECONDS
+        for host in range(2):
+            while not any("fork server" in command_line(pid) for pid in self._site.hosts.pids(host)):
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.1)
+        time.sleep(3.0)  # it imports torch
+
     def await_loading(self) -> bool:
         """Kill an engine, and wait until a process of its next start is there; whether it came."""
         before = set(self.pids("rank"))
@@ -96,7 +107,7 @@ class Faults:
         while time.monotonic() < deadline:
             new = set(self.pids("rank")) - before
             # A process that has its title has a pulse, too, and is about to import torch.
-            if any(_command_line(pid).startswith("shardline: rank") for pid in new):
+            if any(command_line(pid).startswith("shardline: rank") for pid in new):
                 return True
             time.sleep(0.01)
         return False
@@ -111,7 +122,7 @@ class Faults:
             return named, lambda: site.hosts.heal(host)
         if fault.target == "node":
             node = site.nodes[0]
-            named = self._appears(r"node 1 \(.*has not been heard of for")
+            named = self._appears(r"node 1 \(.*has (not been heard of for|closed its connection)")
             os.kill(node.pid, SIGNALS[fault.kind])
             return named, lambda: self._bring_back_node(fault.kind)
         # The last one is loading, if any is.
@@ -127,7 +138,7 @@ class Faults:
         found = []
         for host in range(2):
             for pid in self._site.hosts.pids(host):
-                line = _command_line(pid)
+                line = command_line(pid)
                 if any(title in line for title in _TITLES[target]):
                     found.append(pid)
         return found
@@ -145,9 +156,3 @@ class Faults:
             return
         node.wait(20)
         self._site.nodes[0] = self._site.start_node(1)
-
-
-def _command_line(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    return ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
 import signal
 import time
+from pathlib import Path
 
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
@@ -63,3 +65,10 @@ def assert_all_end(pids: list[int], within: float) -> None:
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline, f"still running: {[pid for pid in pids if alive(pid)]}"
         time.sleep(0.02)
+
+
+def command_line(pid: int) -> str:
+    """The words of a process, or its title; empty: it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    return ""

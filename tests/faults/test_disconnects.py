@@ -82,7 +82,9 @@ class Usage:
 
 
 async def serve_clients(count: int) -> None:
-    llm = AsyncLLM(EngineConfig.from_options(model="demo", device="cpu", cpu_threads=1, kv_cache_memory="32MiB"))
+    # Without restarts there is no fork server, which would begin in the middle.
+    options = {"device": "cpu", "cpu_threads": 1, "kv_cache_memory": "32MiB", "on_failure": "exit"}
+    llm = AsyncLLM(EngineConfig.from_options(model="demo", **options))
     config = ServerConfig()
     try:
         await llm.wait_ready()

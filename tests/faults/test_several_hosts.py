@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from shardline import LLM, SamplingParams
+from tests.faults.processes import command_line
 from tests.faults.site import Site, await_line, site
 
 PROMPT = "The first thing that"
@@ -133,8 +134,7 @@ def test_a_node_outlives_its_head(tmp_path: Path, undisturbed: str) -> None:
         server.head = server.start_node(0)
         server.await_ready()
         assert Reader(server.url).finish(60) == undisturbed
-        [node] = server.nodes
-        [worker] = [pid for pid in server.hosts.pids(1) if pid != node.pid]
+        [worker] = [pid for pid in server.hosts.pids(1) if "shardline: rank" in command_line(pid)]
         os.kill(worker, signal.SIGSTOP)
         await_line(server, rf"pid {worker}, has given no sign of life for 4 s", _slack(5.0))
         server.await_ready()

@@ -30,9 +30,15 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "phi3": "phi3",
     "gpt2": "gpt2",
+    "granite": "granite",
+    "mistral": "mistral3",
+    "ministral3": "mistral3",
+    "smollm3": "smollm3",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
 }
+_PERMUTED = ("llama", "granite", "mistral3", "smollm3")
+"""Architectures of which the converter reorders the rows of q and k."""
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 _SPLIT_KV = re.compile(r"model\.layers\.(\d+)\.self_attn\.kv_b_proj\.weight")
 
@@ -154,7 +160,7 @@ def _transform(
     key: str, config: dict[str, Any], arch: str
 ) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
     """What the converter does to a tensor, and its inverse."""
-    if arch == "llama" and (found := re.search(r"\.([qk])_proj\.", key)):
+    if arch in _PERMUTED and (found := re.search(r"\.([qk])_proj\.", key)):
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
         return (
             lambda w: w.reshape(heads, 2, -1, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape),
@@ -228,8 +234,25 @@ def _add_config(w: gguf.GGUFWriter, c: dict[str, Any], split_latents: bool) -> N
         w.add_rope_dimension_count(c["hidden_size"] // c["num_attention_heads"])
     if c["model_type"].startswith("deepseek"):
         _add_deepseek(w, c, split_latents)
+    if c["model_type"] == "granite":
+        w.add_attention_scale(c["attention_multiplier"])
+        w.add_embedding_scale(c["embedding_multiplier"])
+        w.add_residual_scale(c["residual_multiplier"])
+        w.add_logit_scale(c["logits_scaling"])
+    if c["model_type"] == "ministral3":
+        _add_yarn(w, rope)
     if rope.get("rope_type") == "llama3":
         w.add_tensor("rope_freqs.weight", _llama3_factors(c, rope))
+
+
+def _add_yarn(w: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
+    w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    w.add_rope_scaling_factor(rope["factor"])
+    w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    w.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
+    w.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
+    w.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    w.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
 def _add_deepseek(w: gguf.GGUFWriter, c: dict[str, Any], split_latents: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import transformers
 from gguf import GGMLQuantizationType as Type
 from msgspec.structs import replace
 
+from shardline.cli.main import main
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.models.checkpoint import Checkpoint
 from shardline.models.gguf.checkpoint import GGUFCheckpoint
+from shardline.models.gguf.config import ARCHITECTURES as known_architectures
 from shardline.models.gguf.header import BLOCK_TYPES, PACKED_TYPES
 from shardline.models.gguf.norms import without_norm_offsets
 from shardline.models.hub import resolve_model
@@ -25,6 +28,7 @@ from shardline.models.lookup import decoder_spec, known_families
 from shardline.models.parameters import parameters
 from shardline.models.sharding import shard
 from shardline.models.spec import DecoderSpec
+from shardline.planner.catalog import find_model
 from shardline.runtime.backends import open_backend
 from shardline.runtime.loader.gguf import GGUFWeights
 from shardline.runtime.loader.gguf_blocks import decode_blocks
@@ -42,6 +46,7 @@ _PACKED = [Type[name] for name in PACKED_TYPES]
 _OPTIONS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"decoder_sparse_step": 1, "norm_topk_prob": False},
     "qwen3_moe": {"mlp_only_layers": []},
+    "mistral": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 20},
     "gemma3_text": {"query_pre_attn_scalar": 20},
 }
@@ -88,11 +93,8 @@ def test_a_converted_model_is_the_model(family: str, tmp_path: Path) -> None:
     _assert_same_weights(GGUFWeights(GGUFCheckpoint.open(file), ours, torch.float32), plain, ours, (1, 3))
 
 
-def test_architectures_without_a_converter_here_wait_for_their_model_types() -> None:
-    from shardline.models.gguf.config import ARCHITECTURES as known
-
-    waiting = {"granite": "granite", "mistral3": "ministral3", "smollm3": "smollm3"}
-    assert set(known) == set(ARCHITECTURES.values()) | set(waiting)
+def test_every_architecture_is_tested() -> None:
+    assert set(known_architectures) == set(ARCHITECTURES.values())
     assert set(ARCHITECTURES) <= set(known_families())
 
 
@@ -162,6 +164,35 @@ def test_what_is_said_of_a_file(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=says):
             resolve_here(EngineConfig.from_options(model=str(tmp_path / "x-Q8_0.gguf"), **options))
+
+
+def test_a_plan_counts_the_bytes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    source = make_checkpoint("llama", tmp_path / "model", **options)
+    write_gguf(source, tmp_path / "x-Q4_K_M.gguf", mixed(Type.Q4_K, Type.Q6_K, Type.Q5_1))
+    for name in (tmp_path, f"{tmp_path}:q4_k_m"):
+        model = find_model(str(name))
+        assert (model.name, model.engine_refusal) == (str(name), "")
+    stored, checkpoint = model.stored(), model.checkpoint
+    assert checkpoint is not None
+    sizes = {
+        key: stored.num_bytes(name, shape)
+        for name, shape in parameters(model.spec)
+        if len(shape) == 2 and name not in ("embed.weight", "lm_head.weight")
+        for key in [checkpoint.find(name, shape, model.spec).key]
+    }
+    assert sizes == {key: checkpoint.tensors[key].num_bytes for key in sizes}
+    assert len({stored.layer_class(0), stored.layer_class(1)}) == 2
+    assert main(["plan", str(tmp_path), "--gpus", "1xL4", "--max-model-len", "128", "--input-len", "64",
+                 "--output-len", "16", "--json"]) == 0  # fmt: skip
+    plan = json.loads(capsys.readouterr().out)
+    dense = 2 * sum(math.prod(shape) for _, shape in parameters(model.spec))
+    assert plan["layouts"][0]["weight_bytes"] == dense, "GPUs make the weights of GGUF files dense"
+    assert plan["commands"]["shardline"].startswith(f"shardline serve {tmp_path}")
+    with pytest.raises(ValueError, match="has no quant Q8_0; it has Q4_K_M"):
+        find_model(f"{tmp_path}:Q8_0")
+    write_gguf(source, tmp_path / "x-Q4_K_M.gguf", mixed(Type.TQ1_0))
+    assert "has type TQ1_0; supported" in find_model(str(tmp_path)).engine_refusal
 
 
 @pytest.mark.parametrize(

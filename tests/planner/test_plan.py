@@ -128,6 +128,11 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(one["tp"] == 4 for one in plan["layouts"])
 
 
+def test_fixed_sizes_that_divide_no_half_of_the_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_json(capsys, LLAMA_70B, "--gpus", "8xH100", "-tp", "5", "--engine", "shardline")
+    assert {one["tp"] for one in plan["layouts"] if one["cp"] == 1} == {5}
+
+
 def test_models_that_only_vllm_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for model in ("openai/gpt-oss-120b", "Qwen/Qwen3.5-35B-A3B", "google/gemma-4-31B-it"):
         plan = plan_json(capsys, model, "--gpus", "8xH200", "-tp", "8")
@@ -153,6 +158,12 @@ def test_the_fewest_and_the_cheapest_gpus(capsys: pytest.CaptureFixture[str]) ->
         ([LLAMA_70B, "--gpus", "4xH1000"], "unknown GPU 'H1000'; the nearest are"),
         ([LLAMA_70B, "--gpus", "4xL4", "--link", "nvlink"], "L4 cannot have it"),
         ([LLAMA_70B, "--gpus", "L4", "--rate", "0"], "--rate must be above zero"),
+        ([LLAMA_70B, "--gpus", "L4", "--rate", "inf"], "--rate must be above zero, and finite"),
+        ([LLAMA_70B, "--gpus", "L4", "--api-price", "nan,1,1"], "--api-price 'nan,1,1': write dollars"),
+        ([LLAMA_70B, "--gpus", "8xH100", "-tp", "3", "--engine", "vllm"], "divides the 64 attention heads, not 3"),
+        (["meta-llama/Llama-3.1-8B", "--gpus", "64xH100", "-tp", "48"], "tensor_parallel_size 48 does not work"),
+        (["meta-llama/Llama-3.1-8B", "--gpus", "H100", "-tp", "48"], "tensor_parallel_size 48 does not work"),
+        ([LLAMA_70B, "--gpus", "4xH100", "-tp", "4", "-pp", "2"], "need 8 GPUs, and 4xH100-80GB-SXM5 has 4"),
         ([LLAMA_70B, "--gpus", "L4", "--tpot", "fast"], "write for example 60ms"),
         ([LLAMA_70B, "--gpus", "L4", "--input-len", "9000", "--max-model-len", "4096"], "more than --max-model-len"),
         ([LLAMA_70B, "--gpus", "L4", "--quantization", "int8", "--engine", "vllm"], "weights 'int8': known are"),

@@ -84,6 +84,26 @@ def test_a_benchmark_calibrates_times(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "no result of a benchmark: 'num_prompts' is missing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("factor", [0.1, 8.0])
+def test_calibration_reaches_a_machine_that_is_far_from_the_prediction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], factor: float
+) -> None:
+    bench = tmp_path / "bench.json"
+    measured = []
+    for running in (1, 4):
+        before = plan(capsys, "--running", str(running))
+        times = {
+            f"median_{name}_ms": factor * before[f"{name}_ms"]["p50"]  # type: ignore[index]
+            for name in ("ttft", "tpot")
+        }
+        measured.append({"completed": 4, "max_concurrency": running, **times})
+        measured[-1] |= {"total_input_tokens": 4 * 1024, "total_output_tokens": 4 * 128}
+    bench.write_text(json.dumps(measured))
+    for one in measured:
+        after = plan(capsys, "--running", str(one["max_concurrency"]), "--calibrate", str(bench))
+        assert after["tpot_ms"]["p50"] == pytest.approx(one["median_tpot_ms"], rel=0.1)  # type: ignore[index]
+
+
 def test_a_start_up_log_calibrates_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log.txt"
     log.write_text("INFO Available KV cache memory: 30.25 GiB\nINFO GPU KV cache size: 396,400 tokens\n")

@@ -16,6 +16,7 @@ from shardline.planner.cluster import parse_cluster
 from shardline.planner.fitting import fit_constants
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Layout
+from shardline.planner.offline import bench_limits
 from shardline.planner.rows import actual_layout, decoding_part, planned_work, read_rows
 from shardline.planner.timing import Load, LoopSteps, StepLoad, loop_latency, loop_steps, shipped_timing
 from shardline.planner.validate import collect_samples, summarize, validate
@@ -84,16 +85,40 @@ def test_rows_with_sizes_multiplied_into_each_other_are_corrected() -> None:
     assert actual_layout(Layout("trtllm", 1, 1, 64, True), 8).data == 8
 
 
+def test_rows_say_the_same_in_many_ways(tmp_path: Path) -> None:
+    """Groups of GPUs for prompts, one prompt alone, an engine without rows of its own, and other names of formats."""
+    plain = {"tier": "A", "model": _MODELS[0], "precision": "fp16", "gpu": "NVIDIA H100 80GB HBM3", "tp": 1,
+             "engine": "TensorRT-LLM", "isl": 8192, "osl": 128, "concurrency_or_rate": 32, "tpot_ms": 10}  # fmt: skip
+    groups = {**plain, "engine": "vllm P/D", "gpu": "H100/H200 (not stated)", "dp": "8P+4D"}
+    alone = {**plain, "engine": "TGI", "precision": "awq", "concurrency_or_rate": "", "osl": 1, "tpot_ms": "",
+             "load_type": "single-request prefill", "total_tok_s": 16384}  # fmt: skip
+    with (tmp_path / "rows.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, [*_COLUMNS, "load_type", "total_tok_s"])
+        writer.writeheader()
+        writer.writerows([plain, groups, alone])
+    rows, skipped = read_rows(tmp_path / "rows.csv")
+    assert not skipped
+    assert [(one.engine, one.layout.weights) for one in rows] == [
+        ("trtllm", "bf16"),
+        ("vllm", "bf16"),
+        ("vllm", "int4"),
+    ]
+    assert [(one.layout.data, one.prompts_apart) for one in rows] == [(1, False), (4, True), (1, False)]
+    assert (rows[2].running, rows[2].ttft) == (1.0, 0.5)
+    assert len(collect_samples(rows, known_gpus())[0]) == 3
+
+
 def test_a_step_is_one_product() -> None:
     """A mixed step reads the weights once: it is shorter than a prefill step and a decode step after each other."""
     constants = shipped_timing()["vllm"].constants
-    decode = StepLoad(0.01, 0.002, 0.0001, 0.0, 0, 288, 8)
-    prefill = StepLoad(0.01, 0.0, 0.004, 0.0, 0, 288, 0)
-    mixed = StepLoad(0.01, 0.002, 0.0041, 0.0, 0, 288, 8)
+    decode = StepLoad(0.01, 0.002, 0.0001, 0.0, 0.0, 0.0, 0, 288, 8)
+    prefill = decode._replace(cache=0.0, arithmetic=0.004, requests=0)
+    mixed = decode._replace(arithmetic=0.0041)
     assert mixed.seconds(constants) < 0.75 * (decode.seconds(constants) + prefill.seconds(constants))
     assert decode.bound_by(constants) == "weights"
     assert decode._replace(arithmetic=1.0).bound_by(constants) == "arithmetic"
     assert decode._replace(exchange=1.0).bound_by(constants) == "links"
+    assert decode._replace(expanded=1.0).seconds(constants) > decode._replace(arithmetic=1.0).seconds(constants)
 
 
 def loop(**load: object) -> LoopSteps:
@@ -124,6 +149,31 @@ def test_when_prompts_are_computed() -> None:
     assert in_phase.output_tokens_per_second == pytest.approx(mixed.output_tokens_per_second, rel=0.15)
 
 
+def test_a_saturated_run_shares_the_steps_with_prompts() -> None:
+    """As many whole prompts as a step has room for are computed in it; no request waits for its turn to be replaced."""
+    constants = shipped_timing()["vllm"].constants
+    full, closed = loop(saturated=True), loop()
+    assert full.prompt_steps == 64 / 7, "64 of 8,192 tokens decode, and 7 prompts of 1,024 fit beside them"
+    latency = loop_latency(full, constants)
+    assert latency.output_tokens_per_second == pytest.approx(64 / latency.tpot)
+    unlimited = replace(constants, saturated=1.0)
+    ratio = (
+        loop_latency(full, unlimited).output_tokens_per_second
+        / loop_latency(closed, unlimited).output_tokens_per_second
+    )
+    assert ratio == pytest.approx(1.0, rel=0.1)
+
+
+def test_limits_of_an_offline_benchmark() -> None:
+    """trtllm-bench takes DeepSeek's latent cache for one with all heads, and runs fewer requests than fit."""
+    model, cluster = find_model("deepseek-ai/DeepSeek-R1"), parse_cluster("4xB200", known_gpus())
+    layout = Layout("trtllm", 1, data=4, whole_experts=True, weights="nvfp4", kv="fp8")
+    requests, tokens = bench_limits(model, layout, cluster, 1024, 8192)
+    assert (requests, tokens) == (96, 2048)
+    assert bench_limits(model, layout, cluster, 8192, 1024)[1] == 8192 + 96, "prompts are not cut"
+    assert bench_limits(model, replace(layout, weights="mxfp4"), cluster, 1024, 1024) == (2048, 8192)
+
+
 def test_each_product_computes_in_its_format() -> None:
     work = planned_work(find_model("openai/gpt-oss-120b"), Layout("vllm", weights="mxfp4"))
     assert set(work.token_flops) == {"bf16", "mxfp4"}, "attention is not quantized"
@@ -131,6 +181,11 @@ def test_each_product_computes_in_its_format() -> None:
     assert gpu.flops_per_second("mxfp4") == gpu.flops_per_second("fp8"), "activations have 8 bits"
     assert gpu.flops_per_second("nvfp4") == 2 * gpu.flops_per_second("fp8")
     assert gpu.flops_per_second("int4") == gpu.flops_per_second("bf16")
+    assert gpu.computes("mxfp4")
+    assert not gpu.computes("int4")
+    hopper = parse_cluster("1xH100", known_gpus()).slowest
+    direct, expanded = work.product_seconds(64, 64, hopper.flops_per_second, hopper.computes)
+    assert expanded > direct > 0, "experts in MXFP4 are expanded on a GPU without 4-bit floats"
 
 
 def test_gpus_that_only_compute_prompts() -> None:
@@ -145,6 +200,7 @@ def test_constants_are_physical() -> None:
     for engine, timing in shipped_timing().items():
         values = asdict(timing.constants)
         assert all(0.3 < values[name] <= 1.2 for name in ("memory", "cache", "compute", "link")), engine
+        assert all(0.3 < values[name] <= 1 for name in ("attention", "expanded", "saturated")), engine
         assert all(0 <= values[name] < 1e-3 for name in ("message", "launch", "request")), engine
         for low, high in timing.spread.values():
             assert 0 < low < 1 < high

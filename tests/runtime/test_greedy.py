@@ -11,14 +11,20 @@ from torch import Tensor
 
 from shardline.runtime.layers.vocabulary import LMHead
 from shardline.sampling_params import SamplingParams
-from shardline.types import Request
+from shardline.types import Constraints, Request
 from tests.exactness.harness import make_requests, run, start_engine
 from tests.models.checkpoints import make_checkpoint
 
 
 def greedy_requests() -> list[Request]:
+    """Some of them are constrained."""
     sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    return [msgspec.structs.replace(request, sampling=sampling) for request in make_requests(256)]
+    allowed = Constraints(allowed_token_ids=tuple(range(5, 250, 3)))
+    constraints = [allowed, None, Constraints(bad_words=((7,), (8, 9))), None]
+    return [
+        msgspec.structs.replace(request, sampling=sampling, constraints=constraints[index % 4])
+        for index, request in enumerate(make_requests(256))
+    ]
 
 
 def with_logits(requests: list[Request]) -> list[Request]:
@@ -34,12 +40,12 @@ def test_tokens(family: str, tensor: int, pipeline: int, scheme: str, tmp_path: 
     model = make_checkpoint(family, tmp_path)
     engine, executor = start_engine(model, tensor=tensor, pipeline=pipeline, quantization=scheme, dtype="bfloat16")
     requests = greedy_requests()
-    find_best, calls = LMHead.find_best, 0
+    find_best, calls, masked = LMHead.find_best, 0, 0
 
-    def counted(head: LMHead, hidden: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return find_best(head, hidden)
+    def counted(head: LMHead, hidden: Tensor, allowed: Tensor | None) -> Tensor:
+        nonlocal calls, masked
+        calls, masked = calls + 1, masked + (allowed is not None)
+        return find_best(head, hidden, allowed)
 
     try:
         expected = run(engine, with_logits(requests), "alone")
@@ -50,7 +56,7 @@ def test_tokens(family: str, tensor: int, pipeline: int, scheme: str, tmp_path: 
                     key: a.token_ids for key, a in expected.items()
                 }
             # A softcap makes unlike logits equal, so that all of them are needed.
-            assert bool(calls) == (family != "gemma2")
+            assert bool(calls) == bool(masked) == (family != "gemma2")
             mixed = [*requests[:4], *with_logits(requests)[4:]]
             answers = run(engine, mixed, "together")
             assert {key: a.token_ids for key, a in answers.items()} == {key: a.token_ids for key, a in expected.items()}

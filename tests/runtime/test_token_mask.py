@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from shardline.models.hub import DEMO_FOLDER
-from shardline.runtime.sampling.token_mask import ConstraintMaker, TokenMask, collect_masks
+from shardline.models.partition import Span
+from shardline.runtime.ops.sampling.mask import TokenMasks
+from shardline.runtime.sampling.token_mask import ConstraintMaker, MaskMemory, TokenMask
 from shardline.sampling_params import SamplingParams, StructuredOutputsParams
 from shardline.structured.grammar import structured_grammar
 from shardline.types import Constraints, SequenceStart
@@ -71,9 +75,42 @@ def test_a_restart_has_the_state_of_the_whole_output() -> None:
 
 
 def test_an_empty_mask_is_an_error() -> None:
-    masks, errors = collect_masks([None, make(allowed_token_ids=(EOS,), min_tokens=3), make(bad_words=((9,),))])
+    masks, errors = MAKER.collect_masks([None, make(allowed_token_ids=(EOS,), min_tokens=3), make(bad_words=((9,),))])
     assert masks is not None
     assert masks.rows.tolist() == [2]
     assert "no token may follow" in errors[1]
     with pytest.raises(ValueError, match="no token"):
         make(grammar=regex("a"), allowed_token_ids=(3,)).find_allowed()
+
+
+def test_masks_are_the_same_from_several_threads() -> None:
+    grammar = regex("[0-9]{1,3}(,[0-9]+)*")
+
+    def together(num_threads: int) -> torch.Tensor:
+        maker = ConstraintMaker(VOCAB_SIZE, str(Path(DEMO_FOLDER) / "tokenizer.json"), num_threads)
+        starts = [SequenceStart(n, [1], 1, SamplingParams(), 0, (EOS,), Constraints(grammar)) for n in range(6)]
+        sequences = [maker.make_mask(start) for start in starts]
+        for number, mask in enumerate(sequences):
+            assert mask is not None
+            for _ in range(number):
+                mask.append_token(min(allowed(mask)))
+        masks, errors = maker.collect_masks([None, *sequences])
+        assert masks is not None
+        assert not errors
+        assert masks.rows.tolist() == [1, 2, 3, 4, 5, 6]
+        return masks.bits
+
+    assert torch.equal(together(2), together(1))
+
+
+@pytest.mark.parametrize("span", [Span(0, 200), Span(0, 70), Span(64, 200), Span(67, 133), Span(190, 200)])
+def test_a_rank_has_the_bits_of_its_part_of_the_vocabulary(span: Span) -> None:
+    dice = np.random.default_rng(0)
+    flags = dice.random((2, 224)) < 0.5
+    bits = np.packbits(flags, axis=1, bitorder="little").view(np.int32)
+    memory = MaskMemory(5, span)
+    memory.write(TokenMasks(torch.tensor([0, 1]), torch.from_numpy(~bits)), 2)
+    written = memory.write(TokenMasks(torch.tensor([2, 0]), torch.from_numpy(bits)), 4)
+    found = np.unpackbits(written.numpy().view(np.uint8), axis=1, bitorder="little")[:, : span.size].astype(bool)
+    assert (found[[2, 0]] == flags[:, span.start : span.stop]).all()
+    assert found[[1, 3]].all()

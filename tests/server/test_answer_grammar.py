@@ -28,9 +28,9 @@ FORM = ResponseFormat(type="json_schema", json_schema={"schema": SCHEMA})
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
-def use_tools(required: bool, parameters: dict[str, Any] = SCHEMA) -> ToolUse:
+def use_tools(required: bool, parameters: dict[str, Any] = SCHEMA, parser: str = "hermes") -> ToolUse:
     function = FunctionDefinition(name="f", parameters=parameters)
-    return ToolUse([], (function,), required, True, find_tool_parser("hermes"))
+    return ToolUse([], (function,), required, True, find_tool_parser(parser))
 
 
 def grammar(
@@ -70,6 +70,25 @@ def test_reasoning_before_calls() -> None:
     auto = grammar(use_tools(False), "qwen3")
     for text in ("Hello", "<think>hm</think>\nHello", "<think>hm</think>\nHello " + CALL):
         assert accepts(COMPILER, auto, text), text
+
+
+def test_messages_of_gpt_oss() -> None:
+    note = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
+    final, form = "<|channel|>final<|message|>", '<|channel|>final <|constrain|>json<|message|>{"a": 1}'
+    both = grammar(use_tools(False, parser="gpt_oss"), "gpt_oss", "<|start|>assistant", FORM)
+    for text in (note + call, note + note + form, form):
+        assert accepts(COMPILER, both, text), text
+    for text in (note + final + "Hello", final + "{}", note, '{"a": 1}'):
+        assert not accepts(COMPILER, both, text), text
+    required = grammar(use_tools(True, parser="gpt_oss"), "gpt_oss")
+    assert accepts(COMPILER, required, note + call)
+    assert not accepts(COMPILER, required, note + final)
+    assert accepts(COMPILER, grammar(use_tools(False, parser="gpt_oss"), "gpt_oss"), note + final + "Hello")
+    continued = grammar(None, "gpt_oss", "<|start|>assistant<|channel|>final<|message|>", FORM)
+    assert accepts(COMPILER, continued, '{"a": 1}')
+    thinking = grammar(None, "gpt_oss", "<|start|>assistant<|channel|>analysis<|message|>", FORM)
+    assert accepts(COMPILER, thinking, "hm<|end|><|start|>assistant" + form)
 
 
 def test_a_form_and_tools() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardline.server.errors import ApiError
 from shardline.server.openai import body_size, large_json
-from shardline.server.openai.body_size import check_json_size
+from shardline.server.openai.body_size import check_json_size, check_template_values
 from shardline.server.openai.large_json import parse_json
 
 
@@ -61,6 +61,52 @@ def test_slices_refuse_what_the_parser_refuses(text: str, monkeypatch: pytest.Mo
             parse_json(f'["{"a" * before}{text}{"x" * 20}\\n"]'.encode("latin-1"))
 
 
+NUMBERS = st.lists(st.integers(0, 99) | st.floats(0, 9) | st.just({}) | st.none(), max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    arrays=st.lists(NUMBERS | st.lists(NUMBERS, max_size=2) | st.text("a,[]", max_size=3), max_size=4),
+    size=st.integers(2, 9),
+)
+def test_arrays_in_slices_are_those_of_the_parser(arrays: list[object], size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(large_json, "SLICE_BYTES", size)
+        patch.setattr(large_json, "ARRAY_BYTES", size)
+        assert parse_json(json.dumps(arrays, indent=1).encode()) == arrays
+        assert parse_json(json.dumps({"a": arrays}).encode()) == {"a": arrays}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "[1,2,3,]",
+        "[,1,2,3]",
+        "[1,2,,3,4]",
+        "[11 2,3]",
+        "[1,2,3,NaN]",
+        "[1,2,3,4",
+        "{[1,2,3]:1}",
+        "[1,2,3]]",
+        "[ , , ,]",
+    ],
+)
+def test_slices_of_arrays_refuse_what_the_parser_refuses(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in range(1, 8):
+        monkeypatch.setattr(large_json, "SLICE_BYTES", size)
+        monkeypatch.setattr(large_json, "ARRAY_BYTES", size)
+        with pytest.raises(ValueError, match=r"\w"):
+            parse_json(body.encode())
+
+
+def test_a_body_that_ends_within_a_string_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_json, "SLICE_BYTES", 16)
+    body = b'["' + rb"\\n" * 20 + b'", "' + rb"\\\\" * 20
+    for end in range(1, len(body) + 1):
+        with pytest.raises(ValueError, match="EOF while parsing"):
+            parse_json(body[:end])
+
+
 def test_many_strings_and_long_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_size, "MAX_STRINGS", 2)
     monkeypatch.setattr(body_size, "MAX_BARE_BYTES", 8)
@@ -68,3 +114,11 @@ def test_many_strings_and_long_numbers_are_refused(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ApiError, match="bytes outside strings"):
             check_json_size(body)
     check_json_size(b'["\\"\\"\\"\\"\\"\\"\\"",""]')
+
+
+def test_values_for_templates_are_counted_at_every_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_size, "MAX_TEMPLATE_VALUES", 6)
+    check_template_values("tools", [{"a": [1, {"b": "text"}], "c": []}])
+    for field in ([1] * 7, [[[[[[[]]]]]]], [{"a": 1, "b": {"c": [1, 2, 3]}}]):
+        with pytest.raises(ApiError, match="'tools' has more than 6 values"):
+            check_template_values("tools", [field])

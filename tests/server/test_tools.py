@@ -190,6 +190,8 @@ def test_an_answer_without_reasoning_counts_none(shared: Running, client: openai
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"messages": [*HI, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "", "annotations": [0] * 65_537}]}, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": [0] * 65_537}}}]}, "tools"),
     ],
 )
 def test_refuses_with_the_field(shared: Running, change: dict[str, Any], param: str) -> None:

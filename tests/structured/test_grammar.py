@@ -18,7 +18,7 @@ from shardline.text.tokenizer import Tokenizer
 from shardline.text.tool_parsers import find_tool_parser, tool_parser_names
 from shardline.text.tool_parsers.call_rules import CallRules, OfferedFunction
 from tests.text.builders import byte_fallback_json, byte_level_json, metaspace_json
-from tests.text.test_answer_parsers import FORMS, mistral_v11
+from tests.text.test_answer_parsers import FORMS, gpt_oss_template, mistral_v11
 
 TOKENIZER = Tokenizer.from_folder(Path(DEMO_FOLDER))
 assert TOKENIZER is not None
@@ -196,13 +196,15 @@ FUNCTIONS = [OfferedFunction("f", SCHEMA), OfferedFunction("weather", None)]
 CALLS = [("f", '{"a": 1}'), ("weather", "{}")]
 
 
-# The other form needs special tokens that the demo's tokenizer lacks.
-TEXT_FORMS = [form for form in FORMS if form[1] is not mistral_v11]
+# The first form needs special tokens that the demo's tokenizer lacks; the second one is only read.
+TEXT_FORMS = [form for form in FORMS if form[1] not in (mistral_v11, gpt_oss_template)]
+TEMPLATES = {"deepseek_v3": "```json", "glm47_moe": "</arg_key><arg_value>"}
 
 
 @pytest.mark.parametrize(("name", "write"), TEXT_FORMS, ids=[writer.__name__ for _, writer in TEXT_FORMS])
 def test_calls_in_every_format(compiler: GrammarCompiler, name: str, write: Any) -> None:
-    template = "```json" if write.__name__ == "deepseek_v3" else ""
+    template = TEMPLATES.get(write.__name__, "")
+    content = 'Hello {"name": 1} <x>'
 
     def grammar(rule: str, parallel: bool = True) -> str:
         rules = find_tool_parser(name).write_rules(CallRules(FUNCTIONS, parallel, template, {}))
@@ -215,8 +217,49 @@ def test_calls_in_every_format(compiler: GrammarCompiler, name: str, write: Any)
         assert not accepts(compiler, grammar(rule), wrong)
         assert not accepts(compiler, grammar(rule, parallel=False), both)
         assert accepts(compiler, grammar(rule, parallel=False), write(CALLS[:1]))
-    assert accepts(compiler, grammar("auto"), 'Hello {"name": 1} <x>')
+    assert accepts(compiler, grammar("auto"), "<|channel|>final<|message|>" + content if name == "gpt_oss" else content)
     assert not accepts(compiler, grammar("calls"), "Hello")
+
+
+LIMITED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "place": {"type": "string", "pattern": "^[A-Z]/[a-z]+$", "maxLength": 5},
+        "unit": {"enum": ["C", "F", None]},
+        "day": {"$ref": "#/$defs/day"},
+        "note": {"type": ["string", "null"]},
+    },
+    "required": ["unit"],
+    "$defs": {"day": {"type": "integer", "minimum": 1}},
+}
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_arguments_as_text_follow_their_schemas(compiler: GrammarCompiler, special: bool) -> None:
+    functions = [OfferedFunction("f", LIMITED), OfferedFunction("any", {"type": "object"})]
+    # If a mark is a special token, this test spells it with a token that is none, which llguidance takes, too.
+    assert TOKENIZER is not None
+    [end] = TOKENIZER.encode_text("\x1f", add_special_tokens=False)
+    marks = {"</arg_value>": end} if special else {}
+    rules = find_tool_parser("glm4_moe").write_rules(CallRules(functions, True, "", marks))
+    grammar = wrap_grammar(f"start: calls\n{rules}", "")
+
+    def takes(*arguments: tuple[str, str], function: str = "f") -> bool:
+        text = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments)
+        text = f"<tool_call>{function}\n{text}</tool_call>"
+        return accepts(compiler, grammar, text.replace("</arg_value>", "\x1f") if special else text)
+
+    assert takes(("place", "A/bcd"), ("unit", "C"), ("day", "3"), ("note", "a <b>\n"))
+    assert takes(("unit", "null"), ("note", ""))
+    assert not takes(("place", "A/bcd"))
+    assert not takes(("unit", "K"))
+    assert not takes(("place", "A/bcde"), ("unit", "C"))
+    assert not takes(("place", "a/b"), ("unit", "C"))
+    assert not takes(("unit", "C"), ("day", "0"))
+    assert not takes(("unit", "C"), ("day", "x"))
+    assert not takes(("unit", "C"), ("other", "x"))
+    assert takes(("x", "1"), ("y z", "</b>"), function="any")
+    assert takes(function="any")
 
 
 def test_every_format_has_rules() -> None:

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardline.text import harmony
 from shardline.text.answer_parser import AnswerParser
-from shardline.text.reasoning_parsers import find_reasoning_parser, reasoning_parser_names
+from shardline.text.reasoning_parsers import find_reasoning_parser, guess_reasoning_parser, reasoning_parser_names
 from shardline.text.tool_parsers import find_tool_parser, guess_tool_parser, tool_parser_names
+from shardline.text.tool_parsers.call_rules import OfferedFunction
+from shardline.text.tool_parsers.parameter_schemas import ParameterSchemas
 
 NAMES = ("weather", "f", "find_files")
+TYPES = {"text": "string", "count": "integer", "share": "number", "on": "boolean", "list": "array", "thing": "object"}
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        **{name: {"type": kind} for name, kind in TYPES.items()},
+        "maybe": {"anyOf": [{"$ref": "#/$defs/word"}, {"type": "null"}]},
+        "any": {},
+    },
+    "$defs": {"word": {"type": "string"}},
+}
+FUNCTIONS = [OfferedFunction(name, PARAMETERS) for name in NAMES]
 
 
 @dataclass
@@ -58,8 +73,8 @@ def parse(
 
     def make() -> AnswerParser:
         return AnswerParser(
-            find_reasoning_parser(reasoning)(prompt) if reasoning else None,
-            find_tool_parser(tools)(NAMES, **options) if tools else None,
+            find_reasoning_parser(reasoning)(prompt, has_tools=tools is not None) if reasoning else None,
+            find_tool_parser(tools)(FUNCTIONS, **options) if tools else None,
         )
 
     whole = join(make(), [text], cut)
@@ -116,13 +131,77 @@ def kimi_k2(calls: list[tuple[str, str]]) -> str:
     return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
 
 
+def gpt_oss(calls: list[tuple[str, str]]) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
+        for name, arguments in calls
+    )
+
+
+def gpt_oss_template(calls: list[tuple[str, str]]) -> str:
+    return "<|start|>assistant".join(
+        f" to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>" for name, arguments in calls
+    )
+
+
+def _as_text(arguments: str) -> dict[str, str]:
+    """Each argument as the formats with tags spell it: strings as they are, other values as JSON."""
+    values = json.loads(arguments).items()
+    return {key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in values}
+
+
+def glm4_moe(calls: list[tuple[str, str]], line: str = "\n") -> str:
+    return line.join(
+        f"<tool_call>{name}{line}"
+        + "".join(
+            f"<arg_key>{key}</arg_key>{line}<arg_value>{text}</arg_value>{line}"
+            for key, text in _as_text(arguments).items()
+        )
+        + "</tool_call>"
+        for name, arguments in calls
+    )
+
+
+def glm47_moe(calls: list[tuple[str, str]]) -> str:
+    return glm4_moe(calls, "")
+
+
+def minimax_m2(calls: list[tuple[str, str]]) -> str:
+    inner = "".join(
+        f'<invoke name="{name}">\n'
+        + "".join(f'<parameter name="{key}">{text}</parameter>\n' for key, text in _as_text(arguments).items())
+        + "</invoke>\n"
+        for name, arguments in calls
+    )
+    return f"<minimax:tool_call>\n{inner}</minimax:tool_call>"
+
+
+def qwen3_coder(calls: list[tuple[str, str]], tag: str = "tool_call", space: str = "\n") -> str:
+    return "\n".join(
+        f"<{tag}>\n<function={name}>\n"
+        + "".join(f"<parameter={key}>{space}{text}{space}</parameter>\n" for key, text in _as_text(arguments).items())
+        + f"</function>\n</{tag}>"
+        for name, arguments in calls
+    )
+
+
+def seed_oss(calls: list[tuple[str, str]]) -> str:
+    return qwen3_coder(calls, "seed:tool_call", "")
+
+
 WRITERS = {
     "hermes": [hermes],
     "llama3_json": [llama3_json],
     "mistral": [mistral, mistral_v11],
     "deepseek_v3": [deepseek_v3, deepseek_v31],
     "kimi_k2": [kimi_k2],
+    "gpt_oss": [gpt_oss, gpt_oss_template],
+    "glm4_moe": [glm4_moe, glm47_moe],
+    "minimax_m2": [minimax_m2],
+    "qwen3_coder": [qwen3_coder],
+    "seed_oss": [seed_oss],
 }
+TAGGED = ("glm4_moe", "minimax_m2", "qwen3_coder", "seed_oss")
 FORMS = [(name, writer) for name, writers in WRITERS.items() for writer in writers]
 in_every_form = pytest.mark.parametrize(("name", "write"), FORMS, ids=[writer.__name__ for _, writer in FORMS])
 
@@ -131,10 +210,27 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-arguments = st.dictionaries(st.text(max_size=6), json_values, max_size=3).map(
-    lambda value: json.dumps(value, ensure_ascii=False)
+texts = st.text(st.sampled_from('ab <>/="\\\n') | st.characters(codec="utf-8"), max_size=8)
+typed_arguments = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": texts,
+        "count": st.integers(),
+        "share": st.floats(-1e6, 1e6),
+        "on": st.booleans(),
+        "list": st.lists(json_values, max_size=2),
+        "thing": st.dictionaries(texts, json_values, max_size=2),
+        "maybe": st.none() | texts.filter(lambda text: text.strip() != "null"),
+        "any": st.integers() | st.sampled_from(["", "a b", "<b>", "1 2", '"q"']),
+    },
 )
-call_lists = st.lists(st.tuples(st.sampled_from(NAMES), arguments), min_size=1, max_size=3)
+
+
+def call_lists(name: str) -> st.SearchStrategy[list[tuple[str, str]]]:
+    """Calls that a format can spell."""
+    values = typed_arguments if name in TAGGED else st.dictionaries(st.text(max_size=6), json_values, max_size=3)
+    arguments = values.map(lambda value: json.dumps(value, ensure_ascii=False))
+    return st.lists(st.tuples(st.sampled_from(NAMES), arguments), min_size=1, max_size=3)
 
 
 def test_every_format_is_tested() -> None:
@@ -142,17 +238,19 @@ def test_every_format_is_tested() -> None:
 
 
 @in_every_form
-@settings(deadline=None, max_examples=40)
-@given(calls=call_lists)
-def test_calls_are_read(name: str, write, calls: list[tuple[str, str]]) -> None:
+@settings(deadline=None, max_examples=20)
+@given(data=st.data())
+def test_calls_are_read(name: str, write, data: st.DataObject) -> None:
+    calls = data.draw(call_lists(name))
     text = write(calls)
     assert parse(text, name, most_places=40) == Answer(calls=calls)
 
 
 @in_every_form
-@settings(deadline=None, max_examples=40)
-@given(calls=call_lists, cut=st.integers(0, 200))
-def test_a_cut_answer_is_a_part_of_the_whole(name: str, write, calls: list[tuple[str, str]], cut: int) -> None:
+@settings(deadline=None, max_examples=20)
+@given(data=st.data(), cut=st.integers(0, 200))
+def test_a_cut_answer_is_a_part_of_the_whole(name: str, write, data: st.DataObject, cut: int) -> None:
+    calls = data.draw(call_lists(name))
     text = write(calls)[:cut]
     answer = parse(text, name, cut=True, most_places=40)
     for (called, given_arguments), (expected, whole) in zip(answer.calls, calls, strict=False):
@@ -163,7 +261,7 @@ def test_a_cut_answer_is_a_part_of_the_whole(name: str, write, calls: list[tuple
 
 
 @in_every_form
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(text=st.text(st.sampled_from('ab <>{}[]"\\:,;|`\n') | st.characters(codec="utf-8"), max_size=40))
 def test_any_text_is_the_same_in_any_pieces(name: str, write, text: str) -> None:
     parse(text, name)
@@ -178,7 +276,7 @@ def test_an_answer_without_calls_stays_as_it_is(name: str, write, text: str) -> 
 
 @in_every_form
 def test_only_the_first_call_is_reported_without_parallel_calls(name: str, write) -> None:
-    calls = [("f", '{"a": 1}'), ("weather", "{}")]
+    calls = [("f", '{"count": 1}'), ("weather", "{}")]
     assert parse(write(calls), name, parallel=False).calls == calls[:1]
 
 
@@ -213,6 +311,29 @@ def test_content_stands_before_calls(name: str) -> None:
         ("mistral", '[TOOL_CALLS] [{"arguments": {"a": 1}, "name": "f"}]', [("f", '{"a": 1}')]),
         ("mistral", '[TOOL_CALLS]f{"a": 1}', [("f", '{"a": 1}')]),
         ("mistral", '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": 1}', [("f", '{"a": 1}')]),
+        (
+            "gpt_oss",
+            '<|channel|>analysis to=functions.f<|message|>{"a": "<|"}<|end|><|start|>assistant to=functions.f'
+            "<|message|>",
+            [("f", '{"a": "<|"}'), ("f", "")],
+        ),
+        (
+            "glm4_moe",
+            "<tool_call> f\n<arg_key>on</arg_key><arg_value>True</arg_value><arg_key>x</arg_key>\n<arg_value> [1, 2]\n"
+            "</arg_value></tool_call>",
+            [("f", '{"on": true, "x": [1, 2]}')],
+        ),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f"></minimax:tool_call>', [("f", "{}")]),
+        (
+            "qwen3_coder",
+            "<function=f>\n<parameter=text>a\n\n</parameter><parameter=count>many</parameter></function></tool_call>",
+            [("f", '{"text": "a\\n", "count": "many"}')],
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call><function=g><parameter=a>1</parameter><parameter=b>NaN</parameter></function></tool_call>",
+            [("g", '{"a": 1, "b": "NaN"}')],
+        ),
     ],
 )  # fmt: skip
 def test_variants(name: str, text: str, expected: list[tuple[str, str]]) -> None:
@@ -233,6 +354,11 @@ def test_llama_json_that_is_no_call_is_content(text: str) -> None:
         ("hermes", '<tool_call>{"nam": 1}</tool_call>'),
         ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>x<|tool_call_end|><|tool_calls_section_end|>"),
         ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>x<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
+        ("gpt_oss", "<|channel|>final<|message|>a<|end|>"),
+        ("glm4_moe", "a <tool_call>no call</tool_call> b"),
+        ("minimax_m2", "a <minimax:tool_call>no call</minimax:tool_call>"),
+        ("qwen3_coder", "<tool_call>no call</tool_call>"),
+        ("seed_oss", "<seed:tool_call>no call</seed:tool_call>"),
     ],
 )
 def test_no_markup_reaches_content(name: str, text: str) -> None:
@@ -243,7 +369,7 @@ def test_no_markup_reaches_content(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", reasoning_parser_names())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     reasoning=st.text(st.sampled_from("ab <>/thinkTHINK[]\n"), max_size=20),
     content=st.text(st.sampled_from("ab <>[]\n"), max_size=20),
@@ -268,9 +394,40 @@ def test_reasoning_without_marks() -> None:
     assert parse(" no marks ", reasoning="qwen3") == Answer(content=" no marks ")
 
 
+HARMONY = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    "<|start|>assistant<|channel|>analysis<|message|>So.<|end|><|start|>assistant"
+)
+
+
+def test_messages_of_gpt_oss() -> None:
+    call = gpt_oss([("f", '{"a": "<|channel|>"}')])
+    body = '{"a": "b"}'
+    final = "<|channel|>final <|constrain|>json<|message|>Done.<|return|>"
+    assert parse(HARMONY + call, "gpt_oss", "gpt_oss") == Answer("Hm.\nSo.", "I look.", [("f", '{"a": "<|channel|>"}')])
+    assert parse(HARMONY + final, "gpt_oss", "gpt_oss") == Answer("Hm.\nSo.", "I look.\nDone.")
+    assert parse(HARMONY + final, None, "gpt_oss") == Answer("Hm.\nSo.", "I look.\nDone.")
+    assert parse(HARMONY + gpt_oss([("f", body)]), None, "gpt_oss") == Answer("Hm.\nSo.", "I look." + body)
+    python = "<|channel|>analysis to=python code<|message|>1 + 1<|call|>"
+    assert parse(python, "gpt_oss", "gpt_oss") == Answer("1 + 1")
+    assert parse("one", None, "gpt_oss", "<|start|>assistant<|channel|>final<|message|>Count: ") == Answer(
+        content="one"
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    text=st.lists(st.sampled_from([*harmony.MARKERS, "assistant", " to=functions.f", "analysis", "final", "{}", " a"]))
+)
+def test_no_marks_of_gpt_oss_reach_anything(text: list[str]) -> None:
+    for tools in ("gpt_oss", None):
+        answer = parse("".join(text), tools, "gpt_oss", most_places=30)
+        assert not any(mark in answer.content + answer.reasoning for mark in harmony.MARKERS)
+
+
 @pytest.mark.parametrize("name", list(WRITERS))
 def test_reasoning_before_calls(name: str) -> None:
-    calls = [("f", '{"a": "<think>"}')]
+    calls = [("f", '{"text": "<think>"}')]
     text = "<think>I shall call <tool_call>.</think>\n" + WRITERS[name][0](calls)
     assert parse(text, name, "qwen3") == Answer("I shall call <tool_call>.", "", calls)
 
@@ -281,11 +438,40 @@ def test_formats_are_guessed_from_templates() -> None:
         "mistral": "{{- '[TOOL_CALLS]' }}",
         "deepseek_v3": "{{'<｜tool▁calls▁begin｜>'}}",
         "kimi_k2": "{{'<|tool_calls_section_begin|>'}}",
+        "gpt_oss": '{{- "<|channel|>commentary" }} {{- "<|call|>" }}',
+        "glm4_moe": "<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
+        "minimax_m2": "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}",
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
+        "seed_oss": "<seed:tool_call>\n<function=f>\n<parameter=x>1</parameter>\n</function>\n</seed:tool_call>",
         "llama3_json": '{{- "Environment: ipython\n" }} {"name": f, "parameters": d}',
     }
     for name, template in templates.items():
         assert guess_tool_parser(template.replace("f, ", 'f, "parameters": ')) == name
+        assert guess_reasoning_parser(template) == ("gpt_oss" if name == "gpt_oss" else None)
     assert guess_tool_parser("{% for m in messages %}{{ m.content }}") is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        ({"type": "string"}, "5", '"5"'),
+        ({"type": ["string", "integer"]}, "5", "5"),
+        ({"type": ["string", "integer"]}, "5.5", '"5.5"'),
+        ({"type": "number"}, "5", "5"),
+        ({"type": "boolean"}, "False", "false"),
+        ({"type": ["integer", "null"]}, "None", "null"),
+        ({"enum": ["1", "2"]}, "1", '"1"'),
+        ({"allOf": [{"$ref": "#/$defs/a"}]}, "null", '"null"'),
+        ({"$ref": "#/$defs/loop"}, "1", "1"),
+        ({"type": "array"}, "[1,", '"[1,"'),
+        ({"type": "array"}, "[" * 100_000, json.dumps("[" * 100_000)),
+        ({"oneOf": "no list"}, "x", '"x"'),
+        (3, "{}", "{}"),
+    ],
+)  # fmt: skip
+def test_texts_become_values_of_their_schemas(schema: Any, text: str, expected: str) -> None:
+    definitions = {"a": {"const": "b"}, "loop": {"$ref": "#/$defs/loop"}}
+    assert ParameterSchemas({"properties": {"x": schema}, "$defs": definitions}).to_json("x", text) == expected
 
 
 def test_unknown_names_are_refused() -> None:

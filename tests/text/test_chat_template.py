@@ -167,6 +167,23 @@ def test_messages_are_brought_into_shape() -> None:
     assert call["function"]["arguments"] == '{"x": 1}', "the caller's messages stay as they are"
 
 
+@pytest.mark.parametrize("arguments", ["{", "[" * 100_000, '{"x": "\\ud83d"}'])
+def test_arguments_that_are_no_json_stay_text(arguments: str) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    [message] = normalize_messages([{"role": "assistant", "tool_calls": [call]}])
+    assert message["tool_calls"] == [call]
+    whole = {"function": {"name": "f", "arguments": '"\\ud83d\\ude42"'}}
+    [message] = normalize_messages([{"role": "assistant", "tool_calls": [whole]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == "\U0001f642"
+
+
+@pytest.mark.parametrize("arguments", ["[1" + ",1" * 131_072 + "]", '"' + "a" * (4 << 20) + '"'])
+def test_arguments_that_take_long_are_refused(arguments: str) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(ValueError, match="131072 commas"):
+        normalize_messages([{"role": "assistant", "tool_calls": [call]}])
+
+
 @pytest.mark.parametrize(
     ("messages", "error"),
     [

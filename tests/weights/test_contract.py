@@ -48,6 +48,12 @@ def held_tensors(packed: object) -> list[Tensor]:
     return found
 
 
+def panel_bits(flags: Tensor) -> Tensor:
+    """Flags [M, N] as bits [M, ceil(N / 64)] int64."""
+    panels = torch.nn.functional.pad(flags, (0, -flags.shape[1] % 64)).view(len(flags), -1, 64)
+    return (panels.long() << torch.arange(64)).sum(-1)
+
+
 def assert_same_bytes(packed: object, expected: object) -> None:
     pairs = list(zip(held_tensors(packed), held_tensors(expected), strict=True))
     assert pairs
@@ -219,6 +225,10 @@ def test_the_best_output_is_the_first_largest_of_all(form, dtype, rng, with_bias
     assert_same_bits(best[:, 0].contiguous(), logits.amax(1))
     is_largest = logits == logits.amax(1, keepdim=True)
     assert torch.equal(best[:, 1].contiguous().view(torch.int32), is_largest.int().argmax(1).int())
+    allowed = torch.rand(m, n, generator=rng) < 0.1
+    allowed[0], allowed[:, 64:128] = False, False  # a row without any, and a panel that no row needs
+    among_allowed = logits.masked_fill(~allowed, -torch.inf)
+    assert_same_bits(head.argmax(x, bias, panel_bits(allowed)), find_best(KERNELS, among_allowed))
 
 
 @pytest.mark.usefixtures("isa")

@@ -174,7 +174,9 @@ void attend(const AttentionArgs& args) {
 
 void paged_attention(const AttentionArgs& args) {
   const bool is_fp32 = args.dtype == DType::kFloat32;
-  if (args.value_cache == nullptr) {
+  if (args.value_cache == nullptr && args.key_scales != nullptr) {
+    is_fp32 ? attend<RowTile<float, int8_t, true>>(args) : attend<RowTile<bf16, int8_t, true>>(args);
+  } else if (args.value_cache == nullptr) {
     is_fp32 ? attend<RowTile<float, float, true>>(args) : attend<RowTile<bf16, bf16, true>>(args);
   } else if (args.key_scales != nullptr) {
     is_fp32 ? attend<RowTile<float, int8_t, false>>(args) : attend<RowTile<bf16, int8_t, false>>(args);

@@ -34,9 +34,9 @@ struct WriteKvArgs {
   const void* value;  // [num_tokens, num_kv_heads, value_dim]
   int64_t query_stride, key_stride, value_stride;
   void *key_cache, *value_cache;  // [num_blocks, num_kv_heads, block_size, key_dim or value_dim]
-  // [num_blocks, num_kv_heads, block_size] if the caches are int8 (value = scale * byte); null if they are in dtype
-  float *key_scales, *value_scales;
-  const int64_t* slots;  // [num_tokens]; negative: not stored
+  DType stored;  // in the caches: dtype, or int8 or fp8 (e4m3), which have scales: value = scale * byte
+  float *key_scales, *value_scales;  // [num_blocks, num_kv_heads, block_size]; null if there are none
+  const int64_t* slots;              // [num_tokens]; negative: not stored
   int64_t num_tokens, num_heads, num_kv_heads, key_dim, value_dim, block_size;
 };
 
@@ -45,7 +45,11 @@ struct WriteLatentArgs {
   DType dtype;
   const void *latent, *rope_key;  // [num_tokens, latent_dim or rope_dim]
   int64_t latent_stride, rope_stride;
-  void* cache;           // [num_blocks, block_size, latent_dim + rope_dim]
+  DType stored;  // in the cache, as in WriteKvArgs
+  // [num_blocks, block_size, latent_dim + rope_dim]; if it holds bytes, [num_blocks, block_size, latent_dim]
+  void* cache;
+  bf16* rope_cache;      // [num_blocks, block_size, rope_dim] beside bytes, else null
+  float* scales;         // [num_blocks, block_size] of bytes, else null
   const int64_t* slots;  // [num_tokens]; negative: not stored
   int64_t num_tokens, latent_dim, rope_dim;
 };
@@ -69,8 +73,9 @@ struct AttentionArgs {
   float scale;
   float softcap;  // 0 for none
   const float* sinks;  // [num_heads] scores of a key without a value, which every token sees; null for none
-  // [num_blocks, num_kv_heads, block_size] if the caches are int8; null if they are in dtype
-  const float *key_scales, *value_scales;
+  DType stored;        // in the caches, as in WriteKvArgs
+  const float *key_scales, *value_scales;  // [num_blocks, num_kv_heads, block_size]; null if there are none
+  const bf16* rope_cache;                  // as in WriteLatentArgs
   const void* query_rope;  // [num_tokens, num_heads, key_dim - value_dim] over latents, else null
   int64_t query_rope_stride, query_rope_head_stride;
 };

@@ -57,12 +57,12 @@ inline I32 load_words(const void* p) {
 inline void store_words(int32_t* p, I32 v) { __builtin_memcpy(p, &v, sizeof v); }
 
 // The first n words; the other lanes are zero.
-inline I32 load_words_n(const int32_t* p, int64_t n) {
+inline I32 load_words_n(const void* p, int64_t n) {
 #if defined(__AVX512F__)
   return (I32)_mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << n) - 1), p);
 #else
   int32_t padded[kLanes] = {};
-  __builtin_memcpy(padded, p, static_cast<size_t>(n) * sizeof *p);
+  __builtin_memcpy(padded, p, static_cast<size_t>(n) * sizeof padded[0]);
   return load_words(padded);
 #endif
 }

@@ -33,55 +33,94 @@ struct Row {
   Partial partial;
 };
 
+// How keys and values are read: as words, also with a request for later ones, or with some hidden; or as bytes, which
+// become words in registers.
+enum class Read { kPlain, kFetched, kMasked, kDecoded };
+
 // How many vectors a tile of `rows` sums in registers. AVX-512 has 32 registers, other ISAs have 16.
-constexpr int tile_vectors(int rows) {
+constexpr int tile_vectors(int rows, Read how) {
+  if (how == Read::kDecoded) return rows <= 3 ? 4 : 2;  // six registers hold the tables and masks
   if (rows == 8) return kLanes == 16 ? 2 : 1;
   return kLanes == 16 || rows <= 3 ? 4 : (rows == 7 ? 1 : 2);
 }
 
+// Multiplies sums of products with keys by the keys' scales.
+template <int kRows, int kVectors, class Split>
+inline void scale_scores(F32 (&sum)[kRows][kVectors], const Split& split, int64_t first) {
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    const F32 scales = split.key_scales(first + v * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) sum[r][v] = sum[r][v] * scales;
+  }
+}
+
 // Computes the scores of kRows rows for kVectors vectors of keys, from the split's key `first` on. If it fetches, it
 // asks for one later line of the cache per line of keys, so that memory never waits for the products.
-template <class W, int kRows, int kVectors, bool kFetches, class Split>
+template <class W, int kRows, int kVectors, Read kHow, class Split>
 void score_vectors(const Row* rows, Split& split, int64_t first) {
-  const int32_t* keys[kVectors];
-  for (int v = 0; v < kVectors; ++v) keys[v] = split.keys(first + v * kLanes);
+  constexpr bool kDecodes = kHow == Read::kDecoded;
+  constexpr int kLineWords = kDecodes ? 2 : 1;  // of one key
+  constexpr int64_t kWordBytes = kPanelTokens * 4 / kLineWords;
+  const char* keys[kVectors];
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t key = first + v * kLanes;
+    if constexpr (kDecodes) {
+      keys[v] = reinterpret_cast<const char*>(split.key_bytes(key / kPanelTokens));
+    } else {
+      keys[v] = reinterpret_cast<const char*>(split.keys(key));
+    }
+  }
+  const BytePairs pairs = split.byte_pairs();
   F32 sum[kRows][kVectors] = {};
   const int64_t num_words = split.key_words();
   int64_t word = 0;
   // One later panel after the other is fetched: the addresses of all would take too many registers.
-  for (int fetched = 0; fetched < kVectors; ++fetched) {
-    FetchAhead ahead = split.after_keys((first + fetched * kLanes) / kPanelTokens);
-    for (const int64_t end = num_words * (fetched + 1) / kVectors; word < end; ++word) {
-      if constexpr (kFetches) ahead.template fetch<(kRows > 2 && Split::kFetchesToL1), kVectors>();
-      I32 key[kVectors];
+  constexpr int kParts = Split::kScaledLatents ? 2 : kVectors;
+  for (int part = 0; part < kParts; ++part) {
+    FetchAhead ahead = split.after_keys((first + part * kLanes) / kPanelTokens);
+    const bool ends_scaled = Split::kScaledLatents && part == 0;
+    for (const int64_t end = ends_scaled ? split.scaled_words() : num_words * (part + 1) / kParts; word < end;
+         word += kLineWords) {
+      if constexpr (kHow != Read::kPlain) ahead.template fetch<(kRows > 2 && Split::kFetchesToL1), kVectors>();
+      I32 key[kVectors][kLineWords];
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) key[v] = load_words(keys[v] + word * kPanelTokens);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const I32 query = broadcast_int(rows[r].query[word]);
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_words<W>(sum[r][v], query, key[v]);
+      for (int v = 0; v < kVectors; ++v) {
+        const char* line = keys[v] + word * kWordBytes;
+        if constexpr (kDecodes) {
+          pairs.decode(line, key[v][0], key[v][1]);
+        } else {
+          key[v][0] = load_words(line);
+        }
       }
+#pragma GCC unroll 2
+      for (int w = 0; w < kLineWords; ++w) {
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          const I32 query = broadcast_int(rows[r].query[word + w]);
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_words<W>(sum[r][v], query, key[v][w]);
+        }
+      }
+    }
+    if constexpr (Split::kScaled) {
+      if (word == split.scaled_words()) scale_scores<kRows, kVectors>(sum, split, first);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t place = first + v * kLanes;
-      if constexpr (Split::kScaled) sum[r][v] = sum[r][v] * split.key_scales(place);
-      store_words(rows[r].scores + place, (I32)sum[r][v]);
-    }
+    for (int v = 0; v < kVectors; ++v) store_words(rows[r].scores + first + v * kLanes, (I32)sum[r][v]);
   }
 }
 
 // The same for the keys [first, end) of whole vectors.
-template <class W, int kRows, bool kFetches, int kVectors = tile_vectors(kRows), class Split>
+template <class W, int kRows, Read kHow, int kVectors = tile_vectors(kRows, kHow), class Split>
 void score_keys(const Row* rows, Split& split, int64_t first, int64_t end) {
   for (; first + kVectors * kLanes <= end; first += kVectors * kLanes) {
-    score_vectors<W, kRows, kVectors, kFetches>(rows, split, first);
+    score_vectors<W, kRows, kVectors, kHow>(rows, split, first);
   }
-  if constexpr (kVectors > 1) score_keys<W, kRows, kFetches, kVectors / 2>(rows, split, first, end);
+  if constexpr (kVectors > 1) score_keys<W, kRows, kHow, kVectors / 2>(rows, split, first, end);
 }
 
 inline F32 load_score(const int32_t* p) { return (F32)load_words(p); }
@@ -171,17 +210,16 @@ void weigh_scores(Row& row, const Split& split, const AttentionArgs& args) {
   row.partial.sum = sum_lanes(sum);
 }
 
-// How the values of some words are added.
-enum class Values { kFetched, kPlain, kMasked };
-
 // Adds weights * values of the split's words [begin, end) to the outputs of kRows rows, over kVectors vectors of
 // columns, or, if kVectors is 0, over the last columns that fill no vector. `visible` masks the halves of the values'
 // pairs. Hidden values must be masked: a weight of zero would turn an infinite value of a later token into NaN.
-template <class W, int kRows, int kVectors, Values kHow, class Split>
+template <class W, int kRows, int kVectors, Read kHow, class Split>
 void add_columns(Row* rows, Split& split, int64_t column, Range words, I32 visible) {
-  constexpr int kLoads = kVectors > 0 ? kVectors : 1;
-  constexpr int64_t kPanelWords = kPanelTokens / kPerWord<W>;
+  constexpr bool kDecodes = kHow == Read::kDecoded;
+  constexpr int kLoads = kVectors > 0 ? kVectors : 1, kLineVectors = kDecodes ? 2 : 1;
+  constexpr int64_t kPanelWords = kPanelTokens / kPerWord<W>, kWordBytes = 4 / kLineVectors;
   const int64_t left = split.value_dim() - column, stride = split.value_stride(), offset = split.value_offset(column);
+  const BytePairs pairs = split.byte_pairs();
   F32 sum[kRows][kLoads];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -190,15 +228,25 @@ void add_columns(Row* rows, Split& split, int64_t column, Range words, I32 visib
   }
   for (int64_t word = words.begin; word < words.end;) {
     const int64_t panel = word / kPanelWords, end = min64(words.end, (panel + 1) * kPanelWords);
-    const int32_t* values = split.values(panel);
+    const char* values;
+    if constexpr (kDecodes) {
+      values = reinterpret_cast<const char*>(split.value_bytes(panel));
+    } else {
+      values = reinterpret_cast<const char*>(split.values(panel));
+    }
     const FetchAhead ahead = split.after_values(panel);
     for (int64_t at = word % kPanelWords * stride + offset; word < end; ++word, at += stride) {
       I32 value[kLoads];
 #pragma GCC unroll 4
-      for (int v = 0; v < kLoads; ++v) {
-        if constexpr (kHow == Values::kFetched) ahead.template fetch_at<(kRows > 2)>((at + v * kLanes) * 4);
-        value[v] = kVectors > 0 ? load_words(values + at + v * kLanes) : load_words_n(values + at, left);
-        if constexpr (kHow == Values::kMasked) value[v] &= visible;
+      for (int v = 0; v < kLoads; v += kLineVectors) {
+        const int64_t place = (at + v * kLanes) * kWordBytes;
+        if constexpr (kHow == Read::kFetched || kDecodes) ahead.template fetch_at<(kRows > 2)>(place);
+        if constexpr (kDecodes) {
+          pairs.decode(values + place, value[v], value[v + 1]);
+        } else {
+          value[v] = kVectors > 0 ? load_words(values + place) : load_words_n(values + place, left);
+        }
+        if constexpr (kHow == Read::kMasked) value[v] &= visible;
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
@@ -216,16 +264,16 @@ void add_columns(Row* rows, Split& split, int64_t column, Range words, I32 visib
 }
 
 // The same over all columns from `column` on.
-template <class W, int kRows, Values kHow, int kVectors = tile_vectors(kRows), class Split>
+template <class W, int kRows, Read kHow, int kVectors = tile_vectors(kRows, kHow), class Split>
 void add_words(Row* rows, Split& split, Range words, int64_t column = 0, I32 visible = I32{}) {
   const int64_t dim = split.value_dim();
   for (; column + kVectors * kLanes <= dim; column += kVectors * kLanes) {
     add_columns<W, kRows, kVectors, kHow>(rows, split, column, words, visible);
   }
-  if constexpr (kVectors > 1) {
+  if constexpr (kVectors > (kHow == Read::kDecoded ? 2 : 1)) {
     add_words<W, kRows, kHow, kVectors / 2>(rows, split, words, column, visible);
-  } else if (column < dim) {
-    add_columns<W, kRows, 0, kHow>(rows, split, column, words, visible);
+  } else if constexpr (kHow != Read::kDecoded) {  // which fills all vectors
+    if (column < dim) add_columns<W, kRows, 0, kHow>(rows, split, column, words, visible);
   }
 }
 
@@ -239,7 +287,7 @@ void add_visible_values(Row& row, Split& split, Range words) {
       if (words.begin * 2 + 2 > row.keys.end) visible &= 0x0000ffffu;
     }
     const I32 mask = broadcast_int(static_cast<int32_t>(visible));
-    add_words<W, 1, Values::kMasked>(&row, split, {words.begin, words.begin + 1}, 0, mask);
+    add_words<W, 1, Read::kMasked>(&row, split, {words.begin, words.begin + 1}, 0, mask);
   }
 }
 
@@ -279,11 +327,12 @@ void attend_split(Row* rows, int num_rows, Split& split, const AttentionArgs& ar
     stop = min64(end_key, (key / step + 1) * step);
     for_parts(rows, num_rows, [&](Row* part, auto count) {
       constexpr int kRows = decltype(count)::value;
-      if (Split::kHoldsKeys && split.pass_once() && part == rows) {  // other keys are fetched when they become words
-        score_keys<W, kRows, true>(part, split, key, stop);
-      } else {
-        score_keys<W, kRows, false>(part, split, key, stop);
+      if constexpr (Split::kDecodesBytes) {
+        if (split.decodes_bytes()) return score_keys<W, kRows, Read::kDecoded>(part, split, key, stop);
+      } else if constexpr (Split::kHoldsKeys) {  // other keys are fetched when they become words
+        if (split.pass_once() && part == rows) return score_keys<W, kRows, Read::kFetched>(part, split, key, stop);
       }
+      score_keys<W, kRows, Read::kPlain>(part, split, key, stop);
     });
   }
   for (int r = 0; r < num_rows; ++r) find_maximum<W>(rows[r], args);
@@ -304,11 +353,12 @@ void attend_split(Row* rows, int num_rows, Split& split, const AttentionArgs& ar
     whole.end = min64(end, (whole.begin / kGroupWords + 1) * kGroupWords);
     for_parts(rows, num_rows, [&](Row* part, auto count) {
       constexpr int kRows = decltype(count)::value;
-      if (Split::kHoldsValues && split.pass_once() && part == rows) {
-        add_words<W, kRows, Values::kFetched>(part, split, whole);
-      } else {
-        add_words<W, kRows, Values::kPlain>(part, split, whole);
+      if constexpr (Split::kDecodesBytes) {
+        if (split.decodes_bytes()) return add_words<W, kRows, Read::kDecoded>(part, split, whole);
+      } else if constexpr (Split::kHoldsValues) {
+        if (split.pass_once() && part == rows) return add_words<W, kRows, Read::kFetched>(part, split, whole);
       }
+      add_words<W, kRows, Read::kPlain>(part, split, whole);
     });
   }
   for (int r = 0; r < num_rows; ++r) add_visible_values<W>(rows[r], split, {whole.end, words_seen(rows[r]).end});

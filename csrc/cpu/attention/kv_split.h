@@ -3,7 +3,9 @@
 
 #include "attention/attention_args.h"
 #include "attention/attention_operands.h"
+#include "attention/byte_pairs.h"
 #include "simd/transpose.h"
+#include "simd/vec_fp8.h"
 
 namespace shardline::SHARDLINE_ISA {
 
@@ -61,12 +63,15 @@ class PanelWalk {
 
 // Finds the panels of a split in the paged cache. Where the cache holds other elements than words, or latents, whose
 // order is that of keys, a panel becomes words when a row first needs it: a single pass then still finds it in L1.
+// A single pass over bytes can also make pairs of them in registers.
 template <class W, class Stored, bool kLatents>
 class KvSplit {
  public:
   static constexpr bool kScaled = sizeof(Stored) == 1;
   static constexpr bool kHoldsKeys = sizeof(Stored) == sizeof(W);  // as words
   static constexpr bool kHoldsValues = kHoldsKeys && !kLatents;
+  static constexpr bool kScaledLatents = kScaled && kLatents;
+  static constexpr bool kDecodesBytes = kScaled && !kLatents && kHasBf16Dot && kPerWord<W> == 2;
   // Latents are wide: few panels ahead are many lines, and L1 holds no panels that wait.
   static constexpr bool kFetchesToL1 = !kLatents;
   // Panels that pass together: they stay in L1, or latents in L2, while all rows and columns use them.
@@ -82,6 +87,7 @@ class KvSplit {
   void prepare(int32_t* memory, const AttentionArgs& args) {
     key_dim_ = args.key_dim;
     value_dim_ = args.value_dim;
+    is_e4m3_ = args.stored == DType::kFloat8E4m3;
     key_words_ = memory;
     value_words_ = memory + (kHoldsKeys ? 0 : kPlaces * kPanelWords * key_dim_);
   }
@@ -96,7 +102,10 @@ class KvSplit {
     PanelWalk walk(args, sequence, kv_head, split * kSplitKeys + first_ * kPanelTokens);
     for (int64_t panel = first_; panel < end_; ++panel, walk.advance()) {
       const int64_t slot = walk.slot();
-      keys_[panel] = static_cast<const Stored*>(args.key_cache) + slot * key_dim_;
+      keys_[panel] = static_cast<const Stored*>(args.key_cache) + slot * stored_key_dim(args);
+      if constexpr (kScaledLatents) {
+        ropes_[panel] = args.rope_cache + slot * (key_dim_ - value_dim_);
+      }
       if constexpr (!kLatents) values_[panel] = static_cast<const Stored*>(args.value_cache) + slot * value_dim_;
       if constexpr (kScaled) {
         key_scales_[panel] = args.key_scales + slot;
@@ -115,14 +124,7 @@ class KvSplit {
 
   // The keys from the split's key `first` on, a multiple of kLanes: words at a distance of kPanelTokens.
   const int32_t* keys(int64_t first) {
-    const int64_t panel = first / kPanelTokens, token = first % kPanelTokens;
-    if constexpr (kHoldsKeys) {
-      return reinterpret_cast<const int32_t*>(keys_[panel]) + token;
-    } else {
-      return held(panel, held_keys_, key_words_, key_dim_, [&](int32_t* to) {
-               widen(keys_[panel], key_dim_, after_keys(panel), to);
-             }) + token;
-    }
+    return key_panel(first / kPanelTokens) + first % kPanelTokens;
   }
   // The values of a panel: [kPanelTokens / kPerWord][value_stride] from each column's value_offset() on.
   const int32_t* values(int64_t panel) {
@@ -131,13 +133,18 @@ class KvSplit {
     } else {
       return held(panel, held_values_, value_words_, value_stride(), [&](int32_t* to) {
         if constexpr (kLatents) {
-          transpose_latents(keys_[panel], after_values(panel), to);
+          transpose_latents(key_panel(panel), after_values(panel), to);
         } else {
           widen(values_[panel], value_dim_, after_values(panel), to);
         }
       });
     }
   }
+
+  // The bytes of a panel.
+  const Stored* key_bytes(int64_t panel) const { return keys_[panel]; }
+  const Stored* value_bytes(int64_t panel) const { return values_[panel]; }
+  BytePairs byte_pairs() const { return BytePairs(is_e4m3_); }
 
   // What to fetch while a panel's keys or values are multiplied. The values follow the keys, and the next split follows
   // the values. The values of latents are their keys: meanwhile the next split is fetched.
@@ -163,7 +170,7 @@ class KvSplit {
     PanelWalk walk(args, sequence, kv_head, position);
     for (int64_t i = 0; i < kAheadPanels; ++i) {
       const int64_t slot = walk.slot();
-      next.panels[i] = static_cast<const Stored*>(args.key_cache) + slot * args.key_dim;
+      next.panels[i] = static_cast<const Stored*>(args.key_cache) + slot * stored_key_dim(args);
       if constexpr (kScaled) fetch_scales(args, slot);
       position += kPanelTokens;
       if (position < end_position) walk.advance();
@@ -176,6 +183,8 @@ class KvSplit {
   F32 value_scales(int64_t key) const { return load(value_scales_[key / kPanelTokens] + key % kPanelTokens); }
 
   int64_t key_words() const { return words_of<W>(key_dim_); }
+  // Words of a key before its scale applies: the rotated part of latents has none.
+  int64_t scaled_words() const { return words_of<W>(kScaledLatents ? value_dim_ : key_dim_); }
   int64_t value_dim() const { return value_dim_; }
   int64_t value_stride() const { return kLatents ? kBlockColumns : value_dim_; }
   int64_t value_offset(int64_t column) const {
@@ -183,6 +192,8 @@ class KvSplit {
     return column / kBlockColumns * (kPlaces * kPanelWords * kBlockColumns) + column % kBlockColumns;
   }
   bool pass_once() const { return pass_once_; }
+  // Whether a single pass decodes bytes: they must fill whole lines.
+  bool decodes_bytes() const { return kDecodesBytes && pass_once_ && key_dim_ % 4 == 0 && value_dim_ % 32 == 0; }
 
  private:
   static constexpr int64_t kPanelWords = kPanelTokens / kPerWord<W>;  // of one column
@@ -190,6 +201,9 @@ class KvSplit {
   // Values of latents are [blocks of columns][panels][words of tokens][columns of the block], so that the products of
   // a block read memory in order.
   static constexpr int64_t kBlockColumns = 64;
+
+  // Elements of a key in the key cache.
+  static int64_t stored_key_dim(const AttentionArgs& args) { return kScaledLatents ? args.value_dim : args.key_dim; }
 
   static void fetch_scales(const AttentionArgs& args, int64_t slot) {
     __builtin_prefetch(args.key_scales + slot);
@@ -206,11 +220,48 @@ class KvSplit {
     return to;
   }
 
-  // Elements of a panel as those of words.
-  static void widen(const Stored* from, int64_t dim, const FetchAhead& ahead, int32_t* to) {
-    for (int64_t i = 0; i < kPanelTokens * dim; i += kPerWord<W> * kLanes) {
-      ahead.fetch_at(i * static_cast<int64_t>(sizeof(Stored)));
-      if constexpr (kPerWord<W> == 2) {
+  const int32_t* key_panel(int64_t panel) {
+    if constexpr (kHoldsKeys) {
+      return reinterpret_cast<const int32_t*>(keys_[panel]);
+    } else {
+      return held(panel, held_keys_, key_words_, key_dim_, [&](int32_t* to) {
+        widen(keys_[panel], kScaledLatents ? value_dim_ : key_dim_, after_keys(panel), to);
+        if constexpr (kScaledLatents) {
+          const bf16* later = ropes_[min64(panel + kAheadPanels / 2, end_ - 1)];
+          convert(ropes_[panel], key_dim_ - value_dim_, {reinterpret_cast<const char*>(later), nullptr},
+                  to + scaled_words() * kPanelTokens);
+        }
+      });
+    }
+  }
+
+  // The bytes of a panel of `dim` columns as the elements of words.
+  void widen(const Stored* from, int64_t dim, const FetchAhead& ahead, int32_t* to) const {
+    if (is_e4m3_) return convert(reinterpret_cast<const e4m3*>(from), dim, ahead, to);
+    convert(from, dim, ahead, to);
+  }
+
+  template <class Element>
+  void convert(const Element* from, int64_t dim, const FetchAhead& ahead, int32_t* to) const {
+    constexpr int64_t kStep = kPerWord<W> * kLanes;
+    int64_t i = 0;
+#if defined(__AVX512VBMI__)
+    if constexpr (sizeof(Element) == 1 && kPerWord<W> == 2) {
+      const BytePairs pairs = byte_pairs();
+      for (; i + 2 * kStep <= kPanelTokens * dim; i += 2 * kStep) {
+        ahead.fetch_at(i);
+        I32 first, second;
+        pairs.decode(from + i, first, second);
+        store_words(to + i / 2, first);
+        store_words(to + i / 2 + kLanes, second);
+      }
+    }
+#endif
+    for (; i < kPanelTokens * dim; i += kStep) {
+      ahead.fetch_at(i * static_cast<int64_t>(sizeof(Element)));
+      if constexpr (kPerWord<W> == 2 && sizeof(Element) == 2) {
+        store_words(to + i / 2, load_words(from + i));
+      } else if constexpr (kPerWord<W> == 2) {
         store_words(to + i / 2, rounded_pairs(load(from + i), load(from + i + kLanes)));  // bytes are bf16 exactly
       } else {
         store_words(to + i, (I32)load(from + i));
@@ -219,7 +270,7 @@ class KvSplit {
   }
 
   // A panel of latents, [words of a key][tokens], as values.
-  void transpose_latents(const Stored* from, const FetchAhead& ahead, int32_t* to) const {
+  void transpose_latents(const int32_t* from, const FetchAhead& ahead, int32_t* to) const {
     constexpr int64_t kWord = kPerWord<W>, kStep = kWord * kLanes;
     for (int64_t token = 0; token < kPanelTokens; token += kLanes) {
       for (int64_t dim = 0; dim < value_dim_; dim += kStep) {
@@ -227,9 +278,9 @@ class KvSplit {
 #pragma GCC unroll 16
         for (int64_t i = 0; i < kLanes; ++i) {
           // Pairs of dims stay together, so neighbours are vectors whose columns are kLanes apart.
-          const int64_t place = (dim + (i / kWord + i % kWord * (kLanes / kWord)) * kWord) * kPanelTokens;
-          block[i] = place < key_dim_ * kPanelTokens ? words_of_tokens(from + place + token * kWord) : I32{};
-          ahead.fetch_at(place * static_cast<int64_t>(sizeof(Stored)));
+          const int64_t place = (dim / kWord + i / kWord + i % kWord * (kLanes / kWord)) * kPanelTokens;
+          block[i] = place < key_words() * kPanelTokens ? words_of_tokens(from + place + token) : I32{};
+          ahead.fetch_at(place * kWord * static_cast<int64_t>(sizeof(Stored)));
         }
         transpose<kWord>(block);
 #pragma GCC unroll 16
@@ -241,8 +292,8 @@ class KvSplit {
   }
 
   // Words of kLanes tokens. Of pairs, two elements of two neighbouring tokens become two tokens of two elements.
-  static I32 words_of_tokens(const Stored* from) {
-    if constexpr (kPerWord<W> == 1) return (I32)load(from);
+  static I32 words_of_tokens(const int32_t* from) {
+    if constexpr (kPerWord<W> == 1) return load_words(from);
 #if defined(__AVX512BF16__)
     const __m128i places = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
     return (I32)_mm512_shuffle_epi8((__m512i)load_words(from), _mm512_broadcast_i32x4(places));
@@ -262,6 +313,7 @@ class KvSplit {
   }
 
   int64_t key_dim_, value_dim_;
+  bool is_e4m3_;  // bytes; else they are signed integers
   NextPanels next_;
   int32_t *key_words_, *value_words_;
   int64_t first_, end_;  // panels
@@ -269,6 +321,7 @@ class KvSplit {
   int64_t held_keys_[kSplitPanels], held_values_[kSplitPanels];  // the panels whose words are in memory
   const Stored* keys_[kSplitPanels];
   const Stored* values_[kSplitPanels];
+  const bf16* ropes_[kScaledLatents ? kSplitPanels : 1];
   const float *key_scales_[kSplitPanels], *value_scales_[kSplitPanels];
 };
 

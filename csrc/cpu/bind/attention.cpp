@@ -25,7 +25,8 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
   const Tensor context_lens(context_lens_object, "context_lens");
   query.is_floating().has_shape({-1, -1, -1}).has_rows();
   const bool scaled = !key_scales_object.is_none();
-  for (const Tensor* cache : {&key_cache, &value_cache}) scaled ? cache->is(DType::kInt8) : cache->same_dtype(query);
+  const DType stored = stored_type(key_cache, query.dtype(), scaled);
+  value_cache.same_dtype(key_cache);
   key_cache.has_shape({-1, -1, -1, query.size(2)}).is_contiguous();
   value_cache.has_shape({key_cache.size(0), key_cache.size(1), key_cache.size(2), -1})
       .is_contiguous();
@@ -41,12 +42,28 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
   if (!(scale > 0)) raise_value_error("scale must be positive");
   if (window && *window < 1) raise_value_error("window must be at least 1, or None");
   if (chunked && !window) raise_value_error("chunked attention needs the size of a chunk (window)");
-  AttentionArgs args = {query.dtype(), query.data(), query.row_stride(), key_cache.data(), value_cache.data(),
-                        block_tables.as<int32_t>(), block_tables.row_stride(), query_starts.as<int32_t>(),
-                        context_lens.as<int32_t>(), out.data(), context_lens.size(0), query.size(1),
-                        key_cache.size(1), query.size(2), value_cache.size(3), key_cache.size(2),
-                        window.value_or(0), chunked, scale, softcap.value_or(0.0f), nullptr, nullptr, nullptr,
-                        nullptr, 0, 0};
+  AttentionArgs args = {};
+  args.dtype = query.dtype();
+  args.query = query.data();
+  args.query_stride = query.row_stride();
+  args.key_cache = key_cache.data();
+  args.value_cache = value_cache.data();
+  args.block_tables = block_tables.as<int32_t>();
+  args.block_table_stride = block_tables.row_stride();
+  args.query_starts = query_starts.as<int32_t>();
+  args.context_lens = context_lens.as<int32_t>();
+  args.out = out.data();
+  args.num_sequences = context_lens.size(0);
+  args.num_heads = query.size(1);
+  args.num_kv_heads = key_cache.size(1);
+  args.key_dim = query.size(2);
+  args.value_dim = value_cache.size(3);
+  args.block_size = key_cache.size(2);
+  args.window = window.value_or(0);
+  args.chunked = chunked;
+  args.scale = scale;
+  args.softcap = softcap.value_or(0.0f);
+  args.stored = stored;
   if (scaled) {
     args.key_scales = cache_scales(key_scales_object, "key_scales", key_cache);
     args.value_scales = cache_scales(value_scales_object, "value_scales", value_cache);

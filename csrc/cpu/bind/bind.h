@@ -23,12 +23,21 @@ bool has_pairs(DType dtype);
 // Checks that blocks of the cache, with `dim` elements per token and head, have the order of kv_pages.h.
 void check_page_size(int64_t block_size, int64_t dim, bool pairs);
 
-// Checks and returns the scales of an int8 KV cache.
+// The type of elements in a KV cache for activations of type `dtype`. With scales, it is one of bytes.
+DType stored_type(const Tensor& cache, DType dtype, bool scaled);
+// Checks and returns the scales of a KV cache: they have the shape of its first dimensions.
 float* cache_scales(nanobind::handle object, const char* name, const Tensor& cache);
 
 // Checks rows [num_rows, depth] as in QuantizeRowsArgs.
 void check_quantized_rows(const Tensor& values, const Tensor& scales, const Tensor& sums, int64_t num_rows,
                           int64_t depth);
+
+// The bits of the columns that may win in a GEMM with the output `best`; null if the object is None.
+inline const uint64_t* allowed_columns(nanobind::handle object, const Tensor& best) {
+  if (object.is_none()) return nullptr;
+  const Tensor allowed(object, "allowed");
+  return allowed.is(DType::kInt64).has_shape({best.size(0), best.size(2)}).is_contiguous().as<uint64_t>();
+}
 
 // Where pack_weight, pack_int8 and pack_int4 put a weight's columns: into the panels from column `first` on, or, if
 // `half` is given, into the first or second half of every panel.

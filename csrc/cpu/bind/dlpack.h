@@ -46,7 +46,7 @@ struct DLPackExchangeApi {
 };
 
 constexpr int32_t kDLCpu = 1, kDLCudaHost = 3;
-enum : uint8_t { kDLInt = 0, kDLUInt = 1, kDLFloat = 2, kDLBfloat = 4, kDLBool = 6 };
+enum : uint8_t { kDLInt = 0, kDLUInt = 1, kDLFloat = 2, kDLBfloat = 4, kDLBool = 6, kDLFloat8E4m3Fn = 10 };
 
 // The exchange table of a Python type, or null if it has none.
 const DLPackExchangeApi* exchange_api(PyTypeObject* type);

@@ -94,7 +94,7 @@ void linear(nb::handle x_object, nb::handle panels_object, nb::handle bias_objec
 }
 
 void linear_best(nb::handle x_object, nb::handle panels_object, nb::handle bias_object, int64_t num_columns,
-                 nb::handle best_object) {
+                 nb::handle allowed, nb::handle best_object) {
   const Tensor x(x_object, "x"), panels(panels_object, "panels"), best(best_object, "best");
   LinearArgs args = linear_args(x, panels, bias_object, num_columns, false);
   best.is(DType::kFloat32).has_shape({x.size(0), 2, panels.size(0)}).is_contiguous();
@@ -102,6 +102,7 @@ void linear_best(nb::handle x_object, nb::handle panels_object, nb::handle bias_
   args.out = best.data();
   args.out_stride = 2 * panels.size(0);
   args.best = true;
+  args.allowed = allowed_columns(allowed, best);
   perform([args] { kernels().linear(args); });
 }
 
@@ -111,7 +112,8 @@ void bind_gemm(nb::module_& m) {
   m.def("pack_weight", &pack_weight, "weight"_a, "panels"_a, "first"_a = 0, "half"_a = nb::none());
   m.def("linear", &linear, "x"_a, "panels"_a, "bias"_a.none(), "out"_a, "gate"_a = nb::none());
   m.def("packed_rows", &packed_rows_of, "panels"_a, "indices"_a, "out"_a);
-  m.def("linear_best", &linear_best, "x"_a, "panels"_a, "bias"_a.none(), "num_columns"_a, "best"_a);
+  m.def("linear_best", &linear_best, "x"_a, "panels"_a, "bias"_a.none(), "num_columns"_a,
+        "allowed"_a.none(), "best"_a);
 }
 
 }  // namespace shardline

@@ -110,7 +110,7 @@ void linear_grouped(nb::handle x, nb::handle x_sums, nb::handle panels, nb::hand
 
 void linear_grouped_best(nb::handle x, nb::handle x_sums, nb::handle panels, nb::handle scales, nb::handle mins,
                          nb::handle zeros, nb::handle table, int64_t group_size, nb::handle bias, int64_t num_columns,
-                         nb::handle best_object) {
+                         nb::handle allowed, nb::handle best_object) {
   GroupedLinearArgs args = linear_args(x, x_sums, {Tensor(panels, "panels"), scales, mins, zeros, table, group_size},
                                        bias, num_columns, false);
   const Tensor best(best_object, "best");
@@ -120,6 +120,7 @@ void linear_grouped_best(nb::handle x, nb::handle x_sums, nb::handle panels, nb:
   args.out = best.data();
   args.out_stride = 2 * num_panels;
   args.best = true;
+  args.allowed = allowed_columns(allowed, best);
   perform([args] { kernels().linear_grouped(args); });
 }
 
@@ -201,7 +202,7 @@ void bind_grouped(nb::module_& m) {
         "zeros"_a.none(), "table"_a.none(), "group_size"_a, "bias"_a.none(), "out"_a, "gate"_a = nb::none());
   m.def("linear_grouped_best", &linear_grouped_best, "x"_a, "x_sums"_a.none(), "panels"_a, "scales"_a,
         "mins"_a.none(), "zeros"_a.none(), "table"_a.none(), "group_size"_a, "bias"_a.none(), "num_columns"_a,
-        "best"_a);
+        "allowed"_a.none(), "best"_a);
   m.def("sum_groups", &sum_groups, "x"_a, "group_size"_a, "sums"_a);
   m.def("gather_columns", &gather_columns_of, "x"_a, "order"_a, "out"_a);
 }

@@ -53,7 +53,7 @@ WriteKvArgs write_args(const Tensor& key, nb::handle value_object, const Tensor&
   key.is_floating().has_shape({-1, -1, -1}).has_rows();
   value.same_dtype(key).has_shape({key.size(0), key.size(1), -1}).has_rows();
   const bool scaled = !key_scales_object.is_none();
-  for (const Tensor* cache : {&key_cache, &value_cache}) scaled ? cache->is(DType::kInt8) : cache->same_dtype(key);
+  value_cache.same_dtype(key_cache);
   key_cache.has_shape({-1, key.size(1), -1, key.size(2)}).is_contiguous();
   value_cache.has_shape({key_cache.size(0), key.size(1), key_cache.size(2), value.size(2)}).is_contiguous();
   check_page_size(key_cache.size(2), key.size(2), has_pairs(key.dtype()));
@@ -61,6 +61,7 @@ WriteKvArgs write_args(const Tensor& key, nb::handle value_object, const Tensor&
   slots.is(DType::kInt64).has_shape({key.size(0)}).is_contiguous();
   WriteKvArgs args = {};
   args.dtype = key.dtype();
+  args.stored = stored_type(key_cache, key.dtype(), scaled);
   args.key = key.data();
   args.value = value.data();
   args.key_stride = key.row_stride();
@@ -123,9 +124,19 @@ void check_page_size(int64_t block_size, int64_t dim, bool pairs) {
   }
 }
 
+DType stored_type(const Tensor& cache, DType dtype, bool scaled) {
+  if (!scaled) return cache.is(dtype).dtype();
+  return cache.dtype() == DType::kFloat8E4m3 ? DType::kFloat8E4m3 : cache.is(DType::kInt8).dtype();
+}
+
 float* cache_scales(nb::handle object, const char* name, const Tensor& cache) {
   const Tensor scales(object, name);
-  scales.is(DType::kFloat32).has_shape({cache.size(0), cache.size(1), cache.size(2)}).is_contiguous();
+  scales.is(DType::kFloat32).is_contiguous();
+  if (cache.rank() == 3) {
+    scales.has_shape({cache.size(0), cache.size(1)});
+  } else {
+    scales.has_shape({cache.size(0), cache.size(1), cache.size(2)});
+  }
   return scales.as<float>();
 }
 

@@ -26,18 +26,37 @@ void linear_heads(nb::handle x_object, nb::handle panels_object, nb::handle out_
   perform([args] { linear_heads(args); });
 }
 
+// Checks a cache of latents: [num_blocks, block_size, latent_dim + rope_dim], or bytes of the latents alone, with the
+// rotated parts in bf16 and scales beside it.
+void check_latents(const Tensor& cache, nb::handle rope_object, nb::handle scales_object, DType dtype,
+                   int64_t latent_dim, int64_t rope_dim) {
+  const bool scaled = !scales_object.is_none();
+  if (scaled == rope_object.is_none()) raise_value_error("latents in bytes need rope_cache and scales, others neither");
+  cache.has_shape({-1, -1, latent_dim + (scaled ? 0 : rope_dim)}).is_contiguous();
+  stored_type(cache, dtype, scaled);
+  check_page_size(cache.size(1), cache.size(2), has_pairs(dtype));
+  if (!scaled) return;
+  cache_scales(scales_object, "scales", cache);
+  const Tensor rope(rope_object, "rope_cache");
+  rope.is(DType::kBFloat16).has_shape({cache.size(0), cache.size(1), rope_dim}).is_contiguous();
+  check_page_size(rope.size(1), rope_dim, has_pairs(dtype));
+}
+
 void write_latent(nb::handle latent_object, nb::handle rope_key_object, nb::handle cache_object,
-                  nb::handle slots_object) {
+                  nb::handle rope_cache, nb::handle scales, nb::handle slots_object) {
   const Tensor latent(latent_object, "latent"), rope_key(rope_key_object, "rope_key");
   const Tensor cache(cache_object, "cache"), slots(slots_object, "slots");
   latent.is_floating().has_shape({-1, -1}).has_rows();
   rope_key.same_dtype(latent).has_shape({latent.size(0), -1}).has_rows();
-  cache.same_dtype(latent).has_shape({-1, -1, latent.size(1) + rope_key.size(1)}).is_contiguous();
+  check_latents(cache, rope_cache, scales, latent.dtype(), latent.size(1), rope_key.size(1));
   slots.is(DType::kInt64).has_shape({latent.size(0)}).is_contiguous();
-  check_page_size(cache.size(1), cache.size(2), has_pairs(latent.dtype()));
-  const WriteLatentArgs args = {latent.dtype(), latent.data(), rope_key.data(), latent.row_stride(),
-                                rope_key.row_stride(), cache.data(), slots.as<int64_t>(), latent.size(0),
-                                latent.size(1), rope_key.size(1)};
+  WriteLatentArgs args = {latent.dtype(), latent.data(), rope_key.data(), latent.row_stride(),
+                          rope_key.row_stride(), cache.dtype(), cache.data(), nullptr, nullptr,
+                          slots.as<int64_t>(), latent.size(0), latent.size(1), rope_key.size(1)};
+  if (!scales.is_none()) {
+    args.rope_cache = Tensor(rope_cache, "rope_cache").as<bf16>();
+    args.scales = Tensor(scales, "scales").as<float>();
+  }
   perform([args, num_slots = cache.size(0) * cache.size(1)] {
     check_slots(args.slots, args.num_tokens, num_slots);
     kernels().write_latent(args);
@@ -45,17 +64,17 @@ void write_latent(nb::handle latent_object, nb::handle rope_key_object, nb::hand
 }
 
 void mla_attention(nb::handle query_latent_object, nb::handle query_rope_object, nb::handle cache_object,
-                   nb::handle block_tables_object, nb::handle query_starts_object, nb::handle context_lens_object,
-                   nb::handle out_object, float scale) {
+                   nb::handle rope_cache, nb::handle scales, nb::handle block_tables_object,
+                   nb::handle query_starts_object, nb::handle context_lens_object, nb::handle out_object,
+                   float scale) {
   const Tensor latent(query_latent_object, "query_latent"), rope(query_rope_object, "query_rope");
   const Tensor cache(cache_object, "cache"), out(out_object, "out");
   const Tensor block_tables(block_tables_object, "block_tables"), query_starts(query_starts_object, "query_starts");
   const Tensor context_lens(context_lens_object, "context_lens");
   latent.is_floating().has_shape({-1, -1, -1}).has_rows();
   rope.same_dtype(latent).has_shape({latent.size(0), latent.size(1), -1}).has_heads();
-  cache.same_dtype(latent).has_shape({-1, -1, latent.size(2) + rope.size(2)}).is_contiguous();
+  check_latents(cache, rope_cache, scales, latent.dtype(), latent.size(2), rope.size(2));
   out.same_dtype(latent).has_shape({latent.size(0), latent.size(1), latent.size(2)}).is_contiguous();
-  check_page_size(cache.size(1), cache.size(2), has_pairs(latent.dtype()));
   if (!(scale > 0)) raise_value_error("scale must be positive");
   context_lens.is(DType::kInt32).has_shape({-1}).is_contiguous();
   block_tables.is(DType::kInt32).has_shape({context_lens.size(0), -1}).has_rows();
@@ -68,6 +87,11 @@ void mla_attention(nb::handle query_latent_object, nb::handle query_rope_object,
   args.query_rope_stride = rope.row_stride();
   args.query_rope_head_stride = rope.head_stride();
   args.key_cache = cache.data();
+  args.stored = cache.dtype();
+  if (!scales.is_none()) {
+    args.rope_cache = Tensor(rope_cache, "rope_cache").as<bf16>();
+    args.key_scales = args.value_scales = Tensor(scales, "scales").as<float>();
+  }
   args.block_tables = block_tables.as<int32_t>();
   args.block_table_stride = block_tables.row_stride();
   args.query_starts = query_starts.as<int32_t>();
@@ -76,7 +100,7 @@ void mla_attention(nb::handle query_latent_object, nb::handle query_rope_object,
   args.num_sequences = context_lens.size(0);
   args.num_heads = latent.size(1);
   args.num_kv_heads = 1;
-  args.key_dim = cache.size(2);
+  args.key_dim = latent.size(2) + rope.size(2);
   args.value_dim = latent.size(2);
   args.block_size = cache.size(1);
   args.scale = scale;
@@ -91,10 +115,11 @@ void mla_attention(nb::handle query_latent_object, nb::handle query_rope_object,
 void bind_mla(nb::module_& m) {
   m.def("linear_heads", static_cast<void (*)(nb::handle, nb::handle, nb::handle)>(&linear_heads), "x"_a, "panels"_a,
         "out"_a);
-  m.def("write_latent", static_cast<void (*)(nb::handle, nb::handle, nb::handle, nb::handle)>(&write_latent),
-        "latent"_a, "rope_key"_a, "cache"_a, "slots"_a);
-  m.def("mla_attention", &mla_attention, "query_latent"_a, "query_rope"_a, "cache"_a, "block_tables"_a,
-        "query_starts"_a, "context_lens"_a, "out"_a, "scale"_a);
+  using WriteLatent = void (*)(nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle);
+  m.def("write_latent", static_cast<WriteLatent>(&write_latent), "latent"_a, "rope_key"_a, "cache"_a,
+        "rope_cache"_a.none(), "scales"_a.none(), "slots"_a);
+  m.def("mla_attention", &mla_attention, "query_latent"_a, "query_rope"_a, "cache"_a, "rope_cache"_a.none(),
+        "scales"_a.none(), "block_tables"_a, "query_starts"_a, "context_lens"_a, "out"_a, "scale"_a);
 }
 
 }  // namespace shardline

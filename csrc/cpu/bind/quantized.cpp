@@ -148,7 +148,8 @@ void linear_int8(nb::handle values, nb::handle scales, nb::handle sums, int64_t 
 }
 
 void linear_int8_best(nb::handle values, nb::handle scales, nb::handle sums, int64_t depth, nb::handle panels,
-                      nb::handle column_scales, nb::handle bias, int64_t num_columns, nb::handle best_object) {
+                      nb::handle column_scales, nb::handle bias, int64_t num_columns, nb::handle allowed,
+                      nb::handle best_object) {
   QuantizedLinearArgs args = linear_args(values, scales, sums, depth, bias, num_columns, false);
   set_weight(args, panels, column_scales, int8_weight);
   const Tensor best(best_object, "best");
@@ -158,6 +159,7 @@ void linear_int8_best(nb::handle values, nb::handle scales, nb::handle sums, int
   args.out = best.data();
   args.out_stride = 2 * num_panels;
   args.best = true;
+  args.allowed = allowed_columns(allowed, best);
   perform([args] { kernels().linear_int8(args); });
 }
 
@@ -186,7 +188,7 @@ void bind_quantized(nb::module_& m) {
   m.def("linear_int8", &linear_int8, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a, "column_scales"_a,
         "bias"_a.none(), "out"_a, "gate"_a = nb::none());
   m.def("linear_int8_best", &linear_int8_best, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a,
-        "column_scales"_a, "bias"_a.none(), "num_columns"_a, "best"_a);
+        "column_scales"_a, "bias"_a.none(), "num_columns"_a, "allowed"_a.none(), "best"_a);
   m.def("linear_int4", &linear_int4, "values"_a, "scales"_a, "sums"_a, "depth"_a, "panels"_a, "column_scales"_a,
         "bias"_a.none(), "out"_a, "gate"_a = nb::none());
 }

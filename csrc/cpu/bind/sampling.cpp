@@ -119,6 +119,22 @@ void logprobs(nb::handle logits_object, nb::handle chosen_object, int64_t top_n,
   logprobs(args);
 }
 
+void mask_tokens(nb::handle logits_object, nb::handle rows_object, nb::handle bits_object) {
+  const Tensor logits(logits_object, "logits"), rows(rows_object, "rows"), bits(bits_object, "bits");
+  check_logits(logits);
+  rows.is(DType::kInt64).has_shape({-1}).is_contiguous();
+  bits.is(DType::kInt32).has_shape({rows.size(0), (logits.size(1) + 31) / 32}).has_rows();
+  const int64_t* indices = rows.as<int64_t>();
+  for (int64_t i = 0; i < rows.size(0); ++i) {
+    if (indices[i] < 0 || indices[i] >= logits.size(0)) raise_value_error("rows names a row that logits do not have");
+  }
+  nb::gil_scoped_release release;
+  parallel_for(rows.size(0), [&](int64_t i) {
+    kernels().mask_logits(logits.as<float>() + indices[i] * logits.row_stride(), logits.size(1),
+                          bits.as<uint32_t>() + i * bits.row_stride());
+  });
+}
+
 void softcap(nb::handle logits_object, float cap) {
   const Tensor logits(logits_object, "logits");
   logits.is(DType::kFloat32).is_contiguous();
@@ -183,6 +199,7 @@ void bind_sampling(nb::module_& m) {
         static_cast<void (*)(nb::handle, nb::handle, int64_t, nb::handle, nb::handle, nb::handle, nb::handle)>(
             &logprobs),
         "logits"_a, "chosen"_a, "top_n"_a, "chosen_logprobs"_a, "chosen_ranks"_a, "top_ids"_a, "top_logprobs"_a);
+  m.def("mask_tokens", &mask_tokens, "logits"_a, "rows"_a, "bits"_a);
   m.def("softcap", &softcap, "logits"_a, "cap"_a);
   m.def("choose_best", &choose_best, "best"_a, "pairs"_a);
   m.def("greedy_argmax", &greedy_argmax, "logits"_a, "ids"_a, "values"_a);

@@ -11,6 +11,7 @@ DType dtype_of(DLDataType type) {
   if (type.code == kDLFloat && type.bits == 64) return DType::kFloat64;
   if (type.code == kDLFloat && type.bits == 16) return DType::kFloat16;
   if (type.code == kDLBfloat && type.bits == 16) return DType::kBFloat16;
+  if (type.code == kDLFloat8E4m3Fn) return DType::kFloat8E4m3;
   if (type.code == kDLInt && type.bits == 8) return DType::kInt8;
   if (type.code == kDLInt && type.bits == 32) return DType::kInt32;
   if ((type.code == kDLInt || type.code == kDLUInt) && type.bits == 64) return DType::kInt64;
@@ -53,6 +54,7 @@ const char* dtype_name(DType dtype) {
     case DType::kBFloat16: return "bfloat16";
     case DType::kFloat16: return "float16";
     case DType::kFloat64: return "float64";
+    case DType::kFloat8E4m3: return "float8_e4m3fn";
     case DType::kUInt8: return "uint8 or bool";
     case DType::kInt8: return "int8";
     case DType::kInt32: return "int32";

@@ -14,6 +14,7 @@
   KERNEL(void, activation, const ActivationArgs& args) \
   KERNEL(void, paged_attention, const AttentionArgs& args) \
   KERNEL(void, softcap, float* logits, int64_t count, float cap) \
+  KERNEL(void, mask_logits, float* logits, int64_t count, const uint32_t* bits) \
   KERNEL(void, exp_shifted, const float* logits, int64_t count, float shift, float scale, float* out) \
   KERNEL(int64_t, argmax, const float* logits, int64_t count) \
   KERNEL(bool, multiplies_pairs, ) \

@@ -46,6 +46,7 @@ struct LinearArgs {
   bool gated;
   Activation activation;  // of the gate
   bool best;              // out [num_rows][2][num_panels]: the largest output of each panel; its column, as int32
+  const uint64_t* allowed;  // of `best`: bits of the columns that may win, [num_rows][num_panels]; null: all
 };
 
 // How many bytes of k one column contributes to a step of the quantized GEMMs, and how many weights share a scale in
@@ -90,6 +91,7 @@ struct QuantizedLinearArgs {
   bool gated;
   Activation activation;  // of the gate
   bool best;              // int8 only, see LinearArgs
+  const uint64_t* allowed;
 };
 
 // Weights of 4- or 8-bit codes, whose columns along K share scales in groups of group_size neighbours, a multiple of 8;
@@ -150,6 +152,7 @@ struct GroupedLinearArgs {
   bool gated;
   Activation activation;  // of the gate
   bool best;              // see LinearArgs
+  const uint64_t* allowed;
 };
 
 // out[row][i] = x[row][order[i]], elements of 2 or 4 bytes.

@@ -133,9 +133,21 @@ void write_gated_tile(const Args& args, const FinishedTile& tile) {
   }
 }
 
+// The bits of the columns of a panel that may win in a row of `args.allowed`.
+template <class Args>
+uint64_t allowed_columns(const Args& args, int64_t row, int64_t panel) {
+  return args.allowed[row * (args.out_stride / 2) + panel];
+}
+
+// `value` where the lowest bits are set, and -inf elsewhere.
+inline F32 keep_allowed(F32 value, uint64_t bits) {
+  const I32 lane_bits = broadcast_int(1) << lane_numbers(AllLanes());
+  return (broadcast_int(static_cast<int32_t>(bits)) & lane_bits) != 0 ? value : broadcast(-__builtin_inff());
+}
+
 // Writes each row's largest value and, half an output row further, its column; the lowest column on ties. As in
-// `argmax`, NaN loses to everything else.
-template <class Values, bool kBias, class Args>
+// `argmax`, NaN loses to everything else. If kMasked, columns that are not allowed have the value -inf.
+template <class Values, bool kBias, bool kMasked, class Args>
 void write_best_of_tile(const Args& args, const FinishedTile& tile) {
   const Columns<Values, Args, kBias> all(args, tile, kPanelColumns);
   const int64_t columns = min64(kPanelColumns, all.size()), first_column = tile.panel * kPanelColumns;
@@ -145,8 +157,9 @@ void write_best_of_tile(const Args& args, const FinishedTile& tile) {
   for (int64_t r = 0; r < tile.rows; ++r, out += args.out_stride) {
     float values[kPanelColumns];
     F32 best = broadcast(-__builtin_inff()), places = {};
+    const uint64_t allowed = kMasked ? allowed_columns(args, tile.row + r, tile.panel) : ~uint64_t{0};
     for (int64_t c = 0; c < columns; c += kLanes) {
-      const F32 value = all.at(c)(r);
+      const F32 value = kMasked ? keep_allowed(all.at(c)(r), allowed >> c) : all.at(c)(r);
       store(values + c, value);
       places = value > best ? lanes + static_cast<float>(c) : places;
       best = value > best ? value : best;
@@ -161,6 +174,23 @@ void write_best_of_tile(const Args& args, const FinishedTile& tile) {
   }
 }
 
+// Whether no row [row, row + rows) allows any column of a panel. Then this writes what `write_best_of_tile` would write,
+// and the panel need not be multiplied.
+template <class Args>
+bool write_excluded_panel(const Args& args, int64_t row, int64_t rows, int64_t panel) {
+  if (!args.best || args.allowed == nullptr) return false;
+  uint64_t allowed = 0;
+  for (int64_t r = row; r < row + rows; ++r) allowed |= allowed_columns(args, r, panel);
+  if (allowed != 0) return false;
+  const auto column = static_cast<int32_t>(panel * kPanelColumns);
+  float* out = static_cast<float*>(args.out) + row * args.out_stride + panel;
+  for (int64_t r = 0; r < rows; ++r, out += args.out_stride) {
+    out[0] = -__builtin_inff();
+    __builtin_memcpy(out + args.out_stride / 2, &column, sizeof column);
+  }
+  return true;
+}
+
 template <class Values, class T, bool kBias, class Args>
 Finish<Args> finish_as(const Args& args) {
   if (!args.gated) return write_tile<Values, T, kBias, Args>;
@@ -172,7 +202,8 @@ Finish<Args> finish_as(const Args& args) {
 
 template <class Values, bool kBias, class Args>
 Finish<Args> finish_with(const Args& args) {
-  if (args.best) return write_best_of_tile<Values, kBias, Args>;
+  if (args.best && args.allowed != nullptr) return write_best_of_tile<Values, kBias, true, Args>;
+  if (args.best) return write_best_of_tile<Values, kBias, false, Args>;
   return args.out_dtype == DType::kFloat32 ? finish_as<Values, float, kBias>(args)
                                            : finish_as<Values, bf16, kBias>(args);
 }

@@ -79,6 +79,7 @@ template <int kTileRows, int kWideMin, int kWideMax, class Args, class Add, clas
 void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index, int64_t row_begin, int64_t rows,
                 const Add& add, Finish<Args> finish, const Unpack& unpack) {
   constexpr int64_t kBlockBytes = 128 << 10;
+  if (write_excluded_panel(args, row_begin, rows, panel_index)) return;
   const bool wide = rows >= kWideMin && rows <= kWideMax;
   const int64_t num_tiles = wide ? 1 : ceil_div(rows, kTileRows);
   const int64_t least_rows = rows / num_tiles;  // evenly: 9 rows are 5 + 4, not 6 + 3

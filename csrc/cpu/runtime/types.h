@@ -9,10 +9,13 @@ struct bf16 {
   uint16_t bits;
 };
 
-enum class DType : uint8_t { kFloat32, kBFloat16, kFloat16, kFloat64, kUInt8, kInt8, kInt32, kInt64, kOther };
+enum class DType : uint8_t {
+  kFloat32, kBFloat16, kFloat16, kFloat64, kFloat8E4m3, kUInt8, kInt8, kInt32, kInt64, kOther
+};
 
 inline size_t element_size(DType dtype) {
   switch (dtype) {
+    case DType::kFloat8E4m3:
     case DType::kUInt8:
     case DType::kInt8: return 1;
     case DType::kBFloat16:

@@ -15,6 +15,20 @@ void softcap(float* logits, int64_t count, float cap) {
   });
 }
 
+void mask_logits(float* logits, int64_t count, const uint32_t* bits) {
+  const I32 lane_bits = broadcast_int(1) << lane_numbers(AllLanes());
+  const F32 banned = broadcast(-__builtin_inff());
+  for (int64_t first = 0; first < count; first += 32) {
+    const uint32_t word = bits[first / 32];
+    if (word == ~uint32_t{0}) continue;
+    const int64_t end = min64(count, first + 32);
+    for (int64_t i = first; i < end; i += kLanes) {
+      const I32 is_allowed = (broadcast_int(static_cast<int32_t>(word >> (i - first))) & lane_bits) != 0;
+      store_n(logits + i, is_allowed ? load_n(logits + i, end - i) : banned, end - i);
+    }
+  }
+}
+
 void exp_shifted(const float* logits, int64_t count, float shift, float scale, float* out) {
   for (int64_t i = 0; i < count; i += kLanes) {
     const F32 y = exp((load_n(logits + i, count - i) - shift) * scale);

@@ -189,22 +189,23 @@ inline float largest_magnitude(const bf16* row, int64_t width) {
   return to_float(bf16{static_cast<uint16_t>(largest_bits<HalfLanes, int16_t>(row, width, 0x7fff))});
 }
 
-// How a row becomes bytes: value = scale * byte. A row that is not finite gets a scale of NaN, so that everything
+// How a row becomes bytes: value = scale * byte. The largest magnitude becomes `largest`. A row that is not finite gets a scale of NaN, so that everything
 // computed from it is NaN too. A row so small that its reciprocal overflows counts as zero.
+constexpr float kLargestInt8 = 127.0f;
 struct ByteScale {
   float scale, inverse;
 };
-inline ByteScale byte_scale(float magnitude) {
+inline ByteScale byte_scale(float magnitude, float largest = kLargestInt8) {
   if (magnitude < 1e-36f) return {0.0f, 0.0f};
-  const float scale = magnitude / 127.0f;
+  const float scale = magnitude / largest;
   if (!(scale - scale == 0.0f)) return {__builtin_nanf(""), 0.0f};
-  return {scale, 127.0f / magnitude};
+  return {scale, largest / magnitude};
 }
 
-// Values as bytes. Lanes that a zero inverse turned into NaN become 0.
-inline I32 quantized(F32 values, F32 inverse) {
-  const F32 scaled = values * inverse;
-  return nearest(scaled == scaled ? scaled : F32{});
-}
+// Values before they are rounded; all are 0 if the inverse is, whatever they were.
+inline F32 scaled(F32 values, F32 inverse) { return inverse == 0.0f ? F32{} : values * inverse; }
+
+// Values as bytes.
+inline I32 quantized(F32 values, F32 inverse) { return nearest(scaled(values, inverse)); }
 
 }  // namespace shardline::SHARDLINE_ISA

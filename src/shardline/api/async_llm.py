@@ -48,14 +48,16 @@ class RequestStream:
     Instead of iterating, a reader may `listen`. That wakes no task, so it costs less.
     """
 
-    def __init__(self, output: RequestOutput, abort: Callable[[], None], metrics: Callable[[], RequestMetrics]) -> None:
-        self.output = output
+    __slots__ = ("_abort", "_ended", "_state", "_updated", "_waiter", "output")
+
+    def __init__(self, state: RequestState, abort: Callable[[str], None]) -> None:
+        self.output = state.output
+        self._state = state
         self._abort = abort
-        self._metrics = metrics
         self._updated = False
         self._waiter: asyncio.Future[None] | None = None
-        self._listener: Callable[[], None] | None = None
         self._ended = False
+        state.on_change = self._wake_reader
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -80,26 +82,27 @@ class RequestStream:
 
         It runs on the event loop and must not raise.
         """
-        self._listener = on_update
-        if on_update is not None and self._updated:
-            self._updated = False
-            on_update()
+        if on_update is not None:
+            self._state.on_change = on_update
+            if self._updated:
+                self._updated = False
+                on_update()
+        elif self.output.finished:
+            self._state.forget_reader()
+        else:
+            self._state.on_change = self._wake_reader
 
     async def aclose(self) -> None:
         """Abort the request if it has not finished. The stream then has no more items."""
         self._ended = True
         if not self.output.finished:
-            self._abort()
+            self._abort(self.output.request_id)
 
     def metrics(self) -> RequestMetrics:
         """Where the time has gone so far."""
-        return self.output.metrics or self._metrics()
+        return self.output.metrics or self._state.metrics()
 
-    def notify_reader(self) -> None:
-        """Tell the reader that `output` has changed. AsyncLLM calls this."""
-        if self._listener is not None:
-            self._listener()
-            return
+    def _wake_reader(self) -> None:
         self._updated = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -180,7 +183,6 @@ class AsyncLLM:
         self._load_text = load_text
         self._builder: RequestBuilder | None = None
         self._processor = OutputProcessor(None)
-        self._streams: dict[str, RequestStream] = {}
         self._draining = False
         self._inbox = _Inbox(self._on_event)
         self._replicas = Replicas(config, self._inbox.put_event, connect)
@@ -277,10 +279,7 @@ class AsyncLLM:
             grammar=grammar,
         )
         self._replicas.add_requests(request.children)
-        state = self._processor.add_request(request)
-        stream = RequestStream(state.output, lambda: self._abort(request_id), state.metrics)
-        self._streams[request_id] = stream
-        return stream
+        return RequestStream(self._processor.add_request(request), self._abort)
 
     async def generate(
         self,
@@ -345,20 +344,18 @@ class AsyncLLM:
         if aborted is not None:
             state, children = aborted
             self._replicas.abort_requests(children)
-            self._notify_reader(state)
+            state.on_change()
+            state.forget_reader()
 
     def _on_event(self, index: int, event: EngineEvent) -> None:
         done = self._processor.process_outputs(self._replicas.handle_event(index, event))
-        self._replicas.abort_requests(done.aborts)
+        if done.aborts:
+            self._replicas.abort_requests(done.aborts)
         self._note_death(self._replicas.dead_reason)
         for state in done.updated:
-            self._notify_reader(state)
-
-    def _notify_reader(self, state: RequestState) -> None:
-        stream = self._streams[state.request.request_id]
-        if state.output.finished:
-            del self._streams[state.request.request_id]
-        stream.notify_reader()
+            state.on_change()
+        for state in done.ended:
+            state.forget_reader()
 
     def _note_death(self, reason: str) -> None:
         """Keep the first reason for which the engine is dead; an empty one means that it lives."""

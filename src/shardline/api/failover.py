@@ -18,7 +18,7 @@ RESTART_WINDOW = 300.0
 """Seconds in which a replica may restart --max-restarts times."""
 
 
-@dataclass
+@dataclass(slots=True)
 class RunningChoice:
     """A choice that has not finished, with the tokens that its user may have seen already."""
 
@@ -28,12 +28,10 @@ class RunningChoice:
     num_cached_tokens: int | None = None
     """Prompt tokens that the first replica found in its cache; None: no output has come."""
 
-    def note_output(self, output: SequenceOutput) -> SequenceOutput:
-        """Keep new tokens; returns the output as it would be if nothing had failed."""
-        self.token_ids.extend(output.token_ids)
+    def correct_output(self, output: SequenceOutput) -> SequenceOutput:
+        """The output with the number of cached tokens that it would have if nothing had failed."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
-        if output.num_cached_tokens == self.num_cached_tokens:
             return output
         return msgspec.structs.replace(output, num_cached_tokens=self.num_cached_tokens)
 

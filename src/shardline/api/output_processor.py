@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from shardline.api.requests import PreparedRequest
@@ -17,6 +17,12 @@ from shardline.types import CompletionOutput, Decode, FinishReason, RequestOutpu
 
 class ChoiceState:
     """One running choice. It adds tokens to its CompletionOutput one by one, however many tokens a step brings."""
+
+    # Thousands of streams do not fit the caches, so every token pays for each line of memory that it touches.
+    __slots__ = (
+        "_detokenizer", "_eos_token_ids", "_matcher", "_params", "arrival", "first_token_time", "last_token_time",
+        "num_cached_tokens", "output", "timeline",
+    )  # fmt: skip
 
     def __init__(self, output: CompletionOutput, request: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         params = request.params
@@ -48,9 +54,18 @@ class ChoiceState:
             self.timeline, self.num_cached_tokens = step.timeline, step.num_cached_tokens
         if step.token_ids:
             self.last_token_time = now
-            self.first_token_time = self.first_token_time or now
+            if not self.first_token_time:
+                self.first_token_time = now
         if self._matcher is None and step.finish_reason is None:
-            self._append_tokens(step)
+            # Nothing in these tokens can end the choice.
+            output = self.output
+            output.token_ids += step.token_ids
+            if output.token_logprobs is not None and step.logprobs is not None:
+                output.token_logprobs += step.logprobs
+            if output.digests is not None and step.digests is not None:
+                output.digests += step.digests
+            if self._detokenizer is not None:
+                output.text += self._detokenizer.add_tokens(step.token_ids)
             return False
         last = len(step.token_ids) - 1
         for index, token_id in enumerate(step.token_ids):
@@ -91,17 +106,6 @@ class ChoiceState:
         if not self.output.finished():
             self._flush_text()
             self._set_finished("abort", None)
-
-    def _append_tokens(self, step: SequenceOutput) -> None:
-        """Add all tokens of a step, if nothing can end the choice."""
-        output = self.output
-        output.token_ids += step.token_ids
-        if output.token_logprobs is not None and step.logprobs is not None:
-            output.token_logprobs += step.logprobs
-        if output.digests is not None and step.digests is not None:
-            output.digests += step.digests
-        if self._detokenizer is not None:
-            output.text += self._detokenizer.add_tokens(step.token_ids)
 
     def _append_token(self, step: SequenceOutput, index: int) -> None:
         output = self.output
@@ -154,6 +158,8 @@ class ChoiceState:
 class RequestState:
     """One running user request: its RequestOutput, and the choices that add to it."""
 
+    __slots__ = ("choices", "on_change", "output", "request")
+
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         params: SamplingParams = request.params
         self.request = request
@@ -174,6 +180,12 @@ class RequestState:
             ],
         )
         self.choices = [ChoiceState(output, request, tokenizer) for output in self.output.outputs]
+        self.on_change: Callable[[], None] = _ignore_change
+        """What the owner of the processor calls when the output has changed."""
+
+    def forget_reader(self) -> None:
+        """Call nobody any more: the reader knows of the last change."""
+        self.on_change = _ignore_change
 
     def metrics(self) -> RequestMetrics:
         """Where the time has gone so far."""
@@ -197,6 +209,10 @@ class RequestState:
         return [child.request_id for child, output in pairs if not output.finished()]
 
 
+def _ignore_change() -> None:
+    pass
+
+
 @dataclass
 class Processed:
     """What a batch of engine outputs changed."""
@@ -205,6 +221,8 @@ class Processed:
     """Each request once, in the order of the outputs."""
     aborts: list[str] = field(default_factory=list)
     """Ids of the engine requests that a stop string has ended."""
+    ended: list[RequestState] = field(default_factory=list)
+    """Those of `updated` that are whole."""
 
 
 class OutputProcessor:
@@ -213,7 +231,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._requests: dict[str, RequestState] = {}
-        self._by_child: dict[str, RequestState] = {}
+        self._by_child: dict[str, tuple[RequestState, ChoiceState]] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -225,36 +243,40 @@ class OutputProcessor:
         """Begin to track a request."""
         state = RequestState(request, self._tokenizer)
         self._requests[request.request_id] = state
-        for child in request.children:
-            self._by_child[child.request_id] = state
+        for child, choice in zip(request.children, state.choices, strict=True):
+            self._by_child[child.request_id] = state, choice
         return state
 
     def process_outputs(self, outputs: Iterable[SequenceOutput]) -> Processed:
         """Apply engine outputs. Outputs of requests that are no longer tracked are ignored."""
         done = Processed()
+        updated = done.updated
         seen: set[str] = set()
         now = time.monotonic()
-        for output in outputs:
-            state = self._by_child.get(output.request_id)
-            if state is None:
+        for step in outputs:
+            found = self._by_child.get(step.request_id)
+            if found is None:
                 continue
-            choice = state.choices[output.choice]
-            if choice.output.finish_reason is not None:
+            state, choice = found
+            output = choice.output
+            if output.finish_reason is not None:
                 continue
-            if choice.add_output(output, now):
-                done.aborts.append(output.request_id)
-            if output.embedding:
-                choice.output.embedding = output.embedding
-            if output.prompt_logprobs is not None:
-                state.output.prompt_token_logprobs = output.prompt_logprobs
-            if output.num_cached_tokens > state.output.num_cached_tokens:
-                state.output.num_cached_tokens = output.num_cached_tokens
-            request_id = state.request.request_id
-            if request_id not in seen:
-                seen.add(request_id)
-                done.updated.append(state)
-            if choice.output.finish_reason is not None and state.output.finished:
+            if choice.add_output(step, now):
+                done.aborts.append(step.request_id)
+            if step.embedding:
+                output.embedding = step.embedding
+            if step.prompt_logprobs is not None:
+                state.output.prompt_token_logprobs = step.prompt_logprobs
+            if step.num_cached_tokens and step.num_cached_tokens > state.output.num_cached_tokens:
+                state.output.num_cached_tokens = step.num_cached_tokens
+            if len(state.choices) == 1:
+                updated.append(state)
+            elif state.request.request_id not in seen:
+                seen.add(state.request.request_id)
+                updated.append(state)
+            if output.finish_reason is not None and state.output.finished:
                 self._forget_request(state)
+                done.ended.append(state)
         return done
 
     def abort_request(self, request_id: str) -> tuple[RequestState, list[str]] | None:

@@ -135,14 +135,7 @@ class Replicas:
         replica = self._replicas[index]
         if isinstance(event, EngineOutputs):
             replica.stats = event.stats
-            outputs = []
-            in_flight = replica.in_flight
-            for output in event.outputs:
-                choice = in_flight.get(output.request_id)
-                outputs.append(output if choice is None else choice.note_output(output))
-                if output.finish_reason is not None:
-                    self._forget_request(output.request_id)
-            return outputs
+            return self._note_outputs(replica, event.outputs)
         if isinstance(event, EngineRestarted):
             return self._welcome_replica(index, event.client)
         if isinstance(event, RestartFailed):
@@ -150,6 +143,21 @@ class Replicas:
             replica.restarting = False
             return self._recover(index, [])
         return self._lose_replica(index, event.message or "the engine's process has ended")
+
+    def _note_outputs(self, replica: _Replica, outputs: Sequence[SequenceOutput]) -> Sequence[SequenceOutput]:
+        """Keep new tokens; returns the outputs as they would be if nothing had failed."""
+        corrected = []
+        find = replica.in_flight.get
+        for output in outputs:
+            choice = find(output.request_id)
+            if choice is not None:
+                choice.token_ids += output.token_ids
+                if output.num_cached_tokens != choice.num_cached_tokens:
+                    output = choice.correct_output(output)
+                if output.finish_reason is not None:
+                    self._forget_request(output.request_id)
+            corrected.append(output)
+        return corrected
 
     def num_waiting(self) -> int:
         """About how many requests wait, on all living replicas together."""

@@ -50,7 +50,7 @@ class _Sender:
     ) -> None:
         self._client = client
         self._streams = streams
-        self._free = max_concurrency
+        self._free = self._unused = max_concurrency
         self._waiting: deque[tuple[bytes, Record]] = deque()
         self._on_done = on_done
         self._unfinished = 0
@@ -64,8 +64,12 @@ class _Sender:
         if self._free == 0:
             self._waiting.append((request, record))
             return
-        if self._free is not None:
+        if self._free is not None and self._unused is not None:
             self._free -= 1
+            self._unused -= 1
+            if self._unused < 0 and self.closed_loop:
+                # The place of a request that has ended before this one was submitted.
+                record.intended = record.ready = time.perf_counter()
         self._start(request, record)
 
     async def wait_done(self) -> None:

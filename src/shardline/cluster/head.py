@@ -5,6 +5,7 @@ It is a process of its own, so that neither HTTP nor steps delay what it passes 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import select
 import signal
@@ -83,6 +84,8 @@ class Head:
 
     def run(self) -> None:
         """Serve until the front ends or says so."""
+        self._monitor = self._wire.watch_connections()
+        self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(self._wire.socket, zmq.POLLIN)
         self._poller.register(self._channel.fileno(), zmq.POLLIN)
         self._poller.register(self._sockets.fileno(), zmq.POLLIN)
@@ -112,14 +115,16 @@ class Head:
                 self._handle(source, event)
 
     def _handle(self, source: object, event: int) -> None:
-        if source is self._wire.socket:
+        if source is self._monitor:
+            self._lose_disconnected()
+        elif source is self._wire.socket:
             # A bounded number, so that local streams get their turn.
             for _ in range(64):
                 try:
-                    identity, body = self._wire.socket.recv_multipart(zmq.NOBLOCK)
+                    identity, body, connection = self._wire.receive()
                 except (zmq.Again, ValueError):
                     return
-                self._receive(identity, body)
+                self._receive(identity, body, connection)
         elif source == self._channel.fileno():
             message = self._channel.receive()
             if isinstance(message, Launch):
@@ -147,7 +152,19 @@ class Head:
         for stream, fd in zip(msgspec.msgpack.decode(data, type=list[Stream]), fds, strict=True):
             self._relay.attach(stream, socket.socket(fileno=fd))
 
-    def _receive(self, identity: bytes, body: bytes) -> None:
+    def _lose_disconnected(self) -> None:
+        """Forget nodes whose connections have ended, after their last messages."""
+        lost = self._members.on_connections(set(self._wire.ended_connections()))
+        if not lost:
+            return
+        with contextlib.suppress(zmq.Again, ValueError):
+            while True:
+                self._receive(*self._wire.receive())
+        for member in lost:
+            if self._members.find(member.identity) is member:
+                self._lose(member, "has closed its connection: it has ended, or its network has failed")
+
+    def _receive(self, identity: bytes, body: bytes, connection: int) -> None:
         """Handle a message of a node. A sender that has not joined is asked to."""
         try:
             message = self._decoder.decode(body)
@@ -155,7 +172,8 @@ class Head:
             self._handle_unreadable(identity, body)
             return
         if isinstance(message, Join):
-            self._admit(identity, message)
+            self._lose_disconnected()  # the number of the connection may have been another node's
+            self._admit(identity, message, connection)
             return
         if isinstance(message, Unfit):
             self._note_unfit(identity, message)
@@ -174,10 +192,11 @@ class Head:
         elif isinstance(message, Leave):
             self._lose(member, "leaves, as it was asked to")
 
-    def _admit(self, identity: bytes, join: Join) -> None:
+    def _admit(self, identity: bytes, join: Join, connection: int) -> None:
         former = self._members.of_node(join.node)
         if former is not None and join.process and former.join.process == join.process:
             if former.identity == identity:
+                former.connection = connection
                 return  # it asked twice, and has its answer
             # After a cut, beats that it had sent before may have arrived only now.
             self._lose(former, "has given up its connection, and joins again")
@@ -186,7 +205,7 @@ class Head:
             self._wire.send(identity, Rejoin())
             return
         try:
-            member = self._members.add(identity, join)
+            member = self._members.add(identity, join, connection)
         except ValueError as error:
             self._refuse(identity, f"{join.host.name} ({join.host.address})", str(error))
             return

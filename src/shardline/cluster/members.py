@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from shardline.cluster.messages import Join, StartHead
@@ -18,6 +18,8 @@ class Member:
     join: Join
     heard: float = field(default_factory=time.monotonic)
     """When the last message of it came."""
+    connection: int = -1
+    """The number of its connection on the head's socket."""
 
     @property
     def name(self) -> str:
@@ -38,6 +40,10 @@ class Members:
         """The node with this name on the socket; None: it has not joined, or it is lost."""
         return next((member for member in self._members.values() if member.identity == identity), None)
 
+    def on_connections(self, numbers: Collection[int]) -> list[Member]:
+        """The nodes whose connections have these numbers."""
+        return [member for member in self._members.values() if member.connection in numbers]
+
     def of_node(self, node: int) -> Member | None:
         """The node that has joined with this number."""
         return self._members.get(node)
@@ -55,15 +61,15 @@ class Members:
         node = member.join.node
         return self._order.index(node) + 1 if node in self._order else 0
 
-    def add(self, identity: bytes, join: Join) -> Member:
-        """Take up a node.
+    def add(self, identity: bytes, join: Join, connection: int = -1) -> Member:
+        """Take up a node. `connection`: the number of its connection on the head's socket.
 
         Raises:
             ValueError: it does not fit the cluster; the message says why, and what would.
         """
         self._check_place(join)
         self._check_likeness(join)
-        member = self._members[join.node] = Member(identity, join)
+        member = self._members[join.node] = Member(identity, join, connection=connection)
         return member
 
     def remove(self, member: Member) -> None:

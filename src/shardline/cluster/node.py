@@ -125,8 +125,11 @@ class Node:
 
     def run(self) -> int:
         """Serve heads, one after another, until one says when to end."""
-        with self._watch:
-            return self._serve_heads()
+        try:
+            with self._watch:
+                return self._serve_heads()
+        finally:
+            self._processes.close()
 
     def _serve_heads(self) -> int:
         address, port = self._config.cluster.head_address, self._config.cluster.head_port
@@ -194,6 +197,7 @@ class Node:
 
     def _serve(self) -> None:
         self._poller.register(self._wire.socket, zmq.POLLIN)
+        self._poller.register(self._wire.monitor, zmq.POLLIN)
         next_beat = next_check = 0.0
         while True:
             self._watch.note_round()
@@ -220,10 +224,17 @@ class Node:
                 self._send(self._measured.get())
             for source, event in self._poller.poll(int(CHECK_INTERVAL * 500)):
                 if source is self._wire.socket:
-                    while self._wire.socket.poll(0):
-                        self._handle(self._receive())
+                    self._handle_messages()
+                elif source is self._wire.monitor:
+                    if self._wire.is_lost():
+                        self._handle_messages()  # the head may have said why
+                        raise _HeadGone("the head has closed the connection: its process has ended")
                 else:
                     self._streams.handle_event(source, event)
+
+    def _handle_messages(self) -> None:
+        while self._wire.socket.poll(0):
+            self._handle(self._receive())
 
     def _handle(self, message: HeadMessage) -> None:
         self._heard = time.monotonic()

@@ -16,8 +16,9 @@ from shardline.deployment.deployment import Deployment
 from shardline.deployment.messages import RankBeat, RankEnded, RankStarted
 from shardline.deployment.segment import segment_layout
 from shardline.engine.children import Child
+from shardline.engine.forks import KeptForks
 from shardline.engine.ipc import EngineBeat, EngineFailed
-from shardline.engine.start import start_engine
+from shardline.engine.start import modules_to_import, start_engine
 
 _END_SECONDS = 7.0
 """Seconds in which a process may end after its stream has ended; an engine gives its ranks 5."""
@@ -50,13 +51,15 @@ class NodeProcesses:
         self._children: dict[Stream, Child] = {}
         self._ending: list[tuple[float, Child]] = []
         self._segments: dict[tuple[int, int], _Segment] = {}
+        self._forks = KeptForks()
 
     def __contains__(self, stream: Stream) -> bool:
         return stream in self._children
 
     def start_engine(self, deployment: Deployment, stream: Stream) -> dict[Stream, socket.socket]:
         """Start an engine; returns the local ends of its own stream and of those to its ranks on other hosts."""
-        started = start_engine(deployment, stream.engine, sends_start=False)
+        started = start_engine(deployment, stream.engine, sends_start=False, forks=self._forks.current)
+        self._forks.start_later(modules_to_import(deployment))
         assert started.child is not None
         self._children[stream] = started.child
         to_ranks = {Stream(stream.engine, rank, stream.start): sock for rank, sock in started.streams.items()}
@@ -73,7 +76,9 @@ class NodeProcesses:
         ours, theirs = socket.socketpair()
         with theirs:
             fds = [theirs.fileno(), segment.fd]
-            child = Child("shardline.runtime.worker_process", fds, deployment.gpus_of(stream.engine, host))
+            gpus = deployment.gpus_of(stream.engine, host)
+            child = Child("shardline.runtime.worker_process", fds, gpus, self._forks.current)
+        self._forks.start_later(modules_to_import(deployment))
         self._children[stream] = child
         return ours, frame(encode_message(RankStarted(self._host_name, child.pid)))
 
@@ -131,6 +136,11 @@ class NodeProcesses:
         for segment in self._segments.values():
             os.close(segment.fd)
         self._children, self._ending, self._segments = {}, [], {}
+
+    def close(self) -> None:
+        """End all processes, since this node ends."""
+        self.end_all()
+        self._forks.close()
 
 
 def last_words(stream: Stream, why: str, code: int | None = None) -> bytes:

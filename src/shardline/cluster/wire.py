@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from collections.abc import Iterator
 
 import msgspec
 import zmq
 import zmq.auth.thread
+from zmq.utils.monitor import recv_monitor_message
 
 from shardline.channel import MAX_FRAME_BYTES
 from shardline.cluster.token import head_keys, node_keys
@@ -45,6 +47,7 @@ class HeadSocket:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._authenticator.start()
+        self._monitor: zmq.Socket[bytes] | None = None
         self._authenticator.configure_curve_callback(_DOMAIN.decode(), _AllowedKey(node_keys(token).public))
         self.socket = _configured(self._context.socket(zmq.ROUTER))
         keys = head_keys(token)
@@ -60,13 +63,36 @@ class HeadSocket:
                 "with --master-addr, or a free port with --master-port"
             ) from error
 
+    def watch_connections(self) -> zmq.Socket[bytes]:
+        """Notice from now on that connections end; what this returns is readable when `ended_connections` has news."""
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        return self._monitor
+
+    def receive(self) -> tuple[bytes, bytes, int]:
+        """The next message: its sender's name, its body, and the number of the connection that it came over.
+
+        Raises:
+            zmq.Again: there is none.
+            ValueError: it has more parts than nodes send.
+        """
+        identity, body = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        return identity.bytes, body.bytes, int(body.get(zmq.SRCFD))
+
+    def ended_connections(self) -> Iterator[int]:
+        """The numbers of connections that have ended. A number may be given to a new connection afterwards."""
+        while self._monitor is not None and self._monitor.poll(0):
+            yield int(recv_monitor_message(self._monitor)["value"])
+
     def send(self, identity: bytes, message: object) -> None:
-        """Send a message to a node. One that has gone is ignored: its silence will be noticed."""
+        """Send a message to a node. One that has gone is ignored: the end of its connection will be noticed."""
         with contextlib.suppress(zmq.ZMQError):
             self.socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
 
     def close(self) -> None:
         """Stop listening. Messages that were sent have half a second to leave."""
+        if self._monitor is not None:
+            self.socket.disable_monitor()
+            self._monitor.close()
         self.socket.close(linger=500)
         self._authenticator.stop()
         self._context.term()
@@ -85,16 +111,29 @@ class NodeSocket:
         self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 100, 250
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED
         failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        self._monitor = self.socket.get_monitor_socket(events | failures | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+        self.monitor = self.socket.get_monitor_socket(events | failures | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+        """Readable when the connection has begun or ended."""
+        self._is_lost = False
         self.socket.routing_id = secrets.token_bytes(16)
         self.socket.connect(f"tcp://{address}:{port}")
 
     def was_refused(self) -> bool:
-        """Whether a program listens at the head's address, but ends the handshake again and again."""
-        from zmq.utils.monitor import recv_monitor_message
+        """Whether a program listens at the head's address, but ends the handshake again and again.
 
-        while self._monitor.poll(0):
-            event, now = recv_monitor_message(self._monitor), time.monotonic()
+        For nodes that have not joined: connections that have ended before do not count in `is_lost`.
+        """
+        self._read_events()
+        self._is_lost = False
+        return self._refusals >= _REFUSALS
+
+    def is_lost(self) -> bool:
+        """Whether a connection has ended after its handshake: frames may be lost, so it is good for nothing more."""
+        self._read_events()
+        return self._is_lost
+
+    def _read_events(self) -> None:
+        while self.monitor.poll(0):
+            event, now = recv_monitor_message(self.monitor), time.monotonic()
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._greeted, self._refusals = True, 0
             elif event["event"] == zmq.EVENT_CONNECTED:
@@ -102,13 +141,13 @@ class NodeSocket:
             elif self._connected is not None:  # several events may tell of one end
                 is_refusal = not self._greeted and now - self._connected <= _REFUSAL_SECONDS
                 self._refusals = self._refusals + 1 if is_refusal else 0
+                self._is_lost |= self._greeted
                 self._connected = None
-        return self._refusals >= _REFUSALS
 
     def close(self) -> None:
         """End the connection. Messages that were sent have half a second to leave."""
         self.socket.disable_monitor()
-        self._monitor.close()
+        self.monitor.close()
         self.socket.close(linger=500)
         self._context.term()
 

@@ -128,12 +128,13 @@ class CacheConfig:
     """The paged KV cache."""
 
     block_size: int | None = option(
-        None, "tokens per KV block, a multiple of 16; default: 16, or up to 32 (int8: 64) where a CPU reads them faster"
+        None,
+        "tokens per KV block, a multiple of 16; default: 16, or up to 32 (int8, fp8: 64) where a CPU reads them faster",
     )
     kv_cache_dtype: str = option(
         "auto",
-        "type of keys and values in the cache; auto: the activations' type; int8, and on GPUs fp8 (e4m3): one byte "
-        "each, with a scale per token and head; latents have a scale per token, and their rotated part stays in bf16",
+        "type of keys and values in the cache; auto: the activations' type; int8 and fp8 (e4m3): one byte each, with "
+        "a scale per token and head; latents have a scale per token, and their rotated part stays in bf16",
         choices=("auto", "int8", "fp8", "fp8_e4m3"),
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")

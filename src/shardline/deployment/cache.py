@@ -37,7 +37,7 @@ def choose_block_size(asked: int | None, spec: DecoderSpec, dtype: DType, kv_dty
             f"--block-size {asked} is not a multiple of {BLOCK_TOKENS}, and keys are stored for products of "
             f"{BLOCK_TOKENS} tokens; {BLOCK_TOKENS} and {2 * BLOCK_TOKENS} would work"
         )
-    kinds = {layer.attention for layer in spec.layers if not isinstance(layer.attention, LinearAttention)}
+    kinds = {layer.attention for layer in set(spec.layers) if not isinstance(layer.attention, LinearAttention)}
     dims = [kind.latent_dim if isinstance(kind, MLA) else kind.head_dim for kind in kinds]
     for dim in dims:
         if dim % 2 and device == "cpu" and dtype == "bfloat16":
@@ -74,10 +74,12 @@ def plan_cache(
     asked, block_size, groups = config.cache, config.cache.block_size, kv_groups(spec)
     assert block_size is not None, "it is chosen before"
     is_shared = layout.device == "cpu" and not layout.splits_tensor_groups
-    block_bytes = tuple(
-        kv_block_bytes(spec, groups, layout.grid.place(rank), stages, dtype, block_size, latents_shared=is_shared)
-        for rank in range(layout.grid.world_size)
+    grid = layout.grid
+    of_replica = tuple(
+        kv_block_bytes(spec, groups, grid.place(rank), stages, dtype, block_size, latents_shared=is_shared)
+        for rank in range(grid.replica_size)
     )
+    block_bytes = of_replica * grid.data
 
     def num_blocks(length: int) -> int:
         if asked.num_gpu_blocks_override is not None:

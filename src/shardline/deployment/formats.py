@@ -139,20 +139,23 @@ def choose_kv_dtype(asked: str, dtype: DType, spec: DecoderSpec, devices: tuple[
     """
     if asked == "auto":
         return dtype
-    kind: DeviceKind = devices[0].kind
-    if kind == "cpu" and any(isinstance(layer.attention, MLA) for layer in spec.layers):
-        raise ValueError(f"kv_cache_dtype {asked} of latent attention needs a GPU, and this is the CPU; use auto")
+    if devices[0].kind == "cpu" and dtype == "bfloat16":
+        for attention in {layer.attention for layer in spec.layers}:
+            if isinstance(attention, MLA) and (attention.kv_lora_rank % 2 or attention.rope_head_dim % 2):
+                raise ValueError(
+                    f"kv_cache_dtype {asked} of latents with {attention.kv_lora_rank} + {attention.rope_head_dim} "
+                    "elements: on a CPU, bf16 needs even numbers; use --kv-cache-dtype auto or --dtype float32"
+                )
     if asked == "int8":
         return "int8"
-    _check_devices(f"kv_cache_dtype {asked}", _FP8_CAPABILITY, "int8", devices)
+    gpus = tuple(device for device in devices if device.kind != "cpu")
+    _check_devices(f"kv_cache_dtype {asked}", _FP8_CAPABILITY, "int8", gpus)
     return "float8_e4m3fn"
 
 
 def _check_devices(wanted: str, capability: int, alternatives: str, devices: tuple[Device, ...]) -> None:
-    """Refuse CPUs, and GPUs below an architecture. `alternatives` says what to use instead."""
+    """Refuse GPUs below an architecture. `alternatives` says what to use instead."""
     for device in devices:
-        if device.kind == "cpu":
-            raise ValueError(f"{wanted} needs a GPU, and this is the CPU; use {alternatives}")
         number = device.capability.removeprefix("sm_")
         if number.isdecimal() and int(number) < capability:
             raise ValueError(

@@ -25,7 +25,7 @@ from shardline.deployment.reasons import explain_choices
 from shardline.models.description import ModelDescription
 from shardline.models.gguf.checkpoint import GGUFCheckpoint
 from shardline.models.gpu_refusal import gpu_refusal
-from shardline.models.lookup import decoder_spec, module_names
+from shardline.models.lookup import module_names
 from shardline.models.partition import Span, check_expert_parallel, check_tensor_parallel
 from shardline.models.sharding import Numerics
 from shardline.models.sizes import OwnFormats, largest_weight_bytes, stage_spans, weight_bytes
@@ -45,8 +45,8 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     parallel, asked_length = config.parallel, config.model.max_model_len
     layout = choose_layout(parallel, machine)
     devices = _devices(layout, machine)
-    dtype = choose_dtype(config.model.dtype, decoder_spec(model.files.config, None).dtype, model.stored)
-    spec = decoder_spec(model.files.config, asked_length if isinstance(asked_length, int) else None)
+    dtype = choose_dtype(config.model.dtype, model.spec().dtype, model.stored)
+    spec = model.spec(asked_length if isinstance(asked_length, int) else None)
     if layout.device == "cuda" and (refusal := gpu_refusal(spec)):
         raise ValueError(refusal)
     check_length(asked_length, spec)
@@ -111,7 +111,7 @@ def _spec_for_length(model: ModelDescription, spec: DecoderSpec, length: int) ->
     Raises:
         ValueError: the two differ, so the available memory would decide the answers.
     """
-    final = decoder_spec(model.files.config, length)
+    final = model.spec(length)
     if final.layers != spec.layers:
         raise ValueError(
             "this model's rope scaling depends on max_model_len, so the available memory would decide the answers; "
@@ -137,13 +137,20 @@ def _rank_weights(
 ) -> tuple[RankWeights, ...]:
     numerics = cast(Numerics, config.parallel.numerics)
     whole_experts = config.parallel.enable_expert_parallel
+    found: dict[tuple[int, ...], RankWeights] = {}
     weights = []
     for place in map(layout.grid.place, range(layout.grid.world_size)):
+        # Replicas have the same weights, unless they share experts.
+        key = (place.pp_rank, place.tp_rank, place.dp_rank if whole_experts else 0)
+        if key in found:
+            weights.append(found[key])
+            continue
         total = weight_bytes(spec, place, stages, dtype, numerics, held, whole_experts, own)
         touched = 0
         if layout.device == "cpu":
             touched = max(0, total - largest_weight_bytes(spec, place, stages, dtype, numerics, whole_experts))
-        weights.append(RankWeights(total, touched))
+        found[key] = RankWeights(total, touched)
+        weights.append(found[key])
     return tuple(weights)
 
 

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from shardline import env
-from shardline.segment.activity import Activity, read_activity
-from shardline.segment.pulse import SILENCE, Pulse, PulseWatch
+from shardline.engine.forks import ForkedProcess, Forks
+from shardline.segment.activity import Activity, is_stopped, read_activity
+from shardline.segment.pulse import SILENCE, START_SILENCE, Pulse, PulseWatch
 
 
 class Child:
@@ -19,13 +20,29 @@ class Child:
     could contain code that is imported.
     """
 
-    def __init__(self, module: str, fds: Sequence[int], gpus: str | None = None) -> None:
-        """Start the process. `gpus` is as in `env.for_children`."""
+    def __init__(
+        self,
+        module: str,
+        fds: Sequence[int],
+        gpus: str | None = None,
+        forks: Forks | None = None,
+        grace: float = 0.0,
+    ) -> None:
+        """Start the process, as a fork of a fork server if there is one.
+
+        `fds`: -1 stands for itself. `gpus` is as in `env.for_children`. `grace`: seconds that a forked process may
+        outlive this one; others see to their end themselves.
+        """
         self._pulse = Pulse()
-        self._watch = PulseWatch(lambda: self._pulse.beats)
+        self._watch = PulseWatch(self._signs_of_life)
         passed = [*fds, self._pulse.fd]
-        command = [sys.executable, "-c", self.code(module), *map(str, passed)]
-        self._process = subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL, env=env.for_children(gpus))
+        forked = forks.fork(module, passed, env.for_children(gpus), grace) if forks is not None else None
+        self._process: ForkedProcess | subprocess.Popen[bytes] = forked or subprocess.Popen(
+            [sys.executable, "-c", self.code(module), *map(str, passed)],
+            pass_fds=[fd for fd in passed if fd >= 0],
+            stdin=subprocess.DEVNULL,
+            env=env.for_children(gpus),
+        )
         self._pulse.release_fd()
         self._was_silent = False
 
@@ -48,10 +65,21 @@ class Child:
         return read_activity(self.pid, self.work)
 
     def is_silent(self) -> bool:
-        """Whether the process lives, but has given no sign of it for SILENCE seconds; look every CHECK_INTERVAL."""
+        """Whether the process lives, but has given no sign of it for SILENCE seconds; look every CHECK_INTERVAL.
+
+        A process that has not shown any yet, nor is stopped, has START_SILENCE seconds.
+        """
         if self._watch.is_silent() and self._process.poll() is None:
             self._was_silent = True
         return self._was_silent
+
+    def _signs_of_life(self) -> int:
+        """A number that changes as long as the process gets on; it is negative before the first beat."""
+        beats = self._pulse.beats
+        if beats > 0:
+            return beats
+        activity = self.activity()
+        return 1 if is_stopped(self.pid) else -1 - activity.num_bytes - int(100 * activity.cpu_seconds)
 
     def poll(self) -> int | None:
         """The exit code; None while the process runs."""
@@ -79,10 +107,13 @@ class Child:
     def describe_end(self) -> str:
         """How the process ended, or that it is silent; waits up to a second for its exit code."""
         if self._was_silent:
+            if self._signs_of_life() < 0:
+                return f"has not begun: it has read and computed nothing for {START_SILENCE:g} s"
             return f"has given no sign of life for {SILENCE:g} s: it is stopped"
         if not self.wait(1.0):
             return "closed its channel but still runs"
         code = self._process.returncode
+        assert code is not None
         if code == -9:
             return "was killed by signal 9 (somebody's kill, or the host ran out of memory)"
         return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"

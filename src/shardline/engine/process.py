@@ -20,6 +20,7 @@ from shardline.deployment.messages import PrepareGrammar, Probe, ProbeDone
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor, ExecutorFailure
+from shardline.engine.forks import Forks
 from shardline.engine.ipc import (
     AbortRequests,
     AddRequests,
@@ -45,9 +46,13 @@ _log = logging.getLogger(__name__)
 class EngineProcess:
     """Serves one front over one channel until either side ends."""
 
-    def __init__(self, channel: Channel[FrontMessage], streams: Sequence[int] = ()) -> None:
-        """`streams`: the descriptors of the sockets that lead to the ranks on other hosts, in their order."""
+    def __init__(self, channel: Channel[FrontMessage], forks: Forks | None = None, streams: Sequence[int] = ()) -> None:
+        """`forks`: starts the ranks; None: nothing is imported for them.
+
+        `streams`: the descriptors of the sockets that lead to the ranks on other hosts, in their order.
+        """
         self._channel = channel
+        self._forks = forks
         self._streams = streams
         self._stopping = False
         self._ready = False
@@ -64,7 +69,7 @@ class EngineProcess:
             began = time.perf_counter()
             deployment = start.deployment.seen_from(start.deployment.placements[start.replica][0].host)
             streams = dict(zip(deployment.remote_ranks(start.replica), self._streams, strict=True))
-            self._executor = executor = make_executor(deployment, start.replica, streams)
+            self._executor = executor = make_executor(deployment, start.replica, streams, self._forks)
             ranks = executor.start()
             isas = {report.isa for report in ranks}
             if len(isas) > 1:
@@ -162,15 +167,19 @@ class EngineProcess:
 
 
 def main() -> None:
-    """Serve the front. The arguments are descriptors: of the front's socket, of the sockets that lead to ranks on other
-    hosts, and of the pulse."""
+    """Serve the front.
+
+    The arguments are descriptors: of the front's socket, of the requests to a fork server (-1: there is none), of the
+    sockets that lead to ranks on other hosts, and of the pulse.
+    """
     # Ctrl-C and a service manager's SIGTERM reach the whole process group; the front decides when engines end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    front, *streams, pulse = map(int, sys.argv[1:])
+    front, requests, *streams, pulse = map(int, sys.argv[1:])
     start_pulse(pulse)
     configure_logging()
-    process = EngineProcess(Channel(socket.socket(fileno=front), FrontMessage), streams)  # type: ignore[arg-type]
+    forks = Forks(socket.socket(fileno=requests)) if requests >= 0 else None
+    process = EngineProcess(Channel(socket.socket(fileno=front), FrontMessage), forks, streams)  # type: ignore[arg-type]
     threading.Thread(target=process.end_with_front, daemon=True).start()
     process.run()
 

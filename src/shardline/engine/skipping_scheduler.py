@@ -18,7 +18,15 @@ class SkippingScheduler(Scheduler):
     """
 
     def __init__(
-        self, limits: StepLimits, cache: CachePlan, num_blocks: int, max_model_len: int, *, stages: int, token: int
+        self,
+        limits: StepLimits,
+        cache: CachePlan,
+        num_blocks: int,
+        max_model_len: int,
+        *,
+        max_in_flight: int,
+        stages: int,
+        token: int,
     ) -> None:
         """`stages` are those of the pipeline, and `token` is what every step samples."""
         super().__init__(
@@ -26,7 +34,7 @@ class SkippingScheduler(Scheduler):
             cache,
             num_blocks,
             max_model_len,
-            max_in_flight=max(2, stages),
+            max_in_flight=max_in_flight,
             last_token_known=stages > 1,
             preemptions=PreemptionLog(warns=False),
         )

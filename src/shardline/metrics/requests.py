@@ -107,6 +107,8 @@ class ResponseMetrics:
 class RequestTimer:
     """Measures one request: a prompt with all its choices. Time starts when this object is constructed."""
 
+    __slots__ = ("_choices", "_last", "_max_tokens", "_metrics", "_output", "_start", "_tokens")
+
     def __init__(self, metrics: RequestMetrics, choices: int, max_tokens: int | None = None) -> None:
         self._metrics = metrics
         self._choices = choices

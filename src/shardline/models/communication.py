@@ -7,8 +7,8 @@ prefill step a chunk of prompts. Sums over layers cover `layers`, a stage's laye
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -130,12 +130,13 @@ def output_size(attention: Attention) -> int:
     return attention.num_heads * (attention.value_head_dim if isinstance(attention, MLA) else attention.head_dim)
 
 
-def count_layers(spec: DecoderSpec, layers: Span) -> Iterable[tuple[Layer, int]]:
+@functools.lru_cache(maxsize=256)
+def count_layers(spec: DecoderSpec, layers: Span) -> tuple[tuple[Layer, int], ...]:
     """The different layers of a stage, and how often each occurs."""
     counts: dict[int, list[Layer]] = {}
     for layer in spec.layers[layers.start : layers.stop]:
         counts.setdefault(id(layer), []).append(layer)
-    return [(same[0], len(same)) for same in counts.values()]
+    return tuple((same[0], len(same)) for same in counts.values())
 
 
 def _gathered(layer: Layer, hidden_size: int) -> tuple[int, int]:

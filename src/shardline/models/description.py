@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardline.config.engine import ModelConfig
 from shardline.models.checkpoint import Checkpoint
@@ -12,6 +12,8 @@ from shardline.models.gguf.names import is_gguf
 from shardline.models.gguf.tokenizer import has_vocabulary
 from shardline.models.hf_config import HFConfig
 from shardline.models.hub import ModelFiles, resolve_model, resolve_tokenizer
+from shardline.models.lookup import decoder_spec
+from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredRules, read_stored
 from shardline.models.wrapper import text_config
 
@@ -27,6 +29,18 @@ class ModelDescription:
     """The tensors in the checkpoint's headers; None: weights are random, and no checkpoint was read."""
     tokenizer_file: str = ""
     """Its tokenizer.json, or the GGUF file that has the tokenizer; empty: it has none."""
+    _specs: dict[int | None, DecoderSpec] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The specs that `spec` has made."""
+
+    def spec(self, max_model_len: int | None = None) -> DecoderSpec:
+        """The model for requests of up to `max_model_len` tokens; None: the longest that the configuration allows.
+
+        Raises:
+            ValueError: see `decoder_spec`.
+        """
+        if max_model_len not in self._specs:
+            self._specs[max_model_len] = decoder_spec(self.files.config, max_model_len)
+        return self._specs[max_model_len]
 
     def type_of(self, tensor: str) -> str | None:
         """The type of a tensor in the headers of safetensors files, as they name it; None: there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import msgspec
@@ -16,6 +17,7 @@ class KVGroup(msgspec.Struct, frozen=True):
     window: int | None
 
 
+@functools.lru_cache(maxsize=256)
 def kv_groups(spec: DecoderSpec) -> tuple[KVGroup, ...]:
     """The model's layers in groups. A group has at most as many layers as the model's rarest kind of attention.
 

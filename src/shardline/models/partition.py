@@ -6,6 +6,7 @@ It is pure arithmetic: worker, planner and command line agree on it, and a bad s
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -96,6 +97,7 @@ def split_query_heads(attention: Attention, parts: int) -> tuple[Span, ...]:
     return split_dim(attention.num_heads, parts)
 
 
+@functools.lru_cache(maxsize=256)
 def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
     """Refuse a tensor-parallel size that does not work for some layer.
 
@@ -195,9 +197,14 @@ def _balance(costs: tuple[float, ...], num_stages: int, first_extra: float, last
     for stage in range(1, num_stages):
         candidates = {}
         for stop in range(stage + 1, num_layers + 1):
-            options = [(max(best[start][0], stage_cost(stage, start, stop)), start) for start in range(stage, stop)]
-            worst, start = min(options, key=lambda option: (option[0], -option[1]))
-            candidates[stop] = (worst, [*best[start][1], Span(start, stop)])
+            worst, chosen = math.inf, stage
+            for start in range(stop - 1, stage - 1, -1):
+                cost = stage_cost(stage, start, stop)
+                if cost >= worst:  # an earlier start costs even more
+                    break
+                if (most := max(best[start][0], cost)) < worst:
+                    worst, chosen = most, start
+            candidates[stop] = (worst, [*best[chosen][1], Span(chosen, stop)])
         best = candidates
     return tuple(best[num_layers][1])
 

@@ -6,12 +6,15 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import shardline.models.planned
+from shardline.models.gguf.checkpoint import GGUFCheckpoint
+from shardline.models.gguf.stored import GGUFStoredWeights
 from shardline.models.gpu_refusal import gpu_refusal
 from shardline.models.hf_config import HFConfig
+from shardline.models.hub import ModelFiles
 from shardline.models.lookup import Family, decoder_spec, family, known_families
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredRules, StoredWeights, read_stored
@@ -35,9 +38,13 @@ class PlannedModel:
     """Parameters beside the language model: an encoder of images. They are in 16 bits and whole on every rank."""
     engine_refusal: str
     """Why this engine cannot load the checkpoint, or not run it on GPUs; empty: it can."""
+    files: ModelFiles | None = None
+    """The GGUF file, whose header was read; None: only config.json was read."""
 
     def stored(self, rules: StoredRules | None = None) -> StoredWeights:
         """The bytes of the checkpoint's tensors, or of the same model stored by other `rules`."""
+        if rules is None and self.checkpoint is not None:
+            return GGUFStoredWeights(self.rules, self.spec.dtype, lambda name: name, self.checkpoint, self.spec)
         source = planned_family(self.spec.model_type).tensor_source
 
         @functools.cache
@@ -45,6 +52,26 @@ class PlannedModel:
             return source(name, self.spec).key.rpartition(".")[0]
 
         return StoredWeights(self.rules if rules is None else rules, self.spec.dtype, module)
+
+    @functools.cached_property
+    def checkpoint(self) -> GGUFCheckpoint | None:
+        """The tensors of the GGUF file."""
+        return None if self.files is None or self.files.gguf is None else GGUFCheckpoint.open(self.files.gguf)
+
+
+def read_planned_gguf(files: ModelFiles) -> PlannedModel:
+    """The model in a GGUF file.
+
+    Raises:
+        ValueError: the file is broken, or lacks tensors that every engine needs.
+    """
+    planned = replace(read_planned(files.name, files.config), files=files)
+    assert planned.checkpoint is not None
+    try:
+        planned.checkpoint.check(planned.spec)
+    except ValueError as problem:
+        planned = replace(planned, engine_refusal=planned.engine_refusal or str(problem))
+    return planned
 
 
 def read_planned(name: str, config: Mapping[str, Any]) -> PlannedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
@@ -48,6 +49,7 @@ def num_parameters(spec: DecoderSpec) -> int:
     )
 
 
+@functools.lru_cache(maxsize=256)
 def stage_spans(spec: DecoderSpec, num_stages: int, pipeline_stages: str | None = None) -> tuple[Span, ...]:
     """The layers of each pipeline stage: those in `pipeline_stages` ("10,12,10") if it is set, else balanced.
 
@@ -91,6 +93,35 @@ def weight_bytes(
     Linear weights are in `weight_format`, or each in its own of `own_formats`, and the rest in `dtype`. If the lm_head
     is tied to the embedding and quantized here, both are stored. If it is as in the checkpoint, one tensor serves both.
     """
+    if own_formats is None:
+        return _uniform_weight_bytes(spec, place, tuple(stages), dtype, numerics, weight_format, expert_parallel)
+    return _weight_bytes(spec, place, stages, dtype, numerics, weight_format, expert_parallel, own_formats)
+
+
+@functools.lru_cache(maxsize=512)
+def _uniform_weight_bytes(
+    spec: DecoderSpec,
+    place: RankPlace,
+    stages: tuple[Span, ...],
+    dtype: DType,
+    numerics: Numerics,
+    weight_format: FormatChoice,
+    expert_parallel: bool,
+) -> int:
+    """See `weight_bytes`. The planner asks for the same ranks again and again."""
+    return _weight_bytes(spec, place, stages, dtype, numerics, weight_format, expert_parallel, None)
+
+
+def _weight_bytes(
+    spec: DecoderSpec,
+    place: RankPlace,
+    stages: Sequence[Span],
+    dtype: DType,
+    numerics: Numerics,
+    weight_format: FormatChoice,
+    expert_parallel: bool,
+    own_formats: OwnFormats | None,
+) -> int:
     held = weight_format.open_format()
     # A tied lm_head is packed as the checkpoint packs the embedding.
     head = "embed.weight" if spec.tied_embeddings else "lm_head.weight"
@@ -103,14 +134,18 @@ def weight_bytes(
         return math.prod(local) * DTYPE_BYTES["float32" if is_kept_in_float32(name) else dtype]
 
     stage = stages[place.pp_rank]
-    counted = (
-        counted_parameters(spec, stage, own_formats.layer_class) if own_formats else counted_parameters(spec, stage)
-    )
+    counted = counted_parameters(spec, stage, own_formats.layer_class) if own_formats else _counted(spec, stage)
     tied = spec.tied_embeddings
     keeps_head = tied and own_formats is not None and not own_formats.format_of(head).open_format().is_dense("lm_head")
     apart = tied and not held.reads_packed and not held.is_dense("lm_head")
     parameters = _held(counted, spec, stage, apart, keeps_head)
     return rank_total(spec, place, stages, parameters, num_bytes, numerics, expert_parallel)
+
+
+@functools.lru_cache(maxsize=64)
+def _counted(spec: DecoderSpec, stage: Span) -> tuple[CountedParameter, ...]:
+    """The parameters of a stage whose weights all have one format."""
+    return tuple(counted_parameters(spec, stage))
 
 
 def stored_weight_bytes(
@@ -246,6 +281,7 @@ def state_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span]) -> 
     return total
 
 
+@functools.lru_cache(maxsize=256)
 def step_bytes(spec: DecoderSpec, dtype: DType, num_tokens: int, num_seqs: int) -> int:
     """The most bytes of activations that are alive at once in a step of `num_tokens`, of which `num_seqs` are sampled.
 
@@ -326,10 +362,10 @@ def multiplications_per_pair(attention: Attention) -> int:
 
 def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, latents_shared: bool) -> int:
     """Bytes of keys and values of one token in one layer on one rank, scales included."""
-    if isinstance(attention, MLA) and latents_shared and DTYPE_BYTES[dtype] > 1:
-        latent = split_dim(attention.latent_dim, len(place.tp_peers))[place.tp_rank]
-        return latent.size * DTYPE_BYTES[dtype]
-    return sum(part.num_bytes for part in kv_parts(attention, _local_kv_heads(attention, place), 1, 1, dtype))
+    num_bytes = sum(part.num_bytes for part in kv_parts(attention, _local_kv_heads(attention, place), 1, 1, dtype))
+    if isinstance(attention, MLA) and latents_shared:
+        return split_dim(num_bytes, len(place.tp_peers), unit=DTYPE_BYTES[dtype])[place.tp_rank].size
+    return num_bytes
 
 
 def _local_kv_heads(attention: Attention, place: RankPlace) -> int:

@@ -246,7 +246,7 @@ class MoE(msgspec.Struct, frozen=True, array_like=True, tag=True):
     the shared block are normalised before they are added (Gemma 4)."""
 
 
-class Layer(msgspec.Struct, frozen=True, array_like=True):
+class Layer(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """One decoder layer: x += post(attention(pre(x))), then x += post(feed_forward(pre(x))).
 
     A norm that is None is left out.
@@ -266,7 +266,7 @@ class Layer(msgspec.Struct, frozen=True, array_like=True):
     """Whether the residual stream is multiplied by a learned number after the layer (Gemma 4)."""
 
 
-class DecoderSpec(msgspec.Struct, frozen=True, array_like=True):
+class DecoderSpec(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """A decoder-only language model."""
 
     model_type: str

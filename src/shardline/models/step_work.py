@@ -36,6 +36,7 @@ from shardline.models.spec import (
 )
 from shardline.models.stored_weights import StoredWeights
 
+_FOUR_BIT_FLOATS = ("nvfp4", "mxfp4")
 _PLAIN_FORMATS = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}
 
 
@@ -72,6 +73,8 @@ class StepWork:
 
     Of routed experts, it is the rank's mean share.
     """
+    expert_flops: Mapping[str, float]
+    """The part of `token_flops` in routed experts."""
     head_flops: float
     """Operations of one sampled token in the lm_head."""
     plain: str
@@ -105,10 +108,20 @@ class StepWork:
         per_seq = sum(one.bytes_per_token * _seen(context, one.window) for one in self.attention)
         return num_seqs * (per_seq + 2 * self.state_bytes)
 
-    def product_seconds(self, num_tokens: float, num_sampled: float, rate: Callable[[str], float]) -> float:
-        """Time to compute the linears of a step, if `rate(format)` is the rate in operations per second."""
-        head = num_sampled * self.head_flops / rate(self.plain)
-        return head + num_tokens * sum(flops / rate(label) for label, flops in self.token_flops.items())
+    def product_seconds(
+        self, num_tokens: float, num_sampled: float, rate: Callable[[str], float], computes: Callable[[str], bool]
+    ) -> tuple[float, float]:
+        """(time to compute the linears of a step, time for those of experts whose weights are expanded).
+
+        `rate(format)` is the rate in operations per second, and `computes(format)` says whether the GPU has the format.
+        If it has not, each product expands the weights. That is free in dense products, but not in grouped ones.
+        """
+        direct, expanded = num_sampled * self.head_flops / rate(self.plain), 0.0
+        for label, flops in self.token_flops.items():
+            grouped = 0.0 if computes(label) else self.expert_flops.get(label, 0.0)
+            direct += num_tokens * (flops - grouped) / rate(label)
+            expanded += num_tokens * grouped / rate(label)
+        return direct, expanded
 
     def decode_attention_flops(self, num_seqs: float, context: float) -> float:
         """Operations of attention in which `num_seqs` sequences of `context` tokens decode one token each."""
@@ -150,28 +163,31 @@ def step_work(
         count = stored.num_bytes if bytes_ else elements
         return rank_total(spec, place, stages, parts, count, numerics, whole_experts, whole)
 
-    routing = None
-    traffic = [(tensor_traffic(spec, stage, tensor, 1, exchange), tensor)]
-    for layer, _ in count_layers(spec, stage):
-        if isinstance(layer.feed_forward, MoE):
-            routing = layer.feed_forward.routing
+    routings = [
+        layer.feed_forward.routing for layer, _ in count_layers(spec, stage) if isinstance(layer.feed_forward, MoE)
+    ]
+    routing = routings[-1] if routings else None
     ranks = len(place.ep_peers) if whole_experts and routing is not None else 1
-    # Other engines leave all tokens of a replica on all of its ranks, whose one all-reduce also adds up experts.
-    if ranks > 1 and (exchange == "exact" or ranks > tensor):
-        traffic.append((expert_traffic(spec, stage, ranks, ranks // tensor, exchange), ranks))
     # A token's chosen experts are spread evenly over the ranks that hold experts.
     chosen = 0.0 if routing is None else routing.experts_per_token / routing.num_experts
     replicas = ranks // tensor if ranks > 1 else 1
-    token_flops: dict[str, float] = {}
-    for one in (*always, *experts):
-        packing = stored.packing(one.name)
-        label = plain if packing is None else packing.label
-        flops = 2 * total([one], False) * (chosen * replicas if one.num_experts else 1.0)
-        token_flops[label] = token_flops.get(label, 0.0) + flops
+
+    def flops(parts: Sequence[CountedParameter]) -> dict[str, float]:
+        """Operations of one token, by the format of the weights."""
+        found: dict[str, float] = {}
+        for one in parts:
+            packing = stored.packing(one.name)
+            label = plain if packing is None else packing.label
+            share = chosen * replicas if one.num_experts else 1.0
+            found[label] = found.get(label, 0.0) + 2 * total([one], False) * share
+        return found
+
+    grouped, others = flops(experts), flops(always)
     return StepWork(
         dense_bytes=total(always, True) + total(head, True),
         expert_bytes=total(experts, True),
-        token_flops=token_flops,
+        token_flops={label: others.get(label, 0.0) + grouped.get(label, 0.0) for label in {**others, **grouped}},
+        expert_flops=grouped,
         head_flops=2 * total(head, False),
         plain=plain,
         routing=routing,
@@ -179,11 +195,22 @@ def step_work(
         replicas=replicas,
         attention=attention_work(spec, stage, tensor, kv_dtype, expands=exchange == "vllm"),
         state_bytes=state_bytes(spec, place, stages),
-        num_launches=num_launches(spec, stage) + _quantizing_launches(counted, stored),
+        num_launches=num_launches(spec, stage) + _format_launches(counted, stored),
         activation_bytes=activation_bytes(spec, stage, tensor),
-        exchanges=tuple((one, group) for one, group in traffic if one != NOTHING),
+        exchanges=_exchanges(spec, stage, tensor, ranks, exchange),
         hand_off=pipeline_traffic(spec, min(2, len(stages)), 1, tensor),
     )
+
+
+def _exchanges(
+    spec: DecoderSpec, stage: Span, tensor: int, ranks: int, exchange: Exchange
+) -> tuple[tuple[Traffic, int], ...]:
+    """(traffic for one token, ranks that take part) of tensor parallelism, and of experts over `ranks`."""
+    traffic = [(tensor_traffic(spec, stage, tensor, 1, exchange), tensor)]
+    # Other engines leave all tokens of a replica on all of its ranks, whose one all-reduce also adds up experts.
+    if ranks > 1 and (exchange == "exact" or ranks > tensor):
+        traffic.append((expert_traffic(spec, stage, ranks, ranks // tensor, exchange), ranks))
+    return tuple((one, group) for one, group in traffic if one != NOTHING)
 
 
 def num_launches(spec: DecoderSpec, stage: Span) -> int:
@@ -203,15 +230,24 @@ def _attention_launches(attention: Attention) -> int:
     return 5 + (attention.qk_norm is not None)  # norm, projection, rotation, attention, output
 
 
-def _quantizing_launches(counted: Sequence[CountedParameter], stored: StoredWeights) -> int:
-    """Kernels that quantize activations in blocks, which weights in blocks need: two in each half of a layer."""
+def _format_launches(counted: Sequence[CountedParameter], stored: StoredWeights) -> int:
+    """Kernels that formats of weights add to those of `num_launches`, or save.
+
+    Weights in blocks need activations that are quantized in blocks: two kernels in each half of a layer. Experts in
+    4-bit floats have kernels that compute the activation in the first product, and the weighted sum in the second.
+    """
     halves: dict[tuple[int | None, str], int] = {}
+    fused: dict[int | None, int] = {}
     for one in counted:
         packing = stored.packing(one.name)
-        if packing is not None and packing.block_rows > 1:
-            name = parse_name(one.name)
+        if packing is None:
+            continue
+        name = parse_name(one.name)
+        if packing.block_rows > 1:
             halves[name.layer, name.part.partition(".")[0]] = one.num_layers
-    return 2 * sum(halves.values())
+        if one.num_experts and packing.label in _FOUR_BIT_FLOATS:
+            fused[name.layer] = one.num_layers
+    return 2 * sum(halves.values()) - 2 * sum(fused.values())
 
 
 def activation_bytes(spec: DecoderSpec, stage: Span, tensor: int) -> float:

@@ -121,6 +121,7 @@ def label_of(kind: str, bits: int) -> str:
     return f"fp{bits}" if kind == "float" else f"int{bits}"
 
 
+@functools.cache
 def methods() -> dict[str, Method]:
     """Every known way of storing weights, by its file's name: the `quant_method` with underscores."""
     names = sorted(module.name for module in pkgutil.iter_modules(shardline.models.stored.__path__))

@@ -32,11 +32,13 @@ Vector = NDArray[np.float64]
 _LOG_MEMORY = re.compile(r"Available KV cache memory: ([0-9.]+) GiB")
 _LOG_TOKENS = re.compile(r"KV cache size: ([0-9,]+) tokens")
 _WIDTHS = {
-    "memory": 0.15, "cache": 0.3, "compute": 0.3, "link": 0.3, "message": 0.4, "launch": 0.4,
-    "step": 0.6, "request": 0.6,
+    "memory": 0.3, "cache": 0.5, "compute": 0.5, "link": 1.0, "message": 0.3, "launch": 0.3,
+    "step": 1.0, "request": 0.3,
 }  # fmt: skip
 """How far each constant may plausibly be from the shipped one on a machine: widths of its logarithm."""
-_ROUNDS = 12
+_ROUNDS = 24
+_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
+"""Parts of a move that are tried, until one brings the predictions nearer."""
 _ERROR = 0.02
 """Error of a measured TPOT, as a width of its logarithm."""
 
@@ -144,14 +146,25 @@ def calibrate(timing: Timing, steps: Sequence[tuple[LoopSteps, Measured]]) -> Ti
         prompts = (found.first + _prompt_seconds(one, found)[0] for one, _ in alone)
         return np.log([*(loop_latency(one, found).tpot for one, _ in steps), *prompts])
 
-    point = start.copy()
+    def misfit(point: Vector) -> float:
+        moved, missed = (point - start) / widths, (target - predict(point)) / _ERROR
+        return float(moved @ moved + missed @ missed)
+
+    point, worst = start, misfit(start)
     for _ in range(_ROUNDS):
         base = predict(point)
         jacobian = np.stack([(predict(point + move) - base) / 1e-4 for move in 1e-4 * np.eye(len(names))], axis=1)
         error = target - base + jacobian @ (point - start)
         gain = (widths**2)[:, None] * jacobian.T
         system = jacobian @ gain + _ERROR**2 * np.eye(len(target))
-        point = start + gain @ np.linalg.solve(system, error)
+        move = start + gain @ np.linalg.solve(system, error) - point
+        # Far from the measurements the model bends too much for whole moves.
+        shares = (share for share in _SHARES if misfit(point + share * move) < worst)
+        share = next(shares, 0.0)
+        if not share:
+            break
+        point = point + share * move
+        worst = misfit(point)
     final = constants(point)
     return Timing(_with_first_token(final, steps), timing.calibrated or timing.spread, timing.calibrated)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardline.models.partition import check_tensor_parallel
 from shardline.models.planning import PlannedModel
+from shardline.models.spec import MoE
+from shardline.planner import vllm
 from shardline.planner.cluster import Cluster
 from shardline.planner.layout import Layout
 from shardline.planner.memory import bits_label
@@ -23,13 +26,33 @@ class Fixed:
     kv: str | None = None
 
 
+def check_sizes(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) -> None:
+    """Refuse parallel sizes that no layout of the engine can have, whatever else is searched.
+
+    Raises:
+        ValueError: the heads forbid the tensor-parallel size, or there are too few GPUs.
+    """
+    tensor, whole = fixed.tensor or 1, fixed.whole_experts is not False
+    if engine == "shardline":
+        check_tensor_parallel(model.spec, tensor)
+    else:
+        has_experts = any(isinstance(layer.feed_forward, MoE) for layer in model.spec.layers)
+        asked = Layout(engine, tensor, data=fixed.data or 2, whole_experts=whole and has_experts)
+        why = vllm.refusal(model.spec, model.stored(), asked)
+        if why:
+            raise ValueError(why)
+    needed = tensor * (fixed.pipeline or 1) * (fixed.data or 1)
+    if needed > cluster.num_gpus:
+        raise ValueError(f"the parallel sizes need {needed} GPUs, and {cluster.name} has {cluster.num_gpus}")
+
+
 def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) -> Iterator[Layout]:
     """Every layout that the fixed choices allow, up to all GPUs of the cluster."""
     has_experts = any(hasattr(layer.feed_forward, "routing") for layer in model.spec.layers)
     experts = (False, True) if has_experts else (False,)
     labels = [fixed.weights] if fixed.weights else _labels(model, cluster)
     caches = [fixed.kv] if fixed.kv else _kv_labels(cluster)
-    for num_gpus in _counts(cluster):
+    for num_gpus in _counts(cluster, fixed):
         for tensor in _divisors(num_gpus, fixed.tensor):
             for pipeline in _divisors(num_gpus // tensor, fixed.pipeline):
                 data = num_gpus // tensor // pipeline
@@ -48,13 +71,20 @@ def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) ->
                 yield Layout(engine, tensor, weights=labels[0], kv=caches[0], context=cluster.num_gpus // tensor)
 
 
-def _counts(cluster: Cluster) -> list[int]:
-    """Numbers of GPUs to look at: all, half of them and so on; in a small node every number."""
+def _counts(cluster: Cluster, fixed: Fixed) -> list[int]:
+    """Numbers of GPUs to look at: all, half of them and so on; in a small node every number.
+
+    Fixed sizes that divide none of them add the fewest and the most GPUs on which they work.
+    """
     total = cluster.num_gpus
     if total <= 4:
         return list(range(1, total + 1))
-    halves = [total >> shift for shift in range(total.bit_length()) if total >> shift]
-    return sorted({*halves, total - 1, total - 2} if total <= 8 else set(halves))
+    counts = {total >> shift for shift in range(total.bit_length())}
+    counts |= {total - 1, total - 2} if total <= 8 else set()
+    unit = (fixed.tensor or 1) * (fixed.pipeline or 1) * (fixed.data or 1)
+    if unit <= total and all(count % unit for count in counts):
+        counts |= {unit, total // unit * unit}
+    return sorted(counts)
 
 
 def _divisors(number: int, only: int | None) -> list[int]:

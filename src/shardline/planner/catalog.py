@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace as replace_struct
 
 from shardline.models.description import ModelDescription
+from shardline.models.gguf.names import is_gguf, split_quant
 from shardline.models.hf_config import HFConfig
-from shardline.models.hub import DEMO_FOLDER, ModelFiles
-from shardline.models.planning import PlannedModel, read_planned
+from shardline.models.hub import DEMO_FOLDER, ModelFiles, find_local_model, resolve_model
+from shardline.models.planning import PlannedModel, read_planned, read_planned_gguf
 from shardline.models.stored_weights import StoredRules, read_stored, usual_rules
 
 _CONFIG = "config.json"
@@ -28,12 +30,17 @@ def shipped_facts() -> dict[str, Any]:
 
 
 def find_model(name: str, revision: str | None = None) -> PlannedModel:
-    """The model that a user names: a folder with config.json, a known hub id, or any other hub id.
+    """The model that a user names: a folder with config.json, a GGUF file, a known hub id, or any other hub id.
+
+    As for `shardline serve`, a GGUF file may also be named as FOLDER, FOLDER:QUANT or, once it has been downloaded,
+    REPOSITORY:QUANT.
 
     Raises:
         ValueError: it cannot be found, its configuration is wrong, or its type has no spec.
     """
     folder = DEMO_FOLDER if name == "demo" else Path(name).expanduser()
+    if (file := _find_gguf(name, folder, revision)) is not None:
+        return read_planned_gguf(replace(resolve_model(str(file)), name=name))
     if (folder / _CONFIG).is_file():
         return read_planned(name, _read(folder / _CONFIG))
     if folder.is_dir():
@@ -51,6 +58,21 @@ def find_model(name: str, revision: str | None = None) -> PlannedModel:
     return model
 
 
+def _find_gguf(name: str, folder: Path, revision: str | None) -> Path | None:
+    """The GGUF file that a user names; None: the name means something else.
+
+    Raises:
+        ValueError: there is no such file or quant, or it has not been downloaded.
+    """
+    quant = None if folder.is_dir() else split_quant(name)[1]
+    if not (is_gguf(name) or quant is not None or folder.is_dir()):
+        return None
+    found = find_local_model(name, revision)
+    if found is None and quant is not None:
+        raise ValueError(f"model {name!r} is not on this host, and a plan needs the header: shardline download {name}")
+    return found if found is not None and is_gguf(found) else None
+
+
 def stored_as(model: PlannedModel, rules: StoredRules) -> PlannedModel:
     """The same model in a checkpoint that is stored by `rules`. The engine can only load plain weights in it."""
     spec = replace_struct(model.spec, dtype="bfloat16")
@@ -58,6 +80,7 @@ def stored_as(model: PlannedModel, rules: StoredRules) -> PlannedModel:
     return PlannedModel(model.name, model.config, spec, rules, model.other_parameters, refusal)
 
 
+@functools.lru_cache(maxsize=64)
 def describe(model: PlannedModel) -> ModelDescription:
     """The model as `resolve` reads it, without files.
 
@@ -66,6 +89,8 @@ def describe(model: PlannedModel) -> ModelDescription:
     """
     if model.engine_refusal:
         raise ValueError(model.engine_refusal)
+    if model.files is not None:
+        return ModelDescription(model.files, read_stored(HFConfig(model.config)), model.checkpoint)
     files = ModelFiles(model.name, Path(model.name), dict(model.config), {}, ())
     return ModelDescription(files, read_stored(HFConfig(model.config)), None)
 

@@ -58,7 +58,7 @@ def parse_api_price(text: str) -> ApiPrice:
         prices = [float(part) for part in text.split(",")]
     except ValueError:
         prices = []
-    if len(prices) != 3 or min(prices) < 0 or max(prices) <= 0:
+    if len(prices) != 3 or not all(0 <= price < math.inf for price in prices) or max(prices) == 0:
         raise ValueError(f"--api-price {text!r}: write dollars per million tokens as IN,CACHED,OUT, such as 3,0.3,15")
     return ApiPrice(*prices)
 

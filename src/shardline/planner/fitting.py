@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardline.planner.rows import Row
-from shardline.planner.timing import (
-    CONSTANT_NAMES,
-    Constants,
-    LoopShape,
-    LoopSteps,
-    StepLoad,
-    loop_prompt,
-    loop_tpot,
-)
+from shardline.planner.timing import Constants, LoopShape, LoopSteps, StepLoad, loop_prompt, loop_tpot
 
 Vector = NDArray[np.float64]
 
-_PRIORS = {
+_STEP_PRIORS = {
     "memory": (0.75, 0.15),
     "cache": (0.6, 0.4),
     "compute": (0.5, 0.4),
     "link": (0.5, 0.5),
     "message": (8e-6, 0.7),
-    "launch": (2e-6, 0.7),
+    "launch": (4e-6, 0.7),
     "step": (1e-3, 1.0),
     "request": (5e-6, 1.0),
 }
-"""Plausible value of each constant, and the width of its logarithm. They decide only where rows say nothing."""
+"""Constants that latencies give: the plausible value of each, and the width of its logarithm.
+
+They decide only where rows say nothing.
+"""
+_RUN_PRIORS = {"attention": (0.5, 0.5), "expanded": (0.5, 0.5), "saturated": (1.0, 0.3)}
+"""The same for constants that show in saturated runs with long prompts. They are fitted after the others."""
 _FIRST_TOKEN = {"first": 0.02, "queue": 1.0}
 _START_WIDTH = 0.3
 _START_WEIGHT = 30.0
 """Width around, and weight of, constants that more rows have given already."""
 _PRIOR_WEIGHT = 3.0
-_ITERATIONS = 20
+_ITERATIONS = 12
 _SMALLEST_ERROR = 0.05
 _LARGEST_MOVE = 0.5
 _FIRST_GRID = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08)
@@ -52,66 +50,86 @@ class Sample:
     steps: LoopSteps
 
 
-class _Loads:
-    """The loads of many samples as columns."""
+class _Table:
+    """The steps of many samples as columns."""
 
-    def __init__(self, loads: Sequence[StepLoad]) -> None:
-        self.table = np.array(loads, dtype=np.float64)
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.shape = LoopShape(*np.array([LoopShape.of(one.steps) for one in samples]).T)
+        self.loads = [
+            StepLoad(*np.array([getattr(one.steps, kind) for one in samples], dtype=np.float64).T)
+            for kind in ("decode", "prompt", "burst")
+        ]
 
-    def seconds(self, values: dict[str, float]) -> Vector:
-        """Time of each step; the same formula as `StepLoad.seconds`."""
-        weights, cache, arithmetic, exchange, messages, launches, requests = self.table.T
-        seconds: Vector = (
-            np.maximum(weights / values["memory"], arithmetic / values["compute"])
-            + cache / values["cache"]
-            + exchange / values["link"]
-            + messages * values["message"]
-            + launches * values["launch"]
-            + values["step"]
-            + requests * values["request"]
-        )
-        return seconds
+    def step_seconds(self, constants: Constants) -> list[Any]:
+        """Times of all steps of each kind."""
+        return [one.seconds(constants) for one in self.loads]
+
+    def tpot(self, constants: Constants) -> Vector:
+        """TPOT of each sample; the same formula as `loop_latency`."""
+        times = loop_tpot(self.shape, *self.step_seconds(constants))
+        return np.asarray(times / constants.saturated**self.shape.saturated, dtype=np.float64)
 
 
 def fit_constants(samples: Sequence[Sample], start: Constants | None = None) -> Constants:
-    """The constants of one engine, from samples with a TPOT, and from those of them with a TTFT.
+    """The constants of one engine, from samples with a TPOT, from those of saturated runs, and from TTFT.
 
     With `start`, which more samples have given (such as those of all engines), they change its values. Without, they
     start from what is plausible.
     """
-    measured = [one for one in samples if one.row.tpot]
-    if not measured:
-        return start or Constants(**{name: value for name, (value, _) in _PRIORS.items()}, **_FIRST_TOKEN)
-    loads = [_Loads([getattr(one.steps, kind) for one in measured]) for kind in ("decode", "prompt", "burst")]
-    shape = LoopShape(*np.array([LoopShape.of(one.steps) for one in measured]).T)
-    target = np.log([one.row.tpot or 1.0 for one in measured])
-    names = list(_PRIORS)
-    prior = np.log([value if start is None else getattr(start, name) for name, (value, _) in _PRIORS.items()])
-    weight = _PRIOR_WEIGHT / np.array([width for _, width in _PRIORS.values()]) ** 2
-    if start is not None:
+    found = start or _plausible()
+    latencies = [one for one in samples if one.row.tpot]
+    both = [one for one in samples if one.row.tpot or _saturated_tpot(one)]
+    found = _fit(_STEP_PRIORS, latencies, found, start is not None)
+    found = _fit(_RUN_PRIORS, both, found, start is not None)
+    if not latencies:
+        return found
+    table = _Table(latencies)
+    alone, wait = loop_prompt(table.shape, *table.step_seconds(found))
+    first, queue = _fit_first_token(latencies, alone, wait)
+    return replace(found, first=first, queue=queue)
+
+
+def _plausible() -> Constants:
+    priors = {**_STEP_PRIORS, **_RUN_PRIORS}
+    return Constants(**{name: value for name, (value, _) in priors.items()}, **_FIRST_TOKEN)
+
+
+def _saturated_tpot(sample: Sample) -> float | None:
+    """Mean time of a token of a request in a saturated run, of which tokens per second were measured."""
+    row = sample.row
+    if not sample.steps.load.saturated or not row.output_tok_s:
+        return None
+    return sample.steps.load.running * row.layout.data / row.output_tok_s
+
+
+def _fit(
+    priors: Mapping[str, tuple[float, float]], samples: Sequence[Sample], start: Constants, is_known: bool
+) -> Constants:
+    """`start` with the constants of `priors` fitted. With `is_known`, other rows have given their start."""
+    if not samples:
+        return start
+    table, names = _Table(samples), list(priors)
+    target = np.log([one.row.tpot or _saturated_tpot(one) or 1.0 for one in samples])
+    prior = np.log([getattr(start, name) for name in names])
+    weight = _PRIOR_WEIGHT / np.array([width for _, width in priors.values()]) ** 2
+    if is_known:
         weight = np.full(len(names), _START_WEIGHT / _START_WIDTH**2)
 
-    def predict(point: Vector) -> Vector:
-        values = dict(zip(names, np.exp(point), strict=True))
-        predicted: Vector = np.log(loop_tpot(shape, *(one.seconds(values) for one in loads)))
-        return predicted
+    def at(point: Vector) -> Constants:
+        return replace(start, **dict(zip(names, map(float, np.exp(point)), strict=True)))
 
     point = prior.copy()
     for _ in range(_ITERATIONS):
-        base = predict(point)
+        base = np.log(table.tpot(at(point)))
         error = target - base
-        jacobian = np.stack([(predict(point + step) - base) / 1e-3 for step in 1e-3 * np.eye(len(names))], axis=1)
+        moved = [np.log(table.tpot(at(point + move))) for move in 1e-3 * np.eye(len(names))]
+        jacobian = (np.stack(moved, axis=1) - base[:, None]) / 1e-3
         # Weights of the inverse error make the sum of squares a sum of absolute values.
         scale = 1 / np.maximum(np.abs(error), _SMALLEST_ERROR)
         hessian = (jacobian * scale[:, None]).T @ jacobian + np.diag(weight)
         gradient = jacobian.T @ (scale * error) + weight * (prior - point)
         point = point + np.clip(np.linalg.solve(hessian, gradient), -_LARGEST_MOVE, _LARGEST_MOVE)
-    values = {name: float(value) for name, value in zip(names, np.exp(point), strict=True)}
-    alone, wait = loop_prompt(shape, *(one.seconds(values) for one in loads))
-    first, queue = _fit_first_token(measured, alone, wait)
-    constants = Constants(**values, first=first, queue=queue)
-    assert set(values) | {"first", "queue"} == set(CONSTANT_NAMES)
-    return constants
+    return at(point)
 
 
 def _fit_first_token(samples: Sequence[Sample], alone: Vector, wait: Vector) -> tuple[float, float]:

@@ -19,6 +19,9 @@ else:
 
 GIB = 1 << 30
 GB = 1e9
+_PLAIN = ("bf16", "fp16", "fp32")
+"""Formats in which every device computes, if only at the rate of bf16."""
+_VENDORS = ("nvidia", "amd", "tesla")
 _NAMED = 4
 """Names in the message about an unknown GPU."""
 
@@ -78,12 +81,19 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         Weights in a format without a rate are expanded to 16 bits for each product.
         """
-        computed = label
+        return self.tflops.get(self._computed(label), self.tflops["bf16"]) * 1e12
+
+    def computes(self, label: str) -> bool:
+        """Whether products with weights in the format `label` need no expansion of the weights to 16 bits."""
+        return self._computed(label) in (*self.tflops, *_PLAIN)
+
+    def _computed(self, label: str) -> str:
+        """The format in which products with such weights are computed, if the GPU has it."""
         if label == "nvfp4":
-            computed = "fp4"
-        elif label == "mxfp4" and "fp4" in self.tflops:
-            computed = "fp8"  # activations have 8 bits
-        return self.tflops.get(computed, self.tflops["bf16"]) * 1e12
+            return "fp4"
+        if label == "mxfp4" and "fp4" in self.tflops:
+            return "fp8"  # activations have 8 bits
+        return label
 
 
 @functools.cache
@@ -108,12 +118,14 @@ def _parse(path: Path) -> dict[str, Gpu]:
 def find_gpu(name: str, gpus: Mapping[str, Gpu], link: str | None = None) -> Gpu:
     """The GPU that `name` means. A name may leave parts out, such as "H100" or "h100_sxm".
 
+    The vendor and the kind of memory, as in "NVIDIA H100 80GB HBM3", say nothing more.
+
     Of several candidates, the first is taken whose own link is `link`; without a link, the first of all.
 
     Raises:
         ValueError: there is none. The message names the nearest.
     """
-    wanted = _tokens(name)
+    wanted = [token for token in _tokens(name) if token not in _VENDORS and not token.startswith("hbm")]
     found = [gpu for gpu in gpus.values() if wanted and all(_has(gpu.name, token) for token in wanted)]
     exact = [gpu for gpu in found if _tokens(gpu.name) == wanted]
     if exact:

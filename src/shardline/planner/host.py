@@ -34,6 +34,9 @@ HOST_TIMING = Timing(
         request=8e-6,
         first=5e-3,
         queue=0.68,
+        attention=1.0,
+        expanded=1.0,
+        saturated=1.0,
     ),
     {"tpot": (0.7, 1.4), "ttft": (0.6, 2.0), "output_tok_s": (0.7, 1.4)},
 )

@@ -79,6 +79,17 @@ def stored_weights(model: PlannedModel, label: str) -> StoredWeights:
     return model.stored(rules[label])
 
 
+def held_weights(model: PlannedModel, layout: Layout) -> StoredWeights:
+    """The weights that a layout's engine multiplies with: this one makes those of GGUF files dense on GPUs.
+
+    Raises:
+        ValueError: see `stored_weights`.
+    """
+    if layout.engine == "shardline" and model.files is not None and layout.weights == bits_label(model):
+        return model.stored(StoredRules())
+    return stored_weights(model, layout.weights)
+
+
 def fit(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Fit:
     """How `layout` of `model` uses the memory of `cluster`."""
     if layout.num_gpus > cluster.num_gpus:

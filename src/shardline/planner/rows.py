@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,19 +21,22 @@ from shardline.planner.cluster import Cluster, parse_cluster
 from shardline.planner.hardware import Gpu
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import bits_label, fit, stored_weights
+from shardline.planner.offline import bench_limits, num_prompts
+from shardline.planner.published import published_names
 from shardline.planner.timing import Load, LoopSteps, loop_steps
 
 CHUNK = 8192
 """Prompt tokens in a step: the default of vLLM on large GPUs, and near those of other engines."""
 _RANDOM_SHARE = 0.9
 """Mean of lengths that are drawn from 80% to 100% of the stated ones."""
+_PROMPT_GROUPS = re.compile(r"\d+P\+(\d+)D")
+_FULLEST = 0.98
+"""The share of memory that rows use whose layout does not fit the engine's default: they ran."""
 _MEMORY = {"vllm": (0.9, 1024, 1024), "sglang": (0.9, 2048, 256), "trtllm": (0.95, 2048, 256)}
 """For each engine: the share of memory that it uses, the most requests at once, and those that its profiled step
 samples."""
 _PREFILL_FIRST = ("sglang",)
 """Engines that compute all prompts that wait before they decode again, unless told otherwise."""
-_OFFLINE_PROMPTS = ((2048, 3000), (16384, 1500), (math.inf, 1000))
-"""(longest prompt or output, requests) of an offline benchmark."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +116,12 @@ def open_table(path: Path) -> TextIO:
 def _row(number: int, one: Mapping[str, str]) -> Row:
     if not one["tp"]:
         raise ValueError("no tensor-parallel size")
-    tensor, data, expert = (_size(one, axis) for axis in ("tp", "dp", "ep"))
+    tensor, expert = _size(one, "tp"), _size(one, "ep")
+    data, has_prompt_groups = _replicas(one)
     model = find_model(_plain_name(one["model"]))
     share = _RANDOM_SHARE if "range_ratio 0.8" in one.get("notes", "") else 1.0
     load = one.get("concurrency_or_rate", "")
-    rate = load.split(" ")[0]
+    is_one_prompt = "single-request prefill" in one.get("load_type", "")
     if not one["isl"] or not one["osl"]:
         raise ValueError("no lengths")
     stated = Layout(
@@ -133,17 +138,17 @@ def _row(number: int, one: Mapping[str, str]) -> Row:
     return Row(
         number=number,
         model=model.name,
-        gpu=one["gpu"],
+        gpu=re.split(r"[/(]", one["gpu"])[0].strip(),
         engine=stated.engine,
         tier=one.get("tier", ""),
         layout=decoding,
-        running=float(rate) if rate and "qps" not in load and "per GPU" not in load else None,
+        running=1.0 if is_one_prompt else _concurrency(load),
         is_offline="offline" in one.get("load_type", "").lower(),
         equal_lengths=share == 1.0,
-        prompts_apart=decoding != layout,
+        prompts_apart=has_prompt_groups or decoding != layout,
         input_len=share * float(one["isl"]),
         output_len=share * float(one["osl"]),
-        ttft=_milliseconds(one.get("ttft_ms")),
+        ttft=float(one["isl"]) / float(one["total_tok_s"]) if is_one_prompt else _milliseconds(one.get("ttft_ms")),
         tpot=_milliseconds(one.get("tpot_ms")),
         output_tok_s=_output_rate(one),
     )
@@ -157,15 +162,28 @@ def _size(one: Mapping[str, str], axis: str) -> int:
     return max(1, int(text))
 
 
+def _replicas(one: Mapping[str, str]) -> tuple[int, bool]:
+    """(data-parallel replicas that decode, whether the row states others for prompts, as in "8P+8D")."""
+    groups = _PROMPT_GROUPS.fullmatch(one.get("dp") or "")
+    return (int(groups.group(1)), True) if groups else (_size(one, "dp"), False)
+
+
+def _concurrency(load: str) -> float | None:
+    """Requests at once; None: the row states none, or another kind of load."""
+    number = load.split(" ")[0]
+    return float(number) if number and "qps" not in load and "per GPU" not in load else None
+
+
 def _plain_name(name: str) -> str:
     return name.split(" ")[0] if "/" in name else name
 
 
 def _engine(name: str) -> str:
-    for known in ("vllm", "sglang", "trtllm"):
-        if name.lower().startswith(known):
-            return known
-    raise ValueError(f"unknown engine {name!r}")
+    """The engine whose constants and scheduling predict a row: vLLM for engines without published rows."""
+    plain = name.lower().replace("-", "")
+    if "trtllm" in plain or "tensorrt" in plain:
+        return "trtllm"
+    return "sglang" if plain.startswith("sglang") else "vllm"
 
 
 def _output_rate(one: Mapping[str, str]) -> float | None:
@@ -185,6 +203,7 @@ def read_label(model: PlannedModel, precision: str) -> str:
     """The label of the weights for a row's precision: "fp4" means the 4-bit floats that the model is published in."""
     own = bits_label(model)
     wanted = precision.split("/")[0].strip().lower()
+    wanted = published_names().labels.get(wanted, wanted)
     if wanted in ("", "native") or wanted.startswith("weights native"):
         return own
     if wanted == own or wanted == "bf16":
@@ -211,12 +230,6 @@ def kv_format(row: Row, gpu: Gpu) -> str:
     if not row.is_offline and not label.endswith("fp4"):
         return "auto"
     return "auto" if label == "mxfp4" and "fp4" not in gpu.tflops else "fp8"
-
-
-def offline_prompts(row: Row) -> int:
-    """Requests of an offline benchmark: those of TensorRT-LLM's table, which states them for each length."""
-    longest = max(row.input_len, row.output_len)
-    return next(count for length, count in _OFFLINE_PROMPTS if longest <= length)
 
 
 def actual_layout(layout: Layout, expert_ranks: int) -> Layout:
@@ -273,26 +286,37 @@ class Works:
         cluster = self.cluster(row.gpu, row.layout.num_gpus)
         layout = replace(row.layout, kv=kv_format(row, cluster.slowest))
         work = self._work(row.model, layout)
+        running, chunk = (row.running or 1.0), CHUNK
         if row.running is None:
-            most = self._most_running(row, layout, cluster)
-            # The last of several rounds has fewer requests. A request's time grows evenly with the number running, so
-            # equal rounds take as long together.
-            prompts = offline_prompts(row)
-            running = prompts / math.ceil(prompts / most)
-        else:
-            running = row.running
+            running, chunk = self._offline_load(row, layout, cluster)
         prefill_first = row.engine in _PREFILL_FIRST
         load = Load(
             max(1.0, running / layout.data),
             row.input_len,
             row.output_len,
-            CHUNK,
+            chunk,
             prefill_first,
             prefill_first and row.equal_lengths,
             layout.lockstep,
             row.prompts_apart,
+            saturated=row.running is None,
         )
         return loop_steps(work, cluster, load, layout.pipeline)
+
+    def _offline_load(self, row: Row, layout: Layout, cluster: Cluster) -> tuple[float, int]:
+        """(requests that run at once over all replicas, most tokens in a step) of an offline row.
+
+        Raises:
+            ValueError: not one request fits.
+        """
+        most, chunk = self._most_running(row, layout, cluster), CHUNK
+        if row.engine == "trtllm":
+            limit, chunk = bench_limits(self._model(row.model), layout, cluster, row.input_len, row.output_len)
+            most = min(most, float(limit * layout.data * layout.pipeline))
+        # The last of several rounds has fewer requests. A request's time grows evenly with the number running, so
+        # equal rounds take as long together.
+        prompts = num_prompts(row.input_len, row.output_len)
+        return prompts / math.ceil(prompts / most), chunk
 
     def _most_running(self, row: Row, layout: Layout, cluster: Cluster) -> float:
         """Requests of a row that fit at once, over all replicas, by vLLM's accounting.
@@ -302,19 +326,26 @@ class Works:
         """
         utilization, most, sampled = _MEMORY[row.engine]
         length = math.ceil(row.input_len + row.output_len)
-        demand = Demand(length, utilization=utilization, max_num_seqs=sampled)
-        model = self._models.setdefault(row.model, find_model(row.model))
-        found = fit(model, replace(layout, engine="vllm"), cluster, demand)
-        if found.verdict == "no":
+        model = self._model(row.model)
+        for share in (utilization, _FULLEST):
+            demand = Demand(length, utilization=share, max_num_seqs=sampled)
+            found = fit(model, replace(layout, engine="vllm"), cluster, demand)
+            if found.verdict != "no":
+                break
+        else:
             raise ValueError(found.why_not)
         return min(found.concurrency, float(most * layout.data))
 
     def _work(self, name: str, layout: Layout) -> StepWork:
         key = (name, layout)
         if key not in self._works:
-            model = self._models.setdefault(name, find_model(name))
-            self._works[key] = planned_work(model, layout)
+            self._works[key] = planned_work(self._model(name), layout)
         return self._works[key]
+
+    def _model(self, name: str) -> PlannedModel:
+        if name not in self._models:
+            self._models[name] = find_model(name)
+        return self._models[name]
 
 
 def planned_work(model: PlannedModel, layout: Layout) -> StepWork:

@@ -17,7 +17,7 @@ from shardline.planner.candidates import Fixed, layouts
 from shardline.planner.cluster import Cluster
 from shardline.planner.cost import per_million
 from shardline.planner.layout import Demand, Layout
-from shardline.planner.memory import Fit, bits_label, fit, kv_dtype, stored_weights
+from shardline.planner.memory import Fit, bits_label, fit, held_weights, kv_dtype
 from shardline.planner.timing import (
     Interval,
     Latency,
@@ -122,7 +122,7 @@ def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
 @functools.lru_cache(maxsize=512)
 def _plain_work(model: PlannedModel, layout: Layout, stages: tuple[Span, ...]) -> tuple[StepWork, Span]:
     """(work, stage) of the rank that has the most, with a KV cache in 16 bits."""
-    stored = stored_weights(model, layout.weights)
+    stored = held_weights(model, layout)
     grid = vllm.grid_of(layout)
     places = [grid.place(rank) for rank in range(0, grid.replica_size, layout.tensor)]
     place = max(places, key=lambda one: stages[one.pp_rank].size)
@@ -202,8 +202,10 @@ def layout_speed(
     max_num_seqs, chunk = step_limits(layout, demand)
     most = min(by_memory, max_num_seqs)
 
+    is_full = demand.rate is None and demand.running is None
+
     def at(running: float) -> tuple[LoopSteps, Latency]:
-        load = Load(running, demand.input_len, demand.output_len, chunk, lockstep=layout.lockstep)
+        load = Load(running, demand.input_len, demand.output_len, chunk, lockstep=layout.lockstep, saturated=is_full)
         steps = loop_steps(work, used, load, layout.pipeline)
         return steps, loop_latency(steps, timing.constants)
 
@@ -276,7 +278,7 @@ def search(
     timing: Mapping[str, Timing] | None = None,
 ) -> Search:
     """Evaluate every layout. Without an `engine`, this one is taken if it can load the model, else vLLM."""
-    chosen = engine or _engine_for(model, cluster)
+    chosen = engine or engine_for(model, cluster)
     if goal == "latency" and demand.rate is None and demand.running is None:
         # The latency of full memory would reward layouts with little memory.
         demand = dataclasses.replace(demand, running=demand.concurrency)
@@ -288,7 +290,8 @@ def search(
     return Search(model, cluster, demand, goal, tuple(options), 0 if good else None, timing or shipped_timing())
 
 
-def _engine_for(model: PlannedModel, cluster: Cluster) -> str:
+def engine_for(model: PlannedModel, cluster: Cluster) -> str:
+    """The engine to plan for: this one if it can run the model on these GPUs, else vLLM."""
     is_ours = not model.engine_refusal and all(gpu.vendor == "NVIDIA" for gpu in cluster.gpus)
     return "shardline" if is_ours else "vllm"
 

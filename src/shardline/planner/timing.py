@@ -11,7 +11,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,15 +43,23 @@ class Constants:
     """Seconds that a request's first token takes besides steps: HTTP, tokens, scheduling."""
     queue: float
     """Wait of a prompt for others, in steps with its prompt, for each square root of a running request."""
+    attention: float
+    """Share of `compute` that attention of prompts reaches."""
+    expanded: float
+    """Share of `compute` that grouped products of experts reach with weights in a format that the GPU does not have."""
+    saturated: float
+    """Share of the speed of a closed loop that a saturated run reaches.
+
+    Its GPUs lower their clocks at full power, batches are padded to captured sizes, and the last requests run alone.
+    """
 
 
 T = TypeVar("T", bound=Any)
 _LOOP_ROUNDS = 4
-CONSTANT_NAMES = tuple(one.name for one in fields(Constants))
 
 
 class StepLoad(NamedTuple):
-    """A step of one stage in ideal seconds, and what adds overhead."""
+    """A step of one stage in ideal seconds, and what adds overhead. For fits, every field is an array of many steps."""
 
     weights: float
     """Seconds to read the weights at the full bandwidth."""
@@ -61,7 +69,11 @@ class StepLoad(NamedTuple):
     The time to move activations is added.
     """
     arithmetic: float
-    """Seconds to compute at the full rate."""
+    """Seconds to compute at the full rate, without what follows."""
+    expanded: float
+    """Seconds to compute experts whose weights are expanded to 16 bits, at the full rate."""
+    attention: float
+    """Seconds to compute the attention of prompts, at the full rate."""
     exchange: float
     """Seconds to receive the exchanged bytes at the full rate of the link."""
     messages: float
@@ -70,8 +82,15 @@ class StepLoad(NamedTuple):
 
     def seconds(self, constants: Constants) -> float:
         """Time of the step."""
-        products = max(self.weights / constants.memory, self.arithmetic / constants.compute)
+        reads, computes = self.weights / constants.memory, self.computing(constants)
+        # The larger of both, for numbers and for arrays.
+        products = (reads + computes + abs(reads - computes)) / 2
         return products + self.cache / constants.cache + self.overhead(constants)
+
+    def computing(self, constants: Constants) -> float:
+        """Time to compute products, and the attention of prompts."""
+        ideal = self.arithmetic + self.expanded / constants.expanded + self.attention / constants.attention
+        return ideal / constants.compute
 
     def overhead(self, constants: Constants) -> float:
         """Time of exchanges, launches and the host."""
@@ -85,7 +104,7 @@ class StepLoad(NamedTuple):
 
     def bound_by(self, constants: Constants) -> str:
         """The largest part of the step's time."""
-        reads, computes = self.weights / constants.memory, self.arithmetic / constants.compute
+        reads, computes = self.weights / constants.memory, self.computing(constants)
         parts = {
             "weights" if reads >= computes else "arithmetic": max(reads, computes),
             "KV cache": self.cache / constants.cache,
@@ -116,8 +135,7 @@ def step_load(
     sampled = num_seqs + (1 if prompt_tokens else 0)
     rate = gpu.flops_per_second
     attention = rate(work.plain)
-    arithmetic = work.product_seconds(tokens, sampled, rate)
-    arithmetic += work.prefill_attention_flops(prompt_tokens, prompt_seen) / attention
+    arithmetic, expanded = work.product_seconds(tokens, sampled, rate, gpu.computes)
     decode_attention = work.decode_attention_flops(num_seqs, context) / attention
     exchanged = sum(
         traffic.num_bytes * tokens / cluster.link_bytes_per_second(ranks) for traffic, ranks in work.exchanges
@@ -128,6 +146,8 @@ def step_load(
         cache=max(work.cache_bytes(num_seqs, context) / bandwidth, decode_attention)
         + tokens * work.activation_bytes / bandwidth,
         arithmetic=arithmetic,
+        expanded=expanded,
+        attention=work.prefill_attention_flops(prompt_tokens, prompt_seen) / attention,
         exchange=exchanged,
         messages=sum(traffic.num_messages for traffic, _ in work.exchanges) + work.hand_off.num_messages,
         launches=work.num_launches,
@@ -151,6 +171,11 @@ class Load(NamedTuple):
     """Replicas of which none begins a step before all have ended theirs."""
     prompts_apart: bool = False
     """Whether other GPUs compute the prompts."""
+    saturated: bool = False
+    """Whether requests wait at all times, so that each one that ends is replaced at once.
+
+    Then all requests of a round begin together, and so do prompts on replicas in lockstep.
+    """
 
 
 class LoopSteps(NamedTuple):
@@ -158,13 +183,18 @@ class LoopSteps(NamedTuple):
 
     decode: StepLoad
     prompt: StepLoad
-    """With a chunk of one prompt; unless prompts come first, all running requests decode in it too."""
+    """With a chunk of one prompt, or in a saturated run with as many whole prompts as a step may have.
+
+    Unless prompts come first, all running requests decode in it too.
+    """
     burst: StepLoad
     """With as many tokens of all prompts as a step may have. Requests in phase have only such steps for prompts."""
     chunks: float
     """Chunks of one prompt."""
     bursts: float
     """Bursts that all prompts need."""
+    prompt_steps: float
+    """Steps with prompts while as many requests as run are served."""
     stages: int
     load: Load
 
@@ -175,13 +205,16 @@ def loop_steps(work: StepWork, cluster: Cluster, load: Load, stages: int) -> Loo
     context = load.input_len + load.output_len / 2
     chunks = math.ceil(load.input_len / load.chunk)
     chunk = load.input_len / chunks
+    together = 1
+    if load.saturated and chunks == 1:
+        together = max(1, int((load.chunk - in_step) // load.input_len))
     decode = step_load(work, cluster, in_step, context, 0, 0)
     decoding = 0.0 if load.prefill_first else in_step
-    prompt = step_load(work, cluster, decoding, context, chunk, load.input_len / 2)
+    prompt = step_load(work, cluster, decoding, context, together * chunk, load.input_len / 2)
     prompts = in_step * load.input_len
     bursts = math.ceil(prompts / load.chunk)
     burst = step_load(work, cluster, 0, 0, prompts / bursts, load.input_len / 2)
-    return LoopSteps(decode, prompt, burst, chunks, bursts, stages, load)
+    return LoopSteps(decode, prompt, burst, chunks, bursts, in_step * chunks / together, stages, load)
 
 
 class Latency(NamedTuple):
@@ -197,6 +230,7 @@ class LoopShape(NamedTuple):
 
     chunks: Any
     bursts: Any
+    prompt_steps: Any
     stages: Any
     running: Any
     output_len: Any
@@ -204,6 +238,7 @@ class LoopShape(NamedTuple):
     in_phase: Any
     lockstep: Any
     prompts_apart: Any
+    saturated: Any
 
     @staticmethod
     def of(steps: LoopSteps) -> LoopShape:
@@ -212,6 +247,7 @@ class LoopShape(NamedTuple):
         return LoopShape(
             steps.chunks,
             steps.bursts,
+            steps.prompt_steps,
             steps.stages,
             load.running,
             load.output_len,
@@ -219,6 +255,7 @@ class LoopShape(NamedTuple):
             float(load.in_phase),
             load.lockstep,
             float(load.prompts_apart),
+            float(load.saturated),
         )
 
 
@@ -228,7 +265,8 @@ def loop_tpot(shape: LoopShape, decode: T, prompt: T, burst: T) -> T:
     `decode`, `prompt` and `burst` are the times of the kinds of step. While a request takes its own chunks and its
     steps, each of the others takes `chunks` steps with a prompt, which last longer by the difference. In lockstep, a
     step also lasts longer if another replica has a prompt. Requests in phase wait only for the bursts after their
-    own: on average for half of them.
+    own: on average for half of them. In a saturated run, each output token of a round has its share of the steps with
+    prompts.
     """
     with_prompt = prompt + shape.prefill_first * decode
     longer = (with_prompt - decode + abs(with_prompt - decode)) / 2
@@ -239,7 +277,9 @@ def loop_tpot(shape: LoopShape, decode: T, prompt: T, burst: T) -> T:
         without = (1 - share + abs(1 - share)) / 2
         mean = decode + longer * (share + without - without**shape.lockstep)
     together = decode + burst * (shape.bursts - 1) / 2 / shape.output_len
-    tpot: T = shape.stages * (shape.in_phase * together + (1 - shape.in_phase) * mean)
+    closed = shape.in_phase * together + (1 - shape.in_phase) * mean
+    full = decode + longer * shape.prompt_steps / shape.output_len
+    tpot: T = shape.stages * (shape.saturated * full + (1 - shape.saturated) * closed)
     return tpot
 
 
@@ -254,9 +294,11 @@ def loop_latency(steps: LoopSteps, constants: Constants) -> Latency:
     """What requests of a closed loop see."""
     times = [one.seconds(constants) for one in (steps.decode, steps.prompt, steps.burst)]
     shape, load = LoopShape.of(steps), steps.load
-    tpot = loop_tpot(shape, *times)
+    tpot = loop_tpot(shape, *times) / constants.saturated**shape.saturated
     alone, wait = loop_prompt(shape, *times)
     ttft = constants.first + alone + constants.queue * wait
+    if load.saturated:
+        return Latency(ttft, tpot, load.running / tpot)
     total = ttft + tpot * max(0.0, load.output_len - 1)
     return Latency(ttft, tpot, load.running * load.output_len / total)
 

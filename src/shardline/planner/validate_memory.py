@@ -21,6 +21,8 @@ from shardline.planner.rows import open_table, read_label
 MARK = "kv_gib_per_gpu"
 """The column by which such a table is known."""
 _DEFAULT_UTILIZATION = 0.9
+_PROMISED = 0.02
+"""Half the width of the interval of predicted memory and tokens."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ def _figures(errors: Sequence[float], missed: int) -> dict[str, float | int]:
         "missed": missed,
         "median_ape": round(float(np.median(errors)), 4),
         "p90_ape": round(float(np.quantile(errors, 0.9)), 4),
+        "coverage": round(sum(error <= _PROMISED for error in errors) / len(errors), 4),
     }
 
 

@@ -162,7 +162,7 @@ class DecoderStage:
         if self.lm_head is None:
             return as_tensor(normed)
         if step.greedy:
-            return self.lm_head.find_best(normed)
+            return self.lm_head.find_best(normed, step.allowed)
         logits = self.lm_head(normed)
         if self._finite_checker is not None:
             self._finite_checker.check_tensor("the logits", logits, _sampled_rows(step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from shardline.runtime.sampling.prompt_scores import (
     plan_scoring,
 )
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
-from shardline.runtime.sampling.token_mask import ConstraintMaker, collect_masks
+from shardline.runtime.sampling.token_mask import ConstraintMaker, MaskMemory
 from shardline.runtime.sequences import SequenceTable, WorkerSequence
 from shardline.runtime.step import StepInput
 from shardline.types import RankStep, SequenceResult, StepResult
@@ -108,7 +109,9 @@ class Runner:
         self._expert_load = expert_load
         self._constraints = constraints
         self._sampler: Sampler | None = None
+        self._mask_memory: MaskMemory | None = None
         if stage.lm_head is not None:
+            self._mask_memory = MaskMemory(sizes.max_seqs, stage.lm_head.spans[groups.tensor.rank])
             self._sampler = Sampler(backend.kernels, stage.lm_head.spans, groups.tensor, backend.device)
         self._sequences = SequenceTable(sizes.num_kv_groups, sizes.max_blocks)
         self._inputs = backend.make_step_inputs(self._sequences, sizes)
@@ -195,7 +198,12 @@ class Runner:
         scoring = plan_scoring(plan.steps, stepped)
         fuses_argmax = lm_head is not None and lm_head.fuses_argmax and scoring is None
         greedy = fuses_argmax and sampling is not None and sampling.is_greedy
+        # A new grammar may still be compiled, beside the forward pass, so its first mask is applied after it.
+        greedy = greedy and not any(sequence.starts_constrained for sequence in sequences)
         step = self._inputs.make_step(rank_step, stepped, sampling, greedy)
+        errors: dict[int, str] = {}
+        if greedy:
+            step, errors = self._restrict_search(step, sequences)
         if self._groups.from_previous is None:
             hidden = self._stage.embed(step)
         else:
@@ -208,7 +216,7 @@ class Runner:
             output = self._forward(step, hidden)
         if self._groups.to_next is not None:
             self._groups.to_next.send(output)
-        errors = self._finite_checker.report_step(plan) if self._finite_checker is not None else {}
+        errors |= self._finite_checker.report_step(plan) if self._finite_checker is not None else {}
         if self._stage.embeds_prompts and sequences:
             return _Launched(None, None, sequences, errors, pooled=output.float())
         if sampler is None or sampling is None:
@@ -239,20 +247,28 @@ class Runner:
         output = self._stage.forward_scored(step, hidden, sampler.scored_rows_each, read_logits)
         return output, PromptScores(scoring, join_logprobs(parts))
 
+    def _restrict_search(self, step: StepInput, sequences: list[WorkerSequence]) -> tuple[StepInput, dict[int, str]]:
+        """A greedy step with the tokens that its rows may have, and the errors of sequences that cannot go on."""
+        masks, errors = self._collect_masks(sequences, torch.device("cpu"))
+        if masks is None:
+            return step, errors
+        assert self._mask_memory is not None
+        return dataclasses.replace(step, allowed=self._mask_memory.write(masks, len(sequences))), errors
+
     def _collect_masks(
         self, sequences: list[WorkerSequence], device: torch.device
     ) -> tuple[TokenMasks | None, dict[int, str]]:
         """The masks of the sampled rows, on the device, and the errors of sequences that cannot go on, by their ids.
 
-        A mask depends on the sequence's last token, so this waits for steps in flight that sample it. The forward pass
-        has been launched already.
+        A mask depends on the sequence's last token, so this waits for steps in flight that sample it.
         """
         constrained = [sequence for sequence in sequences if sequence.mask is not None]
         if not constrained:
             return None, {}
         while any(sequence.num_pending for sequence in constrained):
             self._in_flight[0].result()
-        masks, errors = collect_masks([sequence.mask for sequence in sequences])
+        assert self._constraints is not None
+        masks, errors = self._constraints.collect_masks([sequence.mask for sequence in sequences])
         if masks is not None:
             masks = TokenMasks(masks.rows.to(device), masks.bits.to(device))
         return masks, {sequences[row].seq_id: error for row, error in errors.items()}

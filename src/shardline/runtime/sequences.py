@@ -62,8 +62,13 @@ class WorkerSequence:
         """Whether every token needs more of its row of logits than the largest."""
         params = self.sampling
         reported = params.logprobs is not None or params.logits_digest
-        adjusted = self.has_penalties or bool(params.logit_bias) or self.mask is not None
+        adjusted = self.has_penalties or bool(params.logit_bias)
         return params.temperature > 0.0 or reported or adjusted
+
+    @property
+    def starts_constrained(self) -> bool:
+        """Whether the next token is the first one, and constrained: its grammar may still be compiled."""
+        return self.mask is not None and self.num_tokens == self.num_prompt_tokens
 
     @property
     def ends_are_banned(self) -> bool:

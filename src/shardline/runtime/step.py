@@ -78,6 +78,9 @@ class StepInput:
     """None: all tokens are sampled, in order."""
     greedy: bool = False
     """Whether only the largest logit of each row is needed."""
+    allowed: Tensor | None = None
+    """[num_samples, ceil(local vocab / 64)] int64: in a greedy step, the bits of the tokens of this rank's part of the
+    vocabulary that each row may have. None: all."""
     sampling: SamplingInput | None = None
     """The sampler's input on a device. None if nothing is sampled, and on the host, where the sampler reads its
     plan."""

@@ -19,6 +19,7 @@ from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.finite import FiniteChecker
 from shardline.runtime.kv_pool import KVPool
 from shardline.runtime.layers.context import LayerLoader, StageContext
+from shardline.runtime.loader.read_ahead import node_ranges, read_ahead
 from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.memory_profile import largest_step
 from shardline.runtime.parallel.groups import RankGroups
@@ -37,8 +38,9 @@ Agree = Callable[[MemoryUse | None], KVAllocation]
 class Worker:
     """One rank of a replica."""
 
-    def __init__(self, deployment: Deployment, backend: Backend, groups: RankGroups) -> None:
+    def __init__(self, deployment: Deployment, backend: Backend, groups: RankGroups, engine: int = 0) -> None:
         self._deployment = deployment
+        self._engine = engine
         self._backend = backend
         self._groups = groups
         self._runner: Runner | None = None
@@ -115,15 +117,24 @@ class Worker:
         expected = deployment.weights[place.rank].num_bytes
         if (load := self._groups.expert_load).size:
             self._expert_load = backend.share_counters(torch.from_numpy(load))
-        quiet = place.rank != 0 or expected < _PROGRESS_BYTES
+        # One rank of a node reads for all of them, and one shows their progress: they load the same layers at a time.
+        host = deployment.placements[self._engine][place.rank].host
+        local = deployment.ranks_on(self._engine, host)
+        on_node = sum(deployment.weights[rank].num_bytes for rank in local)
+        is_first_engine = not any(deployment.ranks_on(engine, host) for engine in range(self._engine))
+        quiet = place.rank != local[0] or not is_first_engine or on_node < _PROGRESS_BYTES
+        ranges = node_ranges(deployment, self._engine, place.rank) if place.rank == local[0] else []
         loaded = 0
         line = "Loading weights: {percentage:.0f}% | {n_fmt}/{total_fmt}B | {rate_fmt} | {remaining} left"
-        with tqdm(total=expected, unit="B", unit_scale=True, bar_format=line, disable=quiet) as bar:
+        with (
+            tqdm(total=on_node, unit="B", unit_scale=True, bar_format=line, disable=quiet) as bar,
+            read_ahead(ranges, lambda: loaded / max(1, expected)),
+        ):
 
             def count(num_bytes: int) -> None:
                 nonlocal loaded
                 loaded += num_bytes
-                bar.update(num_bytes)
+                bar.update(num_bytes * on_node / max(1, expected))
 
             context = StageContext(
                 spec=deployment.spec,
@@ -156,7 +167,8 @@ class Worker:
         """What makes the masks of constrained sequences; None: this rank does not sample."""
         if stage.lm_head is None:
             return None
-        return ConstraintMaker(self._deployment.spec.vocab_size, self._deployment.model.tokenizer_file)
+        deployment = self._deployment
+        return ConstraintMaker(deployment.spec.vocab_size, deployment.model.tokenizer_file, self._backend.num_threads)
 
     def _make_replay(self, stage: DecoderStage) -> Replay:
         """The back end's replay of decode steps over the stage's forward pass."""

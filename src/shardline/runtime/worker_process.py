@@ -143,7 +143,7 @@ def _load(
     else:
         meeting = Meeting(store, address, start.nonce, deployment.connect_timeout)
         groups = connect_host_memory(backend.kernels, segment, layout, start.rank, timeout, meeting)
-    worker = Worker(deployment, backend, groups)
+    worker = Worker(deployment, backend, groups, start.engine)
     report = worker.load(agree)
     return worker.runner, report, start.rank in deployment.grid.drivers
 

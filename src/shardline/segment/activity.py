@@ -39,3 +39,12 @@ def read_activity(pid: int, work: int) -> Activity:
                 with contextlib.suppress(OSError):
                     pids += map(int, (task / "children").read_text().split())
     return Activity(work, num_bytes, ticks / _TICKS_PER_SECOND)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped a process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")

@@ -16,8 +16,9 @@ SILENCE = 4.0
 CHECK_INTERVAL = 0.5
 """Seconds between two looks at a pulse."""
 
-_START = 120.0
-"""Seconds that a process may take to its first sign of life: Python and libraries may come from a slow disk."""
+START_SILENCE = 40.0
+"""The same for a process that has not begun to show signs of life: Python may come from a slow disk. It is shorter than
+what loading may pause, so that this process is named and not those that wait for it."""
 _OWN_DELAY = 2.0
 """A watcher that is this late was stopped itself, and begins anew."""
 _FIELDS = struct.Struct("<qq")
@@ -55,6 +56,7 @@ class PulseWatch:
         clock: Callable[[], float] = time.monotonic,
         patience: float = SILENCE,
     ) -> None:
+        """`read_beats`: a number that changes while the process lives. It is positive once the process has begun."""
         self._read_beats = read_beats
         self._clock = clock
         self._patience = patience
@@ -67,7 +69,7 @@ class PulseWatch:
         if beats != self._beats or now - self._checked > _OWN_DELAY:
             self._changed = now
         self._beats, self._checked = beats, now
-        return now - self._changed >= (self._patience if beats else _START)
+        return now - self._changed >= (self._patience if beats > 0 else START_SILENCE)
 
 
 def start_pulse(fd: int) -> None:

@@ -52,16 +52,19 @@ def _error_event(error: ApiError) -> bytes:
 
 
 class _Comments:
-    """Sends a comment when a stream has been silent for a while. A token costs it no more than an addition."""
+    """Sends a comment when a stream has been silent for a while.
 
-    def __init__(self, send: Send) -> None:
+    Args:
+        num_bodies: how often the stream has sent something so far.
+    """
+
+    def __init__(self, send: Send, num_bodies: Callable[[], int]) -> None:
         self._send = send
+        self._num_bodies = num_bodies
         self._num_seen = 0
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(_COMMENT_SECONDS, self._look)
         self._sending: asyncio.Task[None] | None = None
-        self.num_items = 0
-        """How often the stream has sent something."""
 
     def probe_client(self) -> None:
         """Send a comment now: a client that has left will refuse it."""
@@ -76,9 +79,10 @@ class _Comments:
             await asyncio.gather(self._sending, return_exceptions=True)
 
     def _look(self) -> None:
-        if self.num_items == self._num_seen:
+        num_bodies = self._num_bodies()
+        if num_bodies == self._num_seen:
             self.probe_client()
-        self._num_seen = self.num_items
+        self._num_seen = num_bodies
         self._timer = self._loop.call_later(_COMMENT_SECONDS, self._look)
 
     async def _send_comment(self) -> None:
@@ -92,19 +96,16 @@ class _Follower:
     task waits for it, and updates that come meanwhile become one.
     """
 
-    def __init__(
-        self,
-        events: Events,
-        generation: Generation,
-        send: Send,
-        write_now: Callable[[bytes], bool],
-        comments: _Comments,
-    ) -> None:
+    __slots__ = (
+        "_busy", "_error", "_events", "_generation", "_send", "_unsent", "_waiting", "_woken", "_write_now",
+        "num_bodies",
+    )  # fmt: skip
+
+    def __init__(self, events: Events, generation: Generation, send: Send, write_now: Callable[[bytes], bool]) -> None:
         self._events = events
         self._generation = generation
         self._send = send
         self._write_now = write_now
-        self._comments = comments
         self._woken = asyncio.Event()
         self._busy = False
         """Whether the task was woken. Until it waits again, updates are kept for it."""
@@ -113,6 +114,8 @@ class _Follower:
         self._waiting: dict[int, RequestOutput] = {}
         """Updates that came while the task was busy."""
         self._error: Exception | None = None
+        self.num_bodies = 0
+        """How often the stream has sent something."""
 
     async def run(self) -> None:
         """Send all events.
@@ -149,7 +152,7 @@ class _Follower:
             self._wake()
             return
         if body:
-            self._comments.num_items += 1
+            self.num_bodies += 1
             if not self._write_now(body):
                 self._unsent = body
                 self._wake()
@@ -172,7 +175,7 @@ class _Follower:
 
     async def _send_body(self, body: bytes) -> None:
         if body:
-            self._comments.num_items += 1
+            self.num_bodies += 1
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
 
@@ -207,11 +210,11 @@ class EventStream(Response):
         last = self._done
         async with self._generation:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            comments = _Comments(send)
+            follower = _Follower(self._events, self._generation, send, scope.get(WRITE_NOW, _take_nothing))
+            comments = _Comments(send, lambda: follower.num_bodies)
             scope[PROBE_CLIENT] = comments.probe_client
-            write_now = scope.get(WRITE_NOW, _take_nothing)
             try:
-                await _Follower(self._events, self._generation, send, write_now, comments).run()
+                await follower.run()
             except ApiError as error:
                 scope[STREAM_ERROR] = error.code or "error"
                 last = self._write_error(error) + self._done

@@ -25,6 +25,8 @@ _LOOKS_PER_PROBE = 20
 _PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
 
 _REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+_CHUNK_HEADS = [b"%x\r\n" % length for length in range(1024)]
+"""What precedes a chunk of each length."""
 _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 
 
@@ -139,5 +141,7 @@ def _write_chunk(transport: asyncio.Transport, flow: FlowControl, body: bytes) -
     """Write a part of a body without a known length, if the connection takes it now."""
     if flow.write_paused or transport.is_closing():
         return False
-    transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    length = len(body)
+    head = _CHUNK_HEADS[length] if length < len(_CHUNK_HEADS) else b"%x\r\n" % length
+    transport.write(b"".join((head, body, b"\r\n")))
     return True

@@ -19,7 +19,7 @@ from shardline.server.keys import ApiKeys
 from shardline.server.request_log import RequestLog
 from shardline.server.tracing import RequestTracer
 from shardline.text.chat_template import ChatTemplate, render_and_encode
-from shardline.text.reasoning_parsers import find_reasoning_parser
+from shardline.text.reasoning_parsers import find_reasoning_parser, guess_reasoning_parser
 from shardline.text.reasoning_parsers.base import ReasoningParser
 from shardline.text.tool_parsers import find_tool_parser, guess_tool_parser
 from shardline.text.tool_parsers.base import ToolParser
@@ -60,7 +60,8 @@ class Service:
             ChatTemplate(self._template_source)
         if self.config.tool_call_parser != "auto":
             find_tool_parser(self.config.tool_call_parser)
-        assert self.reasoning_parser is None or self.config.reasoning_parser
+        if self.config.reasoning_parser:
+            find_reasoning_parser(self.config.reasoning_parser)
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
@@ -85,12 +86,8 @@ class Service:
 
     @cached_property
     def reasoning_parser(self) -> type[ReasoningParser] | None:
-        """The parser of reasoning; None: answers are not searched for it.
-
-        Raises:
-            ValueError: there is no parser of the configured name.
-        """
-        name = self.config.reasoning_parser
+        """The parser of reasoning; None: answers are not searched for it. Valid once the engine is ready."""
+        name = self.config.reasoning_parser or guess_reasoning_parser(self.template_text)
         return find_reasoning_parser(name) if name else None
 
     @cached_property

@@ -27,6 +27,14 @@ _WHITESPACE = r"[ \t\n\r]{0,40}"
 """Between the parts of JSON. It is bounded, so that a model cannot write whitespace until the length limit."""
 
 
+_encode_text = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def load_compiler() -> None:
+    """Import what these functions need. Otherwise the first grammar takes 50 ms longer."""
+    import llguidance.gbnf_to_lark  # noqa: F401
+
+
 def structured_grammar(params: StructuredOutputsParams) -> str:
     """The grammar of a user's parameters.
 
@@ -93,7 +101,7 @@ def lark_grammar(lark: str) -> str:
 
 def lark_text(text: str) -> str:
     """A text as a literal in Lark."""
-    return json.dumps(text, ensure_ascii=False) if text else '""'
+    return _encode_text(text)
 
 
 def lark_json(schema: Any) -> str:
@@ -149,24 +157,31 @@ def parser_limits() -> LLParserLimits:
     return LLParserLimits(max_grammar_size=50_000, precompute_large_lexemes=False, verbose_errors=False)
 
 
-def _check_size(value: Any) -> None:
-    """Refuse what is certainly too large for a grammar, before work is done for it.
-
-    Raises:
-        ValueError: its values and their characters are more than the characters that a grammar may have.
-    """
-    left = MAX_GRAMMAR_CHARS
+def is_larger(value: Any, num_chars: int) -> bool:
+    """Whether the values in `value` and their characters are certainly more than so many characters of a grammar."""
+    left = num_chars
     unread = [value]
     while unread:
         entry = unread.pop()
         if isinstance(entry, str | Mapping | Sequence):
             left -= len(entry)
             if left < 0:
-                raise ValueError(f"the grammar is too large: at most {MAX_GRAMMAR_CHARS} characters are taken")
+                return True
         if isinstance(entry, Mapping):
             unread += entry.values()
         elif isinstance(entry, Sequence) and not isinstance(entry, str):
             unread += entry
+    return False
+
+
+def _check_size(value: Any) -> None:
+    """Refuse what is certainly too large for a grammar, before work is done for it.
+
+    Raises:
+        ValueError: it is.
+    """
+    if is_larger(value, MAX_GRAMMAR_CHARS):
+        raise ValueError(f"the grammar is too large: at most {MAX_GRAMMAR_CHARS} characters are taken")
 
 
 def _encode(parts: Sequence[Mapping[str, Any]]) -> str:

@@ -29,6 +29,8 @@ class AnswerParser:
         reasoning = ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.add_text(text)
+            if self._reasoning.is_over and not self._reasoning.reads_content:
+                self._reasoning = None
         delta = AnswerDelta(content=text) if self._tools is None else self._tools.add_text(text)
         delta.reasoning = reasoning
         return delta

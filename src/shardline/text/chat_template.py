@@ -6,6 +6,7 @@ A template comes with the weights and is not trusted: it must not reach Python, 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,12 @@ from shardline.text.tokenizer_files import read_chat_templates
 Message = Mapping[str, Any]
 
 MAX_RENDER_SECONDS = 10.0
+
+MAX_ARGUMENT_CHARS = 4 << 20
+MAX_ARGUMENT_VALUES = 131_072
+"""Of one tool call."""
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class ChatTemplate:
@@ -191,9 +198,19 @@ def _parsed_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
+    text = function["arguments"]
+    # A comma or bracket precedes each value, and nothing else runs while the text is parsed.
+    num_values = text.count(",") + text.count("[") + text.count("{")
+    if len(text) > MAX_ARGUMENT_CHARS or num_values > MAX_ARGUMENT_VALUES:
+        raise ValueError(
+            f"the arguments of a tool call have more than {MAX_ARGUMENT_CHARS} characters or {MAX_ARGUMENT_VALUES} "
+            "commas and brackets"
+        )
     try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+        arguments = json.loads(text or "{}")
+        if _SURROGATE.search(text):
+            json.dumps(arguments, ensure_ascii=False).encode()  # half of a pair cannot be encoded
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 

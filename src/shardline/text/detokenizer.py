@@ -44,33 +44,42 @@ def make_detokenizer(
 class ByteLevelDetokenizer:
     """For tokenizers whose text is the bytes of its tokens: no token changes the text of another one."""
 
+    __slots__ = ("_begun", "_decoder", "_hidden", "_holds_bytes", "_texts", "_tokenizer")
+
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._bytes = tokenizer.byte_cache
+        self._texts = tokenizer.text_cache
         self._hidden = hidden
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._holds_bytes = False
         # If the prompt ends in half a character, that character belongs to the output that completes it.
         tail = [token_id for token_id in prompt_token_ids[-4 * _TAIL_TOKENS :] if token_id not in hidden]
-        self._decode(b"".join([tokenizer.decoded_bytes(token_id) for token_id in tail[-_TAIL_TOKENS:]]))
+        self._decode_bytes(b"".join([tokenizer.decoded_bytes(token_id) for token_id in tail[-_TAIL_TOKENS:]]))
         self._begun = False
 
     def add_tokens(self, ids: Sequence[int]) -> str:
         """See Detokenizer."""
         text = ""
         for token_id in ids:
-            if token_id in self._hidden:
-                continue
-            data = self._bytes.get(token_id)
-            if data is None:
-                data = self._tokenizer.decoded_bytes(token_id)
-            if data:
+            piece = None if self._holds_bytes else self._texts.get(token_id)
+            if piece is not None:
+                text += piece
+            elif token_id not in self._hidden and (data := self._tokenizer.decoded_bytes(token_id)):
                 self._begun = True
-                text += self._decode(data)
+                text += self._decode_bytes(data)
         return text
 
     def flush_text(self) -> str:
         """See Detokenizer."""
-        return self._decode(b"", True) if self._begun else ""
+        if not (self._begun and self._holds_bytes):
+            return ""
+        self._holds_bytes = False
+        return self._decoder.decode(b"", True)
+
+    def _decode_bytes(self, data: bytes) -> str:
+        text = self._decoder.decode(data)
+        self._holds_bytes = bool(self._decoder.getstate()[0])
+        return text
 
 
 class WindowDetokenizer:

@@ -26,10 +26,24 @@ class TextReader:
         self._ended = False
         self._cut = False
         self._record: list[str] | None = None
+        self._write: Callable[[str], None] | None = None
+        """Where text goes at once unless it has a character of `_stops`; None: a parser must look at it."""
+        self._stops = ""
 
-    def add_text(self, text: str) -> None:
-        """Append a piece."""
+    def add_text(self, text: str) -> bool:
+        """Append a piece; returns whether the parser has to go on. It need not if the piece was only to be copied."""
+        if self._write is not None and not self._may_stop(text):
+            self._write(text)
+            return False
         self._text += text
+        return True
+
+    def _may_stop(self, text: str) -> bool:
+        # A loop costs a third of what `any` and a generator do, for every token.
+        for stop in self._stops:  # noqa: SIM110
+            if stop in text:
+                return True
+        return False
 
     def end_text(self, *, cut: bool) -> None:
         """Note that no text follows; `cut`: although the writer had not finished, so that a mark may be cut too."""
@@ -83,6 +97,13 @@ class TextReader:
         self._take(len(literal))
         return True
 
+    def take_mark(self, mark: str) -> Steps[bool]:
+        """As `take_literal`, but a mark that is cut is dropped."""
+        taken = yield from self.take_literal(mark)
+        if not taken and self._cut and mark.startswith(self._text):
+            self.take_all()
+        return taken
+
     def copy_until(self, markers: tuple[str, ...], write: Callable[[str], None]) -> Steps[str]:
         """Write the text up to the first of `markers` and read the marker.
 
@@ -105,7 +126,12 @@ class TextReader:
             if self._ended:
                 self._take(held)
                 return ""
-            yield
+            if self._text or self._record is not None:
+                yield
+            else:
+                self._stops, self._write = "".join({marker[0] for marker in markers}), write
+                yield
+                self._write = None
 
     def read_string(self) -> Steps[str | None]:
         """Read a JSON string and decode it. None: the text does not continue with a whole string."""

@@ -130,17 +130,36 @@ class Tokenizer:
         return type(self._backend.decoder).__name__ == "ByteLevel"
 
     @cached_property
-    def byte_cache(self) -> dict[int, bytes]:
-        """What `decode` makes of tokens that were asked for with `decoded_bytes`."""
+    def text_cache(self) -> dict[int, str]:
+        """The texts of tokens that are whole characters and not special, if `is_byte_level`.
+
+        It has those that `decoded_bytes` was asked for.
+        """
+        return {}
+
+    @cached_property
+    def _byte_cache(self) -> dict[int, bytes]:
+        """What `decoded_bytes` has returned for all other tokens."""
         return {}
 
     def decoded_bytes(self, token_id: int) -> bytes:
         """What a token adds to the bytes of a text, if `is_byte_level`; empty if the id is out of range."""
+        if token_id in self.text_cache:
+            return self.text_cache[token_id].encode()
+        if token_id in self._byte_cache:
+            return self._byte_cache[token_id]
         spelling = self.token(token_id) or ""
         alphabet = byte_alphabet()
-        whole = all(char in alphabet for char in spelling)
-        found = bytes(alphabet[char] for char in spelling) if whole else spelling.encode()
-        self.byte_cache[token_id] = found
+        in_alphabet = all(char in alphabet for char in spelling)
+        found = bytes(alphabet[char] for char in spelling) if in_alphabet else spelling.encode()
+        try:
+            text = found.decode()
+        except UnicodeDecodeError:
+            text = ""
+        if text and token_id not in self.special_token_ids:
+            self.text_cache[token_id] = text
+        else:
+            self._byte_cache[token_id] = found
         return found
 
     def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:

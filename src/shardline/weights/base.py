@@ -77,10 +77,12 @@ class PackedLinear(ABC):
         then not be held twice."""
         return None
 
-    def argmax(self, x: LinearInput, bias: Tensor | None = None) -> Tensor:
+    def argmax(self, x: LinearInput, bias: Tensor | None = None, allowed: Tensor | None = None) -> Tensor:
         """[M, 2] float32: the largest fp32 output of each row, and the bits of its column as int32.
 
-        The lowest column wins ties; NaN loses to everything else. Only an lm_head supports this.
+        The lowest column wins ties; NaN loses to everything else. Only an lm_head supports this. `allowed`
+        [M, ceil(out_features / 64)] int64: the bits of the columns that each row may choose from; outputs of all other
+        columns count as -inf.
         """
         raise AssertionError(f"{type(self).__name__} is not an lm_head")
 

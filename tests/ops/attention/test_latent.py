@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.ops.attention.kv_cache import write_latent, write_latent_reference
+from shardline.runtime.ops.attention.kv_cache import (
+    LatentCache,
+    QuantizedLatents,
+    write_latent,
+    write_latent_reference,
+)
 from shardline.runtime.ops.attention.latent import mla_attention, mla_attention_reference
 from shardline.runtime.ops.attention.pages import tokens_of
 from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
@@ -39,9 +44,21 @@ def random_sequence(rng, length, dtype, *, heads=4, latent=48, rope=16) -> Seque
     )
 
 
+def empty_cache(num_blocks: int, latent: int, rope: int, dtype: torch.dtype, fill: float) -> LatentCache:
+    """`dtype`: of the cache; one of bytes has scales, which are filled."""
+    if dtype.itemsize > 1:
+        return torch.full((num_blocks, BLOCK_SIZE, latent + rope), fill, dtype=dtype)
+    return QuantizedLatents(
+        torch.full((num_blocks, BLOCK_SIZE, latent), 99.0).to(dtype),
+        torch.full((num_blocks, BLOCK_SIZE, rope), fill, dtype=torch.bfloat16),
+        torch.full((num_blocks, BLOCK_SIZE), fill),
+    )
+
+
 def attend(
     sequences: list[tuple[Sequence, int, int]],
     *,
+    stored: torch.dtype | None = None,
     shuffle: int | None = None,
     poison: bool = True,
     op=host_attention,
@@ -58,7 +75,7 @@ def attend(
     counts = [-(-end // BLOCK_SIZE) for _, _, end in sequences]
     num_blocks = sum(counts) + 1
     ids = 1 + (torch.arange(num_blocks - 1) if rng is None else torch.randperm(num_blocks - 1, generator=rng))
-    cache = torch.full((num_blocks, BLOCK_SIZE, latent_dim + rope_dim), torch.nan if poison else 0.0, dtype=dtype)
+    cache = empty_cache(num_blocks, latent_dim, rope_dim, stored or dtype, torch.nan if poison else 0.0)
     tables = torch.zeros(len(sequences), max(counts) + 1, dtype=torch.int32)
     for s, (sequence, _, end) in enumerate(sequences):
         tables[s, : counts[s]], ids = ids[: counts[s]].int(), ids[counts[s] :]
@@ -77,37 +94,50 @@ def attend(
 
 
 @pytest.mark.parametrize(
-    ("heads", "latent", "rope"), [(4, 48, 16), (16, 512, 64), (3, 130, 8), (70, 32, 8), (1, 7, 5), (20, 33, 3)]
+    ("heads", "latent", "rope", "stored"),
+    [
+        (4, 48, 16, None),
+        (16, 512, 64, None),
+        (3, 130, 8, None),
+        (70, 32, 8, None),
+        (1, 7, 5, None),
+        (20, 33, 3, None),
+        (16, 96, 64, torch.int8),
+        (3, 130, 8, torch.float8_e4m3fn),
+        (70, 36, 6, torch.float8_e4m3fn),
+    ],
 )
 @pytest.mark.usefixtures("isa")
-def test_matches_reference(dtype, rng, heads, latent, rope):
+def test_matches_reference(dtype, rng, heads, latent, rope, stored):
     lengths = [(0, 37), (36, 37), (600, 603), (0, 1), (1020, 1030)]
     batch = [
         (random_sequence(rng, end, dtype, heads=heads, latent=latent, rope=rope), begin, end) for begin, end in lengths
     ]
-    actual = attend(batch)
-    expected = attend(batch, poison=False, op=mla_attention_reference)
+    actual = attend(batch, stored=stored)
+    expected = attend(batch, stored=stored, poison=False, op=mla_attention_reference)
     for a, e in zip(actual, expected, strict=True):
         if dtype == torch.float32:
             assert_close(a, e, scale=2.0)
             continue
         # One unit in the last place for the last rounding. Weights rounded to bf16 are off by 2^-9 at most, so that the
-        # result is off by 2^-9 of the mean distance of values from it, which is below 2 here.
+        # result is off by 2^-9 of the mean distance of values from it, which is below 2 here. With scales, products of
+        # weights and scales are rounded, but the weights are summed: it is off by 2^-9 of the mean size of values too.
+        factor = 1 if stored is None else 2
         error = (a.double() - e.double()).abs()
-        assert (error <= 2**-7 * e.double().abs() + 2**-8).all(), f"off by {error.max()}"
-        assert error.square().mean().sqrt() <= 2**-9 * e.double().square().mean().sqrt()
+        assert (error <= 2**-7 * e.double().abs() + factor * 2**-8).all(), f"off by {error.max()}"
+        assert error.square().mean().sqrt() <= factor * 2**-9 * e.double().square().mean().sqrt()
 
 
-@pytest.mark.parametrize("heads", [1, 5, 16, 40])
+@pytest.mark.parametrize(("heads", "stored"), [(1, None), (5, torch.float8_e4m3fn), (16, None), (40, torch.int8)])
 @pytest.mark.usefixtures("isa")
-def test_chunks_and_decode_have_the_bits_of_the_whole(dtype, rng, heads):
+def test_chunks_and_decode_have_the_bits_of_the_whole(dtype, rng, heads, stored):
     sequence = random_sequence(rng, 1100, dtype, heads=heads)
-    (whole,) = attend([(sequence, 0, 1100)])
+    (whole,) = attend([(sequence, 0, 1100)], stored=stored)
     for begin, end in [(0, 5), (5, 511), (511, 513), (513, 1099), (1099, 1100)]:
-        (chunk,) = attend([(sequence, begin, end)], shuffle=begin)
+        (chunk,) = attend([(sequence, begin, end)], stored=stored, shuffle=begin)
         assert_same_bits(chunk, whole[begin:end])
     for position in (0, 99, 100, 510, 511, 512, 1023, 1024, 1099):
-        (decoded,) = attend([(sequence, position, position + 1)])
+        (decoded,) = attend([(sequence, position, position + 1)], stored=stored)
         assert_same_bits(decoded, whole[position : position + 1])
 
 
@@ -220,3 +250,21 @@ def test_write_latent(dtype, rng, num_tokens, latent_dim):
     write_latent(KERNELS, latent, rope, caches[0], slots)
     write_latent_reference(latent, rope, caches[1], slots)
     assert_same_bits(tokens_of(caches[0], "keys", KERNELS.page_order(dtype)), caches[1])
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.usefixtures("isa", "two_threads")
+def test_write_latent_as_bytes(dtype, rng, stored):
+    down = randn(60, 50, dtype=dtype, rng=rng)
+    latent, rope = down[:, 10:40], down[:, 40:]
+    slots = torch.randperm(40 * BLOCK_SIZE, generator=rng)[:60]
+    slots[30] = -1
+    caches = [empty_cache(40, 30, 10, stored, 0.0) for _ in range(2)]
+    write_latent(KERNELS, latent, rope, caches[0], slots)
+    write_latent_reference(latent, rope, caches[1], slots)
+    order = KERNELS.page_order(dtype)
+    assert torch.equal(tokens_of(caches[0].values.view(torch.int8), "keys", order), caches[1].values.view(torch.int8))
+    assert_same_bits(tokens_of(caches[0].rope_keys, "keys", order), caches[1].rope_keys)
+    assert_same_bits(caches[0].scales, caches[1].scales)
+    with pytest.raises(ValueError, match="latents in bytes need rope_cache and scales"):
+        write_latent(KERNELS, latent, rope, caches[0]._replace(scales=None), slots)

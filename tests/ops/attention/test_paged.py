@@ -45,9 +45,13 @@ def rounds_weights(isa: str, dtype: torch.dtype) -> bool:
     return isa == "avx512_bf16" and dtype == torch.bfloat16
 
 
+E4M3 = torch.float8_e4m3fn
+
+
 @pytest.fixture(params=[None, torch.int8], ids=["plain", "int8"])
 def stored(request: pytest.FixtureRequest) -> torch.dtype | None:
-    """The type of a cache that holds bytes and scales; None: the activations'."""
+    """The type of a cache that holds bytes and scales; None: the activations'. Tests of bits do without e4m3, which is
+    read as int8 is, except that tables differ."""
     return request.param
 
 
@@ -103,6 +107,7 @@ def attend(
     return list(out.split(lengths))
 
 
+@pytest.mark.parametrize("stored", [None, torch.int8, E4M3])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 128), (2, 2, 80), (8, 1, 36), (1, 1, 7)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 5.0), (700, 30.0)])
 def test_matches_reference(isa, stored, dtype, rng, heads, kv_heads, dim, window, softcap):
@@ -165,7 +170,7 @@ def test_in_bf16_no_further_from_exact_than_torch(rng, query_scale):
     assert distance(ours) <= 1.02 * distance(torch_attention(torch.bfloat16))
 
 
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("window", "stored"), [(None, None), (None, torch.int8), (100, None), (100, E4M3)])
 @pytest.mark.usefixtures("isa")
 def test_chunks_and_decode_have_the_bits_of_the_whole(stored, dtype, rng, window):
     sequence = random_sequence(rng, 1100, dtype, dim=32)
@@ -282,22 +287,41 @@ def test_write_kv(dtype, rng, num_tokens):
     assert_same_bits(tokens_of(caches[1], "values", order), caches[3])
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 50])
+@pytest.mark.parametrize(("num_tokens", "stored"), [(1, E4M3), (5, torch.int8), (50, torch.int8), (50, E4M3)])
 @pytest.mark.usefixtures("isa")
-def test_write_kv_int8(dtype, rng, num_tokens):
+def test_write_kv_as_bytes(dtype, rng, num_tokens, stored):
     kv = randn(num_tokens, 2, 3, 20, dtype=dtype, rng=rng)
+    kv *= torch.randn(kv.shape, generator=rng).mul(3).exp2().to(dtype)  # so that small elements are subnormal in e4m3
     kv[0, 0, 1] = 0.0
+    kv[-1, 0, 2] = -1e-38
+    kv[-1, 1, 0, 3] = torch.inf
     slots = torch.randperm(8 * BLOCK_SIZE, generator=rng)[:num_tokens]
-    slots[num_tokens // 2] = -1
+    slots[num_tokens // 2] = -1 if num_tokens > 1 else 7
     written = []
     for op in (partial(write_kv, KERNELS), write_kv_reference):
-        caches = [torch.zeros(8, 3, BLOCK_SIZE, 20, dtype=torch.int8) for _ in range(2)]
+        caches = [torch.zeros(8, 3, BLOCK_SIZE, 20).to(stored) for _ in range(2)]
         scales = [torch.zeros(8, 3, BLOCK_SIZE) for _ in range(2)]
         op(kv[:, 0], kv[:, 1], *caches, slots, key_scales=scales[0], value_scales=scales[1])
         order = "tokens" if op is write_kv_reference else KERNELS.page_order(dtype)
-        written.append((tokens_of(caches[0], "keys", order), tokens_of(caches[1], "values", order), *scales))
+        keys, values = (cache.view(torch.int8) for cache in caches)
+        written.append((tokens_of(keys, "keys", order), tokens_of(values, "values", order), *scales))
     for actual, expected in zip(*written, strict=True):
-        assert torch.equal(actual, expected)
+        assert torch.equal(actual.nan_to_num(7), expected.nan_to_num(7))
+    assert written[0][3].isnan().sum() == 1
+
+
+@pytest.mark.usefixtures("isa")
+def test_every_e4m3_number_is_read_exactly(dtype):
+    """One key has any score, so the output is the value."""
+    codes = torch.arange(256, dtype=torch.uint8).view(E4M3)
+    codes[[127, 255]] = torch.zeros(2).to(E4M3)
+    values = torch.cat([codes.view(torch.int8), torch.zeros(15 * 256, dtype=torch.int8)]).view(1, 1, BLOCK_SIZE, 256)
+    pages = pages_of(values, "values", KERNELS.page_order(dtype)).view(E4M3)
+    scales, starts = torch.ones(1, 1, BLOCK_SIZE), torch.tensor([0, 1], dtype=torch.int32)
+    query, tables, lengths = torch.ones(1, 1, 256, dtype=dtype), starts[:1].view(1, 1), starts[1:]
+    options = {"key_scales": scales, "value_scales": scales}
+    out = paged_attention(KERNELS, query, pages, pages, tables, starts, lengths, 1e-9, **options)
+    assert_same_bits(out.view(-1) + 0.0, codes.to(dtype) + 0.0)
 
 
 def test_a_row_that_is_not_finite_makes_its_scale_nan(rng):

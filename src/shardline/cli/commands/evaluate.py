@@ -50,8 +50,9 @@ def run(args: argparse.Namespace) -> int:
         model=dataclasses.replace(config.model, quantization="none"),
         cache=dataclasses.replace(config.cache, kv_cache_dtype="auto"),
     )
-    quality = compare(resolve_here(config), resolve_here(plain), documents)
-    scheme = config.model.quantization or "none"
+    deployment = resolve_here(config)
+    quality = compare(deployment, resolve_here(plain), documents)
+    scheme = config.model.quantization or str(deployment.model.stored) or "none"
     if config.cache.kv_cache_dtype != "auto":
         scheme += f" with KV in {config.cache.kv_cache_dtype}"
     print("\n".join(_lines(scheme, quality)))

@@ -97,18 +97,15 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             "name a model, for example shardline plan meta-llama/Llama-3.1-70B-Instruct --gpus 4xH100-80GB"
         )
-    if args.gpus is None:
+    if not args.gpus:
         raise ValueError("--gpus is missing; write for example --gpus 4xH100-80GB, or --gpus any")
     return _plan(args, gpus)
 
 
 def _plan(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
     from shardline.planner.catalog import find_model
-    from shardline.planner.compare import format_comparison
     from shardline.planner.cost import OtherPrices, parse_api_price
-    from shardline.planner.html import plan_html
     from shardline.planner.report import format_plan, plan_json
-    from shardline.planner.simulation.report import format_simulation, simulation_json
 
     api = None if args.api_price is None else parse_api_price(args.api_price)
     others = OtherPrices(args.traffic_price, args.operations_price)
@@ -122,19 +119,39 @@ def _plan(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
         found = _calibrated(args.calibrate, found, fixed)
     simulation = _simulate(args, found) if args.simulate else None
     if args.json:
-        plan = plan_json(found, api, others)
-        print(json.dumps(plan if simulation is None else plan | {"simulation": simulation_json(simulation)}, indent=1))
+        print(json.dumps(plan_json(found, api, others) | _simulation_json(simulation), indent=1))
         return 0
     text = format_plan(found, show_all=args.all, api=api, others=others)
-    text += format_comparison(found, args.compare) if args.compare else ""
-    text += "" if simulation is None else "\n" + format_simulation(simulation)
+    # What few plans ask for is imported only then: a plan takes half a second in all.
+    if args.compare:
+        from shardline.planner.compare import format_comparison
+
+        text += format_comparison(found, args.compare)
+    if simulation is not None:
+        from shardline.planner.simulation.report import format_simulation
+
+        text += "\n" + format_simulation(simulation)
     if args.html is not None:
-        try:
-            args.html.write_text(plan_html(found, text, simulation), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--html {args.html} cannot be written: {error.strerror}") from None
+        _write_html(args.html, found, text, simulation)
     print(text)
     return 0
+
+
+def _simulation_json(simulation: Simulation | None) -> dict[str, Any]:
+    if simulation is None:
+        return {}
+    from shardline.planner.simulation.report import simulation_json
+
+    return {"simulation": simulation_json(simulation)}
+
+
+def _write_html(path: Path, found: Search, text: str, simulation: Simulation | None) -> None:
+    from shardline.planner.html import plan_html
+
+    try:
+        path.write_text(plan_html(found, text, simulation), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--html {path} cannot be written: {error.strerror}") from None
 
 
 def _plan_here(args: argparse.Namespace, model: PlannedModel) -> int:
@@ -234,23 +251,33 @@ def _simulate(args: argparse.Namespace, found: Search) -> Simulation:
 
 
 def _search(args: argparse.Namespace, gpus: Mapping[str, Gpu], model: Any, demand: Demand, fixed: Fixed) -> Any:
-    """The search on the named GPUs, on the fewest of a kind, or on the cheapest of all kinds."""
+    """The search on the named GPUs, on the fewest of a kind, or on the cheapest of all kinds.
+
+    Raises:
+        ValueError: the GPUs are unknown, or no layout can have the parallel sizes that the user fixed.
+    """
+    from shardline.planner.candidates import check_sizes
     from shardline.planner.cluster import parse_cluster
-    from shardline.planner.search import search
+    from shardline.planner.search import engine_for, search
 
     def on(text: str) -> Any:
         cluster = parse_cluster(text, gpus, args.link, args.inter_node)
         return search(model, cluster, demand, args.goal, args.engine, fixed)
 
-    if args.gpus != "any" and re.match(r"\d+x|.*\+", args.gpus, re.IGNORECASE):
-        return on(args.gpus)
-    if args.gpus != "any":
-        return _fewest(on, args.gpus)
-    results = [_fewest(on, name) for name, gpu in gpus.items() if gpu.price is not None]
+    if args.gpus == "any":
+        found = _cheapest([_fewest(on, name) for name, gpu in gpus.items() if gpu.price is not None])
+    elif re.match(r"\d+x|.*\+", args.gpus, re.IGNORECASE):
+        found = on(args.gpus)
+    else:
+        found = _fewest(on, args.gpus)
+    check_sizes(model, found.cluster, args.engine or engine_for(model, found.cluster), fixed)
+    return found
+
+
+def _cheapest(results: list[Any]) -> Any:
+    """The search whose recommendation costs least; the first of all if none recommends a layout."""
     good = [one for one in results if one.recommended is not None]
-    if not good:
-        return results[0]
-    return min(good, key=lambda one: one.options[one.recommended].cost_per_million)
+    return min(good, key=lambda one: one.options[one.recommended].cost_per_million) if good else results[0]
 
 
 def _fewest(on: Any, name: str) -> Any:
@@ -275,8 +302,8 @@ def _demand(args: argparse.Namespace, spec: DecoderSpec) -> Demand:
     config = engine_config(args)
     for name in ("input_len", "output_len", "concurrency", "rate", "running"):
         value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be above zero, got {value:g}")
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be above zero, and finite, got {value:g}")
     needed = args.input_len + args.output_len
     asked, most = config.model.max_model_len, spec.max_position_embeddings
     check_length(asked, spec)

@@ -7,14 +7,18 @@ from types import MappingProxyType
 
 from shardline.deployment.deployment import Deployment
 from shardline.engine.executor.base import Executor
+from shardline.engine.forks import Forks
 
 
 def make_executor(
-    deployment: Deployment, engine: int = 0, streams: Mapping[int, int] = MappingProxyType({})
+    deployment: Deployment,
+    engine: int = 0,
+    streams: Mapping[int, int] = MappingProxyType({}),
+    forks: Forks | None = None,
 ) -> Executor:
     """The executor of one of the deployment's engines.
 
-    `streams`: for each rank on another host, the descriptor of the socket that leads to it.
+    `streams`: for each rank on another host, the descriptor of the socket that leads to it. `forks`: starts the ranks.
     """
     if deployment.executor == "uni":
         from shardline.engine.executor.uni import UniExecutor
@@ -26,4 +30,4 @@ def make_executor(
         return ThreadExecutor(deployment, engine)
     from shardline.engine.executor.multiprocess import MultiprocessExecutor
 
-    return MultiprocessExecutor(deployment, engine, streams)
+    return MultiprocessExecutor(deployment, engine, streams, forks)

@@ -27,6 +27,7 @@ from shardline.deployment.segment import segment_layout
 from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.engine.executor.rank_channels import FRAME_TIMEOUT, RankChannels
 from shardline.engine.executor.rank_processes import RankProcesses
+from shardline.engine.forks import Forks
 from shardline.engine.load_watch import LoadWatch
 from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
 from shardline.segment.expert_load import Counts
@@ -43,13 +44,16 @@ _log = logging.getLogger(__name__)
 class MultiprocessExecutor(Executor):
     """Starts the ranks, watches their channels, and names the one that dies, is late or does not answer."""
 
-    def __init__(self, deployment: Deployment, engine: int, streams: Mapping[int, int]) -> None:
-        """`streams`: for each rank on another host, the descriptor of the socket that leads to it."""
+    def __init__(
+        self, deployment: Deployment, engine: int, streams: Mapping[int, int], forks: Forks | None = None
+    ) -> None:
+        """`streams`: for each rank on another host, the descriptor of the socket that leads to it. `forks`: starts the
+        ranks of this host."""
         self._deployment = deployment
         self.max_in_flight = deployment.max_in_flight
         self._num_ranks = deployment.grid.world_size
         self._replica_size = deployment.grid.replica_size
-        self._processes = RankProcesses(deployment, engine, streams, FRAME_TIMEOUT)
+        self._processes = RankProcesses(deployment, engine, streams, FRAME_TIMEOUT, forks)
         self._channels = RankChannels(self._processes, self._note_beat, self._at_step)
         self._submitted: list[int] = []
         self._results: list[deque[StepResult]] = [deque() for _ in deployment.grid.drivers]

@@ -17,6 +17,7 @@ from shardline.deployment.deployment import Deployment
 from shardline.deployment.messages import RankBeat, RankEnded, RankStarted, StartWorker, WorkerReply
 from shardline.deployment.segment import segment_layout
 from shardline.engine.children import Child
+from shardline.engine.forks import Forks
 from shardline.segment.activity import Activity
 
 _NO_NEWS = "has lost its connection to the engine"
@@ -37,11 +38,20 @@ class RemoteRank:
 class RankProcesses:
     """One process per rank, and the memory segment that the ranks of this host share."""
 
-    def __init__(self, deployment: Deployment, engine: int, streams: Mapping[int, int], send_timeout: float) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        engine: int,
+        streams: Mapping[int, int],
+        send_timeout: float,
+        forks: Forks | None = None,
+    ) -> None:
         """`streams`: for each rank on another host, the descriptor of the socket that leads to it.
 
         `send_timeout`: seconds after which a message that a rank does not read counts as undeliverable.
+        `forks`: starts the ranks of this host.
         """
+        self._forks = forks
         self._deployment = deployment
         self._engine = engine
         self._send_timeout = int(send_timeout)
@@ -65,7 +75,7 @@ class RankProcesses:
             ours, theirs = socket.socketpair()
             with theirs:
                 module = "shardline.runtime.worker_process"
-                self._local[rank] = Child(module, [theirs.fileno(), self._segment_fd])
+                self._local[rank] = Child(module, [theirs.fileno(), self._segment_fd], forks=self._forks)
         # A worker reads at once, whatever it is doing. One that does not has stopped, and must not stop the engine.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", self._send_timeout, 0))
         channel: Channel[WorkerReply] = Channel(ours, WorkerReply)  # type: ignore[arg-type]

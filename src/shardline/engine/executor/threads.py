@@ -94,7 +94,7 @@ class ThreadExecutor(Executor):
             layout, segment = segments[place.host]
             backend = open_backend(deployment.device, rank, place.threads)
             groups = connect_host_memory(backend.kernels, segment, layout, rank, deployment.step_timeout, meeting)
-            worker = Worker(deployment, backend, groups)
+            worker = Worker(deployment, backend, groups, self._engine)
             self._replies.put(worker.load(lambda memory: self.allocation))
             while (step := steps.get()) is not None:
                 result = worker.runner.run_step(step)

@@ -48,7 +48,7 @@ class UniExecutor(Executor):
             self._overlaps_steps, self.max_in_flight = True, deployment.max_in_flight
         groups = make_single_rank_groups(layout.num_layers, layout.num_experts)
         self._expert_load = groups.expert_load
-        worker = Worker(deployment, backend, groups)
+        worker = Worker(deployment, backend, groups, self._engine)
         report = worker.load(self._agree)
         self._runner = worker.runner
         return [report]

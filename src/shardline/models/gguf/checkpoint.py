@@ -23,7 +23,8 @@ _INTERLEAVED = ("llama", "mistral3", "granite", "smollm3")
 _UNUSED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|.*\.(attn_rot_embd|rotary_emb).*")
 """Tensors that are read for the configuration, or that repeat it."""
 _LAYER = re.compile(r"blk\.(\d+)\.")
-_SPLIT_KEYS = ("attn_k_b.weight", "attn_v_b.weight")
+SPLIT_LATENT_KEYS = ("attn_k_b.weight", "attn_v_b.weight")
+"""The tensors of a layer whose up-projection of keys and values is two tensors."""
 
 
 class FoundPlace(NamedTuple):
@@ -121,7 +122,7 @@ class GGUFCheckpoint:
         """Whether the up-projection of keys and values is two tensors: attn_k_b [heads, latent, key], and attn_v_b."""
         prefix = f"blk.{layer}."
         whole = f"{prefix}attn_kv_b.weight" in self.tensors
-        return not whole and all(f"{prefix}{key}" in self.tensors for key in _SPLIT_KEYS)
+        return not whole and all(f"{prefix}{key}" in self.tensors for key in SPLIT_LATENT_KEYS)
 
     def check(self, spec: DecoderSpec, rules: StoredRules | None = None) -> None:
         """Check that every parameter of `spec` exists, with the right shape and a type that can be loaded, and that
@@ -136,7 +137,7 @@ class GGUFCheckpoint:
         for name, shape in parameters(spec):
             layer, part, _ = parse_name(name)
             if part == "attention.kv_up" and layer is not None and self.has_split_latents(layer):
-                keys = [f"blk.{layer}.{key}" for key in _SPLIT_KEYS]
+                keys = [f"blk.{layer}.{key}" for key in SPLIT_LATENT_KEYS]
             else:
                 try:
                     keys = [self.find(name, shape, spec).key]

@@ -214,8 +214,11 @@ def _llama(m: _Metadata) -> dict[str, Any]:
     own: dict[str, Any] = {} if head_dim is None else {"head_dim": head_dim}
     if m.integer("expert_count", 0):
         return own | _experts(m, "num_local_experts") | {"model_type": "mixtral", "sliding_window": None}
-    return own | {
-        "model_type": "llama",
+    return own | {"model_type": "llama", **_biases(m)}
+
+
+def _biases(m: _Metadata) -> dict[str, Any]:
+    return {
         "attention_bias": m.has_tensor("blk.0.attn_q.bias"),
         "mlp_bias": m.has_tensor("blk.0.ffn_gate.bias"),
     }
@@ -226,9 +229,10 @@ def _experts(m: _Metadata, count_key: str) -> dict[str, Any]:
 
 
 def _mistral3(m: _Metadata) -> dict[str, Any]:
+    if not m.has("attention.temperature_scale"):  # the language model of Mistral Small 3
+        return {"model_type": "mistral", "sliding_window": None}
     rope = (_rope_scaling(m) or {"rope_type": "default"}) | {"rope_theta": m.number("rope.freq_base", 1e6)}
-    if m.has("attention.temperature_scale"):
-        rope["llama_4_scaling_beta"] = _rounded(m.number("attention.temperature_scale"))
+    rope["llama_4_scaling_beta"] = _rounded(m.number("attention.temperature_scale"))
     if m.has("rope.scaling.yarn_log_multiplier"):
         rope |= dict.fromkeys(("mscale", "mscale_all_dim"), m.number("rope.scaling.yarn_log_multiplier"))
     return {"model_type": "ministral3", "rope_parameters": rope, "rope_scaling": None, "sliding_window": None}
@@ -242,12 +246,12 @@ def _granite(m: _Metadata) -> dict[str, Any]:
         "logits_scaling": "logit_scale",
     }
     multipliers = {name: _rounded(m.number(key)) for name, key in keys.items() if m.has(key)}
-    return {"model_type": "granite", "attention_bias": m.has_tensor("blk.0.attn_q.bias"), **multipliers}
+    return {"model_type": "granite", **_biases(m), **multipliers}
 
 
 def _smollm3(m: _Metadata) -> dict[str, Any]:
     # The file does not say which layers have no rope: every fourth, in the one model of this architecture.
-    return {"model_type": "smollm3", "no_rope_layer_interval": 4}
+    return {"model_type": "smollm3", "no_rope_layer_interval": 4, **_biases(m)}
 
 
 def _qwen2(m: _Metadata) -> dict[str, Any]:

@@ -21,9 +21,9 @@ TOKEN = 0
 class VirtualExecutor(Executor):
     """The ranks of one replica. Steps pass its pipeline stages one after the other."""
 
-    def __init__(self, clock: StepClock, num_blocks: int, stages: int) -> None:
+    def __init__(self, clock: StepClock, num_blocks: int, stages: int, max_in_flight: int) -> None:
         self.allocation = KVAllocation(num_blocks)
-        self.max_in_flight = max(2, stages)
+        self.max_in_flight = max_in_flight
         self.now = 0.0
         """Virtual seconds."""
         self._clock = clock

@@ -33,6 +33,13 @@ class ReplicaSetup:
     stages: int
     skips: bool = True
     """Whether equal decode steps are done at once."""
+    overlaps_steps: bool = True
+    """Whether a step is planned while the one before runs. A CPU's only rank runs each step when it is collected."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that are planned and not collected yet."""
+        return max(2 if self.overlaps_steps else 1, self.stages)
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -70,9 +77,15 @@ class SimulatedReplica:
         self._kv_use: dict[int, float] = {}
         self._setup = setup
         self._bucket = bucket_seconds
-        self._executor = VirtualExecutor(setup.clock, setup.num_blocks, setup.stages)
+        self._executor = VirtualExecutor(setup.clock, setup.num_blocks, setup.stages, setup.max_in_flight)
         self._scheduler = SkippingScheduler(
-            setup.limits, setup.cache, setup.num_blocks, setup.max_model_len, stages=setup.stages, token=TOKEN
+            setup.limits,
+            setup.cache,
+            setup.num_blocks,
+            setup.max_model_len,
+            max_in_flight=setup.max_in_flight,
+            stages=setup.stages,
+            token=TOKEN,
         )
         self._coming: deque[tuple[int, SimulatedRequest]] = deque()
         self._live: dict[str, _Live] = {}
@@ -168,7 +181,10 @@ class SimulatedReplica:
         if reason == "error":
             self._num_failed += 1
             return
-        self._times.extend((request.arrival, live.first_token, self._executor.now, request.output_len))
+        # HTTP and the front delay all tokens of a request equally.
+        front = self._setup.clock.constants.first
+        times = request.arrival, live.first_token + front, self._executor.now + front, request.output_len
+        self._times.extend(times)
 
     def _note_use(self, before: float) -> None:
         """Note the use of the KV cache since `before`, in each interval by its share of the time."""

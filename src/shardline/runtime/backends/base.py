@@ -53,7 +53,9 @@ class WeightKernels(Protocol):
     def unpack_rows(self, panels: Tensor, indices: Tensor, in_features: int, /) -> Tensor:
         """Unpacked rows of a packed weight, [len(indices), in_features]."""
 
-    def linear_argmax(self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, /) -> Tensor:
+    def linear_argmax(
+        self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, allowed: Tensor | None, /
+    ) -> Tensor:
         """See PackedLinear.argmax."""
 
     def pack_heads(self, weights: Tensor, /) -> Tensor:
@@ -117,7 +119,6 @@ class Kernels(CommonKernels, WeightKernels, Protocol):
         uncounted: Tensor | None,
         /,
     ) -> None: ...
-    def mask_tokens(self, logits: Tensor, rows: Tensor, bits: Tensor, /) -> None: ...
 
 
 class Counters(Protocol):

@@ -15,5 +15,5 @@ class KVPages(NamedTuple):
     shape."""
     values: Tensor
     key_scales: Tensor | None = None
-    """float32 [num_blocks, num_kv_heads, block_size] if keys and values are int8 or fp8, else None."""
+    """float32 [num_blocks, num_kv_heads, block_size] if keys and values are int8 or fp8 (e4m3), else None."""
     value_scales: Tensor | None = None

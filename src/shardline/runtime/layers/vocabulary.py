@@ -90,7 +90,10 @@ class LMHead:
             softcap_(self._kernels, logits, self._softcap)
         return logits if self._scale is None else scale_rows(self._kernels, logits, self._scale)
 
-    def find_best(self, hidden: LinearInput) -> Tensor:
-        """[R, 2]: the largest of this rank's logits in each row, and the bits of its index in this rank's range."""
+    def find_best(self, hidden: LinearInput, allowed: Tensor | None = None) -> Tensor:
+        """[R, 2]: the largest of this rank's logits in each row, and the bits of its index in this rank's range.
+
+        `allowed`: the tokens that each row may have, see `StepInput.allowed`.
+        """
         assert self._softcap is None
-        return self._packed.argmax(hidden, self._bias)
+        return self._packed.argmax(hidden, self._bias, allowed)

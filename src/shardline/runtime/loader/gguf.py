@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import replace
 
 import torch
@@ -15,6 +14,7 @@ from shardline.models.partition import Span
 from shardline.models.sharding import Spans
 from shardline.models.spec import MLA, DecoderSpec
 from shardline.runtime.loader.gguf_blocks import decode_blocks, decode_plain
+from shardline.runtime.loader.page_cache import map_part
 from shardline.weights.grouped import GroupedWeight
 
 
@@ -137,11 +137,7 @@ def original_rows(rows: Span, head_dim: int) -> Tensor:
 
 def _mapped_rows(tensor: GGUFTensor, first_row: int, num_rows: int, row_bytes: int) -> Tensor:
     """[num_rows, row_bytes] uint8 in the file's own pages. They are mapped as long as the tensor lives."""
-    offset, num_bytes = tensor.offset + first_row * row_bytes, num_rows * row_bytes
-    begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    with tensor.file.open("rb") as file:
-        memory = mmap.mmap(file.fileno(), offset + num_bytes - begin, access=mmap.ACCESS_COPY, offset=begin)
-    stored = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset - begin)
+    stored = map_part(tensor.file, tensor.offset + first_row * row_bytes, num_rows * row_bytes)
     return stored.view(num_rows, row_bytes)
 
 

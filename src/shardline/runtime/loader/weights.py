@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +21,7 @@ from shardline.models.stored_weights import StoredRules
 from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
 from shardline.runtime.loader.gguf import GGUFWeights
 from shardline.runtime.loader.mapped_memory import mapped_empty
+from shardline.runtime.loader.page_cache import map_part
 from shardline.runtime.loader.stored import ReadTensor, is_grouped, read_flat_dense, read_stored
 from shardline.weights.grouped import GroupedWeight
 
@@ -93,7 +93,7 @@ class CheckpointWeights:
             return self._dequantize(name, module, source, spans, dtype)
         key = self._checkpoint.find(source)
         assert key is not None, f"{source.key} passed the check, but is not there"
-        return part_of(self._mapped(key), source, spans, dtype)
+        return part_of(self._mapped(key, source), source, spans, dtype)
 
     def get_packed(self, name: str, spans: Spans) -> GroupedWeight | None:
         """See `WeightSource.get_packed`; raises the same errors as `get`."""
@@ -139,8 +139,7 @@ class CheckpointWeights:
             key = f"{module.base}{part}"
             if not self._checkpoint.has(key):
                 return None
-            tensor = self._mapped(key)
-            return tensor if source.index is None else tensor[source.index[0]]
+            return self._mapped(key, source)
 
         return read
 
@@ -151,8 +150,10 @@ class CheckpointWeights:
         if not has_bias and self._checkpoint.has(key) and bool(self._mapped(key).any()):
             raise ValueError(f"{key} is not zero, but the configuration has no bias in that place")
 
-    def _mapped(self, key: str) -> torch.Tensor:
-        return mapped_tensor(self._checkpoint.tensors[key])
+    def _mapped(self, key: str, source: TensorSource | None = None) -> torch.Tensor:
+        """A tensor, or the part of it that `source` says."""
+        index = None if source is None or source.index is None else source.index[0]
+        return mapped_tensor(self._checkpoint.tensors[key], index)
 
 
 def _bounds(module: StoredModule, source: TensorSource, spans: Spans) -> tuple[Span, Span]:
@@ -163,25 +164,24 @@ def _bounds(module: StoredModule, source: TensorSource, spans: Spans) -> tuple[S
     return Span(first + rows.start * step, max(first + rows.start * step, first + rows.stop * step - step + 1)), columns
 
 
-def mapped_tensor(entry: TensorEntry) -> torch.Tensor:
-    """A tensor of a checkpoint, in the file's own pages until it is written to."""
-    dtype, count = _STORED_DTYPES[entry.dtype], math.prod(entry.shape)
+def mapped_tensor(entry: TensorEntry, index: int | None = None) -> torch.Tensor:
+    """A tensor of a checkpoint, or its part [index], in the file's own pages until it is written to."""
+    shape = entry.shape if index is None else entry.shape[1:]
+    dtype, count = _STORED_DTYPES[entry.dtype], math.prod(shape)
     if count == 0:
-        return torch.empty(entry.shape, dtype=dtype)
-    begin = entry.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    with entry.file.open("rb") as file:
-        size = entry.offset + entry.num_bytes - begin
-        memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=begin)
-    stored = torch.frombuffer(memory, dtype=torch.uint8, count=entry.num_bytes, offset=entry.offset - begin)
-    if entry.offset % dtype.itemsize:
+        return torch.empty(shape, dtype=dtype)
+    offset = entry.offset + (index or 0) * count * dtype.itemsize
+    stored = map_part(entry.file, offset, count * dtype.itemsize)
+    if offset % dtype.itemsize:
         stored = stored.clone()  # tensors in a file may be unaligned
-    return stored.view(dtype).view(entry.shape)
+    return stored.view(dtype).view(shape)
 
 
 def part_of(tensor: torch.Tensor, source: TensorSource, spans: Spans, dtype: torch.dtype) -> torch.Tensor:
-    """The part `spans` of the parameter that `source` finds in `tensor`, as `dtype`; rows may be strided."""
-    if source.index is not None:
-        tensor = tensor[source.index[0]]
+    """The part `spans` of the parameter that `source` finds in `tensor`, as `dtype`; rows may be strided.
+
+    `tensor` has no dim of experts: it is that of the source's index.
+    """
     if source.transposed:
         tensor = tensor.T
     if source.rows is not None:

@@ -230,8 +230,8 @@ class _Listener:
                 elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._unproven:
                     self._read_hello(self._unproven[key.fileobj])
             now = time.monotonic()
-            for late in [unproven for unproven in self._unproven.values() if unproven.deadline <= now]:
-                self._drop(late)
+            while self._unproven and (oldest := next(iter(self._unproven.values()))).deadline <= now:
+                self._drop(oldest)
         for unproven in list(self._unproven.values()):
             self._drop(unproven)
         self._selector.close()

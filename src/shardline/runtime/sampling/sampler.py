@@ -21,7 +21,7 @@ from shardline.runtime.backends.base import Kernels
 from shardline.runtime.ops.sampling.logprobs import Logprobs, logprobs
 from shardline.runtime.ops.sampling.mask import TokenMasks, mask_tokens_
 from shardline.runtime.ops.sampling.penalties import penalize_
-from shardline.runtime.ops.sampling.sample import find_best, sample
+from shardline.runtime.ops.sampling.sample import find_best, greedy_argmax, sample
 from shardline.runtime.parallel.collectives import Collectives
 from shardline.runtime.sampling.adjustments import penalties_of
 from shardline.runtime.sampling.inputs import Draws, SamplingInput
@@ -44,7 +44,7 @@ class SamplingPlan:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether only the largest logit of each row is needed, so that `choose_best` suffices."""
+        """Whether only the largest allowed logit of each row is needed, so that `choose_best` suffices."""
         return self.inputs.draws is None
 
 
@@ -115,7 +115,7 @@ class Sampler:
 
         `inputs`: `plan.inputs`, on the device of the logits. `masks`: the tokens that some rows may have.
         """
-        if inputs.draws is None:
+        if inputs.draws is None and masks is None:
             return self.choose_best(find_best(self._kernels, local_logits))
         logits = self._group.all_gather_columns(local_logits, self._widths)
         widest = max((count for count in plan.top_logprobs if count is not None), default=None)
@@ -126,6 +126,8 @@ class Sampler:
             penalize_(self._kernels, logits, inputs.penalties)
         if masks is not None:
             mask_tokens_(self._kernels, logits, masks)
+        if inputs.draws is None:
+            return Sampled(greedy_argmax(self._kernels, logits)[0])
         tokens = sample(self._kernels, logits, **inputs.draws._asdict())
         reported = None if widest is None else logprobs(self._kernels, raw, tokens, widest)
         return Sampled(tokens, reported, raw if any(plan.digests) else None)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from shardline.models.gguf.header import read_header
 from shardline.models.gguf.names import is_gguf
 from shardline.models.gguf.tokenizer import read_tokenizer_json
+from shardline.models.partition import Span
 from shardline.runtime.ops.sampling.mask import TokenMasks
 from shardline.structured.compiler import GrammarCompiler, Matcher
 from shardline.types import Constraints, SequenceStart
 
 Words = npt.NDArray[np.int32]
+_PANEL_TOKENS = 64
+"""A word of a MaskMemory has the bits of this many tokens."""
 
 
 class TokenMask:
@@ -40,6 +45,11 @@ class TokenMask:
         self._allowed = _bits(constraints.allowed_token_ids, self._num_words) if constraints.allowed_token_ids else None
         for token_id in start.token_ids[start.num_prompt_tokens :]:
             self.append_token(token_id)
+
+    @property
+    def matcher(self) -> Matcher | None:
+        """Where the output stands in its grammar; None: there is no grammar."""
+        return self._matcher
 
     def append_token(self, token_id: int) -> None:
         """Note a token of the output."""
@@ -97,10 +107,10 @@ def _read_tokenizer(file: Path) -> bytes:
 class ConstraintMaker:
     """Makes the masks of the sequences of one rank."""
 
-    def __init__(self, vocab_size: int, tokenizer_file: str) -> None:
+    def __init__(self, vocab_size: int, tokenizer_file: str, num_threads: int = 1) -> None:
         """`tokenizer_file`: empty if the model has no tokenizer, so that no request has a grammar."""
         self._vocab_size = vocab_size
-        self._compiler = GrammarCompiler(tokenizer_file, _read_tokenizer) if tokenizer_file else None
+        self._compiler = GrammarCompiler(tokenizer_file, _read_tokenizer, num_threads) if tokenizer_file else None
 
     def prepare_grammar(self, grammar: str) -> None:
         """Begin to compile a grammar in another thread."""
@@ -118,26 +128,62 @@ class ConstraintMaker:
             matcher = self._compiler.start_grammar(constraints.grammar)
         return TokenMask(start, constraints, self._vocab_size, matcher)
 
+    def collect_masks(self, masks: Sequence[TokenMask | None]) -> tuple[TokenMasks | None, dict[int, str]]:
+        """The masks of a batch's rows, in host memory, and for each row that cannot go on the reason.
 
-def collect_masks(masks: Sequence[TokenMask | None]) -> tuple[TokenMasks | None, dict[int, str]]:
-    """The masks of a batch's rows, in host memory, and for each row that cannot go on the reason.
+        A row that cannot go on is not masked, since its token is dropped. None: no row is masked.
+        """
+        if self._compiler is not None:
+            self._compiler.compute_masks([mask.matcher for mask in masks if mask is not None and mask.matcher])
+        rows: list[int] = []
+        words: list[Words] = []
+        errors: dict[int, str] = {}
+        for row, mask in enumerate(masks):
+            if mask is None:
+                continue
+            try:
+                words.append(mask.find_allowed())
+                rows.append(row)
+            except ValueError as error:
+                errors[row] = str(error)
+        if not rows:
+            return None, errors
+        return TokenMasks(torch.tensor(rows, dtype=torch.int64), torch.from_numpy(np.stack(words))), errors
 
-    A row that cannot go on is not masked, since its token is dropped. None: no row is masked.
-    """
-    rows: list[int] = []
-    words: list[Words] = []
-    errors: dict[int, str] = {}
-    for row, mask in enumerate(masks):
-        if mask is None:
-            continue
-        try:
-            words.append(mask.find_allowed())
-            rows.append(row)
-        except ValueError as error:
-            errors[row] = str(error)
-    if not rows:
-        return None, errors
-    return TokenMasks(torch.tensor(rows, dtype=torch.int64), torch.from_numpy(np.stack(words))), errors
+
+class MaskMemory:
+    """The masks of a step's rows, restricted to one rank's part of the vocabulary. They are always written to the same
+    memory, where recorded steps find them."""
+
+    def __init__(self, max_rows: int, span: Span) -> None:
+        """`span`: the part of the vocabulary."""
+        self._span = span
+        self._shape = max_rows, -(-span.size // _PANEL_TOKENS)
+
+    @cached_property
+    def _bits(self) -> npt.NDArray[np.uint64]:
+        """Allocated by the first constrained step."""
+        return np.zeros(self._shape, dtype=np.uint64)
+
+    def write(self, masks: TokenMasks, num_rows: int) -> Tensor:
+        """The masks of all rows of a step, see `StepInput.allowed`; rows without a mask allow all tokens."""
+        rows, own = masks.rows.numpy(), _words_from(masks.bits.numpy(), self._span.start)
+        words = self._bits.view(np.uint32)
+        if len(rows) < num_rows:
+            words[:num_rows] = 0xFFFFFFFF
+        count = min(own.shape[1], words.shape[1])
+        words[rows, :count] = own[:, :count]
+        return torch.from_numpy(self._bits.view(np.int64))[:num_rows]
+
+
+def _words_from(bits: Words, first: int) -> npt.NDArray[np.uint32]:
+    """Rows of bits [N, num_words] from bit `first` on; what follows the last bit is undefined."""
+    words, shift = bits.view(np.uint32)[:, first // 32 :], first % 32
+    if shift == 0:
+        return words
+    shifted: npt.NDArray[np.uint32] = words >> np.uint32(shift)
+    shifted[:, :-1] |= words[:, 1:] << np.uint32(32 - shift)
+    return shifted
 
 
 def _bits(token_ids: Sequence[int], num_words: int) -> Words:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardline.server.openai.tools import ToolUse
+from shardline.structured.grammar import lark_text
 from shardline.text.answer_parser import AnswerParser
 from shardline.text.reasoning_parsers.base import ReasoningParser
 from shardline.text.reasoning_tokens import ReasoningCounter
@@ -33,8 +34,13 @@ class AnswerFormat:
         """The special tokens whose text the parsers must see."""
         marks = [] if self.tool_use is None else list(self.tool_use.parser.markers)
         if self.reasoning is not None:
-            marks += [self.reasoning.begin, self.reasoning.end]
+            marks += [self.reasoning.begin, self.reasoning.end, *self.reasoning.markers]
         return frozenset(self.special_marks(marks).values())
+
+    def spell_mark(self, mark: str) -> str:
+        """A mark of a format, in Lark."""
+        token_id = self.special_marks([mark]).get(mark)
+        return lark_text(mark) if token_id is None else f"<[{token_id}]>"
 
     def special_marks(self, marks: Sequence[str]) -> dict[str, int]:
         """Those of `marks` that are special tokens, and their ids."""
@@ -45,7 +51,7 @@ class AnswerFormat:
     def make_parser(self) -> AnswerParser:
         """A parser for one choice."""
         return AnswerParser(
-            None if self.reasoning is None else self.reasoning(self.prompt),
+            None if self.reasoning is None else self.reasoning(self.prompt, has_tools=self.tool_use is not None),
             None if self.tool_use is None else self.tool_use.make_parser(),
         )
 

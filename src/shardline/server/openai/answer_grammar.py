@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,8 +12,11 @@ from shardline.sampling_params import StructuredOutputsParams
 from shardline.server.errors import ApiError, bad_request
 from shardline.server.openai.answer_format import AnswerFormat
 from shardline.server.openai.protocol import ResponseFormat
-from shardline.structured.grammar import lark_text, structured_grammar, wrap_grammar
-from shardline.text.tool_parsers.call_rules import CallRules, OfferedFunction
+from shardline.structured.grammar import is_larger, structured_grammar, wrap_grammar
+from shardline.text.tool_parsers.call_rules import CallRules
+
+_INLINE_CHARS = 4096
+"""The longest schemas and texts from which a grammar is written on the event loop."""
 
 Prepare = Callable[[str], Awaitable[None]]
 """Refuses a grammar by a ValueError, or makes it ready for use; see `AsyncLLM.prepare_grammar`."""
@@ -38,8 +42,9 @@ async def make_answer_grammar(
     form, param = _requested_form(response_format, structured_outputs, format_param)
     grammar = ""
     if form is not None:
+        sources = [form.json, form.regex, form.choice, form.grammar]
         try:
-            grammar = structured_grammar(form)
+            grammar = await _write_grammar(lambda: structured_grammar(form), sources)
         except ValueError as error:
             raise bad_request(f"Invalid value for '{param}': {error}.", param, "invalid_value") from error
         await _prepare(grammar, param, prepare)
@@ -81,21 +86,13 @@ def _requested_form(
 async def _add_calls_and_reasoning(answer_format: AnswerFormat, grammar: str, prepare: Prepare, template: str) -> str:
     """The grammar of an answer with tool calls and reasoning, whose content has `grammar` (empty: it is any text)."""
     use = answer_format.tool_use
-    rules = ""
-    answer = "@answer" if grammar else ""
-    if use is not None:
-        functions = [OfferedFunction(function.name, function.parameters) for function in use.callable]
-        try:
-            rules = use.parser.write_rules(
-                CallRules(functions, use.parallel, template, answer_format.special_marks(use.parser.markers))
-            )
-        except ValueError as error:
-            raise bad_request(f"Invalid value for 'tools': {error}.", "tools", "invalid_value") from error
-        answer = "calls" if use.required else f"calls | {answer}" if answer else "auto"
-    if not answer:
+    sources = [] if use is None else [function.parameters for function in use.offered]
+    try:
+        whole = await _write_grammar(lambda: _whole_grammar(answer_format, grammar, template), [*sources, grammar])
+    except ValueError as error:
+        raise bad_request(f"Invalid value for 'tools': {error}.", "tools", "invalid_value") from error
+    if not whole:
         return ""
-    reasoning, reasoning_rules = _reasoning_rules(answer_format)
-    whole = wrap_grammar(f"start: {reasoning}answer\nanswer: {answer}\n{rules}\n{reasoning_rules}", grammar)
     if use is None or use.required or grammar:
         await _prepare(whole, "tools" if use is not None else "response_format", prepare)
         return whole
@@ -107,22 +104,32 @@ async def _add_calls_and_reasoning(answer_format: AnswerFormat, grammar: str, pr
     return whole
 
 
-def _reasoning_rules(answer_format: AnswerFormat) -> tuple[str, str]:
-    """What stands before the answer in the start rule, and the rules for it."""
-    parser = answer_format.reasoning
-    if parser is None or parser(answer_format.prompt).is_over:
-        return "", ""
-    special = answer_format.special_marks([parser.begin, parser.end])
+async def _write_grammar(write: Callable[[], str], sources: Sequence[Any]) -> str:
+    """What `write` returns. It runs on a thread if it has a lot to read in `sources`."""
+    is_large = is_larger(sources, _INLINE_CHARS)
+    return await asyncio.to_thread(write) if is_large else write()
 
-    def mark(text: str) -> str:
-        return f"<[{special[text]}]>" if text in special else lark_text(text)
 
-    lazy = "" if parser.end in special else "[lazy]"
-    rules = f"reasoning: thoughts SPACE?\nthoughts{lazy}: THOUGHTS {mark(parser.end)}\nTHOUGHTS: /(.|\\n)*/\n"
-    rules += "SPACE: /[ \\n]{1,4}/\n"
-    if parser.starts_in_reasoning(answer_format.prompt) or parser.begins_unmarked:
-        return "reasoning ", rules
-    return "opened? ", f"opened: {mark(parser.begin)} reasoning\n{rules}"
+def _whole_grammar(answer_format: AnswerFormat, grammar: str, template: str) -> str:
+    """The grammar of an answer with tool calls and reasoning; empty: it may be any text.
+
+    Raises:
+        ValueError: a function's parameters are no schema.
+    """
+    use = answer_format.tool_use
+    rules = before = before_rules = ""
+    answer = "@answer" if grammar else ""
+    if answer_format.reasoning is not None:
+        position = answer_format.prompt, answer_format.spell_mark
+        before, before_rules = answer_format.reasoning.write_rules(*position)
+        answer = answer and answer_format.reasoning.content_rule(*position) + answer
+    if use is not None:
+        special = answer_format.special_marks(use.parser.markers)
+        rules = use.parser.write_rules(CallRules(use.offered, use.parallel, template, special))
+        answer = "calls" if use.required else f"calls | {answer}" if answer else "auto"
+    if not answer:
+        return ""
+    return wrap_grammar(f"start: {before}answer\nanswer: {answer}\n{rules}\n{before_rules}", grammar)
 
 
 async def _prepare(grammar: str, param: str, prepare: Prepare) -> None:

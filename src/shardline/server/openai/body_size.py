@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shardline.server.errors import bad_request
 from shardline.server.openai.large_json import strings_of
 
@@ -13,6 +15,9 @@ MAX_MEMBERS = 50_000
 MAX_STRINGS = 250_000
 MAX_BARE_BYTES = 6 << 20
 """Bytes outside strings. Numbers take long if they have many digits."""
+
+MAX_TEMPLATE_VALUES = 65_536
+"""Values in one field that chat templates write as JSON."""
 
 _SLICE_BYTES = 1 << 20
 """What is counted at once: other threads run between two slices."""
@@ -30,6 +35,23 @@ def check_json_size(body: bytes) -> None:
     # Texts may contain these characters too, so only if there are many it matters where they stand.
     if counter.is_beyond:
         _check_outside_strings(body)
+
+
+def check_template_values(name: str, field: Any) -> None:
+    """Refuse a field with too many values. Copying them and writing them as JSON holds up all other threads.
+
+    Raises:
+        ApiError: 400.
+    """
+    left = MAX_TEMPLATE_VALUES
+    unread = [field]
+    while unread:
+        entry = unread.pop()
+        values = entry.values() if isinstance(entry, dict) else entry
+        left -= len(values)
+        if left < 0:
+            raise bad_request(f"'{name}' has more than {MAX_TEMPLATE_VALUES} values.", name)
+        unread += [value for value in values if isinstance(value, dict | list)]
 
 
 class _Counter:

@@ -35,6 +35,25 @@ if TYPE_CHECKING:
 
 _encode_json = msgspec.json.Encoder().encode
 
+_MARK = uuid.uuid4().hex
+"""Stands for a text. No client knows it."""
+
+
+class StreamedChoice(SentChoice):
+    """How much of one choice has been sent, and what is used again for each of its events.
+
+    A frame is what surrounds the texts in an event that has nothing but them. It is encoded once.
+    """
+
+    __slots__ = ("content_frame", "parser", "reasoning_frame")
+
+    def __init__(self, parser: AnswerParser | None) -> None:
+        """`parser`: None if all text is content."""
+        super().__init__()
+        self.parser = parser
+        self.content_frame: list[bytes] | None = None
+        self.reasoning_frame: list[bytes] | None = None
+
 
 class ChatWriter:
     """Writes the answer to one request, as a whole or in chunks."""
@@ -54,8 +73,6 @@ class ChatWriter:
         self._format = answer_format
         self._num_choices = body.n or 1
         self._counters = [answer_format.make_counter() for _ in range(self._num_choices)]
-        self._frames: dict[tuple[int, str], list[bytes]] = {}
-        """For each choice and field, what surrounds the text in events that have nothing but this text."""
 
     @cached_property
     def _pieces(self) -> TokenPieces:
@@ -84,33 +101,34 @@ class ChatWriter:
 
     def write_chunks(self, generation: Generation) -> Events:
         """The events of a stream: for each choice its role, then pieces of its content, then its finish reason."""
-        sent = [SentChoice() for _ in range(self._num_choices)]
-        parsers = None if self._format.is_plain else [self._format.make_parser() for _ in sent]
+        parsed = not self._format.is_plain
+        sent = [StreamedChoice(self._format.make_parser() if parsed else None) for _ in range(self._num_choices)]
         only_text = not (self._tokens_matter or self._options.continuous_usage_stats)
         prompt_ids = generation.outputs[0].prompt_token_ids if self._with_ids else msgspec.UNSET
-        events = [
+        body = b"".join(
             self._write_chunk(generation, ChatChoice(index=index, delta=ChatDelta("assistant", "")), prompt_ids)
             for index in range(len(sent))
-        ]
-        while (update := (yield b"".join(events))) is not None:
-            events = []
+        )
+        while (update := (yield body)) is not None:
+            body = b""
             for choice in update[1].outputs:
+                streamed = sent[choice.index]
                 if only_text and choice.finish_reason is None:
-                    text = sent[choice.index].take_text(choice)
-                    if text and parsers is None:
-                        events.append(self._fill_frame(generation, choice.index, "content", text))
-                    elif text and parsers is not None:
-                        events.append(self._write_parsed(generation, choice.index, text, parsers[choice.index]))
+                    text = streamed.take_text(choice)
+                    if text and streamed.parser is None and streamed.content_frame is not None:
+                        body += _encode_json(text).join(streamed.content_frame)  # without the call below
+                    elif text:
+                        body += self._write_text(generation, choice.index, streamed, text)
                     continue
-                delta = sent[choice.index].take_delta(choice, tokens_matter=self._tokens_matter)
+                delta = streamed.take_delta(choice, tokens_matter=self._tokens_matter)
                 if delta is None:
                     continue
                 parts = (
                     self._split_delta(choice.index, delta)
-                    if parsers is None
-                    else self._split_parsed(choice.index, delta, parsers[choice.index])
+                    if streamed.parser is None
+                    else self._split_parsed(choice.index, delta, streamed.parser)
                 )
-                events += [self._write_chunk(generation, part) for part in parts]
+                body += b"".join([self._write_chunk(generation, part) for part in parts])
         yield self._write_ending(generation.outputs)
 
     def _write_ending(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -120,27 +138,36 @@ class ChatWriter:
         usage = self._usage(outputs) if self._options.include_usage else msgspec.UNSET
         return make_event(self._encode_response("chat.completion.chunk", [], usage, finished=outputs))
 
-    def _write_parsed(self, generation: Generation, index: int, text: str, parser: AnswerParser) -> bytes:
+    def _write_text(self, generation: Generation, index: int, choice: StreamedChoice, text: str) -> bytes:
         """An event with what a piece of text adds; empty if the parser holds it back."""
-        answer = parser.add_text(text)
-        if not answer.calls:
-            if not answer.reasoning:
-                return self._fill_frame(generation, index, "content", answer.content) if answer.content else b""
-            if not answer.content:
-                shown = self._with_reasoning
-                return self._fill_frame(generation, index, "reasoning", answer.reasoning) if shown else b""
-        delta = self._chat_delta(answer, parser)
-        return b"" if delta is None else self._write_chunk(generation, ChatChoice(index=index, delta=delta))
+        parser = choice.parser
+        if parser is not None:
+            answer = parser.add_text(text)
+            text = answer.content
+            if answer.calls or (answer.reasoning and text):
+                delta = self._chat_delta(answer, parser)
+                return b"" if delta is None else self._write_chunk(generation, ChatChoice(index=index, delta=delta))
+            if answer.reasoning:
+                return self._write_reasoning(generation, index, choice, answer.reasoning)
+            if not text:
+                return b""
+        if choice.content_frame is None:
+            choice.content_frame = self._make_frame(generation, index, ChatDelta(content=_MARK))
+        return _encode_json(text).join(choice.content_frame)
 
-    def _fill_frame(self, generation: Generation, index: int, field: str, text: str) -> bytes:
-        """An event that has nothing but a text. All but the text is encoded once for each choice and field."""
-        frame = self._frames.get((index, field))
-        if frame is None:
-            mark = uuid.uuid4().hex
-            delta = ChatDelta(content=mark) if field == "content" else ChatDelta(reasoning=mark, reasoning_content=mark)
-            event = self._write_chunk(generation, ChatChoice(index=index, delta=delta))
-            frame = self._frames[index, field] = event.split(f'"{mark}"'.encode())
-        return _encode_json(text).join(frame)
+    def _write_reasoning(self, generation: Generation, index: int, choice: StreamedChoice, text: str) -> bytes:
+        """An event that has nothing but reasoning."""
+        if not self._with_reasoning:
+            return b""
+        if choice.reasoning_frame is None:
+            delta = ChatDelta(reasoning=_MARK, reasoning_content=_MARK)
+            choice.reasoning_frame = self._make_frame(generation, index, delta)
+        return _encode_json(text).join(choice.reasoning_frame)
+
+    def _make_frame(self, generation: Generation, index: int, delta: ChatDelta) -> list[bytes]:
+        """What surrounds the texts of an event that has `delta`, in which each text is `_MARK`."""
+        event = self._write_chunk(generation, ChatChoice(index=index, delta=delta))
+        return event.split(b'"' + _MARK.encode() + b'"')
 
     def _split_delta(self, index: int, delta: Delta) -> list[ChatChoice]:
         """A chunk with the new content, if there is any, and a chunk with the finish reason, if it ended."""

@@ -27,6 +27,8 @@ class Generation:
     Use it as an async context manager: leaving it aborts unfinished requests and records the metrics.
     """
 
+    __slots__ = ("_llm", "_log", "_request_id", "_streams", "_timers", "_trace_headers", "_tracer")
+
     def __init__(self, service: Service, request_id: str) -> None:
         self._llm = service.llm
         self._log = service.request_log

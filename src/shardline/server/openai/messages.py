@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from shardline.server.errors import bad_request
+from shardline.server.openai.body_size import check_template_values
 from shardline.server.openai.protocol import refuse_if
 from shardline.server.openai.request_model import RequestModel
 from shardline.server.openai.tools import MAX_TOOLS, Tool, ToolUse, choose_tools
@@ -110,6 +111,8 @@ class ConversationFields(RequestModel):
         """
         self._check_options(messages)
         _check_messages(messages)
+        for name, field in self._template_fields(messages, param):
+            check_template_values(name, field)
         tool_use = choose_tools(service, self.tools or (), self.tool_choice, self.parallel_tool_calls is not False)
         text, ids = await service.encode_chat(
             await _for_template(messages),
@@ -122,6 +125,16 @@ class ConversationFields(RequestModel):
             param=param,
         )
         return EncodedChat(text, ids, tool_use)
+
+    def _template_fields(self, messages: Sequence[ChatMessage], param: str) -> list[tuple[str, list[Any]]]:
+        """What chat templates may write as JSON, and the names of the fields. `param`: that of `messages`."""
+        objects = [(one.tool_calls, one.function_call, one.annotations, one.audio) for one in messages]
+        return [
+            (param, [value for values in objects for value in values if value is not None]),
+            ("tools", [tool.function.parameters or {} for tool in self.tools or ()]),
+            ("documents", [self.template_variables.get("documents") or []]),
+            ("chat_template_kwargs", [self.chat_template_kwargs or {}]),
+        ]
 
     def _check_options(self, messages: Sequence[ChatMessage]) -> None:
         refuse_if(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from shardline.server.errors import bad_request
@@ -12,6 +13,7 @@ from shardline.server.openai.protocol import refuse_if
 from shardline.server.openai.request_model import RequestModel
 from shardline.server.service import Service
 from shardline.text.tool_parsers.base import ToolParser
+from shardline.text.tool_parsers.call_rules import OfferedFunction
 
 MAX_TOOLS = 1024
 
@@ -48,9 +50,14 @@ class ToolUse:
     """Whether it may call more than one."""
     parser: type[ToolParser]
 
+    @cached_property
+    def offered(self) -> tuple[OfferedFunction, ...]:
+        """The functions that the answer may call, as parsers and grammars take them."""
+        return tuple(OfferedFunction(function.name, function.parameters) for function in self.callable)
+
     def make_parser(self) -> ToolParser:
         """A parser for one answer."""
-        return self.parser([function.name for function in self.callable], parallel=self.parallel)
+        return self.parser(self.offered, parallel=self.parallel)
 
 
 def choose_tools(

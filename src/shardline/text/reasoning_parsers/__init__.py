@@ -23,3 +23,12 @@ def find_reasoning_parser(name: str) -> type[ReasoningParser]:
     if name not in reasoning_parser_names():
         raise ValueError(f"there is no reasoning parser {name!r}; there are {', '.join(reasoning_parser_names())}")
     return cast("type[ReasoningParser]", importlib.import_module(f"{__name__}.{name}").Parser)
+
+
+def guess_reasoning_parser(template: str) -> str | None:
+    """The format without which the answers to a chat template cannot be read. None: it needs none."""
+    for name in reasoning_parser_names():
+        marks = find_reasoning_parser(name).template_marks
+        if marks and all(mark in template for mark in marks):
+            return name
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Callable
 from typing import ClassVar
 
 from shardline.text.text_reader import Steps, TextReader
@@ -20,9 +21,16 @@ class ReasoningParser(ABC):
     """The marks around the reasoning. A prompt may end with the first one, or with both if it forbids reasoning."""
     begins_unmarked: ClassVar[bool] = False
     """Whether an answer begins with reasoning even if the first mark is missing."""
+    markers: ClassVar[tuple[str, ...]] = ()
+    """Marks of the format besides `begin` and `end` that may be special tokens, and which the parser must see."""
+    reads_content: ClassVar[bool] = False
+    """Whether the parser must also see what follows the reasoning, since marks stand there too."""
+    template_marks: ClassVar[tuple[str, ...]] = ()
+    """If not empty, answers cannot be read without this parser, so that it is chosen for templates with these texts."""
 
-    def __init__(self, prompt: str) -> None:
-        """`prompt`: the prompt, or its last part."""
+    def __init__(self, prompt: str, *, has_tools: bool = True) -> None:
+        """`prompt`: the prompt, or its last part; `has_tools`: whether a parser of tool calls reads the rest."""
+        self._has_tools = has_tools
         self._reader = TextReader()
         self._reasoning = ""
         self._rest = ""
@@ -40,12 +48,29 @@ class ReasoningParser(ABC):
         """Whether the prompt ends with the mark that begins reasoning."""
         return prompt.rstrip().endswith(cls.begin)
 
+    @classmethod
+    def write_rules(cls, prompt: str, mark: Callable[[str], str]) -> tuple[str, str]:
+        """What may stand before an answer, in Lark, and the rules for it. `mark`: spells a mark of the format."""
+        if not cls.starts_in_reasoning(prompt) and prompt.rstrip().endswith(cls.end):
+            return "", ""
+        lazy = "" if mark(cls.end).startswith("<[") else "[lazy]"
+        rules = f"reasoning: thoughts SPACE?\nthoughts{lazy}: THOUGHTS {mark(cls.end)}\nTHOUGHTS: /(.|\\n)*/\n"
+        rules += "SPACE: /[ \\n]{1,4}/\n"
+        if cls.starts_in_reasoning(prompt) or cls.begins_unmarked:
+            return "reasoning ", rules
+        return "opened? ", f"opened: {mark(cls.begin)} reasoning\n{rules}"
+
+    @classmethod
+    def content_rule(cls, prompt: str, mark: Callable[[str], str]) -> str:
+        """What stands between the reasoning and content, in Lark."""
+        return ""
+
     def add_text(self, text: str) -> tuple[str, str]:
         """The reasoning, and the text after it, that the next piece adds."""
-        if self.is_over:
+        if self.is_over and not self.reads_content:
             return "", text
-        self._reader.add_text(text)
-        next(self._steps, None)
+        if self._reader.add_text(text):
+            next(self._steps, None)
         return self._take()
 
     def end_text(self, *, cut: bool = False) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from shardline.text.tool_parsers.base import ToolParser
 
 def tool_parser_names() -> list[str]:
     """The names of all formats."""
-    shared = ("base", "call_rules")
+    shared = ("base", "call_rules", "parameter_schemas", "tagged")
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in shared)
 
 
@@ -28,7 +28,9 @@ def find_tool_parser(name: str) -> type[ToolParser]:
 
 def guess_tool_parser(template: str) -> str | None:
     """The name of the format that a chat template shows to the model; None: it shows none that is known."""
-    for name in tool_parser_names():
-        if all(mark in template for mark in find_tool_parser(name).template_marks):
-            return name
-    return None
+    found = [name for name in tool_parser_names() if all(mark in template for mark in _marks(name))]
+    return max(found, key=lambda name: len(_marks(name)), default=None)
+
+
+def _marks(name: str) -> tuple[str, ...]:
+    return find_tool_parser(name).template_marks

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import ClassVar
 
 from shardline.text.answer_delta import AnswerDelta
 from shardline.text.text_reader import Steps, TextReader
-from shardline.text.tool_parsers.call_rules import CallRules
+from shardline.text.tool_parsers.call_rules import CallRules, OfferedFunction
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
@@ -22,13 +22,13 @@ class ToolParser(ABC):
     """
 
     template_marks: ClassVar[tuple[str, ...]]
-    """Texts that all occur in chat templates of this format, and together in no other."""
+    """Texts that all occur in chat templates of this format. Where those of several formats occur, most marks win."""
     markers: ClassVar[tuple[str, ...]]
     """Marks of the format that may be special tokens, and which the parser must see."""
 
-    def __init__(self, names: Collection[str], *, parallel: bool = True) -> None:
-        """`names`: the functions that the request offers; `parallel`: whether to report more than one call."""
-        self._names = names
+    def __init__(self, functions: Sequence[OfferedFunction], *, parallel: bool = True) -> None:
+        """`functions`: those that the request offers; `parallel`: whether to report more than one call."""
+        self._functions = {function.name: function for function in functions}
         self._parallel = parallel
         self._reader = TextReader()
         self._delta = AnswerDelta()
@@ -61,8 +61,8 @@ class ToolParser(ABC):
 
     def add_text(self, text: str) -> AnswerDelta:
         """What the next piece of text adds."""
-        self._reader.add_text(text)
-        next(self._steps, None)
+        if self._reader.add_text(text):
+            next(self._steps, None)
         return self._take_delta()
 
     def end_text(self, *, cut: bool = False) -> AnswerDelta:
@@ -153,7 +153,7 @@ class ToolParser(ABC):
             yield from reader.skip_space()
             if key == "name" and not started:
                 name = yield from reader.read_string()
-                if name is None or (known_names_only and name not in self._names):
+                if name is None or (known_names_only and name not in self._functions):
                     break
                 reader.take_record()
                 self._start_call(name)

@@ -63,8 +63,8 @@ class CallRules:
             return rule
         return f"{rule} ({lark_text(separator)} {rule})*" if separator else f"{rule}+"
 
-    def text_before(self, trigger: str) -> str:
-        """The rule `lead`: any text up to `trigger`, a mark, from which on the answer is constrained."""
+    def text_before(self, trigger: str, rule: str = "lead", terminal: str = "TEXT") -> str:
+        """A rule for any text up to `trigger`, a mark, and for this mark; `terminal`: a name for the text."""
         if trigger in self.special_tokens:
-            return f"lead: TEXT {self.mark(trigger)}\nTEXT: /(.|\\n)*/"
-        return f"lead[lazy]: TEXT {lark_text(trigger)}\nTEXT: /(.|\\n)*/"
+            return f"{rule}: {terminal} {self.mark(trigger)}\n{terminal}: /(.|\\n)*/"
+        return f"{rule}[lazy]: {terminal} {lark_text(trigger)}\n{terminal}: /(.|\\n)*/"

@@ -40,7 +40,14 @@ class Int8Kernels(Protocol):
         /,
     ) -> None: ...
     def linear_int8_argmax(
-        self, x: QuantizedRows, panels: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, /
+        self,
+        x: QuantizedRows,
+        panels: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        out_features: int,
+        allowed: Tensor | None,
+        /,
     ) -> Tensor:
         """See `PackedLinear.argmax`."""
 
@@ -49,11 +56,11 @@ class Int8Kernels(Protocol):
 class Int8LMHead(ScaledLinear):
     """See `base.PackedLinear`."""
 
-    def argmax(self, x: LinearInput, bias: Tensor | None = None) -> Tensor:
+    def argmax(self, x: LinearInput, bias: Tensor | None = None, allowed: Tensor | None = None) -> Tensor:
         weight = self.weight
         rows = quantize_rows(weight.kernels, x)
         own_kernels = cast("Int8Kernels", weight.kernels)
-        return own_kernels.linear_int8_argmax(rows, weight.panels, weight.scales, bias, weight.out_features)
+        return own_kernels.linear_int8_argmax(rows, weight.panels, weight.scales, bias, weight.out_features, allowed)
 
 
 class Format(ScaledFormat):

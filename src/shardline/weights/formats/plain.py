@@ -44,8 +44,8 @@ class PlainLinear(PackedLinear):
         self.kernels.linear(rows, self.panels, bias, out)
         return out
 
-    def argmax(self, x: LinearInput, bias: Tensor | None = None) -> Tensor:
-        return self.kernels.linear_argmax(as_tensor(x), self.panels, bias, self.out_features)
+    def argmax(self, x: LinearInput, bias: Tensor | None = None, allowed: Tensor | None = None) -> Tensor:
+        return self.kernels.linear_argmax(as_tensor(x), self.panels, bias, self.out_features, allowed)
 
     def row_reader(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         return self.unpack_rows if dtype == self.dtype else None

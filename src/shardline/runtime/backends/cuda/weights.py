@@ -13,6 +13,7 @@ from torch import Tensor
 from shardline.runtime.backends.cuda.activations import empty_rows
 from shardline.runtime.backends.cuda.kernels.linear import linear, linear_fp8, linear_int4, linear_int8
 from shardline.runtime.backends.cuda.kernels.linear_w4a16 import linear_w4a16
+from shardline.runtime.backends.cuda.kernels.mask import mask_tokens
 from shardline.runtime.backends.cuda.kernels.quantize import quantize_rows_fp8
 from shardline.runtime.backends.cuda.kernels.sampling import greedy_argmax
 from shardline.runtime.backends.cuda.w4a16 import (
@@ -62,10 +63,12 @@ class RowKernels:
     def unpack_rows(panels: Tensor, indices: Tensor, in_features: int) -> Tensor:
         return panels[indices]
 
-    def linear_argmax(self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    def linear_argmax(
+        self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, allowed: Tensor | None
+    ) -> Tensor:
         logits = empty_rows(self.device, torch.float32, len(x), out_features)
         linear(x, panels, bias, logits)
-        return _best(logits)
+        return _best(logits, allowed)
 
     def int8_empty(
         self, out_features: int, in_features: int, *, gated: bool = False, num_matrices: int | None = None
@@ -83,11 +86,17 @@ class RowKernels:
         _place(scales, weight, first, half).copy_(row_scales)
 
     def linear_int8_argmax(
-        self, x: QuantizedRows, panels: Tensor, scales: Tensor, bias: Tensor | None, out_features: int
+        self,
+        x: QuantizedRows,
+        panels: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        out_features: int,
+        allowed: Tensor | None,
     ) -> Tensor:
         logits = empty_rows(self.device, torch.float32, len(x.values), out_features)
         linear_int8(*x[:4], panels, scales, bias, logits)
-        return _best(logits)
+        return _best(logits, allowed)
 
     def int4_empty(
         self, out_features: int, in_features: int, *, gated: bool = False, num_matrices: int | None = None
@@ -183,8 +192,11 @@ def _parts_of_int4(panels: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return values.transpose(0, 1), scales.permute(2, 0, 1)
 
 
-def _best(logits: Tensor) -> Tensor:
-    """[M, 2]: the largest of each row of logits [M, N] fp32, and the bits of its column."""
+def _best(logits: Tensor, allowed: Tensor | None) -> Tensor:
+    """[M, 2]: the largest of each row of logits [M, N] fp32, and the bits of its column; see `PackedLinear.argmax`.
+    Logits of columns that are not allowed are overwritten."""
+    if allowed is not None:
+        mask_tokens(logits, torch.arange(len(logits), device=logits.device), allowed.view(torch.int32))
     ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     values = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     greedy_argmax(logits, ids, values)

@@ -85,11 +85,11 @@ class GroupedPanels:
         assert scales is not None
         return GroupedWeight(codes, scales, group_of, zeros, mins, self.table).dequantize(dtype)
 
-    def find_best(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def find_best(self, x: Tensor, bias: Tensor | None, allowed: Tensor | None) -> Tensor:
         """See `PackedLinear.argmax`."""
         rows, sums = self._arrange(x)
         best = _cpu.activation_empty(torch.float32, rows.shape[0], 2, len(self.panels))
-        _cpu.linear_grouped_best(rows, sums, *self._weight(), bias, self.out_features, best)
+        _cpu.linear_grouped_best(rows, sums, *self._weight(), bias, self.out_features, allowed, best)
         return choose_best(best)
 
     def _weight(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, int]:
@@ -136,9 +136,9 @@ class GroupedLinear(PackedLinear):
     def row_reader(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         return partial(self.weights[0].dequantize_rows, dtype=dtype) if len(self.weights) == 1 else None
 
-    def argmax(self, x: LinearInput, bias: Tensor | None = None) -> Tensor:
+    def argmax(self, x: LinearInput, bias: Tensor | None = None, allowed: Tensor | None = None) -> Tensor:
         (weight,) = self.weights
-        return weight.find_best(as_tensor(x), bias)
+        return weight.find_best(as_tensor(x), bias, allowed)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,9 +12,6 @@ from shardline.runtime.backends.host.grouped import Fp8PanelKernels
 from shardline.runtime.ops.attention.kv_cache import LatentCache
 from shardline.runtime.ops.attention.pages import PageOrder
 from shardline.weights.rows import GROUP_SIZE, QuantizedRows
-
-_MASKED = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -np.inf).astype(np.float32)
-"""[256, 8]: for each byte of a mask, what is added to the logits of its eight tokens."""
 
 
 class HostKernels(Fp8PanelKernels):
@@ -39,6 +35,7 @@ class HostKernels(Fp8PanelKernels):
     expert_slots = staticmethod(_cpu.expert_slots)
     combine_slots = staticmethod(_cpu.combine_slots)
     softcap = staticmethod(_cpu.softcap)
+    mask_tokens = staticmethod(_cpu.mask_tokens)
     greedy_argmax = staticmethod(_cpu.greedy_argmax)
     logprobs = staticmethod(_cpu.logprobs)
     sample = staticmethod(_cpu.sample)
@@ -67,8 +64,7 @@ class HostKernels(Fp8PanelKernels):
 
     @staticmethod
     def write_latent(latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:
-        assert isinstance(cache, Tensor), "the CPU does not support quantized latents"
-        _cpu.write_latent(latent, rope_key, cache, slots)
+        _cpu.write_latent(latent, rope_key, *_latent_parts(cache), slots)
 
     @staticmethod
     def mla_attention(
@@ -81,8 +77,8 @@ class HostKernels(Fp8PanelKernels):
         out: Tensor,
         scale: float,
     ) -> None:
-        assert isinstance(cache, Tensor), "the CPU does not support quantized latents"
-        _cpu.mla_attention(query_latent, query_rope, cache, block_tables, query_starts, context_lens, out, scale)
+        parts = _latent_parts(cache)
+        _cpu.mla_attention(query_latent, query_rope, *parts, block_tables, query_starts, context_lens, out, scale)
 
     @staticmethod
     def route_experts(*arguments: Any) -> None:
@@ -90,13 +86,11 @@ class HostKernels(Fp8PanelKernels):
         _cpu.route_experts(*arguments[:-1])
 
     @staticmethod
-    def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """Rows are few, so numpy is fast enough: 0.2 ms for 150,000 tokens."""
-        values, masks = logits.numpy(), bits.numpy()
-        for row, words in zip(rows.tolist(), masks, strict=True):
-            values[row] += _MASKED[words.view(np.uint8)].reshape(-1)[: values.shape[1]]
-
-    @staticmethod
     def penalize(*arguments: Any) -> None:
         assert arguments[-1] is None, "the host knows every token"
         _cpu.penalize(*arguments[:-1])
+
+
+def _latent_parts(cache: LatentCache) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The latents, and beside quantized ones the rotated parts and the scales."""
+    return (cache, None, None) if isinstance(cache, Tensor) else cache

@@ -60,9 +60,11 @@ class PanelKernels:
         return out
 
     @staticmethod
-    def linear_argmax(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    def linear_argmax(
+        x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, allowed: Tensor | None
+    ) -> Tensor:
         best = _cpu.activation_empty(torch.float32, x.shape[0], 2, len(panels))
-        _cpu.linear_best(x, panels, bias, out_features, best)
+        _cpu.linear_best(x, panels, bias, out_features, allowed, best)
         return choose_best(best)
 
     @staticmethod
@@ -78,10 +80,15 @@ class PanelKernels:
 
     @staticmethod
     def linear_int8_argmax(
-        x: QuantizedRows, panels: Tensor, scales: Tensor, bias: Tensor | None, out_features: int
+        x: QuantizedRows,
+        panels: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        out_features: int,
+        allowed: Tensor | None,
     ) -> Tensor:
         best = _cpu.activation_empty(torch.float32, x.values.shape[0], 2, len(panels))
-        _cpu.linear_int8_best(*x[:4], panels, scales, bias, out_features, best)
+        _cpu.linear_int8_best(*x[:4], panels, scales, bias, out_features, allowed, best)
         return choose_best(best)
 
     @staticmethod

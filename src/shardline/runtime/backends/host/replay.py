@@ -70,4 +70,4 @@ class DecodeReplay:
 def _shape(step: StepInput) -> object:
     """Everything that determines the kernel calls of a decode step. The counts of all replicas in lockstep belong to
     it, because they determine the exchanges."""
-    return step.replica_tokens, step.replica_samples, step.greedy
+    return step.replica_tokens, step.replica_samples, step.greedy, step.allowed is not None

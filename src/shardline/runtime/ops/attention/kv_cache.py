@@ -27,7 +27,7 @@ def write_kv(
     A page [block_size, D] of a block and head has the order of `kernels.page_order` (see `pages`). slot = block_id *
     block_size + offset; a negative slot is skipped. The token stride of key and value is free. With
     scales, fp32 [num_blocks, Hk, block_size], the caches are int8. A token's head is stored as round(x / scale), with
-    the largest |x| / 127 as its scale, so its bytes depend on that head only. On a GPU the caches may be float8_e4m3fn,
+    the largest |x| / 127 as its scale, so its bytes depend on that head only. The caches may also be float8_e4m3fn,
     with 448 in place of 127.
     """
     kernels.write_kv(key, value, key_cache, value_cache, slots, key_scales, value_scales)
@@ -80,9 +80,11 @@ def write_kv_reference(
                 rows, scales[place] = quantized.view(rows.shape), row_scales.view(rows.shape[:2])
             else:
                 largest = rows.float().abs().amax(-1, keepdim=True)
-                scales[place] = largest[..., 0] / 127
+                has_size = largest.isfinite() & (largest >= 1e-36)
+                row_scales = (largest / 127).where(has_size, 0.0).where(largest.isfinite(), torch.nan)
+                scales[place] = row_scales[..., 0]
                 inverse = torch.full_like(largest, 127) / largest
-                rows = torch.where(largest > 0, rows.float() * inverse, 0.0).round()
+                rows = torch.where(has_size, rows.float() * inverse, 0.0).round()
         if cache.itemsize == 1:  # torch cannot scatter fp8
             cache.view(torch.uint8)[place] = rows.to(cache.dtype).view(torch.uint8)
         else:
@@ -90,7 +92,7 @@ def write_kv_reference(
 
 
 class QuantizedLatents(NamedTuple):
-    """A cache of latents with one byte per element, on a GPU; the rotated part of the keys stays in bf16."""
+    """A cache of latents with one byte per element; the rotated part of the keys stays in bf16."""
 
     values: Tensor
     """[num_blocks, block_size, R], int8 or float8_e4m3fn."""
@@ -109,8 +111,8 @@ LatentCache = Tensor | QuantizedLatents
 
 def write_latent(kernels: Kernels, latent: Tensor, rope_key: Tensor, cache: LatentCache, slots: Tensor) -> None:
     """Stores latent [T, R] and rope_key [T, P] at slots [T] (int64) of a cache [num_blocks, block_size, R + P], whose
-    pages have the order of `kernels.page_order`. In
-    `QuantizedLatents`, each token's latent is quantized as `write_kv` quantizes a head.
+    pages have the order of `kernels.page_order`. In `QuantizedLatents`, each token's latent is quantized as `write_kv`
+    quantizes a head; the values and the rotated parts are pages of their own, both in that order.
 
     Slots are as in `write_kv`; token strides are free.
     """

@@ -39,7 +39,7 @@ def paged_attention(
     and the result is rounded once. Where the ISA multiplies pairs of bf16, the weights exp(score - maximum of the
     split) are first rounded to bf16. The rounded weights are summed, so that they still add up to one. The scale is
     positive. Index tensors are int32; the token stride of query is free. With key_scales and value_scales, fp32
-    [num_blocks, Hk, block_size], the caches are int8 (or float8_e4m3fn on a GPU), filled by `write_kv`.
+    [num_blocks, Hk, block_size], the caches are int8 or float8_e4m3fn, filled by `write_kv`.
     """
     out = kernels.activation_empty(query.dtype, query.shape[0], query.shape[1], value_cache.shape[3])
     kernels.paged_attention(
