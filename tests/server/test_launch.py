@@ -212,3 +212,21 @@ def test_tls(tmp_path: Path) -> None:
         assert answer.json()["choices"][0]["text"] == REPLY
         server.popen.terminate()
         assert server.end()[0] == 0
+
+
+def test_sighup_reads_the_file_of_keys_again(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("first\n")
+    with process(config={"api_key_file": str(file)}) as server, client(server.url()) as http:
+
+        def status_with(key: str) -> int:
+            return http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+
+        assert [status_with("first"), status_with("second")] == [200, 401]
+        file.write_text("second\n")
+        server.popen.send_signal(signal.SIGHUP)
+        deadline = time.monotonic() + 5.0
+        while status_with("second") != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert status_with("first") == 401
