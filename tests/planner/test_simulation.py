@@ -176,6 +176,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "simulated: 50 requests" in capsys.readouterr().out
     assert main([*words[:8], "--simulate", "--num-prompts", "300", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["simulation"]["kv_use"]) < 400, "without a rate too"
+    assert main([*words, "--num-prompts", "400", "--rate", "1e5", "--replicas", "400", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["simulation"]["kv_use"]) > 10, "the resolution follows the replicas"
     assert main([*words, "--num-prompts", "0"]) == 2
     assert "--num-prompts must be at least 1" in capsys.readouterr().err
     assert main([*words, "--trace", "/nothing.jsonl"]) == 2

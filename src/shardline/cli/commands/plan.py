@@ -236,14 +236,16 @@ def _simulate(args: argparse.Namespace, found: Search) -> Simulation:
     interval = _time("--report-interval", args.report_interval)
     assert interval is not None
     assert best.speed is not None
+    replicas = args.replicas or best.layout.data
     # It ends about when the last request has come, or when all tokens can have been made.
-    made = sum(request.output_len for request in requests) / best.speed.output_tok_s.p50
+    tokens_per_second = best.speed.output_tok_s.p50 * replicas / best.layout.data
+    made = sum(request.output_len for request in requests) / tokens_per_second
     duration = max(requests[-1].arrival, made)
     return simulate(
         replica_setup(found, best, prefix_caching=config.cache.enable_prefix_caching),
         requests,
         found.demand,
-        num_replicas=args.replicas or best.layout.data,
+        num_replicas=replicas,
         policy=config.parallel.router_policy,
         report_seconds=interval,
         duration=duration,
