@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
@@ -89,6 +91,51 @@ def _integers_to_float(self: InterpreterBuilder, x: TensorHandle, wanted: tl.dty
     if wanted.scalar == tl.bfloat16:
         return TensorHandle(_rounded(x.data.astype(np.float32), tl.float32, tl.bfloat16, None), tl.bfloat16)
     return TensorHandle(x.data.astype(interpreter._get_np_dtype(wanted)), wanted.scalar)
+
+
+_describe_block, _np_dtype = tl.block_type.__init__, interpreter._get_np_dtype
+_BLOCKS: dict[tuple[object, ...], dict[str, object]] = {}
+_SHAPES: dict[tuple[int, ...], tuple[object, object]] = {}
+_NP_DTYPES: dict[str, np.dtype] = {}
+
+
+def _init_block(self: tl.block_type, element_type: tl.dtype, shape: Iterable[object]) -> None:
+    """The attributes of an equal type, if there was one."""
+    key = (element_type.name, *shape)
+    known = _BLOCKS.get(key)
+    if known is None:
+        _describe_block(self, element_type, list(shape))
+        known = _BLOCKS[key] = self.__dict__
+    self.__dict__ = known
+
+
+def _init_tensor(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
+    """As in Triton, but tensors of equal shapes share what describes their shapes."""
+    sizes = tuple(type.shape.values) if type.is_block() else ()
+    known = _SHAPES.get(sizes)
+    if known is None:
+        known = _SHAPES[sizes] = tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+    self.shape, self.numel = known
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+
+
+def _np_dtype_of(type: tl.dtype) -> np.dtype:
+    name = type.scalar.name
+    if name not in _NP_DTYPES:
+        _NP_DTYPES[name] = _np_dtype(type)
+    return _NP_DTYPES[name]
+
+
+@pytest.fixture(autouse=True, scope="package")
+def fast_interpreter() -> Iterator[None]:
+    """The interpreter describes the type of every value anew, which takes longer than most operations. It also checks
+    every sum and product of 32-bit integers for overflow, which GPUs do not, in six further operations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tl.block_type, "__init__", _init_block)
+        patch.setattr(tl.tensor, "__init__", _init_tensor)
+        patch.setattr(interpreter, "_get_np_dtype", _np_dtype_of)
+        patch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *operands: None)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="package")
