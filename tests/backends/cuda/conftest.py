@@ -119,6 +119,10 @@ def _init_tensor(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
 
 
+def _equal_tuples(self: tl.tuple, other: Iterable[object]) -> tl.constexpr:
+    return tl.constexpr(self.values == list(other))
+
+
 def _np_dtype_of(type: tl.dtype) -> np.dtype:
     name = type.scalar.name
     if name not in _NP_DTYPES:
@@ -133,6 +137,7 @@ def fast_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tl.block_type, "__init__", _init_block)
         patch.setattr(tl.tensor, "__init__", _init_tensor)
+        patch.setattr(tl.tuple, "__eq__", _equal_tuples)
         patch.setattr(interpreter, "_get_np_dtype", _np_dtype_of)
         patch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *operands: None)
         yield
