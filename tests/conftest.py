@@ -23,6 +23,7 @@ import torch
 
 from shardline import _cpu
 
+torch.set_num_threads(1)  # the oracles are small, and workers of the suite share the cores
 BEST_ISA = _cpu.isa()
 
 collect_ignore = ["clients"]  # they have an environment of their own, see `make clients`
