@@ -107,7 +107,7 @@ class Faults:
     def await_loading(self) -> bool:
         """Kill an engine, and wait until a process of its next start is there; whether it came."""
         before = set(self.pids("rank"))
-        os.kill(self._random.choice(self.pids("engine")), signal.SIGKILL)
+        os.kill(self._random.choice(self._current("engine")), signal.SIGKILL)
         deadline = time.monotonic() + _LOADING_SECONDS
         while time.monotonic() < deadline:
             new = set(self.pids("rank")) - before
@@ -131,8 +131,10 @@ class Faults:
             os.kill(node.pid, SIGNALS[fault.kind])
             return named, lambda: self._bring_back_node(fault.kind)
         # The last one is loading, if any is.
-        pids = self.pids(fault.target)
-        pid = max(pids, key=start_time) if fault.state == "loading" else self._random.choice(pids)
+        if fault.state == "loading":
+            pid = max(self.pids(fault.target), key=start_time)
+        else:
+            pid = self._random.choice(self._current(fault.target))
         named = self._appears({"head": "the head process ", "engine": r"engine \d"}.get(fault.target, rf"pid {pid}\b"))
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, SIGNALS[fault.kind])
@@ -147,6 +149,11 @@ class Faults:
                 if any(title in line for title in _TITLES[target]):
                     found.append(pid)
         return found
+
+    def _current(self, target: str) -> list[int]:
+        """The newest process of each title: the one before it may still be ending."""
+        newest = {command_line(pid): pid for pid in sorted(self.pids(target), key=start_time)}
+        return [pid for title, pid in newest.items() if title.startswith("shardline: ")]
 
     def _appears(self, pattern: str, host: int = 0) -> Callable[[], bool]:
         path = self._site.logs[host]

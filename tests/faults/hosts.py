@@ -102,6 +102,16 @@ class Hosts:
         """The processes of a host."""
         return pids_in(self._spaces[host])
 
+    def listeners(self, host: int) -> set[int]:
+        """The TCP ports on which processes of a host listen."""
+        found = set()
+        for name in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{self.pids(host)[0]}/net/{name}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A":
+                    found.add(int(words[1].rpartition(":")[2], 16))
+        return found
+
     def _connect(self, port: str, space: str | None, interface: str, address: str) -> None:
         inside = ("-n", space) if space else ()
         peer = ("netns", space) if space else ("netns", "1")
