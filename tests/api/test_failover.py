@@ -14,7 +14,7 @@ import pytest
 from shardline.api.async_llm import AsyncLLM
 from shardline.api.engines import Client, EngineEvent, EngineRestarted, RestartFailed
 from shardline.api.errors import EngineDead, EngineRecovering
-from shardline.api.failover import MAX_FAILURES, RESTART_WINDOW, RestartLimit
+from shardline.api.failover import MAX_FAILURES, ONE_CUT, RESTART_WINDOW, RestartLimit, RunningChoice
 from shardline.api.llm import LLM
 from shardline.api.replicas import Replicas
 from shardline.config.engine import EngineConfig
@@ -43,8 +43,8 @@ class Cluster:
         self.replicas = Replicas(config, lambda *event: self.events.put(event), connect or self.fakes)
         self.replicas.wait_ready()
 
-    def fail(self, index: int, message: str = "killed") -> list[SequenceOutput]:
-        return list(self.replicas.handle_event(index, EngineFailed(message)))
+    def fail(self, index: int, message: str = "killed", *, host_lost: bool = False) -> list[SequenceOutput]:
+        return list(self.replicas.handle_event(index, EngineFailed(message, host_lost=host_lost)))
 
     def pass_restart(self, kind: type[EngineEvent]) -> list[SequenceOutput]:
         """Waits for the end of a restart, and passes it on."""
@@ -119,6 +119,20 @@ def test_a_choice_that_is_there_at_every_failure_ends() -> None:
     assert output.error == "rank 1 was killed (this request was running at 3 failures, and is not tried again)"
     cluster.pass_restart(EngineRestarted)
     assert cluster.replicas.num_in_flight() == 0
+
+
+def test_one_cut_is_one_failure_of_a_choice() -> None:
+    """A cut takes two replicas away, and one of them again while it heals."""
+    cluster = Cluster(data_parallel_size=3)
+    cluster.replicas.add_requests(request("a"))
+    for index in (0, 1, 2):
+        assert cluster.fail(index, host_lost=True) == []
+    choice = RunningChoice(request("b")[0])
+    for now, expected in ((100.0, 1), (100.1, 1), (100.0 + ONE_CUT, 2), (101.0 + ONE_CUT, 2)):
+        choice.note_failure(now, host_lost=True)
+        assert choice.num_failures == expected
+    choice.note_failure(102.0 + ONE_CUT, host_lost=False)
+    assert choice.num_failures == MAX_FAILURES
 
 
 def test_a_replica_that_fails_too_often_stays_down() -> None:

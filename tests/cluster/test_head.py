@@ -16,6 +16,7 @@ from shardline import __version__
 from shardline.channel import Channel
 from shardline.cluster.head import Head
 from shardline.cluster.messages import (
+    ENGINE,
     Accepted,
     Beat,
     FrontToHead,
@@ -25,6 +26,10 @@ from shardline.cluster.messages import (
     Refused,
     Rejoin,
     Shutdown,
+    StartStream,
+    Stream,
+    StreamData,
+    StreamEnded,
     Unfit,
 )
 from shardline.cluster.node import Node, UnreadableMessage, tell_head
@@ -208,3 +213,70 @@ def test_a_join_that_nobody_has_read_is_asked_for_again(own: Join, port: int) ->
     thread.join(10)
     assert not thread.is_alive()
     wire.close()
+
+
+def test_processes_start_once_the_node_has_imported_their_modules(
+    own: Join, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then, the node keeps what comes for them. A stream that ends meanwhile starts nothing."""
+    wire = HeadSocket(TOKEN, "127.0.0.1", port)
+    one = Node(cluster_config(port), TOKEN, node(own, 1))
+    processes = HeldProcesses()
+    monkeypatch.setattr(one, "_processes", processes)
+    monkeypatch.setattr(one, "_deployment", object())
+    thread = threading.Thread(target=one.run, daemon=True)
+    thread.start()
+    assert wire.socket.poll(5000)
+    identity, _ = wire.socket.recv_multipart()
+    kept, ended = Stream(0, ENGINE, 1), Stream(1, ENGINE, 2)
+    for message in (
+        Accepted("portable"),
+        StartStream(kept),
+        StartStream(ended),
+        StreamData(kept, b"first"),
+        StreamData(kept, b"second"),
+        StreamEnded(ended),
+    ):
+        wire.send(identity, message)
+    assert not processes.started.wait(0.2)
+    processes.is_importing = False
+    assert processes.started.wait(5.0)
+    assert processes.ends[0].recv(11, socket.MSG_WAITALL) == b"firstsecond"
+    wire.send(identity, Shutdown(0, "the test is over"))
+    thread.join(10)
+    assert not thread.is_alive()
+    assert processes.streams == [kept]
+    processes.ends[0].close()
+    wire.close()
+
+
+class HeldProcesses:
+    """The processes of a node that imports; they start as sockets."""
+
+    def __init__(self) -> None:
+        self.is_importing = True
+        self.streams: list[Stream] = []
+        self.ends: list[socket.socket] = []
+        self.started = threading.Event()
+
+    def start_engine(self, deployment: object, stream: Stream) -> dict[Stream, socket.socket]:
+        ours, theirs = socket.socketpair()
+        self.streams.append(stream)
+        self.ends.append(ours)
+        self.started.set()
+        return {stream: theirs}
+
+    def beats(self) -> list[tuple[Stream, bytes]]:
+        return []
+
+    def check(self) -> None:
+        pass
+
+    def retire(self, stream: Stream) -> None:
+        pass
+
+    def end_all(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

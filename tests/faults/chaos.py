@@ -2,9 +2,9 @@
 
     python -m tests.faults.chaos --product --faults 100 --seed 1 --minutes 15
 
-`--product` causes every fault in every process, idle, loading and busy; then `--faults` faults follow at random. The
-server runs two replicas of two stages, each on a host of its own (a network namespace). The log must name each fault in
-time, and both replicas must run again before the next one.
+`--product` causes every fault in every process, idle, loading and busy; then `--faults` faults follow at random, most
+of them kills. The server runs two replicas of two stages, each on a host of its own (a network namespace). The log must
+name each fault in time, both replicas must run again, and all streams must go on, before the next fault.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ REQUESTS: tuple[dict[str, Any], ...] = (
 )
 UNSEEDED = {**_TEXT, "prompt": "Once upon a time", "max_tokens": 200, "temperature": 1.0}
 
-_PAUSE = 0.3
-"""Seconds without a piece that count as a pause of a stream."""
+FAULT_NAMES = tuple(dict.fromkeys(fault.name for fault in PRODUCT))
 _LOST_AFTER = 150.0
 """Seconds after which replicas count as lost for good."""
 
@@ -58,25 +57,49 @@ class Report:
 
     late: list[str] = field(default_factory=list)
     """Faults that were named or over later than promised. Test machines with few cores may be slow."""
+    seconds: float = 0.0
+    """How long all faults took."""
 
     def lines(self) -> list[str]:
-        """A table of the times, for people."""
-        kinds = {
-            "named": self.named,
-            "streams go on": self.paused,
-            "all run again": self.recovered,
-        }
-        rows = [f"{'fault':<24}{'n':>5}" + "".join(f"{name + ' s':>18}" for name in kinds) + "    (median / largest)"]
-        for name in sorted(self.named):
-            cells = [
-                f"{statistics.median(times[name]):.1f} / {max(times[name]):.1f}" if times[name] else "-"
-                for times in kinds.values()
-            ]
-            rows.append(f"{name:<24}{len(self.named[name]):>5}" + "".join(f"{cell:>18}" for cell in cells))
-        faults = sum(map(len, self.named.values()))
-        rows.append(f"{faults} faults; {self.answers} answers compared, {len(self.wrong)} wrong")
-        rows.append(f"later than promised: {len(self.late)}")
-        return [*rows, *self.late[:20], *self.wrong[:20]]
+        """A table of the times in Markdown, and the verdict."""
+        rows = [
+            "| fault | faults | named | streams go on | all replicas run again |",
+            "|---|---|---|---|---|",
+            *(row for row in (self._row(name) for name in FAULT_NAMES) if row),
+            "",
+            "Seconds, median / largest of all states; the largest of idle, loading and busy apart:",
+            "",
+            *(f"- {name}: {self._by_state(name)}" for name in FAULT_NAMES if self._row(name)),
+            "",
+            f"{self.num_faults} faults in {self.seconds / 60:.1f} minutes; {self.answers} answers compared, "
+            f"{len(self.wrong)} errors, {len(self.late)} later than promised",
+            *(f"LATE  {line}" for line in self.late[:40]),
+            *(f"WRONG {line}" for line in self.wrong[:40]),
+        ]
+        return [*rows, "FAILED" if self.wrong else "PASSED" + f", {len(self.late)} late" * bool(self.late)]
+
+    @property
+    def num_faults(self) -> int:
+        """How many faults were caused."""
+        return sum(map(len, self.named.values()))
+
+    def _row(self, name: str) -> str:
+        """The row of a fault; empty: it was not caused."""
+        kinds = [
+            [seconds for key, times in kind.items() if key.startswith(f"{name}, ") for seconds in times]
+            for kind in (self.named, self.paused, self.recovered)
+        ]
+        cells = [f"{statistics.median(times):.1f} / {max(times):.1f}" if times else "-" for times in kinds]
+        return f"| {name} | {len(kinds[0])} | {' | '.join(cells)} |" if kinds[0] else ""
+
+    def _by_state(self, name: str) -> str:
+        words = []
+        for state in ("idle", "loading", "busy"):
+            kinds = {"named": self.named, "go on": self.paused, "run again": self.recovered}
+            largest = {word: max(kind.get(f"{name}, {state}", [0.0])) for word, kind in kinds.items()}
+            if f"{name}, {state}" in self.named:
+                words.append(f"{state} " + ", ".join(f"{word} {seconds:.1f}" for word, seconds in largest.items()))
+        return "; ".join(words)
 
 
 class Chaos:
@@ -90,10 +113,12 @@ class Chaos:
         self._flowing.set()
         self._lock = threading.Lock()
         self._running = 0
-        self._pauses: list[tuple[float, float]] = []
-        """When a stream went on, and for how long it had paused."""
+        self._longest_pause = 0.0
+        """Seconds for which a stream got nothing, since the last fault."""
         self._waiting: dict[int, float] = {}
         """For each thread in the middle of a stream, when its last piece came."""
+        self._last_piece = 0.0
+        self._http = httpx.Client(verify=False, timeout=60.0, limits=httpx.Limits(max_keepalive_connections=0))
         path = f"{STALLING}:{os.environ.get('PYTHONPATH', '')}"
         flags = (*layout, "--max-restarts", "1000000", "--max-num-seqs", "16")
         self.site = Site(folder, 2, *flags, PYTHONPATH=path)
@@ -106,14 +131,16 @@ class Chaos:
             self.site.await_ready()
             self._faults.await_fork_servers()
             self._expected = [self._answer(request) for request in REQUESTS]
+            self._waiting.clear()
             clients = [threading.Thread(target=self._be_client, args=(index,)) for index in range(num_clients)]
             for client in clients:
                 client.start()
             began = time.monotonic()
-            for number, fault in enumerate(faults):
+            for number, fault in enumerate(faults, 1):
                 if time.monotonic() - began > seconds or not self._cause_fault(fault):
                     break
-                print(f"{number + 1}/{len(faults)} faults, {self.report.answers} answers", end="\r", file=sys.stderr)
+                self.report.seconds = time.monotonic() - began
+                self._show_progress(number, len(faults))
             self._stopping.set()
             self._flowing.set()
             for client in clients:
@@ -126,6 +153,18 @@ class Chaos:
             self._stopping.set()
             self._flowing.set()
             self.site.hosts.close()
+
+    def _show_progress(self, number: int, count: int) -> None:
+        """One line that is overwritten, and one that stays after every 50 faults."""
+        report = self.report
+        left = report.seconds / number * (count - number) / 60
+        print(
+            f"{number}/{count} faults, {report.answers} answers, {len(report.wrong)} errors, {len(report.late)} late, "
+            f"{report.seconds / 60:.1f} minutes, about {left:.1f} left ",
+            end="\n" if number % 50 == 0 else "\r",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def check_end(self) -> None:
         """End the server: no process may be left on any host."""
@@ -142,9 +181,12 @@ class Chaos:
         if fault.state == "idle":
             self._flowing.clear()
             while self._running:
-                time.sleep(0.05)
+                time.sleep(0.02)
         else:
             self._flowing.set()
+            self._await_streams(fault)
+        time.sleep(0.15 * self._random.random())
+        self._longest_pause = 0.0
         if fault.state == "loading" and not self._faults.await_loading():
             self.report.wrong.append(f"no process was loading for {fault.name}")
             return self._await_replicas(fault, time.monotonic())
@@ -165,31 +207,36 @@ class Chaos:
     def _await_replicas(self, fault: Fault, began: float) -> bool:
         while (seconds := time.monotonic() - began) < _LOST_AFTER:
             try:
-                health = httpx.get(f"{self.site.url}/health", timeout=5.0).json()
+                health = self._http.get(f"{self.site.url}/health", timeout=5.0).json()
             except httpx.HTTPError:
                 health = {"status": "away"}
             if health["status"] == "ready" and "replicas" not in health:
                 self.report.recovered[f"{fault.name}, {fault.state}"].append(seconds)
-                time.sleep(0.2 + 0.5 * self._random.random())
-                self._note_pauses(fault, began)
+                if fault.state != "idle":
+                    self._await_streams(fault)
+                    self._note_pause(fault)
                 return True
-            time.sleep(0.1)
+            time.sleep(0.05)
         self.report.wrong.append(f"after {fault.name}, {fault.state}, not all replicas ran again: {health}")
         for log in self.site.logs:
             print(f"--- {log.name}\n{log.read_text()[-6000:]}", file=sys.stderr)
         return False
 
-    def _note_pauses(self, fault: Fault, began: float) -> None:
-        """Keep for how long streams paused since `began`; those that still wait count too."""
+    def _await_streams(self, fault: Fault) -> None:
+        """Wait until tokens come, in all streams that have begun."""
         now = time.monotonic()
-        pauses = [length for end, length in self._pauses if end > began]
-        pauses += [now - last for last in list(self._waiting.values()) if now - last > _PAUSE]
-        self._pauses.clear()
-        if not pauses:
-            return
-        self.report.paused[f"{fault.name}, {fault.state}"].append(max(pauses))
-        if max(pauses) > fault.runs_within:
-            self.report.late.append(f"{fault.name}, {fault.state}: a stream paused for {max(pauses):.1f} s")
+        while self._last_piece <= now or min(list(self._waiting.values()), default=now + 1) <= now:
+            if time.monotonic() - now > fault.runs_within:
+                self.report.wrong.append(f"at {fault.name}, {fault.state}, streams do not go on")
+                return
+            time.sleep(0.02)
+
+    def _note_pause(self, fault: Fault) -> None:
+        """Keep for how long streams paused. All of them go on by now."""
+        pause = self._longest_pause
+        self.report.paused[f"{fault.name}, {fault.state}"].append(pause)
+        if pause > fault.runs_within:
+            self.report.late.append(f"{fault.name}, {fault.state}: a stream paused for {pause:.1f} s")
 
     def _difference(self, number: int, answer: str) -> str:
         """The first place in which an answer differs from the expected one."""
@@ -219,6 +266,7 @@ class Chaos:
                 self.report.wrong.append(f"request {number}: {type(error).__name__}: {error}")
                 continue
             finally:
+                self._waiting.pop(threading.get_ident(), None)
                 self._count(-1)
             self.report.answers += 1
             if not right:
@@ -237,7 +285,7 @@ class Chaos:
         """
         choices: dict[int, dict[str, Any]] = defaultdict(lambda: {"text": "", "logprobs": [], "finish": None})
         usage, last = None, time.monotonic()
-        with httpx.stream("POST", f"{self.site.url}/v1/completions", json=request, timeout=60.0) as response:
+        with self._http.stream("POST", f"{self.site.url}/v1/completions", json=request) as response:
             if response.status_code in (429, 503):
                 raise _Busy
             for line in response.iter_lines():
@@ -247,9 +295,8 @@ class Chaos:
                 if "error" in piece:
                     raise _Failed(str(piece["error"]))
                 now = time.monotonic()
-                if now - last > _PAUSE:
-                    self._pauses.append((now, now - last))
-                last = self._waiting[threading.get_ident()] = now
+                self._longest_pause = max(self._longest_pause, now - last)
+                last = self._last_piece = self._waiting[threading.get_ident()] = now
                 usage = piece.get("usage") or usage
                 for choice in piece["choices"]:
                     found = choices[choice["index"]]
@@ -257,7 +304,6 @@ class Chaos:
                     found["finish"] = choice["finish_reason"] or found["finish"]
                     if choice.get("logprobs"):
                         found["logprobs"] += choice["logprobs"]["token_logprobs"]
-        self._waiting.pop(threading.get_ident(), None)
         if usage is None:
             raise _Failed("the stream ended early")
         return json.dumps({"choices": choices, "usage": usage}, sort_keys=True)
@@ -290,9 +336,9 @@ def check_wrong_interface(folder: Path) -> str:
 
 
 def choose_faults(known: Sequence[Fault], count: int, chooser: random.Random) -> list[Fault]:
-    """Faults at random. Kills, which are over soonest, are most of them; hangs that take a minute are left out."""
+    """Faults at random. Most of them are those that are over soonest; hangs that take a minute are left out."""
     quick = [fault for fault in known if not fault.hangs_while_loading] or known
-    return chooser.choices(quick, [4 if fault.kind == "kill" else 1 for fault in quick], k=count)
+    return chooser.choices(quick, [24 if fault.is_short else 1 for fault in quick], k=count)
 
 
 def main() -> int:
@@ -304,6 +350,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e6, help="cause no new fault after this time")
     parser.add_argument("--logs", type=Path, help="a folder that keeps the logs of the hosts")
+    parser.add_argument("--clients", type=int, default=4, help="streams at a time")
     parser.add_argument("--layout", default="-dp 2 -pp 2", help="of the server, on two hosts")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no host is left behind
@@ -315,7 +362,7 @@ def main() -> int:
             print(check_wrong_interface(Path(folder)))
     with tempfile.TemporaryDirectory() as folder:
         chaos = Chaos(arguments.logs or Path(folder), arguments.seed, arguments.layout.split())
-        report = chaos.run(faults, seconds=60 * arguments.minutes)
+        report = chaos.run(faults, arguments.clients, 60 * arguments.minutes)
     print("\n".join(report.lines()))
     return 1 if report.wrong else 0
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults.processes import command_line
+from tests.faults.processes import command_line, start_time
 from tests.faults.site import Site
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "stall": signal.SIGUSR2}
@@ -68,6 +68,11 @@ class Fault:
         return RUNS_WITHIN[self.kind] + (LOADING_HANGS_WITHIN if self.hangs_while_loading else 0.0)
 
     @property
+    def is_short(self) -> bool:
+        """Whether it is over in a second. Others wait for a deadline, or for a node that starts from nothing."""
+        return self.kind == "kill" and self.target != "node"
+
+    @property
     def hangs_while_loading(self) -> bool:
         """Loading has a deadline of its own."""
         return (self.kind, self.state) == ("stall", "loading") and self.target in ("rank", "engine")
@@ -102,7 +107,7 @@ class Faults:
     def await_loading(self) -> bool:
         """Kill an engine, and wait until a process of its next start is there; whether it came."""
         before = set(self.pids("rank"))
-        os.kill(self._random.choice(self.pids("engine")), signal.SIGKILL)
+        os.kill(self._random.choice(self._current("engine")), signal.SIGKILL)
         deadline = time.monotonic() + _LOADING_SECONDS
         while time.monotonic() < deadline:
             new = set(self.pids("rank")) - before
@@ -113,21 +118,23 @@ class Faults:
         return False
 
     def cause(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
-        """Cause a fault. Returns whether it is named by now, and what ends it."""
+        """Cause a fault. Returns whether it is named by now, by both sides of a cut, and what ends it."""
         site = self._site
         if fault.kind == "cut":
             host = 0 if fault.target == "head" else 1
-            named = self._appears("has not been heard of for", host=1 if fault.target == "head" else 0)
+            sides = [self._appears("has not been heard of for", host=side) for side in range(2)]
             site.hosts.cut(host)
-            return named, lambda: site.hosts.heal(host)
+            return lambda: all(named() for named in sides), lambda: site.hosts.heal(host)
         if fault.target == "node":
             node = site.nodes[0]
             named = self._appears(r"node 1 \(.*has (not been heard of for|closed its connection)")
             os.kill(node.pid, SIGNALS[fault.kind])
             return named, lambda: self._bring_back_node(fault.kind)
         # The last one is loading, if any is.
-        pids = self.pids(fault.target)
-        pid = max(pids) if fault.state == "loading" else self._random.choice(pids)
+        if fault.state == "loading":
+            pid = max(self.pids(fault.target), key=start_time)
+        else:
+            pid = self._random.choice(self._current(fault.target))
         named = self._appears({"head": "the head process ", "engine": r"engine \d"}.get(fault.target, rf"pid {pid}\b"))
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, SIGNALS[fault.kind])
@@ -143,10 +150,22 @@ class Faults:
                     found.append(pid)
         return found
 
+    def _current(self, target: str) -> list[int]:
+        """The newest process of each title: the one before it may still be ending."""
+        newest = {command_line(pid): pid for pid in sorted(self.pids(target), key=start_time)}
+        return [pid for title, pid in newest.items() if title.startswith("shardline: ")]
+
     def _appears(self, pattern: str, host: int = 0) -> Callable[[], bool]:
-        begin = len(self._site.log(host))
-        line = re.compile(rf"^.* (?:ERROR|WARNING) .*{pattern}", re.MULTILINE)
-        return lambda: line.search(self._site.log(host)[begin:]) is not None
+        path = self._site.logs[host]
+        begin = path.stat().st_size
+        line = re.compile(rf"^.* (?:ERROR|WARNING) .*{pattern}".encode(), re.MULTILINE)
+
+        def appears() -> bool:
+            with path.open("rb") as log:
+                log.seek(begin)
+                return line.search(log.read()) is not None
+
+        return appears
 
     def _bring_back_node(self, kind: str) -> None:
         """As the supervisor of a node would; one that was stopped goes on, as after a pause of a virtual machine."""

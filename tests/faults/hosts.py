@@ -102,6 +102,16 @@ class Hosts:
         """The processes of a host."""
         return pids_in(self._spaces[host])
 
+    def listeners(self, host: int) -> set[int]:
+        """The TCP ports on which processes of a host listen."""
+        found = set()
+        for name in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{self.pids(host)[0]}/net/{name}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A":
+                    found.add(int(words[1].rpartition(":")[2], 16))
+        return found
+
     def _connect(self, port: str, space: str | None, interface: str, address: str) -> None:
         inside = ("-n", space) if space else ()
         peer = ("netns", space) if space else ("netns", "1")
@@ -125,8 +135,13 @@ def await_ready(address: str, seconds: float, *processes: subprocess.Popen[str])
 
 
 def pids_in(space: str) -> list[int]:
-    """The processes in a network namespace."""
-    return [int(word) for word in _run("ip", "netns", "pids", space).split()]
+    """The processes in a network namespace, in the order of their numbers."""
+    number, found = os.stat(f"/run/netns/{space}").st_ino, []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdecimal() and os.stat(folder / "ns/net").st_ino == number:
+                found.append(int(folder.name))
+    return sorted(found)
 
 
 def _ip(*words: str) -> str:

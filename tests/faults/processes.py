@@ -67,6 +67,13 @@ def assert_all_end(pids: list[int], within: float) -> None:
         time.sleep(0.02)
 
 
+def start_time(pid: int) -> int:
+    """When a process began, in ticks since the host's start; 0: it has ended."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return 0
+
+
 def command_line(pid: int) -> str:
     """The words of a process, or its title; empty: it has ended."""
     with contextlib.suppress(OSError):

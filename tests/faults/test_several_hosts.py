@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from shardline import LLM, SamplingParams
+from tests.faults.hosts import TOKEN
 from tests.faults.processes import command_line
 from tests.faults.site import Site, await_line, site
 
@@ -86,11 +87,24 @@ class Reader(threading.Thread):
 def test_one_answer_on_several_hosts(count: int, flags: tuple[str, ...], tmp_path: Path, undisturbed: str) -> None:
     with site(tmp_path, count, *flags) as server:
         assert Reader(server.url).finish(60) == undisturbed
+        # The table of ports in docs/operations.md: other ports are open only while groups form.
+        assert [server.hosts.listeners(index) for index in range(count)] == [{8000, 29501}] + [set()] * (count - 1)
+        assert_no_secrets(server, count)
         os.kill(server.head.pid, signal.SIGTERM)
         assert server.head.wait(15) == 0
         for node in server.nodes:
             assert node.wait(10) == 0
         assert [server.hosts.pids(index) for index in range(count)] == [[]] * count
+
+
+def assert_no_secrets(server: Site, count: int) -> None:
+    """The join token is in no log, on no command line, and not in the environment of ranks and engines."""
+    for index in range(count):
+        assert TOKEN not in server.log(index)
+        for pid in server.hosts.pids(index):
+            assert TOKEN not in command_line(pid)
+            if re.search("shardline: (rank|engine)", command_line(pid)):
+                assert TOKEN.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def test_gloo_reaches_other_hosts(tmp_path: Path, undisturbed: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from shardline.cluster.ray_nodes import RayNodes
 
 _POLL_SECONDS = 0.2
+
+_log = logging.getLogger(__name__)
 
 
 class Client(Protocol):
@@ -170,6 +173,7 @@ class Engines:
             if ready.fingerprint != self._fingerprint:
                 raise RuntimeError(f"it would give different answers ({self._fingerprint}, now {ready.fingerprint})")
         except (OSError, RuntimeError, ValueError) as error:
+            _log.error("replica %d could not start again: %s", index, error)  # before its processes are awaited
             if client is not None:
                 client.close()
                 with self._closing:
@@ -229,6 +233,6 @@ class Engines:
             current = deployment if self._cluster is None else self._cluster.deployment
             return EngineClient(current, index, on_event, partial(start, forks=self._forks.current))
 
-        self._modules = modules_to_import(deployment)
+        self._modules = modules_to_import(deployment.device)
         found = dataclasses.replace(config.model, model=deployment.model.folder)
         return connect, dataclasses.replace(config, model=found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +14,10 @@ from shardline.types import Request, SequenceOutput
 
 MAX_FAILURES = 3
 """A choice that was present at so many failures ends with an error: it may be their cause."""
+
+ONE_CUT = 15.0
+"""Seconds in which all losses of hosts are one failure: a cut takes several replicas away, and some of them again while
+it heals."""
 
 RESTART_WINDOW = 300.0
 """Seconds in which a replica may restart --max-restarts times."""
@@ -27,6 +32,16 @@ class RunningChoice:
     num_failures: int = 0
     num_cached_tokens: int | None = None
     """Prompt tokens that the first replica found in its cache; None: no output has come."""
+    host_lost_at: float = -math.inf
+    """When the last failure was counted whose cause was the loss of a host."""
+
+    def note_failure(self, now: float, *, host_lost: bool) -> None:
+        """The replica has failed at the time `now`. `host_lost`: a host of it is away."""
+        if host_lost:
+            if now - self.host_lost_at < ONE_CUT:
+                return
+            self.host_lost_at = now
+        self.num_failures += 1
 
     def correct_output(self, output: SequenceOutput) -> SequenceOutput:
         """The output with the number of cached tokens that it would have if nothing had failed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from shardline.api.engines import Client, Connect, EngineEvent, EngineRestarted,
 from shardline.api.errors import EngineDead, EngineRecovering, QueueFull
 from shardline.api.failover import MAX_FAILURES, RestartLimit, RunningChoice
 from shardline.config.engine import EngineConfig
-from shardline.engine.ipc import EngineOutputs
+from shardline.engine.ipc import EngineFailed, EngineOutputs
 from shardline.router.policies.base import ReplicaLoad
 from shardline.router.router import Router
 from shardline.stats import EngineStats, merge_stats
@@ -139,10 +140,9 @@ class Replicas:
         if isinstance(event, EngineRestarted):
             return self._welcome_replica(index, event.client)
         if isinstance(event, RestartFailed):
-            logger.error("replica %d could not start again: %s", index, event.message)
             replica.restarting = False
             return self._recover(index, [])
-        return self._lose_replica(index, event.message or "the engine's process has ended")
+        return self._lose_replica(index, event)
 
     def _note_outputs(self, replica: _Replica, outputs: Sequence[SequenceOutput]) -> Sequence[SequenceOutput]:
         """Keep new tokens; returns the outputs as they would be if nothing had failed."""
@@ -205,8 +205,9 @@ class Replicas:
                 self._forget_request(choice.request.request_id)
             raise
 
-    def _lose_replica(self, index: int, reason: str) -> Sequence[SequenceOutput]:
-        replica = self._replicas[index]
+    def _lose_replica(self, index: int, event: EngineFailed) -> Sequence[SequenceOutput]:
+        replica, now = self._replicas[index], time.monotonic()
+        reason = event.message or "the engine's process has ended"
         replica.failed = reason
         self._router.forget_replica(index)
         gauges = {"num_running": 0, "num_waiting": 0, "kv_blocks_used": 0}
@@ -219,7 +220,7 @@ class Replicas:
                 lost += other.take_choices()
         for choice in lost:
             self._home.pop(choice.request.request_id, None)
-            choice.num_failures += 1
+            choice.note_failure(now, host_lost=event.host_lost)
         return self._recover(index, lost)
 
     def _recover(self, index: int, lost: Sequence[RunningChoice]) -> Sequence[SequenceOutput]:

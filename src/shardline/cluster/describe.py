@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import ipaddress
+import logging
 import secrets
 import socket
 import time
@@ -25,6 +26,7 @@ _OWN_FLAGS = {"model", "tokenizer", "cpu_threads", *(field.name for field in dat
 """Flags that nodes need not share: the model is compared by its content."""
 _HEADER_BYTES = 1 << 20
 _RETRY_SECONDS = 1.0
+_log = logging.getLogger(__name__)
 
 
 def describe_node(config: EngineConfig, address: str) -> Join:
@@ -86,6 +88,13 @@ def own_address(cluster: ClusterConfig) -> str:
         raise ValueError(
             f"{cluster.head_address} leads to {address}, which other nodes cannot reach; give --master-addr an address "
             "of the head's network, or set SHARDLINE_HOST_IP on every node"
+        )
+    if not cluster.is_headless and head[4][0] != address:
+        _log.warning(
+            "%s is not an address of this host, the head, which listens on %s: nodes reach it only if something "
+            "forwards them",
+            cluster.head_address,
+            address,
         )
     return address
 

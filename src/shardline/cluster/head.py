@@ -264,10 +264,10 @@ class Head:
         _log.error("%s %s", member.name, why)
         host, words = self._members.host_of(member), f"is on {member.name}, which {why}"
         self._members.remove(member)
+        self._report_members()  # first, so that nothing starts there again
         self._relay.end_streams_to(host, words)
         for other in self._members.present():
             self._wire.send(other.identity, HostLost(host, words))
-        self._report_members()
 
     def _beat(self, now: float, *, was_late: bool) -> None:
         self._survey.check(now)

@@ -52,6 +52,7 @@ from shardline.segment.pulse import CHECK_INTERVAL
 _NOTICE_SECONDS = 30.0
 _OWN_DELAY = 2.0
 _TELL_SECONDS = 2.0
+_HELD_SECONDS = 0.02
 _log = logging.getLogger(__name__)
 
 
@@ -88,6 +89,7 @@ def run_node(config: EngineConfig, token: str | None = None) -> int:
     node = Node(config, token, join)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: node.ask_to_leave())
+    node.import_modules()
     return node.run()
 
 
@@ -117,11 +119,18 @@ class Node:
         self._streams: Streams
         self._poller: zmq.Poller
         self._heard = time.monotonic()
+        self._held: dict[Stream, list[bytes]] = {}
+        """Streams whose processes start once they can be forked, and the frames that have come for them."""
         self._measured: queue.SimpleQueue[Listening | Measured] = queue.SimpleQueue()
 
     def ask_to_leave(self) -> None:
         """End soon; for signal handlers."""
         self._asked_to_leave = True
+
+    def import_modules(self) -> None:
+        """Import what ranks need while the head is awaited."""
+        has_gpus = any(device.kind == "cuda" for device in self._join.host.devices)
+        self._processes.import_modules("cuda" if has_gpus and self._config.parallel.device != "cpu" else "cpu")
 
     def run(self) -> int:
         """Serve heads, one after another, until one says when to end."""
@@ -150,6 +159,7 @@ class Node:
                 self._send(Unfit(host.name, host.address, str(error)))
                 raise
             finally:
+                self._held.clear()
                 self._processes.end_all()
                 self._streams.close_all()
                 self._wire.close()
@@ -222,7 +232,9 @@ class Node:
                 next_beat = now + BEAT_SECONDS
             while not self._measured.empty():
                 self._send(self._measured.get())
-            for source, event in self._poller.poll(int(CHECK_INTERVAL * 500)):
+            if self._held and not self._processes.is_importing:
+                self._start_held()
+            for source, event in self._poller.poll(int(1000 * (_HELD_SECONDS if self._held else CHECK_INTERVAL / 2))):
                 if source is self._wire.socket:
                     self._handle_messages()
                 elif source is self._wire.monitor:
@@ -239,12 +251,16 @@ class Node:
     def _handle(self, message: HeadMessage) -> None:
         self._heard = time.monotonic()
         if isinstance(message, StreamData):
-            self._streams.write(message.stream, message.data)
+            if (frames := self._held.get(message.stream)) is not None:
+                frames.append(message.data)
+            else:
+                self._streams.write(message.stream, message.data)
         elif isinstance(message, Launch):
             self._deployment = message.deployment
         elif isinstance(message, StartStream):
-            self._start(message.stream)
+            self._held[message.stream] = []
         elif isinstance(message, StreamEnded):
+            self._held.pop(message.stream, None)
             self._streams.close(message.stream)
             self._processes.retire(message.stream)
         elif isinstance(message, HostLost):
@@ -262,6 +278,13 @@ class Node:
     def _measure(self, command: Connect) -> None:
         """Runs in a thread of its own, since it takes longer than messages may wait."""
         self._measured.put(answer(command, self._join.host.address))
+
+    def _start_held(self) -> None:
+        held, self._held = self._held, {}
+        for stream, frames in held.items():
+            self._start(stream)
+            for data in frames:
+                self._streams.write(stream, data)
 
     def _start(self, stream: Stream) -> None:
         """Start the engine or the rank at this end of a stream."""
@@ -298,7 +321,7 @@ class Node:
                     self._streams.close(stream)
                     self._processes.retire(stream)
             elif places[stream.rank].host == host:
-                self._streams.close(stream, last_words(stream, why))
+                self._streams.close(stream, last_words(stream, why, host_lost=True))
 
     def _send(self, message: object) -> None:
         self._wire.socket.send(encode(message))

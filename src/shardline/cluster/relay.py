@@ -36,9 +36,9 @@ class Relay:
             return
         why = f"cannot start: {self._members.missing() or 'its node'} is away"
         if asking is None:
-            self._streams.close(stream, last_words(stream, why))
+            self._streams.close(stream, last_words(stream, why, host_lost=True))
         else:
-            self._wire.send(asking.identity, StreamData(stream, last_words(stream, why)))
+            self._wire.send(asking.identity, StreamData(stream, last_words(stream, why, host_lost=True)))
             self._wire.send(asking.identity, StreamEnded(stream))
 
     def pass_on(self, member: Member, message: StreamData | StreamEnded) -> None:
@@ -56,7 +56,7 @@ class Relay:
         """A host is lost: end the front's streams to it. `why` follows the name of a process on it."""
         for stream in self._streams.all():
             if self._where_runs(stream) == host:
-                self._streams.close(stream, last_words(stream, why))
+                self._streams.close(stream, last_words(stream, why, host_lost=True))
 
     def handle_event(self, fd: int, event: int) -> None:
         """Read from or write to a local end that the poller has found ready."""

@@ -22,6 +22,7 @@ SILENCE = 4.0
 
 _DOMAIN = b"shardline"
 _HANDSHAKE_MILLISECONDS = 2000
+_CONNECT_MILLISECONDS = 1500
 _REFUSAL_SECONDS = 1.0
 """A refusal comes at once. A handshake that ends later has had no answer."""
 _REFUSALS = 3
@@ -109,6 +110,8 @@ class NodeSocket:
         self.socket.curve_serverkey = head_keys(token).public
         self.socket.curve_secretkey, self.socket.curve_publickey = keys.secret, keys.public
         self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 100, 250
+        # The kernel's own next try comes ever later, so a node would join long after a cut has healed.
+        self.socket.connect_timeout = _CONNECT_MILLISECONDS
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED
         failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         self.monitor = self.socket.get_monitor_socket(events | failures | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)

@@ -236,8 +236,27 @@ def _validate(config: EngineConfig) -> None:
         parse_bytes(config.cache.kv_cache_memory)
     if config.parallel.step_timeout is not None and not 0 < config.parallel.step_timeout <= _LONGEST_STEP:
         raise ValueError(f"step_timeout must be in (0, {_LONGEST_STEP}] seconds, got {config.parallel.step_timeout}")
+    _check_replica_shares(config)
     if not -(2**63) <= config.model.seed < 2**63:
         raise ValueError(f"seed must fit in 64 bits, got {config.model.seed}")
     length = config.model.max_model_len
     if (isinstance(length, str) and length != "auto") or (isinstance(length, int) and length < 1):
         raise ValueError(f"max_model_len must be a positive number of tokens or 'auto', got {length!r}")
+
+
+def _check_replica_shares(config: EngineConfig) -> None:
+    """Whether the replicas of this node are among all replicas."""
+    cluster, count = config.cluster, config.parallel.data_parallel_size
+    local, first = cluster.data_parallel_size_local, cluster.data_parallel_start_rank
+    if local is not None and local < 0:
+        raise ValueError(f"data_parallel_size_local must be at least 0, got {local}")
+    if cluster.data_parallel_address is not None and not 0 <= first <= first + (local or 0) <= count:
+        raise ValueError(
+            f"this node's replicas {first} to {first + (local or 0) - 1} are not all among the {count} of "
+            "data_parallel_size: change data_parallel_start_rank or data_parallel_size_local"
+        )
+    if not cluster.has_nodes and not config.places_with_ray and (first or local not in (None, count)):
+        raise ValueError(
+            "data_parallel_size_local and data_parallel_start_rank share replicas out over nodes, which needs "
+            "data_parallel_address: where the other nodes reach the head"
+        )

@@ -179,6 +179,7 @@ class RankEnded(msgspec.Struct, frozen=True, tag=True):
     """How its process ended, in words that follow its name."""
     code: int | None = None
     """The exit code; None: the process is stopped, or its host is lost."""
+    host_lost: bool = False
 
 
 WorkerReply = (

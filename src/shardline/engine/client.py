@@ -30,7 +30,7 @@ from shardline.segment.activity import Activity
 from shardline.segment.pulse import CHECK_INTERVAL
 from shardline.types import Request
 
-_GRACE = 2.0
+_GRACE = 0.9
 """Seconds beyond the step's deadline that an engine has to answer: it can say which of its ranks is late."""
 _LOADING_GRACE = 10.0
 """The same for an engine that loads."""
@@ -68,8 +68,8 @@ class EngineClient:
         self._ready = threading.Event()
         self._remote = Activity()
         self._killed_because = ""
-        interval, patience = probe_interval(deployment.step_timeout), deployment.step_timeout + _GRACE
-        self._watchdog = Watchdog(interval, patience)
+        interval = probe_interval(deployment.step_timeout)
+        self._watchdog = Watchdog(interval, deployment.step_timeout + _GRACE - interval)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         threading.Thread(target=self._write, name=f"engine-{replica}-writer", daemon=True).start()
         self._reader = threading.Thread(target=self._read, name=f"engine-{replica}-reader", daemon=True)
@@ -138,7 +138,7 @@ class EngineClient:
         """End the engine if it gives no sign of life or does not answer; the reader thread then reports why."""
         number, work = 0, 0
         loading = LoadWatch(STUCK_SECONDS + _LOADING_GRACE)
-        while not self._ended.wait(CHECK_INTERVAL):
+        while not self._ended.wait(min(CHECK_INTERVAL, self._watchdog.seconds_to_check())):
             if self._child is not None and self._child.is_silent():
                 self._give_up("")
                 return
@@ -149,7 +149,7 @@ class EngineClient:
                     self._give_up(f"{self._name()} made no progress in loading for {loading.patience:g} s")
                     return
                 continue
-            if (now_done := self._work()) != work:  # a step may be long
+            if self._child is not None and (now_done := self._child.work) != work:  # a step may be long
                 work = now_done
                 self._watchdog.note_life()
             verdict = self._watchdog.check()
@@ -157,8 +157,8 @@ class EngineClient:
                 number += 1
                 self._outbox.put(encode_message(Probe(number)))
             elif verdict is Verdict.LOST:
-                waited = f"{self._watchdog.patience:g} s"
-                self._give_up(f"{self._name()} did not answer within {waited}: it is stopped or hangs in a step")
+                waited = f"{self._deployment.step_timeout + _GRACE:g} s"
+                self._give_up(f"{self._name()} has not answered for {waited}: it is stopped or hangs in a step")
                 return
 
     def _give_up(self, reason: str) -> None:
@@ -195,8 +195,11 @@ class EngineClient:
             try:
                 message = self._channel.receive()
             except (EOFError, OSError, msgspec.MsgspecError):
-                message = EngineFailed(self._killed_because or self._describe_end())
+                host_lost = self._child is None and not self._killed_because
+                message = EngineFailed(self._killed_because or self._describe_end(), host_lost=host_lost)
             if isinstance(message, EngineBeat):
+                if message.activity.work != self._remote.work:
+                    self._watchdog.note_life()
                 self._remote = message.activity
                 continue
             self._watchdog.note_life()

@@ -139,10 +139,11 @@ class Forks:
 
     def close(self) -> None:
         """Let the server end after its children."""
+        is_ready = self._check_ready()
         self._requests.close()
         if self._process is not None:
             try:
-                self._process.wait(_END_SECONDS)
+                self._process.wait(_END_SECONDS if is_ready else 0.0)  # one that imports reads nothing yet
             except subprocess.TimeoutExpired:  # it is stopped, or waits for a child that hangs in the kernel
                 self._process.kill()
                 self._process.wait(_END_SECONDS)
@@ -168,6 +169,17 @@ class KeptForks:
         """The server, if it runs."""
         forks = self._forks
         return forks if forks is not None and forks.runs else None
+
+    @property
+    def is_importing(self) -> bool:
+        """Whether the server runs, but cannot fork yet."""
+        forks = self.current
+        return forks is not None and forks.fileno() < 0
+
+    def start_now(self, modules: Sequence[str]) -> None:
+        """Start a server that imports these modules; none: have no server."""
+        if modules:
+            self._start(modules)
 
     def start_later(self, modules: Sequence[str]) -> None:
         """Processes have started: have a server for the next ones that imports these modules; none: have no server."""

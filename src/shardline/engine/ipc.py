@@ -66,6 +66,8 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     """For people: what happened, on which rank and host, and what would help."""
     user_error: bool = False
     """The configuration is at fault, not the program."""
+    host_lost: bool = False
+    """The cause is the loss of a host or of the connection to it, not anything that the engine ran."""
 
 
 class EngineBeat(msgspec.Struct, frozen=True, tag=True):

@@ -161,7 +161,8 @@ class EngineProcess:
             _log.error("the engine failed\n%s", traceback.format_exc())
         message = str(error) if expected else f"the engine failed: {type(error).__name__}: {error}"
         try:
-            self._channel.send(EngineFailed(message, user_error=user_error))
+            host_lost = isinstance(error, ExecutorFailure) and error.host_lost
+            self._channel.send(EngineFailed(message, user_error=user_error, host_lost=host_lost))
         except OSError:
             _log.error("%s", message)
 

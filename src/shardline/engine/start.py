@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shardline.channel import Channel
 from shardline.deployment.deployment import Deployment
+from shardline.deployment.machine import DeviceKind
 from shardline.engine.children import Child
 from shardline.engine.forks import Forks
 from shardline.engine.ipc import StartEngine
@@ -28,9 +29,9 @@ class StartedEngine:
     """For each rank on another host, the end that its node must be connected to."""
 
 
-def modules_to_import(deployment: Deployment) -> list[str]:
-    """What engines and ranks import, for a fork server; empty: they cannot be forked."""
-    if not can_fork(deployment.device):
+def modules_to_import(device: DeviceKind) -> list[str]:
+    """What engines and ranks on a kind of device import, for a fork server; empty: they cannot be forked."""
+    if not can_fork(device):
         return []
     return [
         "shardline.engine.process",
@@ -42,7 +43,7 @@ def modules_to_import(deployment: Deployment) -> list[str]:
         "shardline.runtime.parallel.interface",
         "shardline.runtime.parallel.rendezvous",
         "shardline.runtime.parallel.torch_store",
-        backend_module(deployment.device),
+        backend_module(device),
     ]
 
 

@@ -12,7 +12,14 @@ from shardline.types import StepPlan, StepResult
 
 
 class ExecutorFailure(RuntimeError):
-    """A rank died, failed or missed a deadline; the message names it. The replica cannot go on."""
+    """A rank died, failed or missed a deadline; the message names it. The replica cannot go on.
+
+    `host_lost`: the cause is the loss of a host or of the connection to it.
+    """
+
+    def __init__(self, message: str, *, host_lost: bool = False) -> None:
+        super().__init__(message)
+        self.host_lost = host_lost
 
 
 class Executor(ABC):

@@ -30,6 +30,8 @@ class FailureSearch:
         self._channels = channels
         self._errors: dict[int, RankFailed] = {}
         self._closed: set[int] = set()
+        self.guilty: list[int] = []
+        """The ranks that `describe` has named, unless one of them has reported an error itself."""
 
     def describe(self, rank: int, error: RankFailed | None, at_step: str) -> str:
         """What has failed, for people. `rank` has just sent `error`, or has closed its channel if that is None."""
@@ -40,10 +42,12 @@ class FailureSearch:
         weight = self._search()
         guilty = [one for one in self._failed() if self._weight(one) == weight] or [rank]
         if weight == _KILLED:
+            self.guilty = guilty
             return self._processes.describe_ends(guilty) + at_step
         # Errors may follow from each other, so the first one counts.
         first = rank if rank in guilty else guilty[0]
         if (found := self._errors.get(first)) is None:
+            self.guilty = [first]
             return self._processes.describe_ends([first]) + at_step
         return f"{self._processes.name_rank(first)} failed{at_step}: {found.message}"
 

@@ -113,7 +113,8 @@ class MultiprocessExecutor(Executor):
     def collect_results(self) -> list[StepResult]:
         last_progress, work = time.monotonic(), self._processes.work
         while not all(self._results):
-            for rank, reply in self._channels.receive(CHECK_INTERVAL):
+            left = last_progress + self._deployment.step_timeout - time.monotonic()
+            for rank, reply in self._channels.receive(min(CHECK_INTERVAL, max(0.0, left))):
                 if isinstance(reply, StepDone):
                     self._results[rank // self._replica_size].append(reply.result)
             if (now_done := self._processes.work) != work:

@@ -119,4 +119,5 @@ class RankChannels:
 
     def _failure(self, rank: int, error: RankFailed | None = None) -> ExecutorFailure:
         search = FailureSearch(self._processes, self._channels)
-        return ExecutorFailure(search.describe(rank, error, self._at_step()))
+        words = search.describe(rank, error, self._at_step())
+        return ExecutorFailure(words, host_lost=self._processes.has_lost_host(search.guilty))

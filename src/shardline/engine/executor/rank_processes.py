@@ -33,6 +33,7 @@ class RemoteRank:
         self.end = ""
         self.code: int | None = None
         """The exit code; None: unknown."""
+        self.host_lost = False
 
 
 class RankProcesses:
@@ -90,7 +91,7 @@ class RankProcesses:
         elif isinstance(report, RankBeat):
             remote.activity = report.activity
         else:
-            remote.end, remote.code = report.how, report.code
+            remote.end, remote.code, remote.host_lost = report.how, report.code, report.host_lost
 
     def find_silent(self) -> int | None:
         """A rank of this host that gives no sign of life; the nodes watch the others."""
@@ -147,14 +148,25 @@ class RankProcesses:
         code = child.poll()
         return child.is_silent() if code is None else _is_kill(code)
 
+    def has_lost_host(self, ranks: Sequence[int]) -> bool:
+        """Whether the host of one of these ranks is lost, or the connection to it."""
+        remotes = [self._remote[rank] for rank in ranks if rank in self._remote]
+        return any(remote.host_lost or not remote.end for remote in remotes)
+
     def has_crashed(self, rank: int) -> bool:
         """Whether the process has ended with an error, or it cannot be known."""
         remote = self._remote.get(rank)
         return remote.code != 0 if remote is not None else self._local[rank].poll() not in (None, 0)
 
     def close(self) -> None:
-        """Wait two seconds for the processes to end, since their channels are closed; kill those that do not."""
+        """Wait two seconds for the processes to end, since their channels are closed; kill those that do not.
+
+        Those that give no sign of life are killed at once.
+        """
         deadline = time.monotonic() + 2.0
+        for child in self._local.values():
+            if child.is_silent():
+                child.kill()
         for child in self._local.values():
             child.end(max(0.0, deadline - time.monotonic()))
         with contextlib.suppress(OSError):
