@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
+import itertools
 import json
 from pathlib import Path
 
@@ -22,8 +24,9 @@ from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand
 from shardline.planner.search import search
 from shardline.planner.simulation.processes import map_in_processes
+from shardline.planner.simulation.progress import Progress
 from shardline.planner.simulation.replica import Outcome, ReplicaSetup, SimulatedReplica
-from shardline.planner.simulation.simulate import replica_setup, simulate
+from shardline.planner.simulation.simulate import Simulation, replica_setup, simulate
 from shardline.planner.simulation.workload import Prefixes, SimulatedRequest, poisson, read_trace
 
 DEMAND = Demand(2048, input_len=512, output_len=64)
@@ -59,7 +62,7 @@ def run(one: ReplicaSetup, requests: list[SimulatedRequest]) -> Outcome:
     return replica.outcome()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     REQUESTS,
     st.sampled_from(("meta-llama/Llama-3.1-8B-Instruct", "google/gemma-4-31B-it")),
@@ -128,14 +131,40 @@ def test_a_simulation_agrees_with_the_formula() -> None:
     assert result.tpot[50] == pytest.approx(speed.tpot.p50, rel=0.1)
 
 
+def route(policy: str) -> Simulation:
+    few_blocks = dataclasses.replace(setup(), num_blocks=200)
+    requests = poisson(20.0, 120, 512, 8, Prefixes(448, 8))
+    return simulate(few_blocks, requests, DEMAND, num_replicas=4, policy=policy, progress=Progress(120))
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "cache_aware"])
+def test_processes_change_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = route(policy)
+    monkeypatch.setattr("shardline.planner.simulation.simulate._WORTH_PROCESSES", 1)
+    monkeypatch.setattr("shardline.planner.simulation.simulate.allowed_cpus", lambda: 3)
+    assert route(policy) == alone
+
+
+def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    clock = itertools.count(0.0, 10.0)
+    monkeypatch.setattr("shardline.planner.simulation.progress.time.monotonic", lambda: next(clock))
+    for stream, text in (
+        (Terminal(), "simulating, at 7.5 s: 1,000 of 4,000 (25%) requests done, 100 a second, 0:30 min left"),
+        (io.StringIO(), ""),
+    ):
+        progress = Progress(4000, stream)
+        progress.show(1000, 7.5)
+        progress.end()
+        assert stream.getvalue().replace("\r\x1b[K", "") == text
+
+
 def test_routers_with_prefixes() -> None:
     """Prompts with common beginnings are computed less often if equal ones go to one replica."""
-    few_blocks = dataclasses.replace(setup(), num_blocks=200)
-    requests = list(poisson(20.0, 120, 512, 8, Prefixes(448, 8)))
-    found = {
-        policy: simulate(few_blocks, requests, DEMAND, num_replicas=4, policy=policy)
-        for policy in ("round_robin", "least_loaded", "prefix_hash", "cache_aware")
-    }
+    found = {policy: route(policy) for policy in ("round_robin", "least_loaded", "prefix_hash", "cache_aware")}
     assert all(one.num_requests == 120 for one in found.values())
     assert found["cache_aware"].prefix_hit_rate > found["round_robin"].prefix_hit_rate + 0.1
     assert found["prefix_hash"].prefix_hit_rate > found["round_robin"].prefix_hit_rate + 0.1

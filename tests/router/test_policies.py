@@ -14,7 +14,7 @@ from shardline.router.policies.base import Arrival, ReplicaLoad
 from shardline.router.router import CHUNK_TOKENS, Router, hash_chunks
 
 REPLICAS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9999), st.integers(0, 5)), min_size=1, max_size=6).map(
-    lambda found: [ReplicaLoad(2 * index, load, tokens, 20, warm) for index, (load, tokens, warm) in enumerate(found)]
+    lambda found: [ReplicaLoad(load, tokens, 2 * index, 20, warm) for index, (load, tokens, warm) in enumerate(found)]
 )
 
 
@@ -35,7 +35,7 @@ def test_every_policy_chooses_one_of_the_replicas(
 
 
 def loads(*requests: int) -> list[ReplicaLoad]:
-    return [ReplicaLoad(index, count, 100 * count, 8) for index, count in enumerate(requests)]
+    return [ReplicaLoad(count, 100 * count, index, 8) for index, count in enumerate(requests)]
 
 
 def test_round_robin_takes_turns_and_least_loaded_looks_at_the_load() -> None:

@@ -43,7 +43,7 @@ class _Replica:
 
     def load(self, index: int, max_running: int) -> ReplicaLoad:
         """The replica as router policies see it."""
-        return ReplicaLoad(index, len(self.in_flight), self.tokens, max_running)
+        return ReplicaLoad(len(self.in_flight), self.tokens, index, max_running)
 
     def take_choices(self) -> list[RunningChoice]:
         """The choices in flight, which are no longer this replica's."""

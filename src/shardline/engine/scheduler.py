@@ -27,7 +27,7 @@ STEPS_BETWEEN_LOOKUPS = 16
 
 
 @dataclass
-class _Draft:
+class Draft:
     """A plan in the making."""
 
     step_id: int
@@ -165,7 +165,7 @@ class Scheduler:
         """
         if len(self._in_flight) >= self._max_in_flight:
             return None
-        draft = _Draft(self._num_steps, self._budget, now)
+        draft = Draft(self._num_steps, self._budget, now)
         prefills = self._schedule_decodes(draft)
         self._schedule_prefills(draft, prefills)
         if not draft.steps:
@@ -193,23 +193,32 @@ class Scheduler:
         outputs = self._registry.take_outputs()
         results = {entry.seq_id: entry for entry in step_result.results}
         for sequence, step in zip(sequences, flying.steps, strict=True):
-            sequence.num_in_flight -= 1
-            sequence.num_computed = step.start + step.num_tokens
-            if step.start < sequence.num_start_tokens:
-                sequence.recorder.note_chunk(step.start, step.num_tokens, planned, now)
-            if step.sample:
-                sequence.num_pending -= 1
-            if sequence.state is not State.FINISHED:
-                self._kv.slide_windows(sequence)
-                result = results.get(step.seq_id)
-                if step.score and result is not None:
-                    sequence.append_scores(step.start, result.prompt_logprobs or [])
-                if step.sample or (result is not None and result.error):
-                    assert result is not None
-                    outputs.append(self._take_result(sequence, result, now))
-            if sequence.num_in_flight == 0 and sequence in self._draining:
-                self._release(sequence)
+            output = self._apply_step(sequence, step, results.get(step.seq_id), planned, now)
+            if output is not None:
+                outputs.append(output)
         return outputs
+
+    def _apply_step(
+        self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult | None, planned: float, now: float
+    ) -> SequenceOutput | None:
+        """Apply a collected step, which was planned at `planned`, to its sequence; returns what the front gets."""
+        output = None
+        sequence.num_in_flight -= 1
+        sequence.num_computed = step.start + step.num_tokens
+        if step.start < sequence.num_start_tokens:
+            sequence.recorder.note_chunk(step.start, step.num_tokens, planned, now)
+        if step.sample:
+            sequence.num_pending -= 1
+        if sequence.state is not State.FINISHED:
+            self._kv.slide_windows(sequence)
+            if step.score and result is not None:
+                sequence.append_scores(step.start, result.prompt_logprobs or [])
+            if step.sample or (result is not None and result.error):
+                assert result is not None
+                output = self._take_result(sequence, result, now)
+        if sequence.num_in_flight == 0 and sequence in self._draining:
+            self._release(sequence)
+        return output
 
     def _take_result(self, sequence: LiveSequence, result: SequenceResult, now: float) -> SequenceOutput:
         if result.error:
@@ -231,7 +240,7 @@ class Scheduler:
             self._leave(sequence, State.FINISHED)
         return output
 
-    def _schedule_decodes(self, draft: _Draft) -> list[LiveSequence]:
+    def _schedule_decodes(self, draft: Draft) -> list[LiveSequence]:
         """Step the sequences that have one token to compute, in a pipeline a share of them; returns all others."""
         decodes: list[LiveSequence] = []
         prefills: list[LiveSequence] = []
@@ -251,7 +260,7 @@ class Scheduler:
                 self._place(draft, sequence, 1)
         return prefills
 
-    def _schedule_prefills(self, draft: _Draft, prefills: list[LiveSequence]) -> None:
+    def _schedule_prefills(self, draft: Draft, prefills: list[LiveSequence]) -> None:
         """Fill the plan with chunks of prompts: first those of running sequences, then those of waiting ones."""
         if self._last_token_known and (prefills or self._waiting):
             unscheduled = sum(sequence.num_uncomputed for sequence in prefills) + self._waiting.num_tokens
@@ -268,7 +277,7 @@ class Scheduler:
             if sequence_or_none is None or not self._start(draft, sequence_or_none):
                 return
 
-    def _place(self, draft: _Draft, sequence: LiveSequence, num_tokens: int) -> None:
+    def _place(self, draft: Draft, sequence: LiveSequence, num_tokens: int) -> None:
         """Step a running sequence by up to `num_tokens`; by fewer, or not at all, if there are too few blocks."""
         if sequence.state is not State.RUNNING:
             return
@@ -292,7 +301,7 @@ class Scheduler:
         sequence.last_step = draft.step_id
         self._kv.publish_blocks(sequence)
 
-    def _start(self, draft: _Draft, sequence: LiveSequence) -> bool:
+    def _start(self, draft: Draft, sequence: LiveSequence) -> bool:
         """Start a waiting sequence, if there is room for all of its tokens and for every running one to grow.
 
         Otherwise it would soon be preempted, or preempt another one. If no other sequence has blocks, it always starts.
@@ -331,7 +340,7 @@ class Scheduler:
         assert draft.sequences[-1] is sequence, "a sequence was started without room for it"
         return True
 
-    def _make_room(self, draft: _Draft, needy: LiveSequence) -> bool:
+    def _make_room(self, draft: Draft, needy: LiveSequence) -> bool:
         """Preempt until each group can get one more block; False: that is impossible before further results."""
         while self._kv.pool.num_free < len(self._groups):
             if self._draining:

@@ -1,4 +1,4 @@
-"""A scheduler that can do many equal decode steps at once, for simulations."""
+"""A scheduler for simulations: it does many equal decode steps at once, and the others with less work."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Callable
 
 from shardline.deployment.deployment import CachePlan, StepLimits
 from shardline.engine.preemption import PreemptionLog
-from shardline.engine.scheduler import Scheduler
-from shardline.types import SequenceStep, StepPlan
+from shardline.engine.scheduler import Draft, Scheduler
+from shardline.engine.sequence import LiveSequence, State
+from shardline.types import SequenceOutput, SequenceResult, SequenceStep, StepPlan
 
 
 class SkippingScheduler(Scheduler):
     """Does rounds of decode steps in one go, where a round schedules one step and updates the oldest one.
 
-    It is for executors whose results are known before: every token is the same, and it ends no sequence. It warns of no
-    preemption.
+    It is for executors whose results are known before: every token is the same, and it ends no sequence. So `update`
+    has outputs only for first and last tokens. It warns of no preemption.
     """
 
     def __init__(
@@ -27,8 +28,12 @@ class SkippingScheduler(Scheduler):
         max_in_flight: int,
         stages: int,
         token: int,
+        skips: bool = True,
     ) -> None:
-        """`stages` are those of the pipeline, and `token` is what every step samples."""
+        """`stages` are those of the pipeline, and `token` is what every step samples.
+
+        Without `skips` it works as its base class, so that tests can compare.
+        """
         super().__init__(
             limits,
             cache,
@@ -39,10 +44,12 @@ class SkippingScheduler(Scheduler):
             preemptions=PreemptionLog(warns=False),
         )
         self._token = token
+        self._skips = skips
         windows = {group.window for group in cache.groups if group.window is not None}
         self._has_windows = bool(windows)
         self._offsets = sorted({offset % cache.block_size for offset in (0, *windows)})
         """Lengths, modulo the block size, at which a block of a sequence is full or leaves a window."""
+        self._no_blocks: list[list[int]] = [[] for _ in cache.groups]
 
     @property
     def kv_blocks_used(self) -> int:
@@ -72,6 +79,49 @@ class SkippingScheduler(Scheduler):
         self._ends = []
         self._registry.totals.generation_tokens += rounds * len(sequences)
         return rounds
+
+    def _place(self, draft: Draft, sequence: LiveSequence, num_tokens: int) -> None:
+        """See the base class. A decode step within a block needs no further block, and asks for no scores."""
+        start = sequence.num_scheduled
+        if num_tokens != 1 or start % self._block_size == 0 or sequence.state is not State.RUNNING or not self._skips:
+            super()._place(draft, sequence, num_tokens)
+            return
+        end, known = start + 1, len(sequence.tokens)
+        sample = end == known + sequence.num_pending
+        token_id = self._token if start < known else -1
+        draft.steps.append(SequenceStep(sequence.seq_id, start, 1, self._no_blocks, token_id, sample))
+        draft.sequences.append(sequence)
+        draft.budget -= 1
+        sequence.num_scheduled = end
+        sequence.num_pending += sample
+        sequence.num_in_flight += 1
+        sequence.last_step = draft.step_id
+        if end % self._block_size == 0:
+            self._kv.publish_blocks(sequence)
+
+    def _apply_step(
+        self, sequence: LiveSequence, step: SequenceStep, result: SequenceResult | None, planned: float, now: float
+    ) -> SequenceOutput | None:
+        """See the base class. A token between the first and the last one has no output."""
+        known = len(sequence.tokens) + 1
+        if (
+            not step.sample
+            or step.num_tokens != 1
+            or sequence.state is not State.RUNNING
+            or known >= sequence.limit
+            or sequence.recorder.awaits_token
+            or self._has_windows
+            or not self._skips
+        ):
+            return super()._apply_step(sequence, step, result, planned, now)
+        sequence.num_in_flight -= 1
+        sequence.num_computed = step.start + 1
+        sequence.num_pending -= 1
+        sequence.tokens.append(self._token)
+        self._registry.totals.generation_tokens += 1
+        if known % self._block_size == 0:
+            self._kv.publish_blocks(sequence)
+        return None
 
     def _move_blocks(self, rounds: int) -> None:
         """Append tokens to all running sequences, and move their blocks as single rounds would, in the same order.

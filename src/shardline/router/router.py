@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from shardline.router.policies import find_policy
 from shardline.router.policies.base import Arrival, ReplicaLoad
@@ -27,6 +27,8 @@ class Router:
         self._most_seen = most_seen
         self._num_routed = 0
         self._seen: dict[int, OrderedDict[int, None]] = {}
+        self._holders: dict[int, tuple[int, ...]] = {}
+        """For each chunk the replicas that have seen it."""
 
     @property
     def uses_load(self) -> bool:
@@ -41,31 +43,45 @@ class Router:
     def choose(self, token_ids: Sequence[int], salt: str, replicas: Sequence[ReplicaLoad]) -> int:
         """The index of the replica that runs a request with this prompt. `warm_chunks` of `replicas` is filled in."""
         prefix = hash_chunks(token_ids, salt) if self._policy.USES_PREFIX else ()
-        arrival = Arrival(self._num_routed, prefix)
-        if prefix and self._seen:
-            replicas = [one._replace(warm_chunks=self._num_warm(one.number, prefix)) for one in replicas]
-        index = self._policy.choose(arrival, replicas)
+        warm = self._warm_chunks(prefix)
+        if warm:
+            replicas = [one._replace(warm_chunks=warm[one.number]) if one.number in warm else one for one in replicas]
+        index = self._policy.choose(Arrival(self._num_routed, prefix), replicas)
         self._num_routed += 1
-        if prefix:
+        if self._policy.USES_WARM_CHUNKS:
             self._remember(index, prefix)
         return index
 
     def forget_replica(self, index: int) -> None:
         """Note that a replica has lost its cache."""
-        self._seen.pop(index, None)
+        for chunk in self._seen.pop(index, ()):
+            self._drop_holder(chunk, index)
 
-    def _num_warm(self, index: int, prefix: tuple[int, ...]) -> int:
-        seen: Mapping[int, None] = self._seen.get(index, {})
-        return next((count for count, chunk in enumerate(prefix) if chunk not in seen), len(prefix))
+    def _warm_chunks(self, prefix: tuple[int, ...]) -> dict[int, int]:
+        """How many leading chunks each replica has seen, of replicas that have seen the first one."""
+        warm: dict[int, int] = {}
+        for count, chunk in enumerate(prefix, 1):
+            holders = [one for one in self._holders.get(chunk, ()) if warm.get(one, 0) == count - 1]
+            if not holders:
+                break
+            warm.update(dict.fromkeys(holders, count))
+        return warm
+
+    def _drop_holder(self, chunk: int, index: int) -> None:
+        holders = tuple(one for one in self._holders.pop(chunk) if one != index)
+        if holders:
+            self._holders[chunk] = holders
 
     def _remember(self, index: int, prefix: tuple[int, ...]) -> None:
         seen = self._seen.setdefault(index, OrderedDict())
         # The last chunk first: a chunk is of no use without those before it, so these must be forgotten later.
         for chunk in reversed(prefix):
-            seen[chunk] = None
+            if chunk not in seen:
+                self._holders[chunk] = (*self._holders.get(chunk, ()), index)
+                seen[chunk] = None
             seen.move_to_end(chunk)
         while len(seen) > self._most_seen:
-            seen.popitem(last=False)
+            self._drop_holder(seen.popitem(last=False)[0], index)
 
 
 def hash_chunks(token_ids: Sequence[int], salt: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardline.cli.flags import add_engine_flags, engine_config
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from shardline.models.planning import PlannedModel
     from shardline.models.spec import DecoderSpec
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardline.planner.layout import Demand
     from shardline.planner.search import Search
     from shardline.planner.simulation.simulate import Simulation
+    from shardline.planner.simulation.workload import SimulatedRequest
 
 _SECONDS = {"ms": 1e-3, "s": 1.0}
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -217,6 +218,7 @@ def _simulate(args: argparse.Namespace, found: Search) -> Simulation:
     Raises:
         ValueError: there is no such layout, or a flag is wrong.
     """
+    from shardline.planner.simulation.progress import Progress
     from shardline.planner.simulation.simulate import replica_setup, simulate
     from shardline.planner.simulation.workload import Prefixes, poisson, read_trace
 
@@ -228,19 +230,20 @@ def _simulate(args: argparse.Namespace, found: Search) -> Simulation:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {int(name != 'prefix_len')}, got {value}")
     best, config = found.options[0], engine_config(args)
     rate = math.inf if args.rate is None else args.rate
-    if args.trace is not None:
-        requests = read_trace(args.trace)
-    else:
-        prefixes = Prefixes(args.prefix_len, args.num_prefixes)
-        requests = list(poisson(rate, args.num_prompts, args.input_len, args.output_len, prefixes, config.model.seed))
     interval = _time("--report-interval", args.report_interval)
     assert interval is not None
     assert best.speed is not None
     replicas = args.replicas or best.layout.data
-    # It ends about when the last request has come, or when all tokens can have been made.
     tokens_per_second = best.speed.output_tok_s.p50 * replicas / best.layout.data
-    made = sum(request.output_len for request in requests) / tokens_per_second
-    duration = max(requests[-1].arrival, made)
+    requests: Iterable[SimulatedRequest]
+    if args.trace is not None:
+        requests = trace = read_trace(args.trace)
+        count, last = len(trace), trace[-1].arrival
+        tokens = sum(request.output_len for request in trace)
+    else:
+        prefixes = Prefixes(args.prefix_len, args.num_prefixes)
+        requests = poisson(rate, args.num_prompts, args.input_len, args.output_len, prefixes, config.model.seed)
+        count, last, tokens = args.num_prompts, args.num_prompts / rate, args.num_prompts * args.output_len
     return simulate(
         replica_setup(found, best, prefix_caching=config.cache.enable_prefix_caching),
         requests,
@@ -248,7 +251,9 @@ def _simulate(args: argparse.Namespace, found: Search) -> Simulation:
         num_replicas=replicas,
         policy=config.parallel.router_policy,
         report_seconds=interval,
-        duration=duration,
+        # It ends about when the last request has come, or when all tokens can have been made.
+        duration=max(last, tokens / tokens_per_second),
+        progress=Progress.on_stderr(count),
     )
 
 

@@ -15,7 +15,6 @@ from shardline.engine.skipping_scheduler import SkippingScheduler
 from shardline.planner.simulation.clock import StepClock
 from shardline.planner.simulation.executor import TOKEN, VirtualExecutor
 from shardline.planner.simulation.workload import SimulatedRequest
-from shardline.router.policies.base import ReplicaLoad
 from shardline.sampling_params import SamplingParams
 from shardline.types import Request
 
@@ -86,6 +85,7 @@ class SimulatedReplica:
             max_in_flight=setup.max_in_flight,
             stages=setup.stages,
             token=TOKEN,
+            skips=setup.skips,
         )
         self._coming: deque[tuple[int, SimulatedRequest]] = deque()
         self._live: dict[str, _Live] = {}
@@ -105,11 +105,10 @@ class SimulatedReplica:
             stats.prefix_hits,
         )
 
-    def load(self, index: int) -> ReplicaLoad:
-        """The replica as router policies see it."""
-        return ReplicaLoad(
-            index, len(self._coming) + len(self._live), self._num_tokens, self._setup.limits.max_num_seqs
-        )
+    @property
+    def load(self) -> tuple[int, int]:
+        """(requests that have not ended, their tokens), as router policies count them."""
+        return len(self._coming) + len(self._live), self._num_tokens
 
     def add(self, number: int, request: SimulatedRequest) -> None:
         """A request that arrives after all that were added before. `number` is different for each."""

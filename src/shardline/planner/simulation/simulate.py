@@ -17,7 +17,9 @@ from shardline.planner.layout import Demand
 from shardline.planner.memory import kv_dtype
 from shardline.planner.search import Option, Search, layout_work, step_limits
 from shardline.planner.simulation.clock import StepClock
-from shardline.planner.simulation.processes import map_in_processes
+from shardline.planner.simulation.group import Group, LocalGroup, RemoteGroup, Routed
+from shardline.planner.simulation.processes import close_all, map_in_processes
+from shardline.planner.simulation.progress import Progress
 from shardline.planner.simulation.replica import Outcome, ReplicaSetup, SimulatedReplica
 from shardline.planner.simulation.workload import SimulatedRequest
 from shardline.planner.timing import Constants, shipped_timing
@@ -110,32 +112,41 @@ def simulate(
     policy: str = "least_loaded",
     report_seconds: float = REPORT_SECONDS,
     duration: float = 100.0,
+    progress: Progress | None = None,
 ) -> Simulation:
     """Run requests, which come in order of arrival, on equal replicas behind a router.
 
     `duration` is about how many seconds the workload lasts; it decides only the resolution over time. If choices
     depend on the load of replicas, the router sees loads that are up to `report_seconds` old, and what it has added
-    since.
+    since. `progress` knows how many requests there are, which decides whether several processes are worth it.
 
     Raises:
         ValueError: there is no such policy.
     """
     router = Router(policy)
+    progress = progress or Progress(0)
     bucket = max(duration, 1e-3) / _BUCKETS
     outcomes: Iterable[Outcome]
     if router.uses_load and num_replicas > 1:
-        outcomes = _run_coupled(router, setup, requests, num_replicas, bucket, report_seconds)
+        outcomes = _run_coupled(router, setup, requests, num_replicas, bucket, report_seconds, progress)
     else:
-        outcomes = _run_apart(router, setup, requests, num_replicas, bucket)
-    return _summary(outcomes, setup, demand, num_replicas, policy, bucket)
+        outcomes = _run_apart(router, setup, requests, num_replicas, bucket, progress)
+    found = list(outcomes)
+    progress.end()
+    return _summary(found, setup, demand, num_replicas, policy, bucket)
 
 
 def _run_apart(
-    router: Router, setup: ReplicaSetup, requests: Iterable[SimulatedRequest], num_replicas: int, bucket: float
+    router: Router,
+    setup: ReplicaSetup,
+    requests: Iterable[SimulatedRequest],
+    num_replicas: int,
+    bucket: float,
+    progress: Progress,
 ) -> Iterator[Outcome]:
     """Run one replica after the other: no choice depends on what another one does."""
     shares: list[list[tuple[int, SimulatedRequest]]] = [[] for _ in range(num_replicas)]
-    idle = [ReplicaLoad(index, 0, 0, setup.limits.max_num_seqs) for index in range(num_replicas)]
+    idle = [ReplicaLoad(0, 0, index, setup.limits.max_num_seqs) for index in range(num_replicas)]
     for number, request in enumerate(requests):
         shares[router.choose((), "", idle)].append((number, request))
 
@@ -148,11 +159,17 @@ def _run_apart(
         return replica.outcome()
 
     workers = min(allowed_cpus(), num_replicas)
+    outcomes: Iterable[Outcome]
     if workers == 1 or sum(map(len, shares)) < _WORTH_PROCESSES:
-        yield from map(run, range(num_replicas))
-        return
-    for encoded in map_in_processes(lambda index: msgspec.msgpack.encode(run(index)), num_replicas, workers):
-        yield msgspec.msgpack.decode(encoded, type=Outcome)
+        outcomes = map(run, range(num_replicas))
+    else:
+        encoded = map_in_processes(lambda index: msgspec.msgpack.encode(run(index)), num_replicas, workers)
+        outcomes = (msgspec.msgpack.decode(one, type=Outcome) for one in encoded)
+    done, counts = 0, [len(share) for share in shares]
+    for count, outcome in zip(counts, outcomes, strict=True):
+        yield outcome
+        done += count
+        progress.show(done)
 
 
 def _run_coupled(
@@ -162,31 +179,66 @@ def _run_coupled(
     num_replicas: int,
     bucket: float,
     report_seconds: float,
-) -> list[Outcome]:
-    """Run all replicas side by side, from one report of their loads to the next."""
-    replicas = [SimulatedReplica(setup, bucket) for _ in range(num_replicas)]
-    loads = [replica.load(index) for index, replica in enumerate(replicas)]
-    end = report_seconds
+    progress: Progress,
+) -> Iterator[Outcome]:
+    """Run all replicas side by side, from one report of their loads to the next, in a process for each core."""
+    workers = min(allowed_cpus(), num_replicas) if progress.total >= _WORTH_PROCESSES else 1
+    if workers == 1:
+        here = LocalGroup(setup, bucket, 0, num_replicas, 1)
+        yield from _run_groups(router, setup, requests, [here], num_replicas, report_seconds, progress)
+        return
+    groups: list[RemoteGroup] = []
+    try:
+        groups += [RemoteGroup(setup, bucket, first, num_replicas, workers) for first in range(workers)]
+        yield from _run_groups(router, setup, requests, groups, num_replicas, report_seconds, progress)
+    finally:
+        close_all([group.worker for group in groups])
+
+
+def _run_groups(
+    router: Router,
+    setup: ReplicaSetup,
+    requests: Iterable[SimulatedRequest],
+    groups: Sequence[Group],
+    num_replicas: int,
+    report_seconds: float,
+    progress: Progress,
+) -> Iterator[Outcome]:
+    """Route the requests of one window after the other. Replica r belongs to group r modulo their number."""
+    loads = [ReplicaLoad(0, 0, index, setup.limits.max_num_seqs) for index in range(num_replicas)]
+    routed: list[list[Routed]] = [[] for _ in groups]
+    end, number = report_seconds, -1
     for number, request in enumerate(requests):
         if request.arrival >= end:
-            # Replicas with work report; the others have not changed.
             end = (math.floor(request.arrival / report_seconds) + 1) * report_seconds
-            for index, replica in enumerate(replicas):
-                if loads[index].num_requests:
-                    replica.advance(end - report_seconds)
-                    loads[index] = replica.load(index)
+            for group, batch in zip(groups, routed, strict=True):
+                group.begin_window(batch, end - report_seconds)
+                batch.clear()
+            for group in groups:
+                for report in group.take_reports():
+                    loads[report.replica] = loads[report.replica]._replace(
+                        num_requests=report.num_requests, num_tokens=report.num_tokens
+                    )
+            progress.show(number - sum(load.num_requests for load in loads), end - report_seconds)
         index = router.choose(request.token_ids() if router.uses_prefix else (), "", loads)
-        replicas[index].add(number, request)
-        loads[index] = replicas[index].load(index)
-    for replica in replicas:
-        replica.advance()
-    return [replica.outcome() for replica in replicas]
+        routed[index % len(groups)].append(Routed(index, number, request))
+        before = loads[index]
+        tokens = before.num_tokens + request.input_len + request.output_len
+        loads[index] = ReplicaLoad(before.num_requests + 1, tokens, index, before.max_running)
+    for group, batch in zip(groups, routed, strict=True):
+        group.begin_window(batch, math.inf)
+    # Replicas report in turns, as all of them work.
+    streams = [group.outcomes() for group in groups]
+    done = number + 1 - sum(load.num_requests for load in loads)
+    for index in range(num_replicas):
+        yield next(streams[index % len(groups)])
+        done += loads[index].num_requests
+        progress.show(done, end)
 
 
 def _summary(
-    outcomes: Iterable[Outcome], setup: ReplicaSetup, demand: Demand, num_replicas: int, policy: str, bucket: float
+    found: Sequence[Outcome], setup: ReplicaSetup, demand: Demand, num_replicas: int, policy: str, bucket: float
 ) -> Simulation:
-    found = list(outcomes)
     times = np.concatenate([np.frombuffer(one.times, dtype=np.float64).reshape(-1, 4) for one in found])
     arrival, first_token, finish, output_len = times.T
     ttft = first_token - arrival + setup.clock.constants.first

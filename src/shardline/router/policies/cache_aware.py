@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardline.router.policies.base import Arrival, ReplicaLoad, by_load
+from shardline.router.policies.base import Arrival, ReplicaLoad
 
 USES_LOAD = True
 USES_PREFIX = True
+USES_WARM_CHUNKS = True
 
 
 def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
@@ -15,5 +16,6 @@ def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
     chosen."""
     free = [replica for replica in replicas if replica.num_requests < replica.max_running]
     if not free:
-        return min(replicas, key=by_load).number
-    return min(free, key=lambda replica: (-replica.warm_chunks, *by_load(replica))).number
+        return min(replicas).number
+    warmest = max(replica.warm_chunks for replica in free)
+    return min(replica for replica in free if replica.warm_chunks == warmest).number

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardline.router.policies.base import Arrival, ReplicaLoad, by_load
+from shardline.router.policies.base import Arrival, ReplicaLoad
 
 USES_LOAD = True
 USES_PREFIX = False
+USES_WARM_CHUNKS = False
 
 
 def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
     """See `Policy`."""
-    return min(replicas, key=by_load).number
+    return min(replicas).number

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardline.router.policies.base import Arrival, ReplicaLoad, by_load
+import numpy as np
+from numpy.typing import NDArray
+
+from shardline.router.policies.base import Arrival, ReplicaLoad
 
 USES_LOAD = True
 USES_PREFIX = True
+USES_WARM_CHUNKS = False
 
 _BOUND = 1.25
 """Times the mean number of requests that a replica may have."""
@@ -22,16 +26,16 @@ _MASK = (1 << 64) - 1
 def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
     """See `Policy`. Prompts without a full chunk go to the replica with the least load."""
     if not arrival.prefix:
-        return min(replicas, key=by_load).number
+        return min(replicas).number
     most = _BOUND * (1 + sum(replica.num_requests for replica in replicas)) / len(replicas)
-    open_ones = [replica for replica in replicas if replica.num_requests + 1 <= most]
-    key = arrival.prefix[0]
-    return max(open_ones or replicas, key=lambda replica: _weight(key, replica.number)).number
+    numbers = [replica.number for replica in replicas if replica.num_requests + 1 <= most]
+    numbers = numbers or [replica.number for replica in replicas]
+    return numbers[int(_weights(arrival.prefix[0], numbers).argmax())]
 
 
-def _weight(key: int, index: int) -> int:
-    """A number that looks random (the finalizer of splitmix64)."""
-    value = (key + (index + 1) * 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+def _weights(key: int, numbers: list[int]) -> NDArray[np.uint64]:
+    """For each replica a number that looks random (the finalizer of splitmix64)."""
+    value = (np.array(numbers, dtype=np.uint64) + 1) * 0x9E3779B97F4A7C15 + np.uint64(key & _MASK)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        value = (value ^ (value >> np.uint64(shift))) * np.uint64(factor)
+    return np.asarray(value, dtype=np.uint64)

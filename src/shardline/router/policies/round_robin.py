@@ -8,6 +8,7 @@ from shardline.router.policies.base import Arrival, ReplicaLoad
 
 USES_LOAD = False
 USES_PREFIX = False
+USES_WARM_CHUNKS = False
 
 
 def choose(arrival: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
