@@ -159,6 +159,8 @@ def compressed(form: str, dtype: torch.dtype = torch.float32, g_idx: bool = Fals
         library = BaseCompressor.get_value_from_registry(form)
         parts = library.compress(state, scheme)
         dense = library.decompress(parts, scheme)["weight"]
+        if parts["weight_scale"].dtype == torch.uint8:
+            dense = dense.float()  # scales are powers of two, so 16 bits hold every product
         if dense.dtype != torch.float32:
             in_float32 = {**parts, "weight_scale": parts["weight_scale"].float()}
             exact = library.decompress(in_float32, scheme)["weight"]

@@ -79,6 +79,7 @@ FORMATS = {
     "int8 packed": _compressed("pack-quantized", num_bits=8, type="int", strategy="channel", symmetric=False),
     "several groups": _several_groups(),
     "nvfp4": _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+    "mxfp4": _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
     "nf4": Format({**_BNB, "bnb_4bit_quant_type": "nf4"}, bitsandbytes_4bit("nf4", nested=False)),
     "nf4 nested": Format(
         {**_BNB, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, bitsandbytes_4bit("nf4", nested=True)

@@ -141,6 +141,17 @@ def test_what_a_checkpoint_is_may_be_stated(tmp_path):
     assert {name.replace("-", "_") for name in STORED_METHODS} <= methods().keys()
 
 
+def test_scales_of_the_kv_cache_are_named_and_not_used(tmp_path):
+    write(tmp_path, "float an output")
+    folder = tmp_path / "packed"
+    before = resolve_here(EngineConfig.from_options(model=str(folder), device="cpu"))
+    _change(folder, "model.layers.0.self_attn.k_scale", torch.ones(1))
+    _change_section(folder, kv_cache_scheme={"num_bits": 8, "type": "float"})
+    setup = resolve_here(EngineConfig.from_options(model=str(folder), device="cpu"))
+    assert "kv_cache_scheme, k_scale of the checkpoint not used (kv_cache_dtype decides)" in setup.reasons
+    assert setup.cache == before.cache
+
+
 def _change(folder: Path, key: str, tensor: torch.Tensor | None) -> None:
     file = folder / "model.safetensors"
     tensors = {name: value for name, value in load_file(file).items() if name != key}

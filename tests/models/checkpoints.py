@@ -75,6 +75,7 @@ _GLM = {
     "n_shared_experts": 2,
     "use_qk_norm": True,
 }
+_GEMMA_4_KINDS = {"s": "sliding_attention", "f": "full_attention"}
 _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, _SHAPE),
     "mistral": (transformers.MistralConfig, {**_SHAPE, "head_dim": 24, "sliding_window": 8}),
@@ -194,7 +195,11 @@ _CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
             "num_global_key_value_heads": 1,
             "attention_k_eq_v": True,
             "sliding_window": 8,
-            "hidden_size_per_layer_input": 0,
+            "hidden_size_per_layer_input": 10,
+            "vocab_size_per_layer_input": 256,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "layer_types": [_GEMMA_4_KINDS[kind] for kind in "sssffsf"],
             "enable_moe_block": True,
             "num_experts": 9,
             "top_k_experts": 3,
@@ -391,6 +396,8 @@ VARIANTS: dict[str, Variant] = {
             "final_logit_softcapping": 3.0,
             "head_dim": 20,
             "num_hidden_layers": 3,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         },
     ),

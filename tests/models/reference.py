@@ -20,10 +20,12 @@ def forward(spec: DecoderSpec, weights: Weights, token_ids: Tensor) -> Tensor:
     hidden = weights["embed.weight"][token_ids] * spec.embedding_scale
     if spec.learned_positions is not None:
         hidden = hidden + weights["positions.weight"][positions]
+    embedded = hidden
+    caches: dict[int, tuple[Tensor, Tensor]] = {}
     for index, layer in enumerate(spec.layers):
         own = _below(weights, f"layers.{index}.")
         normed = _norm(layer.attention_norm, own, "attention_norm", hidden)
-        update = _attention(layer.attention, own, normed, positions)
+        update = _attention(layer.attention, own, normed, positions, caches, index)
         if layer.post_attention_norm is not None:
             update = _norm(layer.post_attention_norm, own, "post_attention_norm", update)
         hidden = hidden + update * layer.residual_scale
@@ -33,6 +35,14 @@ def forward(spec: DecoderSpec, weights: Weights, token_ids: Tensor) -> Tensor:
         if layer.post_feed_forward_norm is not None:
             update = _norm(layer.post_feed_forward_norm, own, "post_feed_forward_norm", update)
         hidden = hidden + update * layer.residual_scale
+        if layer.token_input is not None:
+            token_input = layer.token_input
+            projected = _linear(own, "token_input.projection", embedded) * spec.hidden_size**-0.5
+            projected = _norm(token_input.norm, weights, "token_input_norm", projected)
+            row = own["token_input.embed.weight"][token_ids] * token_input.size**0.5
+            gate = ACTIVATIONS[token_input.activation](_linear(own, "token_input.gate", hidden))
+            update = _linear(own, "token_input.down", gate * (projected + row) * 0.5**0.5)
+            hidden = hidden + _norm(token_input.norm, own, "token_input.norm", update)
         if layer.output_scale:
             hidden = hidden * own["output_scale.bias"]
     hidden = _norm(spec.final_norm, weights, "final_norm", hidden)
@@ -42,9 +52,20 @@ def forward(spec: DecoderSpec, weights: Weights, token_ids: Tensor) -> Tensor:
     return (logits if spec.logits_softcap is None else _softcap(logits, spec.logits_softcap)) * spec.logits_scale
 
 
-def _attention(attention: Attention, weights: Weights, hidden: Tensor, positions: Tensor) -> Tensor:
-    attend = _latent_attention if isinstance(attention, MLA) else _grouped_attention
-    return attend(attention, weights, hidden, positions)  # type: ignore[arg-type]
+def _attention(
+    attention: Attention,
+    weights: Weights,
+    hidden: Tensor,
+    positions: Tensor,
+    caches: dict[int, tuple[Tensor, Tensor]],
+    index: int,
+) -> Tensor:
+    """`caches`: keys and values of the layers before, to which those of layer `index` are added."""
+    if isinstance(attention, MLA):
+        return _latent_attention(attention, weights, hidden, positions)
+    assert isinstance(attention, GQA)
+    q, caches[index] = _project(attention, weights, hidden, positions, caches)
+    return _grouped_attention(attention, weights, q, *caches[index], positions)
 
 
 def _latent_attention(mla: MLA, weights: Weights, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -69,8 +90,15 @@ def _latent_attention(mla: MLA, weights: Weights, hidden: Tensor, positions: Ten
     return _linear(weights, "attention.o", heads.transpose(0, 1).flatten(1))
 
 
-def _grouped_attention(gqa: GQA, weights: Weights, hidden: Tensor, positions: Tensor) -> Tensor:
+def _project(
+    gqa: GQA, weights: Weights, hidden: Tensor, positions: Tensor, caches: Mapping[int, tuple[Tensor, Tensor]]
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Queries, and keys and values, all rotated, [num_tokens, heads, head_dim]."""
     num_tokens = len(hidden)
+    if gqa.kv_source is not None:
+        assert gqa.rope is not None
+        q = _linear(weights, "attention.q", hidden).view(num_tokens, -1, gqa.head_dim)
+        return _rotate(gqa.rope, _norm(gqa.qk_norm, weights, "attention.q_norm", q), positions), caches[gqa.kv_source]
     q, k = (_linear(weights, f"attention.{part}", hidden) for part in "qk")
     if gqa.qk_norm is not None and gqa.norms_all_heads:
         q, k = (_norm(gqa.qk_norm, weights, f"attention.{part}_norm", x) for part, x in (("q", q), ("k", k)))
@@ -86,6 +114,11 @@ def _grouped_attention(gqa: GQA, weights: Weights, hidden: Tensor, positions: Te
     if gqa.rotated_norm is not None:
         q, k = (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + gqa.rotated_norm.eps) for x in (q, k))
     q = q * _query_factors(gqa.query_scale, positions)[:, 0, None, None] if gqa.query_scale else q
+    return q, (k, v)
+
+
+def _grouped_attention(gqa: GQA, weights: Weights, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    num_tokens = len(q)
     distance = positions[:, None] - positions[None, :]
     visible = distance >= 0
     if gqa.chunked:
@@ -176,18 +209,20 @@ def route(routing: Routing, logits: Tensor, bias: Tensor | None = None) -> Tenso
     return (chosen / chosen.sum(-1, keepdim=True) if routing.normalized else chosen) * routing.scale
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
 def _dense(dense: Dense, weights: Weights, hidden: Tensor) -> Tensor:
-    activations: dict[str, Callable[[Tensor], Tensor]] = {
-        "silu": F.silu,
-        "gelu": F.gelu,
-        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-        "relu": F.relu,
-    }
     up = _linear(weights, "up", hidden)
     if dense.activation == "clamped_swish":
         gate = _linear(weights, "gate", hidden).clamp(max=7.0)
         return _linear(weights, "down", (up.clamp(-7.0, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate))
-    act = activations[dense.activation]
+    act = ACTIVATIONS[dense.activation]
     inner = act(_linear(weights, "gate", hidden)) * up if dense.gated else act(up)
     return _linear(weights, "down", inner)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, Layer, MoE, Norm, Rope, Routing
+from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, Layer, MoE, Norm, Rope, Routing, TokenInput
 
 
 @st.composite
@@ -51,6 +51,7 @@ def decoder_specs(draw: st.DrawFn, max_layers: int = 8) -> DecoderSpec:
     moe = MoE(
         Routing(draw(st.integers(6, 9)), 2, correction_bias=draw(st.booleans())), dense, shared, shared is not None
     )
+    token_input = TokenInput(draw(st.integers(3, 9)), 20, "silu", norm) if draw(st.integers(0, 3)) == 0 else None
     layers = tuple(
         Layer(
             attention,
@@ -59,6 +60,7 @@ def decoder_specs(draw: st.DrawFn, max_layers: int = 8) -> DecoderSpec:
             norm,
             extra_norm,
             extra_norm,
+            token_input=token_input,
         )
         for attention in attentions
     )

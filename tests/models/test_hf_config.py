@@ -48,6 +48,14 @@ _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": 
             r"awq version gemv is not supported, only gemm",
         ),
         (
+            {"quantization_config": {**_GPTQ, "quant_method": "awq", "version": "GEMV_FAST"}},
+            r"awq version gemv_fast is not supported, only gemm",
+        ),
+        (
+            {"quantization_config": {**_GPTQ, "quant_method": "awq", "backend": "llm-awq"}},
+            r"awq with backend llm-awq is not supported, only autoawq",
+        ),
+        (
             {"quantization_config": {**_GPTQ, "quant_method": "awq", "zero_point": False}},
             r"awq without zero_point is not supported",
         ),
@@ -108,9 +116,7 @@ def test_unknown_model_types_name_the_known_ones(name: str) -> None:
 
 @pytest.mark.parametrize("name", known_families())
 def test_names_that_a_family_has_not(name: str) -> None:
-    spec = decoder_spec(
-        {"model_type": name, "num_experts_per_tok": 1, "head_dim": 128, "hidden_size_per_layer_input": 0}
-    )
+    spec = decoder_spec({"model_type": name, "num_experts_per_tok": 1, "head_dim": 128})
     for wrong in ("layers.0.attention.r.weight", "middle.weight", "layers.0", "layers.x.attention.q.weight", "embed"):
         with pytest.raises(ValueError, match="parameter"):
             family(name).tensor_source(wrong, spec)

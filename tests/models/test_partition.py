@@ -63,11 +63,16 @@ def test_split_heads_gives_each_query_head_to_one_rank_with_its_kv_head(
     num_stages=st.integers(1, 5),
     first=st.integers(0, 30),
     last=st.integers(0, 30),
+    drawn=st.frozensets(st.integers(1, 8), max_size=4),
 )
-def test_balance_stages_is_as_good_as_brute_force(costs: list[int], num_stages: int, first: int, last: int) -> None:
-    if len(costs) < num_stages:
-        with pytest.raises(ValueError, match=f"use {len(costs)} or fewer"):
-            balance_stages(costs, num_stages, first, last)
+def test_balance_stages_is_as_good_as_brute_force(
+    costs: list[int], num_stages: int, first: int, last: int, drawn: frozenset[int]
+) -> None:
+    joined = frozenset(start for start in drawn if start < len(costs))
+    starts = [start for start in range(1, len(costs)) if start not in joined]
+    if len(starts) + 1 < num_stages:
+        with pytest.raises(ValueError, match=f"use {len(starts) + 1} or fewer"):
+            balance_stages(costs, num_stages, first, last, joined)
         return
 
     def worst(bounds: tuple[int, ...]) -> int:
@@ -76,12 +81,13 @@ def test_balance_stages_is_as_good_as_brute_force(costs: list[int], num_stages: 
         sums[-1] += last
         return max(sums)
 
-    spans = balance_stages(costs, num_stages, first, last)
+    spans = balance_stages(costs, num_stages, first, last, joined)
     assert all(span.size > 0 for span in spans)
     bounds = (0, *(span.stop for span in spans))
     assert [span.start for span in spans] == list(bounds[:-1])
     assert bounds[-1] == len(costs)
-    cuts = itertools.combinations(range(1, len(costs)), num_stages - 1)
+    assert not joined & set(bounds[:-1])
+    cuts = itertools.combinations(starts, num_stages - 1)
     assert worst(bounds) == min(worst((0, *inner, len(costs))) for inner in cuts)
 
 
@@ -90,6 +96,8 @@ def test_stages_by_hand() -> None:
     for text, message in (("1,x", "layer counts like"), ("3,3", "must be 3 positive"), ("0,3,3", "add up to")):
         with pytest.raises(ValueError, match=message):
             parse_stages(text, 6, 3)
+    with pytest.raises(ValueError, match="no stage may begin in layers 2 to 4"):
+        parse_stages("1,2,3", 6, 3, frozenset({2, 3, 4}))
 
 
 @settings(deadline=None)

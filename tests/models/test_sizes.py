@@ -67,6 +67,7 @@ def test_shards_cover_every_parameter(
             assert owners[where].shape == shard_shape(shape, spans)
             owners[where] += 1
         whole = "norm" in name or name.startswith("positions") or ".router." in name or ".shared_gate." in name
+        whole |= name.endswith("token_input.projection.weight")
         split_input = not (expert_parallel and ".experts." in name)
         whole |= numerics == "fast" and split_input and name.endswith(("attention.o.bias", ".down.bias"))
         if whole:
@@ -143,6 +144,26 @@ def test_tied_embeddings_count_where_they_are_held() -> None:
     untied = msgspec.structs.replace(spec, tied_embeddings=False)
     quantized = [weight_bytes(s, place, stages, "bfloat16", weight_format=FormatChoice("int8")) for s in (spec, untied)]
     assert quantized[0] == quantized[1]
+
+
+def test_sizes_of_a_model_whose_last_layers_store_nothing() -> None:
+    kinds = ["full_attention" if index % 5 == 4 else "sliding_attention" for index in range(35)]
+    sizes = {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35, "num_key_value_heads": 1}
+    shared = {"layer_types": kinds, "num_kv_shared_layers": 20, "use_double_wide_mlp": True}
+    spec = decoder_spec({"model_type": "gemma4_text", **sizes, **shared})  # Gemma 4 E2B
+    assert num_parameters(spec) == 4_628_569_379
+    assert 2.2e9 < flops(spec, 1) // 2 < 2.3e9  # the tables of the layers are not multiplied
+    assert [group.layers for group in kv_groups(spec)][:2] == [(4, 9, 14), (0, 5, 10)]
+    stages = stage_spans(spec, 3)
+    assert stages[-1] == Span(13, 35)
+    held = [weight_bytes(spec, RankGrid(1, 3).place(rank), stages, "bfloat16") for rank in range(3)]
+    repeated = 2 * (262144 * 1536 + 256)  # every stage has the embedding
+    factors = 2 * 35  # the layers' factors are in float32
+    assert sum(held) == 2 * num_parameters(spec) + factors + 2 * repeated
+    stored = [kv_bytes_per_token(spec, RankGrid(1, 3).place(rank), stages, "bfloat16") for rank in range(3)]
+    assert (sum(stored), stored[-1]) == (2 * 2 * (12 * 256 + 3 * 512), 2 * 2 * (256 + 512))
+    with pytest.raises(ValueError, match="layers 13 to 34 are in one stage; use 14 or fewer"):
+        stage_spans(spec, 15)
 
 
 def test_sizes_of_known_mixtures_of_experts() -> None:

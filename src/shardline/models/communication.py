@@ -146,6 +146,9 @@ def _gathered(layer: Layer, hidden_size: int) -> tuple[int, int]:
     if isinstance(attention, MLA):
         elements += (attention.q_lora_rank or 0) + attention.latent_dim
         messages += 1
+    if layer.token_input is not None:
+        elements += layer.token_input.size + hidden_size
+        messages += 2
     if isinstance(feed_forward, Dense):
         return elements + feed_forward.intermediate_size + hidden_size, messages + 2
     routing, shared = feed_forward.routing, feed_forward.shared

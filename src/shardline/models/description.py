@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from shardline.config.engine import ModelConfig
 from shardline.models.checkpoint import Checkpoint
 from shardline.models.gguf.checkpoint import GGUFCheckpoint
@@ -16,6 +18,9 @@ from shardline.models.lookup import decoder_spec
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredRules, read_stored
 from shardline.models.wrapper import text_config
+
+_KV_SCALES = ("k_scale", "v_scale", "kv_scale")
+"""Ends of the names of tensors that scale cached keys and values."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +68,13 @@ def read_model(config: ModelConfig) -> ModelDescription:
     checkpoint: Checkpoint | GGUFCheckpoint | None = None
     if not is_dummy:
         checkpoint = Checkpoint.open(files.folder) if files.gguf is None else GGUFCheckpoint.open(files.gguf)
+    stored = read_stored(HFConfig(text_config(files.config)))
+    if checkpoint is not None:
+        ends = {key.rpartition(".")[2] for key in checkpoint.tensors}
+        stored = replace(stored, unused=(*stored.unused, *(end for end in _KV_SCALES if end in ends)))
     return ModelDescription(
         files=files,
-        stored=read_stored(HFConfig(text_config(files.config))),
+        stored=stored,
         checkpoint=checkpoint,
         tokenizer_file=str(tokenizer_file) if has_tokenizer else "",
     )

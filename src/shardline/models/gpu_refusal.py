@@ -30,6 +30,8 @@ def _missing(layer: Layer) -> Iterator[str]:
             yield "norm over all heads"
         if attention.rotated_norm is not None:
             yield "norm after rope"
+        if attention.kv_source is not None:
+            yield "layers that read the cache of another layer"
         if attention.value_is_key or attention.value_norm is not None:
             yield "values made of keys"
     if isinstance(attention, GQA | MLA) and attention.query_scale is not None:
@@ -50,5 +52,7 @@ def _missing(layer: Layer) -> Iterator[str]:
         yield "parallel blocks"
     elif layer.attention_norm is None or layer.feed_forward_norm is None:
         yield "blocks without a norm before them"
+    if layer.token_input is not None:
+        yield "layers with inputs of their own for each token"
     if layer.residual_scale != 1.0 or layer.output_scale:
         yield "scale of the residual stream"

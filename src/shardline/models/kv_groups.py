@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shardline.models.spec import DecoderSpec, LinearAttention
+from shardline.models.spec import GQA, Attention, DecoderSpec, LinearAttention
 
 
 class KVGroup(msgspec.Struct, frozen=True):
@@ -23,11 +23,12 @@ def kv_groups(spec: DecoderSpec) -> tuple[KVGroup, ...]:
 
     All groups use blocks of one pool, and a block is `max(len(group.layers))` layers deep. So groups of similar depth
     waste little memory (the idea of vLLM's hybrid KV cache manager). A group takes every n-th layer of its kind, so
-    each pipeline stage has an equal share of it. Groups of full attention come first.
+    each pipeline stage has an equal share of it. Groups of full attention come first. Layers that read another layer's
+    cache are in no group.
     """
     by_window: dict[int | None, list[int]] = {}
     for index, layer in enumerate(spec.layers):
-        if not isinstance(layer.attention, LinearAttention):
+        if stores_tokens(layer.attention):
             by_window.setdefault(layer.attention.window, []).append(index)
     depth = min(len(layers) for layers in by_window.values())
     groups: list[KVGroup] = []
@@ -36,6 +37,33 @@ def kv_groups(spec: DecoderSpec) -> tuple[KVGroup, ...]:
         num_groups = -(-len(layers) // depth)
         groups.extend(KVGroup(tuple(layers[first::num_groups]), window) for first in range(num_groups))
     return tuple(groups)
+
+
+def stores_tokens(attention: Attention) -> bool:
+    """Whether a layer with this attention stores something for each token: keys and values, or a latent."""
+    if isinstance(attention, GQA):
+        return attention.kv_source is None
+    return not isinstance(attention, LinearAttention)
+
+
+def storing_layer(spec: DecoderSpec, index: int) -> int:
+    """The layer whose keys and values layer `index` reads: itself, or the one that shares them."""
+    attention = spec.layers[index].attention
+    return index if not isinstance(attention, GQA) or attention.kv_source is None else attention.kv_source
+
+
+@functools.lru_cache(maxsize=256)
+def last_storing_layer(spec: DecoderSpec) -> int:
+    """The last layer that needs all tokens of a step. Later layers store nothing, so they need only sampled tokens."""
+    layers = range(len(spec.layers))
+    return max(index for index in layers if storing_layer(spec, index) == index)
+
+
+@functools.lru_cache(maxsize=256)
+def joined_layers(spec: DecoderSpec) -> frozenset[int]:
+    """The layers at which no pipeline stage may begin: they, or later ones, read the cache of an earlier layer."""
+    sources = [(storing_layer(spec, index), index) for index in range(len(spec.layers))]
+    return frozenset(start for source, index in sources for start in range(source + 1, index + 1))
 
 
 def blocks_per_request(groups: Sequence[KVGroup], num_tokens: int, block_size: int, max_step_tokens: int) -> int:

@@ -4,7 +4,11 @@ Names: `embed.weight` [vocab, hidden], `positions.weight` [positions, hidden], `
 per layer `layers.{i}.` + `attention.{q,k,v,o}.*`, `attention.{q_norm,k_norm}.weight`, `feed_forward.{gate,up,down}.*`,
 `{attention_norm,post_attention_norm,feed_forward_norm,post_feed_forward_norm}.*`. A linear weight is [out, in].
 The scores of attention sinks are `attention.sinks.bias` [heads], and the factor of a layer's output is
-`output_scale.bias` [1].
+`output_scale.bias` [1]. A layer that reads the cache of another layer has no k and v.
+
+If layers have inputs of their own for each token, a layer has `token_input.embed.weight` [vocab, size],
+`token_input.{projection,gate}.weight` [size, hidden], `token_input.down.weight` [hidden, size] and
+`token_input.norm.weight` [hidden]. The norm of the projections, `token_input_norm.weight` [size], is the model's.
 
 Latent attention has `attention.q` or `attention.{q_down,q_norm,q_up}`, and `attention.{kv_down,kv_norm,kv_up}` and
 `attention.o`. The rows of `kv_down` give the latent, then the rotated part of the key. `kv_up` has, for each head in
@@ -40,13 +44,17 @@ from shardline.models.spec import (
     Norm,
     PlannedGQA,
     SparseMLA,
+    TokenInput,
 )
 
 Shape = tuple[int, ...]
 
 
 _IN_FLOAT32 = ("attention.sinks", "feed_forward.router", "feed_forward.expert_scale", "output_scale")
-_NEVER_QUANTIZED = ("norm", "router", "shared_gate", "kv_up", "beta", "decay", "conv", "indexer_weights")
+_NEVER_QUANTIZED = (
+    *("norm", "router", "shared_gate", "kv_up", "beta", "decay", "conv", "indexer_weights"),
+    *("token_input.embed", "token_input.projection", "token_input.gate"),
+)
 
 
 class ParameterName(NamedTuple):
@@ -79,7 +87,7 @@ def is_linear(name: str) -> bool:
 
     A router and the gate of a shared expert may not: they are small, and errors in them would choose other experts.
     `attention.kv_up` may not either: absorbed attention multiplies it from both sides, so row scales do not fit it.
-    Neither may the small projections of linear attention and of an indexer.
+    Neither may the small projections of linear attention, of an indexer and of a layer's input for each token.
     """
     layer, part, kind = parse_name(name)
     if layer is None or kind != "weight":
@@ -159,7 +167,8 @@ def stage_parameters(spec: DecoderSpec, layers: Span) -> Iterator[tuple[str, Sha
     """(name, full shape) of every parameter that a pipeline stage with `layers` needs.
 
     The first stage has the embeddings, and the last stage has the final norm and the lm_head. With tied embeddings, the
-    last stage has its own `embed.weight`, unless it is the first stage too.
+    last stage has its own `embed.weight`, unless it is the first stage too. If layers have inputs of their own for each
+    token, every stage has `embed.weight`.
     """
     yield from _before_layers(spec, layers)
     for index in range(layers.start, layers.stop):
@@ -168,11 +177,23 @@ def stage_parameters(spec: DecoderSpec, layers: Span) -> Iterator[tuple[str, Sha
     yield from _after_layers(spec, layers)
 
 
+def embeds_tokens(spec: DecoderSpec, layers: Span) -> bool:
+    """Whether a pipeline stage with `layers` looks up token embeddings."""
+    return layers.start == 0 or spec.token_input is not None
+
+
+def is_looked_up(name: str) -> bool:
+    """Whether a step reads some rows of parameter `name`, and does not multiply with it."""
+    return parse_name(name).part in ("embed", "positions", "token_input.embed")
+
+
 def _before_layers(spec: DecoderSpec, layers: Span) -> Iterator[tuple[str, Shape]]:
-    if layers.start == 0:
+    if embeds_tokens(spec, layers):
         yield "embed.weight", (spec.vocab_size, spec.hidden_size)
-        if spec.learned_positions is not None:
-            yield "positions.weight", (spec.learned_positions, spec.hidden_size)
+    if layers.start == 0 and spec.learned_positions is not None:
+        yield "positions.weight", (spec.learned_positions, spec.hidden_size)
+    if spec.token_input is not None:
+        yield from _norm("token_input_norm", spec.token_input.norm, spec.token_input.size)
 
 
 def _after_layers(spec: DecoderSpec, layers: Span) -> Iterator[tuple[str, Shape]]:
@@ -182,7 +203,7 @@ def _after_layers(spec: DecoderSpec, layers: Span) -> Iterator[tuple[str, Shape]
     yield from _norm("final_norm", spec.final_norm, hidden)
     if not spec.tied_embeddings:
         yield "lm_head.weight", (vocab, hidden)
-    elif layers.start > 0:
+    elif not embeds_tokens(spec, layers):
         yield "embed.weight", (vocab, hidden)
     if spec.lm_head_bias:
         yield "lm_head.bias", (vocab,)
@@ -199,8 +220,19 @@ def layer_parameters(layer: Layer, hidden_size: int, num_experts: int | None = N
     else:
         yield from _dense("feed_forward", layer.feed_forward, hidden_size)
     yield from _norm("post_feed_forward_norm", layer.post_feed_forward_norm, hidden_size)
+    if layer.token_input is not None:
+        yield from _token_input(layer.token_input, hidden_size)
     if layer.output_scale:
         yield "output_scale.bias", (1,)
+
+
+def _token_input(token_input: TokenInput, hidden_size: int) -> Iterator[tuple[str, Shape]]:
+    size = token_input.size
+    yield "token_input.embed.weight", (token_input.vocab_size, size)
+    yield "token_input.projection.weight", (size, hidden_size)
+    yield "token_input.gate.weight", (size, hidden_size)
+    yield "token_input.down.weight", (hidden_size, size)
+    yield from _norm("token_input.norm", token_input.norm, hidden_size)
 
 
 def _attention(attention: Attention, hidden_size: int) -> Iterator[tuple[str, Shape]]:
@@ -258,11 +290,14 @@ def _gqa(attention: GQA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
     if isinstance(attention, PlannedGQA):
         parts[0] = ("q", q_size * (1 + attention.output_gate))
     parts = parts[:2] if attention.value_is_key else parts
+    reads_only = attention.kv_source is not None
+    parts = parts[:1] if reads_only else parts
     for part, size in parts:
         yield from _linear(f"attention.{part}", size, hidden_size, attention.qkv_bias)
     whole = attention.norms_all_heads
     yield from _norm("attention.q_norm", attention.qk_norm, q_size if whole else attention.head_dim)
-    yield from _norm("attention.k_norm", attention.qk_norm, kv_size if whole else attention.head_dim)
+    if not reads_only:
+        yield from _norm("attention.k_norm", attention.qk_norm, kv_size if whole else attention.head_dim)
     if attention.sinks:
         yield "attention.sinks.bias", (attention.num_heads,)
     yield from _linear("attention.o", hidden_size, q_size, attention.output_bias)

@@ -127,7 +127,8 @@ def _splits(spec: DecoderSpec, size: int) -> bool:
     except ValueError:
         return False
     smallest = min(_narrowest(layer) for layer in spec.layers)
-    return size <= min(smallest, spec.hidden_size, spec.vocab_size)
+    inputs = spec.hidden_size if spec.token_input is None else spec.token_input.size
+    return size <= min(smallest, inputs, spec.hidden_size, spec.vocab_size)
 
 
 def _narrowest(layer: Layer) -> int:
@@ -162,23 +163,35 @@ def check_expert_parallel(spec: DecoderSpec, tensor: int, data: int) -> None:
 
 
 def balance_stages(
-    costs: Sequence[float], num_stages: int, first_extra: float = 0.0, last_extra: float = 0.0
+    costs: Sequence[float],
+    num_stages: int,
+    first_extra: float = 0.0,
+    last_extra: float = 0.0,
+    joined: frozenset[int] = frozenset(),
 ) -> tuple[Span, ...]:
     """Split the layers into `num_stages` consecutive non-empty spans, with the lowest cost of the most expensive stage.
 
-    `first_extra` is the cost of the embedding and `last_extra` that of the lm_head, in the unit of `costs`. Among
-    equally good splits, the one with cheaper later stages is chosen.
+    `first_extra` is the cost of the embedding and `last_extra` that of the lm_head, in the unit of `costs`. No stage
+    begins at a layer in `joined`. Among equally good splits, the one with cheaper later stages is chosen.
 
     Raises:
-        ValueError: there are fewer layers than stages.
+        ValueError: there are fewer layers than stages, or too few places where a stage may begin.
     """
-    return _balance(tuple(costs), num_stages, first_extra, last_extra)
+    return _balance(tuple(costs), num_stages, first_extra, last_extra, joined)
 
 
 @functools.lru_cache(maxsize=256)
-def _balance(costs: tuple[float, ...], num_stages: int, first_extra: float, last_extra: float) -> tuple[Span, ...]:
+def _balance(
+    costs: tuple[float, ...], num_stages: int, first_extra: float, last_extra: float, joined: frozenset[int]
+) -> tuple[Span, ...]:
     """See `balance_stages`. The planner asks for the same stages again and again."""
     num_layers = len(costs)
+    if num_stages > num_layers - len(joined) and joined:
+        raise ValueError(
+            f"pipeline_parallel_size {num_stages} does not work for this model: some of its layers read the keys and "
+            f"values of earlier ones, so layers {min(joined) - 1} to {max(joined)} are in one stage; use "
+            f"{num_layers - len(joined)} or fewer"
+        )
     if num_layers < num_stages:
         raise ValueError(
             f"pipeline_parallel_size {num_stages} needs at least as many layers, and the model has {num_layers}; "
@@ -193,24 +206,28 @@ def _balance(costs: tuple[float, ...], num_stages: int, first_extra: float, last
         return prefix[stop] - prefix[start] + extra
 
     # After stage s, best[stop] has the lowest possible maximum over stages 0..s if they end at layer `stop`.
-    best = {stop: (stage_cost(0, 0, stop), [Span(0, stop)]) for stop in range(1, num_layers + 1)}
+    ends = [stop for stop in range(1, num_layers + 1) if stop not in joined]
+    best = {stop: (stage_cost(0, 0, stop), [Span(0, stop)]) for stop in ends}
     for stage in range(1, num_stages):
         candidates = {}
-        for stop in range(stage + 1, num_layers + 1):
+        for stop in (stop for stop in range(stage + 1, num_layers + 1) if stop not in joined):
             worst, chosen = math.inf, stage
             for start in range(stop - 1, stage - 1, -1):
+                if start not in best:
+                    continue
                 cost = stage_cost(stage, start, stop)
                 if cost >= worst:  # an earlier start costs even more
                     break
                 if (most := max(best[start][0], cost)) < worst:
                     worst, chosen = most, start
-            candidates[stop] = (worst, [*best[chosen][1], Span(chosen, stop)])
+            if worst < math.inf:
+                candidates[stop] = (worst, [*best[chosen][1], Span(chosen, stop)])
         best = candidates
     return tuple(best[num_layers][1])
 
 
-def parse_stages(text: str, num_layers: int, num_stages: int) -> tuple[Span, ...]:
-    """Stages that the user has set, for example "10,12,10".
+def parse_stages(text: str, num_layers: int, num_stages: int, joined: frozenset[int] = frozenset()) -> tuple[Span, ...]:
+    """Stages that the user has set, for example "10,12,10". None may begin at a layer in `joined`.
 
     Raises:
         ValueError: the text is not a list of positive counts, or the counts do not fit the model or the stages.
@@ -228,4 +245,9 @@ def parse_stages(text: str, num_layers: int, num_stages: int) -> tuple[Span, ...
     for count in counts:
         spans.append(Span(start, start + count))
         start += count
+    if any(span.start in joined for span in spans):
+        raise ValueError(
+            f"pipeline_stages {text!r} separates layers from earlier ones whose keys and values they read; no stage "
+            f"may begin in layers {min(joined)} to {max(joined)}"
+        )
     return tuple(spans)

@@ -32,7 +32,8 @@ def shard(
     intermediate size, embedding and lm_head by the vocabulary. With numerics "fast", o and down are split by their
     input instead. Their biases are then whole, since they are added once, after the sum. Norms, learned positions,
     routers and gates of shared experts are whole. Experts are split like any other feed-forward block. With `experts`,
-    each expert is whole on one rank and has no rows on the others.
+    each expert is whole on one rank and has no rows on the others. A layer's inputs for each token are split by their
+    elements, but their projection is whole, since its norm needs whole rows.
 
     In latent attention, q, q_up and kv_up are split by heads. q_down and kv_down are split like one weight with
     q_down's rows first. So a gather of the ranks' projections gives both latents side by side. A span may be empty.
@@ -47,7 +48,7 @@ def shard(
             return _split(0, split_dim(spec.vocab_size, tp_size)[tp_rank], whole)
         if part == "positions":
             return whole
-        if part == "final_norm":
+        if part in ("final_norm", "token_input_norm"):
             return (None,)
         raise ValueError(f"{name!r} is no canonical parameter name")
     if part.endswith("norm") or part == "output_scale":
@@ -56,6 +57,8 @@ def shard(
         return whole
     if part.startswith("feed_forward."):
         return _shard_feed_forward(name, spec, tp_rank, tp_size, numerics, experts)
+    if part.startswith("token_input."):
+        return _shard_token_input(name, spec, tp_rank, tp_size, numerics)
     attention = spec.layers[layer].attention
     if part in _projections(attention):
         return _split(0, _projection_span(attention, part, tp_rank, tp_size), whole)
@@ -101,6 +104,26 @@ def _shard_feed_forward(
     if numerics == "exact":
         return _split(0, split_dim(spec.hidden_size, tp_size)[tp_rank], whole)
     return whole if kind == "bias" else _split(1, split_dim(dense.intermediate_size, tp_size)[tp_rank], whole)
+
+
+def _shard_token_input(name: str, spec: DecoderSpec, tp_rank: int, tp_size: int, numerics: Numerics) -> Spans:
+    part, whole, token_input = parse_name(name).part, (None, None), spec.token_input
+    if token_input is None:
+        raise ValueError(f"{name!r} is no parameter of this model")
+    own = split_dim(token_input.size, tp_size)[tp_rank]
+    if part == "token_input.projection":
+        return whole
+    if part == "token_input.embed":
+        return _split(1, own, whole)
+    if part == "token_input.gate":
+        return _split(0, own, whole)
+    if part != "token_input.down":
+        raise ValueError(f"{name!r} is no canonical parameter name")
+    return (
+        _split(0, split_dim(spec.hidden_size, tp_size)[tp_rank], whole)
+        if numerics == "exact"
+        else _split(1, own, whole)
+    )
 
 
 def _dense_block(feed_forward: Dense | MoE, block: str) -> Dense | None:

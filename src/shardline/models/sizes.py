@@ -9,15 +9,17 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import NamedTuple
 
 from shardline.config.topology import RankPlace
-from shardline.models.kv_groups import KVGroup
+from shardline.models.kv_groups import KVGroup, joined_layers, stores_tokens
 from shardline.models.kv_shapes import KVPart, kv_parts
 from shardline.models.parameters import (
     CountedParameter,
     Shape,
     counted_parameters,
+    embeds_tokens,
     expert_of,
     is_kept_in_float32,
     is_linear,
+    is_looked_up,
     layer_parameters,
     parse_name,
 )
@@ -57,16 +59,17 @@ def stage_spans(spec: DecoderSpec, num_stages: int, pipeline_stages: str | None 
     expected number of chosen ones counts. The embedding costs a row per sequence, and the lm_head all of its rows.
 
     Raises:
-        ValueError: there are more stages than layers, or `pipeline_stages` does not fit.
+        ValueError: there are too many stages, or `pipeline_stages` does not fit.
     """
     if pipeline_stages is not None:
-        return parse_stages(pipeline_stages, len(spec.layers), num_stages)
+        return parse_stages(pipeline_stages, len(spec.layers), num_stages, joined_layers(spec))
     batch = 32
     distinct = {id(layer): layer for layer in spec.layers}
     met = {key: _num_met(layer, spec.hidden_size, batch) for key, layer in distinct.items()}
     costs = [met[id(layer)] for layer in spec.layers]
     embedding = batch * spec.hidden_size * (1 if spec.learned_positions is None else 2)
-    return balance_stages(costs, num_stages, first_extra=embedding, last_extra=spec.vocab_size * spec.hidden_size)
+    head = spec.vocab_size * spec.hidden_size
+    return balance_stages(costs, num_stages, embedding, head, joined_layers(spec))
 
 
 class OwnFormats(NamedTuple):
@@ -233,13 +236,14 @@ def kv_bytes_per_token(
 ) -> int:
     """Bytes of keys and values that the rank at `place` stores for a token, summed over its stage's layers.
 
-    A layer with a window stores only the tokens in the window, but counts like any other layer. `latents_shared` says
+    A layer with a window stores only the tokens in the window, but counts like any other layer. A layer that reads the
+    cache of another layer stores nothing. `latents_shared` says
     that the ranks of a tensor-parallel group share one pool of latents in host memory. Then each rank counts an even
     part of it.
     """
     stage = stages[place.pp_rank]
-    layers = range(stage.start, stage.stop)
-    return sum(_layer_kv_bytes(spec.layers[index].attention, place, dtype, latents_shared) for index in layers)
+    storing = [layer.attention for layer in spec.layers[stage.start : stage.stop] if stores_tokens(layer.attention)]
+    return sum(_layer_kv_bytes(attention, place, dtype, latents_shared) for attention in storing)
 
 
 def kv_block_bytes(
@@ -286,10 +290,11 @@ def step_bytes(spec: DecoderSpec, dtype: DType, num_tokens: int, num_seqs: int) 
     """The most bytes of activations that are alive at once in a step of `num_tokens`, of which `num_seqs` are sampled.
 
     Rows are whole. The sum counts the residual stream and its neighbours, the projections of the feed-forward block,
-    and the fp32 logits twice.
+    the layers' inputs for each token, and the fp32 logits twice.
     """
     widest = max(_projected(layer.feed_forward) for layer in spec.layers)
-    activations = num_tokens * (6 * spec.hidden_size + 2 * widest) * DTYPE_BYTES[dtype]
+    inputs = 0 if spec.token_input is None else 4 * len(spec.layers) * spec.token_input.size
+    activations = num_tokens * (6 * spec.hidden_size + 2 * widest + inputs) * DTYPE_BYTES[dtype]
     return activations + 2 * 4 * num_seqs * spec.vocab_size
 
 
@@ -340,11 +345,11 @@ def _held(
 ) -> Iterator[CountedParameter]:
     """The parameters that a stage holds. A tied lm_head has its own name if it is stored apart, or is packed and serves
     as the embedding too."""
-    first, last = stage.start == 0, stage.stop == len(spec.layers)
-    is_head = not first or (last and head_is_packed)
+    embeds, last = embeds_tokens(spec, stage), stage.stop == len(spec.layers)
+    is_head = not embeds or (last and head_is_packed)
     for one in counted:
         yield one._replace(name="lm_head.weight") if one.name == "embed.weight" and is_head else one
-    if first and last and head_is_apart:
+    if embeds and last and head_is_apart:
         yield CountedParameter("lm_head.weight", (spec.vocab_size, spec.hidden_size), 1, 0)
 
 
@@ -375,14 +380,14 @@ def _local_kv_heads(attention: Attention, place: RankPlace) -> int:
 
 
 def _num_met(layer: Layer, hidden_size: int, num_tokens: int, dims: int | None = None) -> float:
-    """Elements of a layer's parameters that at least one of `num_tokens` tokens uses.
+    """Elements of a layer's parameters that at least one of `num_tokens` tokens uses. Tables do not count.
 
     With `dims`, only parameters with this number of dims count. For experts this is the expected number, if tokens
     choose at random and independently.
     """
     always = of_expert = 0
     for name, shape in layer_parameters(layer, hidden_size, num_experts=1):
-        if dims in (None, len(shape)):
+        if dims in (None, len(shape)) and not is_looked_up(name):
             if expert_of(name) is None:
                 always += math.prod(shape)
             else:

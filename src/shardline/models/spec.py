@@ -82,6 +82,8 @@ class GQA(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Whether values are the projected keys before their norm, so there is no weight of v (Gemma 4)."""
     value_norm: Norm | None = None
     """Norm without weights over head_dim of values (Gemma 4)."""
+    kv_source: int | None = None
+    """The layer whose cached keys and values this layer reads. It then projects and stores none (Gemma 4)."""
 
 
 class PlannedGQA(GQA, frozen=True, array_like=True, tag=True):
@@ -246,6 +248,22 @@ class MoE(msgspec.Struct, frozen=True, array_like=True, tag=True):
     the shared block are normalised before they are added (Gemma 4)."""
 
 
+class TokenInput(msgspec.Struct, frozen=True, array_like=True):
+    """What a layer reads of the token itself: x += norm(down(act(gate(x)) * input)) after its blocks (Gemma 4).
+
+    input = (norm(projection(e) / sqrt(hidden_size)) + sqrt(size) * row) / sqrt(2). Here e is the token's embedding, and
+    row is the token's row of a table that the layer has of its own.
+    """
+
+    size: int
+    """Elements of `input`."""
+    vocab_size: int
+    """Rows of the table."""
+    activation: Activation
+    norm: Norm
+    """The kind of both norms."""
+
+
 class Layer(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """One decoder layer: x += post(attention(pre(x))), then x += post(feed_forward(pre(x))).
 
@@ -264,6 +282,7 @@ class Layer(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """Factor of each block's output before it is added (Granite)."""
     output_scale: bool = False
     """Whether the residual stream is multiplied by a learned number after the layer (Gemma 4)."""
+    token_input: TokenInput | None = None
 
 
 class DecoderSpec(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
@@ -288,12 +307,17 @@ class DecoderSpec(msgspec.Struct, frozen=True, array_like=True, cache_hash=True)
     logits_scale: float = 1.0
     """Factor of the logits (Cohere, Granite)."""
 
+    @property
+    def token_input(self) -> TokenInput | None:
+        """What each layer reads of the token itself. All layers have one of the same size, or none has one."""
+        return self.layers[0].token_input
+
 
 class TensorSource(msgspec.Struct, frozen=True, array_like=True):
     """The place of a canonical parameter in a checkpoint.
 
     The parameter is the tensor `key`, or a part of it, taken in this order: one of the tensors that it stacks
-    (`index`); its transpose, if the file stores [in, out]; some rows.
+    (`index`); its transpose, if the file stores [in, out]; some rows; some columns.
     """
 
     key: str
@@ -306,12 +330,16 @@ class TensorSource(msgspec.Struct, frozen=True, array_like=True):
     """Distance of neighbouring rows of the parameter: 2 if the rows of two parameters alternate. It needs `rows`."""
     index: tuple[int, int] | None = None
     """(index, count): the tensor stacks `count` tensors along a first dim, for example those of all experts."""
+    columns: tuple[int, int] | None = None
+    """(start, count) along the parameter's dim 1; only for tensors that are not transposed."""
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the tensor for a parameter with `shape`, if no other parameter has later rows of the tensor."""
+        """Shape of the tensor for a parameter with `shape`, if no other parameter has later rows or columns of it."""
         if self.rows is not None:
             start, count = self.rows
             shape = (start - start % self.row_step + count * self.row_step, *shape[1:])
+        if self.columns is not None:
+            shape = (shape[0], sum(self.columns))
         if self.transposed:
             shape = shape[::-1]
         return shape if self.index is None else (self.index[1], *shape)

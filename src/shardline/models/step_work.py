@@ -18,7 +18,7 @@ from shardline.models.communication import (
     tensor_traffic,
 )
 from shardline.models.kv_shapes import kv_parts
-from shardline.models.parameters import CountedParameter, counted_parameters, parse_name
+from shardline.models.parameters import CountedParameter, counted_parameters, is_looked_up, parse_name
 from shardline.models.partition import Span, split_heads
 from shardline.models.sharding import Numerics
 from shardline.models.sizes import experts_met, multiplications_per_pair, rank_total, state_bytes
@@ -151,7 +151,8 @@ def step_work(
     # The embedding is looked up, not read, unless it serves as the lm_head too.
     tied = [one for one in counted if one.name == "embed.weight" and is_last and spec.tied_embeddings]
     head = [one for one in counted if one.name == "lm_head.weight"] or tied
-    always = [one for one in counted if not one.num_experts and one.name not in ("embed.weight", "lm_head.weight")]
+    always = [one for one in counted if not one.num_experts and not is_looked_up(one.name)]
+    always = [one for one in always if one.name != "lm_head.weight"]
     experts = [one for one in counted if one.num_experts]
 
     plain = _PLAIN_FORMATS[stored.dtype]

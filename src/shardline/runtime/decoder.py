@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from shardline.models.kv_groups import last_storing_layer, storing_layer
+from shardline.models.parameters import embeds_tokens
 from shardline.models.partition import Span
 from shardline.models.spec import GQA, MLA, Attention, MoE, Norm
 from shardline.runtime.layers.attention import AttentionLayer, RotaryTables
@@ -15,6 +17,7 @@ from shardline.runtime.layers.feed_forward import DenseFeedForward
 from shardline.runtime.layers.mla import LatentAttentionLayer
 from shardline.runtime.layers.moe import MoEFeedForward
 from shardline.runtime.layers.norm import InputNorm, NoNorm, NormLayer
+from shardline.runtime.layers.token_input import TokenInputBlock, TokenInputs
 from shardline.runtime.layers.vocabulary import LMHead, TokenEmbedding
 from shardline.runtime.ops.add import add
 from shardline.runtime.ops.scale import scale_rows
@@ -25,12 +28,17 @@ from shardline.weights.rows import InputForm, LinearInput, as_tensor
 class DecoderLayer:
     """One layer. The residual stream travels as (hidden, delta): the next norm that reads it adds `delta`."""
 
-    def __init__(self, loader: LayerLoader, index: int, tables: RotaryTables) -> None:
+    def __init__(self, loader: LayerLoader, index: int, tables: RotaryTables, place: int) -> None:
+        """`index`: number of the layer in the model; `place`: its number in the stage."""
         stage = loader.stage
         name, spec = f"layers.{index}", stage.spec.layers[index]
-        self._kv_group = next(g for g, group in enumerate(stage.kv_groups) if index in group.layers)
+        self._storing = storing_layer(stage.spec, index)
+        self._kv_group = next(g for g, group in enumerate(stage.kv_groups) if self._storing in group.layers)
         self._kernels = stage.kernels
-        self._is_last = index + 1 == len(stage.spec.layers)
+        last_storing = last_storing_layer(stage.spec)
+        self.selects = index == last_storing
+        """Whether this layer drops the tokens that are not sampled, once their keys and values are stored."""
+        self._sampled_only = index >= last_storing
         self.attention = _attention(loader, f"{name}.attention", spec.attention, tables)
         self.feed_forward: DenseFeedForward | MoEFeedForward
         if isinstance(spec.feed_forward, MoE):
@@ -44,6 +52,10 @@ class DecoderLayer:
         self.feed_forward_norm = _input_norm(
             loader, f"{name}.feed_forward_norm", spec.feed_forward_norm, self.feed_forward.input_form
         )
+        self._token_input: TokenInputBlock | None = None
+        if spec.token_input is not None:
+            self._token_input = TokenInputBlock(loader, f"{name}.token_input", spec.token_input)
+        self._index, self._place = index, place
         self._output_factor = loader.load(f"{name}.output_scale.bias") if spec.output_scale else None
         self._residual_factor: Tensor | None = None
         if spec.residual_scale != 1.0:
@@ -56,7 +68,7 @@ class DecoderLayer:
         self.post_feed_forward_norm = optional("post_feed_forward_norm", spec.post_feed_forward_norm)
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, step: StepInput) -> tuple[Tensor, Tensor | None]:
-        """hidden, delta [T, H] -> the same after this layer; the model's last layer returns only the sampled rows."""
+        """hidden, delta [T, H] -> the same after this layer; the one that `selects` returns only the sampled rows."""
         normed, hidden = self.attention_norm(hidden, delta)
         queries, slots = self.queries_and_slots(step)
         if queries.rows is not None:
@@ -71,6 +83,13 @@ class DecoderLayer:
             normed, hidden = self.feed_forward_norm(hidden, delta)
         delta = self.run_feed_forward(normed, hidden, step, queries, slots)
         delta = self._finish_block(delta, self.post_feed_forward_norm)
+        if self._token_input is not None:
+            assert step.token_inputs is not None
+            own_inputs = step.token_inputs[:, self._place]
+            if queries.rows is not None:
+                own_inputs = torch.index_select(own_inputs, 0, queries.rows)
+            hidden = add(self._kernels, hidden, delta)
+            delta = self._token_input(hidden, own_inputs)
         if self._output_factor is None:
             return hidden, delta
         return scale_rows(self._kernels, add(self._kernels, hidden, delta), self._output_factor), None
@@ -81,9 +100,20 @@ class DecoderLayer:
             delta = norm(delta)
         return delta if self._residual_factor is None else scale_rows(self._kernels, delta, self._residual_factor)
 
+    def share_cache(self, layers: Sequence[DecoderLayer], first_layer: int) -> None:
+        """Let this layer read the pages of the layer whose keys and values it shares, if it stores none.
+
+        `layers` are those of the stage, of which the first has the number `first_layer` in the model.
+        """
+        if self._storing != self._index:
+            source = layers[self._storing - first_layer].attention
+            assert isinstance(self.attention, AttentionLayer)
+            assert isinstance(source, AttentionLayer)
+            self.attention.pages = source.pages
+
     def queries_and_slots(self, step: StepInput) -> tuple[Queries, Tensor]:
         """The tokens that attend in this layer, and the slots for the step's keys and values."""
-        return step.queries(self._kv_group, self._is_last), step.kv_groups[self._kv_group].slots
+        return step.queries(self._kv_group, self.selects), step.kv_groups[self._kv_group].slots
 
     def run_feed_forward(
         self, normed: LinearInput, hidden: Tensor, step: StepInput, queries: Queries, slots: Tensor
@@ -103,7 +133,7 @@ class DecoderLayer:
 
     def _rows_of_replicas(self, tokens: tuple[int, ...], samples: tuple[int, ...]) -> tuple[int, ...]:
         """How many rows each replica in lockstep has in this layer's feed-forward block."""
-        return samples if self._is_last else tokens
+        return samples if self._sampled_only else tokens
 
 
 def _input_norm(loader: LayerLoader, name: str, norm: Norm | None, form: InputForm) -> InputNorm | NoNorm:
@@ -131,13 +161,18 @@ class DecoderStage:
         tables = RotaryTables(stage)
         self._kernels = stage.kernels
         self._nothing = torch.empty(0, spec.hidden_size, dtype=stage.dtype, device=stage.device)
-        first, last = layers.start == 0, layers.stop == len(spec.layers)
+        last = layers.stop == len(spec.layers)
         self.lm_head = LMHead(loader) if last and not stage.embeds else None
         tied = self.lm_head.look_up_rows if self.lm_head is not None and spec.tied_embeddings else None
-        self._embedding = TokenEmbedding(loader, tied) if first else None
-        self.layers = [DecoderLayer(loader, index, tables) for index in range(layers.start, layers.stop)]
+        self._embedding = TokenEmbedding(loader, tied) if embeds_tokens(spec, layers) else None
+        self._is_first = layers.start == 0
+        self._token_inputs: TokenInputs | None = None
+        if spec.token_input is not None:
+            assert self._embedding is not None
+            self._token_inputs = TokenInputs(loader, layers, spec, self._embedding)
+        self.layers = [DecoderLayer(loader, layers.start + place, tables, place) for place in range(layers.size)]
         self._finite_checker = stage.finite_checker
-        self._first_layer, self._last_layer = layers.start, len(spec.layers) - 1
+        self._first_layer, self._last_storing = layers.start, last_storing_layer(spec)
         self._final_norm: InputNorm | None = None
         if last:
             input_form: InputForm = "tensor" if self.lm_head is None else self.lm_head.input_form
@@ -149,6 +184,17 @@ class DecoderStage:
         """The embedded tokens, hidden states [T, H]; only the first stage has them."""
         assert self._embedding is not None
         return self._embedding(step.token_ids, step.positions)
+
+    def add_inputs(self, step: StepInput, hidden: Tensor) -> StepInput:
+        """The step with all that the layers read beside `hidden`, the stage's input [T, H]."""
+        if self._token_inputs is None:
+            return step
+        return self._token_inputs.add_to(step, hidden if self._is_first else None)
+
+    def keep_memory(self, max_seqs: int) -> None:
+        """Allocate the memory that decode steps of up to `max_seqs` sequences share."""
+        if self._token_inputs is not None:
+            self._token_inputs.keep_memory(max_seqs)
 
     def forward(self, step: StepInput, hidden: Tensor) -> Tensor:
         """Run the layers on hidden states [T, H]. Returns the input of the next stage, [T, H]. The last stage returns
@@ -209,7 +255,7 @@ class DecoderStage:
         """The residual stream [T, H] after the layers, and the tensor that the next norm adds to it; None: it adds
         nothing."""
         delta: Tensor | None = None
-        finite_checker = self._finite_checker
+        sampled_rows, finite_checker = _sampled_rows(step), self._finite_checker
         if finite_checker is not None:
             finite_checker.begin_step(len(hidden))
             finite_checker.check_tensor("the embedding" if self._embedding else "what the previous stage sent", hidden)
@@ -219,8 +265,10 @@ class DecoderStage:
                 finite_checker.check_tensor(
                     f"layer {index}",
                     hidden if delta is None else delta,
-                    _sampled_rows(step) if index == self._last_layer else None,
+                    sampled_rows if index >= self._last_storing else None,
                 )
+            if layer.selects:
+                step = step.sampled_only()
         return hidden, delta
 
     def run_empty_step(self, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...]) -> None:

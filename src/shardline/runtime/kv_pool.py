@@ -49,6 +49,8 @@ class KVPool:
                 if (depth, parts) not in self._slots:
                     self._slots[depth, parts] = tuple(self._allocate(part, ranks.kv_pool) for part in parts)
                 attention.bind_cache(*self._slots[depth, parts])
+        for layer in layers:
+            layer.share_cache(layers, span.start)
         if ranks.kv_pool is None:
             return self._num_bytes
         assert self._num_bytes == len(ranks.kv_pool), "the segment was cut for this pool"

@@ -209,6 +209,7 @@ class Runner:
         else:
             shape = (plan.num_tokens, self._sizes.hidden_size)
             hidden = self._groups.from_previous.receive(shape, self._sizes.dtype)
+        step = self._stage.add_inputs(step, hidden)
         scores = None
         if sampler is not None and scoring is not None:
             output, scores = self._score(step, hidden, sampler, scoring)

@@ -79,7 +79,8 @@ class Scorer:
                 block_tables=tuple(group.block_tables for group in groups),
             ),
         )
-        return torch.log_softmax(self._stage.forward(step, self._stage.embed(step)), dim=-1)
+        hidden = self._stage.embed(step)
+        return torch.log_softmax(self._stage.forward(self._stage.add_inputs(step, hidden), hidden), dim=-1)
 
 
 def compare(deployment: Deployment, reference: Deployment, documents: Sequence[Document]) -> Quality:

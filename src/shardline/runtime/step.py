@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ class KVGroupInput:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """The tokens of a step whose logits are sampled or scored. Beyond keys and values, the model's last layer computes
+    """The tokens of a step whose logits are sampled or scored. Once the last keys and values are stored, layers compute
     only these."""
 
     rows: Tensor
@@ -86,13 +86,37 @@ class StepInput:
     plan."""
     scored: ScoredTokens | None = None
     """None: all of `sampled` are sampled, and none is scored."""
+    token_inputs: Tensor | None = None
+    """[num_tokens, layers of the stage, 2, local size]: see `layers.token_input`. None: the model has none."""
     is_replayable: bool = False
     """Whether this is a decode step that can be replayed: all decode steps of as many sequences use the same memory."""
 
-    def queries(self, group: int, last_layer: bool) -> Queries:
-        """The tokens that attend in a layer of a KV group. In the model's last layer only the sampled tokens attend,
-        because nothing reads the others' outputs."""
-        if last_layer and self.sampled is not None:
+    def queries(self, group: int, selects: bool) -> Queries:
+        """The tokens that attend in a layer of a KV group; only the sampled ones, if the layer `selects` them.
+
+        The last layer that stores keys and values does so, because nothing reads the other tokens' outputs.
+        """
+        if selects and self.sampled is not None:
             sampled = self.sampled
             return Queries(sampled.rows, sampled.query_starts, sampled.context_lens, sampled.block_tables[group])
         return Queries(None, self.query_starts, self.context_lens, self.kv_groups[group].block_tables)
+
+    def sampled_only(self) -> StepInput:
+        """The step for layers that store nothing: all of its tokens are the sampled ones of this step."""
+        sampled = self.sampled
+        if sampled is None:
+            return self
+        rows, tables = sampled.rows, sampled.block_tables
+        return replace(
+            self,
+            token_ids=self.token_ids[rows],
+            positions=self.positions[rows],
+            query_starts=sampled.query_starts,
+            context_lens=sampled.context_lens,
+            kv_groups=tuple(
+                KVGroupInput(table, group.slots[rows]) for table, group in zip(tables, self.kv_groups, strict=True)
+            ),
+            replica_tokens=self.replica_samples,
+            sampled=None,
+            token_inputs=None if self.token_inputs is None else self.token_inputs[rows],
+        )

@@ -157,6 +157,7 @@ class Worker:
                 on_loaded=count,
             )
             stage = DecoderStage(loader, deployment.stages[place.pp_rank])
+            stage.keep_memory(self._sizes.max_seqs)
         if loader.made_dense and place.tp_rank == 0:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(loader.made_dense.items()))
             _log.info("Packed weights that became dense, in %s: %s", deployment.dtype, kinds)

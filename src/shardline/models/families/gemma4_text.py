@@ -1,6 +1,7 @@
 """Gemma 4: windowed layers; full layers with wider heads, whose values may be their keys; experts beside a dense block.
 
-The small models, with embeddings per layer and layers that share keys and values, are refused.
+In the small models, every layer has an embedding of its own for each token, and the last layers read the keys and
+values of earlier ones.
 """
 
 from __future__ import annotations
@@ -11,10 +12,21 @@ from typing import Any
 from msgspec.structs import replace
 
 from shardline.models.hf_config import Dims, HFConfig, read_dims
-from shardline.models.llama_layout import FOUR_NORM_LAYER_KEYS, MOE_LAYER_KEYS, llama_source, windowed_layers
+from shardline.models.llama_layout import FOUR_NORM_LAYER_KEYS, MOE_LAYER_KEYS, llama_source
 from shardline.models.parameters import parse_name
 from shardline.models.rope import proportional_rope, read_rope
-from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, MoE, Norm, Rope, Routing, TensorSource
+from shardline.models.spec import (
+    GQA,
+    DecoderSpec,
+    Dense,
+    Layer,
+    MoE,
+    Norm,
+    Rope,
+    Routing,
+    TensorSource,
+    TokenInput,
+)
 from shardline.models.stacked_experts import stacked_expert_source
 
 _LAYER_KEYS: Mapping[str, str] = {
@@ -27,6 +39,9 @@ _LAYER_KEYS: Mapping[str, str] = {
     "feed_forward.shared.gate": "mlp.gate_proj",
     "feed_forward.shared.up": "mlp.up_proj",
     "feed_forward.shared.down": "mlp.down_proj",
+    "token_input.gate": "per_layer_input_gate",
+    "token_input.down": "per_layer_projection",
+    "token_input.norm": "post_per_layer_input_norm",
 }
 _NUMBER_KEYS: Mapping[str, str] = {
     "output_scale": "layer_scalar",
@@ -50,12 +65,6 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         head_dim=256,
         max_position_embeddings=131072,
     )
-    for key, default, part in (
-        ("hidden_size_per_layer_input", 256, "embeddings per layer"),
-        ("num_kv_shared_layers", 0, "layers that share keys and values"),
-    ):
-        if hf.integer(key, default, minimum=0):
-            raise hf.error(key, f"is not supported: the engine has no {part}")
     hf.only("use_bidirectional_attention", "vision")
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-6), rounds_once=True)
     window_rope = read_rope(
@@ -67,20 +76,28 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     windowed = _attention(hf, dims, norm, window_rope)
     full = _full_attention(hf, dims, windowed)
     dense = Dense(dims.intermediate_size, hf.activation("hidden_activation", "gelu_pytorch_tanh"))
-    feed_forward = _experts(hf, dims, dense, norm) if hf.flag("enable_moe_block", False) else dense
+    has_experts, widens = hf.flag("enable_moe_block", False), hf.flag("use_double_wide_mlp", False)
+    wide = replace(dense, intermediate_size=2 * dims.intermediate_size) if widens else dense
+    token_input = _token_input(hf, dims, dense, norm)
     default_types = ["full_attention" if index % 6 == 5 else "sliding_attention" for index in range(dims.num_layers)]
     windows = hf.layer_windows(dims.num_layers, hf.optional_integer("sliding_window", 512), default_types)
     windows[-1] = None
+    sources = _kv_sources(hf, windows)
 
-    def layer(window: int | None) -> Layer:
+    def layer(window: int | None, source: int | None) -> Layer:
         own = full if window is None else replace(windowed, window=window)
-        return Layer(own, feed_forward, norm, norm, norm, norm, output_scale=True)
+        block = dense if source is None else wide
+        feed_forward = _experts(hf, dims, block, norm) if has_experts else block
+        attention = replace(own, kv_source=source)
+        return Layer(attention, feed_forward, norm, norm, norm, norm, output_scale=True, token_input=token_input)
 
+    kinds = list(zip(windows, sources, strict=True))
+    of_kind = {kind: layer(*kind) for kind in kinds}
     return DecoderSpec(
         model_type="gemma4_text",
         vocab_size=dims.vocab_size,
         hidden_size=dims.hidden_size,
-        layers=windowed_layers(windows, layer),
+        layers=tuple(of_kind[kind] for kind in kinds),
         final_norm=norm,
         max_position_embeddings=dims.max_position_embeddings,
         dtype=hf.dtype(),
@@ -94,6 +111,30 @@ def _attention(hf: HFConfig, dims: Dims, norm: Norm, rope: Rope) -> GQA:
     bias = hf.flag("attention_bias", False)
     gqa = GQA(dims.num_heads, dims.num_kv_heads, dims.head_dim, 1.0, rope=rope, qkv_bias=bias, output_bias=bias)
     return replace(gqa, qk_norm=norm, value_norm=norm)
+
+
+def _token_input(hf: HFConfig, dims: Dims, dense: Dense, norm: Norm) -> TokenInput | None:
+    size = hf.integer("hidden_size_per_layer_input", 256, minimum=0)
+    if not size:
+        return None
+    vocab_size = hf.integer("vocab_size_per_layer_input", 262144)
+    if vocab_size < dims.vocab_size:
+        raise hf.error("vocab_size_per_layer_input", f"must be vocab_size ({dims.vocab_size}) or more")
+    return TokenInput(size, vocab_size, dense.activation, norm)
+
+
+def _kv_sources(hf: HFConfig, windows: list[int | None]) -> list[int | None]:
+    """For each layer the one whose keys and values it reads, or None if it has its own.
+
+    The last layers read those of the last layer of their kind that has its own.
+    """
+    first = len(windows) - hf.integer("num_kv_shared_layers", 0, minimum=0)
+    own = dict(zip(windows[: max(0, first)], range(len(windows)), strict=False))
+    if set(windows) - own.keys():
+        raise hf.error(
+            "num_kv_shared_layers", f"leaves no layer of some kind with keys and values: {len(windows)} layers"
+        )
+    return [None if index < first else own[window] for index, window in enumerate(windows)]
 
 
 def _full_attention(hf: HFConfig, dims: Dims, windowed: GQA) -> GQA:
@@ -133,4 +174,12 @@ def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
     layer, part, _ = parse_name(name)
     if part in _NUMBER_KEYS:
         return TensorSource(f"model.layers.{layer}.{_NUMBER_KEYS[part]}")
+    if part == "token_input_norm":
+        return TensorSource("model.per_layer_projection_norm.weight")
+    if spec.token_input is not None and layer is not None:
+        own = layer * spec.token_input.size, spec.token_input.size
+        if part == "token_input.embed":
+            return TensorSource("model.embed_tokens_per_layer.weight", columns=own)
+        if part == "token_input.projection":
+            return TensorSource("model.per_layer_model_projection.weight", rows=own)
     return stacked_expert_source(name, spec, "experts", transposed=False) or llama_source(name, _LAYER_KEYS)

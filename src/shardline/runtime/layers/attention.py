@@ -50,10 +50,12 @@ class AttentionLayer:
     def __init__(self, loader: LayerLoader, name: str, spec: GQA, tables: RotaryTables) -> None:
         self.spec = spec
         self._kernels = loader.stage.kernels
-        parts = ("q", "k") if spec.value_is_key else ("q", "k", "v")
+        self._reads_only = spec.kv_source is not None
+        parts = ["q", "k"] if spec.value_is_key else ["q", "k", "v"]
+        parts = ["q"] if self._reads_only else parts
         self.qkv = ColumnLinear(loader, [f"{name}.{part}" for part in parts], spec.qkv_bias)
         self.num_heads = [width // spec.head_dim for width in self.qkv.widths]
-        if spec.value_is_key:
+        if spec.value_is_key and not self._reads_only:
             self.num_heads.append(self.num_heads[1])
         """Number of local heads of queries, keys and values."""
         head_widths = [span.size for span in loader.stage.spans(f"{name}.q.weight")]
@@ -65,7 +67,7 @@ class AttentionLayer:
             self.k_norm = AllHeadsNorm(loader, f"{name}.k_norm", spec.qk_norm, f"{name}.k")
         elif spec.qk_norm is not None:
             self.q_norm = NormLayer(loader, f"{name}.q_norm", spec.qk_norm)
-            self.k_norm = NormLayer(loader, f"{name}.k_norm", spec.qk_norm)
+            self.k_norm = None if self._reads_only else NormLayer(loader, f"{name}.k_norm", spec.qk_norm)
         stage = loader.stage
         # The weights of norms without weights.
         self._ones = torch.ones(spec.head_dim, dtype=stage.dtype, device=stage.device)
@@ -96,6 +98,8 @@ class AttentionLayer:
         head_dim]."""
         pages, rope = self.pages, self.spec.rope
         assert pages is not None
+        if self._reads_only:
+            return self._rotated_queries(qkv, positions)
         q, k, v = self._normed_heads(qkv)
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
         if self.spec.rotated_norm is not None:
@@ -122,6 +126,14 @@ class AttentionLayer:
             )
         if self._query_factors is not None:
             q = scale_rows(self._kernels, q.flatten(1), self._query_factors, positions).view(q.shape)
+        return q
+
+    def _rotated_queries(self, q: Tensor, positions: Tensor) -> Tensor:
+        """As `store`, for a layer that projects queries only."""
+        q, rope = q.view(len(q), self.num_heads[0], self.spec.head_dim), self.spec.rope
+        q = q if self.q_norm is None else self.q_norm(q)
+        if self.table is not None and rope is not None:
+            self._kernels.apply_rope(q, positions, self.table, rope.interleaved)
         return q
 
     def _normed_heads(self, qkv: Tensor) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shardline.models.parameters import Shape, is_kept_in_float32, parameters, parse_name
 from shardline.models.partition import Span
 from shardline.models.sharding import Spans, shard_shape
-from shardline.models.spec import GQA, MLA, DecoderSpec, Norm
+from shardline.models.spec import GQA, MLA, DecoderSpec, MoE, Norm
 
 _SPREAD = 0.02 * math.sqrt(12) / 65536
 """Factor of a uniform 16-bit number, for a standard deviation of 0.02. Uniform numbers are drawn ten times as fast as
@@ -82,7 +82,10 @@ class DummyWeights:
         if kind == "bias" or not part.endswith("norm"):
             return 0.0
         norm: Norm | None
-        if layer is None:
+        if part.startswith("token_input"):
+            assert self._spec.token_input is not None
+            norm = self._spec.token_input.norm
+        elif layer is None:
             norm = self._spec.final_norm
         elif part.startswith("attention."):
             attention = self._spec.layers[layer].attention
@@ -91,6 +94,10 @@ class DummyWeights:
             else:
                 assert isinstance(attention, MLA), "only the planner knows other kinds"
                 norm = attention.kv_norm if part == "attention.kv_norm" else attention.q_norm
+        elif part.startswith("feed_forward."):
+            feed_forward = self._spec.layers[layer].feed_forward
+            assert isinstance(feed_forward, MoE)
+            norm = feed_forward.own_norms
         else:
             norm = getattr(self._spec.layers[layer], part)
         assert norm is not None

@@ -159,9 +159,11 @@ class CheckpointWeights:
 def _bounds(module: StoredModule, source: TensorSource, spans: Spans) -> tuple[Span, Span]:
     """Rows and columns of a stored weight that are the part `spans` of a parameter."""
     first, count = source.rows or (0, module.rows)
-    rows, columns, step = spans[0] or Span(0, count), spans[1] or Span(0, module.columns), source.row_step
+    left, width = source.columns or (0, module.columns)
+    rows, columns, step = spans[0] or Span(0, count), spans[1] or Span(0, width), source.row_step
     # The last of rows that alternate with others is the end.
-    return Span(first + rows.start * step, max(first + rows.start * step, first + rows.stop * step - step + 1)), columns
+    own_rows = Span(first + rows.start * step, max(first + rows.start * step, first + rows.stop * step - step + 1))
+    return own_rows, Span(left + columns.start, left + columns.stop)
 
 
 def mapped_tensor(entry: TensorEntry, index: int | None = None) -> torch.Tensor:
@@ -187,6 +189,9 @@ def part_of(tensor: torch.Tensor, source: TensorSource, spans: Spans, dtype: tor
     if source.rows is not None:
         first, count = source.rows
         tensor = tensor[first : first + count * source.row_step : source.row_step]
+    if source.columns is not None:
+        first, count = source.columns
+        tensor = tensor[:, first : first + count]
     part = tensor[tuple(slice(None) if span is None else slice(span.start, span.stop) for span in spans)]
     if part.dtype == dtype and (part.dim() == 1 or part.stride(-1) == 1):
         return part
