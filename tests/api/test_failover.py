@@ -173,6 +173,34 @@ def test_an_engine_that_would_answer_differently_is_not_taken() -> None:
     assert all(client.closed for client in starts)
 
 
+def test_a_start_during_which_a_host_is_lost_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no failure of the replica, whose restarts are bounded."""
+    present = iter([False, False, True])
+    starts: list[FakeEngineClient] = []
+
+    class Hosts:
+        waits = 0
+
+        def await_hosts(self, engine: int) -> None:
+            self.waits += 1
+
+        def has_hosts(self, engine: int) -> bool:
+            return next(present)
+
+    def connect(config: EngineConfig, index: int, on_message: Callable[[EngineEvent], None]) -> Client:
+        if starts:
+            raise OSError("its host is away")
+        starts.append(FakeEngineClient(config, index, on_message))
+        return starts[-1]
+
+    cluster, hosts = Cluster(connect), Hosts()
+    monkeypatch.setattr(cluster.replicas._engines, "_cluster", hosts)
+    cluster.fail(0)
+    index, event = cluster.events.get(timeout=5)
+    assert (index, event) == (0, RestartFailed("its host is away"))
+    assert hosts.waits == 3
+
+
 def test_closing_ends_a_restart() -> None:
     starts: list[FakeEngineClient] = []
 

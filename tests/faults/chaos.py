@@ -362,9 +362,12 @@ def main() -> int:
             print(check_wrong_interface(Path(folder)))
     with tempfile.TemporaryDirectory() as folder:
         chaos = Chaos(arguments.logs or Path(folder), arguments.seed, arguments.layout.split())
-        report = chaos.run(faults, arguments.clients, 60 * arguments.minutes)
-    print("\n".join(report.lines()))
-    return 1 if report.wrong else 0
+        try:
+            chaos.run(faults, arguments.clients, 60 * arguments.minutes)
+        except (KeyboardInterrupt, SystemExit):
+            chaos.report.wrong.append("interrupted")
+    print("\n".join(chaos.report.lines()))
+    return 1 if chaos.report.wrong else 0
 
 
 if __name__ == "__main__":

@@ -152,6 +152,23 @@ class Engines:
 
     def _restart_engine(self, index: int, failed: Client) -> None:
         failed.close()
+        while True:
+            try:
+                if self._cluster is not None:
+                    self._cluster.await_hosts(index)
+            except RuntimeError as error:
+                _log.error("replica %d could not start again: %s", index, error)
+                self._on_event(index, RestartFailed(str(error)))
+                return
+            if (why := self._start_again(index, failed)) is None:
+                return
+            if self._cluster is None or self._cluster.has_hosts(index):
+                self._on_event(index, RestartFailed(why))
+                return
+            # A host was lost meanwhile. That is not the replica's failure, so it waits for the host again.
+
+    def _start_again(self, index: int, failed: Client) -> str | None:
+        """Start an engine in the place of one that has failed. Returns why it could not, or None."""
         announced = threading.Event()
 
         def deliver_event(event: EngineEvent) -> None:
@@ -160,11 +177,9 @@ class Engines:
 
         client = None
         try:
-            if self._cluster is not None:
-                self._cluster.await_hosts(index)
             with self._closing:
                 if self._is_closed:
-                    return
+                    return None
                 if failed in self._open:
                     self._open.remove(failed)
                 client = self._connect(self.config, index, deliver_event)
@@ -173,17 +188,19 @@ class Engines:
             if ready.fingerprint != self._fingerprint:
                 raise RuntimeError(f"it would give different answers ({self._fingerprint}, now {ready.fingerprint})")
         except (OSError, RuntimeError, ValueError) as error:
-            _log.error("replica %d could not start again: %s", index, error)  # before its processes are awaited
+            # Closing awaits the engine's processes, and the log must not wait for them.
+            if not self._is_closed:
+                _log.error("replica %d could not start again: %s", index, error)
             if client is not None:
                 client.close()
                 with self._closing:
                     if client in self._open:
                         self._open.remove(client)
-            self._on_event(index, RestartFailed(str(error)))
-        else:
-            self._on_event(index, EngineRestarted(client))
-            announced.set()
-            self._prepare_restarts()
+            return str(error)
+        self._on_event(index, EngineRestarted(client))
+        announced.set()
+        self._prepare_restarts()
+        return None
 
     def _prepare_restarts(self) -> None:
         if self.config.parallel.on_failure == "restart":

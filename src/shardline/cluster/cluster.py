@@ -106,7 +106,8 @@ class Cluster:
                 return started
             ours, theirs = socket.socketpair()
             self._attach({Stream(engine, ENGINE, start): theirs})
-            Channel(ours, StartEngine).send(StartEngine(deployment, engine))
+            with contextlib.suppress(OSError):  # its host is lost; what can be read from the socket says so
+                Channel(ours, StartEngine).send(StartEngine(deployment, engine))
             return StartedEngine(None, ours, {})
 
     def describe_links(self) -> list[str]:
@@ -183,7 +184,7 @@ class Cluster:
         Raises:
             RuntimeError: a host is away for longer than --join-timeout, or the cluster is closed.
         """
-        hosts = {place.host for place in self.deployment.placements[engine]}
+        hosts = self._hosts_of(engine)
         deadline = time.monotonic() + self._config.cluster.join_timeout
         while True:
             with self._lock:
@@ -198,6 +199,14 @@ class Cluster:
                     names = ", ".join(self.machine.hosts[host].name for host in sorted(hosts - self._hosts))
                     raise RuntimeError(f"{names} did not come back within --join-timeout")
                 self._present.wait(CHECK_INTERVAL)
+
+    def has_hosts(self, engine: int) -> bool:
+        """Whether all hosts of an engine are there. Also if the cluster is closed: nobody need wait for them."""
+        with self._present:
+            return self._closed or self._hosts_of(engine) <= self._hosts
+
+    def _hosts_of(self, engine: int) -> set[int]:
+        return {place.host for place in self.deployment.placements[engine]}
 
     def _restart_head(self) -> None:
         _log.error("the head process %s; it starts again, and nodes join anew", self._head.describe_end())

@@ -129,8 +129,7 @@ class Node:
 
     def import_modules(self) -> None:
         """Import what ranks need while the head is awaited."""
-        has_gpus = any(device.kind == "cuda" for device in self._join.host.devices)
-        self._processes.import_modules("cuda" if has_gpus and self._config.parallel.device != "cpu" else "cpu")
+        self._processes.import_modules(self._join.host.devices[-1].kind)  # the first one is the host itself
 
     def run(self) -> int:
         """Serve heads, one after another, until one says when to end."""

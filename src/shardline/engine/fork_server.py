@@ -164,7 +164,10 @@ def main() -> None:
         return
     gc.collect()
     gc.freeze()
-    requests.send(READY)
+    try:
+        requests.send(READY)
+    except OSError:
+        return  # all clients have ended meanwhile
     if (module := ForkServer(requests).serve()) is not None:
         importlib.import_module(module).main()
 

@@ -120,4 +120,4 @@ class RankChannels:
     def _failure(self, rank: int, error: RankFailed | None = None) -> ExecutorFailure:
         search = FailureSearch(self._processes, self._channels)
         words = search.describe(rank, error, self._at_step())
-        return ExecutorFailure(words, host_lost=self._processes.has_lost_host(search.guilty))
+        return ExecutorFailure(words, host_lost=self._processes.were_cut_off(search.guilty))

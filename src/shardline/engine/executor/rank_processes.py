@@ -148,7 +148,7 @@ class RankProcesses:
         code = child.poll()
         return child.is_silent() if code is None else _is_kill(code)
 
-    def has_lost_host(self, ranks: Sequence[int]) -> bool:
+    def were_cut_off(self, ranks: Sequence[int]) -> bool:
         """Whether the host of one of these ranks is lost, or the connection to it."""
         remotes = [self._remote[rank] for rank in ranks if rank in self._remote]
         return any(remote.host_lost or not remote.end for remote in remotes)
