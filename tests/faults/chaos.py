@@ -27,6 +27,7 @@ from typing import Any
 
 import httpx
 
+from shardline.api.failover import MAX_FAILURES
 from tests.faults.chaos_faults import PRODUCT, STALLING, Fault, Faults
 from tests.faults.site import Site, await_line
 
@@ -54,6 +55,8 @@ class Report:
     recovered: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     answers: int = 0
     wrong: list[str] = field(default_factory=list)
+    given_up: int = 0
+    """Requests that ended with an error, since they had been present at three failures, as promised."""
 
     late: list[str] = field(default_factory=list)
     """Faults that were named or over later than promised. Test machines with few cores may be slow."""
@@ -72,7 +75,8 @@ class Report:
             *(f"- {name}: {self._by_state(name)}" for name in FAULT_NAMES if self._row(name)),
             "",
             f"{self.num_faults} faults in {self.seconds / 60:.1f} minutes; {self.answers} answers compared, "
-            f"{len(self.wrong)} errors, {len(self.late)} later than promised",
+            f"{len(self.wrong)} errors, {len(self.late)} later than promised; {self.given_up} requests were present at "
+            f"{MAX_FAILURES} failures, and ended with an error, as they must",
             *(f"LATE  {line}" for line in self.late[:40]),
             *(f"WRONG {line}" for line in self.wrong[:40]),
         ]
@@ -118,6 +122,8 @@ class Chaos:
         self._waiting: dict[int, float] = {}
         """For each thread in the middle of a stream, when its last piece came."""
         self._last_piece = 0.0
+        self._failures = 0
+        """Faults so far that may have ended an engine."""
         self._http = httpx.Client(verify=False, timeout=60.0, limits=httpx.Limits(max_keepalive_connections=0))
         path = f"{STALLING}:{os.environ.get('PYTHONPATH', '')}"
         flags = (*layout, "--max-restarts", "1000000", "--max-num-seqs", "16")
@@ -187,10 +193,13 @@ class Chaos:
             self._await_streams(fault)
         time.sleep(0.15 * self._random.random())
         self._longest_pause = 0.0
-        if fault.state == "loading" and not self._faults.await_loading():
-            self.report.wrong.append(f"no process was loading for {fault.name}")
-            return self._await_replicas(fault, time.monotonic())
+        if fault.state == "loading":
+            self._failures += 1
+            if not self._faults.await_loading():
+                self.report.wrong.append(f"no process was loading for {fault.name}")
+                return self._await_replicas(fault, time.monotonic())
         began = time.monotonic()
+        self._failures += 1
         is_named, bring_back = self._faults.cause(fault)
         while not is_named():
             if time.monotonic() - began > 2 * fault.named_within + 2:
@@ -251,6 +260,7 @@ class Chaos:
         while not self._stopping.is_set():
             number = chooser.randrange(len(REQUESTS) + 1)
             self._flowing.wait()
+            failures = self._failures
             self._count(1)
             try:
                 if number == len(REQUESTS):
@@ -263,6 +273,9 @@ class Chaos:
                 time.sleep(0.2)
                 continue
             except (httpx.HTTPError, _Failed) as error:
+                if f"running at {MAX_FAILURES} failures" in str(error) and self._failures - failures >= MAX_FAILURES:
+                    self.report.given_up += 1
+                    continue
                 self.report.wrong.append(f"request {number}: {type(error).__name__}: {error}")
                 continue
             finally:

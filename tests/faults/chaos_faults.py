@@ -19,9 +19,9 @@ from tests.faults.site import Site
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "stall": signal.SIGUSR2}
 """A stall: the main thread hangs, and the pulse goes on; see tests/faults/stalling."""
 STALLING = str(Path(__file__).parent / "stalling")
-NAMED_WITHIN = {"kill": 1.0, "stop": 5.0, "cut": 6.0, "stall": 12.0}
+NAMED_WITHIN = {"kill": 1.0, "stop": 5.0, "cut": 6.0, "unplug": 6.0, "stall": 12.0}
 """Seconds from a fault to the line that names it."""
-RUNS_WITHIN = {"kill": 10.0, "stop": 10.0, "cut": 15.0, "stall": 20.0}
+RUNS_WITHIN = {"kill": 10.0, "stop": 10.0, "cut": 15.0, "unplug": 15.0, "stall": 20.0}
 """Seconds from a fault to the end of it: streams go on."""
 
 LOADING_HANGS_WITHIN = 75.0
@@ -42,7 +42,7 @@ class Fault:
     """One fault."""
 
     kind: str
-    """kill, stop, stall, or cut: all packets of the target's host are dropped."""
+    """kill, stop, stall; cut: all packets of the target's host are dropped; unplug: its link is down."""
     target: str
     """rank, engine, node (a headless node's process), head (the process that connects the nodes)."""
     state: str
@@ -81,9 +81,9 @@ class Fault:
 PRODUCT = tuple(
     Fault(kind, target, state)
     for kind, target, state in itertools.product(
-        ("kill", "stop", "cut", "stall"), ("rank", "engine", "node", "head"), ("idle", "busy", "loading")
+        ("kill", "stop", "cut", "unplug", "stall"), ("rank", "engine", "node", "head"), ("idle", "busy", "loading")
     )
-    if kind != "cut" or target in ("node", "head")  # ranks and engines are cut off with their host
+    if kind not in ("cut", "unplug") or target in ("node", "head")  # ranks and engines are cut off with their host
 )
 
 
@@ -120,11 +120,15 @@ class Faults:
     def cause(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
         """Cause a fault. Returns whether it is named by now, by both sides of a cut, and what ends it."""
         site = self._site
-        if fault.kind == "cut":
+        if fault.kind in ("cut", "unplug"):
             host = 0 if fault.target == "head" else 1
-            sides = [self._appears("has not been heard of for", host=side) for side in range(2)]
-            site.hosts.cut(host)
-            return lambda: all(named() for named in sides), lambda: site.hosts.heal(host)
+            sides = [self._appears("(has not been heard of for|has closed)", host=side) for side in range(2)]
+            begin, end = {
+                "cut": (site.hosts.cut, site.hosts.heal),
+                "unplug": (site.hosts.unplug, site.hosts.plug),
+            }[fault.kind]
+            begin(host)
+            return lambda: all(named() for named in sides), lambda: end(host)
         if fault.target == "node":
             node = site.nodes[0]
             named = self._appears(r"node 1 \(.*has (not been heard of for|closed its connection)")

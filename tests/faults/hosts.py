@@ -80,6 +80,14 @@ class Hosts:
         """End a cut."""
         _run("ip", "netns", "exec", self._switch, "bridge", "link", "set", "dev", f"p{host}", "state", "3")
 
+    def unplug(self, host: int) -> None:
+        """Cut a host off so that it notices: its link is down."""
+        _ip("-n", self._switch, "link", "set", "dev", f"p{host}", "down")
+
+    def plug(self, host: int) -> None:
+        """End what `unplug` has done."""
+        _ip("-n", self._switch, "link", "set", "dev", f"p{host}", "up")
+
     def slow(self, host: int, rate: str) -> None:
         """Limit what a host sends, for example to 100mbit."""
         limit = ("tbf", "rate", rate, "burst", "64kb", "latency", "50ms")

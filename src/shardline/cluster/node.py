@@ -233,7 +233,10 @@ class Node:
                 self._send(self._measured.get())
             if self._held and not self._processes.is_importing:
                 self._start_held()
-            for source, event in self._poller.poll(int(1000 * (_HELD_SECONDS if self._held else CHECK_INTERVAL / 2))):
+            patience = min(next_check, next_beat) - time.monotonic()
+            if self._held:
+                patience = min(patience, _HELD_SECONDS)
+            for source, event in self._poller.poll(max(1, int(1000 * patience) + 1)):
                 if source is self._wire.socket:
                     self._handle_messages()
                 elif source is self._wire.monitor:

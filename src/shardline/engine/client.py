@@ -6,6 +6,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -23,7 +24,7 @@ from shardline.engine.ipc import (
     EngineReady,
     StopEngine,
 )
-from shardline.engine.load_watch import STUCK_SECONDS, LoadWatch
+from shardline.engine.load_watch import LOOK_SECONDS, STUCK_SECONDS, LoadWatch
 from shardline.engine.start import StartedEngine, start_engine
 from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
 from shardline.segment.activity import Activity
@@ -136,7 +137,7 @@ class EngineClient:
 
     def _watch_engine(self) -> None:
         """End the engine if it gives no sign of life or does not answer; the reader thread then reports why."""
-        number, work = 0, 0
+        number, work, looked = 0, 0, 0.0
         loading = LoadWatch(STUCK_SECONDS + _LOADING_GRACE)
         while not self._ended.wait(min(CHECK_INTERVAL, self._watchdog.seconds_to_check())):
             if self._child is not None and self._child.is_silent():
@@ -144,7 +145,9 @@ class EngineClient:
                 return
             if not self._ready.is_set():
                 self._watchdog.restart()
-                loading.look([self._activity()])
+                if time.monotonic() - looked >= LOOK_SECONDS:
+                    looked = time.monotonic()
+                    loading.look([self._activity()])
                 if loading.is_stuck:
                     self._give_up(f"{self._name()} made no progress in loading for {loading.patience:g} s")
                     return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -24,6 +25,8 @@ _DELAY = 10.0
 """Seconds from a start to that of the fork server: programs that end soon do not pay for it."""
 _END_SECONDS = 1.0
 _CODE = "import sys; sys.path[:] = [p for p in sys.path if p]; import shardline.engine.fork_server as s; s.main()"
+
+_log = logging.getLogger(__name__)
 
 
 class ForkedProcess:
@@ -133,6 +136,11 @@ class Forks:
             if not (answer := ours.recv(4)):
                 raise ConnectionError("the server has ended")
             return ForkedProcess(int.from_bytes(answer, "little"), ours)
+        except ProcessLookupError:
+            pid = int.from_bytes(answer, "little")
+            _log.warning("a fork for %s (pid %d) has ended at once; it starts in the usual way", module, pid)
+            ours.close()
+            return None
         except OSError:  # the server has ended or is stopped; a late child sees that nobody wants it
             ours.close()
             return None

@@ -9,6 +9,8 @@ from shardline.segment.activity import Activity
 
 STUCK_SECONDS = 60.0
 """Seconds in which nothing is read, computed or finished, after which loading counts as hanging."""
+LOOK_SECONDS = 0.5
+"""Seconds between two looks: each reads files of the kernel for every process."""
 _SPINNING_SECONDS = 1800.0
 """The same for processes that only use a processor: they may compile."""
 _BUSY_SHARE = 0.05
@@ -28,7 +30,7 @@ class LoadWatch:
         self._looked = self._advanced = self._busy = clock()
 
     def look(self, activities: Sequence[Activity]) -> bool:
-        """Look at all processes, every half second or so; returns whether any of them has made progress."""
+        """Look at all processes, every LOOK_SECONDS; returns whether any of them has made progress."""
         now, seen = self._clock(), self._seen
         elapsed = now - self._looked
         self._seen, self._looked = list(activities), now

@@ -13,8 +13,8 @@ from shardline import _cpu
 SILENCE = 4.0
 """Seconds without a sign of life after which a process counts as stopped."""
 
-CHECK_INTERVAL = 0.5
-"""Seconds between two looks at a pulse."""
+CHECK_INTERVAL = 0.25
+"""Seconds between two looks at a pulse. A process that is stopped is found SILENCE and up to two of these later."""
 
 START_SILENCE = 40.0
 """The same for a process that has not begun to show signs of life: Python may come from a slow disk. It is shorter than

@@ -28,7 +28,7 @@ from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.engine.executor.rank_channels import FRAME_TIMEOUT, RankChannels
 from shardline.engine.executor.rank_processes import RankProcesses
 from shardline.engine.forks import Forks
-from shardline.engine.load_watch import LoadWatch
+from shardline.engine.load_watch import LOOK_SECONDS, LoadWatch
 from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
 from shardline.segment.expert_load import Counts
 from shardline.segment.progress import RankProgress, late_ranks
@@ -84,7 +84,7 @@ class MultiprocessExecutor(Executor):
                     if len(measured) == self._num_ranks:
                         self._allocate(agree_allocation(self._deployment, [measured[r] for r in sorted(measured)]))
             now = time.monotonic()
-            if now - looked >= CHECK_INTERVAL:
+            if now - looked >= LOOK_SECONDS:
                 looked = now
                 if watch.look(self._processes.activities()):
                     note_work()  # for the front, which watches this process
