@@ -134,9 +134,9 @@ class Engine:
 
     def _check_forgotten(self) -> None:
         started = [start.seq_id for plan in self.plans for start in plan.starts]
-        ended = [seq_id for plan in self.plans for seq_id in plan.ends] + self.scheduler._ends
+        ended = [seq_id for plan in self.plans for seq_id in plan.ends] + self.scheduler._queues.ends
         assert sorted(started) == sorted(ended)
-        assert not self.scheduler._draining
+        assert not self.scheduler._queues.draining
         assert not self.scheduler._registry._by_id
         pool = self.scheduler._kv.pool
         assert not any(pool._references)
@@ -152,7 +152,7 @@ class Engine:
         assert len(plan.steps) <= self.shape.max_num_seqs
         assert {start.seq_id for start in plan.starts} <= {step.seq_id for step in plan.steps}
         for start in plan.starts:
-            sequence = next(s for s in self.scheduler._running if s.seq_id == start.seq_id)
+            sequence = next(s for s in self.scheduler._queues.running if s.seq_id == start.seq_id)
             self._salts[start.seq_id] = sequence.request.cache_salt
             assert start.token_ids == sequence.tokens
         if self.shape.pipeline:

@@ -265,7 +265,7 @@ def test_a_window_holds_few_blocks() -> None:
 
     def watch() -> None:
         nonlocal most
-        sequences: list[LiveSequence] = engine.scheduler._running
+        sequences: list[LiveSequence] = engine.scheduler._queues.running
         held = [len(sequence.kv.tables[1]) - sequence.kv.num_slid[1] for sequence in sequences]
         most = max([most, *held])
 
@@ -359,7 +359,7 @@ def test_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture) -> None:
     log = PreemptionLog(lambda: next(times))
     engine = Engine(Shape())
     engine.add(make_request("a", [1]))
-    sequence = engine.scheduler._waiting.peek()
+    sequence = engine.scheduler._queues.waiting.peek()
     assert sequence is not None
     with caplog.at_level(logging.WARNING):
         for _ in range(4):

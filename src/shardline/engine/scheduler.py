@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,9 +11,9 @@ import msgspec
 from shardline.deployment.deployment import CachePlan, StepLimits
 from shardline.engine.kv_cache import KVCache
 from shardline.engine.preemption import PreemptionLog, cheapest_victim
+from shardline.engine.queues import SequenceQueues
 from shardline.engine.registry import RequestRegistry
 from shardline.engine.sequence import LiveSequence, State
-from shardline.engine.waiting_queue import WaitingQueue
 from shardline.models.kv_groups import blocks_per_request
 from shardline.stats import EngineStats
 from shardline.types import Request, SequenceOutput, SequenceResult, SequenceStart, SequenceStep, StepPlan, StepResult
@@ -102,14 +101,9 @@ class Scheduler:
         self._registry = RequestRegistry(
             self._kv, cache.groups, block_size=cache.block_size, max_model_len=max_model_len
         )
-        self._waiting = WaitingQueue()
-        self._running: list[LiveSequence] = []
-        """In order."""
-        self._draining: set[LiveSequence] = set()
-        """Sequences that left the running ones but have plans in flight, and therefore blocks."""
+        self._queues = SequenceQueues(self._kv)
         self._in_flight: deque[tuple[StepPlan, list[LiveSequence], float]] = deque()
         """Plans that are not updated, their sequences, and when they were scheduled."""
-        self._ends: list[int] = []
         self._num_starts = 0
         self._num_steps = 0
         self._preemptions = preemptions or PreemptionLog()
@@ -119,12 +113,12 @@ class Scheduler:
         sequence = self._registry.add_request(request)
         if sequence is not None:
             sequence.recorder.added = now
-            self._waiting.push(sequence)
+            self._queues.waiting.push(sequence)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End all choices of these requests; `take_outputs` has their last outputs. Unknown ids are ignored."""
         for sequence in self._registry.find_sequences(request_ids):
-            self._leave(sequence, State.FINISHED)
+            self._queues.leave(sequence, State.FINISHED)
             self._registry.abort_sequence(sequence)
 
     def take_outputs(self) -> list[SequenceOutput]:
@@ -145,8 +139,8 @@ class Scheduler:
         """Counters and gauges; the engine loop fills in `engine_seconds`."""
         totals = self._registry.totals
         return EngineStats(
-            num_running=len(self._running),
-            num_waiting=self._registry.num_live - len(self._running),
+            num_running=len(self._queues.running),
+            num_waiting=self._registry.num_live - len(self._queues.running),
             kv_blocks_total=self._kv.pool.num_usable,
             kv_blocks_used=self._kv.pool.num_used,
             num_steps=self._num_steps - len(self._in_flight),
@@ -170,8 +164,7 @@ class Scheduler:
         self._schedule_prefills(draft, prefills)
         if not draft.steps:
             return None
-        plan = StepPlan(draft.step_id, draft.starts, draft.steps, self._ends)
-        self._ends = []
+        plan = StepPlan(draft.step_id, draft.starts, draft.steps, self._queues.take_ends())
         self._num_steps += 1
         self._in_flight.append((plan, draft.sequences, now))
         return plan
@@ -179,8 +172,7 @@ class Scheduler:
     def schedule_idle(self) -> StepPlan:
         """An empty plan, for a step that only other replicas need; its result must be passed to `update` too."""
         assert len(self._in_flight) < self._max_in_flight, "too many plans are in flight"
-        plan = StepPlan(self._num_steps, [], [], self._ends)
-        self._ends = []
+        plan = StepPlan(self._num_steps, [], [], self._queues.take_ends())
         self._num_steps += 1
         self._in_flight.append((plan, [], 0.0))
         return plan
@@ -216,16 +208,15 @@ class Scheduler:
             if step.sample or (result is not None and result.error):
                 assert result is not None
                 output = self._take_result(sequence, result, now)
-        if sequence.num_in_flight == 0 and sequence in self._draining:
-            self._release(sequence)
+        self._queues.release(sequence)
         return output
 
     def _take_result(self, sequence: LiveSequence, result: SequenceResult, now: float) -> SequenceOutput:
         if result.error:
-            self._leave(sequence, State.FINISHED)
+            self._queues.leave(sequence, State.FINISHED)
             return self._registry.fail_sequence(sequence, result.error)
         if result.embedding:
-            self._leave(sequence, State.FINISHED)
+            self._queues.leave(sequence, State.FINISHED)
             return self._registry.finish_embedding(sequence, result.embedding)
         assert result.token_ids, "a step that samples must have a token"
         several = len(result.token_ids) > 1
@@ -237,14 +228,14 @@ class Scheduler:
             recorder.note_token(now, running=sequence.state is State.RUNNING)
             output = msgspec.structs.replace(output, timeline=recorder.timeline())
         if output.finish_reason is not None:
-            self._leave(sequence, State.FINISHED)
+            self._queues.leave(sequence, State.FINISHED)
         return output
 
     def _schedule_decodes(self, draft: Draft) -> list[LiveSequence]:
         """Step the sequences that have one token to compute, in a pipeline a share of them; returns all others."""
         decodes: list[LiveSequence] = []
         prefills: list[LiveSequence] = []
-        for sequence in self._running:
+        for sequence in self._queues.running:
             (decodes if sequence.num_uncomputed == 1 else prefills).append(sequence)
         share = len(decodes)
         if self._last_token_known:
@@ -262,8 +253,8 @@ class Scheduler:
 
     def _schedule_prefills(self, draft: Draft, prefills: list[LiveSequence]) -> None:
         """Fill the plan with chunks of prompts: first those of running sequences, then those of waiting ones."""
-        if self._last_token_known and (prefills or self._waiting):
-            unscheduled = sum(sequence.num_uncomputed for sequence in prefills) + self._waiting.num_tokens
+        if self._last_token_known and (prefills or self._queues.waiting):
+            unscheduled = sum(sequence.num_uncomputed for sequence in prefills) + self._queues.waiting.num_tokens
             share = -(-unscheduled // (self._max_in_flight - len(self._in_flight)))
             draft.budget = min(draft.budget, max(share, MIN_PREFILL_TOKENS))
         for sequence in prefills:
@@ -272,8 +263,8 @@ class Scheduler:
             generated = sequence.num_scheduled >= sequence.num_start_tokens
             most = 1 if generated and self._last_token_known else draft.budget
             self._place(draft, sequence, min(most, sequence.num_uncomputed))
-        while draft.budget > 0 and not draft.preempted and len(self._running) < self._max_running:
-            sequence_or_none = self._waiting.peek()
+        while draft.budget > 0 and not draft.preempted and len(self._queues.running) < self._max_running:
+            sequence_or_none = self._queues.waiting.peek()
             if sequence_or_none is None or not self._start(draft, sequence_or_none):
                 return
 
@@ -308,17 +299,17 @@ class Scheduler:
         No other prompt needs room: while one uses up the budget, this method is not called.
         """
         room = self._kv.pool.num_free
-        others_have_blocks = bool(self._running or self._draining)
+        others_have_blocks = bool(self._queues.running or self._queues.draining)
         if others_have_blocks and sequence.blocks_wanted > room and draft.step_id < sequence.next_lookup:
             return False
         hit = self._kv.lookup_prefix(sequence)
         sequence.next_lookup = draft.step_id + STEPS_BETWEEN_LOOKUPS
         start_blocks = blocks_per_request(self._groups, len(sequence.tokens), self._block_size, self._budget)
-        spare = len(self._groups) * len(self._running)
+        spare = len(self._groups) * len(self._queues.running)
         sequence.blocks_wanted = start_blocks - hit.num_blocks + hit.num_free + spare
         if others_have_blocks and sequence.blocks_wanted > room:
             return False
-        self._change_state(sequence, State.RUNNING)
+        self._queues.start(sequence)
         self._kv.share_prefix(sequence, hit)
         sequence.begin_run(self._num_starts, hit.num_tokens)
         sequence.recorder.note_start(draft.now)
@@ -343,45 +334,16 @@ class Scheduler:
     def _make_room(self, draft: Draft, needy: LiveSequence) -> bool:
         """Preempt until each group can get one more block; False: that is impossible before further results."""
         while self._kv.pool.num_free < len(self._groups):
-            if self._draining:
+            if self._queues.draining:
                 return False
-            victim = cheapest_victim(self._running, needy, self._kv.recompute_cost)
+            victim = cheapest_victim(self._queues.running, needy, self._kv.recompute_cost)
             if victim is None:
                 return False
             draft.preempted = True
             cost = self._kv.recompute_cost(victim)
             self._preemptions.record(victim, cost)
             victim.recorder.note_preemption(cost, draft.now)
-            self._leave(victim, State.PREEMPTED)
+            self._queues.leave(victim, State.PREEMPTED)
             if victim is needy:
                 return False
         return True
-
-    def _leave(self, sequence: LiveSequence, state: State) -> None:
-        """End or preempt a sequence; its blocks return now, or once its plans in flight are collected."""
-        ran = sequence.state is State.RUNNING
-        self._change_state(sequence, state)
-        if ran and sequence.num_in_flight == 0:
-            self._release(sequence)
-
-    def _release(self, sequence: LiveSequence) -> None:
-        """Take back the blocks of a sequence that has left and has no plan in flight."""
-        self._draining.remove(sequence)
-        self._kv.free_blocks(sequence)
-        self._ends.append(sequence.seq_id)
-        if sequence.state is State.PREEMPTED:
-            sequence.forget_computed()
-            self._change_state(sequence, State.WAITING)
-
-    def _change_state(self, sequence: LiveSequence, state: State) -> None:
-        """Set a sequence's state and move it between the queues; nothing else writes a state."""
-        before, sequence.state = sequence.state, state
-        if before is State.WAITING:
-            self._waiting.remove(sequence)
-        elif before is State.RUNNING:
-            self._running.remove(sequence)
-            self._draining.add(sequence)
-        if state is State.RUNNING:
-            insort(self._running, sequence, key=lambda other: other.order)
-        elif state is State.WAITING:
-            self._waiting.push(sequence)

@@ -41,7 +41,7 @@ class KVState:
 
 @dataclass(eq=False)
 class LiveSequence:
-    """One request in the engine, from its arrival to its last output. Only the Scheduler changes its state.
+    """One request in the engine, from its arrival to its last output. Only SequenceQueues writes `state`.
 
     Invariants: num_computed <= num_scheduled <= num_tokens, and len(tokens) < limit until it is finished. Plans in
     flight compute the tokens from num_computed to num_scheduled.

@@ -70,13 +70,15 @@ class SkippingScheduler(Scheduler):
         most = self._num_equal_rounds()
         if most < 1:
             return 0
-        rounds = advance(len(self._running), sum(sequence.num_scheduled for sequence in self._running), most)
+        rounds = advance(
+            len(self._queues.running), sum(sequence.num_scheduled for sequence in self._queues.running), most
+        )
         self._move_blocks(rounds)
         plan, sequences, planned = self._in_flight.popleft()
         steps = [SequenceStep(step.seq_id, step.start + rounds, 1, [], -1, True) for step in plan.steps]
         self._in_flight.append((StepPlan(plan.step_id + rounds, [], steps, []), sequences, planned))
         self._num_steps += rounds
-        self._ends = []
+        self._queues.take_ends()
         self._registry.totals.generation_tokens += rounds * len(sequences)
         return rounds
 
@@ -129,7 +131,7 @@ class SkippingScheduler(Scheduler):
         Round r schedules position s + r - 1 of a sequence whose first s positions are scheduled now. Then it has the
         results up to position s + r - 2, and token s + r - 1.
         """
-        size, running = self._block_size, self._running
+        size, running = self._block_size, self._queues.running
         starts = [sequence.num_scheduled for sequence in running]
         added = [self._token] * rounds
         events: list[tuple[int, bool, int]] = []
@@ -154,10 +156,10 @@ class SkippingScheduler(Scheduler):
 
     def _num_equal_rounds(self) -> int:
         """The most rounds that `skip_decodes` may do."""
-        if self._last_token_known or len(self._in_flight) != 1 or self._draining or self._registry.has_outputs:
+        if self._last_token_known or len(self._in_flight) != 1 or self._queues.draining or self._registry.has_outputs:
             return 0
         plan, sequences, _ = self._in_flight[0]
-        running = self._running
+        running = self._queues.running
         if plan.starts or len(sequences) != len(running) or plan.num_tokens != len(running):
             return 0
         most = 1 << 30
@@ -170,8 +172,8 @@ class SkippingScheduler(Scheduler):
 
     def _bound_by_waiting(self, most: int) -> int:
         """Rounds in which the first waiting sequence is not looked at."""
-        head = self._waiting.peek()
-        if head is None or len(self._running) >= self._max_running:
+        head = self._queues.waiting.peek()
+        if head is None or len(self._queues.running) >= self._max_running:
             return most
         if self._has_windows or head.blocks_wanted <= self._kv.pool.num_free:
             return 0
@@ -182,7 +184,8 @@ class SkippingScheduler(Scheduler):
         free, size = self._kv.pool.num_free, self._block_size
         while most > 0:
             needed = sum(
-                -(-(sequence.num_scheduled + most) // size) - len(sequence.kv.tables[0]) for sequence in self._running
+                -(-(sequence.num_scheduled + most) // size) - len(sequence.kv.tables[0])
+                for sequence in self._queues.running
             )
             if needed * len(self._groups) <= free:
                 return most

@@ -1,0 +1,95 @@
+"""The sequences of a scheduler by their state: those that wait, those that run, and those that leave."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+
+from shardline.engine.kv_cache import KVCache
+from shardline.engine.sequence import LiveSequence, State
+
+
+class WaitingQueue:
+    """A priority queue by `LiveSequence.order` from which any sequence can be removed.
+
+    A preempted sequence keeps its order, so it comes before all that arrived later in its priority class.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, float, int], LiveSequence]] = []
+        self._members: set[LiveSequence] = set()
+        self.num_tokens = 0
+        """Prompt tokens and earlier output of all waiting sequences, cached tokens included."""
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def push(self, sequence: LiveSequence) -> None:
+        """Add a sequence that is not in the queue."""
+        assert sequence not in self._members
+        heapq.heappush(self._heap, (sequence.order, sequence))
+        self._members.add(sequence)
+        self.num_tokens += len(sequence.tokens)
+
+    def peek(self) -> LiveSequence | None:
+        """The first sequence in order; None if the queue is empty."""
+        while self._heap:
+            sequence = self._heap[0][1]
+            if sequence in self._members:
+                return sequence
+            heapq.heappop(self._heap)
+        return None
+
+    def remove(self, sequence: LiveSequence) -> None:
+        """Remove a sequence, whatever its position."""
+        self._members.remove(sequence)
+        self.num_tokens -= len(sequence.tokens)
+        if self._heap[0][1] is sequence:
+            heapq.heappop(self._heap)
+
+
+class SequenceQueues:
+    """Moves sequences between states. Only this class writes `LiveSequence.state`."""
+
+    def __init__(self, kv: KVCache) -> None:
+        self.waiting = WaitingQueue()
+        self.running: list[LiveSequence] = []
+        """In order."""
+        self.draining: set[LiveSequence] = set()
+        """Sequences that left the running ones but have plans in flight, and therefore blocks."""
+        self.ends: list[int] = []
+        """The `seq_id`s that were given up since the last `take_ends`."""
+        self._kv = kv
+
+    def start(self, sequence: LiveSequence) -> None:
+        """Run a waiting sequence."""
+        self.waiting.remove(sequence)
+        sequence.state = State.RUNNING
+        insort(self.running, sequence, key=lambda other: other.order)
+
+    def leave(self, sequence: LiveSequence, state: State) -> None:
+        """End or preempt a sequence; its blocks return now, or once its plans in flight are collected."""
+        before, sequence.state = sequence.state, state
+        if before is State.WAITING:
+            self.waiting.remove(sequence)
+        elif before is State.RUNNING:
+            self.running.remove(sequence)
+            self.draining.add(sequence)
+            self.release(sequence)
+
+    def release(self, sequence: LiveSequence) -> None:
+        """Take back the blocks of a sequence that has left and has no plan in flight. A preempted one then waits."""
+        if sequence.num_in_flight > 0 or sequence not in self.draining:
+            return
+        self.draining.remove(sequence)
+        self._kv.free_blocks(sequence)
+        self.ends.append(sequence.seq_id)
+        if sequence.state is State.PREEMPTED:
+            sequence.forget_computed()
+            sequence.state = State.WAITING
+            self.waiting.push(sequence)
+
+    def take_ends(self) -> list[int]:
+        """The `seq_id`s that workers can forget, each once."""
+        ends, self.ends = self.ends, []
+        return ends
