@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "phi3": "phi3",
+    "gpt_oss": "gpt-oss",
     "gpt2": "gpt2",
     "granite": "granite",
     "mistral": "mistral3",
@@ -57,7 +58,7 @@ def mixed(*types: Type) -> ChooseType:
 
     def choose(name: str, values: Array) -> Type:
         nonlocal count
-        if values.ndim < 2 or "ffn_gate_inp" in name:
+        if values.ndim < 2 or "ffn_gate_inp" in name or name.endswith(".bias"):
             return Type.F32
         count += 1
         kind = types[count % len(types)]
@@ -134,9 +135,13 @@ def write_gguf(
         if split_latents and (found := _SPLIT_KV.fullmatch(group)):
             result[group] = torch.from_numpy(_add_latents(add, f"blk.{found[1]}", values, config))
             continue
+        if arch == "gpt-oss" and ".experts." in group:
+            result[group] = torch.from_numpy(_add_stacked_experts(add, group, values))
+            continue
         # The converter names the biases of experts like this.
         name = names.get_name(group.replace("e_score_correction_bias", "e_score_correction.bias"), (".weight", ".bias"))
         assert name is not None, group
+        name = f"{name}.weight" if name.endswith("attn_sinks") else name
         forward, backward = _transform(group, config, arch)
         restored = backward(add(name, forward(values)))
         for index, key in keys.items():
@@ -171,6 +176,22 @@ def _transform(
     if arch == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return lambda w: w.T.copy(), lambda w: w.T
     return lambda w: w, lambda w: w
+
+
+def _add_stacked_experts(add: Callable[[str, Array], Array], key: str, values: Array) -> Array:
+    """gpt-oss has [experts, in, out], with outputs of gate and up in turn; files have [experts, out, in] of each."""
+    is_bias, prefix = key.endswith("_bias"), f"blk.{key.split('.')[2]}.ffn"
+    kind = "bias" if is_bias else "weight"
+    rows = values if is_bias else values.swapaxes(1, 2)
+    if "gate_up" in key:
+        halves = [
+            add(f"{prefix}_{name}_exps.{kind}", np.ascontiguousarray(rows[:, first::2]))
+            for first, name in enumerate(("gate", "up"))
+        ]
+        rows = np.stack(halves, 2).reshape(rows.shape)
+    else:
+        rows = add(f"{prefix}_down_exps.{kind}", np.ascontiguousarray(rows))
+    return np.ascontiguousarray(rows if is_bias else rows.swapaxes(1, 2))
 
 
 def _add_latents(add: Callable[[str, Array], Array], prefix: str, values: Array, config: dict[str, Any]) -> Array:
@@ -218,7 +239,7 @@ def _add_config(w: gguf.GGUFWriter, c: dict[str, Any], split_latents: bool) -> N
     if c.get("head_dim") and not c["model_type"].startswith("deepseek"):
         w.add_key_length(c["head_dim"])
         w.add_value_length(c["head_dim"])
-    if c.get("sliding_window") and c["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+    if c.get("sliding_window") and c["model_type"] in ("gemma2", "gemma3_text", "gpt_oss", "phi3"):
         w.add_sliding_window(c["sliding_window"])
     if c.get("num_local_experts") or c.get("num_experts") or c.get("n_routed_experts"):
         w.add_expert_count(c.get("num_local_experts") or c.get("num_experts") or c["n_routed_experts"])
@@ -241,6 +262,11 @@ def _add_config(w: gguf.GGUFWriter, c: dict[str, Any], split_latents: bool) -> N
         w.add_logit_scale(c["logits_scaling"])
     if c["model_type"] == "ministral3":
         _add_yarn(w, rope)
+        w.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        w.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if c["model_type"] == "gpt_oss":
+        _add_yarn(w, rope)
+        w.add_expert_feed_forward_length(c["intermediate_size"])
     if rope.get("rope_type") == "llama3":
         w.add_tensor("rope_freqs.weight", _llama3_factors(c, rope))
 
@@ -251,8 +277,6 @@ def _add_yarn(w: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
     w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     w.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
     w.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
-    w.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
-    w.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
 def _add_deepseek(w: gguf.GGUFWriter, c: dict[str, Any], split_latents: bool) -> None:

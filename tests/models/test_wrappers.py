@@ -32,6 +32,7 @@ _MROPE = {"rope_type": "default", "rope_theta": 3000.0, "mrope_section": [6, 3, 
 _WRAPPERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     # wrapper: (auto model class, family of the text model, its overrides, vision_config)
     "gemma3": ("Gemma3", "gemma3_text", {}, _VISION),
+    "gemma4": ("Gemma4", "gemma4_text", {"enable_moe_block": False}, {"head_dim": 8, **_VISION}),
     "mistral3": ("Mistral3", "mistral", {"sliding_window": None}, {"model_type": "pixtral", "head_dim": 8, **_VISION}),
     "qwen3_vl": ("Qwen3VL", "qwen3", {"rope_parameters": _MROPE, "attention_bias": True}, _QWEN_VISION),
     "qwen3_vl_moe": ("Qwen3VLMoe", "qwen3_moe", {"rope_parameters": _MROPE, "mlp_only_layers": [1]}, _QWEN_VISION),

@@ -267,7 +267,7 @@ class DecoderStage:
                     hidden if delta is None else delta,
                     sampled_rows if index >= self._last_storing else None,
                 )
-            if layer.selects:
+            if layer.selects and layer is not self.layers[-1]:
                 step = step.sampled_only()
         return hidden, delta
 

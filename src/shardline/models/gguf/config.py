@@ -329,6 +329,17 @@ def _phi3(m: _Metadata) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(m: _Metadata) -> dict[str, Any]:
+    own = {
+        "model_type": "gpt_oss",
+        "intermediate_size": m.integer("expert_feed_forward_length"),
+        "sliding_window": m.integer("attention.sliding_window"),
+    }
+    if (scaling := _rope_scaling(m)) is not None:
+        own["rope_scaling"] = scaling | {"truncate": False}
+    return own | _experts(m, "num_local_experts")
+
+
 def _gpt2(m: _Metadata) -> dict[str, Any]:
     return {
         "model_type": "gpt2",
@@ -384,6 +395,7 @@ ARCHITECTURES: Mapping[str, Callable[[_Metadata], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gpt-oss": _gpt_oss,
     "gpt2": _gpt2,
     "granite": _granite,
     "llama": _llama,

@@ -65,6 +65,10 @@ def possible_places(name: str, shape: Shape, spec: DecoderSpec) -> Iterator[Plac
         yield from _expert_places(layer, own, kind, shape, expert, moe.routing.num_experts)
         return
     prefix = f"blk.{layer}."
+    if part in ("attention.sinks", "feed_forward.router_logits"):
+        key = "attn_sinks.weight" if part == "attention.sinks" else "ffn_gate_inp.bias"
+        yield Place(f"{prefix}{key}", _squeezed(shape), 0)
+        return
     if part == "feed_forward.router" and kind == "bias":
         yield Place(f"{prefix}exp_probs_b.bias", shape, 0)
     if part == "attention.q_norm" and isinstance(spec.layers[layer].attention, MLA):
@@ -72,6 +76,9 @@ def possible_places(name: str, shape: Shape, spec: DecoderSpec) -> Iterator[Plac
         return
     if part in _LAYER_KEYS:
         yield Place(f"{prefix}{_LAYER_KEYS[part]}.{kind}", _squeezed(shape), 0)
+    if part == "feed_forward_norm" and spec.layers[layer].post_attention_norm is None:
+        # Some files name this norm by the block that it follows, others by the one that it precedes.
+        yield Place(f"{prefix}post_attention_norm.{kind}", _squeezed(shape), 0)
     yield from _fused_places(prefix, part, kind, shape, spec.layers[layer].attention, spec.layers[layer].feed_forward)
 
 
