@@ -30,6 +30,7 @@ from shardline.models.sharding import shard
 from shardline.models.spec import DecoderSpec
 from shardline.planner.catalog import find_model
 from shardline.runtime.backends import open_backend
+from shardline.runtime.loader import slices
 from shardline.runtime.loader.gguf import GGUFWeights
 from shardline.runtime.loader.gguf_blocks import decode_blocks
 from shardline.runtime.loader.weights import CheckpointWeights
@@ -98,7 +99,8 @@ def test_every_architecture_is_tested() -> None:
     assert set(ARCHITECTURES) <= set(known_families())
 
 
-def test_blocks_of_256_in_every_layout(tmp_path: Path) -> None:
+def test_blocks_of_256_in_every_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "_SLICE_ELEMENTS", 1 << 14)
     options = {"hidden_size": 256, "intermediate_size": 512, "rope_parameters": _LLAMA3, "attention_bias": True}
     source = make_checkpoint("llama", tmp_path / "model", **options)
     file = tmp_path / "model-00001-of-00005.gguf"

@@ -126,12 +126,17 @@ class NumbersOf<true> {
   const float* row_;
 };
 
+// Whether a tile holds the sums of the groups before in registers too. Then groups end without stores, each of which
+// takes two cycles of a Zen 4.
+constexpr bool holds_totals(int rows, int vectors) { return kLanes == 16 && rows * vectors <= 12; }
+
 // Scales the sums of group g of kVectors vectors of columns from `column` on, and adds them to the sums of the groups
-// before.
+// before, in `total` if the tile holds them.
 template <bool kMins, bool kExpanded, int kRows, int kVectors>
 [[gnu::always_inline]] inline void close_group(const GroupedLinearArgs& args, const Tile& tile, int64_t g,
-                                               int64_t column, const float* expanded,
+                                               int64_t column, const float* expanded, F32 (&total)[kRows][kVectors],
                                                F32 (&sum)[kRows][kVectors]) {
+  constexpr bool kHeld = holds_totals(kRows, kVectors);
   const NumbersOf<kExpanded> numbers(args, tile.panel, g, expanded);
   if (column == 0) numbers.template prefetch<kMins>();
   float* sums = static_cast<float*>(tile.sums) + column;
@@ -144,10 +149,14 @@ template <bool kMins, bool kExpanded, int kRows, int kVectors>
     const F32 min = kMins ? -numbers.min_at(column + v * kLanes) : F32{};
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      float* total = sums + r * kRowSums + v * kLanes;
-      F32 value = fma(sum[r][v], scale, load(total));
+      float* stored = sums + r * kRowSums + v * kLanes;
+      F32 value = fma(sum[r][v], scale, kHeld ? total[r][v] : load(stored));
       if constexpr (kMins) value = fma(x_sums[r], min, value);
-      store(total, value);
+      if constexpr (kHeld) {
+        total[r][v] = value;
+      } else {
+        store(stored, value);
+      }
       sum[r][v] = F32{};
     }
   }
@@ -163,13 +172,19 @@ template <bool kExpanded, int kRows, int kVectors, class Add>
   float* current = totals + kPanelColumns;
   int64_t g = tile.begin / group_octets;
   const bool resumes = tile.begin != g * group_octets, has_mins = args.mins.data != nullptr;
-  F32 sum[kRows][kVectors];
+  constexpr bool kHeld = holds_totals(kRows, kVectors);
+  F32 sum[kRows][kVectors], total[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       sum[r][v] = resumes ? load(current + r * kRowSums + v * kLanes) : F32{};
-      if (tile.begin == 0) store(totals + r * kRowSums + v * kLanes, F32{});
+      float* stored = totals + r * kRowSums + v * kLanes;
+      if (kHeld) {
+        total[r][v] = tile.begin == 0 ? F32{} : load(stored);
+      } else if (tile.begin == 0) {
+        store(stored, F32{});
+      }
     }
   }
   for (int64_t begin = tile.begin; begin < tile.end; ++g) {
@@ -177,14 +192,17 @@ template <bool kExpanded, int kRows, int kVectors, class Add>
     add(g, begin, end, sum);
     begin = end;
     if (end != group_end) break;
-    has_mins ? close_group<true, kExpanded>(args, tile, g, column, expanded, sum)
-             : close_group<false, kExpanded>(args, tile, g, column, expanded, sum);
+    has_mins ? close_group<true, kExpanded>(args, tile, g, column, expanded, total, sum)
+             : close_group<false, kExpanded>(args, tile, g, column, expanded, total, sum);
     if (kExpanded) expanded += 2 * kPanelColumns;
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) store(current + r * kRowSums + v * kLanes, sum[r][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      if (kHeld) store(totals + r * kRowSums + v * kLanes, total[r][v]);
+      store(current + r * kRowSums + v * kLanes, sum[r][v]);
+    }
   }
 }
 
@@ -278,15 +296,19 @@ struct FastUnpacker {
   }
 };
 
-// How many vectors of columns a tile of `rows` holds in registers, beside the decoder's tables.
-template <class Decoder>
-constexpr int direct_vectors(int rows) {
-  return rows <= (Decoder::kBits == 4 && Decoder::kNumParts == 1 ? 6 : 4) ? 4 : 2;
+// Asks for an octet some way ahead, which may be another panel's. The core's own prefetching is slower than decoding.
+template <int64_t kBits>
+inline void prefetch_octet(const uint8_t* octet) {
+  constexpr int64_t kDistance = 4096;
+  for (int64_t line = 0; line < octet_bytes(kBits); line += kCacheLine) __builtin_prefetch(octet + kDistance + line);
 }
+
+// How many vectors of columns a tile of `rows` holds in registers, beside the decoder's tables.
+constexpr int direct_vectors(int rows) { return rows <= 3 ? 4 : 2; }
 
 template <class Decoder, int kRows>
 void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, const Tile& tile) {
-  constexpr int kVectors = direct_vectors<Decoder>(kRows), kParts = Decoder::kNumParts;
+  constexpr int kVectors = direct_vectors(kRows), kParts = Decoder::kNumParts;
   const bf16* x = static_cast<const bf16*>(args.x) + tile.row * args.x_stride;
   const int64_t whole = args.depth / kOctet;
   bf16 padded[kRows][kOctet] = {};  // the end of each row, if K ends within an octet
@@ -295,6 +317,7 @@ void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, con
   }
   const auto* octets = reinterpret_cast<const uint8_t*>(tile.steps);
   Ahead ahead(tile, kPanelColumns / (kVectors * kLanes));
+  const bool streams = tile.ahead_stride == 0;  // this tile is the only one of its panel
   for (int64_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
     const auto add = [&]([[maybe_unused]] int64_t g, int64_t begin, int64_t end, auto& sum) {
       I32 offsets[kVectors] = {};
@@ -305,6 +328,7 @@ void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, con
       for (int64_t o = begin; o < end; ++o) {
         if (asks_ahead(kRows, false)) ahead.request();
         const uint8_t* octet = octets + (o - tile.begin) * octet_bytes(Decoder::kBits);
+        if (streams && column == 0) prefetch_octet<Decoder::kBits>(octet);
         const bf16* row = o < whole ? x + o * kOctet : padded[0];
         const int64_t stride = o < whole ? args.x_stride : kOctet;
 #pragma GCC unroll 4
@@ -327,10 +351,16 @@ void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, con
 
 #endif
 
-template <class Unpacker, bool kExpanded, int kRows>
+// The scales of a weight that is unpacked: as they are stored, expanded for a block of K, or one a row. The last need no
+// registers for sums of groups, so a tile is wider.
+enum class Numbers { kStored, kExpanded, kOfRows };
+
+template <class Unpacker, Numbers kNumbers, int kRows>
 void add_unpacked_tile(const GroupedLinearArgs& args, const Tile& tile) {
   using T = typename Unpacker::T;
-  constexpr int kVectors = kLanes == 16 ? 4 : kRows == 1 ? 8 : 2, kParts = Unpacker::kNumParts;
+  constexpr bool kExpanded = kNumbers == Numbers::kExpanded;
+  constexpr int kVectors = kLanes < 16 ? (kRows == 1 ? 8 : 2) : kNumbers == Numbers::kOfRows ? 4 : 2;
+  constexpr int kParts = Unpacker::kNumParts;
   constexpr int64_t kSteps = kOctet / kStep<T>;
   const T* x = static_cast<const T*>(args.x) + tile.row * args.x_stride;
   Ahead ahead(tile, kSteps * kParts * (kPanelColumns / (kVectors * kLanes)));
@@ -347,20 +377,20 @@ void add_unpacked_tile(const GroupedLinearArgs& args, const Tile& tile) {
   }
 }
 
-template <class Unpacker, bool kExpanded>
+template <class Unpacker, Numbers kNumbers>
 void multiply_blocks(const GroupedLinearArgs& args, const CodeTables& tables) {
   PanelLayout layout = {ceil_div(args.depth, kOctet), octet_bytes(args.bits), Unpacker::kOctetBytes, kRowSums};
   const auto unpack = [&](const char* steps, int64_t count, void* to) {
     Place place = place_of(args, steps);
     const int64_t bytes = octet_bytes(args.bits);
-    if (kExpanded) block_numbers.expand(args, place.panel, place.octet, count);
+    if (kNumbers == Numbers::kExpanded) block_numbers.expand(args, place.panel, place.octet, count);
     for (int64_t o = 0; o < count; ++o, ++place.octet) {
       Unpacker::unpack(args, tables, reinterpret_cast<const uint8_t*>(steps) + o * bytes, place,
                        static_cast<char*>(to) + o * Unpacker::kOctetBytes);
     }
   };
   const auto add = [&](const Tile& tile, auto rows, auto) {
-    add_unpacked_tile<Unpacker, kExpanded, rows.kValue>(args, tile);
+    add_unpacked_tile<Unpacker, kNumbers, rows.kValue>(args, tile);
   };
   for_each_tile<kTileRows, 1, 0>(args, layout, add, finish_of<FloatSums<GroupedLinearArgs, kRowSums>>(args), unpack);
 }
@@ -368,8 +398,9 @@ void multiply_blocks(const GroupedLinearArgs& args, const CodeTables& tables) {
 // Two levels of scales are expanded once a block, since many tiles would multiply them again.
 template <class Unpacker>
 void multiply_unpacked(const GroupedLinearArgs& args, const CodeTables& tables) {
-  if (args.scales.dtype == DType::kInt8) return multiply_blocks<Unpacker, true>(args, tables);
-  multiply_blocks<Unpacker, false>(args, tables);
+  if (args.scales.dtype == DType::kInt8) return multiply_blocks<Unpacker, Numbers::kExpanded>(args, tables);
+  if (args.num_groups == 1) return multiply_blocks<Unpacker, Numbers::kOfRows>(args, tables);
+  multiply_blocks<Unpacker, Numbers::kStored>(args, tables);
 }
 
 #if defined(__AVX512BW__)

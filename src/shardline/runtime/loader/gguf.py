@@ -15,6 +15,7 @@ from shardline.models.sharding import Spans
 from shardline.models.spec import MLA, DecoderSpec
 from shardline.runtime.loader.gguf_blocks import decode_blocks, decode_plain
 from shardline.runtime.loader.page_cache import map_part
+from shardline.runtime.loader.slices import read_in_slices
 from shardline.weights.grouped import GroupedWeight
 
 
@@ -80,7 +81,7 @@ class GGUFWeights:
         size = kind.block_elements
         # Numerics "fast" cuts columns, maybe within a block.
         outer = Span(columns.start // size * size, min(-(-columns.stop // size) * size, place.columns))
-        weight = decode_blocks(self._stored(place, rows, outer), kind)
+        weight = read_in_slices(lambda some: decode_blocks(self._stored(place, some, outer), kind), rows, outer.size)
         if not bool(torch.isfinite(weight.scales).all()) or (
             weight.mins is not None and not bool(torch.isfinite(weight.mins).all())
         ):

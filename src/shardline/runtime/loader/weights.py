@@ -22,6 +22,7 @@ from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
 from shardline.runtime.loader.gguf import GGUFWeights
 from shardline.runtime.loader.mapped_memory import mapped_empty
 from shardline.runtime.loader.page_cache import map_part
+from shardline.runtime.loader.slices import read_in_slices
 from shardline.runtime.loader.stored import ReadTensor, is_grouped, read_flat_dense, read_stored
 from shardline.weights.grouped import GroupedWeight
 
@@ -103,7 +104,10 @@ class CheckpointWeights:
             return None
         self._check_bias(name, module)
         rows, columns = _bounds(module, source, spans)
-        weight = read_stored(module, self._reader(module, source), rows, columns, self._label)
+        tensor = self._reader(module, source)
+        weight = read_in_slices(
+            lambda some: read_stored(module, tensor, some, columns, self._label), rows, columns.size
+        )
         return weight.select_rows(slice(None, None, source.row_step)) if source.row_step > 1 else weight
 
     def is_packed(self, name: str) -> bool:
