@@ -78,7 +78,8 @@ void score_vectors(const Row* rows, Split& split, int64_t first) {
   // One later panel after the other is fetched: the addresses of all would take too many registers.
   constexpr int kParts = Split::kScaledLatents ? 2 : kVectors;
   for (int part = 0; part < kParts; ++part) {
-    FetchAhead ahead = split.after_keys((first + part * kLanes) / kPanelTokens);
+    FetchAhead ahead = {};
+    if constexpr (kHow != Read::kPlain) ahead = split.after_keys((first + part * kLanes) / kPanelTokens);
     const bool ends_scaled = Split::kScaledLatents && part == 0;
     for (const int64_t end = ends_scaled ? split.scaled_words() : num_words * (part + 1) / kParts; word < end;
          word += kLineWords) {
@@ -234,7 +235,8 @@ void add_columns(Row* rows, Split& split, int64_t column, Range words, I32 visib
     } else {
       values = reinterpret_cast<const char*>(split.values(panel));
     }
-    const FetchAhead ahead = split.after_values(panel);
+    FetchAhead ahead = {};
+    if constexpr (kHow == Read::kFetched || kDecodes) ahead = split.after_values(panel);
     for (int64_t at = word % kPanelWords * stride + offset; word < end; ++word, at += stride) {
       I32 value[kLoads];
 #pragma GCC unroll 4
@@ -287,6 +289,7 @@ void add_visible_values(Row& row, Split& split, Range words) {
       if (words.begin * 2 + 2 > row.keys.end) visible &= 0x0000ffffu;
     }
     const I32 mask = broadcast_int(static_cast<int32_t>(visible));
+    split.hold_values({words.begin, words.begin + 1});
     add_words<W, 1, Read::kMasked>(&row, split, {words.begin, words.begin + 1}, 0, mask);
   }
 }
@@ -351,6 +354,7 @@ void attend_split(Row* rows, int num_rows, Split& split, const AttentionArgs& ar
   for (int r = 0; r < num_rows; ++r) add_visible_values<W>(rows[r], split, {words_seen(rows[r]).begin, whole.begin});
   for (const int64_t end = whole.end; whole.begin < end; whole.begin = whole.end) {
     whole.end = min64(end, (whole.begin / kGroupWords + 1) * kGroupWords);
+    if (!split.decodes_bytes()) split.hold_values(whole);
     for_parts(rows, num_rows, [&](Row* part, auto count) {
       constexpr int kRows = decltype(count)::value;
       if constexpr (Split::kDecodesBytes) {

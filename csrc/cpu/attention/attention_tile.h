@@ -65,8 +65,7 @@ class RowTile {
     const int64_t num_blocks = end - begin <= kBlockRows ? 1 : ceil_div(end - begin, kBestRows);
     const Range keys = {max64(0, visible(0).begin - split_begin),
                         min64(kSplitKeys, visible(index_.num_rows - 1).end - split_begin)};
-    split_.find(args_, index_.sequence, index_.kv_head, split, keys, num_blocks == 1);
-    split_.set_next(next);
+    split_.find(args_, index_.sequence, index_.kv_head, split, keys, num_blocks == 1, next);
     for (int64_t block = 0; block < num_blocks; ++block) {  // evenly, as in for_parts
       const int64_t first = begin + (end - begin) * block / num_blocks;
       const int num_rows = static_cast<int>(begin + (end - begin) * (block + 1) / num_blocks - first);

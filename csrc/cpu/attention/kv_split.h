@@ -87,6 +87,7 @@ class KvSplit {
   void prepare(int32_t* memory, const AttentionArgs& args) {
     key_dim_ = args.key_dim;
     value_dim_ = args.value_dim;
+    stored_dim_ = stored_key_dim(args);
     is_e4m3_ = args.stored == DType::kFloat8E4m3;
     key_words_ = memory;
     value_words_ = memory + (kHoldsKeys ? 0 : kPlaces * kPanelWords * key_dim_);
@@ -95,18 +96,23 @@ class KvSplit {
   // Starts with another split, of which the keys `seen` are read, counted from the split's first. Only blocks that hold
   // one of them are looked up: blocks before the window may be free already. If rows pass once, each panel becomes
   // words in the place of one before, and panels are fetched ahead.
-  void find(const AttentionArgs& args, int64_t sequence, int64_t kv_head, int64_t split, Range seen, bool pass_once) {
+  void find(const AttentionArgs& args, int64_t sequence, int64_t kv_head, int64_t split, Range seen, bool pass_once,
+            const NextPanels& next) {
     first_ = seen.begin / kPanelTokens;
     end_ = ceil_div(seen.end, kPanelTokens);
+    const int64_t count = end_ - first_;
+    __builtin_memcpy(reads_ + (kLatents ? count : 2 * count), next.panels, sizeof next.panels);
     pass_once_ = pass_once;
     PanelWalk walk(args, sequence, kv_head, split * kSplitKeys + first_ * kPanelTokens);
     for (int64_t panel = first_; panel < end_; ++panel, walk.advance()) {
       const int64_t slot = walk.slot();
-      keys_[panel] = static_cast<const Stored*>(args.key_cache) + slot * stored_key_dim(args);
+      reads_[panel - first_] = as_bytes(static_cast<const Stored*>(args.key_cache) + slot * stored_key_dim(args));
       if constexpr (kScaledLatents) {
         ropes_[panel] = args.rope_cache + slot * (key_dim_ - value_dim_);
       }
-      if constexpr (!kLatents) values_[panel] = static_cast<const Stored*>(args.value_cache) + slot * value_dim_;
+      if constexpr (!kLatents) {
+        reads_[panel - first_ + count] = as_bytes(static_cast<const Stored*>(args.value_cache) + slot * value_dim_);
+      }
       if constexpr (kScaled) {
         key_scales_[panel] = args.key_scales + slot;
         value_scales_[panel] = args.value_scales + slot;
@@ -126,41 +132,41 @@ class KvSplit {
   const int32_t* keys(int64_t first) {
     return key_panel(first / kPanelTokens) + first % kPanelTokens;
   }
-  // The values of a panel: [kPanelTokens / kPerWord][value_stride] from each column's value_offset() on.
-  const int32_t* values(int64_t panel) {
-    if constexpr (kHoldsValues) {
-      return reinterpret_cast<const int32_t*>(values_[panel]);
-    } else {
-      return held(panel, held_values_, value_words_, value_stride(), [&](int32_t* to) {
-        if constexpr (kLatents) {
-          transpose_latents(key_panel(panel), after_values(panel), to);
-        } else {
-          widen(values_[panel], value_dim_, after_values(panel), to);
-        }
-      });
+  // The values of a panel: [kPanelTokens / kPerWord][value_stride] from each column's value_offset() on. They must be
+  // held. No call may interrupt products, whose sums fill the registers.
+  const int32_t* values(int64_t panel) const {
+    if constexpr (kHoldsValues) return reinterpret_cast<const int32_t*>(value_bytes(panel));
+    return value_words_ + place_of(panel) * kPanelWords * value_stride();
+  }
+  // Makes words of the values [begin, end) of one group, also counted in words.
+  void hold_values(Range words) {
+    if constexpr (!kHoldsValues) {
+      for (int64_t panel = words.begin / kPanelWords; panel * kPanelWords < words.end; ++panel) {
+        held(panel, held_values_, value_words_, value_stride(), [&](int32_t* to) {
+          if constexpr (kLatents) {
+            transpose_latents(key_panel(panel), panel, to);
+          } else {
+            widen(value_bytes(panel), value_dim_, after_values(panel), to);
+          }
+        });
+      }
     }
   }
 
-  // The bytes of a panel.
-  const Stored* key_bytes(int64_t panel) const { return keys_[panel]; }
-  const Stored* value_bytes(int64_t panel) const { return values_[panel]; }
+  // A panel as it is stored.
+  const Stored* key_bytes(int64_t panel) const { return reinterpret_cast<const Stored*>(reads_[panel - first_]); }
+  const Stored* value_bytes(int64_t panel) const {
+    return reinterpret_cast<const Stored*>(reads_[panel - first_ + end_ - first_]);
+  }
   BytePairs byte_pairs() const { return BytePairs(is_e4m3_); }
 
   // What to fetch while a panel's keys or values are multiplied. The values follow the keys, and the next split follows
-  // the values. The values of latents are their keys: meanwhile the next split is fetched.
+  // the values. The values of latents are their keys: when these become values, the next split is fetched.
   FetchAhead after_keys(int64_t panel) const {
-    if constexpr (kLatents) {
-      return {reinterpret_cast<const char*>(keys_[min64(panel + kAheadPanels / 2, end_ - 1)]), nullptr};
-    }
+    if constexpr (kLatents) return {reads_[min64(panel + kAheadPanels / 2, end_ - 1) - first_], nullptr};
     return ahead_of(panel - first_);
   }
-  FetchAhead after_values(int64_t panel) const {
-    if constexpr (kLatents) {
-      return {static_cast<const char*>(next_.panels[min64(panel - first_, kAheadPanels - 1)]), nullptr};
-    }
-    return ahead_of(panel - first_ + end_ - first_);
-  }
-  void set_next(const NextPanels& next) { next_ = next; }
+  FetchAhead after_values(int64_t panel) const { return ahead_of(panel - first_ + end_ - first_); }
 
   // The first panels of keys that a tile sees in a split; the last one is repeated.
   static NextPanels first_panels(const AttentionArgs& args, int64_t sequence, int64_t kv_head, int64_t first_position,
@@ -210,10 +216,12 @@ class KvSplit {
     __builtin_prefetch(args.value_scales + slot);
   }
 
+  int64_t place_of(int64_t panel) const { return pass_once_ ? panel % kGroupPanels : panel; }
+
   // The words of a panel of `dim` columns, which convert(to) writes if they are not there.
   template <class Convert>
   const int32_t* held(int64_t panel, int64_t* held, int32_t* memory, int64_t dim, const Convert& convert) {
-    const int64_t place = pass_once_ ? panel % kGroupPanels : panel;
+    const int64_t place = place_of(panel);
     int32_t* to = memory + place * kPanelWords * dim;
     if (held[place] != panel) convert(to);
     held[place] = panel;
@@ -222,10 +230,10 @@ class KvSplit {
 
   const int32_t* key_panel(int64_t panel) {
     if constexpr (kHoldsKeys) {
-      return reinterpret_cast<const int32_t*>(keys_[panel]);
+      return reinterpret_cast<const int32_t*>(key_bytes(panel));
     } else {
       return held(panel, held_keys_, key_words_, key_dim_, [&](int32_t* to) {
-        widen(keys_[panel], kScaledLatents ? value_dim_ : key_dim_, after_keys(panel), to);
+        widen(key_bytes(panel), kScaledLatents ? value_dim_ : key_dim_, after_keys(panel), to);
         if constexpr (kScaledLatents) {
           const bf16* later = ropes_[min64(panel + kAheadPanels / 2, end_ - 1)];
           convert(ropes_[panel], key_dim_ - value_dim_, {reinterpret_cast<const char*>(later), nullptr},
@@ -269,9 +277,12 @@ class KvSplit {
     }
   }
 
-  // A panel of latents, [words of a key][tokens], as values.
-  void transpose_latents(const int32_t* from, const FetchAhead& ahead, int32_t* to) const {
+  // A panel of latents, [words of a key][tokens], as values. Meanwhile half a panel of the next split is fetched.
+  void transpose_latents(const int32_t* from, int64_t panel, int32_t* to) const {
     constexpr int64_t kWord = kPerWord<W>, kStep = kWord * kLanes;
+    const int64_t half_bytes = stored_dim_ * kPanelTokens * static_cast<int64_t>(sizeof(Stored)) / 2;
+    const int64_t later = panel - first_, step_bytes = ceil_div(half_bytes, ceil_div(value_dim_, kStep));
+    const char* ahead = reads_[end_ - first_ + later / 2] + later % 2 * half_bytes;
     for (int64_t token = 0; token < kPanelTokens; token += kLanes) {
       for (int64_t dim = 0; dim < value_dim_; dim += kStep) {
         I32 block[kLanes];
@@ -280,8 +291,9 @@ class KvSplit {
           // Pairs of dims stay together, so neighbours are vectors whose columns are kLanes apart.
           const int64_t place = (dim / kWord + i / kWord + i % kWord * (kLanes / kWord)) * kPanelTokens;
           block[i] = place < key_words() * kPanelTokens ? words_of_tokens(from + place + token) : I32{};
-          ahead.fetch_at(place * kWord * static_cast<int64_t>(sizeof(Stored)));
         }
+        for (int64_t i = 0; i < step_bytes; i += 64) __builtin_prefetch(ahead + i, 0, kToL2);
+        ahead += step_bytes;
         transpose<kWord>(block);
 #pragma GCC unroll 16
         for (int64_t i = 0; i < kLanes; ++i) {
@@ -302,25 +314,16 @@ class KvSplit {
 #endif
   }
 
-  FetchAhead ahead_of(int64_t i) const { return {panel_at(i + kAheadPanels), panel_at(i + kAheadPanelsL1)}; }
+  FetchAhead ahead_of(int64_t i) const { return {reads_[i + kAheadPanels], reads_[i + kAheadPanelsL1]}; }
+  static const char* as_bytes(const Stored* panel) { return reinterpret_cast<const char*>(panel); }
 
-  // Panel `i` of the split's keys, followed by its values and the next split's keys.
-  const char* panel_at(int64_t i) const {
-    const int64_t count = end_ - first_;
-    if (i < count) return reinterpret_cast<const char*>(keys_[first_ + i]);
-    if (i < 2 * count) return reinterpret_cast<const char*>(values_[first_ + i - count]);
-    return static_cast<const char*>(next_.panels[min64(i - 2 * count, kAheadPanels - 1)]);
-  }
-
-  int64_t key_dim_, value_dim_;
+  int64_t key_dim_, value_dim_, stored_dim_;
   bool is_e4m3_;  // bytes; else they are signed integers
-  NextPanels next_;
   int32_t *key_words_, *value_words_;
   int64_t first_, end_;  // panels
   bool pass_once_;
   int64_t held_keys_[kSplitPanels], held_values_[kSplitPanels];  // the panels whose words are in memory
-  const Stored* keys_[kSplitPanels];
-  const Stored* values_[kSplitPanels];
+  const char* reads_[2 * kSplitPanels + kAheadPanels];  // the panels of keys, of values, and of the next split
   const bf16* ropes_[kScaledLatents ? kSplitPanels : 1];
   const float *key_scales_[kSplitPanels], *value_scales_[kSplitPanels];
 };

@@ -3,11 +3,7 @@
 
 #include <optional>
 
-#include "bind/bind.h"
-#include "bind/checks.h"
-#include "bind/tensor.h"
-#include "dispatch/kernels.h"
-#include "runtime/program.h"
+#include "bind/attention_call.h"
 
 namespace shardline {
 namespace {
@@ -21,8 +17,7 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
                      bool chunked) {
   const Tensor query(query_object, "query"), out(out_object, "out");
   const Tensor key_cache(key_cache_object, "key_cache"), value_cache(value_cache_object, "value_cache");
-  const Tensor block_tables(block_tables_object, "block_tables"), query_starts(query_starts_object, "query_starts");
-  const Tensor context_lens(context_lens_object, "context_lens");
+  const SequenceTensors sequences(block_tables_object, query_starts_object, context_lens_object);
   query.is_floating().has_shape({-1, -1, -1}).has_rows();
   const bool scaled = !key_scales_object.is_none();
   const DType stored = stored_type(key_cache, query.dtype(), scaled);
@@ -33,35 +28,20 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
   check_page_size(key_cache.size(2), key_cache.size(3), has_pairs(query.dtype()));
   check_page_size(value_cache.size(2), value_cache.size(3), has_pairs(query.dtype()));
   out.same_dtype(query).has_shape({query.size(0), query.size(1), value_cache.size(3)}).is_contiguous();
-  context_lens.is(DType::kInt32).has_shape({-1}).is_contiguous();
-  block_tables.is(DType::kInt32).has_shape({context_lens.size(0), -1}).has_rows();
-  query_starts.is(DType::kInt32).has_shape({context_lens.size(0) + 1}).is_contiguous();
   if (key_cache.size(1) == 0 || query.size(1) % key_cache.size(1) != 0) {
     raise_value_error("the number of query heads must be a multiple of the number of KV heads");
   }
-  if (!(scale > 0)) raise_value_error("scale must be positive");
   if (window && *window < 1) raise_value_error("window must be at least 1, or None");
   if (chunked && !window) raise_value_error("chunked attention needs the size of a chunk (window)");
-  AttentionArgs args = {};
-  args.dtype = query.dtype();
-  args.query = query.data();
-  args.query_stride = query.row_stride();
+  AttentionArgs args = attention_args(query, sequences, out, scale);
   args.key_cache = key_cache.data();
   args.value_cache = value_cache.data();
-  args.block_tables = block_tables.as<int32_t>();
-  args.block_table_stride = block_tables.row_stride();
-  args.query_starts = query_starts.as<int32_t>();
-  args.context_lens = context_lens.as<int32_t>();
-  args.out = out.data();
-  args.num_sequences = context_lens.size(0);
-  args.num_heads = query.size(1);
   args.num_kv_heads = key_cache.size(1);
   args.key_dim = query.size(2);
   args.value_dim = value_cache.size(3);
   args.block_size = key_cache.size(2);
   args.window = window.value_or(0);
   args.chunked = chunked;
-  args.scale = scale;
   args.softcap = softcap.value_or(0.0f);
   args.stored = stored;
   if (scaled) {
@@ -72,10 +52,7 @@ void paged_attention(nb::handle query_object, nb::handle key_cache_object, nb::h
     const Tensor sinks(sinks_object, "sinks");
     args.sinks = sinks.is(DType::kFloat32).has_shape({query.size(1)}).is_contiguous().as<float>();
   }
-  perform([args, num_tokens = query.size(0), max_blocks = block_tables.size(1), num_blocks = key_cache.size(0)] {
-    check_sequences(args, num_tokens, max_blocks, num_blocks);
-    kernels().paged_attention(args);
-  });
+  perform_attention(args, query, sequences, key_cache);
 }
 
 }  // namespace

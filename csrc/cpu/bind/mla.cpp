@@ -1,12 +1,8 @@
 // Python entry points of multi-head latent attention: check the tensors, fill in the arguments, release the GIL.
 #include <string>
 
-#include "bind/bind.h"
-#include "bind/checks.h"
-#include "bind/tensor.h"
-#include "dispatch/kernels.h"
+#include "bind/attention_call.h"
 #include "gemm/head_gemm.h"
-#include "runtime/program.h"
 
 namespace shardline {
 namespace {
@@ -69,20 +65,12 @@ void mla_attention(nb::handle query_latent_object, nb::handle query_rope_object,
                    float scale) {
   const Tensor latent(query_latent_object, "query_latent"), rope(query_rope_object, "query_rope");
   const Tensor cache(cache_object, "cache"), out(out_object, "out");
-  const Tensor block_tables(block_tables_object, "block_tables"), query_starts(query_starts_object, "query_starts");
-  const Tensor context_lens(context_lens_object, "context_lens");
+  const SequenceTensors sequences(block_tables_object, query_starts_object, context_lens_object);
   latent.is_floating().has_shape({-1, -1, -1}).has_rows();
   rope.same_dtype(latent).has_shape({latent.size(0), latent.size(1), -1}).has_heads();
   check_latents(cache, rope_cache, scales, latent.dtype(), latent.size(2), rope.size(2));
   out.same_dtype(latent).has_shape({latent.size(0), latent.size(1), latent.size(2)}).is_contiguous();
-  if (!(scale > 0)) raise_value_error("scale must be positive");
-  context_lens.is(DType::kInt32).has_shape({-1}).is_contiguous();
-  block_tables.is(DType::kInt32).has_shape({context_lens.size(0), -1}).has_rows();
-  query_starts.is(DType::kInt32).has_shape({context_lens.size(0) + 1}).is_contiguous();
-  AttentionArgs args = {};
-  args.dtype = latent.dtype();
-  args.query = latent.data();
-  args.query_stride = latent.row_stride();
+  AttentionArgs args = attention_args(latent, sequences, out, scale);
   args.query_rope = rope.data();
   args.query_rope_stride = rope.row_stride();
   args.query_rope_head_stride = rope.head_stride();
@@ -92,22 +80,11 @@ void mla_attention(nb::handle query_latent_object, nb::handle query_rope_object,
     args.rope_cache = Tensor(rope_cache, "rope_cache").as<bf16>();
     args.key_scales = args.value_scales = Tensor(scales, "scales").as<float>();
   }
-  args.block_tables = block_tables.as<int32_t>();
-  args.block_table_stride = block_tables.row_stride();
-  args.query_starts = query_starts.as<int32_t>();
-  args.context_lens = context_lens.as<int32_t>();
-  args.out = out.data();
-  args.num_sequences = context_lens.size(0);
-  args.num_heads = latent.size(1);
   args.num_kv_heads = 1;
   args.key_dim = latent.size(2) + rope.size(2);
   args.value_dim = latent.size(2);
   args.block_size = cache.size(1);
-  args.scale = scale;
-  perform([args, num_tokens = latent.size(0), max_blocks = block_tables.size(1), num_blocks = cache.size(0)] {
-    check_sequences(args, num_tokens, max_blocks, num_blocks);
-    kernels().paged_attention(args);
-  });
+  perform_attention(args, latent, sequences, cache);
 }
 
 }  // namespace

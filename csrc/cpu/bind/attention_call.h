@@ -1,0 +1,51 @@
+// What the Python entry points of all kinds of attention share.
+#pragma once
+
+#include "bind/bind.h"
+#include "bind/checks.h"
+#include "bind/tensor.h"
+#include "dispatch/kernels.h"
+#include "runtime/program.h"
+
+namespace shardline {
+
+// The tensors that say which tokens and blocks belong to which sequence.
+struct SequenceTensors {
+  const Tensor block_tables, query_starts, context_lens;
+
+  SequenceTensors(nb::handle tables, nb::handle starts, nb::handle lens)
+      : block_tables(tables, "block_tables"), query_starts(starts, "query_starts"), context_lens(lens, "context_lens") {
+    context_lens.is(DType::kInt32).has_shape({-1}).is_contiguous();
+    block_tables.is(DType::kInt32).has_shape({context_lens.size(0), -1}).has_rows();
+    query_starts.is(DType::kInt32).has_shape({context_lens.size(0) + 1}).is_contiguous();
+  }
+};
+
+// The arguments that do not depend on the kind of the cache. `query` is [num_tokens, num_heads, dim].
+inline AttentionArgs attention_args(const Tensor& query, const SequenceTensors& sequences, const Tensor& out,
+                                    float scale) {
+  if (!(scale > 0)) raise_value_error("scale must be positive");
+  AttentionArgs args = {};
+  args.dtype = query.dtype();
+  args.query = query.data();
+  args.query_stride = query.row_stride();
+  args.block_tables = sequences.block_tables.as<int32_t>();
+  args.block_table_stride = sequences.block_tables.row_stride();
+  args.query_starts = sequences.query_starts.as<int32_t>();
+  args.context_lens = sequences.context_lens.as<int32_t>();
+  args.out = out.data();
+  args.num_sequences = sequences.context_lens.size(0);
+  args.num_heads = query.size(1);
+  args.scale = scale;
+  return args;
+}
+
+inline void perform_attention(const AttentionArgs& args, const Tensor& query, const SequenceTensors& sequences,
+                              const Tensor& cache) {
+  perform([args, num_tokens = query.size(0), max_blocks = sequences.block_tables.size(1), num_blocks = cache.size(0)] {
+    check_sequences(args, num_tokens, max_blocks, num_blocks);
+    kernels().paged_attention(args);
+  });
+}
+
+}  // namespace shardline
