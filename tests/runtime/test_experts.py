@@ -37,7 +37,7 @@ def test_reported_bytes_are_those_of_the_formula(
         "num_hidden_layers": 2,
         "num_attention_heads": 6,
         "num_key_value_heads": 6,
-        "num_experts": 63,
+        "num_experts": 21,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 192,
         "shared_expert_intermediate_size": 768,
