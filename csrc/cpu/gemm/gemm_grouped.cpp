@@ -299,16 +299,19 @@ struct FastUnpacker {
 // Asks for an octet some way ahead, which may be another panel's. The core's own prefetching is slower than decoding.
 template <int64_t kBits>
 inline void prefetch_octet(const uint8_t* octet) {
-  constexpr int64_t kDistance = 4096;
+  constexpr int64_t kDistance = 2048;
   for (int64_t line = 0; line < octet_bytes(kBits); line += kCacheLine) __builtin_prefetch(octet + kDistance + line);
 }
 
 // How many vectors of columns a tile of `rows` holds in registers, beside the decoder's tables.
-constexpr int direct_vectors(int rows) { return rows <= 3 ? 4 : 2; }
+template <class Decoder>
+constexpr int direct_vectors(int rows) {
+  return rows <= (Decoder::kBits == 4 && Decoder::kNumParts == 1 ? 6 : 4) ? 4 : 2;
+}
 
 template <class Decoder, int kRows>
 void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, const Tile& tile) {
-  constexpr int kVectors = direct_vectors(kRows), kParts = Decoder::kNumParts;
+  constexpr int kVectors = direct_vectors<Decoder>(kRows), kParts = Decoder::kNumParts;
   const bf16* x = static_cast<const bf16*>(args.x) + tile.row * args.x_stride;
   const int64_t whole = args.depth / kOctet;
   bf16 padded[kRows][kOctet] = {};  // the end of each row, if K ends within an octet
@@ -317,7 +320,6 @@ void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, con
   }
   const auto* octets = reinterpret_cast<const uint8_t*>(tile.steps);
   Ahead ahead(tile, kPanelColumns / (kVectors * kLanes));
-  const bool streams = tile.ahead_stride == 0;  // this tile is the only one of its panel
   for (int64_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
     const auto add = [&]([[maybe_unused]] int64_t g, int64_t begin, int64_t end, auto& sum) {
       I32 offsets[kVectors] = {};
@@ -328,7 +330,7 @@ void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, con
       for (int64_t o = begin; o < end; ++o) {
         if (asks_ahead(kRows, false)) ahead.request();
         const uint8_t* octet = octets + (o - tile.begin) * octet_bytes(Decoder::kBits);
-        if (streams && column == 0) prefetch_octet<Decoder::kBits>(octet);
+        if constexpr (kRows < 3) prefetch_octet<Decoder::kBits>(octet);
         const bf16* row = o < whole ? x + o * kOctet : padded[0];
         const int64_t stride = o < whole ? args.x_stride : kOctet;
 #pragma GCC unroll 4
