@@ -81,3 +81,16 @@ def test_releasing_a_free_block_is_a_bug() -> None:
 def test_a_pool_needs_a_block_beside_the_null_block() -> None:
     with pytest.raises(ValueError, match="at least 2 blocks"):
         BlockPool(1)
+
+
+def test_a_block_that_is_shared_again_and_again_is_reused_last() -> None:
+    pool = BlockPool(4)
+    blocks = [pool.take_block() for _ in range(3)]
+    for block in blocks:
+        pool.publish_block(block, b"%d" % block)
+        pool.release_block(block)
+    for _ in range(30):
+        pool.share_block(blocks[0])
+        pool.release_block(blocks[0])
+    assert [pool.take_block() for _ in range(3)] == [blocks[1], blocks[2], blocks[0]]
+    assert pool.num_free == 0
