@@ -12,6 +12,12 @@ from shardline.cluster.messages import Join
 from shardline.config.engine import EngineConfig
 
 
+@pytest.fixture(autouse=True)
+def _own_isa(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node adopts its head's kernel path in the environment, which later tests must not see."""
+    monkeypatch.setenv("SHARDLINE_ISA", "")
+
+
 @pytest.fixture(scope="session")
 def own() -> Join:
     config = EngineConfig.from_options(model="demo", device="cpu", nnodes=3, master_addr="127.0.0.1")

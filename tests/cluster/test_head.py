@@ -163,10 +163,7 @@ def test_a_node_whose_connection_ends_is_lost_at_once(own: Join, head: int, capl
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_node_ends_if_it_cannot_read_its_head(
-    own: Join, port: int, joined: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHARDLINE_ISA", "")
+def test_a_node_ends_if_it_cannot_read_its_head(own: Join, port: int, joined: bool) -> None:
     head = HeadSocket(TOKEN, "127.0.0.1", port)
     told: list[object] = []
 

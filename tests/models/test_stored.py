@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from shardline.config.topology import RankGrid
 from shardline.models.hf_config import HFConfig
 from shardline.models.lookup import family, known_families
-from shardline.models.parameters import is_kept_in_float32, is_linear, parameters, stage_parameters
+from shardline.models.parameters import (
+    embeds_tokens,
+    is_kept_in_float32,
+    is_linear,
+    parameters,
+    stage_parameters,
+)
 from shardline.models.partition import ExpertShare, check_tensor_parallel
 from shardline.models.planning import planned_config, planned_families, read_planned
 from shardline.models.sharding import Numerics, shard, shard_shape
@@ -69,15 +75,15 @@ def test_equal_layers_and_experts_counted_once_give_the_sum_over_all(
     for place in map(grid.place, range(grid.world_size)):
         stage = stages[place.pp_rank]
         experts = ExpertShare(place.tp_rank, tp_size) if expert_parallel else None
-        first, last = stage.start == 0, stage.stop == len(spec.layers)
+        embeds, last = embeds_tokens(spec, stage), stage.stop == len(spec.layers)
         named = [
-            ("lm_head.weight" if n == "embed.weight" and not first else n, s) for n, s in stage_parameters(spec, stage)
+            ("lm_head.weight" if n == "embed.weight" and not embeds else n, s) for n, s in stage_parameters(spec, stage)
         ]
         largest = max(
             math.prod(shard_shape(shape, shard(name, spec, place.tp_rank, tp_size, numerics, experts)))
             for name, shape in named
         )
-        if first and last and spec.tied_embeddings and not held.is_dense("lm_head"):
+        if embeds and last and spec.tied_embeddings and not held.is_dense("lm_head"):
             named.append(("lm_head.weight", (spec.vocab_size, spec.hidden_size)))
         total = 0
         for name, shape in named:

@@ -6,10 +6,15 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
+
 from shardline.deployment.deployment import Deployment
 
 NUMERICS_VERSION = 8
 """Part of the fingerprint. It changes whenever a request may get other bits than in the version before."""
+
+_LATER_FIELDS = {"kv_source", "token_input"}
+"""Fields of the spec that came after the first release. A model without them keeps the fingerprint that it had."""
 
 _SAMPLE_BYTES = 1 << 20
 
@@ -24,12 +29,23 @@ def fingerprint(deployment: Deployment, kernel_path: str) -> str:
     dummy_seed = model.seed if model.load_format == "dummy" else None
     digest.update(weights_fingerprint(model.config_text, map(Path, model.weight_files), dummy_seed).encode())
     # The spec has the rope frequencies, which may depend on max_model_len.
-    digest.update(repr(deployment.spec).encode())
+    digest.update(_describe(deployment.spec).encode())
     layout = f"tp{grid.tensor}" + ("-ep" if deployment.expert_parallel else "")
     numerics = f"n{NUMERICS_VERSION}" if deployment.numerics == "exact" else f"fast-{layout}"
     cache = "" if deployment.cache.dtype == deployment.dtype else f"-kv-{deployment.cache.dtype}"
     label = deployment.weight_format.open_format().label
     return f"sl-{digest.hexdigest()}-{deployment.dtype}{f'-{label}' if label else ''}{cache}-{numerics}-{kernel_path}"
+
+
+def _describe(value: object) -> str:
+    """The repr of a spec, without later fields that are None."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_describe, value))}{',' * (len(value) == 1)})"
+    if not isinstance(value, msgspec.Struct):
+        return repr(value)
+    fields = {name: getattr(value, name) for name in value.__struct_fields__}
+    words = (f"{n}={_describe(v)}" for n, v in fields.items() if v is not None or n not in _LATER_FIELDS)
+    return f"{type(value).__name__}({', '.join(words)})"
 
 
 def weights_fingerprint(config_text: str, weight_files: Iterable[Path], dummy_seed: int | None = None) -> str:
