@@ -66,6 +66,15 @@ def test_unlike_nodes_are_refused(own: Join, changes: dict[str, Any], message: s
         Members(start(own)).add(b"a", node(own, 1, **changes))
 
 
+def test_fast_numerics_take_unlike_nodes(own: Join, caplog: pytest.LogCaptureFixture) -> None:
+    flags = {**own.flags, "numerics": "fast"}
+    members = Members(start(replace(own, flags=flags)))
+    member = members.add(b"a", node(own, 1, flags=flags, isas=("portable", "avx2")))
+    assert members.kernel_path(member) == "avx2"
+    assert "computes with avx512, and host1 has portable, avx2" in caplog.text
+    assert members.kernel_path(members.add(b"b", node(own, 2, flags=flags))) == "avx512"
+
+
 def test_a_rank_that_is_taken_or_unknown_is_refused(own: Join) -> None:
     members = Members(start(own))
     members.add(b"a", node(own, 1))

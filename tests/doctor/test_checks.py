@@ -25,6 +25,9 @@ def host(*gpus: str, capability: str = "sm_90", **options: Any) -> Host:
     return Host(**{"name": "a", "free_memory": GIB, "cores": 8, "devices": devices, "address": "10.0.0.1"} | options)
 
 
+FAST = {"numerics": "fast"}
+
+
 def facts(node: int = 0, **options: Any) -> NodeFacts:
     """A healthy node of a cluster of two."""
     healthy: dict[str, Any] = {
@@ -104,6 +107,7 @@ def test_what_is_wrong_with_a_node_is_told_with_its_fix(options: dict[str, Any],
         ({}, {"model": ModelFacts("m/m", "/models/m", "d2")}, [("model", "broken")]),
         ({}, {"model": ModelFacts("m/m")}, []),
         ({}, {"isas": ("portable",)}, [("CPU", "broken")]),
+        ({"flags": FAST}, {"flags": FAST, "isas": ("portable",)}, [("CPU", "warning")]),
         ({"known_answers": {"avx2": "a"}}, {"known_answers": {"avx2": "b"}}, [("kernels", "broken")]),
         ({"known_answers": {"avx2": "a"}}, {"known_answers": {"avx2": "a", "avx512": "c"}}, []),
         ({"host": GPUS}, {"host": host("A100", capability="sm_80")}, [("GPUs", "broken"), ("RDMA", "warning")]),

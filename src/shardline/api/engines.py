@@ -83,8 +83,10 @@ class Engines:
         self.config = config
         self.clients: list[Client] = []
         self._connect = connect
+        self._is_exact = config.parallel.numerics == "exact"
         self._on_event = on_event
-        self._fingerprint = ""
+        self._fingerprints: list[str] = []
+        """That of each replica, from its first start."""
         self._open: list[Client] = []
         self._is_closed = False
         self._closing = threading.Lock()
@@ -117,11 +119,13 @@ class Engines:
         if failed:
             raise next((error for error in failed if isinstance(error, ValueError)), failed[0])
         ready = [future.result() for future in waits]
-        if len({one.fingerprint for one in ready}) > 1:
-            self.close()
-            prints = ", ".join(f"replica {index}: {one.fingerprint}" for index, one in enumerate(ready))
-            raise RuntimeError(f"the replicas would give different answers ({prints})")
-        self._fingerprint = ready[0].fingerprint
+        self._fingerprints = [one.fingerprint for one in ready]
+        if len(set(self._fingerprints)) > 1:
+            prints = ", ".join(f"replica {index}: {one}" for index, one in enumerate(self._fingerprints))
+            if self._is_exact:
+                self.close()
+                raise RuntimeError(f"the replicas would give different answers ({prints})")
+            _log.warning("the replicas may give different answers (%s)", prints)
         if self._cluster is not None:
             last = msgspec.structs.replace(ready[-1], report=[*ready[-1].report, *self._cluster.describe_links()])
             ready[-1] = last
@@ -185,8 +189,9 @@ class Engines:
                 client = self._connect(self.config, index, deliver_event)
                 self._open.append(client)
             ready = self._wait_ready(client)
-            if ready.fingerprint != self._fingerprint:
-                raise RuntimeError(f"it would give different answers ({self._fingerprint}, now {ready.fingerprint})")
+            if ready.fingerprint != self._fingerprints[index]:
+                was = self._fingerprints[index]
+                raise RuntimeError(f"it would give different answers ({was}, now {ready.fingerprint})")
         except (OSError, RuntimeError, ValueError) as error:
             # Closing awaits the engine's processes, and the log must not wait for them.
             if not self._is_closed:

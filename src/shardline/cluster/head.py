@@ -209,7 +209,7 @@ class Head:
         except ValueError as error:
             self._refuse(identity, f"{join.host.name} ({join.host.address})", str(error))
             return
-        self._wire.send(identity, Accepted(self._start.own.host.devices[0].capability))
+        self._wire.send(identity, Accepted(self._members.kernel_path(member)))
         if self._relay.deployment is not None:
             self._wire.send(identity, Launch(self._relay.deployment))
         missing = self._members.missing()

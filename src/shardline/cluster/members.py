@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardline.cluster.messages import Join, StartHead
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -72,6 +75,11 @@ class Members:
         member = self._members[join.node] = Member(identity, join, connection=connection)
         return member
 
+    def kernel_path(self, member: Member) -> str:
+        """The CPU kernel path of a node: the head's, or if it lacks that (`--numerics fast`), its own best one."""
+        isa = self._start.own.host.devices[0].capability
+        return isa if isa in member.join.isas else member.join.isas[-1]
+
     def remove(self, member: Member) -> None:
         """Forget a node."""
         self._members.pop(member.join.node, None)
@@ -132,18 +140,24 @@ class Members:
                 f"the models differ: {own.model.folder} on the head and {join.model.folder} on {join.host.name} have "
                 "the same name but not the same config.json or weights; copy one over the other"
             )
-        isa = own.host.devices[0].capability
-        if isa not in join.isas:
-            both = [name for name in join.isas if name in own.isas]
-            raise ValueError(
-                f"{own.host.name} computes with {isa}, and {join.host.name} has {', '.join(join.isas)}: set "
-                f"SHARDLINE_ISA={both[-1] if both else 'portable'} on the head"
-            )
-        mine, other = own.host.gpu_architectures, join.host.gpu_architectures
-        if mine and other and mine != other:
-            raise ValueError(
-                f"{own.host.name} has GPUs of {', '.join(mine)}, {join.host.name} of {', '.join(other)}; use one kind"
-            )
+        for difference in name_unlike_devices(own, join):
+            if own.flags["numerics"] == "exact":
+                raise ValueError(difference)
+            _log.warning("%s; --numerics fast takes them as they are", difference)
+
+
+def name_unlike_devices(head: Join, node: Join) -> Iterator[str]:
+    """Each reason why a node's devices give other bits than the head's, with what mends it."""
+    isa = head.host.devices[0].capability
+    if isa not in node.isas:
+        both = [name for name in node.isas if name in head.isas]
+        yield (
+            f"{head.host.name} computes with {isa}, and {node.host.name} has {', '.join(node.isas)}: set "
+            f"SHARDLINE_ISA={both[-1] if both else 'portable'} on the head"
+        )
+    mine, other = head.host.gpu_architectures, node.host.gpu_architectures
+    if mine and other and mine != other:
+        yield f"{head.host.name} has GPUs of {', '.join(mine)}, {node.host.name} of {', '.join(other)}; use one kind"
 
 
 def name_difference(ours: Mapping[str, str], node: str, theirs: Mapping[str, str], prefix: str = "") -> str:

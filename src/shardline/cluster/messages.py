@@ -67,7 +67,7 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
     """Head to node: the node belongs to the cluster."""
 
     isa: str
-    """The CPU kernel path that all nodes use."""
+    """The CPU kernel path of the node. All nodes have the same one, but perhaps not with `--numerics fast`."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

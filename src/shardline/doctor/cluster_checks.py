@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from shardline.doctor.facts import Finding, Link, NodeFacts
+from shardline.doctor.facts import Finding, Link, NodeFacts, Verdict
 
 _LATENCY = 0.001
 _BYTES_PER_SECOND = 100e6
@@ -60,10 +60,11 @@ def compare_versions(head: NodeFacts, other: NodeFacts) -> Iterator[Finding]:
 def compare_devices(head: NodeFacts, other: NodeFacts) -> Iterator[Finding]:
     """Instruction sets, GPUs and drivers."""
     where, isa = _between(head, other), head.host.devices[0].capability
+    unlike: Verdict = "warning" if head.flags.get("numerics") == "fast" else "broken"
     if isa not in other.isas:
         both = [name for name in other.isas if name in head.isas]
         text = f"{head.label} computes with {isa}, and {other.label} has {', '.join(other.isas)}"
-        yield Finding(where, "CPU", "broken", text, f"set SHARDLINE_ISA={both[-1] if both else 'portable'} on the head")
+        yield Finding(where, "CPU", unlike, text, f"set SHARDLINE_ISA={both[-1] if both else 'portable'} on the head")
     mine, its = head.known_answers.get(isa), other.known_answers.get(isa)
     if mine and its and mine != its:
         text = f"the {isa} kernels give other bits on {head.label} and {other.label}: answers would depend on the node"
@@ -72,7 +73,7 @@ def compare_devices(head: NodeFacts, other: NodeFacts) -> Iterator[Finding]:
     ours, theirs = head.host.gpu_architectures, other.host.gpu_architectures
     if ours and theirs and ours != theirs:
         text = f"unlike architectures, {', '.join(ours)} and {', '.join(theirs)}: their bits differ"
-        yield Finding(where, "GPUs", "broken", text, "use nodes with equal GPUs, or one replica per kind of GPU")
+        yield Finding(where, "GPUs", unlike, text, "use nodes with equal GPUs, or one replica per kind of GPU")
     elif set(head.gpu_names) != set(other.gpu_names):
         text = f"{_kinds(head)} and {_kinds(other)}"
         yield Finding(where, "GPUs", "warning", text, "ranks wait for the slowest: use nodes with equal GPUs")

@@ -72,7 +72,7 @@ class EngineProcess:
             self._executor = executor = make_executor(deployment, start.replica, streams, self._forks)
             ranks = executor.start()
             isas = {report.isa for report in ranks}
-            if len(isas) > 1:
+            if len(isas) > 1 and deployment.numerics == "exact":
                 raise ValueError(f"ranks run unlike kernel paths ({', '.join(sorted(isas))}); set SHARDLINE_ISA")
             engine = Engine(deployment, executor)
             seconds = {"weights": max(rank.load_seconds for rank in ranks), "engine": time.perf_counter() - began}
@@ -81,7 +81,7 @@ class EngineProcess:
                     max_model_len=deployment.max_model_len,
                     num_kv_blocks=executor.allocation.num_blocks - 1,
                     block_size=deployment.cache.block_size,
-                    fingerprint=fingerprint(deployment, isas.pop()),
+                    fingerprint=fingerprint(deployment, "+".join(sorted(isas))),
                     report=startup_report(deployment, start.replica, executor.allocation, ranks, seconds),
                 )
             )
