@@ -129,10 +129,10 @@ def test_one_cut_is_one_failure_of_a_choice() -> None:
         assert cluster.fail(index, host_lost=True) == []
     choice = RunningChoice(request("b")[0])
     for now, expected in ((100.0, 1), (100.1, 1), (100.0 + ONE_CUT, 2), (101.0 + ONE_CUT, 2)):
-        choice.note_failure(now, host_lost=True)
-        assert choice.num_failures == expected
-    choice.note_failure(102.0 + ONE_CUT, host_lost=False)
-    assert choice.num_failures == MAX_FAILURES
+        choice.note_failure(now, "the node is away", host_lost=True)
+        assert len(choice.failures) == expected
+    choice.note_failure(102.0 + ONE_CUT, "the engine has ended", host_lost=False)
+    assert len(choice.failures) == MAX_FAILURES
 
 
 def test_a_replica_that_fails_too_often_stays_down() -> None:

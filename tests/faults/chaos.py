@@ -41,6 +41,8 @@ REQUESTS: tuple[dict[str, Any], ...] = (
 UNSEEDED = {**_TEXT, "prompt": "Once upon a time", "max_tokens": 200, "temperature": 1.0}
 
 FAULT_NAMES = tuple(dict.fromkeys(fault.name for fault in PRODUCT))
+_LONG_SHARE = 0.22
+"""Of faults at random, the share of those that wait for a deadline: 17 of each kind in 1,000 faults."""
 _LOST_AFTER = 150.0
 """Seconds after which replicas count as lost for good."""
 
@@ -122,8 +124,10 @@ class Chaos:
         self._waiting: dict[int, float] = {}
         """For each thread in the middle of a stream, when its last piece came."""
         self._last_piece = 0.0
-        self._failures = 0
+        self._begun = 0
         """Faults so far that may have ended an engine."""
+        self._over = 0
+        """How many of them no later request can have met: they were named."""
         self._http = httpx.Client(verify=False, timeout=60.0, limits=httpx.Limits(max_keepalive_connections=0))
         path = f"{STALLING}:{os.environ.get('PYTHONPATH', '')}"
         flags = (*layout, "--max-restarts", "1000000", "--max-num-seqs", "16")
@@ -194,12 +198,13 @@ class Chaos:
         time.sleep(0.15 * self._random.random())
         self._longest_pause = 0.0
         if fault.state == "loading":
-            self._failures += 1
+            self._begun += 1
             if not self._faults.await_loading():
                 self.report.wrong.append(f"no process was loading for {fault.name}")
                 return self._await_replicas(fault, time.monotonic())
+            self._over = self._begun
         began = time.monotonic()
-        self._failures += 1
+        self._begun += 1
         is_named, bring_back = self._faults.cause(fault)
         while not is_named():
             if time.monotonic() - began > 2 * fault.named_within + 2:
@@ -210,6 +215,7 @@ class Chaos:
         self.report.named[f"{fault.name}, {fault.state}"].append(seconds)
         if seconds > fault.named_within:
             self.report.late.append(f"{fault.name}, {fault.state}: named after {seconds:.1f} s")
+        self._over = self._begun
         bring_back()
         return self._await_replicas(fault, began)
 
@@ -260,7 +266,7 @@ class Chaos:
         while not self._stopping.is_set():
             number = chooser.randrange(len(REQUESTS) + 1)
             self._flowing.wait()
-            failures = self._failures
+            over = self._over
             self._count(1)
             try:
                 if number == len(REQUESTS):
@@ -273,7 +279,7 @@ class Chaos:
                 time.sleep(0.2)
                 continue
             except (httpx.HTTPError, _Failed) as error:
-                if f"running at {MAX_FAILURES} failures" in str(error) and self._failures - failures >= MAX_FAILURES:
+                if f"running at {MAX_FAILURES} failures" in str(error) and self._begun - over >= MAX_FAILURES:
                     self.report.given_up += 1
                     continue
                 self.report.wrong.append(f"request {number}: {type(error).__name__}: {error}")
@@ -349,9 +355,21 @@ def check_wrong_interface(folder: Path) -> str:
 
 
 def choose_faults(known: Sequence[Fault], count: int, chooser: random.Random) -> list[Fault]:
-    """Faults at random. Most of them are those that are over soonest; hangs that take a minute are left out."""
-    quick = [fault for fault in known if not fault.hangs_while_loading] or known
-    return chooser.choices(quick, [24 if fault.is_short else 1 for fault in quick], k=count)
+    """Faults in random order. Most are over in a second; each of the others comes equally often.
+
+    Hangs that take a minute are left out.
+    """
+    usable = [fault for fault in known if not fault.hangs_while_loading] or known
+    short = [fault for fault in usable if fault.is_short]
+    long = [fault for fault in usable if not fault.is_short]
+    names = sorted({fault.name for fault in long})
+    num_long = count if not short else round(_LONG_SHARE * count) if long else 0
+    chosen = chooser.choices(short, k=count - num_long) if short else []
+    for number in range(num_long):
+        name = names[number % len(names)]
+        chosen.append(chooser.choice([fault for fault in long if fault.name == name]))
+    chooser.shuffle(chosen)
+    return chosen
 
 
 def main() -> int:

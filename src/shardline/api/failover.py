@@ -29,19 +29,20 @@ class RunningChoice:
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
-    num_failures: int = 0
+    failures: list[str] = field(default_factory=list)
+    """Why each replica failed that ran this choice."""
     num_cached_tokens: int | None = None
     """Prompt tokens that the first replica found in its cache; None: no output has come."""
     host_lost_at: float = -math.inf
     """When the last failure was counted whose cause was the loss of a host."""
 
-    def note_failure(self, now: float, *, host_lost: bool) -> None:
+    def note_failure(self, now: float, why: str, *, host_lost: bool) -> None:
         """The replica has failed at the time `now`. `host_lost`: a host of it is away."""
         if host_lost:
             if now - self.host_lost_at < ONE_CUT:
                 return
             self.host_lost_at = now
-        self.num_failures += 1
+        self.failures.append(why)
 
     def correct_output(self, output: SequenceOutput) -> SequenceOutput:
         """The output with the number of cached tokens that it would have if nothing had failed."""

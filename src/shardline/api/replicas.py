@@ -220,7 +220,7 @@ class Replicas:
                 lost += other.take_choices()
         for choice in lost:
             self._home.pop(choice.request.request_id, None)
-            choice.note_failure(now, host_lost=event.host_lost)
+            choice.note_failure(now, reason, host_lost=event.host_lost)
         return self._recover(index, lost)
 
     def _recover(self, index: int, lost: Sequence[RunningChoice]) -> Sequence[SequenceOutput]:
@@ -235,8 +235,9 @@ class Replicas:
                 logger.error("replica %d failed too often and stays down", index)
         errors = []
         for choice in lost:
-            if choice.num_failures >= MAX_FAILURES:
-                times = f"this request was running at {choice.num_failures} failures, and is not tried again"
+            if len(choice.failures) >= MAX_FAILURES:
+                times = f"this request was running at {len(choice.failures)} failures, and is not tried again"
+                logger.error("request %s: %s: %s", choice.request.request_id, times, "; ".join(choice.failures))
                 errors.append(_as_error(choice, f"{replica.failed} ({times})"))
             elif any(self.alive()):
                 self._place_choices([choice])
