@@ -28,17 +28,9 @@ from typing import Any
 import httpx
 
 from shardline.api.failover import MAX_FAILURES
+from tests.faults.chaos_clients import REQUESTS, UNSEEDED, Busy, Failed, ask, connect
 from tests.faults.chaos_faults import PRODUCT, STALLING, Fault, Faults
 from tests.faults.site import Site, await_line
-
-_TEXT = {"model": "demo", "stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
-REQUESTS: tuple[dict[str, Any], ...] = (
-    {**_TEXT, "prompt": "The first thing that", "max_tokens": 300, "temperature": 0.8, "seed": 7},
-    {**_TEXT, "prompt": "In the morning", "max_tokens": 120, "n": 2, "seed": 3, "logprobs": 2},
-    {**_TEXT, "prompt": "A list of", "max_tokens": 200, "temperature": 0, "frequency_penalty": 0.5},
-    {**_TEXT, "prompt": "She said", "max_tokens": 250, "seed": 11, "stop": ["zz", "qu"], "ignore_eos": False},
-)
-UNSEEDED = {**_TEXT, "prompt": "Once upon a time", "max_tokens": 200, "temperature": 1.0}
 
 FAULT_NAMES = tuple(dict.fromkeys(fault.name for fault in PRODUCT))
 _LONG_SHARE = 0.22
@@ -128,10 +120,10 @@ class Chaos:
         """Faults so far that may have ended an engine."""
         self._over = 0
         """How many of them no later request can have met: they were named."""
-        self._http = httpx.Client(verify=False, timeout=60.0, limits=httpx.Limits(max_keepalive_connections=0))
         path = f"{STALLING}:{os.environ.get('PYTHONPATH', '')}"
         flags = (*layout, "--max-restarts", "1000000", "--max-num-seqs", "16")
         self.site = Site(folder, 2, *flags, PYTHONPATH=path)
+        self._client = connect(self.site.url)
         self._faults = Faults(self.site, self._random)
         self._expected: list[str] = []
 
@@ -222,7 +214,7 @@ class Chaos:
     def _await_replicas(self, fault: Fault, began: float) -> bool:
         while (seconds := time.monotonic() - began) < _LOST_AFTER:
             try:
-                health = self._http.get(f"{self.site.url}/health", timeout=5.0).json()
+                health = httpx.get(f"{self.site.url}/health", timeout=5.0).json()
             except httpx.HTTPError:
                 health = {"status": "away"}
             if health["status"] == "ready" and "replicas" not in health:
@@ -275,14 +267,14 @@ class Chaos:
                 else:
                     answer = self._answer(REQUESTS[number])
                     right = answer == self._expected[number]
-            except _Busy:
+            except Busy:
                 time.sleep(0.2)
                 continue
-            except (httpx.HTTPError, _Failed) as error:
+            except Failed as error:
                 if f"running at {MAX_FAILURES} failures" in str(error) and self._begun - over >= MAX_FAILURES:
                     self.report.given_up += 1
                     continue
-                self.report.wrong.append(f"request {number}: {type(error).__name__}: {error}")
+                self.report.wrong.append(f"request {number}: {error}")
                 continue
             finally:
                 self._waiting.pop(threading.get_ident(), None)
@@ -296,44 +288,16 @@ class Chaos:
             self._running += change
 
     def _answer(self, request: dict[str, Any]) -> str:
-        """The whole answer to a request as text, in a form that does not depend on how it was cut into pieces.
+        """The answer to a request; see `ask`. The pauses of its stream are noted."""
+        last = time.monotonic()
 
-        Raises:
-            _Busy: no replica ran when the request came.
-            _Failed: the stream ended with an error.
-        """
-        choices: dict[int, dict[str, Any]] = defaultdict(lambda: {"text": "", "logprobs": [], "finish": None})
-        usage, last = None, time.monotonic()
-        with self._http.stream("POST", f"{self.site.url}/v1/completions", json=request) as response:
-            if response.status_code in (429, 503):
-                raise _Busy
-            for line in response.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                piece = json.loads(line.removeprefix("data: "))
-                if "error" in piece:
-                    raise _Failed(str(piece["error"]))
-                now = time.monotonic()
-                self._longest_pause = max(self._longest_pause, now - last)
-                last = self._last_piece = self._waiting[threading.get_ident()] = now
-                usage = piece.get("usage") or usage
-                for choice in piece["choices"]:
-                    found = choices[choice["index"]]
-                    found["text"] += choice["text"]
-                    found["finish"] = choice["finish_reason"] or found["finish"]
-                    if choice.get("logprobs"):
-                        found["logprobs"] += choice["logprobs"]["token_logprobs"]
-        if usage is None:
-            raise _Failed("the stream ended early")
-        return json.dumps({"choices": choices, "usage": usage}, sort_keys=True)
+        def note_piece() -> None:
+            nonlocal last
+            now = time.monotonic()
+            self._longest_pause = max(self._longest_pause, now - last)
+            last = self._last_piece = self._waiting[threading.get_ident()] = now
 
-
-class _Busy(Exception):
-    """The server takes no requests at present."""
-
-
-class _Failed(Exception):
-    """A stream ended with an error."""
+        return ask(self._client, request, note_piece)
 
 
 def check_wrong_interface(folder: Path) -> str:

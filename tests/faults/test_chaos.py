@@ -1,0 +1,39 @@
+"""A minute of faults under streaming `openai` clients; tests/faults/chaos.py causes many more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.faults.chaos import Chaos
+from tests.faults.chaos_faults import Fault
+
+FAULTS = [
+    Fault(*words.split())
+    for words in (
+        "kill rank busy",
+        "kill engine loading",
+        "kill head idle",
+        "stop rank loading",
+        "stop engine busy",
+        "kill head busy",
+        "cut node busy",
+        "kill rank idle",
+        "kill head loading",
+        "stop head busy",
+        "kill rank loading",
+        "unplug head loading",
+        "kill engine busy",
+        "stop node idle",
+        "stall rank busy",
+        "kill node busy",
+        "kill engine idle",
+    )
+]
+"""Each kind with each process that may meet it or another like it, and with each state; the long ones once."""
+
+
+def test_no_stream_hangs_and_no_token_is_wrong_doubled_or_lost(tmp_path: Path) -> None:
+    report = Chaos(tmp_path, seed=1).run(FAULTS, num_clients=3, seconds=55.0)
+    assert not report.wrong, "\n".join(report.lines())
+    assert report.answers > 20
+    assert report.num_faults > 8
