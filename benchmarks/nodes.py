@@ -1,4 +1,4 @@
-"""What it costs that ranks are on two hosts: `python benchmarks/nodes.py [CASE ...]`, as root.
+"""What it costs that ranks are on two hosts: `python -m benchmarks.nodes [CASE ...]`, as root.
 
 Two network namespaces with a veth pair between them play two hosts. Both ends of an exchange spin, so they need a core
 each. Alternatives take turns, and the medians of their blocks are printed. Cases:
@@ -6,6 +6,8 @@ each. Alternatives take turns, and the medians of their blocks are printed. Case
 gather   a gather of two ranks in two namespaces / a bare spinning exchange of the same bytes over the same pair
 step     a decode step of the demo model at TP=2 over sockets / over shared memory
 ready    from the command to a server of two ranks that is ready: one on each of two hosts / both on one host
+pipeline milliseconds a token of a stream at PP=2, from a server over two hosts / from one on one host
+watch    what heartbeats and kept tokens cost a server on one host
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from benchmarks.node_servers import SERVER_CASES
 
 from shardline import _cpu
 from shardline.config.engine import EngineConfig
@@ -49,7 +52,6 @@ from shardline.types import Request, StepPlan, StepResult, rank_steps
 SIZES = (2 << 10, 16 << 10, 128 << 10, 1 << 20, 8 << 20)
 """Bytes that each rank brings to a gather."""
 BLOCKS = 41
-STARTS = 3
 PATIENCE_S = 20.0
 PROMPT_LEN = 64
 NUM_TOKENS = 100
@@ -126,7 +128,7 @@ def run_ranks(case: str) -> list[list[object]]:
     with two_namespaces() as names, tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank, name in enumerate(names):
-            command = [sys.executable, __file__, case, "--rank", str(rank), "--folder", folder]
+            command = [sys.executable, "-m", "benchmarks.nodes", case, "--rank", str(rank), "--folder", folder]
             command += ["--segment", str(segment)]
             output = subprocess.PIPE if rank == 0 else None
             namespace = ["ip", "netns", "exec", name]
@@ -269,55 +271,13 @@ def step(rank: int, folder: Path, segment_fd: int) -> list[list[object]]:
     return [[1e3 * sockets_s, 1e3 * shared_s, arrivals / (BLOCKS * NUM_TOKENS)]]
 
 
-def start_server(name: str, *flags: str) -> subprocess.Popen[str]:
-    """`shardline serve` in a namespace; its log comes over a pipe."""
-    serve = [sys.executable, "-m", "shardline", "serve", "demo", "-pp", "2", "--device", "cpu", "--cpu-threads", "1"]
-    return subprocess.Popen(
-        ["ip", "netns", "exec", name, *serve, *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "SHARDLINE_JOIN_TOKEN": "a-token-of-this-benchmark-only"},
-    )
-
-
-def time_start(names: Sequence[str]) -> float:
-    """Seconds until a server with a node in each namespace is ready."""
-    began = time.perf_counter()
-    nodes = ("--nnodes", str(len(names)), "--master-addr", ADDRESSES[0]) if len(names) > 1 else ()
-    servers = [start_server(name, *nodes, "--node-rank", str(rank)) for rank, name in enumerate(names)]
-    try:
-        assert servers[0].stdout is not None
-        lines = []
-        for line in servers[0].stdout:
-            lines.append(line)
-            if "startup complete" in line:
-                return time.perf_counter() - began
-        raise SystemExit("".join(lines))
-    finally:
-        servers[0].terminate()
-        for server in servers:
-            server.communicate()
-
-
-def ready() -> tuple[list[float], list[float]]:
-    """Seconds of some starts over two hosts and on one; they take turns."""
-    apart, together = [], []
-    with two_namespaces() as names:
-        for _ in range(STARTS):
-            apart.append(time_start(names))
-            together.append(time_start(names[:1]))
-            print(f"{apart[-1]:.2f} s, {together[-1]:.2f} s", file=sys.stderr)
-    return apart, together
-
-
 CASES = {"gather": gather, "step": step}
 
 
 def main() -> None:
     """Run the cases; with --rank, one rank of a case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", nargs="*", choices=[*CASES, "ready", []])
+    parser.add_argument("case", nargs="*", choices=[*CASES, *SERVER_CASES, []])
     for name, kind in (("--rank", int), ("--folder", Path), ("--segment", int)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -325,10 +285,10 @@ def main() -> None:
         torch.set_num_threads(1)
         print(json.dumps(CASES[options.case[0]](options.rank, options.folder, options.segment)))
         return
-    for case in options.case or [*CASES, "ready"]:
-        if case == "ready":
-            apart, together = map(statistics.median, ready())
-            print(f"ready: {apart:.2f} s over two hosts, {together:.2f} s on one; ratio {apart / together:.2f}")
+    for case in options.case or [*CASES, *SERVER_CASES]:
+        if case in SERVER_CASES:
+            with two_namespaces() as names:
+                print(SERVER_CASES[case](names))
             continue
         rows = run_ranks(case)
         if case == "gather":
