@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import resource
 import socket
 import struct
 import threading
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.channel import MAX_FRAME_BYTES, Channel, encode_message
+from shardline.channel import MAX_FRAME_BYTES, Channel, encode_message, readable
 from shardline.types import StepPlan, StepResult
 
 
@@ -78,3 +80,21 @@ def test_plans_and_results_survive_the_wire() -> None:
 def test_what_cannot_be_sent_is_the_callers_error(message: object) -> None:
     with pytest.raises(ValueError, match="cannot be sent"):
         encode_message(message)
+
+
+def test_readiness_of_descriptors_above_1023() -> None:
+    """A front with many connections gives its children such descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    ours, theirs = socket.socketpair()
+    high = socket.socket(fileno=fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD, 1024))
+    try:
+        assert readable([high.fileno()]) == readable([high.fileno()], -1.0) == []
+        ours.sendall(b"x")
+        assert readable([high.fileno(), theirs.fileno()], None) == [high.fileno(), theirs.fileno()]
+        ours.close()
+        assert readable([high.fileno()]) == [high.fileno()]
+    finally:
+        for sock in (ours, theirs, high):
+            sock.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

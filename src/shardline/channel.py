@@ -7,9 +7,11 @@ end of file; a process that lives but hangs is found by probes (engine/watchdog.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import threading
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 import msgspec
@@ -34,6 +36,18 @@ def encode_message(message: object) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a message of {len(body)} bytes is larger than the limit of {MAX_FRAME_BYTES}")
     return body
+
+
+def readable(fds: Iterable[int], timeout: float | None = 0.0) -> list[int]:
+    """The descriptors that have data or whose peer has ended, after waiting up to `timeout` seconds for the first one.
+
+    Without a time-out it waits for ever. `select.select` refuses numbers above 1023, and a front with many connections
+    gives its children such numbers.
+    """
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(None if timeout is None else 1000 * max(0.0, timeout))]
 
 
 class Channel(Generic[Incoming]):

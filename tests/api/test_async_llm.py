@@ -12,8 +12,11 @@ import pytest
 
 import shardline
 from shardline.api.async_llm import AsyncLLM
+from shardline.api.engines import EngineEvent
 from shardline.api.errors import EngineDead, EngineDraining, QueueFull
+from shardline.api.inbox import Inbox
 from shardline.config.engine import EngineConfig
+from shardline.engine.ipc import EngineFailed
 from shardline.sampling_params import SamplingParams
 from shardline.types import RequestOutput
 from tests.api.fake_engine import MAX_MODEL_LEN, FakeCluster, load_text, next_token, scripted
@@ -47,6 +50,23 @@ async def last(llm: AsyncLLM, prompt: Any, **params: Any) -> RequestOutput:
 
 
 @on_loop
+async def test_an_event_that_fails_does_not_hold_up_the_others() -> None:
+    loop, failures, delivered = asyncio.get_running_loop(), asyncio.Queue[Any](), asyncio.Queue[int]()
+    loop.set_exception_handler(lambda _, context: failures.put_nowait(context["exception"]))
+
+    def deliver(index: int, event: EngineEvent) -> None:
+        assert index, "the first one fails"
+        delivered.put_nowait(index)
+
+    inbox = Inbox(deliver)
+    for index in range(3):
+        inbox.put_event(index, EngineFailed(""))
+    inbox.open(loop)
+    assert [await delivered.get(), await delivered.get()] == [1, 2]
+    assert isinstance(failures.get_nowait(), AssertionError)
+
+
+@on_loop
 async def test_a_stream_grows_one_object() -> None:
     async with engine(FakeCluster()) as llm:
         assert llm.tokenizer is not None
@@ -63,7 +83,7 @@ async def test_a_stream_grows_one_object() -> None:
         assert output.outputs[0].token_ids != output.outputs[1].token_ids
         assert output.prompt == "the dog"
         assert output.num_cached_tokens == 16
-        assert llm.num_unfinished() == 0
+        assert len(llm._streams) == 0
 
 
 @on_loop
@@ -144,7 +164,7 @@ async def test_leaving_early_aborts() -> None:
             await task
         assert len(client.aborted) == 3
         assert client.running == {}
-        assert llm.num_unfinished() == 0
+        assert len(llm._streams) == 0
 
 
 @on_loop
@@ -167,7 +187,7 @@ async def test_bad_requests_are_refused_before_any_output() -> None:
             await llm.submit("dog " * 20_000, SamplingParams())
         with pytest.raises(ValueError, match="out of range"):
             await llm.generate([999], SamplingParams()).__anext__()
-        assert llm.num_unfinished() == 0
+        assert len(llm._streams) == 0
 
 
 @on_loop

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shardline.api.batch import BatchRunner
 from shardline.api.errors import EngineDead
 from shardline.api.llm import LLM
 from shardline.api.requests import Prompt
@@ -126,16 +127,27 @@ def test_the_death_of_the_engine_is_an_error() -> None:
             llm.generate("a", use_tqdm=False)
 
 
+def test_closing_ends_a_batch_that_runs_on_another_thread() -> None:
+    cluster = FakeCluster()
+    llm = make(cluster)
+    cluster.clients[0].paused.set()
+    threading.Timer(0.1, llm.close).start()
+    with pytest.raises(EngineDead, match="was closed while it ran a batch"):
+        llm.generate(["a", "b"], use_tqdm=False)
+    with pytest.raises(EngineDead, match="make a new one"):
+        llm.generate("a", use_tqdm=False)
+
+
 def test_an_interrupt_aborts_and_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = FakeCluster()
     with make(cluster) as llm:
         with monkeypatch.context() as patch:
 
-            def interrupted(self: LLM) -> Any:
+            def interrupted(self: BatchRunner) -> Any:
                 time.sleep(0.05)
                 raise KeyboardInterrupt
 
-            patch.setattr(LLM, "_next_updates", interrupted)
+            patch.setattr(BatchRunner, "_next_updates", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(["a", "b"], SamplingParams(max_tokens=None), use_tqdm=False)
         assert len(cluster.clients[0].aborted) == 2

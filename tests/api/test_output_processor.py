@@ -45,6 +45,18 @@ def run(
     return state.output.outputs[0], aborts
 
 
+def test_an_output_that_cannot_be_decoded_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = RequestBuilder(TOKENIZER, 408, 1000, (EOS,), random.Random(0))
+    processor = OutputProcessor(TOKENIZER)
+    broken, sound = (processor.add_request(builder.build_request(name, "the dog", SamplingParams())) for name in "ab")
+    monkeypatch.setattr(broken.choices[0], "_detokenizer", object())
+    done = processor.process_outputs([SequenceOutput("a-0", 0, [1]), SequenceOutput("b-0", 0, encode("cat"))])
+    assert (done.aborts, done.ended, done.updated) == (["a-0"], [broken], [broken, sound])
+    assert broken.output.outputs[0].finish_reason == "error"
+    assert "AttributeError" in broken.output.outputs[0].error
+    assert sound.output.outputs[0].text == "cat"
+
+
 def encode(text: str) -> list[int]:
     assert TOKENIZER is not None
     return TOKENIZER.encode_text(text)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
+from shardline.engine.schedule_state import ScheduleState
 from shardline.engine.scheduler import Scheduler
 from shardline.models.kv_groups import KVGroup
 from shardline.types import Request, SequenceOutput, StepPlan, StepResult
@@ -41,14 +42,13 @@ class Engine:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.scheduler = Scheduler(
+        state = ScheduleState(
             StepLimits(max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.max_num_batched_tokens),
             cache_plan(shape.groups, shape.block_size, prefix_caching=shape.prefix_caching),
             shape.num_blocks,
             shape.max_model_len,
-            max_in_flight=shape.max_in_flight,
-            last_token_known=shape.pipeline,
         )
+        self.scheduler = Scheduler(state, max_in_flight=shape.max_in_flight, last_token_known=shape.pipeline)
         workers = [True, False] if shape.pipeline else [True]
         self.workers = [
             FakeWorker(
@@ -134,11 +134,11 @@ class Engine:
 
     def _check_forgotten(self) -> None:
         started = [start.seq_id for plan in self.plans for start in plan.starts]
-        ended = [seq_id for plan in self.plans for seq_id in plan.ends] + self.scheduler._queues.ends
+        ended = [seq_id for plan in self.plans for seq_id in plan.ends] + self.scheduler.state.queues.ends
         assert sorted(started) == sorted(ended)
-        assert not self.scheduler._queues.draining
-        assert not self.scheduler._registry._by_id
-        pool = self.scheduler._kv.pool
+        assert not self.scheduler.state.queues.draining
+        assert not self.scheduler.state.registry._by_id
+        pool = self.scheduler.state.kv.pool
         assert not any(pool._references)
         assert pool.num_free == self.shape.num_blocks - 1
 
@@ -152,7 +152,7 @@ class Engine:
         assert len(plan.steps) <= self.shape.max_num_seqs
         assert {start.seq_id for start in plan.starts} <= {step.seq_id for step in plan.steps}
         for start in plan.starts:
-            sequence = next(s for s in self.scheduler._queues.running if s.seq_id == start.seq_id)
+            sequence = next(s for s in self.scheduler.state.queues.running if s.seq_id == start.seq_id)
             self._salts[start.seq_id] = sequence.request.cache_salt
             assert start.token_ids == sequence.tokens
         if self.shape.pipeline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -479,3 +480,20 @@ def test_unknown_names_are_refused() -> None:
         find_tool_parser("base")
     with pytest.raises(ValueError, match="qwen3"):
         find_reasoning_parser("o1")
+
+
+def test_line_breaks_of_values_are_kept_if_the_format_adds_none() -> None:
+    for value in ("\n", "\na\n"):
+        calls = [("weather", json.dumps({"text": value}))]
+        assert parse(seed_oss(calls), "seed_oss").calls == calls
+
+
+def test_a_whole_answer_is_parsed_in_time_in_proportion_to_its_length() -> None:
+    """In quadratic time, each of these would take minutes."""
+    long = json.dumps(json.dumps({"text": '"' * 500_000}))
+    parser = AnswerParser(None, find_tool_parser("hermes")(FUNCTIONS))
+    began = time.process_time()
+    assert join(parser, [hermes([("f", long)])]).calls == [("f", json.loads(long))]
+    parser = AnswerParser(None, find_tool_parser("hermes")(FUNCTIONS))
+    assert len(join(parser, [hermes([("f", '{"count": 1}')] * 10_000)]).calls) == 10_000
+    assert time.process_time() - began < 10

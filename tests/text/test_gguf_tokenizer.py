@@ -103,7 +103,7 @@ def test_byte_level(pre: str, pattern: str | None, options: dict[str, bool], tmp
     ends = [backend.token_to_id(token) for token in ("<|endoftext|>", "<|im_end|>")]
     assert list(ours.eos_token_ids) == ends
     assert ours.special_token_ids == {backend.token_to_id(token) for token in _SPECIAL}
-    assert ours.is_byte_level
+    assert ours.byte_tokens is not None
 
 
 def _sentencepiece(tmp_path: Path) -> tuple[tokenizers.Tokenizer, Path]:

@@ -8,22 +8,20 @@ import logging
 import queue
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
 
+from shardline.api.batch import BatchRunner, Events, RequestTimes
 from shardline.api.embedding import EMBEDDING_PARAMS, Embedding, EmbeddingOutput, normalized_embedding
-from shardline.api.engines import Connect, EngineEvent
+from shardline.api.engines import Connect
 from shardline.api.errors import EngineDead
 from shardline.api.model_text import ModelText, load_model_text
-from shardline.api.output_processor import OutputProcessor, RequestState
+from shardline.api.output_processor import OutputProcessor
 from shardline.api.progress_bar import ProgressBar
 from shardline.api.replicas import Replicas
-from shardline.api.requests import PreparedRequest, Prompt, TokensPrompt
+from shardline.api.requests import Prompt, TokensPrompt
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams
 from shardline.stats import EngineStats
@@ -32,16 +30,6 @@ from shardline.text.tokenizer import Tokenizer
 from shardline.types import RequestOutput
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RequestTimes:
-    """Points in the life of one request, in seconds of time.monotonic()."""
-
-    submitted: float
-    """When a replica got the request."""
-    first_token: float
-    finished: float
 
 
 class LLM:
@@ -82,7 +70,7 @@ class LLM:
         self._lock = threading.Lock()
         self._ids = itertools.count()
         self._closed = False
-        events: queue.SimpleQueue[tuple[int, EngineEvent]] = queue.SimpleQueue()
+        events: Events = queue.SimpleQueue()
         self._events = events
         # The reader threads must hold no reference to this object: deleting the last one closes it.
         self._replicas = Replicas(config, lambda index, event: events.put((index, event)), connect)
@@ -100,7 +88,7 @@ class LLM:
         self.report = [line for one in ready for line in one.report]
         for line in self.report:
             logger.info("%s", line)
-        self._processor = OutputProcessor(text.tokenizer)
+        self._runner = BatchRunner(self._replicas, OutputProcessor(text.tokenizer), events)
         self._builder = text.request_builder(config, self.max_model_len)
 
     def generate(
@@ -171,7 +159,7 @@ class LLM:
                 for prompt, one in zip(batch, params, strict=True)
             ]
             with ProgressBar(len(requests), enabled=use_tqdm) as progress:
-                return self._run(requests, progress)
+                return self._runner.run(requests, progress.count_request)
 
     def chat(
         self,
@@ -220,11 +208,12 @@ class LLM:
         return self._replicas.stats()
 
     def close(self) -> None:
-        """End the engine processes; may be called again."""
+        """End the engine processes; may be called again, and from any thread. A batch that runs ends with an error."""
         self._closed = True
         replicas = getattr(self, "_replicas", None)
         if replicas is not None:
             replicas.close()
+            self._events.put(None)
 
     def __enter__(self) -> LLM:
         return self
@@ -237,50 +226,6 @@ class LLM:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.close()
-
-    def _run(
-        self, requests: Sequence[PreparedRequest], progress: ProgressBar
-    ) -> tuple[list[RequestOutput], list[RequestTimes]]:
-        """Run a batch. Requests are submitted as earlier ones finish, so that the replicas stay evenly loaded."""
-        pending = deque(requests)
-        states: list[RequestState] = []
-        first: dict[str, float] = {}
-        finished: dict[str, float] = {}
-        submitted: dict[str, float] = {}
-        window = 2 * self.config.max_running
-        try:
-            while pending or len(self._processor):
-                while pending and self._replicas.num_in_flight() < window * max(1, sum(self._replicas.alive())):
-                    request = pending.popleft()
-                    submitted[request.request_id] = time.monotonic()
-                    self._replicas.add_requests(request.children, bounded=False)
-                    states.append(self._processor.add_request(request))
-                for state in self._next_updates():
-                    now = time.monotonic()
-                    first.setdefault(state.request.request_id, now)
-                    if state.output.finished:
-                        finished[state.request.request_id] = now
-                        progress.count_request(state.output)
-        except BaseException:
-            self._abort_all()
-            raise
-        if self._replicas.dead_reason and requests:
-            raise EngineDead(self._replicas.dead_reason)
-        ids = [state.request.request_id for state in states]
-        times = [RequestTimes(submitted[i], first[i], finished[i]) for i in ids]
-        return [state.output for state in states], times
-
-    def _next_updates(self) -> list[RequestState]:
-        index, event = self._events.get()
-        done = self._processor.process_outputs(self._replicas.handle_event(index, event))
-        self._replicas.abort_requests(done.aborts)
-        return done.updated
-
-    def _abort_all(self) -> None:
-        for request_id in self._processor.request_ids():
-            aborted = self._processor.abort_request(request_id)
-            if aborted is not None:
-                self._replicas.abort_requests(aborted[1])
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

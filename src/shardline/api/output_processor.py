@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from shardline.text.stop_strings import StopMatcher
 from shardline.text.tokenizer import Tokenizer
 from shardline.timeline import ChoiceMetrics, EngineTimeline, RequestMetrics
 from shardline.types import CompletionOutput, Decode, FinishReason, RequestOutput, SequenceOutput, decode_nothing
+
+_log = logging.getLogger(__name__)
 
 
 class ChoiceState:
@@ -107,6 +110,11 @@ class ChoiceState:
             self._flush_text()
             self._set_finished("abort", None)
 
+    def fail(self, message: str) -> None:
+        """End the choice with an error, and with the text that it has."""
+        self.output.error = message
+        self._set_finished("error", None)
+
     def _append_token(self, step: SequenceOutput, index: int) -> None:
         output = self.output
         output.token_ids.append(step.token_ids[index])
@@ -135,8 +143,7 @@ class ChoiceState:
         if self._matcher is not None and self._matcher.found is not None:
             self._set_finished("stop", self._matcher.found)
         elif step.finish_reason == "error":
-            self.output.error = step.error
-            self._set_finished("error", None)
+            self.fail(step.error)
         else:
             eos = step.stop_token_id in self._eos_token_ids
             self._set_finished(step.finish_reason, None if eos else step.stop_token_id)
@@ -261,7 +268,13 @@ class OutputProcessor:
             output = choice.output
             if output.finish_reason is not None:
                 continue
-            if choice.add_output(step, now):
+            try:
+                stopped = choice.add_output(step, now)
+            except Exception as error:  # it is this request's only; the others must go on
+                _log.exception("request %s: its output cannot be turned into text", state.request.request_id)
+                choice.fail(f"the output cannot be turned into text: {type(error).__name__}: {error}")
+                stopped = step.finish_reason is None
+            if stopped:
                 done.aborts.append(step.request_id)
             if step.embedding:
                 output.embedding = step.embedding

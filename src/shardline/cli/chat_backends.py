@@ -11,7 +11,8 @@ from http.client import HTTPException
 from typing import Any, Protocol
 
 from shardline import env
-from shardline.api.async_llm import AsyncLLM, RequestStream
+from shardline.api.async_llm import AsyncLLM
+from shardline.api.streams import RequestStream
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams
 from shardline.text.chat_template import render_and_encode

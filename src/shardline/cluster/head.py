@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import select
 import signal
 import socket
 import sys
@@ -16,7 +15,7 @@ import time
 import msgspec
 import zmq
 
-from shardline.channel import Channel
+from shardline.channel import Channel, readable
 from shardline.cluster.loop_watch import LoopWatch
 from shardline.cluster.members import Member, Members, name_difference
 from shardline.cluster.messages import (
@@ -147,7 +146,7 @@ class Head:
         if not data:
             raise EOFError("the front has ended")
         # The deployment was sent before, perhaps with a node that has moved.
-        while self._relay.deployment is None or select.select([self._channel.fileno()], [], [], 0)[0]:
+        while self._relay.deployment is None or readable([self._channel.fileno()]):
             self._handle(self._channel.fileno(), zmq.POLLIN)
         for stream, fd in zip(msgspec.msgpack.decode(data, type=list[Stream]), fds, strict=True):
             self._relay.attach(stream, socket.socket(fileno=fd))
@@ -299,4 +298,4 @@ def main() -> None:
         _log.debug("the front has ended before the start")
     except ValueError as error:
         channel.send(HeadFailed(str(error), user_error=True))
-        select.select([channel.fileno()], [], [], 5.0)
+        readable([channel.fileno()], 5.0)

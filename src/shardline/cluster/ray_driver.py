@@ -6,7 +6,6 @@ It is a process of its own, because Ray ends its driver when the Ray cluster end
 from __future__ import annotations
 
 import logging
-import select
 import signal
 import socket
 import sys
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from shardline import env
-from shardline.channel import Channel, encode_message
+from shardline.channel import Channel, encode_message, readable
 from shardline.cluster.messages import NodesPresent
 from shardline.cluster.ray_cluster import RayCluster, Reservation, Unreachable
 from shardline.cluster.ray_messages import (
@@ -200,13 +199,13 @@ def main() -> None:
             driver.close()
     except (ValueError, Unreachable) as error:
         channel.send(DriverFailed(str(error), user_error=isinstance(error, ValueError)))
-        select.select([channel.fileno()], [], [], 5.0)
+        readable([channel.fileno()], 5.0)
 
 
 def _serve(channel: Channel[FrontToDriver], driver: Driver) -> None:
     """Serve until the front ends."""
     while True:
-        if select.select([channel.fileno()], [], [], 0.5)[0]:
+        if readable([channel.fileno()], 0.5):
             try:
                 message = channel.receive()
             except (EOFError, OSError, msgspec.MsgspecError):

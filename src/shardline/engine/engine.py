@@ -11,6 +11,7 @@ import msgspec
 from shardline.deployment.deployment import Deployment
 from shardline.engine.executor.base import Executor
 from shardline.engine.expert_load import expert_load
+from shardline.engine.schedule_state import ScheduleState
 from shardline.engine.scheduler import Scheduler
 from shardline.stats import EngineStats, ExpertLoad
 from shardline.types import Request, SequenceOutput, StepPlan
@@ -45,10 +46,12 @@ class Engine:
         self._executor = executor
         self._schedulers = [
             Scheduler(
-                deployment.limits,
-                deployment.cache,
-                executor.allocation.num_blocks,
-                deployment.max_model_len,
+                ScheduleState(
+                    deployment.limits,
+                    deployment.cache,
+                    executor.allocation.num_blocks,
+                    deployment.max_model_len,
+                ),
                 max_in_flight=executor.max_in_flight,
                 last_token_known=deployment.grid.pipeline > 1,
             )

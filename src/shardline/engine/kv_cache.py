@@ -161,19 +161,11 @@ class KVCache:
     never written again.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[KVGroup],
-        num_blocks: int,
-        block_size: int,
-        *,
-        prefix_caching: bool,
-        namespace: str = "",
-    ) -> None:
+    def __init__(self, groups: Sequence[KVGroup], num_blocks: int, block_size: int, *, prefix_caching: bool) -> None:
         self.pool = BlockPool(num_blocks)
         self._groups = groups
         self._block_size = block_size
-        self._hasher = BlockHasher(block_size, namespace) if prefix_caching else None
+        self._hasher = BlockHasher(block_size) if prefix_caching else None
         self._suffixes = [index.to_bytes(2, "little") for index in range(len(groups))]
         self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
         self._nothing: list[list[int]] = [[] for _ in groups]

@@ -13,15 +13,14 @@ _DIGEST_BYTES = 16
 
 
 class BlockHasher:
-    """Chained hashes of full token blocks: equal hashes mean equal namespace, salt, position and tokens so far.
+    """Chained hashes of full token blocks: equal hashes mean equal salt, position and tokens so far.
 
     The chains start from a secret of this process, so that nobody can compute a collision or the chain of a salt in
     advance.
     """
 
-    def __init__(self, block_size: int, namespace: str = "") -> None:
+    def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._namespace = namespace
         self._secret = secrets.token_bytes(32)
 
     def extend(self, hashes: list[bytes], salt: str, token_ids: Sequence[int], num_blocks: int) -> None:
@@ -31,7 +30,7 @@ class BlockHasher:
         if hashes:
             parent = hashes[-1]
         else:
-            root = f"{len(self._namespace)}:{self._namespace}{salt}".encode("utf-8", "surrogatepass")
+            root = salt.encode("utf-8", "surrogatepass")
             parent = blake2b(root, digest_size=_DIGEST_BYTES, key=self._secret).digest()
         size = self._block_size
         for start in range(len(hashes) * size, num_blocks * size, size):

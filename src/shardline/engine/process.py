@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Sequence
 
-from shardline.channel import Channel
+from shardline.channel import Channel, readable
 from shardline.deployment.fingerprint import fingerprint
 from shardline.deployment.messages import PrepareGrammar, Probe, ProbeDone
 from shardline.engine.engine import Engine
@@ -126,14 +126,13 @@ class EngineProcess:
         front = self._channel.fileno()
         while True:
             pause = executor.check_ranks()
-            ready, _, _ = select.select([front, *executor.watched_fds()], [], [], pause)
-            if ready == [front]:
+            if readable([front, *executor.watched_fds()], pause) == [front]:
                 return
 
     def _take_messages(self, engine: Engine) -> bool:
         """Whether a message came that may change what the engine does or reports, other than a probe or a grammar."""
         changed = False
-        while not self._stopping and select.select([self._channel.fileno()], [], [], 0)[0]:
+        while not self._stopping and readable([self._channel.fileno()]):
             message = self._channel.receive()
             if isinstance(message, Probe):
                 self._channel.send(ProbeDone(message.number))

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import Dims, HFConfig, read_dims
+from shardline.models.config_fields import Dims, read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import MOE_LAYER_KEYS
 from shardline.models.rope import RopeConfig, read_rope
 from shardline.models.spec import MLA, DecoderSpec, Dense, Layer, MoE, Norm, Routing
@@ -88,7 +89,7 @@ def mixture(hf: HFConfig, routing: Routing, *, expert_size: int, num_shared: int
         raise hf.error("num_experts_per_tok", f"is {routing.experts_per_token}, and only {eligible} are eligible")
     expert_size = hf.integer("moe_intermediate_size", expert_size)
     num_shared = hf.integer("n_shared_experts", num_shared, minimum=0)
-    expert = Dense(expert_size, hf.activation("hidden_act", "silu"))
+    expert = Dense(expert_size, read_activation(hf, "hidden_act", "silu"))
     shared = replace(expert, intermediate_size=expert_size * num_shared, bias=shared_bias) if num_shared else None
     return MoE(routing, expert, shared)
 
@@ -115,6 +116,6 @@ def deepseek_spec(
         layers=(dense_layer,) * num_dense + (moe_layer,) * (dims.num_layers - num_dense),
         final_norm=norm,
         max_position_embeddings=max_position_embeddings,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )

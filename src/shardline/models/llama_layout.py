@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from shardline.models.hf_config import Dims
+from shardline.models.config_fields import Dims
 from shardline.models.parameters import expert_of, parse_name
 from shardline.models.spec import GQA, Dense, Layer, MoE, Norm, Rope, TensorSource
 

@@ -11,7 +11,7 @@ import msgspec
 from shardline.timeline import ChoiceMetrics, RequestMetrics
 
 if TYPE_CHECKING:
-    from shardline.api.async_llm import RequestStream
+    from shardline.api.streams import RequestStream
     from shardline.types import RequestOutput
 
 MOST_REQUESTS = 1000

@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
+from shardline.text.byte_tokens import ByteTokens
 from shardline.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
@@ -37,24 +38,25 @@ def make_detokenizer(
 ) -> Detokenizer:
     """The detokenizer of one choice. `shown_token_ids`: special tokens that are not skipped."""
     hidden = tokenizer.special_token_ids - shown_token_ids if skip_special_tokens else frozenset()
-    kind = ByteLevelDetokenizer if tokenizer.is_byte_level else WindowDetokenizer
-    return kind(tokenizer, prompt_token_ids, hidden)
+    if tokenizer.byte_tokens is not None:
+        return ByteLevelDetokenizer(tokenizer.byte_tokens, prompt_token_ids, hidden)
+    return WindowDetokenizer(tokenizer, prompt_token_ids, hidden)
 
 
 class ByteLevelDetokenizer:
     """For tokenizers whose text is the bytes of its tokens: no token changes the text of another one."""
 
-    __slots__ = ("_begun", "_decoder", "_hidden", "_holds_bytes", "_texts", "_tokenizer")
+    __slots__ = ("_begun", "_decoder", "_hidden", "_holds_bytes", "_texts", "_tokens")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
-        self._texts = tokenizer.text_cache
+    def __init__(self, tokens: ByteTokens, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
+        self._tokens = tokens
+        self._texts = tokens.texts
         self._hidden = hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._holds_bytes = False
         # If the prompt ends in half a character, that character belongs to the output that completes it.
         tail = [token_id for token_id in prompt_token_ids[-4 * _TAIL_TOKENS :] if token_id not in hidden]
-        self._decode_bytes(b"".join([tokenizer.decoded_bytes(token_id) for token_id in tail[-_TAIL_TOKENS:]]))
+        self._decode_bytes(b"".join([tokens.decode(token_id) for token_id in tail[-_TAIL_TOKENS:]]))
         self._begun = False
 
     def add_tokens(self, ids: Sequence[int]) -> str:
@@ -64,7 +66,7 @@ class ByteLevelDetokenizer:
             piece = None if self._holds_bytes else self._texts.get(token_id)
             if piece is not None:
                 text += piece
-            elif token_id not in self._hidden and (data := self._tokenizer.decoded_bytes(token_id)):
+            elif token_id not in self._hidden and (data := self._tokens.decode(token_id)):
                 self._begun = True
                 text += self._decode_bytes(data)
         return text

@@ -6,23 +6,25 @@ parser writes depends on the text only, not on the pieces in which it came.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Generator
+from functools import lru_cache
 from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 """A computation that yields whenever it needs more text, and then returns a T."""
 
-_SPACE = " \t\r\n"
-_SCALAR = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_SPACE = re.compile(r"[ \t\r\n]+")
 
 
 class TextReader:
-    """The text that no parser has read yet."""
+    """The text that no parser has read yet. Reading all of a text takes time in proportion to its length."""
 
     def __init__(self) -> None:
         self._text = ""
+        self._start = 0
+        """Where the unread text begins."""
         self._ended = False
         self._cut = False
         self._record: list[str] | None = None
@@ -32,18 +34,11 @@ class TextReader:
 
     def add_text(self, text: str) -> bool:
         """Append a piece; returns whether the parser has to go on. It need not if the piece was only to be copied."""
-        if self._write is not None and not self._may_stop(text):
+        if self._write is not None and not _has_any(text, self._stops):
             self._write(text)
             return False
-        self._text += text
+        self._text, self._start = self._text[self._start :] + text, 0
         return True
-
-    def _may_stop(self, text: str) -> bool:
-        # A loop costs a third of what `any` and a generator do, for every token.
-        for stop in self._stops:  # noqa: SIM110
-            if stop in text:
-                return True
-        return False
 
     def end_text(self, *, cut: bool) -> None:
         """Note that no text follows; `cut`: although the writer had not finished, so that a mark may be cut too."""
@@ -52,7 +47,12 @@ class TextReader:
     @property
     def is_at_end(self) -> bool:
         """Whether all text has come and has been read."""
-        return self._ended and not self._text
+        return self._ended and self._start == len(self._text)
+
+    @property
+    def first(self) -> str:
+        """The next character, which stays unread; empty if none has come."""
+        return self._text[self._start : self._start + 1]
 
     def start_record(self) -> None:
         """Begin to record what is read, so that `take_record` can return it."""
@@ -64,44 +64,57 @@ class TextReader:
         return "".join(record)
 
     def unread(self, text: str) -> None:
-        """Put text back, so that it is read next."""
-        self._text = text + self._text
+        """Put text back, so that it is read next. While reading is recorded, this is not possible."""
+        assert self._record is None
+        if self._text.endswith(text, 0, self._start):
+            self._start -= len(text)
+        else:
+            self._text, self._start = text + self._text[self._start :], 0
 
     def peek(self) -> Steps[str]:
         """The next character, which stays unread; empty at the end."""
-        while not self._text:
+        while self._start == len(self._text):
             if self._ended:
                 return ""
             yield
-        return self._text[0]
+        return self._text[self._start]
 
-    def take_all(self) -> str:
-        """All text that has come and is unread."""
-        return self._take(len(self._text))
+    def take(self, count: int | None = None) -> str:
+        """The next `count` characters, or as many as have come. None: all that have come."""
+        end = len(self._text) if count is None else self._start + count
+        taken = self._text[self._start : end]
+        self._start += len(taken)
+        if self._record is not None:
+            self._record.append(taken)
+        return taken
+
+    def take_match(self, pattern: re.Pattern[str]) -> str:
+        """The text that has come as far as `pattern` matches it; perhaps empty."""
+        match = pattern.match(self._text, self._start)
+        return self.take(match.end() - self._start) if match is not None else ""
 
     def skip_space(self) -> Steps[None]:
         """Read over whitespace."""
         while True:
-            stripped = self._text.lstrip(_SPACE)
-            self._take(len(self._text) - len(stripped))
-            if self._text or self._ended:
+            self.take_match(_SPACE)
+            if self._start < len(self._text) or self._ended:
                 return
             yield
 
     def take_literal(self, literal: str) -> Steps[bool]:
         """Read `literal` if the text continues with it; returns whether it does."""
-        while len(self._text) < len(literal) and literal.startswith(self._text) and not self._ended:
+        while not self._ended and self._may_become(literal):
             yield
-        if not self._text.startswith(literal):
+        if not self._text.startswith(literal, self._start):
             return False
-        self._take(len(literal))
+        self.take(len(literal))
         return True
 
     def take_mark(self, mark: str) -> Steps[bool]:
         """As `take_literal`, but a mark that is cut is dropped."""
         taken = yield from self.take_literal(mark)
-        if not taken and self._cut and mark.startswith(self._text):
-            self.take_all()
+        if not taken and self._cut and self._may_become(mark):
+            self.take()
         return taken
 
     def copy_until(self, markers: tuple[str, ...], write: Callable[[str], None]) -> Steps[str]:
@@ -112,101 +125,48 @@ class TextReader:
         Returns:
             The marker; empty: the text ended before.
         """
+        pattern = _any_of(markers)
         while True:
-            found = [(place, marker) for marker in markers if (place := self._text.find(marker)) >= 0]
-            if found:
-                place, marker = min(found)
-                write(self._take(place))
-                self._take(len(marker))
-                return marker
+            found = pattern.search(self._text, self._start)
+            if found is not None:
+                write(self.take(found.start() - self._start))
+                return self.take(len(found[0]))
             complete = self._ended and not self._cut
-            held = 0 if complete else max(_overlap(self._text, marker) for marker in markers)
-            if len(self._text) > held:
-                write(self._take(len(self._text) - held))
+            held = 0 if complete else max(_overlap(self._text, marker, self._start) for marker in markers)
+            if len(self._text) - self._start > held:
+                write(self.take(len(self._text) - self._start - held))
             if self._ended:
-                self._take(held)
+                self.take()
                 return ""
-            if self._text or self._record is not None:
+            if held or self._record is not None:
                 yield
             else:
                 self._stops, self._write = "".join({marker[0] for marker in markers}), write
                 yield
                 self._write = None
 
-    def read_string(self) -> Steps[str | None]:
-        """Read a JSON string and decode it. None: the text does not continue with a whole string."""
-        if not (yield from self.take_literal('"')):
-            return None
-        raw = ['"']
-        escaped = False
-        while True:
-            char = yield from self.peek()
-            if not char:
-                return None
-            raw.append(self._take(1))
-            if char == '"' and not escaped:
-                break
-            escaped = char == "\\" and not escaped
-        try:
-            # Models write line breaks inside strings, which JSON forbids.
-            value = json.loads("".join(raw), strict=False)
-        except ValueError:
-            return None
-        assert isinstance(value, str)
-        return value
-
-    def copy_value(self, write: Callable[[str], None]) -> Steps[bool]:
-        """Write one JSON value as it is spelled, up to where no JSON can follow; returns whether it is whole."""
-        first = yield from self.peek()
-        if first in ("{", "["):
-            return (yield from self._copy_nested(write))
-        if first == '"':
-            value = yield from self.read_string()
-            write(json.dumps(value, ensure_ascii=False) if value is not None else "")
-            return value is not None
-        word = ""
-        while (yield from self.peek()) in _SCALAR and not self.is_at_end:
-            word += self._take(1)
-        write(word)
-        return bool(word)
-
-    def _copy_nested(self, write: Callable[[str], None]) -> Steps[bool]:
-        """Write an object or an array. Only brackets and strings are looked at."""
-        depth, quoted, escaped = 0, False, False
-        while True:
-            length = len(self._text)
-            for place, char in enumerate(self._text):
-                if quoted:
-                    quoted = escaped or char != '"'
-                    escaped = char == "\\" and not escaped
-                elif char == '"':
-                    quoted = True
-                elif char in "{[":
-                    depth += 1
-                elif char in "}]":
-                    depth -= 1
-                    if depth == 0:
-                        write(self._take(place + 1))
-                        return True
-                elif char == "<":
-                    write(self._take(place))
-                    return False
-            if length:
-                write(self._take(length))
-            if self._ended:
-                return False
-            yield
-
-    def _take(self, count: int) -> str:
-        taken, self._text = self._text[:count], self._text[count:]
-        if self._record is not None:
-            self._record.append(taken)
-        return taken
+    def _may_become(self, literal: str) -> bool:
+        """Whether the unread text is a beginning of `literal`, but not the whole."""
+        unread = len(self._text) - self._start
+        return unread < len(literal) and self._text.endswith(literal[:unread])
 
 
-def _overlap(text: str, marker: str) -> int:
-    """The length of the longest end of `text` that begins `marker`."""
-    place = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+def _has_any(text: str, characters: str) -> bool:
+    # A loop costs a third of what `any` and a generator do, for every token.
+    for character in characters:  # noqa: SIM110
+        if character in text:
+            return True
+    return False
+
+
+@lru_cache(maxsize=64)
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(markers))))
+
+
+def _overlap(text: str, marker: str, start: int) -> int:
+    """The length of the longest end of `text` that begins `marker`, at `start` or after it."""
+    place = text.find(marker[0], max(start, len(text) - len(marker) + 1))
     while place >= 0:
         if marker.startswith(text[place:]):
             return len(text) - place

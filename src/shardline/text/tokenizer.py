@@ -13,6 +13,7 @@ from shardline.models.gguf.header import read_header
 from shardline.models.gguf.names import is_gguf
 from shardline.models.gguf.tokenizer import has_vocabulary, read_tokenizer_json, read_vocabulary
 from shardline.structured.vocabulary import byte_alphabet
+from shardline.text.byte_tokens import ByteTokens
 from shardline.text.tokenizer_files import read_eos_token_ids, read_json, read_special_tokens
 
 MAX_INLINE_CHARS = 2048
@@ -125,42 +126,11 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     @cached_property
-    def is_byte_level(self) -> bool:
-        """Whether a text is the bytes of its tokens, one after another, as in GPT-2, Llama 3 and Qwen."""
-        return type(self._backend.decoder).__name__ == "ByteLevel"
-
-    @cached_property
-    def text_cache(self) -> dict[int, str]:
-        """The texts of tokens that are whole characters and not special, if `is_byte_level`.
-
-        It has those that `decoded_bytes` was asked for.
-        """
-        return {}
-
-    @cached_property
-    def _byte_cache(self) -> dict[int, bytes]:
-        """What `decoded_bytes` has returned for all other tokens."""
-        return {}
-
-    def decoded_bytes(self, token_id: int) -> bytes:
-        """What a token adds to the bytes of a text, if `is_byte_level`; empty if the id is out of range."""
-        if token_id in self.text_cache:
-            return self.text_cache[token_id].encode()
-        if token_id in self._byte_cache:
-            return self._byte_cache[token_id]
-        spelling = self.token(token_id) or ""
-        alphabet = byte_alphabet()
-        in_alphabet = all(char in alphabet for char in spelling)
-        found = bytes(alphabet[char] for char in spelling) if in_alphabet else spelling.encode()
-        try:
-            text = found.decode()
-        except UnicodeDecodeError:
-            text = ""
-        if text and token_id not in self.special_token_ids:
-            self.text_cache[token_id] = text
-        else:
-            self._byte_cache[token_id] = found
-        return found
+    def byte_tokens(self) -> ByteTokens | None:
+        """The bytes of tokens. None: a text is not just the bytes of its tokens."""
+        if type(self._backend.decoder).__name__ != "ByteLevel":
+            return None
+        return ByteTokens(self.token, self.special_token_ids)
 
     def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.
@@ -180,7 +150,7 @@ class Tokenizer:
 
         May be called on a thread. The bounds of pieces may cut tokens, so a text that is little too long passes.
         """
-        if self.least_tokens(text) > limit:
+        if len(text) // self._most_chars > limit:
             return True
         size = max(_PIECE_CHARS, limit)
         if len(text) <= 2 * size:
@@ -192,10 +162,6 @@ class Tokenizer:
             if count > limit + limit // 16 + start // size:
                 return True
         return False
-
-    def least_tokens(self, text: str) -> int:
-        """A lower bound of the number of tokens of `text`, found without encoding it."""
-        return len(text) // self._most_chars
 
     @cached_property
     def _most_chars(self) -> int:

@@ -15,7 +15,8 @@ from shardline.cli.flags import add_engine_flags, engine_config
 from shardline.cli.workloads import WORKLOADS, random_prompts
 
 if TYPE_CHECKING:
-    from shardline.api.llm import LLM, RequestTimes
+    from shardline.api.batch import RequestTimes
+    from shardline.api.llm import LLM
     from shardline.stats import EngineStats
     from shardline.types import RequestOutput
 

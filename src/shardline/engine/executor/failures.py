@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import select
 import time
 from collections.abc import Mapping
 
 import msgspec
 
-from shardline.channel import Channel
+from shardline.channel import Channel, readable
 from shardline.deployment.messages import RankEnded, RankFailed, WorkerReply
 from shardline.engine.executor.rank_processes import RankProcesses
 
@@ -70,7 +69,7 @@ class FailureSearch:
             for rank, channel in self._channels.items()
             if rank not in self._closed and rank not in self._errors
         }
-        for fd in select.select(list(open_channels), [], [], 0)[0]:
+        for fd in readable(open_channels):
             rank = open_channels[fd]
             try:
                 message = self._channels[rank].receive(_READ_SECONDS)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import select
 from collections.abc import Callable, Iterator
 
 import msgspec
 
-from shardline.channel import Channel, encode_message
+from shardline.channel import Channel, encode_message, readable
 from shardline.deployment.messages import (
     RankBeat,
     RankEnded,
@@ -86,7 +85,7 @@ class RankChannels:
             ValueError: a rank says that the configuration or the checkpoint is at fault.
         """
         ranks = {channel.fileno(): rank for rank, channel in self._channels.items()}
-        ready, _, _ = select.select(list(ranks), [], [], timeout)
+        ready = readable(ranks, timeout)
         if (silent := self._processes.find_silent()) is not None:
             raise self._failure(silent)
         for fd in ready:

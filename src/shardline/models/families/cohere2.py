@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import HFConfig, divided, read_dims
+from shardline.models.config_fields import divided, layer_windows, read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import attention, llama_source, windowed_layers
 from shardline.models.rope import read_rope
 from shardline.models.spec import DecoderSpec, Dense, Layer, Norm, TensorSource
@@ -33,7 +34,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     rope = read_rope(hf, dims.head_dim, dims.max_position_embeddings)
     table = replace(rope.build(max_model_len), interleaved=True)
     norm, bias = Norm("layer", hf.number("layer_norm_eps", 1e-5)), hf.flag("attention_bias", False)
-    dense = Dense(dims.intermediate_size, hf.activation("hidden_act", "silu"))
+    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"))
 
     def layer(window: int | None) -> Layer:
         gqa = attention(dims, table, window=window)
@@ -44,7 +45,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     default_types = [
         "sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(dims.num_layers)
     ]
-    windows = hf.layer_windows(dims.num_layers, hf.optional_integer("sliding_window", 4096), default_types)
+    windows = layer_windows(hf, dims.num_layers, hf.optional_integer("sliding_window", 4096), default_types)
     return DecoderSpec(
         model_type="cohere2",
         vocab_size=dims.vocab_size,
@@ -52,7 +53,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=windowed_layers(windows, layer),
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", True),
         logits_scale=hf.number("logit_scale", 0.0625),
     )

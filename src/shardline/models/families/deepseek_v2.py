@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardline.models.config_fields import read_activation
 from shardline.models.deepseek_layout import (
     DEEPSEEK_LAYER_KEYS,
     deepseek_spec,
@@ -37,7 +38,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         hf,
         dims,
         attention,
-        Dense(dims.intermediate_size, hf.activation("hidden_act", "silu"), bias=bias),
+        Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"), bias=bias),
         mixture(hf, _routing(hf), expert_size=1407, num_shared=2, shared_bias=bias),
         first_dense=hf.integer("first_k_dense_replace", 0, minimum=0),
         max_position_embeddings=max_length,

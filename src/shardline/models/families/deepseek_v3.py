@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardline.models.config_fields import read_activation
 from shardline.models.deepseek_layout import (
     DEEPSEEK_LAYER_KEYS,
     deepseek_spec,
@@ -48,7 +49,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         hf,
         dims,
         attention,
-        Dense(dims.intermediate_size, hf.activation("hidden_act", "silu")),
+        Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu")),
         mixture(hf, routing, expert_size=2048, num_shared=1),
         first_dense=hf.integer("first_k_dense_replace", 3, minimum=0),
         max_position_embeddings=max_length,

@@ -7,8 +7,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from shardline.models.config_fields import read_activation, read_dims, read_dtype
 from shardline.models.deepseek_layout import DEEPSEEK_LAYER_KEYS
-from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import LAYER_KEYS, attention, llama_source, pre_norm_layer
 from shardline.models.parameters import parse_name
 from shardline.models.rope import read_rope
@@ -35,7 +36,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     rope = read_rope(hf, dims.head_dim, dims.max_position_embeddings, default_theta=500_000.0)
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-5))
     gqa = attention(dims, replace(rope.build(max_model_len), interleaved=True))
-    dense = Dense(dims.intermediate_size, hf.activation("hidden_act", "silu"))
+    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"))
     dense_layer, moe_layer = pre_norm_layer(gqa, dense, norm), pre_norm_layer(gqa, _experts(hf, dense), norm)
     return DecoderSpec(
         model_type="ernie4_5_moe",
@@ -44,7 +45,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=tuple(moe_layer if sparse else dense_layer for sparse in _sparse_layers(hf, dims.num_layers)),
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", True),
     )
 

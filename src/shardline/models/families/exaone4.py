@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.config_fields import layer_windows, read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import attention, llama_source, windowed_layers
 from shardline.models.post_norm_layout import POST_NORM_LAYER_KEYS, post_norm_layer
 from shardline.models.rope import read_rope
@@ -31,7 +32,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     rope = read_rope(hf, dims.head_dim, dims.max_position_embeddings)
     table = rope.build(max_model_len)
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-5))
-    dense = Dense(dims.intermediate_size, hf.activation("hidden_act", "silu"))
+    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"))
     sliding_window = hf.optional_integer("sliding_window", 4096)
 
     def layer(window: int | None) -> Layer:
@@ -46,7 +47,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=windowed_layers(_windows(hf, dims.num_layers, sliding_window), layer),
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )
 
@@ -58,7 +59,7 @@ def _windows(hf: HFConfig, num_layers: int, sliding_window: int | None) -> list[
         default_types = [
             "sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(num_layers)
         ]
-    return hf.layer_windows(num_layers, sliding_window, default_types)
+    return layer_windows(hf, num_layers, sliding_window, default_types)
 
 
 def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:

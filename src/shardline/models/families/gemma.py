@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.config_fields import read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import attention, llama_source, pre_norm_layer
 from shardline.models.rope import read_rope
 from shardline.models.spec import DecoderSpec, Dense, Norm, TensorSource
@@ -31,7 +32,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     rope = read_rope(hf, dims.head_dim, dims.max_position_embeddings)
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-6), weight_offset=1.0)
     bias = hf.flag("attention_bias", False)
-    activation = hf.activation("hidden_act", "gelu_pytorch_tanh")
+    activation = read_activation(hf, "hidden_act", "gelu_pytorch_tanh")
     layer = pre_norm_layer(
         replace(attention(dims, rope.build(max_model_len)), qkv_bias=bias, output_bias=bias),
         # The first releases say "gelu" and mean its tanh form.
@@ -45,7 +46,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=(layer,) * dims.num_layers,
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", True),
         embedding_scale=dims.hidden_size**0.5,
     )

@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.config_fields import layer_windows, read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import FOUR_NORM_LAYER_KEYS, attention, llama_source, windowed_layers
 from shardline.models.rope import read_rope
 from shardline.models.spec import DecoderSpec, Dense, Layer, Norm, TensorSource
@@ -37,9 +38,9 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         qkv_bias=bias,
         output_bias=bias,
     )
-    dense = Dense(dims.intermediate_size, hf.activation("hidden_activation", "gelu_pytorch_tanh"))
+    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_activation", "gelu_pytorch_tanh"))
     default_types = [("sliding_attention", "full_attention")[index % 2] for index in range(dims.num_layers)]
-    windows = hf.layer_windows(dims.num_layers, hf.optional_integer("sliding_window", 4096), default_types)
+    windows = layer_windows(hf, dims.num_layers, hf.optional_integer("sliding_window", 4096), default_types)
     return DecoderSpec(
         model_type="gemma2",
         vocab_size=dims.vocab_size,
@@ -49,7 +50,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         ),
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", True),
         embedding_scale=dims.hidden_size**0.5,
         logits_softcap=hf.optional_number("final_logit_softcapping", 30.0),

@@ -8,7 +8,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import Dims, HFConfig, read_dims
+from shardline.models.config_fields import Dims, layer_windows, read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import FOUR_NORM_LAYER_KEYS, attention, llama_source, windowed_layers
 from shardline.models.rope import RopeConfig, read_rope
 from shardline.models.spec import DecoderSpec, Dense, Layer, Norm, TensorSource
@@ -39,7 +40,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         qkv_bias=bias,
         output_bias=bias,
     )
-    dense = Dense(dims.intermediate_size, hf.activation("hidden_activation", "gelu_pytorch_tanh"))
+    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_activation", "gelu_pytorch_tanh"))
 
     def layer(window: int | None) -> Layer:
         own = full if window is None else replace(full, window=window, rope=window_rope)
@@ -53,7 +54,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         final_norm=norm,
         # This number already includes the rope scaling, for every type of scaling.
         max_position_embeddings=dims.max_position_embeddings,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", True),
         embedding_scale=dims.hidden_size**0.5,
         logits_softcap=hf.optional_number("final_logit_softcapping", None),
@@ -65,7 +66,7 @@ def _windows(hf: HFConfig, dims: Dims) -> list[int | None]:
     default_types = [
         "sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(dims.num_layers)
     ]
-    return hf.layer_windows(dims.num_layers, hf.optional_integer("sliding_window", 4096), default_types)
+    return layer_windows(hf, dims.num_layers, hf.optional_integer("sliding_window", 4096), default_types)
 
 
 def _ropes(hf: HFConfig, dims: Dims) -> tuple[RopeConfig, RopeConfig]:

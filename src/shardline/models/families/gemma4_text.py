@@ -11,7 +11,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import Dims, HFConfig, read_dims
+from shardline.models.config_fields import Dims, layer_windows, read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import FOUR_NORM_LAYER_KEYS, MOE_LAYER_KEYS, llama_source
 from shardline.models.parameters import parse_name
 from shardline.models.rope import proportional_rope, read_rope
@@ -75,12 +76,12 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     ).build(max_model_len)
     windowed = _attention(hf, dims, norm, window_rope)
     full = _full_attention(hf, dims, windowed)
-    dense = Dense(dims.intermediate_size, hf.activation("hidden_activation", "gelu_pytorch_tanh"))
+    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_activation", "gelu_pytorch_tanh"))
     has_experts, widens = hf.flag("enable_moe_block", False), hf.flag("use_double_wide_mlp", False)
     wide = replace(dense, intermediate_size=2 * dims.intermediate_size) if widens else dense
     token_input = _token_input(hf, dims, dense, norm)
     default_types = ["full_attention" if index % 6 == 5 else "sliding_attention" for index in range(dims.num_layers)]
-    windows = hf.layer_windows(dims.num_layers, hf.optional_integer("sliding_window", 512), default_types)
+    windows = layer_windows(hf, dims.num_layers, hf.optional_integer("sliding_window", 512), default_types)
     windows[-1] = None
     sources = _kv_sources(hf, windows)
 
@@ -100,7 +101,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=tuple(of_kind[kind] for kind in kinds),
         final_norm=norm,
         max_position_embeddings=dims.max_position_embeddings,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", True),
         embedding_scale=dims.hidden_size**0.5,
         logits_softcap=hf.optional_number("final_logit_softcapping", None),

@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.config_fields import read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import FOUR_NORM_LAYER_KEYS, attention, llama_source
 from shardline.models.parameters import parse_name
 from shardline.models.rope import read_rope
@@ -40,7 +41,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     gqa = attention(dims, replace(rope.build(max_model_len), interleaved=True))
     layer = Layer(
         replace(gqa, qkv_bias=hf.flag("attention_bias", True)),
-        Dense(dims.intermediate_size, hf.activation("hidden_act", "silu")),
+        Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu")),
         norm,
         norm,
         norm,
@@ -53,7 +54,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=(layer,) * dims.num_layers,
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )
 

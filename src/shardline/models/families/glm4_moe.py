@@ -7,8 +7,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from shardline.models.config_fields import read_activation, read_dims, read_dtype
 from shardline.models.deepseek_layout import DEEPSEEK_LAYER_KEYS, mixture
-from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import LAYER_KEYS, attention, llama_source, pre_norm_layer
 from shardline.models.parameters import parse_name
 from shardline.models.rope import read_rope
@@ -49,7 +50,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         group_score="top2_sum",
         correction_bias=True,
     )
-    dense = Dense(dims.intermediate_size, hf.activation("hidden_act", "silu"))
+    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"))
     num_dense = min(hf.integer("first_k_dense_replace", 1, minimum=0), dims.num_layers)
     dense_layer = pre_norm_layer(gqa, dense, norm)
     moe_layer = pre_norm_layer(gqa, mixture(hf, routing, expert_size=1408, num_shared=1), norm)
@@ -60,7 +61,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=(dense_layer,) * num_dense + (moe_layer,) * (dims.num_layers - num_dense),
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardline.models.hf_config import HFConfig, divided
+from shardline.models.config_fields import divided, read_activation, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.parameters import parse_name
 from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, Norm, TensorSource
 
@@ -32,7 +33,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     norm = Norm("layer", hf.number("layer_norm_epsilon", 1e-5), bias=True)
     dense = Dense(
         hf.integer("n_inner", 4 * hidden_size),
-        hf.activation("activation_function", "gelu_new"),
+        read_activation(hf, "activation_function", "gelu_new"),
         gated=False,
         bias=True,
     )
@@ -52,7 +53,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=tuple(layer(index) for index in range(hf.integer("n_layer", 12))),
         final_norm=norm,
         max_position_embeddings=num_positions,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", True),
         learned_positions=num_positions,
     )

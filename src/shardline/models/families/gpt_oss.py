@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.config_fields import layer_windows, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import MOE_LAYER_KEYS, attention, llama_source, pre_norm_layer, windowed_layers
 from shardline.models.moe_config import read_routing
 from shardline.models.parameters import parse_name
@@ -55,7 +56,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     routing = replace(read_routing(hf, num_experts=128, experts_per_token=4, normalized=True), logits_bias=True)
     moe = MoE(routing, Dense(dims.intermediate_size, "clamped_swish", bias=True))
     default_types = [("sliding_attention", "full_attention")[index % 2] for index in range(dims.num_layers)]
-    windows = hf.layer_windows(dims.num_layers, hf.optional_integer("sliding_window", 128), default_types)
+    windows = layer_windows(hf, dims.num_layers, hf.optional_integer("sliding_window", 128), default_types)
     return DecoderSpec(
         model_type="gpt_oss",
         vocab_size=dims.vocab_size,
@@ -63,7 +64,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=windowed_layers(windows, lambda window: pre_norm_layer(replace(full, window=window), moe, norm)),
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.config_fields import read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import attention, llama_source, pre_norm_layer
 from shardline.models.rope import read_rope
 from shardline.models.spec import DecoderSpec, Dense, Norm, TensorSource
@@ -30,7 +31,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     rope = read_rope(hf, dims.head_dim, dims.max_position_embeddings)
     norm, bias = Norm("rms", hf.number("rms_norm_eps", 1e-6)), hf.flag("attention_bias", False)
     gqa = attention(dims, rope.build(max_model_len), scale=hf.number("attention_multiplier", 1.0))
-    dense = Dense(dims.intermediate_size, hf.activation("hidden_act", "silu"), bias=hf.flag("mlp_bias", False))
+    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"), bias=hf.flag("mlp_bias", False))
     layer = pre_norm_layer(replace(gqa, qkv_bias=bias, output_bias=bias), dense, norm)
     return DecoderSpec(
         model_type="granite",
@@ -39,7 +40,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=(replace(layer, residual_scale=hf.number("residual_multiplier", 1.0)),) * dims.num_layers,
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
         embedding_scale=hf.number("embedding_multiplier", 1.0),
         logits_scale=1 / hf.number("logits_scaling", 1.0),

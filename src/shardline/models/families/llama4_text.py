@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import Dims, HFConfig, read_dims
+from shardline.models.config_fields import Dims, layer_windows, read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import MOE_LAYER_KEYS, llama_source, pre_norm_layer
 from shardline.models.rope import read_rope, rotated_layers
 from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, MoE, Norm, QueryScale, Rope, Routing, TensorSource
@@ -45,11 +46,11 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     is_rotated = rotated_layers(hf, dims.num_layers)
     chunk = hf.optional_integer("attention_chunk_size", 8192)
     default_types = ["chunked_attention" if rotated else "full_attention" for rotated in is_rotated]
-    windows = hf.layer_windows(
-        dims.num_layers, chunk, default_types, windowed="chunked_attention", window_key="attention_chunk_size"
+    windows = layer_windows(
+        hf, dims.num_layers, chunk, default_types, windowed="chunked_attention", window_key="attention_chunk_size"
     )
     kinds = list(zip(_sparse_layers(hf, dims.num_layers), is_rotated, windows, strict=True))
-    dense = Dense(hf.integer("intermediate_size_mlp", 16384), hf.activation("hidden_act", "silu"))
+    dense = Dense(hf.integer("intermediate_size_mlp", 16384), read_activation(hf, "hidden_act", "silu"))
     experts = _experts(hf, dims)
 
     def layer(sparse: bool, rotated: bool, window: int | None) -> Layer:
@@ -64,7 +65,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=tuple(layers[kind] for kind in kinds),
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )
 
@@ -86,7 +87,7 @@ def _attention(hf: HFConfig, dims: Dims, rope: Rope | None, window: int | None, 
 
 
 def _experts(hf: HFConfig, dims: Dims) -> MoE:
-    expert = Dense(dims.intermediate_size, hf.activation("hidden_act", "silu"))
+    expert = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"))
     hf.only("num_experts_per_tok", 1)
     routing = Routing(hf.integer("num_local_experts", 16), 1, scoring="sigmoid", normalized=False, scales_input=True)
     return MoE(routing, expert, shared=expert)

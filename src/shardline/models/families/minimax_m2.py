@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.config_fields import read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import MOE_LAYER_KEYS, attention, llama_source, pre_norm_layer
 from shardline.models.moe_config import read_routing
 from shardline.models.parameters import parse_name
@@ -50,7 +51,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     routing = read_routing(hf, num_experts=256, experts_per_token=8, normalized=True)
     moe = MoE(
         replace(routing, scoring="sigmoid", correction_bias=True),
-        Dense(dims.intermediate_size, hf.activation("hidden_act", "silu")),
+        Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu")),
     )
     return DecoderSpec(
         model_type="minimax_m2",
@@ -59,7 +60,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=(pre_norm_layer(gqa, moe, norm),) * dims.num_layers,
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.config_fields import read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import attention, llama_source, pre_norm_layer
 from shardline.models.rope import RopeConfig, read_rope
 from shardline.models.spec import DecoderSpec, Dense, Norm, QueryScale, TensorSource
@@ -51,7 +52,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     gqa = attention(dims, rope.build(max_model_len), window=hf.optional_integer("sliding_window", None))
     layer = pre_norm_layer(
         replace(gqa, query_scale=read_query_scale(rope)),
-        Dense(dims.intermediate_size, hf.activation("hidden_act", "silu")),
+        Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu")),
         norm,
     )
     return DecoderSpec(
@@ -61,7 +62,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=(layer,) * dims.num_layers,
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from shardline.models.config_fields import read_activation
 from shardline.models.deepseek_layout import (
     DEEPSEEK_LAYER_KEYS,
     deepseek_spec,
@@ -62,7 +63,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         hf,
         dims,
         replace(attention, query_scale=read_query_scale(rope)),
-        Dense(dims.intermediate_size, hf.activation("hidden_act", "silu")),
+        Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu")),
         mixture(hf, routing, expert_size=2048, num_shared=1),
         first_dense=hf.integer("first_k_dense_replace", 0, minimum=0),
         max_position_embeddings=max_length,

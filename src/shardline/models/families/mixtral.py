@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.config_fields import read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import LAYER_KEYS, attention, llama_source, pre_norm_layer
 from shardline.models.moe_config import read_routing
 from shardline.models.rope import read_rope
@@ -39,7 +40,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     window = hf.optional_integer("sliding_window", None)
     moe = MoE(
         read_routing(hf, num_experts=8, experts_per_token=2, normalized=True),
-        Dense(dims.intermediate_size, hf.activation("hidden_act", "silu")),
+        Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu")),
     )
     layer = pre_norm_layer(attention(dims, rope.build(max_model_len), window=window), moe, norm)
     return DecoderSpec(
@@ -49,7 +50,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=(layer,) * dims.num_layers,
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )
 

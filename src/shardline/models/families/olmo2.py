@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import Dims, HFConfig, read_dims
+from shardline.models.config_fields import Dims, read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import attention, llama_source
 from shardline.models.post_norm_layout import POST_NORM_LAYER_KEYS, post_norm_layer
 from shardline.models.rope import read_rope
@@ -33,7 +34,7 @@ def olmo_layer(hf: HFConfig, dims: Dims, norm: Norm, rope: Rope, window: int | N
     """A layer of OLMo 2 or 3."""
     bias = hf.flag("attention_bias", False)
     gqa = attention(dims, rope, window=window)
-    dense = Dense(dims.intermediate_size, hf.activation("hidden_act", "silu"))
+    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"))
     return post_norm_layer(
         replace(gqa, qkv_bias=bias, output_bias=bias, qk_norm=norm, norms_all_heads=True), dense, norm
     )
@@ -52,7 +53,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=(olmo_layer(hf, dims, norm, rope.build(max_model_len)),) * dims.num_layers,
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )
 

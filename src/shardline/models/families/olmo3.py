@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardline.models.config_fields import layer_windows, read_dtype
 from shardline.models.families.olmo2 import olmo_layer, read_olmo_dims
 from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import llama_source, windowed_layers
@@ -18,7 +19,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     hf = HFConfig(config)
     dims = read_olmo_dims(hf)
     default_types = ["full_attention" if index % 4 == 3 else "sliding_attention" for index in range(dims.num_layers)]
-    windows = hf.layer_windows(dims.num_layers, hf.optional_integer("sliding_window", 4096), default_types)
+    windows = layer_windows(hf, dims.num_layers, hf.optional_integer("sliding_window", 4096), default_types)
     sections = hf.section("rope_parameters")
     full = hf.section("rope_scaling") if hf.has("rope_scaling") else sections.section("full_attention")
     full_rope, window_rope = (
@@ -37,7 +38,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         ),
         final_norm=norm,
         max_position_embeddings=full_rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )
 

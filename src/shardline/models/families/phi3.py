@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.config_fields import read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import attention, llama_source, pre_norm_layer
 from shardline.models.parameters import parse_name
 from shardline.models.rope import read_rope
@@ -39,7 +40,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-5))
     layer = pre_norm_layer(
         attention(dims, rope.build(max_model_len), window=hf.optional_integer("sliding_window", None)),
-        Dense(dims.intermediate_size, hf.activation("hidden_act", "silu")),
+        Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu")),
         norm,
     )
     return DecoderSpec(
@@ -49,7 +50,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=(layer,) * dims.num_layers,
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import Dims, HFConfig, read_dims
+from shardline.models.config_fields import Dims, layer_windows, read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import attention, llama_source, pre_norm_layer, windowed_layers
 from shardline.models.rope import read_rope
 from shardline.models.spec import DecoderSpec, Dense, Norm, TensorSource
@@ -30,7 +31,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     rope = read_rope(hf, dims.head_dim, dims.max_position_embeddings)
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-6))
     full = replace(attention(dims, rope.build(max_model_len)), qkv_bias=True)
-    dense = Dense(dims.intermediate_size, hf.activation("hidden_act", "silu"))
+    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"))
     return DecoderSpec(
         model_type="qwen2",
         vocab_size=dims.vocab_size,
@@ -40,7 +41,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         ),
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )
 
@@ -53,7 +54,7 @@ def qwen_windows(hf: HFConfig, dims: Dims) -> list[int | None]:
         "full_attention" if window is None or index < num_full else "sliding_attention"
         for index in range(dims.num_layers)
     ]
-    return hf.layer_windows(dims.num_layers, window, default_types)
+    return layer_windows(hf, dims.num_layers, window, default_types)
 
 
 def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:

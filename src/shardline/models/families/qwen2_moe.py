@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import Dims, HFConfig, read_dims
+from shardline.models.config_fields import Dims, layer_windows, read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import MOE_LAYER_KEYS, attention, llama_source, pre_norm_layer
 from shardline.models.moe_config import read_routing, sparse_layers
 from shardline.models.rope import read_rope
@@ -31,7 +32,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     rope = read_rope(hf, dims.head_dim, dims.max_position_embeddings)
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-6))
     full = replace(attention(dims, rope.build(max_model_len)), qkv_bias=hf.flag("qkv_bias", True))
-    activation = hf.activation("hidden_act", "silu")
+    activation = read_activation(hf, "hidden_act", "silu")
     dense = Dense(dims.intermediate_size, activation)
     moe = MoE(
         read_routing(hf, num_experts=60, experts_per_token=4, normalized=hf.flag("norm_topk_prob", False)),
@@ -49,7 +50,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         ),
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )
 
@@ -63,7 +64,7 @@ def _windows(hf: HFConfig, dims: Dims) -> list[int | None]:
         "sliding_attention" if index % 2 == 0 and index < num_windowed else "full_attention"
         for index in range(dims.num_layers)
     ]
-    return hf.layer_windows(dims.num_layers, window, default_types)
+    return layer_windows(hf, dims.num_layers, window, default_types)
 
 
 def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:

@@ -7,8 +7,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from shardline.models.config_fields import read_activation, read_dims, read_dtype
 from shardline.models.families.qwen2 import qwen_windows
-from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import attention, llama_source, pre_norm_layer, windowed_layers
 from shardline.models.rope import read_rope
 from shardline.models.spec import DecoderSpec, Dense, Norm, TensorSource
@@ -32,7 +33,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-6))
     bias = hf.flag("attention_bias", False)
     full = replace(attention(dims, rope.build(max_model_len)), qk_norm=norm, qkv_bias=bias, output_bias=bias)
-    dense = Dense(dims.intermediate_size, hf.activation("hidden_act", "silu"))
+    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"))
     return DecoderSpec(
         model_type="qwen3",
         vocab_size=dims.vocab_size,
@@ -42,7 +43,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         ),
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.config_fields import read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import MOE_LAYER_KEYS, attention, llama_source, pre_norm_layer
 from shardline.models.moe_config import read_routing, sparse_layers
 from shardline.models.rope import read_rope
@@ -35,7 +36,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     gqa = replace(
         attention(dims, rope.build(max_model_len), window=window), qk_norm=norm, qkv_bias=bias, output_bias=bias
     )
-    activation = hf.activation("hidden_act", "silu")
+    activation = read_activation(hf, "hidden_act", "silu")
     moe = MoE(
         read_routing(hf, num_experts=128, experts_per_token=8, normalized=hf.flag("norm_topk_prob", False)),
         Dense(hf.integer("moe_intermediate_size", 768), activation),
@@ -48,7 +49,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=tuple(sparse if has_experts else dense for has_experts in sparse_layers(hf, dims.num_layers)),
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.config_fields import read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import attention, llama_source, pre_norm_layer
 from shardline.models.rope import read_rope
 from shardline.models.spec import DecoderSpec, Dense, Norm, TensorSource
@@ -34,7 +35,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         qkv_bias=hf.flag("attention_bias", True),
         output_bias=hf.flag("attention_out_bias", False),
     )
-    dense = Dense(dims.intermediate_size, hf.activation("hidden_act", "silu"), bias=hf.flag("mlp_bias", False))
+    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"), bias=hf.flag("mlp_bias", False))
     return DecoderSpec(
         model_type="seed_oss",
         vocab_size=dims.vocab_size,
@@ -42,7 +43,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=(pre_norm_layer(gqa, dense, norm),) * dims.num_layers,
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )
 

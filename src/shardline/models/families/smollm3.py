@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.config_fields import layer_windows, read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import attention, llama_source, pre_norm_layer
 from shardline.models.rope import read_rope, rotated_layers
 from shardline.models.spec import DecoderSpec, Dense, Layer, Norm, TensorSource
@@ -31,11 +32,11 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
     table = rope.build(max_model_len)
     norm, bias = Norm("rms", hf.number("rms_norm_eps", 1e-6)), hf.flag("attention_bias", False)
     gqa = replace(attention(dims, table), qkv_bias=bias, output_bias=bias)
-    dense = Dense(dims.intermediate_size, hf.activation("hidden_act", "silu"), bias=hf.flag("mlp_bias", False))
+    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"), bias=hf.flag("mlp_bias", False))
     is_rotated = rotated_layers(hf, dims.num_layers)
     window = hf.optional_integer("sliding_window", None) if hf.flag("use_sliding_window", False) else None
     default_types = ["full_attention" if rotated or window is None else "sliding_attention" for rotated in is_rotated]
-    kinds = list(zip(is_rotated, hf.layer_windows(dims.num_layers, window, default_types), strict=True))
+    kinds = list(zip(is_rotated, layer_windows(hf, dims.num_layers, window, default_types), strict=True))
 
     def layer(rotated: bool, window: int | None) -> Layer:
         return pre_norm_layer(replace(gqa, rope=table if rotated else None, window=window), dense, norm)
@@ -48,7 +49,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=tuple(layers[kind] for kind in kinds),
         final_norm=norm,
         max_position_embeddings=rope.max_length,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", True),
     )
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardline.models.hf_config import HFConfig, read_dims
+from shardline.models.config_fields import read_activation, read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
 from shardline.models.llama_layout import MOE_LAYER_KEYS, llama_source
 from shardline.models.moe_config import read_routing
 from shardline.models.parameters import parse_name
@@ -60,7 +61,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         value_head_dim=hf.integer("linear_value_head_dim", 128),
         conv_width=hf.integer("linear_conv_kernel_dim", 4),
     )
-    dense = Dense(dims.intermediate_size, hf.activation("hidden_act", "silu"))
+    dense = Dense(dims.intermediate_size, read_activation(hf, "hidden_act", "silu"))
     feed_forward: Dense | MoE = dense
     if has_experts:
         expert = replace(dense, intermediate_size=hf.integer("moe_intermediate_size", 512))
@@ -79,7 +80,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         layers=tuple(linear_layer if kind == "linear_attention" else full_layer for kind in types),
         final_norm=norm,
         max_position_embeddings=dims.max_position_embeddings,
-        dtype=hf.dtype(),
+        dtype=read_dtype(hf),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
     )
 

@@ -28,7 +28,7 @@ from shardline.text.fill_in_middle import middle_prompt
 from shardline.types import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
-    from shardline.api.async_llm import Prompt
+    from shardline.api.requests import Prompt
 
 _DEFAULT_MAX_TOKENS = 16
 

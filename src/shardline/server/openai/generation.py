@@ -18,7 +18,8 @@ from shardline.server.tracing import trace_headers
 from shardline.types import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
-    from shardline.api.async_llm import Prompt, RequestStream
+    from shardline.api.requests import Prompt
+    from shardline.api.streams import RequestStream
 
 
 class Generation:

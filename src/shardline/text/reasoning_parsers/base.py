@@ -96,7 +96,7 @@ class ReasoningParser(ABC):
         else:
             self._rest += skipped
         self.is_over = True
-        self._rest += reader.take_all()
+        self._rest += reader.take()
 
     def _write_reasoning(self, text: str) -> None:
         text = self._space + text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardline.text import harmony
+from shardline.text.json_reader import copy_value
 from shardline.text.reasoning_parsers.base import ReasoningParser
 from shardline.text.text_reader import Steps
 
@@ -63,7 +64,7 @@ NOTE: /(.|\\n)*/
             elif header is not None and header.function:
                 self._rest += harmony.write_call_header(header.function) if self._has_tools else ""
                 if (yield from reader.peek()) == "{":  # marks in its strings are text
-                    yield from reader.copy_value(self._write_rest)
+                    yield from copy_value(reader, self._write_rest)
             elif header is not None:
                 self.is_marked = True
                 self._space = "\n" if self._has_reasoning else ""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from shardline.text.answer_delta import AnswerDelta
+from shardline.text.json_reader import copy_value, read_string
 from shardline.text.text_reader import Steps, TextReader
 from shardline.text.tool_parsers.call_rules import CallRules, OfferedFunction
 
@@ -117,13 +118,13 @@ class ToolParser(ABC):
         """Read the arguments of the call that was started; returns whether they are whole."""
         first = yield from self._reader.peek()
         if first == "{":
-            return (yield from self._reader.copy_value(self._write_arguments))
+            return (yield from copy_value(self._reader, self._write_arguments))
         if first == '"':  # the arguments' JSON as a string
-            text = yield from self._reader.read_string()
+            text = yield from read_string(self._reader)
             self._write_arguments(text or "")
             return text is not None
         words: list[str] = []
-        whole = yield from self._reader.copy_value(words.append)
+        whole = yield from copy_value(self._reader, words.append)
         if words != ["null"]:
             self._write_arguments("".join(words))
         return whole
@@ -146,13 +147,13 @@ class ToolParser(ABC):
                 break
             yield from reader.take_literal(",")
             yield from reader.skip_space()
-            key = yield from reader.read_string()
+            key = yield from read_string(reader)
             yield from reader.skip_space()
             if key is None or not (yield from reader.take_literal(":")):
                 break
             yield from reader.skip_space()
             if key == "name" and not started:
-                name = yield from reader.read_string()
+                name = yield from read_string(reader)
                 if name is None or (known_names_only and name not in self._functions):
                     break
                 reader.take_record()
@@ -164,9 +165,9 @@ class ToolParser(ABC):
             elif key in _ARGUMENT_KEYS and started:
                 whole = yield from self._read_arguments()
             elif key in _ARGUMENT_KEYS:
-                whole = yield from reader.copy_value(held.append)
+                whole = yield from copy_value(reader, held.append)
             else:
-                whole = yield from reader.copy_value(lambda text: None)
+                whole = yield from copy_value(reader, lambda text: None)
             if not whole:
                 break
         if started:

@@ -56,12 +56,13 @@ rest: function {rules.mark(cls.end)}
             return
         self._start_tagged_call("".join(words))
         ends = (_PARAMETER, _FUNCTION_END, _FUNCTION, self.end, self.begin)
+        value_ends = tuple({self.value_space + _PARAMETER_END, _PARAMETER_END})
         while (found := (yield from reader.copy_until(ends, lambda text: None))) == _PARAMETER:
             key: list[str] = []
             if not (yield from reader.copy_until((_NAME_END,), key.append)):
                 return
-            yield from reader.take_literal("\n")
-            if not (yield from self._read_value("".join(key), ("\n" + _PARAMETER_END, _PARAMETER_END))):
+            yield from reader.take_literal(self.value_space)
+            if not (yield from self._read_value("".join(key), value_ends)):
                 return
         if found:
             self._end_tagged_call()

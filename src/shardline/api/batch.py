@@ -1,0 +1,95 @@
+"""Runs the requests of one batch on the replicas, and collects their outputs."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shardline.api.engines import EngineEvent
+from shardline.api.errors import EngineDead
+from shardline.api.output_processor import OutputProcessor, RequestState
+from shardline.api.replicas import Replicas
+from shardline.api.requests import PreparedRequest
+from shardline.types import RequestOutput
+
+Events = queue.SimpleQueue[tuple[int, EngineEvent] | None]
+"""The events of replicas, each with the replica's number; None: the engines were closed."""
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """Points in the life of one request, in seconds of time.monotonic()."""
+
+    submitted: float
+    """When a replica got the request."""
+    first_token: float
+    finished: float
+
+
+class BatchRunner:
+    """Runs one batch at a time; one thread at a time may call it."""
+
+    def __init__(self, replicas: Replicas, processor: OutputProcessor, events: Events) -> None:
+        """`replicas` put their events into `events`."""
+        self._replicas = replicas
+        self._processor = processor
+        self._events = events
+        self._window = 2 * replicas.config.max_running
+        """Requests that a replica is given at once: as many as it runs, and as many that wait."""
+
+    def run(
+        self, requests: Sequence[PreparedRequest], on_finished: Callable[[RequestOutput], None]
+    ) -> tuple[list[RequestOutput], list[RequestTimes]]:
+        """Run a batch. Requests are submitted as earlier ones finish, so that the replicas stay evenly loaded.
+
+        Raises:
+            EngineDead: no replica is left, or the engines were closed.
+        """
+        pending = deque(requests)
+        states: list[RequestState] = []
+        first: dict[str, float] = {}
+        finished: dict[str, float] = {}
+        submitted: dict[str, float] = {}
+        try:
+            while pending or len(self._processor):
+                while pending and self._has_room():
+                    request = pending.popleft()
+                    submitted[request.request_id] = time.monotonic()
+                    self._replicas.add_requests(request.children, bounded=False)
+                    states.append(self._processor.add_request(request))
+                for state in self._next_updates():
+                    now = time.monotonic()
+                    first.setdefault(state.request.request_id, now)
+                    if state.output.finished:
+                        finished[state.request.request_id] = now
+                        on_finished(state.output)
+        except BaseException:
+            self._abort_all()
+            raise
+        if self._replicas.dead_reason and requests:
+            raise EngineDead(self._replicas.dead_reason)
+        ids = [state.request.request_id for state in states]
+        times = [RequestTimes(submitted[i], first[i], finished[i]) for i in ids]
+        return [state.output for state in states], times
+
+    def _has_room(self) -> bool:
+        """Whether the replicas should get one more request."""
+        return self._replicas.num_in_flight() < self._window * max(1, sum(self._replicas.alive()))
+
+    def _next_updates(self) -> list[RequestState]:
+        """Wait for the next event, and return the requests that it changed."""
+        event = self._events.get()
+        if event is None:
+            raise EngineDead("this LLM was closed while it ran a batch")
+        done = self._processor.process_outputs(self._replicas.handle_event(*event))
+        self._replicas.abort_requests(done.aborts)
+        return done.updated
+
+    def _abort_all(self) -> None:
+        for request_id in self._processor.request_ids():
+            aborted = self._processor.abort_request(request_id)
+            if aborted is not None:
+                self._replicas.abort_requests(aborted[1])

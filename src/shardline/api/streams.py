@@ -1,0 +1,131 @@
+"""The streams of outputs in flight, and what brings the engines' outputs to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from shardline.api.output_processor import OutputProcessor, RequestState
+from shardline.api.replicas import Replicas
+from shardline.api.requests import PreparedRequest
+from shardline.text.tokenizer import Tokenizer
+from shardline.timeline import RequestMetrics
+from shardline.types import RequestOutput, SequenceOutput
+
+
+class RequestStream:
+    """The outputs of one admitted request: `async for output in stream`.
+
+    Each item is the same RequestOutput object, with what has been added to it. If the reader is slow, several updates
+    become one item. `aclose` aborts the request, and so does cancelling the task that waits for an item. Breaking out
+    of the loop does not abort it: use `contextlib.aclosing`.
+
+    Instead of iterating, a reader may `listen`. That wakes no task, so it costs less.
+    """
+
+    __slots__ = ("_abort", "_ended", "_state", "_updated", "_waiter", "output")
+
+    def __init__(self, state: RequestState, abort: Callable[[str], None]) -> None:
+        self.output = state.output
+        self._state = state
+        self._abort = abort
+        self._updated = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+        state.on_change = self._wake_reader
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._ended:
+            raise StopAsyncIteration
+        if not self._updated:
+            # A future of its own costs half of what asyncio.Event does, for every token of every stream.
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                await self.aclose()
+                raise
+        self._updated = False
+        self._ended = self.output.finished
+        return self.output
+
+    def listen(self, on_update: Callable[[], None] | None) -> None:
+        """Call `on_update` each time that `output` has changed, and now if it has already; None: call nothing.
+
+        It runs on the event loop and must not raise.
+        """
+        if on_update is not None:
+            self._state.on_change = on_update
+            if self._updated:
+                self._updated = False
+                on_update()
+        elif self.output.finished:
+            self._state.forget_reader()
+        else:
+            self._state.on_change = self._wake_reader
+
+    async def aclose(self) -> None:
+        """Abort the request if it has not finished. The stream then has no more items."""
+        self._ended = True
+        if not self.output.finished:
+            self._abort(self.output.request_id)
+
+    def metrics(self) -> RequestMetrics:
+        """Where the time has gone so far."""
+        return self.output.metrics or self._state.metrics()
+
+    def _wake_reader(self) -> None:
+        self._updated = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Streams:
+    """The requests that run on the replicas, each with its stream. All methods belong on one event loop."""
+
+    def __init__(self, replicas: Replicas, tokenizer: Tokenizer | None) -> None:
+        self._replicas = replicas
+        self._processor = OutputProcessor(tokenizer)
+
+    def __len__(self) -> int:
+        """User requests that have not finished."""
+        return len(self._processor)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._processor
+
+    def open(self, request: PreparedRequest) -> RequestStream:
+        """Run a request.
+
+        Raises:
+            QueueFull, EngineRecovering, EngineDead: see `Replicas.add_requests`.
+        """
+        self._replicas.add_requests(request.children)
+        return RequestStream(self._processor.add_request(request), self.abort)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its stream ends with the finish reason "abort". Unknown ids are ignored."""
+        aborted = self._processor.abort_request(request_id)
+        if aborted is not None:
+            state, children = aborted
+            self._replicas.abort_requests(children)
+            state.on_change()
+            state.forget_reader()
+
+    def abort_all(self) -> None:
+        """End all requests."""
+        for request_id in self._processor.request_ids():
+            self.abort(request_id)
+
+    def add_outputs(self, outputs: Iterable[SequenceOutput]) -> None:
+        """Add engine outputs to their streams, and tell the readers."""
+        done = self._processor.process_outputs(outputs)
+        if done.aborts:
+            self._replicas.abort_requests(done.aborts)
+        for state in done.updated:
+            state.on_change()
+        for state in done.ended:
+            state.forget_reader()

@@ -1,0 +1,126 @@
+"""Fields of a config.json that most model types have, with the names and defaults of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardline.models.hf_config import HFConfig
+from shardline.models.spec import Activation, DType
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+_DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "float16")
+
+
+def read_activation(config: HFConfig, key: str, default: str) -> Activation:
+    """A feed-forward activation, from its name in transformers."""
+    name = config.text(key, default)
+    if name not in _ACTIVATIONS:
+        raise config.error(key, f"{name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def read_dtype(config: HFConfig) -> DType:
+    """Type of the checkpoint. If the file does not say it, it is float32, as in transformers."""
+    key = "dtype" if config.has("dtype") else "torch_dtype"
+    name = config.text(key, "float32").removeprefix("torch.")
+    for dtype in _DTYPES:
+        if name == dtype:
+            return dtype
+    raise config.error(key, f"{name!r} is not supported; supported: {', '.join(_DTYPES)}")
+
+
+def layer_windows(
+    config: HFConfig,
+    num_layers: int,
+    window: int | None,
+    default_types: Sequence[str],
+    *,
+    windowed: str = "sliding_attention",
+    window_key: str = "sliding_window",
+) -> list[int | None]:
+    """The window of each layer: `window` if its type in `layer_types` is `windowed`, else None.
+
+    `window_key` names the window in errors.
+    """
+    types = config.values.get("layer_types")
+    types = default_types if types is None else types
+    if not isinstance(types, Sequence) or len(types) != num_layers:
+        raise config.error("layer_types", f"must name {num_layers} layers (num_hidden_layers), got {types!r:.80}")
+    windows: list[int | None] = []
+    for kind in types:
+        if kind not in ("full_attention", windowed):
+            raise config.error("layer_types", f"has {kind!r}; supported: full_attention, {windowed}")
+        if kind == windowed and window is None:
+            raise config.error("layer_types", f"has {windowed}, but {window_key} is not set or not in use")
+        windows.append(window if kind == windowed else None)
+    return windows
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Sizes of every decoder, read from the keys that most model types use."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+
+
+def read_dims(
+    config: HFConfig,
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    max_position_embeddings: int,
+) -> Dims:
+    """The sizes in `config`. The arguments are the defaults of transformers for missing keys.
+
+    `num_kv_heads` None: the number of heads. `head_dim` None: hidden_size / heads.
+
+    Raises:
+        ValueError: a size is not a positive whole number, or two sizes contradict each other.
+    """
+    hidden_size = config.integer("hidden_size", hidden_size)
+    num_heads = config.integer("num_attention_heads", num_heads)
+    num_kv_heads = config.optional_integer("num_key_value_heads", num_kv_heads) or num_heads
+    if num_heads % num_kv_heads:
+        raise config.error("num_key_value_heads", f"must divide num_attention_heads ({num_heads}), got {num_kv_heads}")
+    head_dim = config.optional_integer("head_dim", head_dim)
+    if head_dim is None:
+        head_dim = divided(config, "hidden_size", hidden_size, num_heads)
+    return Dims(
+        vocab_size=config.integer("vocab_size", vocab_size),
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size", intermediate_size),
+        num_layers=config.integer("num_hidden_layers", num_layers),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=config.integer("max_position_embeddings", max_position_embeddings),
+    )
+
+
+def divided(config: HFConfig, key: str, size: int, num_heads: int) -> int:
+    """Head size for a configuration that does not state it."""
+    if size % num_heads:
+        raise config.error(key, f"must be a multiple of the {num_heads} attention heads, got {size}")
+    return size // num_heads
