@@ -20,7 +20,7 @@ from shardline.config.engine import EngineConfig
 from shardline.planner.auto import INPUT_LEN, OUTPUT_LEN, RUNNING, Candidate, choose_parallel
 from shardline.planner.catalog import shipped_facts
 
-_MODELS = {
+MODELS = {
     "dense": ("Qwen/Qwen3-0.6B", {"num_hidden_layers": 8, "vocab_size": 32000}),
     "experts": (
         "Qwen/Qwen3-30B-A3B",
@@ -74,12 +74,12 @@ def measure(model: str, candidate: Candidate, rounds: int, dice: random.Random) 
 def main() -> None:
     """Compare the layouts of each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", choices=[*_MODELS, []], help="only these (default: all)")
+    parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="only these (default: all)")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of each layout (default: 2)")
     arguments = parser.parse_args()
     dice = random.Random(0)
-    for name in arguments.models or _MODELS:
-        source, changes = _MODELS[name]
+    for name in arguments.models or MODELS:
+        source, changes = MODELS[name]
         with tempfile.TemporaryDirectory() as folder:
             config = dict(shipped_facts()["models"][source]["config"], **changes)
             (Path(folder) / "config.json").write_text(json.dumps(config))

@@ -95,7 +95,7 @@ async def serve(llm: AsyncLLM, requests: Sequence[SimulatedRequest], most: int) 
 
 def replica(deployment: Deployment, measured: Sequence[Measured]) -> ReplicaSetup:
     """The deployment's replica, with constants that the measurements have calibrated."""
-    cluster = share_host(measure_host(deployment.machine), deployment.machine.hosts[0].cores)
+    cluster = share_host(measure_host(deployment.machine, 1), 1)
     work = deployment_work(deployment)
     chunk = deployment.limits.max_num_batched_tokens
     steps = [

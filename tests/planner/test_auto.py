@@ -87,4 +87,5 @@ def test_measuring_finds_plausible_rates() -> None:
     machine = host("", 0, 0)
     found = measure_host(Machine((msgspec.structs.replace(machine.hosts[0], cores=2),)))
     assert 1 < found.bandwidth_gbs < 5000
-    assert 0 < found.tflops["fp32"] <= found.tflops["bf16"]
+    # CPUs without products in bf16 expand it, so either may be faster.
+    assert all(1e-4 < found.tflops[name] < 100 for name in ("bf16", "fp32"))

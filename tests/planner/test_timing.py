@@ -11,6 +11,7 @@ import pytest
 
 from shardline.cli.main import main
 from shardline.models.step_work import StepWork
+from shardline.planner.calibration import Measured, calibrate
 from shardline.planner.catalog import find_model
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.fitting import fit_constants
@@ -147,6 +148,15 @@ def test_when_prompts_are_computed() -> None:
     assert mixed.tpot < lockstep.tpot < 2 * mixed.tpot
     assert in_phase.ttft > mixed.ttft
     assert in_phase.output_tokens_per_second == pytest.approx(mixed.output_tokens_per_second, rel=0.15)
+
+
+def test_prompts_that_start_together_calibrate_the_arithmetic() -> None:
+    timing, together = shipped_timing()["vllm"], loop(in_phase=True)
+    slower = loop_latency(together, replace(timing.constants, compute=0.6 * timing.constants.compute))
+    measured = Measured(64, 1024, 256, slower.ttft, slower.tpot)
+    found = loop_latency(together, calibrate(timing, [(together, measured)]).constants)
+    assert found.ttft == pytest.approx(slower.ttft, rel=0.03)
+    assert found.tpot == pytest.approx(slower.tpot, rel=0.03)
 
 
 def test_a_saturated_run_shares_the_steps_with_prompts() -> None:

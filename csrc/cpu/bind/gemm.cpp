@@ -1,7 +1,14 @@
 // Python entry points of the GEMM: check the tensors, fill in the arguments, release the GIL.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <sys/mman.h>
 
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
 #include <optional>
 #include <string>
 
@@ -10,6 +17,7 @@
 #include "dispatch/kernels.h"
 #include "gemm/packed_rows.h"
 #include "runtime/program.h"
+#include "runtime/thread_pool.h"
 
 namespace shardline {
 namespace {
@@ -106,9 +114,58 @@ void linear_best(nb::handle x_object, nb::handle panels_object, nb::handle bias_
   perform([args] { kernels().linear(args); });
 }
 
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
+};
+
+// Memory on huge pages, where weights lie too. The threads that will read it write it first, with small numbers.
+std::unique_ptr<char, Free> filled_memory(int64_t num_bytes) {
+  constexpr int64_t kHugePage = 2 << 20;
+  const int64_t num_pages = (num_bytes + kHugePage - 1) / kHugePage;
+  std::unique_ptr<char, Free> memory(static_cast<char*>(std::aligned_alloc(kHugePage, num_pages * kHugePage)));
+  if (memory == nullptr) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+  madvise(memory.get(), num_pages * kHugePage, MADV_HUGEPAGE);
+#endif
+  parallel_for(num_pages, [&](int64_t page) { std::memset(memory.get() + page * kHugePage, 0x3c, kHugePage); });
+  return memory;
+}
+
+// Times products of x [num_rows, depth] and a weight [num_columns, depth], in bf16 if `narrow`, else in fp32, for about
+// `seconds`. Returns the time of the fastest one. It needs no tensors, so a process without torch can call it.
+double product_seconds(int64_t num_rows, int64_t num_columns, int64_t depth, bool narrow, double seconds) {
+  if (num_rows < 1 || num_columns < 1 || depth < 1) raise_value_error("a product needs rows, columns and a depth");
+  nb::gil_scoped_release release;
+  const int64_t element_bytes = narrow ? 2 : 4, padded_depth = (depth + 1) / 2 * 2;
+  const int64_t num_panels = (num_columns + kPanelColumns - 1) / kPanelColumns;
+  const auto x = filled_memory(num_rows * depth * element_bytes);
+  const auto panels = filled_memory(num_panels * padded_depth * kPanelColumns * element_bytes);
+  const auto out = filled_memory(num_rows * num_columns * element_bytes);
+  LinearArgs args = {};
+  args.dtype = args.out_dtype = narrow ? DType::kBFloat16 : DType::kFloat32;
+  args.x = x.get();
+  args.x_stride = args.depth = depth;
+  args.panels = panels.get();
+  args.out = out.get();
+  args.out_stride = args.num_columns = num_columns;
+  args.num_rows = num_rows;
+  using Clock = std::chrono::steady_clock;
+  const auto since = [](Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); };
+  const auto began = Clock::now();
+  double best = 0.0;
+  do {
+    const auto start = Clock::now();
+    kernels().linear(args);
+    const double passed = since(start);
+    best = best > 0.0 ? std::min(best, passed) : passed;
+  } while (since(began) < seconds);
+  return best;
+}
+
 }  // namespace
 
 void bind_gemm(nb::module_& m) {
+  m.def("product_seconds", &product_seconds, "num_rows"_a, "num_columns"_a, "depth"_a, "narrow"_a, "seconds"_a);
   m.def("pack_weight", &pack_weight, "weight"_a, "panels"_a, "first"_a = 0, "half"_a = nb::none());
   m.def("linear", &linear, "x"_a, "panels"_a, "bias"_a.none(), "out"_a, "gate"_a = nb::none());
   m.def("packed_rows", &packed_rows_of, "panels"_a, "indices"_a, "out"_a);

@@ -1,5 +1,7 @@
-"""Look at the hardware of this host, or of the container of this process. Only `interconnect` does so too; torch is not
-needed."""
+"""Look at the hardware of this host, or of the container of this process; torch is not needed.
+
+Only `interconnect` and `cpu_rates` look at it too.
+"""
 
 from __future__ import annotations
 

@@ -128,14 +128,18 @@ def calibrate(timing: Timing, steps: Sequence[tuple[LoopSteps, Measured]]) -> Ti
     """Constants with which the measured steps take the measured time, as near to the given ones as possible.
 
     Every constant moves by its share of the doubt: those with the largest effect and the widest plausible range move
-    most. A load of one request has no queue, so its TTFT counts too: it is the time of the prompt alone. The intervals
-    become those of machines that were measured at another load.
+    most. If one request runs, or all start together, none waits for another's prompt, so TTFT counts too: it is the
+    time of the prompts. The intervals become those of machines that were measured at another load.
     """
     names = list(_WIDTHS)
     widths = np.array(list(_WIDTHS.values()))
     start = np.log([getattr(timing.constants, name) for name in names])
-    alone = [(one, measured.ttft) for one, measured in steps if measured.running <= 1 and measured.ttft is not None]
-    target = np.log([*(measured.tpot for _, measured in steps), *(ttft for _, ttft in alone)])
+    unqueued = [
+        (one, measured.ttft)
+        for one, measured in steps
+        if measured.ttft is not None and (measured.running <= 1 or _start_together(one.load))
+    ]
+    target = np.log([*(measured.tpot for _, measured in steps), *(ttft for _, ttft in unqueued)])
 
     def constants(point: Vector) -> Constants:
         values = dict(zip(names, map(float, np.exp(point)), strict=True))
@@ -143,7 +147,7 @@ def calibrate(timing: Timing, steps: Sequence[tuple[LoopSteps, Measured]]) -> Ti
 
     def predict(point: Vector) -> Any:
         found = constants(point)
-        prompts = (found.first + _prompt_seconds(one, found)[0] for one, _ in alone)
+        prompts = (found.first + _prompt_seconds(one, found)[0] for one, _ in unqueued)
         return np.log([*(loop_latency(one, found).tpot for one, _ in steps), *prompts])
 
     def misfit(point: Vector) -> float:
@@ -167,6 +171,11 @@ def calibrate(timing: Timing, steps: Sequence[tuple[LoopSteps, Measured]]) -> Ti
         worst = misfit(point)
     final = constants(point)
     return Timing(_with_first_token(final, steps), timing.calibrated or timing.spread, timing.calibrated)
+
+
+def _start_together(load: Load) -> bool:
+    """Whether all requests start together, and their prompts join the same steps."""
+    return load.in_phase and not load.prefill_first
 
 
 def _prompt_seconds(steps: LoopSteps, constants: Constants) -> tuple[float, float]:
