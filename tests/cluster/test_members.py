@@ -54,6 +54,7 @@ def test_nodes_that_say_which_replicas_they_run(own: Join) -> None:
     [
         ({"flags": {"max-num-seqs": "7"}}, "--max-num-seqs differs: the head has 128, host1 7"),
         ({"software": {"shardline": "9.9"}}, "shardline differs: the head has .*, host1 9.9"),
+        ({"software": {"Triton": "9.9"}}, r"Triton differs: the head has \d+\.\d.*, host1 9.9"),
         ({"weights_digest": "other"}, "the models differ"),
         ({"isas": ("portable", "avx2")}, "computes with avx512, and host1 has portable, avx2: set SHARDLINE_ISA=avx2"),
     ],

@@ -5,6 +5,7 @@ Only `interconnect` and `cpu_rates` look at it too.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import math
 import os
@@ -50,11 +51,15 @@ def available_isas() -> tuple[str, ...]:
 
 def software_versions() -> dict[str, str]:
     """The versions on which the answers of a rank depend, and which all ranks must share."""
-    return {
+    versions = {
         "shardline": __version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "torch": importlib.metadata.version("torch").partition("+")[0],
     }
+    # Its compiler decides the bits of GPU kernels. Hosts without GPUs need not have it.
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions["Triton"] = importlib.metadata.version("triton")
+    return versions
 
 
 def probe_gpus() -> tuple[list[Device], str]:
