@@ -20,11 +20,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_head_writes_a_token_that_only_its_user_reads(home: Path) -> None:
+def test_the_head_writes_a_token_that_only_its_user_reads(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match=r"no join token; copy .*join-token of the head"):
         find_token(NODE)
     token = find_token(HEAD)
     file = home / ".config" / "shardline" / "join-token"
+    assert f"scp -p {file} NODE:.config/shardline/" in caplog.text
+    assert token not in caplog.text
     assert file.stat().st_mode & 0o777 == 0o600
     assert find_token(NODE) == find_token(HEAD) == token
     assert len(token) > 40

@@ -47,11 +47,16 @@ def test_messages_travel_both_ways(head: HeadSocket, port: int) -> None:
     node.close()
 
 
-def test_another_token_is_refused_within_seconds(head: HeadSocket, port: int) -> None:
+def test_another_token_is_refused_within_seconds_and_named_once(
+    head: HeadSocket, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    head.watch_connections()
     node = NodeSocket("another-token-of-this-test", "127.0.0.1", port)
     node.socket.send(b"hello")
     assert becomes_true(node.was_refused)
     assert not head.socket.poll(100)
+    list(head.ended_connections())
+    assert caplog.text.count("a node is refused: its join token is not the head's") == 1
     node.close()
 
 
@@ -65,8 +70,9 @@ def test_a_head_that_is_stopped_refuses_nobody(port: int, monkeypatch: pytest.Mo
         node.close()
 
 
-def test_the_head_key_alone_opens_nothing(head: HeadSocket, port: int) -> None:
+def test_the_head_key_alone_opens_nothing(head: HeadSocket, port: int, caplog: pytest.LogCaptureFixture) -> None:
     """Without an allow-list, libzmq accepts every client that knows the server's public key."""
+    head.watch_connections()
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
         client.linger = 0
         client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
@@ -74,6 +80,8 @@ def test_the_head_key_alone_opens_nothing(head: HeadSocket, port: int) -> None:
         client.connect(f"tcp://127.0.0.1:{port}")
         client.send(b"hello")
         assert not head.socket.poll(500)
+    list(head.ended_connections())
+    assert "a node is refused" in caplog.text
 
 
 def test_random_and_truncated_bytes_reach_nobody(head: HeadSocket, port: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from shardline.config.cluster import ClusterConfig
 
 _LEAST_CHARS = 22
 """128 bits in base64."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,12 @@ def find_token(config: ClusterConfig) -> str:
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as created:
             created.write(secrets.token_urlsafe(32) + "\n")
+        _log.warning(
+            "a new join token is in %s; copy it to each other node: ssh NODE mkdir -p .config/shardline && "
+            "scp -p %s NODE:.config/shardline/",
+            file,
+            file,
+        )
     return _check_token(_read_file(file), str(file))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Iterator
@@ -29,6 +30,13 @@ _REFUSALS = 3
 """One connection may end at once because the head process does."""
 _MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + (1 << 20)
 _ENCODER = msgspec.msgpack.Encoder()
+_WRONG_KEYS = {
+    (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400),
+    (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)),
+}
+"""What a handshake with another token's keys ends with: the client's key is not allowed, or the head's is wrong."""
+_NOTICE_SECONDS = 10.0
+_log = logging.getLogger(__name__)
 
 
 def encode(message: object) -> bytes:
@@ -49,6 +57,7 @@ class HeadSocket:
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._monitor: zmq.Socket[bytes] | None = None
+        self._noticed = -_NOTICE_SECONDS
         self._authenticator.configure_curve_callback(_DOMAIN.decode(), _AllowedKey(node_keys(token).public))
         self.socket = _configured(self._context.socket(zmq.ROUTER))
         keys = head_keys(token)
@@ -66,7 +75,8 @@ class HeadSocket:
 
     def watch_connections(self) -> zmq.Socket[bytes]:
         """Notice from now on that connections end; what this returns is readable when `ended_connections` has news."""
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | failures)
         return self._monitor
 
     def receive(self) -> tuple[bytes, bytes, int]:
@@ -82,7 +92,18 @@ class HeadSocket:
     def ended_connections(self) -> Iterator[int]:
         """The numbers of connections that have ended. A number may be given to a new connection afterwards."""
         while self._monitor is not None and self._monitor.poll(0):
-            yield int(recv_monitor_message(self._monitor)["value"])
+            message = recv_monitor_message(self._monitor)
+            event, value = message["event"], int(message["value"])
+            if event == zmq.EVENT_DISCONNECTED:
+                yield value
+            elif (event, value) in _WRONG_KEYS:
+                self._note_wrong_key()
+
+    def _note_wrong_key(self) -> None:
+        """Log that a node was refused; a node tries several times, so not each time."""
+        if (now := time.monotonic()) - self._noticed >= _NOTICE_SECONDS:
+            self._noticed = now
+            _log.error("a node is refused: its join token is not the head's; copy the head's token to the node")
 
     def send(self, identity: bytes, message: object) -> None:
         """Send a message to a node. One that has gone is ignored: the end of its connection will be noticed."""
