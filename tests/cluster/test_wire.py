@@ -70,6 +70,19 @@ def test_a_head_that_is_stopped_refuses_nobody(port: int, monkeypatch: pytest.Mo
         node.close()
 
 
+def test_a_program_of_another_protocol_is_refused(port: int) -> None:
+    """libzmq gives such a connection up for good; sends that wait for it would wait forever."""
+    with socket.create_server(("127.0.0.1", port)) as other:
+        node = NodeSocket(TOKEN, "127.0.0.1", port)
+        connection, _ = other.accept()
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100))
+        assert becomes_true(node.was_refused)
+        for _ in range(3):
+            node.send("hello")
+        connection.close()
+        node.close()
+
+
 def test_the_head_key_alone_opens_nothing(head: HeadSocket, port: int, caplog: pytest.LogCaptureFixture) -> None:
     """Without an allow-list, libzmq accepts every client that knows the server's public key."""
     head.watch_connections()

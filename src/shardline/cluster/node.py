@@ -41,7 +41,7 @@ from shardline.cluster.messages import (
 from shardline.cluster.node_processes import NodeProcesses, last_words
 from shardline.cluster.streams import Streams
 from shardline.cluster.token import find_token
-from shardline.cluster.wire import BEAT_SECONDS, SILENCE, NodeSocket, encode
+from shardline.cluster.wire import BEAT_SECONDS, SILENCE, NodeSocket
 from shardline.config.cluster import ClusterConfig
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
@@ -96,7 +96,7 @@ def run_node(config: EngineConfig, token: str | None = None) -> int:
 def tell_head(cluster: ClusterConfig, token: str, message: Unfit) -> None:
     """Tell the head, if it answers within some seconds, why this node does not join."""
     wire = NodeSocket(token, cluster.head_address, cluster.head_port)
-    wire.socket.send(encode(message))
+    wire.send(message)
     deadline = time.monotonic() + _TELL_SECONDS
     while time.monotonic() < deadline and not wire.was_refused() and not wire.socket.poll(100):
         pass
@@ -326,7 +326,7 @@ class Node:
                 self._streams.close(stream, last_words(stream, why, host_lost=True))
 
     def _send(self, message: object) -> None:
-        self._wire.socket.send(encode(message))
+        self._wire.send(message)
 
     def _receive(self) -> HeadMessage:
         body = self._wire.socket.recv()

@@ -137,18 +137,23 @@ class NodeSocket:
         failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         self.monitor = self.socket.get_monitor_socket(events | failures | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
         """Readable when the connection has begun or ended."""
-        self._is_lost = False
+        self._is_lost = self._has_given_up = False
         self.socket.routing_id = secrets.token_bytes(16)
         self.socket.connect(f"tcp://{address}:{port}")
 
+    def send(self, message: object) -> None:
+        """Send a message to the head. Without any connection it is lost, as in a connection that ends."""
+        with contextlib.suppress(zmq.Again):
+            self.socket.send(encode(message), zmq.NOBLOCK)
+
     def was_refused(self) -> bool:
-        """Whether a program listens at the head's address, but ends the handshake again and again.
+        """Whether a program listens at the head's address, but ends the handshake again and again, or is no head.
 
         For nodes that have not joined: connections that have ended before do not count in `is_lost`.
         """
         self._read_events()
         self._is_lost = False
-        return self._refusals >= _REFUSALS
+        return self._has_given_up or self._refusals >= _REFUSALS
 
     def is_lost(self) -> bool:
         """Whether a connection has ended after its handshake: frames may be lost, so it is good for nothing more."""
@@ -163,6 +168,8 @@ class NodeSocket:
             elif event["event"] == zmq.EVENT_CONNECTED:
                 self._connected = now
             elif self._connected is not None:  # several events may tell of one end
+                # Of an answer in another protocol there is no other event, and libzmq does not connect again.
+                self._has_given_up |= not self._greeted and event["event"] == zmq.EVENT_DISCONNECTED
                 is_refusal = not self._greeted and now - self._connected <= _REFUSAL_SECONDS
                 self._refusals = self._refusals + 1 if is_refusal else 0
                 self._is_lost |= self._greeted
