@@ -141,6 +141,10 @@ class NodeSocket:
         self.socket.routing_id = secrets.token_bytes(16)
         self.socket.connect(f"tcp://{address}:{port}")
 
+    def send(self, message: object) -> None:
+        """Send the head a message, once it is connected."""
+        self.socket.send(encode(message))
+
     def was_refused(self) -> bool:
         """Whether a program listens at the head's address, but ends the handshake again and again.
 

@@ -184,7 +184,7 @@ def _visit_head(token: str, config: EngineConfig, facts: NodeFacts, alone: Repor
     decoder: msgspec.msgpack.Decoder[FromHead] = msgspec.msgpack.Decoder(FromHead)
     wire = NodeSocket(token, address, port)
     try:
-        wire.socket.send(encode(Hello(facts)))
+        wire.send(Hello(facts))
         deadline = time.monotonic() + wait
         while time.monotonic() < deadline:
             if wire.was_refused():
@@ -205,7 +205,7 @@ def _visit_head(token: str, config: EngineConfig, facts: NodeFacts, alone: Repor
             if isinstance(message, Rejoin):
                 text = f"a server runs at {place}, so links were not measured"
                 return _with(alone, Finding(facts.name, "head", "ok", text))
-            wire.socket.send(encode(_answer(message, facts.host.address)))
+            wire.send(_answer(message, facts.host.address))
             deadline = time.monotonic() + 2 * _LINKS_SECONDS
         text = f"no head answers at {place} within {wait:g} s"
         fix = f"start `shardline doctor` with the same flags there, and open port {port}; check --master-addr"
