@@ -20,7 +20,7 @@ from shardline.deployment.formats import (
 from shardline.deployment.kv_budget import rank_room
 from shardline.deployment.layout import STEP_TIMEOUTS, Layout, choose_layout
 from shardline.deployment.length import check_length
-from shardline.deployment.machine import Device, Machine
+from shardline.deployment.machine import Device, DeviceKind, Machine
 from shardline.deployment.reasons import explain_choices
 from shardline.models.description import ModelDescription
 from shardline.models.gguf.checkpoint import GGUFCheckpoint
@@ -61,13 +61,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
     if model.checkpoint is not None:
         model.checkpoint.check(spec, model.stored)
-    own = None
-    if held.open_format().reads_packed:
-        if isinstance(model.checkpoint, GGUFCheckpoint):
-            form_of = model.checkpoint.forms(spec)  # a file mixes types
-        else:
-            form_of = stored_forms(StoredWeights(model.stored, spec.dtype, module_names(spec)), model.type_of)
-        own = own_formats(form_of, spec, layout.device)
+    own = _own_formats(model, spec, layout.device) if held.open_format().reads_packed else None
     weights = _rank_weights(config, layout, spec, stages, dtype, held, own)
     room = rank_room(config, layout, machine, spec, dtype, weights)
     cache, length = plan_cache(sized, layout, machine, spec, stages, weights, kv_dtype, room)
@@ -103,6 +97,15 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         warnings=layout.warnings,
     )
     return explain_choices(deployment, config, room)
+
+
+def _own_formats(model: ModelDescription, spec: DecoderSpec, device: DeviceKind) -> OwnFormats:
+    """The weights that keep the format in which the checkpoint has them."""
+    if isinstance(model.checkpoint, GGUFCheckpoint):
+        form_of = model.checkpoint.forms(spec)  # a file mixes types
+    else:
+        form_of = stored_forms(StoredWeights(model.stored, spec.dtype, module_names(spec)), model.type_of)
+    return own_formats(form_of, spec, device)
 
 
 def _spec_for_length(model: ModelDescription, spec: DecoderSpec, length: int) -> DecoderSpec:
