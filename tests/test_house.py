@@ -12,6 +12,7 @@ from scripts.house.imports import cycles, import_graph, parse_file
 from scripts.house.machine import library_uses, machine_places
 from scripts.house.mentions import format_mentions, model_mentions
 from scripts.house.request import spine_files, touched_files
+from scripts.house.size import long_files, long_functions, wide_classes
 
 MODULES_IN_CYCLES = 0
 
@@ -26,6 +27,26 @@ FORMAT_FILES = {"int8": 3, "int4": 0, "fp8": 2}
 
 GGUF_FOLDER = "shardline/models/gguf/"
 """GGUF has architectures of its own, and these files say which models they are."""
+
+FILE_LINES, FUNCTION_LINES, CLASS_METHODS = 410, 60, 15
+"""The most that a file, a function or a class may have."""
+
+LONG_FUNCTIONS = {
+    "models/step_work.py:step_work": 69,
+    "runtime/backends/cuda/kernels/attention.py:_launch": 80,
+    "runtime/backends/cuda/kernels/attention_kernel.py:attention_kernel": 154,
+    "runtime/backends/cuda/kernels/qkv_linear.py:_qkv_kernel": 92,
+    "runtime/backends/cuda/kernels/routing.py:_route_kernel": 79,
+    "runtime/backends/cuda/kernels/sampling.py:_sample_kernel": 61,
+}
+"""Most of them are Triton kernels: a launch compiles one function, and its arguments alone are a screen."""
+
+WIDE_CLASSES = {
+    "api/replicas.py:Replicas": 17,
+    "runtime/backends/cuda/weights.py:RowKernels": 21,
+    "runtime/backends/kernels.py:CommonKernels": 23,
+}
+"""The last two are tables of kernels, with one method for each operation that a back end offers."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,6 +82,15 @@ def test_a_model_is_known_to_its_own_file():
     assert len(found) >= 14
     outside = {name: [file for file in files if not file.startswith(GGUF_FOLDER)] for name, files in found.items()}
     assert not any(outside.values()), outside
+
+
+def test_nothing_grows_beyond_what_one_can_read():
+    assert long_files(FILE_LINES) == {}
+    for found, bounds in (
+        (long_functions(FUNCTION_LINES), LONG_FUNCTIONS),
+        (wide_classes(CLASS_METHODS), WIDE_CLASSES),
+    ):
+        assert {name: count for name, count in found.items() if count > bounds.get(name, 0)} == {}
 
 
 def write_tree(root: Path, files: dict[str, str]) -> Path:
@@ -150,6 +180,15 @@ def test_formats_are_found_in_names_and_strings_but_not_as_other_things(tmp_path
     )
     found = format_mentions(source)
     assert found == {"int8": ["shardline/a.py"], "int4": ["shardline/b.py"], "fp8": ["shardline/b.py"]}
+
+
+def test_sizes_count_nested_functions_and_own_methods(tmp_path):
+    method = "    def {}(self):\n        return 1\n"
+    nested = "def outer():\n    def inner():\n        return 1\n    return inner\n"
+    source = write_tree(tmp_path, {"a.py": "class A:\n" + method.format("f") + method.format("g"), "b.py": nested})
+    assert long_files(4, source) == {"a.py": 5}
+    assert long_functions(1, source) == {"a.py:f": 2, "a.py:g": 2, "b.py:outer": 4, "b.py:inner": 2}
+    assert (wide_classes(1, source), wide_classes(2, source)) == ({"a.py:A": 2}, {})
 
 
 def test_the_spine_has_the_files_of_which_many_functions_run():

@@ -142,7 +142,7 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
     finished: bool = False
     """Whether the sequence's grammar is at its end after the last token."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt's tokens after the step's positions; None: the step scored none."""
+    """Those of the prompt's tokens after the step's positions; None: the step scored none."""
     embedding: bytes = b""
     """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
 
@@ -170,7 +170,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_cached_tokens: int = 0
     error: str = ""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of all prompt tokens but the first, with the first generated token; None: the request did not ask for them."""
+    """Those of all prompt tokens but the first, with the first generated token; None: nobody asked for them."""
     embedding: bytes = b""
     """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
     timeline: EngineTimeline | None = None
@@ -257,7 +257,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     prompt_token_logprobs: list[TokenLogprobs] | None = None
-    """Of all prompt tokens but the first, once there is output; None: the request did not ask for them."""
+    """Those of all prompt tokens but the first, once there is output; None: the request did not ask for them."""
     decode: Decode = decode_nothing
     metrics: RequestMetrics | None = None
     """Where the time went; None: the request has not finished."""

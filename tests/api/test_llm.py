@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from array import array
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from shardline.api.llm import LLM
 from shardline.api.requests import Prompt
 from shardline.config.engine import EngineConfig
 from shardline.sampling_params import SamplingParams
+from shardline.types import CompletionOutput, RequestOutput
 from tests.api.fake_engine import FakeCluster, load_text, next_token, scripted
 
 
@@ -99,6 +101,21 @@ def test_what_the_runner_cannot_do_is_refused() -> None:
         llm.embed("a")
     with make(FakeCluster(), runner="pooling") as llm, pytest.raises(ValueError, match="use embed"):
         llm.generate("a")
+
+
+def test_a_prompt_that_cannot_be_embedded_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = [
+        CompletionOutput(index=0, finish_reason="stop", embedding=array("f", [1.0]).tobytes()),
+        CompletionOutput(index=0, finish_reason="error", error="there are 3 blocks"),
+    ]
+    outputs = [
+        RequestOutput(request_id=str(number), prompt=None, prompt_token_ids=[1], outputs=[choice])
+        for number, choice in enumerate(choices)
+    ]
+    monkeypatch.setattr(BatchRunner, "run", lambda *_: (outputs, []))
+    failure = pytest.raises(RuntimeError, match="prompt 1 could not be embedded: there are 3 blocks")
+    with make(FakeCluster(), runner="pooling") as llm, failure:
+        llm.embed(["a", "b"], use_tqdm=False)
 
 
 def test_times_are_in_order() -> None:

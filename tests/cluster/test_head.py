@@ -152,7 +152,7 @@ def test_a_node_that_joins_again_takes_its_own_place(own: Join, head: int, caplo
 def test_a_node_whose_connection_ends_is_lost_at_once(own: Join, head: int, caplog: pytest.LogCaptureFixture) -> None:
     first, second = FakeNode(head), FakeNode(head)
     assert isinstance(first.ask(node(own, 1)), Accepted)
-    first.wire.socket.send(encode(Beat()))
+    first.wire.send(Beat())
     first.wire.close()
     deadline = time.monotonic() + 1.0
     while "host1" not in caplog.text or "has closed its connection" not in caplog.text:

@@ -58,8 +58,8 @@ class BatchRunner:
                 while pending and self._has_room():
                     request = pending.popleft()
                     submitted[request.request_id] = time.monotonic()
-                    self._replicas.add_requests(request.children, bounded=False)
                     states.append(self._processor.add_request(request))
+                    self._replicas.add_requests(request.children, bounded=False)
                 for state in self._next_updates():
                     now = time.monotonic()
                     first.setdefault(state.request.request_id, now)

@@ -134,11 +134,15 @@ class LLM:
 
         Raises:
             ValueError: the engine was not started with runner="pooling", or a prompt is invalid.
+            RuntimeError: a prompt could not be embedded, for example because it needs more KV cache than there is.
         """
         if not self.config.embeds:
             raise ValueError("this LLM generates; start it with runner='pooling' to embed prompts")
         batch = as_prompts(prompts)
         outputs, _ = self._run_batch(batch, [EMBEDDING_PARAMS] * len(batch), use_tqdm)
+        for number, output in enumerate(outputs):
+            if output.outputs[0].finish_reason == "error":
+                raise RuntimeError(f"prompt {number} could not be embedded: {output.outputs[0].error}")
         return [
             EmbeddingOutput(
                 output.request_id,

@@ -35,7 +35,7 @@ MAX_CHOICES_PER_REQUEST = 1024
 
 MAX_STOP_STRINGS = 1024
 MAX_STOP_CHARS = 65_536
-"""Of all stop strings together: every choice builds its own tables of them."""
+"""The most characters of all stop strings together: every choice builds its own tables of them."""
 
 MAX_BAD_WORDS = 256
 MAX_SALT_CHARS = 1024

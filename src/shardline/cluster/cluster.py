@@ -8,12 +8,14 @@ import queue
 import socket
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from shardline.channel import Channel
 from shardline.cluster.describe import describe_node, own_address
+from shardline.cluster.head_process import HeadProcess
 from shardline.cluster.messages import (
     ENGINE,
     HeadFailed,
@@ -33,7 +35,6 @@ from shardline.cluster.token import find_token
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.machine import Machine
-from shardline.engine.children import Child
 from shardline.engine.forks import Forks
 from shardline.engine.ipc import StartEngine
 from shardline.engine.start import StartedEngine, start_engine
@@ -41,9 +42,6 @@ from shardline.segment.pulse import CHECK_INTERVAL
 
 if TYPE_CHECKING:
     from shardline.cluster.ray_nodes import RayNodes
-
-_MAX_FDS = 64
-"""Descriptors that one message carries."""
 
 _LINKS_SECONDS = 2.0
 
@@ -63,8 +61,13 @@ class Cluster:
         self._config = config
         self._ray = ray
         self._token = find_token(config.cluster) if ray is None else ray.token
-        self._spawn_head()
-        self._own = self._describe()
+        self._head = HeadProcess()
+        try:
+            self._own = describe_node(config, own_address(config.cluster))
+        except BaseException:
+            self._head.disconnect()
+            self._head.end(1.0)
+            raise
         self._deployment: Deployment | None = None
         self._lock = threading.Lock()
         self._starts = 0
@@ -72,7 +75,8 @@ class Cluster:
         self._present = threading.Condition()
         self._hosts: frozenset[int] = frozenset()
         self._links: dict[tuple[int, int], Measured] = {}
-        self._start_head()
+        self._joined: queue.SimpleQueue[Joined | HeadFailed] = queue.SimpleQueue()
+        self._listen()
         if ray is not None:
             ray.watch(lambda failed: self._joined.put(HeadFailed(failed.message, failed.user_error)))
         joins = (self._own, *self._await_nodes())
@@ -86,7 +90,7 @@ class Cluster:
     def launch(self, deployment: Deployment) -> Deployment:
         """Tell all nodes what runs where; returns the deployment with the model's places on them."""
         self._deployment = msgspec.structs.replace(deployment, host_models=self._models)
-        self._channel.send(Launch(self._deployment))
+        self._head.send(Launch(self._deployment))
         return self._deployment
 
     @property
@@ -102,10 +106,10 @@ class Cluster:
             start = self._starts
             if deployment.placements[engine][0].host == 0:
                 started = start_engine(deployment, engine, forks=forks)
-                self._attach({Stream(engine, rank, start): sock for rank, sock in started.streams.items()})
+                self._head.attach({Stream(engine, rank, start): sock for rank, sock in started.streams.items()})
                 return started
             ours, theirs = socket.socketpair()
-            self._attach({Stream(engine, ENGINE, start): theirs})
+            self._head.attach({Stream(engine, ENGINE, start): theirs})
             with contextlib.suppress(OSError):  # its host is lost; what can be read from the socket says so
                 Channel(ours, StartEngine).send(StartEngine(deployment, engine))
             return StartedEngine(None, ours, {})
@@ -125,41 +129,20 @@ class Cluster:
                 return
             self._closed = True
             with contextlib.suppress(OSError):
-                self._channel.send(Shutdown(code, "the head was stopped" if code == 0 else "the head has failed"))
+                self._head.send(Shutdown(code, "the head was stopped" if code == 0 else "the head has failed"))
             self._head.end(3.0)
-            self._channel.close()
-            self._sockets.close()
+            self._head.disconnect()
         with self._present:
             self._present.notify_all()
 
-    def _describe(self) -> Join:
-        """This host. The head process ends if that fails."""
-        try:
-            return describe_node(self._config, own_address(self._config.cluster))
-        except BaseException:
-            self._channel.close()
-            self._sockets.close()
-            self._head.end(1.0)
-            raise
-
-    def _spawn_head(self) -> None:
-        """Start the head process. It imports its modules, and then waits for `_start_head`."""
-        ours, theirs = socket.socketpair()
-        self._sockets, passed = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, passed:
-            self._head = Child("shardline.cluster.head", [theirs.fileno(), passed.fileno()])
-        self._channel: Channel[HeadToFront] = Channel(ours, HeadToFront)  # type: ignore[arg-type]
-
-    def _start_head(self) -> None:
+    def _listen(self) -> None:
         """Have the head process listen and wait for nodes."""
         cluster, replicas = self._config.cluster, self._config.parallel.data_parallel_size
         by_replicas = cluster.data_parallel_address is not None
         nodes = () if by_replicas else tuple(range(1, cluster.nnodes))
         address, port = self._own.host.address, cluster.head_port
-        self._channel.send(StartHead(self._token, address, port, self._own, nodes, replicas if by_replicas else 0))
-        self._joined: queue.SimpleQueue[Joined | HeadFailed] = queue.SimpleQueue()
-        threading.Thread(target=self._read, args=(self._channel,), name="head-reader", daemon=True).start()
-        threading.Thread(target=self._watch, args=(self._head, self._channel), name="head-watch", daemon=True).start()
+        command = StartHead(self._token, address, port, self._own, nodes, replicas if by_replicas else 0)
+        self._head.listen(command, self._handle, partial(self._note_end, self._head))
 
     def _await_nodes(self) -> tuple[Join, ...]:
         timeout = self._config.cluster.join_timeout
@@ -188,7 +171,7 @@ class Cluster:
         deadline = time.monotonic() + self._config.cluster.join_timeout
         while True:
             with self._lock:
-                if not self._closed and self._head.poll() is not None:
+                if not self._closed and self._head.has_ended:
                     self._restart_head()
             with self._present:
                 if self._closed:
@@ -210,33 +193,32 @@ class Cluster:
 
     def _restart_head(self) -> None:
         _log.error("the head process %s; it starts again, and nodes join anew", self._head.describe_end())
-        self._channel.close()
-        self._sockets.close()
+        self._head.disconnect()
         with self._present:
             self._hosts = frozenset()
         if self._ray is not None:  # a node may end before the new head has seen it
             self._ray.note_present(NodesPresent((0,), ()))
-        self._spawn_head()
-        self._start_head()
+        self._head = HeadProcess()
+        self._listen()
         if self._deployment is not None:
-            self._channel.send(Launch(self._deployment))
+            self._head.send(Launch(self._deployment))
 
-    def _read(self, channel: Channel[HeadToFront]) -> None:
-        """Takes the head's news, in a thread of its own."""
-        try:
-            while True:
-                message = channel.receive()
-                if isinstance(message, NodesPresent):
-                    self._note_present(message)
-                elif isinstance(message, LinkMeasured):
-                    with self._present:
-                        self._links[message.hosts] = message.measured
-                        self._present.notify_all()
-                else:
-                    self._joined.put(message)
-        except (EOFError, OSError, msgspec.MsgspecError):
-            self._joined.put(HeadFailed("the head process has ended", user_error=False))
+    def _handle(self, message: HeadToFront) -> None:
+        """Take the head's news, on the thread that reads them."""
+        if isinstance(message, NodesPresent):
+            self._note_present(message)
+        elif isinstance(message, LinkMeasured):
             with self._present:
+                self._links[message.hosts] = message.measured
+                self._present.notify_all()
+        else:
+            self._joined.put(message)
+
+    def _note_end(self, head: HeadProcess) -> None:
+        """A head process has ended. Nobody else knows whether nodes are there."""
+        self._joined.put(HeadFailed("the head process has ended", user_error=False))
+        with self._present:
+            if head is self._head:
                 self._hosts = frozenset()
 
     def _note_present(self, message: NodesPresent) -> None:
@@ -247,29 +229,9 @@ class Cluster:
                     deployment = deployment.with_host(index, join.host, join.model)
             if deployment is not self._deployment:
                 self._deployment = deployment
-                self._channel.send(Launch(deployment))
+                self._head.send(Launch(deployment))
         if self._ray is not None:
             self._ray.note_present(message)
         with self._present:
             self._hosts = frozenset(message.hosts)
             self._present.notify_all()
-
-    def _watch(self, head: Child, channel: Channel[HeadToFront]) -> None:
-        """Ends a head process that gives no sign of life, in a thread of its own."""
-        while head.poll() is None:
-            if head.is_silent():
-                head.kill()
-                channel.shutdown()
-                return
-            time.sleep(CHECK_INTERVAL)
-
-    def _attach(self, ends: dict[Stream, socket.socket]) -> None:
-        """Hand local ends of streams to the head process, which starts the processes at the far ends."""
-        pairs = list(ends.items())
-        for first in range(0, len(pairs), _MAX_FDS):
-            part = pairs[first : first + _MAX_FDS]
-            names = msgspec.msgpack.encode([stream for stream, _ in part])
-            with contextlib.suppress(OSError):  # a head process that has ended ends the streams too
-                socket.send_fds(self._sockets, [names], [sock.fileno() for _, sock in part])
-        for _, sock in pairs:
-            sock.close()

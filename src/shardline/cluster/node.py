@@ -155,7 +155,7 @@ class Node:
                 return ending.code
             except UnreadableMessage as error:
                 host = self._join.host
-                self._send(Unfit(host.name, host.address, str(error)))
+                self._wire.send(Unfit(host.name, host.address, str(error)))
                 raise
             finally:
                 self._held.clear()
@@ -168,7 +168,7 @@ class Node:
         """Wait for the head, and join it."""
         cluster = self._config.cluster
         place = f"the head at {cluster.head_address} port {cluster.head_port}"
-        self._send(self._join)
+        self._wire.send(self._join)
         asked = noticed = beaten = time.monotonic()
         while True:
             self._watch.note_round()
@@ -176,7 +176,7 @@ class Node:
             if now - beaten >= BEAT_SECONDS:
                 # A head that does not know this node answers with Rejoin: its predecessor may have got the Join.
                 beaten = now
-                self._send(Beat())
+                self._wire.send(Beat())
             if self._asked_to_leave:
                 raise _Ending(0)
             if now >= deadline:
@@ -202,7 +202,7 @@ class Node:
                 return
             if isinstance(message, Rejoin) and now - asked > 1.0:
                 asked = now
-                self._send(self._join)
+                self._wire.send(self._join)
 
     def _serve(self) -> None:
         self._poller.register(self._wire.socket, zmq.POLLIN)
@@ -213,7 +213,7 @@ class Node:
             now = time.monotonic()
             if self._asked_to_leave:
                 _log.info("the node leaves; its requests go on elsewhere")
-                self._send(Leave())
+                self._wire.send(Leave())
                 raise _Ending(0)
             if now >= next_check:
                 if now > next_check + _OWN_DELAY:  # this process was stopped, and has not read what the head has sent
@@ -225,12 +225,12 @@ class Node:
                         f"the head has not been heard of for {SILENCE:g} s: it is down, stopped, or cut off"
                     )
             if now >= next_beat:
-                self._send(Beat())
+                self._wire.send(Beat())
                 for stream, data in self._processes.beats():
                     self._send_data(stream, data)
                 next_beat = now + BEAT_SECONDS
             while not self._measured.empty():
-                self._send(self._measured.get())
+                self._wire.send(self._measured.get())
             if self._held and not self._processes.is_importing:
                 self._start_held()
             patience = min(next_check, next_beat) - time.monotonic()
@@ -268,18 +268,19 @@ class Node:
         elif isinstance(message, HostLost):
             self._end_streams_to(message.host, message.why)
         elif isinstance(message, Listen):
-            self._send(answer(message, self._join.host.address))
+            self._wire.send(answer(message, self._join.host.address))
         elif isinstance(message, Connect):
-            threading.Thread(target=self._measure, args=(message,), name="link-measure", daemon=True).start()
+            threading.Thread(
+                target=_measure,
+                args=(message, self._join.host.address, self._measured),
+                name="link-measure",
+                daemon=True,
+            ).start()
         elif isinstance(message, Rejoin):
             raise _HeadGone("the head does not know this node any more")
         elif isinstance(message, Shutdown):
             _log.info("the head ends: %s", message.reason)
             raise _Ending(message.code)
-
-    def _measure(self, command: Connect) -> None:
-        """Runs in a thread of its own, since it takes longer than messages may wait."""
-        self._measured.put(answer(command, self._join.host.address))
 
     def _start_held(self) -> None:
         held, self._held = self._held, {}
@@ -295,20 +296,20 @@ class Node:
             for end, sock in self._processes.start_engine(self._deployment, stream).items():
                 self._streams.attach(end, sock)
                 if end != stream:
-                    self._send(StartStream(end))
+                    self._wire.send(StartStream(end))
             return
         sock, first_frame = self._processes.start_rank(self._deployment, stream)
         self._streams.attach(stream, sock)
         self._send_data(stream, first_frame)
 
     def _send_data(self, stream: Stream, data: bytes) -> None:
-        self._send(StreamData(stream, data))
+        self._wire.send(StreamData(stream, data))
 
     def _end_stream(self, stream: Stream) -> None:
         """A process on this host has closed its end."""
         if last_frame := self._processes.describe_end(stream):
             self._send_data(stream, last_frame)
-        self._send(StreamEnded(stream))
+        self._wire.send(StreamEnded(stream))
         self._processes.retire(stream)
 
     def _end_streams_to(self, host: int, why: str) -> None:
@@ -325,9 +326,6 @@ class Node:
             elif places[stream.rank].host == host:
                 self._streams.close(stream, last_words(stream, why, host_lost=True))
 
-    def _send(self, message: object) -> None:
-        self._wire.send(message)
-
     def _receive(self) -> HeadMessage:
         body = self._wire.socket.recv()
         try:
@@ -337,3 +335,8 @@ class Node:
                 f"the head sends messages that Shardline {__version__} on {self._join.host.name} cannot read; install "
                 "the same version on all nodes"
             ) from None
+
+
+def _measure(command: Connect, address: str, results: queue.SimpleQueue[Listening | Measured]) -> None:
+    """Runs in a thread of its own, since it takes longer than messages may wait."""
+    results.put(answer(command, address))

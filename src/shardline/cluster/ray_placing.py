@@ -33,7 +33,7 @@ class Demand:
 
     resource: Resource
     amount: int
-    """Of the resource, for one group."""
+    """How much of the resource one group needs."""
     num_groups: int
     group_size: int
     """Ranks of one group."""

@@ -21,7 +21,7 @@ def probe_here(config: EngineConfig) -> Machine:
 
 
 def resolve_here(config: EngineConfig, machine: Machine | None = None) -> Deployment:
-    """Decide what runs where on this host, or on a machine of which it is the first, and log warnings and reasons.
+    """Decide what runs where on this host, or on a machine that begins with this host, and log warnings and reasons.
 
     The model is downloaded from the hub if it is not on this host yet.
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from typing import cast
 
-from shardline.config.engine import EngineConfig
+from shardline.config.engine import EngineConfig, ParallelConfig
 from shardline.deployment.cache import choose_block_size, plan_cache
 from shardline.deployment.deployment import Deployment, ModelSource, RankWeights, StepLimits
 from shardline.deployment.formats import (
@@ -20,7 +20,7 @@ from shardline.deployment.formats import (
 from shardline.deployment.kv_budget import rank_room
 from shardline.deployment.layout import STEP_TIMEOUTS, Layout, choose_layout
 from shardline.deployment.length import check_length
-from shardline.deployment.machine import Device, Machine
+from shardline.deployment.machine import Device, DeviceKind, Machine
 from shardline.deployment.reasons import explain_choices
 from shardline.models.description import ModelDescription
 from shardline.models.gguf.checkpoint import GGUFCheckpoint
@@ -54,20 +54,12 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, dtype, spec, devices)
     block_size = choose_block_size(config.cache.block_size, spec, dtype, kv_dtype, layout.device)
     sized = replace(config, cache=replace(config.cache, block_size=block_size))
-    check_tensor_parallel(spec, parallel.tensor_parallel_size)
-    if parallel.enable_expert_parallel:
-        check_expert_parallel(spec, parallel.tensor_parallel_size, parallel.data_parallel_size)
+    _check_splits(parallel, spec)
     check_numerics(config, held, devices)
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
     if model.checkpoint is not None:
         model.checkpoint.check(spec, model.stored)
-    own = None
-    if held.open_format().reads_packed:
-        if isinstance(model.checkpoint, GGUFCheckpoint):
-            form_of = model.checkpoint.forms(spec)  # a file mixes types
-        else:
-            form_of = stored_forms(StoredWeights(model.stored, spec.dtype, module_names(spec)), model.type_of)
-        own = own_formats(form_of, spec, layout.device)
+    own = _own_formats(model, spec, layout.device) if held.open_format().reads_packed else None
     weights = _rank_weights(config, layout, spec, stages, dtype, held, own)
     room = rank_room(config, layout, machine, spec, dtype, weights)
     cache, length = plan_cache(sized, layout, machine, spec, stages, weights, kv_dtype, room)
@@ -89,9 +81,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         weights=weights,
         executor=layout.executor,
         collectives=layout.collectives,
-        tries_symmetric_memory=(
-            layout.device == "cuda" and parallel.collectives == "auto" and not layout.splits_tensor_groups
-        ),
+        tries_symmetric_memory=_tries_symmetric_memory(layout, parallel),
         step_timeout=parallel.step_timeout or STEP_TIMEOUTS[layout.device],
         connect_timeout=config.cluster.distributed_timeout_seconds,
         max_in_flight=max(2, layout.grid.pipeline),
@@ -103,6 +93,26 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         warnings=layout.warnings,
     )
     return explain_choices(deployment, config, room)
+
+
+def _check_splits(parallel: ParallelConfig, spec: DecoderSpec) -> None:
+    """Refuse sizes into which heads or experts cannot be split."""
+    check_tensor_parallel(spec, parallel.tensor_parallel_size)
+    if parallel.enable_expert_parallel:
+        check_expert_parallel(spec, parallel.tensor_parallel_size, parallel.data_parallel_size)
+
+
+def _tries_symmetric_memory(layout: Layout, parallel: ParallelConfig) -> bool:
+    return layout.device == "cuda" and parallel.collectives == "auto" and not layout.splits_tensor_groups
+
+
+def _own_formats(model: ModelDescription, spec: DecoderSpec, device: DeviceKind) -> OwnFormats:
+    """The weights that keep the format in which the checkpoint has them."""
+    if isinstance(model.checkpoint, GGUFCheckpoint):
+        form_of = model.checkpoint.forms(spec)  # a file mixes types
+    else:
+        form_of = stored_forms(StoredWeights(model.stored, spec.dtype, module_names(spec)), model.type_of)
+    return own_formats(form_of, spec, device)
 
 
 def _spec_for_length(model: ModelDescription, spec: DecoderSpec, length: int) -> DecoderSpec:

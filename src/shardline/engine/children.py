@@ -67,7 +67,7 @@ class Child:
     def is_silent(self) -> bool:
         """Whether the process lives, but has given no sign of it for SILENCE seconds; look every CHECK_INTERVAL.
 
-        A process that has not shown any yet, nor is stopped, has START_SILENCE seconds.
+        A process that has not begun to give signs has START_SILENCE seconds, unless it is stopped.
         """
         if self._watch.is_silent() and self._process.poll() is None:
             self._was_silent = True

@@ -89,23 +89,29 @@ class EngineProcess:
             gc.freeze()
             gc.enable()
             self._serve(engine, executor)
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            _log.debug("the front has ended")
         except Exception as error:
-            self._tell(error)
+            # Reading a file or a rank may raise the same errors as reading the front.
+            if isinstance(error, (EOFError, OSError)) and self._front_has_ended():
+                _log.debug("the front has ended")
+            else:
+                self._tell(error)
         finally:
             if self._executor is not None:
                 self._executor.close()
 
     def end_with_front(self) -> None:
         """Wait until the front ends, then end this process, even while it loads or while a step hangs."""
-        poll = select.poll()
-        poll.register(self._channel.fileno(), select.POLLRDHUP)
-        poll.poll()
+        self._front_has_ended(wait=True)
         time.sleep(_GRACE)
         if self._executor is not None:
             self._executor.kill()
         os._exit(1)
+
+    def _front_has_ended(self, *, wait: bool = False) -> bool:
+        """Whether the front has ended; `wait`: return only once it has."""
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLRDHUP)
+        return bool(poll.poll(None if wait else 0))
 
     def _serve(self, engine: Engine, executor: Executor) -> None:
         while not self._stopping:

@@ -78,7 +78,7 @@ class LiveSequence:
     """The first step in which it may look its prefix up again while there are too few free blocks."""
     stop_token_ids: frozenset[int] = frozenset()
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt's tokens from the second one on, as far as they are known; None: nobody asked for them."""
+    """Those of the prompt's tokens from the second one on, as far as they are known; None: nobody asked for them."""
     recorder: TimelineRecorder = field(default_factory=lambda: TimelineRecorder(0.0))
 
     def __post_init__(self) -> None:

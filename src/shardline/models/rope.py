@@ -103,7 +103,7 @@ def read_rope(
 
 
 def proportional_rope(section: HFConfig, head_dim: int, default_theta: float, default_fraction: float) -> Rope:
-    """A rope whose pairs are (i, i + head_dim / 2), and of which the first `partial_rotary_factor` rotate.
+    """A rope with the pairs (i, i + head_dim / 2). Only the first `partial_rotary_factor` of them rotate.
 
     Raises:
         ValueError: a parameter is wrong.

@@ -103,7 +103,7 @@ class DecoderLayer:
     def share_cache(self, layers: Sequence[DecoderLayer], first_layer: int) -> None:
         """Let this layer read the pages of the layer whose keys and values it shares, if it stores none.
 
-        `layers` are those of the stage, of which the first has the number `first_layer` in the model.
+        `layers` are those of the stage. The first of them has the number `first_layer` in the model.
         """
         if self._storing != self._index:
             source = layers[self._storing - first_layer].attention

@@ -64,7 +64,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    service.check_config()
+    service.chat.check_config()
     load_compiler()
     app.state.service = service
     _install_error_handlers(app)
@@ -142,7 +142,7 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
 
 
 def _methods_of(request: Request) -> list[str]:
-    """The methods of a path. It may have several routes, of which the framework names only one."""
+    """The methods of a path. It may have several routes, and the framework names only one of them."""
     return [
         method
         for method in ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")

@@ -8,21 +8,17 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.config.server import ServerConfig
 from shardline.metrics.server import ServerMetrics
+from shardline.server.chat_setup import ChatSetup
 from shardline.server.errors import ApiError, bad_request, draining, engine_dead, unavailable
 from shardline.server.in_flight import InFlight
 from shardline.server.keys import ApiKeys
 from shardline.server.request_log import RequestLog
 from shardline.server.tracing import RequestTracer
-from shardline.text.chat_template import ChatTemplate, render_and_encode
-from shardline.text.reasoning_parsers import find_reasoning_parser, guess_reasoning_parser
-from shardline.text.reasoning_parsers.base import ReasoningParser
-from shardline.text.tool_parsers import find_tool_parser, guess_tool_parser
-from shardline.text.tool_parsers.base import ToolParser
+from shardline.text.chat_template import render_and_encode
 
 if TYPE_CHECKING:
     from shardline.api.async_llm import AsyncLLM
@@ -50,57 +46,10 @@ class Service:
         """The names under which the model is served; responses contain the first one."""
         return self.config.served_model_name or (self.llm.config.model.model,)
 
-    def check_config(self) -> None:
-        """Parse the configured chat template, if there is one, and look the configured parsers up.
-
-        Raises:
-            ValueError: the template cannot be read, it does not parse, or there is no such parser.
-        """
-        if self._template_source is not None:
-            ChatTemplate(self._template_source)
-        if self.config.tool_call_parser != "auto":
-            find_tool_parser(self.config.tool_call_parser)
-        if self.config.reasoning_parser:
-            find_reasoning_parser(self.config.reasoning_parser)
-
     @cached_property
-    def chat_template(self) -> ChatTemplate | None:
-        """The configured template, else the model's. None: there is neither. Valid once the engine is ready."""
-        if self._template_source is None:
-            return self.llm.chat_template
-        tokenizer = self.llm.tokenizer
-        return ChatTemplate(self._template_source, tokenizer.special_tokens if tokenizer is not None else None)
-
-    @cached_property
-    def tool_parser(self) -> type[ToolParser] | None:
-        """The parser of tool calls; None: the template shows no known format. Valid once the engine is ready."""
-        name: str | None = self.config.tool_call_parser
-        if name == "auto":
-            name = guess_tool_parser(self.template_text)
-        return None if name is None else find_tool_parser(name)
-
-    @cached_property
-    def template_text(self) -> str:
-        """The sources of all chat templates, one after another. Valid once the engine is ready."""
-        return "" if self.chat_template is None else "\n".join(self.chat_template.sources.values())
-
-    @cached_property
-    def reasoning_parser(self) -> type[ReasoningParser] | None:
-        """The parser of reasoning; None: answers are not searched for it. Valid once the engine is ready."""
-        name = self.config.reasoning_parser or guess_reasoning_parser(self.template_text)
-        return find_reasoning_parser(name) if name else None
-
-    @cached_property
-    def _template_source(self) -> str | None:
-        value = self.config.chat_template
-        if value is None or "{" in value:
-            return value
-        try:
-            return Path(value).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"--chat-template: cannot read {value!r} ({error}); give a file, or the template itself"
-            ) from error
+    def chat(self) -> ChatSetup:
+        """How chats are written and read."""
+        return ChatSetup(self.llm, self.config)
 
     async def require_ready(self) -> None:
         """Refuse a request while the engine accepts none. (FastAPI would call a plain function on a thread.)
@@ -216,7 +165,7 @@ class Service:
             ApiError: 400, there is no template, or the template refuses the messages.
         """
         tokenizer = self.require_tokenizer()
-        template = self.chat_template
+        template = self.chat.template
         if template is None:
             raise bad_request(
                 "The model has no chat template: use /v1/completions, or start the server with --chat-template."

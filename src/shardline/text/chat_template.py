@@ -27,7 +27,7 @@ MAX_RENDER_SECONDS = 10.0
 
 MAX_ARGUMENT_CHARS = 4 << 20
 MAX_ARGUMENT_VALUES = 131_072
-"""Of one tool call."""
+"""The most values in the arguments of one tool call."""
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 

@@ -103,7 +103,7 @@ class TextReader:
 
     def take_literal(self, literal: str) -> Steps[bool]:
         """Read `literal` if the text continues with it; returns whether it does."""
-        while not self._ended and self._may_become(literal):
+        while not self._ended and _may_become(literal, self._text, self._start):
             yield
         if not self._text.startswith(literal, self._start):
             return False
@@ -113,7 +113,7 @@ class TextReader:
     def take_mark(self, mark: str) -> Steps[bool]:
         """As `take_literal`, but a mark that is cut is dropped."""
         taken = yield from self.take_literal(mark)
-        if not taken and self._cut and self._may_become(mark):
+        if not taken and self._cut and _may_become(mark, self._text, self._start):
             self.take()
         return taken
 
@@ -145,10 +145,11 @@ class TextReader:
                 yield
                 self._write = None
 
-    def _may_become(self, literal: str) -> bool:
-        """Whether the unread text is a beginning of `literal`, but not the whole."""
-        unread = len(self._text) - self._start
-        return unread < len(literal) and self._text.endswith(literal[:unread])
+
+def _may_become(literal: str, text: str, start: int) -> bool:
+    """Whether the text from `start` on is a beginning of `literal`, but not the whole."""
+    length = len(text) - start
+    return length < len(literal) and text.endswith(literal[:length])
 
 
 def _has_any(text: str, characters: str) -> bool:

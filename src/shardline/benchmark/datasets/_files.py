@@ -47,7 +47,7 @@ def require_count(value: Any, name: str, place: str, least: int = 1) -> int:
 
 
 def fill_up(samples: list[Sample], count: int, seed: int, *, oversample: bool) -> list[Sample]:
-    """At most `count` samples; with `oversample`, exactly so many, of which some are repeated."""
+    """At most `count` samples; with `oversample`, exactly so many, some of them repeated."""
     samples = samples[:count]
     if oversample and samples and len(samples) < count:
         samples += random.Random(seed).choices(samples, k=count - len(samples))

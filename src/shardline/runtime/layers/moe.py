@@ -177,8 +177,8 @@ class MoEFeedForward:
     def __call__(
         self, x: LinearInput, hidden: Tensor, replica_rows: tuple[int, ...], slots: Tensor | None = None
     ) -> Tensor:
-        """`hidden` [T, hidden]: the residual stream, of which x is the norm. `replica_rows`: number of rows of x on
-        each replica in lockstep; `slots` [T]: see KVGroupInput."""
+        """`hidden` [T, hidden]: the residual stream; x is its norm. `replica_rows`: number of rows of x on each replica
+        in lockstep; `slots` [T]: see KVGroupInput."""
         assert isinstance(x, Tensor)
         if self._beside is None:
             return self._run_experts(x, x, replica_rows, slots)

@@ -101,13 +101,17 @@ def chat_routes(service: Service) -> APIRouter:
         )
         response_id = new_id("chatcmpl")
         chat = await body.encode_messages(service, body.messages, add_special_tokens=bool(body.add_special_tokens))
-        reasoning = service.reasoning_parser
+        reasoning = service.chat.reasoning_parser
         if body.separate_reasoning is False and reasoning is not None and not reasoning.template_marks:
             reasoning = None
         answer_format = AnswerFormat(service.require_tokenizer(), chat.text, chat.tool_use, reasoning)
         writer = ChatWriter(service, body, response_id, answer_format)
         grammar = await make_answer_grammar(
-            answer_format, body.response_format, body.requested_form, service.llm.prepare_grammar, service.template_text
+            answer_format,
+            body.response_format,
+            body.requested_form,
+            service.llm.prepare_grammar,
+            service.chat.template_text,
         )
         generation = await Generation.start(
             service,

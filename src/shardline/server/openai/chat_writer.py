@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Sequence
 from functools import cached_property
@@ -10,24 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardline.server.event_stream import Events, make_event
+from shardline.server.event_stream import Events
 from shardline.server.openai.answer_format import AnswerFormat
+from shardline.server.openai.chat_envelope import ChatEnvelope
 from shardline.server.openai.chat_response import (
     AssistantMessage,
     ChatChoice,
     ChatDelta,
-    ChatResponse,
     FunctionCall,
     ToolCall,
 )
 from shardline.server.openai.generation import Delta, Generation, SentChoice
 from shardline.server.openai.logprobs import TokenPieces, chat_logprobs
-from shardline.server.openai.usage import Usage, usage_of
-from shardline.server.request_log import answer_metrics
 from shardline.server.service import Service
 from shardline.text.answer_delta import AnswerDelta, CallDelta
 from shardline.text.answer_parser import AnswerParser
-from shardline.types import Logprob, RequestOutput
+from shardline.types import RequestOutput
 
 if TYPE_CHECKING:
     from shardline.server.openai.chat import ChatRequest
@@ -59,20 +56,15 @@ class ChatWriter:
     """Writes the answer to one request, as a whole or in chunks."""
 
     def __init__(self, service: Service, body: ChatRequest, response_id: str, answer_format: AnswerFormat) -> None:
-        self._options = body.check_stream()
-        self._id = response_id
-        self._created = int(time.time())
-        self._model = service.model_names[0]
-        self._fingerprint = service.llm.fingerprint
+        self._envelope = ChatEnvelope(service, body, response_id, answer_format)
         self._with_ids = bool(body.return_token_ids)
-        self._with_prompt_logprobs = body.prompt_logprobs is not None
-        self._with_metrics = bool(body.return_metrics)
+        self._counts_always = body.check_stream().continuous_usage_stats
+        """Whether each event has the usage so far."""
         self._with_reasoning = body.include_reasoning is not False
         self._tokens_matter = bool(body.logprobs or body.return_token_ids or body.logits_digest)
         self._tokenizer = service.llm.tokenizer
         self._format = answer_format
         self._num_choices = body.n or 1
-        self._counters = [answer_format.make_counter() for _ in range(self._num_choices)]
 
     @cached_property
     def _pieces(self) -> TokenPieces:
@@ -93,22 +85,16 @@ class ChatWriter:
                 reason = _finish_reason(delta, parser)
             ending = {"finish_reason": reason, "stop_reason": delta.stop_reason}
             choices.append(self._make_choice(choice.index, delta, message=message, **ending))
-        prompt_ids = output.prompt_token_ids if self._with_ids else msgspec.UNSET
-        prompt_logprobs = output.prompt_logprobs if self._with_prompt_logprobs else msgspec.UNSET
-        return self._encode_response(
-            "chat.completion", choices, self._usage([output]), prompt_ids, prompt_logprobs, [output]
-        )
+        return self._envelope.encode_whole(output, choices)
 
     def write_chunks(self, generation: Generation) -> Events:
         """The events of a stream: for each choice its role, then pieces of its content, then its finish reason."""
         parsed = not self._format.is_plain
         sent = [StreamedChoice(self._format.make_parser() if parsed else None) for _ in range(self._num_choices)]
-        only_text = not (self._tokens_matter or self._options.continuous_usage_stats)
-        prompt_ids = generation.outputs[0].prompt_token_ids if self._with_ids else msgspec.UNSET
-        body = b"".join(
-            self._write_chunk(generation, ChatChoice(index=index, delta=ChatDelta("assistant", "")), prompt_ids)
-            for index in range(len(sent))
-        )
+        only_text = not (self._tokens_matter or self._counts_always)
+        roles = [ChatChoice(index=index, delta=ChatDelta("assistant", "")) for index in range(len(sent))]
+        outputs, encode_event = generation.outputs, self._envelope.encode_event
+        body = b"".join([encode_event(outputs, role, first=True) for role in roles])
         while (update := (yield body)) is not None:
             body = b""
             for choice in update[1].outputs:
@@ -118,7 +104,7 @@ class ChatWriter:
                     if text and streamed.parser is None and streamed.content_frame is not None:
                         body += _encode_json(text).join(streamed.content_frame)  # without the call below
                     elif text:
-                        body += self._write_text(generation, choice.index, streamed, text)
+                        body += self._write_text(outputs, choice.index, streamed, text)
                     continue
                 delta = streamed.take_delta(choice, tokens_matter=self._tokens_matter)
                 if delta is None:
@@ -128,17 +114,10 @@ class ChatWriter:
                     if streamed.parser is None
                     else self._split_parsed(choice.index, delta, streamed.parser)
                 )
-                body += b"".join([self._write_chunk(generation, part) for part in parts])
-        yield self._write_ending(generation.outputs)
+                body += b"".join([encode_event(outputs, part) for part in parts])
+        yield self._envelope.encode_ending(outputs)
 
-    def _write_ending(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """The chunk with the usage and the metrics, if the request asked for either."""
-        if not (self._options.include_usage or self._with_metrics):
-            return b""
-        usage = self._usage(outputs) if self._options.include_usage else msgspec.UNSET
-        return make_event(self._encode_response("chat.completion.chunk", [], usage, finished=outputs))
-
-    def _write_text(self, generation: Generation, index: int, choice: StreamedChoice, text: str) -> bytes:
+    def _write_text(self, outputs: Sequence[RequestOutput], index: int, choice: StreamedChoice, text: str) -> bytes:
         """An event with what a piece of text adds; empty if the parser holds it back."""
         parser = choice.parser
         if parser is not None:
@@ -146,27 +125,31 @@ class ChatWriter:
             text = answer.content
             if answer.calls or (answer.reasoning and text):
                 delta = self._chat_delta(answer, parser)
-                return b"" if delta is None else self._write_chunk(generation, ChatChoice(index=index, delta=delta))
+                if delta is None:
+                    return b""
+                return self._envelope.encode_event(outputs, ChatChoice(index=index, delta=delta))
             if answer.reasoning:
-                return self._write_reasoning(generation, index, choice, answer.reasoning)
+                return self._write_reasoning(outputs, index, choice, answer.reasoning)
             if not text:
                 return b""
         if choice.content_frame is None:
-            choice.content_frame = self._make_frame(generation, index, ChatDelta(content=_MARK))
+            choice.content_frame = self._make_frame(outputs, index, ChatDelta(content=_MARK))
         return _encode_json(text).join(choice.content_frame)
 
-    def _write_reasoning(self, generation: Generation, index: int, choice: StreamedChoice, text: str) -> bytes:
+    def _write_reasoning(
+        self, outputs: Sequence[RequestOutput], index: int, choice: StreamedChoice, text: str
+    ) -> bytes:
         """An event that has nothing but reasoning."""
         if not self._with_reasoning:
             return b""
         if choice.reasoning_frame is None:
             delta = ChatDelta(reasoning=_MARK, reasoning_content=_MARK)
-            choice.reasoning_frame = self._make_frame(generation, index, delta)
+            choice.reasoning_frame = self._make_frame(outputs, index, delta)
         return _encode_json(text).join(choice.reasoning_frame)
 
-    def _make_frame(self, generation: Generation, index: int, delta: ChatDelta) -> list[bytes]:
+    def _make_frame(self, outputs: Sequence[RequestOutput], index: int, delta: ChatDelta) -> list[bytes]:
         """What surrounds the texts of an event that has `delta`, in which each text is `_MARK`."""
-        event = self._write_chunk(generation, ChatChoice(index=index, delta=delta))
+        event = self._envelope.encode_event(outputs, ChatChoice(index=index, delta=delta))
         return event.split(b'"' + _MARK.encode() + b'"')
 
     def _split_delta(self, index: int, delta: Delta) -> list[ChatChoice]:
@@ -244,45 +227,6 @@ class ChatWriter:
             token_ids=new.token_ids if self._with_ids else msgspec.UNSET,
             logits_digests=msgspec.UNSET if new.digests is None else new.digests,
             **fields,
-        )
-
-    def _write_chunk(
-        self, generation: Generation, choice: ChatChoice, prompt_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    ) -> bytes:
-        usage: Usage | msgspec.UnsetType | None = None if self._options.include_usage else msgspec.UNSET
-        if self._options.continuous_usage_stats:
-            usage = self._usage(generation.outputs)
-        return make_event(self._encode_response("chat.completion.chunk", [choice], usage, prompt_ids))
-
-    def _usage(self, outputs: Sequence[RequestOutput]) -> Usage:
-        if self._format.reasoning is None:
-            return usage_of(outputs)
-        [output] = outputs
-        pairs = zip(self._counters, output.outputs, strict=True)
-        return usage_of(outputs, sum(counter.count_tokens(choice.token_ids) for counter, choice in pairs if counter))
-
-    def _encode_response(
-        self,
-        kind: str,
-        choices: Sequence[ChatChoice],
-        usage: Usage | msgspec.UnsetType | None,
-        prompt_ids: list[int] | msgspec.UnsetType = msgspec.UNSET,
-        prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType | None = msgspec.UNSET,
-        finished: Sequence[RequestOutput] = (),
-    ) -> bytes:
-        return msgspec.json.encode(
-            ChatResponse(
-                id=self._id,
-                object=kind,
-                created=self._created,
-                model=self._model,
-                system_fingerprint=self._fingerprint,
-                choices=choices,
-                usage=usage,
-                prompt_token_ids=prompt_ids,
-                prompt_logprobs=prompt_logprobs,
-                metrics=answer_metrics(finished) if self._with_metrics and finished else msgspec.UNSET,
-            )
         )
 
 

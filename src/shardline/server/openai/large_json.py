@@ -64,8 +64,8 @@ def strings_of(body: bytes) -> Iterator[tuple[int, int]]:
 def _long_parts(body: bytes) -> Iterator[tuple[int, int, bool]]:
     """Where each part begins and ends that is parsed in slices, and whether it is a text.
 
-    Parts are the content of long strings with escapes, of which the last one may lack its quote, and of long arrays
-    that have no strings and no arrays in them.
+    Parts are the content of long strings with escapes, and of long arrays that have no strings and no arrays in them.
+    The last string may lack its closing quote.
     """
     position = 0
     for start, end in strings_of(body):

@@ -18,7 +18,7 @@ from shardline.server.service import Service
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
-"""Of one message."""
+"""The most parts of one message."""
 _INLINE_MESSAGES = 256
 """The most messages that are converted on the event loop."""
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, model_validator
 
 MAX_FIELDS = 256
-"""Of one object. Every unknown field would become an error of its own."""
+"""The most fields of one object. Every unknown field would become an error of its own."""
 
 
 class RequestModel(BaseModel):

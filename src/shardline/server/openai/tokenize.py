@@ -79,7 +79,7 @@ def tokenize_routes(service: Service) -> APIRouter:
     @router.get("/tokenizer_info", responses=json_answers(dict[str, Any]))
     async def describe_tokenizer() -> Response:
         """What a client must know to prepare prompts: special tokens and the chat template."""
-        tokenizer, template = service.require_tokenizer(), service.chat_template
+        tokenizer, template = service.require_tokenizer(), service.chat.template
         sources = {} if template is None else template.sources
         answer = {
             **tokenizer.special_tokens,

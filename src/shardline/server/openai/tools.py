@@ -84,14 +84,14 @@ def choose_tools(
         return None
     if choice == "none":
         return None
-    template = service.chat_template
+    template = service.chat.template
     refuse_if(
         template is not None and not template.takes_tools,
         "tools",
         "The model's chat template takes no tools: leave out 'tools', set 'tool_choice' to 'none', or start the server "
         "with a --chat-template that shows them to the model.",
     )
-    parser = service.tool_parser
+    parser = service.chat.tool_parser
     if parser is None:
         raise bad_request(
             "The form in which this model writes tool calls is not known: start the server with --tool-call-parser.",

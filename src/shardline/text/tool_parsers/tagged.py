@@ -64,7 +64,7 @@ class ArgumentTags:
     after_key: Sequence[str]
     """Up to the value."""
     after_value: Sequence[str]
-    """Of which the first part ends the value, and is not in it."""
+    """The first part ends the value, and does not belong to it."""
 
 
 class TaggedRules:

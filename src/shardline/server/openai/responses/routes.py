@@ -49,42 +49,7 @@ def response_routes(service: Service) -> APIRouter:
         """Answer a conversation. With `stream`, the answer is sent as server-sent events."""
         service.require_model(body.model)
         body.check()
-        params = body.sampling_params(max_tokens=body.max_output_tokens, logprobs=body.num_logprobs)
-        own_items = _own_items(body)
-        messages = await _read_conversation(
-            body.instructions, _earlier_turns(store, body.previous_response_id), own_items
-        )
-        chat = await body.conversation_fields.encode_messages(
-            service, messages, add_special_tokens=bool(body.add_special_tokens), param="input"
-        )
-        answer_format = AnswerFormat(service.require_tokenizer(), chat.text, chat.tool_use, service.reasoning_parser)
-        grammar = await make_answer_grammar(
-            answer_format,
-            body.text_format,
-            body.requested_form,
-            service.llm.prepare_grammar,
-            service.template_text,
-            format_param="text.format",
-        )
-        response = _begin_response(service, body)
-
-        def keep(ended: ResponseObject) -> None:
-            if ended.store:
-                items = _encode_turn(own_items, ended.output)
-                store.add_response(ended.id, msgspec.json.encode(ended), items, ended.previous_response_id)
-
-        writer = ResponseWriter(response, answer_format, keep)
-        generation = await Generation.start(
-            service,
-            [body.truncate_prompt(chat.token_ids)],
-            params,
-            request_id=response.id,
-            prompt_param="input",
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            shown_token_ids=answer_format.shown_token_ids,
-            grammar=grammar,
-        )
+        writer, generation = await _start_generation(service, store, body)
         if body.stream:
             events, headers = writer.write_events(), body.ignored_headers
             return EventStream(events, generation, headers, write_error=writer.write_error, done=b"")
@@ -108,6 +73,47 @@ def response_routes(service: Service) -> APIRouter:
         return Response(msgspec.json.encode(DeletedResponse(id=response_id)), media_type="application/json")
 
     return router
+
+
+async def _start_generation(
+    service: Service, store: ResponseStore, body: ResponsesRequest
+) -> tuple[ResponseWriter, Generation]:
+    """Send the conversation to the engine; the writer writes the answer, and keeps it if the request asks for that."""
+    params = body.sampling_params(max_tokens=body.max_output_tokens, logprobs=body.num_logprobs)
+    own_items = _own_items(body)
+    messages = await _read_conversation(body.instructions, _earlier_turns(store, body.previous_response_id), own_items)
+    chat = await body.conversation_fields.encode_messages(
+        service, messages, add_special_tokens=bool(body.add_special_tokens), param="input"
+    )
+    answer_format = AnswerFormat(service.require_tokenizer(), chat.text, chat.tool_use, service.chat.reasoning_parser)
+    grammar = await make_answer_grammar(
+        answer_format,
+        body.text_format,
+        body.requested_form,
+        service.llm.prepare_grammar,
+        service.chat.template_text,
+        format_param="text.format",
+    )
+    response = _begin_response(service, body)
+
+    def keep(ended: ResponseObject) -> None:
+        if ended.store:
+            items = _encode_turn(own_items, ended.output)
+            store.add_response(ended.id, msgspec.json.encode(ended), items, ended.previous_response_id)
+
+    writer = ResponseWriter(response, answer_format, keep)
+    generation = await Generation.start(
+        service,
+        [body.truncate_prompt(chat.token_ids)],
+        params,
+        request_id=response.id,
+        prompt_param="input",
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        shown_token_ids=answer_format.shown_token_ids,
+        grammar=grammar,
+    )
+    return writer, generation
 
 
 def _own_items(body: ResponsesRequest) -> list[InputItem]:

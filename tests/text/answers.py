@@ -1,0 +1,197 @@
+"""Answers with tool calls, as each format writes them, and how tests parse them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardline.text.answer_parser import AnswerParser
+from shardline.text.reasoning_parsers import find_reasoning_parser
+from shardline.text.tool_parsers import find_tool_parser
+from shardline.text.tool_parsers.call_rules import OfferedFunction
+
+NAMES = ("weather", "f", "find_files")
+TYPES = {"text": "string", "count": "integer", "share": "number", "on": "boolean", "list": "array", "thing": "object"}
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        **{name: {"type": kind} for name, kind in TYPES.items()},
+        "maybe": {"anyOf": [{"$ref": "#/$defs/word"}, {"type": "null"}]},
+        "any": {},
+    },
+    "$defs": {"word": {"type": "string"}},
+}
+FUNCTIONS = [OfferedFunction(name, PARAMETERS) for name in NAMES]
+
+
+@dataclass
+class Answer:
+    """The joined deltas of an answer."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+
+def join(parser: AnswerParser, pieces: list[str], cut: bool = False) -> Answer:
+    answer = Answer()
+    for delta in [*(parser.add_text(piece) for piece in pieces), parser.end_text(cut=cut)]:
+        answer.reasoning += delta.reasoning
+        answer.content += delta.content
+        for call in delta.calls:
+            if call.name is not None:
+                assert call.index == len(answer.calls), "calls begin in order, with their name"
+                answer.calls.append((call.name, ""))
+            name, arguments = answer.calls[call.index]
+            answer.calls[call.index] = (name, arguments + call.arguments)
+    assert parser.has_calls == bool(answer.calls)
+    return answer
+
+
+def parse(
+    text: str,
+    tools: str | None = None,
+    reasoning: str | None = None,
+    prompt: str = "",
+    *,
+    cut: bool = False,
+    most_places: int = 10**6,
+    **options: bool,
+) -> Answer:
+    """The answer in one piece; it must be the same in single characters and in two pieces, cut anywhere.
+
+    `most_places`: for random texts, at about how many places they are cut, one after as many others as their length
+    decides.
+    """
+
+    def make() -> AnswerParser:
+        return AnswerParser(
+            find_reasoning_parser(reasoning)(prompt, has_tools=tools is not None) if reasoning else None,
+            find_tool_parser(tools)(FUNCTIONS, **options) if tools else None,
+        )
+
+    whole = join(make(), [text], cut)
+    assert join(make(), list(text), cut) == whole
+    step = 1 + len(text) // most_places
+    for place in range(len(text) % step, len(text) + 1, step):
+        assert join(make(), [text[:place], text[place:]], cut) == whole, place
+    return whole
+
+
+def hermes(calls: list[tuple[str, str]]) -> str:
+    return "\n".join(
+        f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
+        for name, arguments in calls
+    )
+
+
+def llama3_json(calls: list[tuple[str, str]]) -> str:
+    return "; ".join(f'{{"name": {json.dumps(name)}, "parameters": {arguments}}}' for name, arguments in calls)
+
+
+def mistral(calls: list[tuple[str, str]]) -> str:
+    return (
+        "[TOOL_CALLS]["
+        + ", ".join(f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in calls)
+        + "]"
+    )
+
+
+def mistral_v11(calls: list[tuple[str, str]]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
+
+
+def deepseek_v3(calls: list[tuple[str, str]]) -> str:
+    inner = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+def deepseek_v31(calls: list[tuple[str, str]]) -> str:
+    inner = "".join(
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>" for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+def kimi_k2(calls: list[tuple[str, str]]) -> str:
+    inner = "".join(
+        f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+        for index, (name, arguments) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
+
+
+def gpt_oss(calls: list[tuple[str, str]]) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
+        for name, arguments in calls
+    )
+
+
+def gpt_oss_template(calls: list[tuple[str, str]]) -> str:
+    return "<|start|>assistant".join(
+        f" to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>" for name, arguments in calls
+    )
+
+
+def _as_text(arguments: str) -> dict[str, str]:
+    """Each argument as the formats with tags spell it: strings as they are, other values as JSON."""
+    values = json.loads(arguments).items()
+    return {key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in values}
+
+
+def glm4_moe(calls: list[tuple[str, str]], line: str = "\n") -> str:
+    return line.join(
+        f"<tool_call>{name}{line}"
+        + "".join(
+            f"<arg_key>{key}</arg_key>{line}<arg_value>{text}</arg_value>{line}"
+            for key, text in _as_text(arguments).items()
+        )
+        + "</tool_call>"
+        for name, arguments in calls
+    )
+
+
+def glm47_moe(calls: list[tuple[str, str]]) -> str:
+    return glm4_moe(calls, "")
+
+
+def minimax_m2(calls: list[tuple[str, str]]) -> str:
+    inner = "".join(
+        f'<invoke name="{name}">\n'
+        + "".join(f'<parameter name="{key}">{text}</parameter>\n' for key, text in _as_text(arguments).items())
+        + "</invoke>\n"
+        for name, arguments in calls
+    )
+    return f"<minimax:tool_call>\n{inner}</minimax:tool_call>"
+
+
+def qwen3_coder(calls: list[tuple[str, str]], tag: str = "tool_call", space: str = "\n") -> str:
+    return "\n".join(
+        f"<{tag}>\n<function={name}>\n"
+        + "".join(f"<parameter={key}>{space}{text}{space}</parameter>\n" for key, text in _as_text(arguments).items())
+        + f"</function>\n</{tag}>"
+        for name, arguments in calls
+    )
+
+
+def seed_oss(calls: list[tuple[str, str]]) -> str:
+    return qwen3_coder(calls, "seed:tool_call", "")
+
+
+WRITERS = {
+    "hermes": [hermes],
+    "llama3_json": [llama3_json],
+    "mistral": [mistral, mistral_v11],
+    "deepseek_v3": [deepseek_v3, deepseek_v31],
+    "kimi_k2": [kimi_k2],
+    "gpt_oss": [gpt_oss, gpt_oss_template],
+    "glm4_moe": [glm4_moe, glm47_moe],
+    "minimax_m2": [minimax_m2],
+    "qwen3_coder": [qwen3_coder],
+    "seed_oss": [seed_oss],
+}
