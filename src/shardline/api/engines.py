@@ -115,16 +115,18 @@ class Engines:
                 raise
             failed = [error for error in (future.exception() for future in done) if error is not None]
             if failed:
-                self.close()
+                first = next((error for error in failed if isinstance(error, ValueError)), failed[0])
+                self.close(*_as_exit(first))
         if failed:
-            raise next((error for error in failed if isinstance(error, ValueError)), failed[0])
+            raise first
         ready = [future.result() for future in waits]
         self._fingerprints = [one.fingerprint for one in ready]
         if len(set(self._fingerprints)) > 1:
             prints = ", ".join(f"replica {index}: {one}" for index, one in enumerate(self._fingerprints))
             if self._is_exact:
-                self.close()
-                raise RuntimeError(f"the replicas would give different answers ({prints})")
+                error = RuntimeError(f"the replicas would give different answers ({prints})")
+                self.close(*_as_exit(error))
+                raise error
             _log.warning("the replicas may give different answers (%s)", prints)
         if self._cluster is not None:
             last = msgspec.structs.replace(ready[-1], report=[*ready[-1].report, *self._cluster.describe_links()])
@@ -137,10 +139,10 @@ class Engines:
         name = f"restart-{index}"
         threading.Thread(target=self._restart_engine, args=(index, failed), name=name, daemon=True).start()
 
-    def close(self, code: int = 0) -> None:
+    def close(self, code: int = 0, why: str = "") -> None:
         """End the processes of all engines; may be called again, and from any thread.
 
-        Other nodes end with the exit code `code`.
+        Other nodes end with the exit code `code`, and log why.
         """
         with self._closing:
             self._is_closed = True
@@ -150,7 +152,7 @@ class Engines:
                     list(pool.map(lambda client: client.close(), clients))
         self._forks.close()
         if self._cluster is not None:
-            self._cluster.close(code)
+            self._cluster.close(code, why)
         if self._ray is not None:
             self._ray.close()
 
@@ -244,9 +246,9 @@ class Engines:
                 start = self._cluster.start_engine
             else:
                 deployment = resolve_here(config)
-        except BaseException:
+        except BaseException as error:
             if self._cluster is not None:
-                self._cluster.close(1)
+                self._cluster.close(*_as_exit(error))
             if self._ray is not None:
                 self._ray.close()
             raise
@@ -258,3 +260,8 @@ class Engines:
         self._modules = modules_to_import(deployment.device)
         found = dataclasses.replace(config.model, model=deployment.model.folder)
         return connect, dataclasses.replace(config, model=found)
+
+
+def _as_exit(error: BaseException) -> tuple[int, str]:
+    """The exit code of all nodes after an error of the head, and what they log."""
+    return (2 if isinstance(error, ValueError) else 1), f"{error}" if isinstance(error, Exception) else ""

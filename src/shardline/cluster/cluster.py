@@ -122,14 +122,14 @@ class Cluster:
             self._present.wait_for(lambda: self._closed or len(self._links) >= expected, _LINKS_SECONDS)
             return describe_links(self._deployment, dict(self._links))
 
-    def close(self, code: int = 0) -> None:
-        """End all nodes with an exit code."""
+    def close(self, code: int = 0, why: str = "") -> None:
+        """End all nodes with an exit code. They log why; empty: the code alone says it."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             with contextlib.suppress(OSError):
-                self._head.send(Shutdown(code, "the head was stopped" if code == 0 else "the head has failed"))
+                self._head.send(Shutdown(code, why or ("the head was stopped" if code == 0 else "the head has failed")))
             self._head.end(3.0)
             self._head.disconnect()
         with self._present:

@@ -279,7 +279,7 @@ class Node:
         elif isinstance(message, Rejoin):
             raise _HeadGone("the head does not know this node any more")
         elif isinstance(message, Shutdown):
-            _log.info("the head ends: %s", message.reason)
+            _log.log(logging.ERROR if message.code else logging.INFO, "the head ends: %s", message.reason)
             raise _Ending(message.code)
 
     def _start_held(self) -> None:
