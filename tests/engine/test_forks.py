@@ -68,6 +68,30 @@ def test_a_forked_process_has_what_it_was_given(forks: Forks) -> None:
         channel.close()
 
 
+@pytest.mark.parametrize("ended", [1, 2])
+def test_a_fork_that_ends_at_once_is_tried_again_once(
+    forks: Forks, ended: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pids: list[int] = []
+    open_pid = os.pidfd_open
+
+    def note_pid(pid: int) -> int:
+        pids.append(pid)
+        if len(pids) <= ended:
+            raise ProcessLookupError
+        return open_pid(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", note_pid)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        child = forks.fork("forked_child", [theirs.fileno(), -1], {}, 0.0)
+        assert (child is None) == (ended == 2)
+        if child is not None:
+            child.kill()
+            child.wait(5)
+    assert [f"(pid {pid}) has ended at once" in caplog.text for pid in pids[:ended]] == [True] * ended
+
+
 def test_a_forked_process_ends_with_its_owner(forks: Forks) -> None:
     pids = []
     for grace in (0.0, 60.0):

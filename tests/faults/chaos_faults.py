@@ -139,10 +139,11 @@ class Faults:
             pid = max(self.pids(fault.target), key=start_time)
         else:
             pid = self._random.choice(self._current(fault.target))
-        named = self._appears({"head": "the head process ", "engine": r"engine \d"}.get(fault.target, rf"pid {pid}\b"))
+        words = {"head": "the head process ", "engine": r"engine \d"}.get(fault.target, rf"pid {pid}\b")
+        logs = [self._appears(words, host=host) for host in range(2)]
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, SIGNALS[fault.kind])
-        return named, lambda: None
+        return lambda: any(named() for named in logs), lambda: None
 
     def pids(self, target: str) -> list[int]:
         """The processes of a kind."""

@@ -21,6 +21,8 @@ from shardline.engine.fork_server import MAX_FDS, MAX_REQUEST_BYTES, READY, Fork
 
 _ANSWER_SECONDS = 2.0
 """Seconds that a fork may take; after that, the process is started in the usual way."""
+_FORKS = 2
+"""A fork that has ended at once is tried again; after that, the process is started in the usual way."""
 _DELAY = 10.0
 """Seconds from a start to that of the fork server: programs that end soon do not pay for it."""
 _END_SECONDS = 1.0
@@ -128,22 +130,34 @@ class Forks:
         body = msgspec.msgpack.encode(ForkRequest(module, arguments, dict(environment), grace))
         if len(inherited) > MAX_FDS or len(body) > MAX_REQUEST_BYTES or not self._check_ready():
             return None
+        try:
+            for _ in range(_FORKS):
+                pid, lifeline = self._ask_for_fork(body, inherited)
+                with contextlib.suppress(ProcessLookupError):
+                    return ForkedProcess(pid, lifeline)
+                lifeline.close()
+                _log.warning("a fork for %s (pid %d) has ended at once", module, pid)
+        except OSError:  # the server has ended or is stopped; a late child sees that nobody wants it
+            pass
+        return None
+
+    def _ask_for_fork(self, body: bytes, fds: Sequence[int]) -> tuple[int, socket.socket]:
+        """The process id of a new child, and the socket that it watches.
+
+        Raises:
+            OSError: the server does not answer.
+        """
         ours, theirs = socket.socketpair()
         ours.settimeout(_ANSWER_SECONDS)
         try:
             with theirs:
-                socket.send_fds(self._requests, [body], [theirs.fileno(), *inherited])
+                socket.send_fds(self._requests, [body], [theirs.fileno(), *fds])
             if not (answer := ours.recv(4)):
                 raise ConnectionError("the server has ended")
-            return ForkedProcess(int.from_bytes(answer, "little"), ours)
-        except ProcessLookupError:
-            pid = int.from_bytes(answer, "little")
-            _log.warning("a fork for %s (pid %d) has ended at once; it starts in the usual way", module, pid)
+        except OSError:
             ours.close()
-            return None
-        except OSError:  # the server has ended or is stopped; a late child sees that nobody wants it
-            ours.close()
-            return None
+            raise
+        return int.from_bytes(answer, "little"), ours
 
     def close(self) -> None:
         """Let the server end after its children."""
