@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,21 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[MultiprocessExecutor]:
     executor = MultiprocessExecutor(resolve_on(Machine((host(),)), device="cpu", tensor_parallel_size=4), 0, {})
     executor._channels.start_ranks(4)
     yield executor
+    executor.close()
+
+
+def test_a_rank_that_ends_at_once_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stillborn(FakeRank):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            if len(RANKS) == 2:
+                self.end(-9)
+
+    monkeypatch.setattr(rank_processes, "Child", Stillborn)
+    RANKS.clear()
+    executor = MultiprocessExecutor(resolve_on(Machine((host(),)), device="cpu", tensor_parallel_size=4), 0, {})
+    with pytest.raises(ExecutorFailure, match=r"tp 1\) on .*, pid 1001, ended with -9"):
+        executor._channels.start_ranks(4)
     executor.close()
 
 

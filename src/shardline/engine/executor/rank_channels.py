@@ -43,9 +43,10 @@ class RankChannels:
         self.store = RankStore()
 
     def start_ranks(self, count: int) -> None:
-        """Start all ranks, and open their channels."""
+        """Start all ranks, and open their channels; errors are those of `send`."""
         for rank in range(count):
-            self._channels[rank] = self._processes.start_rank(rank)
+            self._channels[rank], start = self._processes.start_rank(rank)
+            self.send(rank, encode_message(start))
 
     @property
     def fds(self) -> list[int]:

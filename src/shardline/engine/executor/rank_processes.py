@@ -68,8 +68,11 @@ class RankProcesses:
         self.segment = memoryview(mmap.mmap(self._segment_fd, num_bytes))
         """Memory that the ranks of this host and this process map."""
 
-    def start_rank(self, rank: int) -> Channel[WorkerReply]:
-        """Start the process of a rank. The node of a rank on another host has started it already."""
+    def start_rank(self, rank: int) -> tuple[Channel[WorkerReply], StartWorker]:
+        """Start the process of a rank; returns its channel and the first message that it must get.
+
+        The node of a rank on another host has started it already.
+        """
         if rank in self._remote:
             ours = socket.socket(fileno=self._streams[rank])
         else:
@@ -80,8 +83,7 @@ class RankProcesses:
         # A worker reads at once, whatever it is doing. One that does not has stopped, and must not stop the engine.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", self._send_timeout, 0))
         channel: Channel[WorkerReply] = Channel(ours, WorkerReply)  # type: ignore[arg-type]
-        channel.send(StartWorker(self._deployment, self._engine, rank, self._nonce))
-        return channel
+        return channel, StartWorker(self._deployment, self._engine, rank, self._nonce)
 
     def note_report(self, rank: int, report: RankStarted | RankBeat | RankEnded) -> None:
         """Keep what the node of a rank on another host has said of it."""
