@@ -79,7 +79,7 @@ def pack_codes(codes: Tensor, panels: Tensor, first: int = ..., half: int | None
 def packed_codes(panels: Tensor, indices: Tensor, codes: Tensor) -> None: ...
 def linear_grouped(
     x: Tensor,
-    x_sums: Tensor | None,
+    x_groups: Tensor | None,
     panels: Tensor,
     scales: Tensor,
     mins: Tensor | None,
@@ -92,7 +92,7 @@ def linear_grouped(
 ) -> None: ...
 def linear_grouped_best(
     x: Tensor,
-    x_sums: Tensor | None,
+    x_groups: Tensor | None,
     panels: Tensor,
     scales: Tensor,
     mins: Tensor | None,
@@ -105,6 +105,9 @@ def linear_grouped_best(
     best: Tensor,
 ) -> None: ...
 def sum_groups(x: Tensor, group_size: int, sums: Tensor) -> None: ...
+def round_rows_e4m3(
+    x: Tensor, group_size: int, fixed_scale: float, bound: float, out: Tensor, scales: Tensor
+) -> None: ...
 def gather_columns(x: Tensor, order: Tensor, out: Tensor) -> None: ...
 def linear_heads(x: Tensor, panels: Tensor, out: Tensor) -> None: ...
 def rms_norm(

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardline.cli.main import main
+from shardline.models.hub import DEMO_FOLDER
+from tests.loader.stored_checkpoints import write_checkpoint
+from tests.loader.stored_formats import FORMATS
 
 
 @pytest.mark.parametrize(("scheme", "agreement"), [("none", 1.0), ("int8", 0.99), ("int4", 0.98)])
@@ -40,6 +43,20 @@ def test_a_text_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     text.write_text("Join two or more pathname components. " * 100)
     assert main(["evaluate", "--quantization", "int8", "--text", str(text)]) == 0
     assert "int8 against the model as it is" in capsys.readouterr().out
+
+
+def test_a_quantized_checkpoint_against_the_model_that_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(DEMO_FOLDER, tmp_path / "packed", tmp_path / "plain", FORMATS["fbgemm"])
+    report = tmp_path / "quality.json"
+    words = ["--against", "demo", "--quantization", "fp8_w8a8", "--json", str(report)]
+    assert main(["evaluate", str(tmp_path / "packed"), *words]) == 0
+    figures = json.loads(report.read_text())
+    assert figures["reference_perplexity"] < 1.02
+    assert figures["perplexity"] < 1.05
+    assert figures["max_difference"] > 0
+    assert "fp8_w8a8 against demo, over" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def start_engine(
     if scheme in (PACKED, *FORMS):
         options = {**options, "quantization": "none"}
     elif scheme in STORED:
-        options = {**options, "quantization": None}
+        options = {**options, "quantization": STORED[scheme].quantization}
     config = EngineConfig.from_options(
         model=str(model),
         tensor_parallel_size=tensor,

@@ -24,6 +24,8 @@ class Stored(NamedTuple):
     options: dict[str, Any]
     write: Write
     suffix: str = ""
+    quantization: str | None = None
+    """What a user asks for."""
 
     def make(self, folder: Path) -> Path:
         """Write it to `folder`; returns what a user would serve."""
@@ -84,10 +86,12 @@ STORED = {
     "gptq-act-order": _gptq(desc_act=True),
     "gptq-8-bits-act-order": _gptq(bits=8, desc_act=True),
     "fp8-blocks": _stored("fp8 blocks", "mixtral"),
+    "fp8-blocks-w8a8": _stored("fp8 blocks", "mixtral")._replace(quantization="fp8_w8a8"),
     "fp8-a-tensor": _stored("fp8 a tensor"),
+    "fp8-a-tensor-w8a8": _stored("fp8 a tensor")._replace(quantization="fp8_w8a8"),
     "fbgemm-fp8": _stored("fbgemm"),
     "compressed-float": _stored("float an output"),
-    "compressed-int8": _stored("int8"),
+    "compressed-int8": _stored("int8 with int8 inputs"),
     "compressed-int4": _stored("int4 with zero points"),
     "nvfp4": _stored("nvfp4"),
     "nf4": _stored("nf4 nested", "mixtral"),
@@ -100,7 +104,7 @@ SAMPLED_STORED = (
     "gguf-q4_k_m",
     "awq",
     "gptq-act-order",
-    "fp8-blocks",
+    "fp8-blocks-w8a8",
     "nf4",
     "mxfp4",
 )

@@ -16,8 +16,8 @@ from tests.exactness.cases import (
     layouts_of_own_parts,
     pairwise_sample,
 )
-from tests.exactness.harness import Answer, golden, make_requests, run_case
-from tests.exactness.stored import STORED
+from tests.exactness.harness import Answer, golden, make_requests, run, run_case, start_engine
+from tests.exactness.stored import SAMPLED_STORED, STORED
 from tests.models.checkpoints import make_checkpoint
 
 VOCAB_SIZE = 256
@@ -101,6 +101,17 @@ def test_one_answer(case: Case, goldens: Goldens) -> None:
         assert sum(replica.num_preemptions for replica in stats) > 0, "the case was to preempt"
     if case.cache == "warm":
         assert sum(replica.prefix_hits for replica in stats) > 0, "the case was to hit the prefix cache"
+
+
+@pytest.mark.parametrize("name", [name for name in STORED if name not in SAMPLED_STORED])
+def test_every_other_format_has_one_answer_on_three_ranks(name: str, tmp_path: Path) -> None:
+    """The full matrix has the other layouts of these formats."""
+    model, requests, answers = STORED[name].make(tmp_path), make_requests(VOCAB_SIZE, 2), []
+    for tensor in (1, 3):
+        engine, executor = start_engine(model, tensor=tensor, quantization=name, dtype="bfloat16")
+        answers.append(run(engine, requests, "together"))
+        executor.close()
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -37,6 +37,9 @@ ARCHITECTURES = {
     "smollm3": "smollm3",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "glm4_moe": "glm4moe",
+    "llama4_text": "llama4",
+    "minimax_m2": "minimax-m2",
 }
 _PERMUTED = ("llama", "granite", "mistral3", "smollm3")
 """Architectures of which the converter reorders the rows of q and k."""
@@ -135,8 +138,8 @@ def write_gguf(
         if split_latents and (found := _SPLIT_KV.fullmatch(group)):
             result[group] = torch.from_numpy(_add_latents(add, f"blk.{found[1]}", values, config))
             continue
-        if arch == "gpt-oss" and ".experts." in group:
-            result[group] = torch.from_numpy(_add_stacked_experts(add, group, values))
+        if arch in ("gpt-oss", "llama4") and ".experts." in group:
+            result[group] = torch.from_numpy(_add_stacked_experts(add, group, values, alternate=arch == "gpt-oss"))
             continue
         # The converter names the biases of experts like this.
         name = names.get_name(group.replace("e_score_correction_bias", "e_score_correction.bias"), (".weight", ".bias"))
@@ -178,17 +181,20 @@ def _transform(
     return lambda w: w, lambda w: w
 
 
-def _add_stacked_experts(add: Callable[[str, Array], Array], key: str, values: Array) -> Array:
-    """gpt-oss has [experts, in, out], with outputs of gate and up in turn; files have [experts, out, in] of each."""
+def _add_stacked_experts(add: Callable[[str, Array], Array], key: str, values: Array, *, alternate: bool) -> Array:
+    """The model has [experts, in, out], with outputs of gate and up in turn (`alternate`) or one after the other; files
+    have [experts, out, in] of each."""
     is_bias, prefix = key.endswith("_bias"), f"blk.{key.split('.')[2]}.ffn"
     kind = "bias" if is_bias else "weight"
     rows = values if is_bias else values.swapaxes(1, 2)
     if "gate_up" in key:
+        half = rows.shape[1] // 2
+        parts = (rows[:, ::2], rows[:, 1::2]) if alternate else (rows[:, :half], rows[:, half:])
         halves = [
-            add(f"{prefix}_{name}_exps.{kind}", np.ascontiguousarray(rows[:, first::2]))
-            for first, name in enumerate(("gate", "up"))
+            add(f"{prefix}_{name}_exps.{kind}", np.ascontiguousarray(part))
+            for name, part in zip(("gate", "up"), parts, strict=True)
         ]
-        rows = np.stack(halves, 2).reshape(rows.shape)
+        rows = np.stack(halves, 2 if alternate else 1).reshape(rows.shape)
     else:
         rows = add(f"{prefix}_down_exps.{kind}", np.ascontiguousarray(rows))
     return np.ascontiguousarray(rows if is_bias else rows.swapaxes(1, 2))
@@ -255,6 +261,8 @@ def _add_config(w: gguf.GGUFWriter, c: dict[str, Any], split_latents: bool) -> N
         w.add_rope_dimension_count(c["hidden_size"] // c["num_attention_heads"])
     if c["model_type"].startswith("deepseek"):
         _add_deepseek(w, c, split_latents)
+    if c["model_type"] in ("glm4_moe", "llama4_text", "minimax_m2"):
+        _add_mixture(w, c)
     if c["model_type"] == "granite":
         w.add_attention_scale(c["attention_multiplier"])
         w.add_embedding_scale(c["embedding_multiplier"])
@@ -269,6 +277,27 @@ def _add_config(w: gguf.GGUFWriter, c: dict[str, Any], split_latents: bool) -> N
         w.add_expert_feed_forward_length(c["intermediate_size"])
     if rope.get("rope_type") == "llama3":
         w.add_tensor("rope_freqs.weight", _llama3_factors(c, rope))
+
+
+def _add_mixture(w: gguf.GGUFWriter, c: dict[str, Any]) -> None:
+    """The metadata of GLM 4.5, Llama 4 and MiniMax M2."""
+    if c["model_type"] == "llama4_text":
+        w.add_feed_forward_length(c["intermediate_size_mlp"])
+        w.add_expert_feed_forward_length(c["intermediate_size"])
+        w.add_interleave_moe_layer_step(c["interleave_moe_layer_step"])
+        w.add_rope_dimension_count(c["head_dim"])
+        return
+    w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if c["model_type"] == "minimax_m2":
+        w.add_expert_feed_forward_length(c["intermediate_size"])
+        w.add_rope_dimension_count(c["rotary_dim"])
+        return
+    w.add_rope_dimension_count(int(c["head_dim"] * 0.5))
+    w.add_leading_dense_block_count(c["first_k_dense_replace"])
+    w.add_expert_shared_count(c["n_shared_experts"])
+    w.add_expert_weights_scale(c["routed_scaling_factor"])
+    w.add_expert_weights_norm(c["norm_topk_prob"])
+    w.add_nextn_predict_layers(0)
 
 
 def _add_yarn(w: gguf.GGUFWriter, rope: dict[str, Any]) -> None:

@@ -41,6 +41,13 @@ _E4M3 = {"num_bits": 8, "type": "float"}
 _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": ["lm_head"]}
 
 
+def _with_int8_inputs() -> Format:
+    form = _compressed("int-quantized", num_bits=8, type="int", strategy="channel")
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+    form.section["config_groups"]["group_0"]["input_activations"] = inputs
+    return form
+
+
 def _several_groups() -> Format:
     """Attention in 8 bits, the other modules in 4, and one layer not at all."""
     attention = {"num_bits": 8, "type": "int", "strategy": "channel"}
@@ -73,6 +80,7 @@ FORMATS = {
     "float blocks": _compressed("float-quantized", **_E4M3, strategy="block", block_structure=[16, 24]),
     "naive": _compressed("naive-quantized", **_E4M3, strategy="channel"),
     "int8": _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+    "int8 with int8 inputs": _with_int8_inputs(),
     "int4": _compressed("pack-quantized", **_INT4),
     "int4 with zero points": _compressed("pack-quantized", **_INT4, symmetric=False),
     "int4 sorted": _compressed("pack-quantized", g_idx=True, actorder="group", **_INT4),

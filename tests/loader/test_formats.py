@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from shardline.config.engine import STORED_METHODS, EngineConfig
@@ -24,6 +25,7 @@ from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.worker import Worker
 from shardline.sampling_params import SamplingParams
 from shardline.types import Request
+from shardline.weights.base import FormatChoice
 from tests.exactness.harness import start_engine
 from tests.models.checkpoints import make_checkpoint
 
@@ -77,7 +79,10 @@ def _assert_equal_parts(tmp_path: Path) -> None:
     assert num_packed
 
 
-_SAME_FORM = ("float a tensor", "fp8 a tensor, inverse", "fp8 an output", "naive", "nf4 nested", "mxfp4")
+_SAME_FORM = (
+    *("float a tensor", "fp8 a tensor, inverse", "fp8 an output", "naive", "nf4 nested", "mxfp4"),
+    "int8 with int8 inputs",  # tests/weights/test_packed.py compares their products
+)
 """Formats whose weights have the form of another format's once they are in memory."""
 
 
@@ -103,7 +108,7 @@ def _assert_log_probabilities(tmp_path: Path, tensor: int) -> None:
         torch.testing.assert_close(torch.tensor(scores.top_logprobs), row[scores.top_ids], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["fp8 blocks, exponents", "several groups", "nf4", "int8"])
+@pytest.mark.parametrize("name", ["fp8 blocks, exponents", "several groups", "nf4", "int8 with int8 inputs"])
 def test_ranks_hold_as_many_bytes_as_planned(name, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 64}
     model = make_checkpoint("llama", tmp_path / "model", **sizes)
@@ -127,6 +132,29 @@ def test_stacked_experts_of_mxfp4(family, tmp_path):
         _assert_log_probabilities(tmp_path, tensor=2)
 
 
+def test_experts_that_a_quantizer_took_apart(tmp_path):
+    """llm-compressor stores each linear of the experts of Llama 4 by itself; the model's own checkpoint stacks them."""
+    model, apart = make_checkpoint("llama4_text", tmp_path / "model", num_hidden_layers=2), tmp_path / "apart"
+    tensors = {}
+    for key, tensor in load_file(model / "model.safetensors").items():
+        if ".experts." not in key:
+            tensors[key] = tensor
+            continue
+        base, part = key.rsplit(".", 1)
+        for expert, weight in enumerate(tensor.transpose(1, 2)):
+            names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+            for name, rows in zip(names, weight.chunk(len(names)), strict=True):
+                tensors[f"{base}.{expert}.{name}.weight"] = rows.contiguous()
+    apart.mkdir()
+    (apart / "config.json").write_text((model / "config.json").read_text())
+    save_file(tensors, apart / "model.safetensors", {"format": "pt"})
+    write_checkpoint(apart, tmp_path / "packed", tmp_path / "plain", FORMATS["fp8 an output"])
+    _assert_equal_parts(tmp_path)
+    stacked, ours = weights_of(model), weights_of(apart)
+    for name, shape in parameters(decoder_spec(json.loads((model / "config.json").read_text()))):
+        assert torch.equal(stacked.get(name, (None,) * len(shape)), ours.get(name, (None,) * len(shape))), name
+
+
 def test_what_a_checkpoint_is_may_be_stated(tmp_path):
     write(tmp_path, "int4")
     folder = str(tmp_path / "packed")
@@ -145,6 +173,32 @@ def test_what_a_checkpoint_is_may_be_stated(tmp_path):
     with pytest.raises(ValueError, match="quantization gptq: this checkpoint is not quantized; leave"):
         resolve(quantization="gptq")
     assert {name.replace("-", "_") for name in STORED_METHODS} <= methods().keys()
+
+
+def test_the_inputs_of_fp8_weights_may_be_rounded(tmp_path):
+    write(tmp_path, "fbgemm")
+    folder, file = tmp_path / "packed", tmp_path / "packed" / "model.safetensors"
+
+    def resolve(model: Path = folder, **options: Any) -> Any:
+        return resolve_here(EngineConfig.from_options(model=str(model), device="cpu", **options))
+
+    q, no_spans = "layers.0.attention.q.weight", (None, None)
+    option = "--quantization fp8_w8a8 rounds activations too"
+    assert resolve().reasons[0] == f"weights fbgemm_fp8 e4m3, a scale for each output, W8A16 (CPU; {option})"
+    assert "W8A32 (CPU; " in resolve(dtype="float32").reasons[0]
+    setup = resolve(quantization="fp8_w8a8")
+    assert setup.weight_format == replace(resolve().weight_format, name="fp8_w8a8")
+    weight = open_weights(setup).get_packed(q, no_spans)
+    assert (weight.input_scale, weight.input_bound) == (0.0, 1200.0)
+    save_file({**load_file(file), f"{Q}.input_scale": torch.tensor([0.25])}, file, {"format": "pt"})
+    assert open_weights(setup).get_packed(q, no_spans).input_scale == 0.25
+    _change(folder, f"{Q}.input_scale", torch.tensor([0.0]))
+    with pytest.raises(ValueError, match=r"q_proj.input_scale is 0.0, and must be positive"):
+        open_weights(setup).get_packed(q, no_spans)
+    assert resolve(tmp_path / "plain", quantization="fp8_w8a8").weight_format == FormatChoice("fp8_w8a8")
+    write_checkpoint(tmp_path / "plain", tmp_path / "int4", tmp_path / "other", FORMATS["int4"])
+    with pytest.raises(ValueError, match=r"fp8_w8a8 is for e4m3 weights, but .* as compressed-tensors, pack-q"):
+        resolve(tmp_path / "int4", quantization="fp8_w8a8")
 
 
 def test_scales_of_the_kv_cache_are_named_and_not_used(tmp_path):

@@ -50,6 +50,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 20},
     "gemma3_text": {"query_pre_attn_scalar": 20},
+    "glm4_moe": {"n_group": 1, "topk_group": 1},
+    "llama4_text": {"attention_chunk_size": 8192, "floor_scale": 8192},
 }
 _LLAMA3 = {
     "rope_type": "llama3",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardline.config.topology import RankGrid
 from shardline.models.hf_config import HFConfig
-from shardline.models.lookup import family, known_families
+from shardline.models.lookup import decoder_spec, family, known_families
 from shardline.models.parameters import (
     embeds_tokens,
     is_kept_in_float32,
@@ -216,6 +216,30 @@ def test_a_family_is_loaded_or_only_planned() -> None:
     for model_type in planned_families():
         with pytest.raises(ValueError, match=f"'{model_type}' is not supported: "):
             family(model_type)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "says"),
+    [
+        *(
+            (name, "its recurrent layers keep a state")
+            for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h")
+        ),
+        ("deepseek_v32", "an indexer chooses the tokens"),
+    ],
+)
+def test_a_refusal_names_what_is_missing(model_type: str, says: str) -> None:
+    """Before anything else, such as a way of quantizing that is not supported."""
+    section = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    with pytest.raises(ValueError, match=f"'{model_type}' is not supported: {says}.*the engine does not have"):
+        decoder_spec({"model_type": model_type, "quantization_config": section})
+
+
+def test_the_names_of_e4m3() -> None:
+    """MiniMax's files have a longer one."""
+    for kind, count in (("e4m3", 2), ("float8_e4m3fn", 2), ("e5m2", 0)):
+        section = {"quant_method": "fp8", "fmt": kind, "weight_block_size": [128, 128]}
+        assert len(read_stored(HFConfig({**_LLAMA, "quantization_config": section})).layouts) == count
 
 
 def test_what_only_the_cpu_computes_is_refused_on_gpus_by_name() -> None:

@@ -13,10 +13,11 @@ from shardline.runtime.backends.host.grouped import GroupedLinear, unpack_codes
 from shardline.runtime.ops.activation import gated_activation
 from shardline.runtime.ops.moe.experts import expert_up
 from shardline.runtime.ops.sampling.sample import find_best
-from shardline.weights.base import weight_format
+from shardline.weights.base import FormatChoice, weight_format
 from shardline.weights.formats.packed import Format
 from shardline.weights.grouped import GroupedWeight
-from tests.ops.helpers import KERNELS, assert_same_bits, randn
+from shardline.weights.rows import quantize_rows_reference
+from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
 from tests.weights.forms import FORMS, quantize
 
 FORM = Format()
@@ -102,9 +103,11 @@ def test_the_best_output_is_the_first_largest(name, rng):
 @pytest.mark.usefixtures("isa")
 def test_rows_of_experts_have_the_bits_of_one_linear(name, rng):
     experts = [[quantize(randn(70, 96, rng=rng), name) for _ in range(2)] for _ in range(3)]
-    if not FORM.keeps(KERNELS, experts[0], "expert"):
-        assert name == "act_order"
-        return
+    if name == "act_order":  # each expert has an order of its own
+        experts = [
+            [replace(part, group_of=part.group_of.roll(index)) for part in parts] for index, parts in enumerate(experts)
+        ]
+    assert FORM.keeps(KERNELS, experts[0], "expert")
     x, ids = randn(40, 96, dtype=torch.bfloat16, rng=rng), torch.rand(40, 3, generator=rng).topk(2)[1].int()
     biases = randn(3, 140, dtype=torch.bfloat16, rng=rng)
     stack = FORM.allocate_experts(KERNELS, 3, *experts[0])
@@ -115,6 +118,116 @@ def test_rows_of_experts_have_the_bits_of_one_linear(name, rng):
         alone = gated_activation(KERNELS, pack(*parts)(x[(ids == expert).any(1)], biases[expert]), "silu")
         assert_same_bits(whole[begin : begin + len(alone)], alone)
         begin += len(alone)
+
+
+W8A8 = FormatChoice("fp8_w8a8", packs_all=True).open_format()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("form", "how"),
+    [
+        ("fp8", {}),
+        ("fp8", {"input_bound": 1.5}),
+        ("fp8", {"input_scale": 0.004}),
+        ("fp8_block", {}),
+    ],
+)
+@pytest.mark.usefixtures("isa")
+def test_fp8_products_may_round_x_too(form, how, dtype, rng):
+    """Each row of x by itself, or each group of it; with the oracle's numbers, for any number of rows."""
+    n, k = 150, 333
+    weight = replace(quantize(randn(n, k, rng=rng), form), **how)
+    x, bias = randn(31, k, dtype=dtype, rng=rng), randn(n, dtype=dtype, rng=rng)
+    x[3], x[4, 7], x[5] = 0, torch.inf, 1e-30
+    packed = W8A8.pack_linear(KERNELS, weight)
+    whole = packed(x, out_dtype=torch.float32)
+    exact = W8A8.multiply_reference(KERNELS, x, weight, None, torch.float64)
+    assert whole[4].isnan().all() if form == "fp8" else whole[4].isnan().any()
+    dense, rows = weight.dequantize(torch.float32).double(), [row for row in range(31) if row != 4]
+    magnitude = x.double().abs() @ dense.abs().T + 1e-30
+    assert float(((whole.double() - exact).abs() / magnitude)[rows].max()) < 2e-6
+    assert float(((whole.double() - x.double() @ dense.T).abs() / magnitude)[6:].max()) > 1e-4
+    for m in (1, 2, 7, 12, 13, 14):
+        assert_same_bits(packed(x[-m:], out_dtype=torch.float32), whole[-m:])
+    assert_same_bits(W8A8.pack_linear(KERNELS, weight.select_rows(slice(70, n)))(x, None), packed(x)[:, 70:])
+    assert_same_bits(packed(x[6:], bias), (whole[6:] + bias.float()).to(dtype))
+    gated = W8A8.pack_gated(KERNELS, *(weight.select_rows(rows) for rows in (slice(75), slice(75, n))))
+    assert_same_bits(gated(x[6:], bias, "silu"), gated_activation(KERNELS, whole[6:] + bias.float(), "silu").to(dtype))
+    assert_same_bits(packed.argmax(x[6:]), find_best(KERNELS, whole[6:]))
+
+
+def test_weights_that_are_not_quantized_become_fp8(rng):
+    form, x = weight_format("fp8_w8a8"), randn(9, 96, dtype=torch.bfloat16, rng=rng)
+    weight = randn(150, 96, dtype=torch.bfloat16, rng=rng)
+    packed = form.pack_linear(KERNELS, weight[:64], weight[64:])
+    expected = form.multiply_reference(KERNELS, x, weight, None, torch.float32)
+    assert_close(packed(x, out_dtype=torch.float32), expected, scale=x.double().abs() @ weight.double().abs().T)
+    assert packed.nbytes < 150 * 96 * 2
+    assert form.pack_lm_head(KERNELS, weight).input_form == "quantized"
+
+
+def test_experts_may_round_x_too(rng):
+    """Each with a scale of its own, if it is fixed."""
+    weights = [replace(quantize(randn(140, 96, rng=rng), "fp8"), input_scale=scale) for scale in (0.0, 0.01, 0.02)]
+    x = randn(40, 96, dtype=torch.bfloat16, rng=rng)
+    ids = torch.rand(40, 3, generator=rng).topk(2)[1].to(torch.int32)
+    experts = W8A8.allocate_experts(KERNELS, 3, weights[0])
+    for index, weight in enumerate(weights):
+        W8A8.pack_expert(KERNELS, experts, index, weight.select_rows(slice(7)), weight.select_rows(slice(7, 140)))
+    whole, begin = expert_up(KERNELS, x, ids, experts, "silu", gated=True), 0
+    for expert, weight in enumerate(weights):
+        rows = x[(ids == expert).any(1)]
+        alone = gated_activation(KERNELS, W8A8.pack_linear(KERNELS, weight)(rows), "silu")
+        assert_same_bits(whole[begin : begin + len(rows)], alone)
+        begin += len(rows)
+
+
+def test_parts_with_unlike_scales_of_x_are_multiplied_apart(rng):
+    weight, x = quantize(randn(150, 96, rng=rng), "fp8"), randn(9, 96, dtype=torch.bfloat16, rng=rng)
+    parts = [
+        replace(weight.select_rows(rows), input_scale=scale)
+        for rows, scale in ((slice(40), 0.01), (slice(40, 150), 0.02))
+    ]
+    both = W8A8.pack_linear(KERNELS, *parts)
+    assert_same_bits(both(x), torch.cat([W8A8.pack_linear(KERNELS, part)(x) for part in parts], 1))
+    gate, up = (
+        replace(part.select_rows(slice(40)), input_scale=scale) for part, scale in zip(parts, (0.01, 0.02), strict=True)
+    )
+    alone = torch.cat([W8A8.pack_linear(KERNELS, part)(x) for part in (gate, up)], 1)
+    assert_same_bits(W8A8.pack_gated(KERNELS, gate, up)(x, None, "silu"), gated_activation(KERNELS, alone, "silu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_8_bit_integers_of_a_file_have_its_own_bytes(dtype, rng):
+    """And the products of `int8`: with a scale per row, rows of x are quantized too."""
+    values, scales = torch.randint(-128, 128, (150, 77), generator=rng), torch.rand(150, 1, generator=rng) + 0.1
+    weight = GroupedWeight(
+        (values + 128).byte(),
+        scales,
+        torch.zeros(77, dtype=torch.int64),
+        zeros=torch.full((150, 1), 128, dtype=torch.uint8),
+        bits=8,
+        quantizes_input=True,
+    )
+    x, bias = randn(40, 77, dtype=dtype, rng=rng), randn(150, dtype=dtype, rng=rng)
+    rows = quantize_rows_reference(x)
+    sums = rows.values[:, :77].long() @ values.T
+    expected = sums.float() * (rows.scales[:, None] * scales[:, 0])
+    parts = [weight.select_rows(rows) for rows in (slice(7), slice(7, 7), slice(7, 150))]
+    packed = FORM.pack_linear(KERNELS, *parts)
+    assert packed.input_form == "quantized"
+    assert_same_bits(packed(x, out_dtype=torch.float32), expected)
+    assert_same_bits(packed(x, bias), (expected + bias.float()).to(dtype))
+    gated = FORM.pack_gated(KERNELS, weight.select_rows(slice(75)), weight.select_rows(slice(75, 150)))
+    assert_same_bits(gated(x, bias, "silu"), gated_activation(KERNELS, expected + bias.float(), "silu").to(dtype))
+    experts = FORM.allocate_experts(KERNELS, 2, weight)
+    for index in range(2):
+        FORM.pack_expert(KERNELS, experts, index, *parts)
+    ids = torch.ones(40, 1, dtype=torch.int32)
+    assert_same_bits(
+        expert_up(KERNELS, x, ids, experts, "silu", gated=True), gated_activation(KERNELS, expected.to(dtype), "silu")
+    )
 
 
 def test_parts_of_unlike_forms_are_multiplied_apart(rng):

@@ -61,20 +61,38 @@ void route_experts(nb::handle logits_object, nb::handle bias_object, nb::handle 
 
 int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-// Checks panels of codes and what belongs to them: (scales, mins, zeros, table, group size), or the scales of rows in
-// fp8.
+// Checks panels of codes and what belongs to them: (scales, mins, zeros, table, group size, order, rounding), or the
+// scales of rows in fp8. The order of columns may be None. The rounding of x is None or (fixed scales of the experts,
+// bound).
 void set_grouped(ExpertStack& stack, const Tensor& panels, nb::handle scales_object, int64_t num_panels,
                  int64_t depth) {
   const bool is_fp8 = !nb::isinstance<nb::tuple>(scales_object);
   const nb::tuple parts = is_fp8 ? nb::make_tuple(scales_object, nb::none(), nb::none(), nb::none(),
-                                                  round_up(depth, kOctet))
+                                                  round_up(depth, kOctet), nb::none(), nb::none())
                                  : nb::cast<nb::tuple>(scales_object);
-  if (parts.size() != 5) raise_value_error("scales of groups are (scales, mins, zeros, table, group size)");
+  if (parts.size() != 7) {
+    raise_value_error("scales of groups are (scales, mins, zeros, table, group size, order, rounding)");
+  }
   stack.kind = WeightKind::kGrouped;
   if (is_fp8) stack.grouped.table = e4m3_table();
   set_grouped_weight(stack.grouped, {panels.size(0), num_panels, depth},
                      {panels, parts[0], parts[1], parts[2], parts[3], nb::cast<int64_t>(parts[4])});
   stack.panel_bytes = round_up(depth, kOctet) / kOctet * octet_bytes(stack.grouped.bits);
+  if (!parts[5].is_none()) {
+    const Tensor order(parts[5], "order");
+    stack.order = order.is(DType::kInt32).has_shape({panels.size(0), depth}).is_contiguous().as<int32_t>();
+    const auto bounds = std::minmax_element(stack.order, stack.order + panels.size(0) * depth);
+    if (*bounds.first < 0 || *bounds.second >= depth) raise_value_error("order names a column that x does not have");
+  }
+  if (parts[6].is_none()) return;
+  const nb::tuple rounding = nb::cast<nb::tuple>(parts[6]);
+  if (rounding.size() != 2 || stack.grouped.mins.data != nullptr || stack.order != nullptr) {
+    raise_value_error("a rounding is (fixed scales, bound), and its weights have no mins and no order");
+  }
+  stack.rounds_x = true;
+  stack.input_bound = nb::cast<float>(rounding[1]);
+  const Tensor fixed(rounding[0], "fixed scales");
+  stack.input_scales = fixed.is(DType::kFloat32).has_shape({panels.size(0)}).is_contiguous().as<float>();
 }
 
 // Checks panels that pack_weight, pack_int8, pack_int4 or pack_codes made, with the experts as the first dimension.

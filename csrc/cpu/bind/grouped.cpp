@@ -63,7 +63,7 @@ void packed_codes_of(nb::handle panels_object, nb::handle indices_object, nb::ha
 }
 
 // Fills in all arguments except the output.
-GroupedLinearArgs linear_args(nb::handle x_object, nb::handle sums, const GroupedTensors& weight,
+GroupedLinearArgs linear_args(nb::handle x_object, nb::handle x_groups_object, const GroupedTensors& weight,
                               nb::handle bias_object, int64_t num_columns, bool gated) {
   const Tensor x(x_object, "x");
   x.is_floating().has_shape({-1, -1}).has_rows();
@@ -78,10 +78,10 @@ GroupedLinearArgs linear_args(nb::handle x_object, nb::handle sums, const Groupe
   const int64_t weight_columns = gated ? gated_weight_columns(num_columns) : num_columns;
   set_grouped_weight(args, {-1, ceil_div(weight_columns, kPanelColumns), args.depth}, weight);
   args.panels = weight.panels.as<uint8_t>();
-  if (args.mins.data != nullptr) {
-    const Tensor x_sums(sums, "x_sums");
-    args.x_sums =
-        x_sums.is(DType::kFloat32).has_shape({args.num_rows, args.num_groups}).is_contiguous().as<float>();
+  if (args.mins.data != nullptr || !x_groups_object.is_none()) {
+    const Tensor x_groups(x_groups_object, "x_groups");
+    x_groups.is(DType::kFloat32).has_shape({args.num_rows, args.num_groups}).is_contiguous();
+    (args.mins.data != nullptr ? args.x_sums : args.x_scales) = x_groups.as<float>();
   }
   if (!bias_object.is_none()) {
     const Tensor bias(bias_object, "bias");
@@ -92,13 +92,13 @@ GroupedLinearArgs linear_args(nb::handle x_object, nb::handle sums, const Groupe
   return args;
 }
 
-void linear_grouped(nb::handle x, nb::handle x_sums, nb::handle panels, nb::handle scales, nb::handle mins,
+void linear_grouped(nb::handle x, nb::handle x_groups, nb::handle panels, nb::handle scales, nb::handle mins,
                     nb::handle zeros, nb::handle table, int64_t group_size, nb::handle bias, nb::handle out_object,
                     const std::optional<std::string>& gate) {
   const Tensor out(out_object, "out");
   out.is_floating().has_shape({-1, -1}).has_rows();
   GroupedLinearArgs args = linear_args(
-      x, x_sums, {Tensor(panels, "panels"), scales, mins, zeros, table, group_size}, bias, out.size(1),
+      x, x_groups, {Tensor(panels, "panels"), scales, mins, zeros, table, group_size}, bias, out.size(1),
       gate.has_value());
   out.has_shape({args.num_rows, -1});
   args.out_dtype = out.dtype();
@@ -108,10 +108,10 @@ void linear_grouped(nb::handle x, nb::handle x_sums, nb::handle panels, nb::hand
   perform([args] { kernels().linear_grouped(args); });
 }
 
-void linear_grouped_best(nb::handle x, nb::handle x_sums, nb::handle panels, nb::handle scales, nb::handle mins,
+void linear_grouped_best(nb::handle x, nb::handle x_groups, nb::handle panels, nb::handle scales, nb::handle mins,
                          nb::handle zeros, nb::handle table, int64_t group_size, nb::handle bias, int64_t num_columns,
                          nb::handle allowed, nb::handle best_object) {
-  GroupedLinearArgs args = linear_args(x, x_sums, {Tensor(panels, "panels"), scales, mins, zeros, table, group_size},
+  GroupedLinearArgs args = linear_args(x, x_groups, {Tensor(panels, "panels"), scales, mins, zeros, table, group_size},
                                        bias, num_columns, false);
   const Tensor best(best_object, "best");
   const int64_t num_panels = ceil_div(num_columns, kPanelColumns);
@@ -132,6 +132,18 @@ void sum_groups(nb::handle x_object, int64_t group_size, nb::handle sums_object)
   const SumGroupsArgs args = {x.dtype(), x.data(),  x.row_stride(), sums.as<float>(),
                               x.size(0), x.size(1), group_size};
   perform([args] { kernels().sum_groups(args); });
+}
+
+void round_rows_e4m3(nb::handle x_object, int64_t group_size, float fixed_scale, float bound, nb::handle out_object,
+                     nb::handle scales_object) {
+  const Tensor x(x_object, "x"), out(out_object, "out"), scales(scales_object, "scales");
+  x.is_floating().has_shape({-1, -1}).has_rows();
+  out.same_dtype(x).has_shape({x.size(0), x.size(1)}).is_contiguous();
+  if (group_size < 1) raise_value_error("a group has at least one column");
+  scales.is(DType::kFloat32).has_shape({x.size(0), ceil_div(x.size(1), group_size)}).is_contiguous();
+  const RoundRowsArgs args = {x.dtype(), x.data(),  x.row_stride(), out.data(),  scales.as<float>(),
+                              x.size(0), x.size(1), group_size,     fixed_scale, bound};
+  perform([args] { kernels().round_rows_e4m3(args); });
 }
 
 void gather_columns_of(nb::handle x_object, nb::handle order_object, nb::handle out_object) {
@@ -198,12 +210,13 @@ void set_grouped_weight(GroupedLinearArgs& args, const GroupedShape& shape, cons
 void bind_grouped(nb::module_& m) {
   m.def("pack_codes", &pack_codes_of, "codes"_a, "panels"_a, "first"_a = 0, "half"_a = nb::none());
   m.def("packed_codes", &packed_codes_of, "panels"_a, "indices"_a, "codes"_a);
-  m.def("linear_grouped", &linear_grouped, "x"_a, "x_sums"_a.none(), "panels"_a, "scales"_a, "mins"_a.none(),
+  m.def("linear_grouped", &linear_grouped, "x"_a, "x_groups"_a.none(), "panels"_a, "scales"_a, "mins"_a.none(),
         "zeros"_a.none(), "table"_a.none(), "group_size"_a, "bias"_a.none(), "out"_a, "gate"_a = nb::none());
-  m.def("linear_grouped_best", &linear_grouped_best, "x"_a, "x_sums"_a.none(), "panels"_a, "scales"_a,
+  m.def("linear_grouped_best", &linear_grouped_best, "x"_a, "x_groups"_a.none(), "panels"_a, "scales"_a,
         "mins"_a.none(), "zeros"_a.none(), "table"_a.none(), "group_size"_a, "bias"_a.none(), "num_columns"_a,
         "allowed"_a.none(), "best"_a);
   m.def("sum_groups", &sum_groups, "x"_a, "group_size"_a, "sums"_a);
+  m.def("round_rows_e4m3", &round_rows_e4m3, "x"_a, "group_size"_a, "fixed_scale"_a, "bound"_a, "out"_a, "scales"_a);
   m.def("gather_columns", &gather_columns_of, "x"_a, "order"_a, "out"_a);
 }
 

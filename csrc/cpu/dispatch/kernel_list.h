@@ -26,5 +26,6 @@
   KERNEL(void, pack_int4, const PackQuantizedArgs& args) \
   KERNEL(void, linear_int4, const QuantizedLinearArgs& args) \
   KERNEL(void, linear_grouped, const GroupedLinearArgs& args) \
+  KERNEL(void, round_rows_e4m3, const RoundRowsArgs& args) \
   KERNEL(void, sum_groups, const SumGroupsArgs& args) \
   KERNEL(void, combine, const CombineArgs& args)

@@ -65,6 +65,18 @@ struct QuantizeRowsArgs {
   int64_t num_rows, depth;
 };
 
+// Rounds each group of columns of x to float8_e4m3fn: out = e4m3(x / scale), in the dtype of x, which holds it exactly.
+struct RoundRowsArgs {
+  DType dtype;
+  const void* x;  // may be `out`
+  int64_t x_stride;
+  void* out;      // [num_rows, depth]
+  float* scales;  // [num_rows, number of groups]; NaN for a group that is not finite
+  int64_t num_rows, depth, group_size;
+  float fixed_scale;  // 0: the largest |x| of a group becomes 448
+  float bound;        // larger |x| count as this number; 0: no bound
+};
+
 // weight [N, K] becomes panels of 64 columns, and a scale per column: in int8 [panel][k / 4][column][k % 4] with 128
 // added; in int4 [panel][k / 32], each kInt4GroupBytes.
 struct PackQuantizedArgs {
@@ -139,7 +151,8 @@ struct GroupedLinearArgs {
   DType dtype, out_dtype, bias_dtype;
   const void* x;
   int64_t x_stride;
-  const float* x_sums;  // [num_rows, num_groups]: the sum of each group of x; null without mins
+  const float* x_sums;    // [num_rows, num_groups]: the sum of each group of x; null without mins
+  const float* x_scales;  // [num_rows, num_groups]: the scale of each group of x; null for one. Only without mins
   const uint8_t* panels;
   GroupNumbers scales, mins;
   const uint8_t* zeros;  // [num_panels, num_groups, 64], at most 16 for 4 bits; then value(code) = code - zero. Or null

@@ -4,7 +4,8 @@
 //
 // The sum of a group is one chain of multiply-adds in the order of K, from zero. Its product with the scale is added
 // with one rounding, and so is that with the min. All of it is in fp32. Values of codes are exact in bf16; those that
-// are not are the sum of two bf16, which follow each other in the chain. A few rows multiply codes that are decoded in
+// are not are the sum of two bf16, which follow each other in the chain. If x is rounded to e4m3, a group's sum is first
+// multiplied by the scale that the row of x has in this group. A few rows multiply codes that are decoded in
 // registers; many rows multiply panels that are unpacked block by block. Both have the same bits.
 #include <vector>
 
@@ -162,6 +163,18 @@ template <bool kMins, bool kExpanded, int kRows, int kVectors>
   }
 }
 
+// Multiplies the sums of group g by the scales that x has in it.
+template <int kRows, int kVectors>
+[[gnu::always_inline]] inline void scale_rows(const GroupedLinearArgs& args, int64_t row, int64_t g,
+                                              F32 (&sum)[kRows][kVectors]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    const F32 scale = broadcast(args.x_scales[(row + r) * args.num_groups + g]);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = sum[r][v] * scale;
+  }
+}
+
 // Calls add(g, begin, end, sum) for the octets of each group of a tile in turn, for kVectors vectors of columns from
 // `column` on, and closes groups that are complete. With kExpanded, their scales and mins begin at `expanded`.
 template <bool kExpanded, int kRows, int kVectors, class Add>
@@ -192,6 +205,7 @@ template <bool kExpanded, int kRows, int kVectors, class Add>
     add(g, begin, end, sum);
     begin = end;
     if (end != group_end) break;
+    if (args.x_scales != nullptr) scale_rows(args, tile.row, g, sum);
     has_mins ? close_group<true, kExpanded>(args, tile, g, column, expanded, total, sum)
              : close_group<false, kExpanded>(args, tile, g, column, expanded, total, sum);
     if (kExpanded) expanded += 2 * kPanelColumns;

@@ -55,7 +55,7 @@ struct ExpertRows {
   int64_t stride;  // elements
   const float* scales;
   const int32_t* sums;
-  const float* group_sums;  // [rows, number of groups], for grouped weights with mins
+  const float* group_sums;  // [rows, number of groups], for grouped weights with mins; or the scales of rounded rows
 };
 
 bool reads_quantized(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kInt4; }
@@ -114,6 +114,42 @@ ExpertRows with_group_sums(ExpertRows rows, const ExpertStack& weight, int64_t d
   return rows;
 }
 
+// Puts the columns of rows that are sorted by expert in the order of their expert's packed columns.
+ExpertRows with_ordered_columns(ExpertRows rows, const ExpertStack& weight, int64_t depth, const SortedSlots& slots) {
+  if (weight.kind != WeightKind::kGrouped || weight.order == nullptr) return rows;
+  const int64_t item = bytes_of(rows.dtype);
+  char* out = static_cast<char*>(workspace.rows.get(slots.num_rows() * depth * item));
+  for (size_t e = 0; e + 1 < slots.begins.size(); ++e) {
+    const int64_t begin = slots.begins[e], count = slots.begins[e + 1] - begin;
+    const char* x = static_cast<const char*>(rows.x) + begin * rows.stride * item;
+    gather_columns({x, rows.stride, weight.order + static_cast<int64_t>(e) * depth, out + begin * depth * item, count,
+                    depth, item});
+  }
+  rows.x = out;
+  rows.stride = depth;
+  return rows;
+}
+
+// Rounds rows that are sorted by expert to e4m3, each with the scale of its expert if that is fixed.
+ExpertRows with_rounded_rows(ExpertRows rows, const ExpertStack& weight, int64_t depth, const SortedSlots& slots) {
+  if (weight.kind != WeightKind::kGrouped || !weight.rounds_x) return rows;
+  const int64_t count = slots.num_rows(), groups = weight.grouped.num_groups;
+  float* scales = static_cast<float*>(workspace.scales.get(count * groups * static_cast<int64_t>(sizeof(float))));
+  char* out = static_cast<char*>(workspace.rows.get(count * depth * bytes_of(rows.dtype)));
+  const auto round = [&](int64_t begin, int64_t end, float fixed_scale) {
+    if (begin == end) return;
+    const char* x = static_cast<const char*>(rows.x) + begin * rows.stride * bytes_of(rows.dtype);
+    kernels().round_rows_e4m3({rows.dtype, x, rows.stride, out + begin * depth * bytes_of(rows.dtype),
+                               scales + begin * groups, end - begin, depth, weight.grouped.group_size, fixed_scale,
+                               weight.input_bound});
+  };
+  for (size_t e = 0; e + 1 < slots.begins.size(); ++e) round(slots.begins[e], slots.begins[e + 1], weight.input_scales[e]);
+  rows.x = out;
+  rows.stride = depth;
+  rows.group_sums = scales;
+  return rows;
+}
+
 struct GroupedLinear {
   ExpertRows rows;
   ExpertStack weight;
@@ -158,6 +194,7 @@ void expert_product(const GroupedLinear& job, int64_t expert, int64_t begin, int
     }
     if (args.zeros != nullptr) args.zeros += first_panel * args.num_groups * kPanelColumns;
     if (args.mins.data != nullptr) args.x_sums = job.rows.group_sums + begin * args.num_groups;
+    if (job.weight.rounds_x) args.x_scales = job.rows.group_sums + begin * args.num_groups;
     args.dtype = job.rows.dtype;
     args.out_dtype = job.out_dtype;
     args.x = x;
@@ -249,7 +286,9 @@ void expert_up(const ExpertUpArgs& args, const SortedSlots& slots) {
   }
   const int64_t columns = args.gated ? 2 * args.width : args.width;
   void* products = workspace.products.get(count * columns * bytes_of(args.dtype));
-  rows = with_group_sums(sorted_rows(rows, args.depth, slots.tokens, count), args.weight, args.depth, count);
+  rows = with_ordered_columns(sorted_rows(rows, args.depth, slots.tokens, count), args.weight, args.depth, slots);
+  rows = with_group_sums(rows, args.weight, args.depth, count);
+  rows = with_rounded_rows(rows, args.weight, args.depth, slots);
   const GroupedLinear job = {rows,
                              args.weight,
                              static_cast<const char*>(args.bias),
@@ -270,7 +309,9 @@ const void* expert_down(const ExpertDownArgs& args, const SortedSlots& slots) {
   if (reads_quantized(args.weight.kind)) {
     rows = quantized_rows(args.dtype, args.x, args.depth, args.depth, count);
   }
+  rows = with_ordered_columns(rows, args.weight, args.depth, slots);
   rows = with_group_sums(rows, args.weight, args.depth, count);
+  rows = with_rounded_rows(rows, args.weight, args.depth, slots);
   grouped_linear({rows, args.weight, static_cast<const char*>(args.bias), args.dtype, args.out_dtype,
                   static_cast<char*>(products), args.depth, args.width},
                  slots.begins);

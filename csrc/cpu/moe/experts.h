@@ -38,6 +38,10 @@ struct ExpertStack {
   const float* scales;  // [num_experts, columns padded to whole panels]; null for floating weights
   int64_t num_experts, num_panels, panel_bytes;
   GroupedLinearArgs grouped;  // of the first expert, for this kind: the weight without panels
+  const int32_t* order;       // [num_experts, depth]: the column of x in each packed place; null: columns are in order
+  bool rounds_x;              // to e4m3, for this kind; see RoundRowsArgs
+  const float* input_scales;  // [num_experts]: the fixed scale of x; 0 for none
+  float input_bound;
 };
 
 // The slots of the experts [first, first + count).

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable
 
+import msgspec
+
 from shardline.config.engine import STORED_METHODS, EngineConfig, ModelConfig
 from shardline.deployment.machine import Device, DeviceKind
 from shardline.models.parameters import layer_parameters
 from shardline.models.sizes import OwnFormats
 from shardline.models.spec import MLA, DecoderSpec, DType, KVDType
-from shardline.models.stored_layout import Form
-from shardline.models.stored_weights import StoredRules, StoredWeights, methods
+from shardline.models.stored_layout import BlockLayout, Form
+from shardline.models.stored_weights import PackingRule, StoredRules, StoredWeights, methods
 from shardline.weights.base import PLAIN, FormatChoice
 
 _DTYPES: dict[str, DType] = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
@@ -20,7 +22,7 @@ _GPU_GROUPS = (0, 32, 64, 128)
 """Columns of a group that GPUs can keep packed; 0: the whole row."""
 _CPU_GROUP_UNIT = 8
 """Columns that the CPU packs together; a group is a multiple of it."""
-_FP8_CAPABILITY = 89
+_E4M3_CAPABILITY = 89
 """The first GPU architecture that computes in fp8: sm_89."""
 
 
@@ -48,16 +50,39 @@ def choose_weight_format(config: EngineConfig, stored: StoredRules, devices: tup
     """
     asked = config.model.quantization
     check_statements(config.model, stored)
+    is_there = stored.is_packed and config.model.load_format != "dummy"
     if asked is None or asked == stored.method:
-        is_there = stored.is_packed and config.model.load_format != "dummy"
         return _kept_format(stored, devices[0].kind) if is_there else PLAIN
     if asked == "none":
         return PLAIN
     chosen = FormatChoice(asked)
     held = chosen.open_format()
+    if not held.is_for_gpus and devices[0].kind != "cpu":
+        raise ValueError(f"quantization {asked} is for CPUs; use {held.alternatives}, or --device cpu")
+    if held.takes_e4m3 and is_there:
+        return _with_e4m3(asked, stored)
     gpus = tuple(device for device in devices if device.kind != "cpu")
     _check_devices(f"quantization {asked}", held.gpu_capability, held.alternatives, gpus)
     return chosen
+
+
+def _with_e4m3(asked: str, stored: StoredRules) -> FormatChoice:
+    """A format that takes e4m3 weights as they are.
+
+    Raises:
+        ValueError: the checkpoint has no such weights.
+    """
+    if not has_e4m3(stored):
+        raise ValueError(
+            f"quantization {asked} is for e4m3 weights, but this checkpoint is quantized as {stored}; leave the option "
+            "out"
+        )
+    return msgspec.structs.replace(_kept_format(stored, "cpu"), name=asked)
+
+
+def has_e4m3(stored: StoredRules) -> bool:
+    """Whether some weights are e4m3."""
+    return any(isinstance(layout, BlockLayout) and layout.table == "e4m3" for layout in stored.layouts)
 
 
 def check_statements(model: ModelConfig, stored: StoredRules) -> None:
@@ -77,8 +102,12 @@ def check_statements(model: ModelConfig, stored: StoredRules) -> None:
 
 def _kept_format(stored: StoredRules, device: DeviceKind) -> FormatChoice:
     """The format that a device keeps such weights in. GPUs keep 4-bit integers with zero points, and the CPU all."""
-    # The last rule is the one for modules that no other rule names.
-    return _format_of(max(stored.rules, key=lambda rule: "Linear" in rule.targets).layouts[0].form, device)
+    return _format_of(general_rule(stored).layouts[0].form, device)
+
+
+def general_rule(stored: StoredRules) -> PackingRule:
+    """The rule for modules that no other rule names."""
+    return max(stored.rules, key=lambda rule: "Linear" in rule.targets)
 
 
 def stored_forms(stored: StoredWeights, types: Callable[[str], str | None]) -> Callable[[str], Form | None]:
@@ -149,7 +178,7 @@ def choose_kv_dtype(asked: str, dtype: DType, spec: DecoderSpec, devices: tuple[
     if asked == "int8":
         return "int8"
     gpus = tuple(device for device in devices if device.kind != "cpu")
-    _check_devices(f"kv_cache_dtype {asked}", _FP8_CAPABILITY, "int8", gpus)
+    _check_devices(f"kv_cache_dtype {asked}", _E4M3_CAPABILITY, "int8", gpus)
     return "float8_e4m3fn"
 
 

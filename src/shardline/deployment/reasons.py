@@ -8,6 +8,9 @@ from shardline.config.engine import EngineConfig
 from shardline.config.units import format_bytes
 from shardline.deployment.cache import BLOCK_TOKENS
 from shardline.deployment.deployment import Deployment, MeasuredPool
+from shardline.deployment.formats import general_rule, has_e4m3
+from shardline.models.spec import DTYPE_BYTES
+from shardline.models.stored_layout import BlockLayout
 
 
 def explain_choices(deployment: Deployment, asked: EngineConfig, room: int) -> Deployment:
@@ -19,6 +22,8 @@ def _reasons(deployment: Deployment, asked: EngineConfig, room: int) -> list[str
     spec, grid, stored = deployment.spec, deployment.grid, deployment.model.stored
     host = deployment.machine.hosts[0]
     reasons = []
+    if stored.is_packed and asked.model.quantization is None and asked.model.load_format != "dummy":
+        reasons.append(f"weights {_weights(deployment)}")
     if asked.parallel.device == "auto" and deployment.device == "cuda":
         gpus = [host.devices[index] for index in host.of_kind("cuda")]
         reasons.append(f"device cuda (this host has {len(gpus)} x {gpus[0].name})")
@@ -50,3 +55,17 @@ def _reasons(deployment: Deployment, asked: EngineConfig, room: int) -> list[str
         share = f"{cache.gpu_memory_utilization:g} of half the free memory, shared by all ranks"
         reasons.append(f"up to {format_bytes(room)} of KV cache a rank ({share})")
     return reasons
+
+
+def _weights(deployment: Deployment) -> str:
+    """How the checkpoint is quantized, and in how many bits products with its weights compute."""
+    stored = deployment.model.stored
+    name = str(stored).replace(", ", " ", 1)
+    device = "CPU" if deployment.device == "cpu" else "GPU"
+    if not deployment.keeps_packed:
+        return f"{name}, dequantized to {deployment.dtype} ({device})"
+    weights, inputs = general_rule(stored).packing.bits, 8 * DTYPE_BYTES[deployment.dtype]
+    if any(isinstance(layout, BlockLayout) and layout.quantizes_input for layout in stored.layouts):
+        inputs = 8
+    option = "; --quantization fp8_w8a8 rounds activations too" if has_e4m3(stored) and device == "CPU" else ""
+    return f"{name}, W{weights}A{inputs} ({device}{option})"

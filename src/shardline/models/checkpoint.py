@@ -6,6 +6,7 @@ tensor its dtype, shape and data_offsets relative to byte 8 + N. The data comes 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import struct
@@ -89,6 +90,17 @@ class Checkpoint:
         """Element type of tensor `key`, with its name in safetensors: F32, BF16, ..."""
         return self.tensors[key].dtype
 
+    def place(self, source: TensorSource) -> TensorSource:
+        """The place of a parameter in this checkpoint: `source`, or its own tensors if they are apart."""
+        if source.apart and source.apart.rpartition(".")[0] in self._modules:
+            return TensorSource(source.apart)
+        return source
+
+    @functools.cached_property
+    def _modules(self) -> frozenset[str]:
+        """The names of all tensors without their last part."""
+        return frozenset(key.rpartition(".")[0] for key in self.tensors)
+
     def find(self, source: TensorSource) -> str | None:
         """The key of `source`'s tensor in the checkpoint; None if the tensor is missing."""
         return next((key for key in (source.key, *source.aliases) if key in self.tensors), None)
@@ -110,7 +122,7 @@ class Checkpoint:
         quantized = _QuantizedModules(self, rules or StoredRules())
         expected: dict[str, Shape] = {}
         for name, shape in parameters(spec):
-            source = tensor_source(name, spec)
+            source = self.place(tensor_source(name, spec))
             if quantized.add(name, source, shape, problems):
                 continue
             key = self.find(source)

@@ -31,6 +31,8 @@ _RECURRENT = (
     "minimax",
     "nemotron_h",
     "olmo_hybrid",
+    "qwen3_5",
+    "qwen3_5_moe",
     "qwen3_next",
     "recurrent_gemma",
     "rwkv",
@@ -94,8 +96,9 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) ->
         ValueError: the model type is missing or not supported, or the configuration is wrong.
     """
     text = text_config(config)
+    found = family(language_model_type(config))
     check_loadable(HFConfig(text))
-    spec = family(language_model_type(config)).decoder_spec(text, max_model_len)
+    spec = found.decoder_spec(text, max_model_len)
     return without_norm_offsets(spec) if config.get(NORMS_HOLD_OFFSET) else spec
 
 

@@ -134,6 +134,10 @@ def _weight_bytes(
             stored = head if name == "lm_head.weight" else name
             own = held if own_formats is None else own_formats.format_of(stored).open_format()
             return own.num_bytes(local[0], local[1], DTYPE_BYTES[dtype], _role(name))
+        if name == "embed.weight" and own_formats is not None:
+            return (
+                own_formats.format_of(name).open_format().num_bytes(local[0], local[1], DTYPE_BYTES[dtype], "lm_head")
+            )
         return math.prod(local) * DTYPE_BYTES["float32" if is_kept_in_float32(name) else dtype]
 
     stage = stages[place.pp_rank]

@@ -332,6 +332,8 @@ class TensorSource(msgspec.Struct, frozen=True, array_like=True):
     """(index, count): the tensor stacks `count` tensors along a first dim, for example those of all experts."""
     columns: tuple[int, int] | None = None
     """(start, count) along the parameter's dim 1; only for tensors that are not transposed."""
+    apart: str = ""
+    """The name of the parameter's own tensor in checkpoints whose quantizer took stacked tensors apart: [out, in]."""
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the tensor for a parameter with `shape`, if no other parameter has later rows or columns of it."""

@@ -11,8 +11,9 @@ def stacked_expert_source(
 ) -> TensorSource | None:
     """The place of an expert's parameter below `model.layers.{i}.{module}`; None: `name` belongs to no expert.
 
-    Weights are [experts, in, out] if they are `transposed`, else [experts, out, in]; biases are [experts, out]. The
-    outputs of gate and up are `alternating`, or those of gate come first.
+    Quantizers may store each linear of each expert apart. Otherwise, weights are [experts, in, out] if they are
+    `transposed`, else [experts, out, in]; biases are [experts, out]. The outputs of gate and up are `alternating`, or
+    those of gate come first.
     """
     layer, part, kind = parse_name(name)
     expert = expert_of(part)
@@ -33,4 +34,5 @@ def stacked_expert_source(
         rows=rows,
         row_step=2 if alternating and rows is not None else 1,
         index=(expert, moe.routing.num_experts),
+        apart=f"model.layers.{layer}.{module}.{expert}.{projection}_proj.{kind}",
     )

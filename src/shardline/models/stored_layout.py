@@ -124,6 +124,10 @@ class BlockLayout(msgspec.Struct, frozen=True, tag=True):
     """Whether groups are blocks of neighbours in any case, so that the optional tensor must say this too."""
     weight_shape: str = ""
     """The tensor that states the weight's shape; empty: there is none."""
+    quantizes_input: bool = False
+    """See `GroupedWeight`."""
+    input_bound: float = 0.0
+    """See `GroupedWeight`."""
 
     @property
     def parts(self) -> tuple[str, ...]:

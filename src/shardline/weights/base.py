@@ -105,6 +105,15 @@ class PackedGatedLinear(ABC):
         """
 
 
+class ExpertRounding(NamedTuple):
+    """How the rows of E experts are rounded to e4m3."""
+
+    scales: Tensor
+    """[E] float32: see `GroupedWeight.input_scale`."""
+    bound: float
+    """See `GroupedWeight.input_bound`."""
+
+
 class GroupScales(NamedTuple):
     """What belongs to the codes of E experts, if columns share scales in groups."""
 
@@ -113,11 +122,15 @@ class GroupScales(NamedTuple):
     zeros: Tensor | None
     table: Tensor | None
     group_size: int
+    order: Tensor | None = None
+    """[E, in_features] int32: the column of x that belongs to each packed column; None: the same."""
+    rounding: ExpertRounding | None = None
+    """How x is rounded before the product; None: it is not."""
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(part.nbytes for part in (self.scales, self.mins, self.zeros) if part is not None)
+        return sum(part.nbytes for part in (self.scales, self.mins, self.zeros, self.order) if part is not None)
 
 
 @dataclass(frozen=True)
@@ -152,12 +165,20 @@ class WeightFormat(ABC):
     packs_all: bool = False
     """These four are as in FormatChoice."""
 
-    reads_packed: ClassVar[bool] = False
-    """Whether layers keep weights that a checkpoint has packed, in groups of columns, instead of dequantizing them."""
     gpu_capability: ClassVar[int] = 0
     """The first GPU architecture that supports the format, such as 89 for sm_89; 0: any GPU."""
+    is_for_gpus: ClassVar[bool] = True
+    """Whether GPUs support the format at all."""
+    takes_e4m3: ClassVar[bool] = False
+    """Whether the format takes the e4m3 weights of a quantized checkpoint as they are."""
     alternatives: ClassVar[str] = "int8"
     """Formats to suggest to a user whose GPU does not support this one."""
+
+    @property
+    def reads_packed(self) -> bool:
+        """Whether layers keep weights that a checkpoint has packed, in groups of columns, instead of dequantizing
+        them."""
+        return False
 
     @property
     @abstractmethod

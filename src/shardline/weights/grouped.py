@@ -60,6 +60,12 @@ class GroupedWeight:
     """The scales again, as the file has them, if it has two levels of them. They take less memory."""
     min_levels: TwoLevels | None = None
     """The mins, in the same way."""
+    quantizes_input: bool = False
+    """Whether the file's format multiplies 8-bit integers: then x is quantized to them too, row by row."""
+    input_scale: float = 0.0
+    """The scale of x where products round x to e4m3; 0: each row, or each group of a row, has its own."""
+    input_bound: float = 0.0
+    """Larger |x| count as this number where rows of x have scales of their own; 0: no bound."""
 
     def __len__(self) -> int:
         return len(self.values)

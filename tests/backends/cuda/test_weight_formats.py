@@ -24,9 +24,10 @@ from tests.ops.moe.test_experts import choose
 GROUP_SIZE = 32
 ROWS, COLUMNS, DEPTH = 5, 40, 128
 
-FORMATS = pytest.mark.parametrize("name", format_names())
-WEIGHTS = [(name, False) for name in format_names()]
-WEIGHTS += [(name, True) for name in format_names() if weight_format(name).reads_packed]
+NAMES = [name for name in format_names() if weight_format(name).is_for_gpus]
+FORMATS = pytest.mark.parametrize("name", NAMES)
+WEIGHTS = [(name, False) for name in NAMES]
+WEIGHTS += [(name, True) for name in NAMES if weight_format(name).reads_packed]
 """Name of a format, and whether the checkpoint has packed the weight."""
 EVERY_WEIGHT = pytest.mark.parametrize(
     ("name", "is_packed"), WEIGHTS, ids=[f"{name}{'-packed' * packed}" for name, packed in WEIGHTS]

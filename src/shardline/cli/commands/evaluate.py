@@ -25,6 +25,11 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("evaluate", help="measure what a quantization costs", description=description)
     group = parser.add_argument_group("evaluation")
     group.add_argument("--text", type=Path, metavar="FILE", help="plain text to score (default: the demo model's own)")
+    group.add_argument(
+        "--against",
+        metavar="MODEL",
+        help="the unquantized model, if MODEL is a quantized checkpoint of it (default: MODEL itself, dequantized)",
+    )
     group.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     add_engine_flags(parser)
     parser.set_defaults(run=run)
@@ -44,18 +49,18 @@ def run(args: argparse.Namespace) -> int:
     parallel = config.parallel
     if (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size) != (1, 1, 1):
         raise ValueError("evaluate runs on one rank: answers are the same in every layout")
-    documents = _documents(config, load_model_text(config), args.text)
-    plain = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, quantization="none"),
-        cache=dataclasses.replace(config.cache, kv_cache_dtype="auto"),
-    )
+    against = args.against or config.model.model
+    reference = dataclasses.replace(config.model, model=against, quantization="none")
+    if args.against is not None:
+        reference = dataclasses.replace(reference, load_format="auto")
+    plain = dataclasses.replace(config, model=reference, cache=dataclasses.replace(config.cache, kv_cache_dtype="auto"))
+    documents = _documents(plain, load_model_text(plain), args.text)
     deployment = resolve_here(config)
     quality = compare(deployment, resolve_here(plain), documents)
     scheme = config.model.quantization or str(deployment.model.stored) or "none"
     if config.cache.kv_cache_dtype != "auto":
         scheme += f" with KV in {config.cache.kv_cache_dtype}"
-    print("\n".join(_lines(scheme, quality)))
+    print("\n".join(_lines(scheme, args.against or "the model as it is", quality)))
     if args.json is not None:
         args.json.write_text(json.dumps(dataclasses.asdict(quality), indent=2) + "\n", encoding="utf-8")
     return 0
@@ -97,9 +102,9 @@ def _conversations(text: ModelText) -> list[Document]:
     return documents
 
 
-def _lines(scheme: str, quality: Quality) -> list[str]:
+def _lines(scheme: str, against: str, quality: Quality) -> list[str]:
     return [
-        f"{scheme} against the model as it is, over {quality.num_tokens} tokens",
+        f"{scheme} against {against}, over {quality.num_tokens} tokens",
         f"perplexity             {quality.perplexity:.4f} against {quality.reference_perplexity:.4f}",
         f"top-1 agreement        {100 * quality.top1_agreement:.2f}%",
         f"logprob difference     mean {quality.mean_difference:.4f}, max {quality.max_difference:.4f}",

@@ -108,10 +108,9 @@ class GGUFCheckpoint:
         raise ValueError(first_problem)
 
     def forms(self, spec: DecoderSpec) -> Callable[[str], Form | None]:
-        """What each linear weight of `spec`, which fits, needs if it stays packed; None: the file has not packed it.
-        The embedding counts as linear if the lm_head is tied to it."""
-        tied = ("embed.weight",) if spec.tied_embeddings else ()
-        shapes = {name: shape for name, shape in parameters(spec) if is_linear(name) or name in tied}
+        """What each linear weight of `spec`, which fits, and its embedding need if they stay packed; None: the file has
+        not packed it."""
+        shapes = {name: shape for name, shape in parameters(spec) if is_linear(name) or name == "embed.weight"}
 
         def form(name: str) -> Form | None:
             return form_of(self.find(name, shapes[name], spec).tensor.type.name) if name in shapes else None

@@ -14,6 +14,7 @@ from shardline.models.gguf.norms import NORMS_HOLD_OFFSET
 from shardline.models.gguf.special_tokens import end_token_ids
 from shardline.models.wrapper import text_config
 
+_LLAMA4_CHUNK, _MAVERICK_EXPERTS = 8192, 128
 _SOFTMAX, _SIGMOID = 1, 2
 """Values of expert_gating_func."""
 
@@ -390,15 +391,71 @@ def _deepseek2(m: _Metadata) -> dict[str, Any]:
     return own
 
 
+def _llama4(m: _Metadata) -> dict[str, Any]:
+    if m.integer("attention.sliding_window", _LLAMA4_CHUNK) == 0:
+        raise m.header.error("llama4.attention.sliding_window", "is 0 (no chunks), which is not supported")
+    whole = m.integer("embedding_length") // m.integer("attention.head_count")
+    head_dim = m.integer("attention.key_length", m.integer("rope.dimension_count", whole))
+    own = {
+        "model_type": "llama4_text",
+        "head_dim": head_dim,
+        "intermediate_size": m.integer("expert_feed_forward_length"),
+        "intermediate_size_mlp": m.integer("feed_forward_length"),
+        "interleave_moe_layer_step": m.integer("interleave_moe_layer_step", 1),
+        "attention_chunk_size": _LLAMA4_CHUNK,
+        # The file does not say so. Maverick, which has 128 experts, has no such norm.
+        "use_qk_norm": m.integer("expert_count") != _MAVERICK_EXPERTS,
+        "attention_bias": m.has_tensor("blk.0.attn_q.bias"),
+    }
+    return own | _experts(m, "num_local_experts")
+
+
+def _sigmoid_experts(m: _Metadata, count_key: str) -> dict[str, Any]:
+    """Routing as in DeepSeek V3, without groups."""
+    gating = m.integer("expert_gating_func", _SIGMOID)
+    if gating != _SIGMOID:
+        raise m.header.error(f"{m.architecture}.expert_gating_func", f"is {gating}, which is not supported")
+    return _experts(m, count_key) | {"norm_topk_prob": m.flag("expert_weights_norm", True)}
+
+
+def _glm4_moe(m: _Metadata) -> dict[str, Any]:
+    head_dim = m.integer("attention.key_length")
+    own = {
+        "model_type": "glm4_moe",
+        "partial_rotary_factor": m.integer("rope.dimension_count") / head_dim,
+        "attention_bias": m.has_tensor("blk.0.attn_q.bias"),
+        "use_qk_norm": m.has_tensor("blk.0.attn_q_norm.weight"),
+        "first_k_dense_replace": m.integer("leading_dense_block_count", 0),
+        "n_shared_experts": m.integer("expert_shared_count", 0),
+        "moe_intermediate_size": m.integer("expert_feed_forward_length"),
+        "routed_scaling_factor": _rounded(m.number("expert_weights_scale", 1.0)),
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    return own | _sigmoid_experts(m, "n_routed_experts")
+
+
+def _minimax_m2(m: _Metadata) -> dict[str, Any]:
+    own = {
+        "model_type": "minimax_m2",
+        "intermediate_size": m.integer("expert_feed_forward_length"),
+        "rotary_dim": m.integer("rope.dimension_count"),
+    }
+    return own | _sigmoid_experts(m, "num_local_experts")
+
+
 ARCHITECTURES: Mapping[str, Callable[[_Metadata], dict[str, Any]]] = {
     "deepseek2": _deepseek2,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
     "gpt2": _gpt2,
     "granite": _granite,
     "llama": _llama,
+    "llama4": _llama4,
+    "minimax-m2": _minimax_m2,
     "mistral3": _mistral3,
     "phi3": _phi3,
     "qwen2": _qwen2,

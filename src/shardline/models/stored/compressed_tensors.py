@@ -81,12 +81,22 @@ def _rule(group: HFConfig, section: HFConfig) -> PackingRule:
     else:
         raise weights.error("strategy", f"{strategy!r} is not known")
     layout = _layout(form, kind, bits, blocks, weights.flag("symmetric", True))
+    if layout is not None and _quantizes_input(group, layout, form):
+        layout = replace(layout, quantizes_input=True)
     if layout is not None and weights.values.get("actorder") in _GROUPS_OUT_OF_ORDER:
         layout = replace(layout, ordered=False)
     if layout is None:
         problem = f"compressed-tensors format {form} with {kind} of {bits} bits is not supported"
         return PackingRule(packing, targets, refusal=problem)
     return PackingRule(packing, targets, layouts=(layout,))
+
+
+def _quantizes_input(group: HFConfig, layout: BlockLayout, form: str) -> bool:
+    """Whether the scheme multiplies 8-bit integers: one scale and no zero points for a row of the weight."""
+    if form != "int-quantized" or layout.zeros is not None or layout.scales.block_columns:
+        return False
+    inputs = group.section("input_activations")
+    return inputs.has("num_bits") and inputs.integer("num_bits") == 8 and inputs.text("type", "int") == "int"
 
 
 def _layout(form: str, kind: str, bits: int, blocks: dict[str, Any], symmetric: bool) -> BlockLayout | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from shardline.models.hf_config import HFConfig
 from shardline.models.stored_layout import BlockLayout, Codes, Scales
 from shardline.models.stored_weights import Packing, PackingRule, StoredRules, label_of
@@ -12,6 +14,7 @@ _LAYOUT = BlockLayout(codes=Codes("weight", "F8_E4M3"), scales=Scales("weight_sc
 
 def read(section: HFConfig) -> StoredRules:
     """See `stored_weights.Method`."""
+    layout = replace(_LAYOUT, input_bound=section.number("activation_scale_ub", 0.0))
     packing = Packing(label_of("float", 8), 8, block_rows=1, scale_bytes=4)
     excluded = section.names("modules_to_not_convert")
-    return StoredRules((PackingRule(packing, layouts=(_LAYOUT,)),), excluded, summary="e4m3, a scale for each output")
+    return StoredRules((PackingRule(packing, layouts=(layout,)),), excluded, summary="e4m3, a scale for each output")

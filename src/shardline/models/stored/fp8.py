@@ -9,6 +9,8 @@ from shardline.models.hf_config import HFConfig
 from shardline.models.stored_layout import SCALE_TYPES, BlockLayout, Codes, Scales
 from shardline.models.stored_weights import Packing, PackingRule, StoredRules, label_of
 
+_KINDS = ("e4m3", "e4m3fn", "float8_e4m3fn")
+"""Names of e4m3: DeepSeek's and MiniMax's."""
 _LABEL = label_of("float", 8)
 USUAL = (PackingRule(Packing(_LABEL, 8, block_rows=1, scale_bytes=4)),)
 """As engines quantize on the fly, and most published checkpoints: a scale for each output."""
@@ -24,7 +26,7 @@ def read(section: HFConfig) -> StoredRules:
     """See `stored_weights.Method`."""
     excluded = section.names("modules_to_not_convert") + section.names("ignored_layers")
     refusal = ""
-    if (kind := section.text("fmt", "e4m3")) != "e4m3":
+    if (kind := section.text("fmt", "e4m3")) not in _KINDS:
         refusal = f"fp8 of kind {kind} is not supported, only e4m3"
     if not section.has("weight_block_size"):
         layouts = tuple(_layout(part, rows, 0) for part in ("weight_scale", "weight_scale_inv") for rows in (0, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -97,6 +98,19 @@ class LayerLoader:
         tensor = self.stage.backend.keep_weight(self.read(name))
         self.on_loaded(tensor.nbytes)
         return tensor
+
+    def load_rows(self, name: str) -> Callable[[Tensor], Tensor]:
+        """A function that returns rows of this rank's slice of a table by their indices. The table stays packed if the
+        checkpoint packs it and the back end can read rows of it."""
+        if self.format.reads_packed:
+            packed = self.source.get_packed(name, self._own_part(name))
+            if packed is not None and self.format.keeps(self.stage.kernels, [packed], "lm_head"):
+                table = self.format.pack_lm_head(self.stage.kernels, packed)  # type: ignore[arg-type]
+                reader = table.row_reader(self.stage.dtype)
+                if reader is not None:
+                    self.on_loaded(table.nbytes)
+                    return reader
+        return partial(torch.index_select, self.load(name), 0)
 
     def load_bias(self, *names: str) -> Tensor:
         """The slices of several biases, one after another."""

@@ -6,7 +6,6 @@ A rank sends the rows of the embedding that a step needs, and computes the logit
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ class TokenEmbedding:
         """`look_up_rows`: returns rows of this rank's part of the table, if a tied lm_head already holds them."""
         stage = loader.stage
         self._group = stage.group
-        self._look_up = look_up_rows or partial(torch.index_select, loader.load("embed.weight"), 0)
+        self._look_up = look_up_rows or loader.load_rows("embed.weight")
         spans = stage.spans("embed.weight")
         self._start, self._last = spans[stage.group.rank].start, spans[stage.group.rank].size - 1
         self._stops = torch.tensor([span.stop for span in spans], device=stage.device)

@@ -83,7 +83,7 @@ def _ranges(checkpoint: Checkpoint, spec: DecoderSpec, names: Iterable[str]) -> 
     """The tensors of parameters. A quantized weight is several tensors whose names begin alike."""
     source_of, keys = family(spec.model_type).tensor_source, sorted(checkpoint.tensors)
     for name in names:
-        source = source_of(name, spec)
+        source = checkpoint.place(source_of(name, spec))
         for key in (source.key, *source.aliases):
             base = key.removesuffix("weight")
             for found in keys[bisect_left(keys, base) :]:

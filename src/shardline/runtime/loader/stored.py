@@ -59,7 +59,22 @@ def _read_blocks(
         table=_table(layout.table),
         bits=4 if layout.codes.bits == 4 else 8,
         label=label,
+        quantizes_input=layout.quantizes_input,
+        input_scale=_input_scale(module, tensor) if layout.table == "e4m3" else 0.0,
+        input_bound=layout.input_bound,
     )
+
+
+def _input_scale(module: StoredModule, tensor: ReadTensor) -> float:
+    """The fixed scale of the module's input; 0: the checkpoint has none."""
+    for part in ("input_scale", "activation_scale"):
+        stored = tensor(part)
+        if stored is not None and stored.numel() == 1:
+            scale = float(stored.float())
+            if not (math.isfinite(scale) and scale > 0):
+                raise ValueError(f"{module.base}{part} is {scale}, and must be positive; download the checkpoint again")
+            return scale
+    return 0.0
 
 
 def read_codes(stored: Tensor, codes: Codes, rows: Span, columns: Span) -> Tensor:

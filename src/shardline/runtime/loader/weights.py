@@ -87,7 +87,7 @@ class CheckpointWeights:
         Raises:
             ValueError: a number of a quantized weight is out of range, or it has a bias that the model lacks.
         """
-        source = self._tensor_source(name, self._spec)
+        source = self._place(name)
         dtype = torch.float32 if is_kept_in_float32(name) else self._dtype
         module = self._find_module(source)
         if module is not None:
@@ -98,7 +98,7 @@ class CheckpointWeights:
 
     def get_packed(self, name: str, spans: Spans) -> GroupedWeight | None:
         """See `WeightSource.get_packed`; raises the same errors as `get`."""
-        source = self._tensor_source(name, self._spec)
+        source = self._place(name)
         module = self._find_module(source)
         if module is None or not is_grouped(module, self._reader(module, source)):
             return None
@@ -112,7 +112,10 @@ class CheckpointWeights:
 
     def is_packed(self, name: str) -> bool:
         """See `WeightSource.is_packed`."""
-        return self._find_module(self._tensor_source(name, self._spec)) is not None
+        return self._find_module(self._place(name)) is not None
+
+    def _place(self, name: str) -> TensorSource:
+        return self._checkpoint.place(self._tensor_source(name, self._spec))
 
     def _find_module(self, source: TensorSource) -> StoredModule | None:
         keys = (key.removesuffix("weight") if key.endswith(".weight") else key for key in (source.key, *source.aliases))

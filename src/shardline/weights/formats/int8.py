@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
-from shardline.weights.base import Role
+from shardline.weights.base import GroupScales, PackedExperts, Role
 from shardline.weights.rows import QuantizedRows, quantize_rows, quantize_rows_reference
-from shardline.weights.scaled import ScaledFormat, ScaledKernels, ScaledLinear
+from shardline.weights.scaled import ScaledFormat, ScaledGatedLinear, ScaledKernels, ScaledLinear, ScaledWeight
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from shardline.runtime.backends.base import Kernels
+    from shardline.weights.grouped import GroupedWeight
     from shardline.weights.rows import LinearInput
 
 
@@ -26,6 +28,9 @@ class Int8Kernels(Protocol):
     def pack_int8(
         self, weight: Tensor, panels: Tensor, scales: Tensor, first: int = ..., half: int | None = ..., /
     ) -> None: ...
+    def keep_int8(self, codes: Tensor, panels: Tensor, half: int | None = ..., /) -> None:
+        """Pack codes [N, K] uint8, which are 128 above the values of a weight; a half is as in `pack_int8`."""
+
     def linear_int8(
         self,
         values: Tensor,
@@ -86,6 +91,64 @@ class Format(ScaledFormat):
         sums = rows.values[:, : rows.in_features].long() @ values.long().T
         out = sums.float() * (rows.scales[:, None] * scales)
         return (out if bias is None else out + bias.float()).to(out_dtype)
+
+
+def keep_linear(kernels: Kernels, parts: Sequence[GroupedWeight]) -> Int8LMHead:
+    """A weight of 8-bit integers with a scale per row, packed as the checkpoint has it; `parts` are stacked."""
+    own_kernels, in_features = cast("Int8Kernels", kernels), parts[0].values.shape[1]
+    out_features = sum(map(len, parts))
+    panels, scales = own_kernels.int8_empty(out_features, in_features)
+    _keep(own_kernels, parts, panels, scales)
+    weight = ScaledWeight(kernels, own_kernels.linear_int8, panels, scales, in_features, out_features)
+    return Int8LMHead(weight)
+
+
+def keep_gated(kernels: Kernels, gate: GroupedWeight, up: GroupedWeight) -> ScaledGatedLinear:
+    """The same for a gate and up."""
+    own_kernels, (out_features, in_features) = cast("Int8Kernels", kernels), gate.values.shape
+    panels, scales = own_kernels.int8_empty(out_features, in_features, gated=True)
+    halves = scales.zero_().view(len(panels), 2, -1)
+    for half, part in enumerate((gate, up)):
+        own_kernels.keep_int8(part.values, panels, half)
+        _spread(part.scales[:, 0], halves[:, half])
+    weight = ScaledWeight(kernels, own_kernels.linear_int8, panels, scales, in_features, out_features)
+    return ScaledGatedLinear(weight)
+
+
+def allocate_kept_experts(kernels: Kernels, num_experts: int, parts: Sequence[GroupedWeight]) -> PackedExperts:
+    """Memory for such weights of several experts; `parts` are those of one."""
+    out_features, in_features = sum(map(len, parts)), parts[0].values.shape[1]
+    panels, scales = cast("Int8Kernels", kernels).int8_empty(out_features, in_features, num_matrices=num_experts)
+    return PackedExperts(panels, scales, in_features, out_features)
+
+
+def keep_expert(kernels: Kernels, experts: PackedExperts, index: int, parts: Sequence[GroupedWeight]) -> None:
+    """Pack the weight of expert `index` into its place."""
+    assert experts.scales is not None
+    assert not isinstance(experts.scales, GroupScales)
+    _keep(cast("Int8Kernels", kernels), parts, experts.panels[index], experts.scales[index])
+
+
+def _keep(kernels: Int8Kernels, parts: Sequence[GroupedWeight], panels: Tensor, scales: Tensor) -> None:
+    # An expert's parts, or q, k and v, are small: stacking them costs little memory.
+    first, rest = parts[0], parts[1:]
+    codes = first.values.new_empty(sum(map(len, parts)), first.values.shape[1]) if rest else first.values
+    scales.zero_()
+    start = 0
+    for part in parts:
+        if rest:
+            codes[start : start + len(part)] = part.values
+        scales[start : start + len(part)] = part.scales[:, 0]
+        start += len(part)
+    kernels.keep_int8(codes, panels)
+
+
+def _spread(rows: Tensor, panels: Tensor) -> None:
+    """Copy numbers of rows to panels [num_panels, rows of a panel]."""
+    whole = len(rows) // panels.shape[1]
+    panels[:whole] = rows[: whole * panels.shape[1]].view(whole, -1)
+    if len(rows) % panels.shape[1]:
+        panels[whole, : len(rows) % panels.shape[1]] = rows[whole * panels.shape[1] :]
 
 
 def int8_weight_reference(weight: Tensor) -> tuple[Tensor, Tensor]:

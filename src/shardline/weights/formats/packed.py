@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeGuard, cast
 
-from shardline.weights.base import GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
+from shardline.weights.base import PackedExperts, PackedGatedLinear, PackedLinear, Role, WeightFormat
 from shardline.weights.formats import plain
 from shardline.weights.grouped import GroupedWeight
 
@@ -22,13 +22,13 @@ class GroupedKernels(Protocol):
     def keeps_grouped(self, parts: Sequence[GroupedWeight], role: Role, /) -> bool:
         """Whether the back end multiplies such parts of a weight without dequantizing them first."""
 
-    def grouped_linear(self, parts: Sequence[GroupedWeight], /) -> PackedLinear:
-        """Pack the rows of all parts, stacked in order."""
+    def grouped_linear(self, parts: Sequence[GroupedWeight], rounds_x: bool, /) -> PackedLinear:
+        """Pack the rows of all parts, stacked in order. `rounds_x`: products with e4m3 weights round x to e4m3 too."""
 
-    def grouped_gated(self, gate: GroupedWeight, up: GroupedWeight, /) -> PackedGatedLinear:
+    def grouped_gated(self, gate: GroupedWeight, up: GroupedWeight, rounds_x: bool, /) -> PackedGatedLinear:
         """Pack the two weights of a gated feed-forward block."""
 
-    def grouped_experts(self, num_experts: int, parts: Sequence[GroupedWeight], /) -> PackedExperts:
+    def grouped_experts(self, num_experts: int, parts: Sequence[GroupedWeight], rounds_x: bool, /) -> PackedExperts:
         """Memory for the same linear of several experts; `parts` are those of one expert."""
 
     def pack_grouped_expert(self, experts: PackedExperts, index: int, parts: Sequence[GroupedWeight], /) -> None:
@@ -36,10 +36,15 @@ class GroupedKernels(Protocol):
 
 
 class Format(WeightFormat):
-    """See `base.WeightFormat`. `pack_linear` and `pack_gated` also accept weights that a checkpoint has packed."""
+    """See `base.WeightFormat`. The functions that pack also accept weights that a checkpoint has packed."""
 
-    reads_packed = True
+    rounds_x: ClassVar[bool] = False
+    """Whether products with e4m3 weights round x to e4m3 too."""
     alternatives = "none, int8 or int4"
+
+    @property
+    def reads_packed(self) -> bool:
+        return True
 
     @property
     def label(self) -> str:
@@ -59,30 +64,30 @@ class Format(WeightFormat):
 
     def pack_linear(self, kernels: Kernels, *parts: Tensor | GroupedWeight) -> PackedLinear:
         if _are_grouped(parts):
-            return _own(kernels).grouped_linear(parts)
+            return _own(kernels).grouped_linear(parts, self.rounds_x)
         return plain.Format().pack_linear(kernels, *_dense(parts))
 
     def pack_gated(
         self, kernels: Kernels, gate: Tensor | GroupedWeight, up: Tensor | GroupedWeight
     ) -> PackedGatedLinear:
         if isinstance(gate, GroupedWeight) and isinstance(up, GroupedWeight):
-            return _own(kernels).grouped_gated(gate, up)
+            return _own(kernels).grouped_gated(gate, up, self.rounds_x)
         return plain.Format().pack_gated(kernels, *_dense((gate, up)))
 
     def pack_lm_head(self, kernels: Kernels, weight: Tensor | GroupedWeight) -> PackedLinear:
         if isinstance(weight, GroupedWeight):
-            return _own(kernels).grouped_linear([weight])
+            return _own(kernels).grouped_linear([weight], self.rounds_x)
         return plain.Format().pack_lm_head(kernels, weight)
 
     def allocate_experts(self, kernels: Kernels, num_experts: int, *parts: Tensor | GroupedWeight) -> PackedExperts:
         if _are_grouped(parts):
-            return _own(kernels).grouped_experts(num_experts, parts)
+            return _own(kernels).grouped_experts(num_experts, parts, self.rounds_x)
         return plain.Format().allocate_experts(kernels, num_experts, *_dense(parts))
 
     def pack_expert(self, kernels: Kernels, experts: PackedExperts, index: int, *parts: Tensor | GroupedWeight) -> None:
-        if isinstance(experts.scales, GroupScales) and _are_grouped(parts):
+        if experts.scales is not None and _are_grouped(parts):
             _own(kernels).pack_grouped_expert(experts, index, parts)
-        elif isinstance(experts.scales, GroupScales) or _are_grouped(parts):
+        elif experts.scales is not None or _are_grouped(parts):
             raise ValueError("the checkpoint packs only some experts of a layer; use --quantization none")
         else:
             plain.Format().pack_expert(kernels, experts, index, *_dense(parts))

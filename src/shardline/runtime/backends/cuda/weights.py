@@ -155,14 +155,14 @@ class RowKernels:
     def keeps_grouped(parts: Sequence[GroupedWeight], role: Role) -> bool:
         return role == "layer" and all(map(keeps_w4a16, parts))
 
-    def grouped_linear(self, parts: Sequence[GroupedWeight]) -> W4A16Linear:
+    def grouped_linear(self, parts: Sequence[GroupedWeight], rounds_x: bool = False) -> W4A16Linear:
         return W4A16Linear(cast("W4A16Kernels", self), pack_w4a16(parts), sum(len(part) for part in parts))
 
-    def grouped_gated(self, gate: GroupedWeight, up: GroupedWeight) -> W4A16GatedLinear:
+    def grouped_gated(self, gate: GroupedWeight, up: GroupedWeight, rounds_x: bool = False) -> W4A16GatedLinear:
         return W4A16GatedLinear(self.grouped_linear((gate, up)))
 
     @staticmethod
-    def grouped_experts(num_experts: int, parts: Sequence[GroupedWeight]) -> PackedExperts:
+    def grouped_experts(num_experts: int, parts: Sequence[GroupedWeight], rounds_x: bool = False) -> PackedExperts:
         raise AssertionError("GPUs keep no experts packed")
 
     @staticmethod

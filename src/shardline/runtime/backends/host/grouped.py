@@ -9,32 +9,37 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from shardline import _cpu
 from shardline.runtime.backends.host.grouped_forms import (
+    E4M3_TABLE,
     OCTET,
+    Rounding,
     can_multiply,
     have_one_form,
     integer_table,
     packed_groups,
+    rounding_of,
     runs_of_one_form,
     same_table,
-    suits_experts,
 )
 from shardline.runtime.backends.host.memory import streamed_empty
 from shardline.runtime.backends.host.panels import PANEL_COLUMNS, PanelKernels, choose_best
-from shardline.weights.base import GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, Role
+from shardline.weights.base import ExpertRounding, GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, Role
+from shardline.weights.formats import int8
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
 from shardline.weights.grouped import GroupedWeight, TwoLevels
 from shardline.weights.rows import LinearInput, as_tensor, check_features
 
+if TYPE_CHECKING:
+    from shardline.runtime.backends.base import Kernels
+
 _FP8_ROWS = 256
 """Rows that are quantized at a time, since it takes several times their memory."""
-E4M3_TABLE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-"""The value of each byte in float8_e4m3fn."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class GroupedPanels:
     in_features: int
     out_features: int
     """Columns of the output; of a gated pair, those of one half."""
+    rounding: Rounding | None = None
+    """How x is rounded to e4m3; None: it is not."""
 
     @property
     def nbytes(self) -> int:
@@ -96,17 +103,22 @@ class GroupedPanels:
         return self.panels, self.scales, self.mins, self.zeros, self.table, self.group_size
 
     def _arrange(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x in the order of the packed columns, and the sums of its groups if there are mins."""
+        """x in the order of the packed columns, and rounded if need be; with the sums of its groups if there are mins,
+        or their scales if they are rounded."""
         check_features(x.shape[1], self.in_features)
         rows = x
         if self.order is not None:
             rows = _cpu.activation_empty(x.dtype, *x.shape)
             _cpu.gather_columns(x, self.order, rows)
-        if self.mins is None:
+        if self.mins is None and self.rounding is None:
             return rows, None
-        sums = _cpu.activation_empty(torch.float32, rows.shape[0], -(-self.in_features // self.group_size))
-        _cpu.sum_groups(rows, self.group_size, sums)
-        return rows, sums
+        groups = _cpu.activation_empty(torch.float32, rows.shape[0], -(-self.in_features // self.group_size))
+        if self.rounding is None:
+            _cpu.sum_groups(rows, self.group_size, groups)
+            return rows, groups
+        rounded = _cpu.activation_empty(x.dtype, *x.shape)
+        _cpu.round_rows_e4m3(rows, self.group_size, *self.rounding, rounded, groups)
+        return rounded, groups
 
 
 @dataclass(frozen=True)
@@ -162,7 +174,7 @@ class GroupedGatedLinear(PackedGatedLinear):
 class SeparateGatedLinear(PackedGatedLinear):
     """See `base.PackedGatedLinear`. The weights have unlike forms, so the gate is applied to rounded products."""
 
-    both: GroupedLinear
+    both: PackedLinear
 
     @property
     def nbytes(self) -> int:
@@ -181,23 +193,29 @@ class GroupedPanelKernels(PanelKernels):
     @staticmethod
     def keeps_grouped(parts: Sequence[GroupedWeight], role: Role) -> bool:
         """All but groups of columns of unlike or odd sizes, and values of 8-bit codes that bf16 does not hold. Experts
-        have one form besides, and their columns are in order."""
+        have one form besides."""
         if not all(can_multiply(part) for part in parts):
             return False
-        return role != "expert" or all(suits_experts(part) and have_one_form(parts[0], part) for part in parts)
+        return role != "expert" or all(have_one_form(parts[0], part) for part in parts)
 
-    @staticmethod
-    def grouped_linear(parts: Sequence[GroupedWeight]) -> GroupedLinear:
-        return GroupedLinear(tuple(pack_grouped(run) for run in runs_of_one_form(parts)))
+    def grouped_linear(self, parts: Sequence[GroupedWeight], rounds_x: bool = False) -> PackedLinear:
+        if _are_integers(parts):
+            return int8.keep_linear(_all(self), parts)
+        runs = runs_of_one_form(parts, rounds_x)
+        return GroupedLinear(tuple(pack_grouped(run, rounds_x=rounds_x) for run in runs))
 
-    @staticmethod
-    def grouped_gated(gate: GroupedWeight, up: GroupedWeight) -> PackedGatedLinear:
-        if have_one_form(gate, up):
-            return GroupedGatedLinear(pack_grouped((gate, up), gated=True))
-        return SeparateGatedLinear(GroupedPanelKernels.grouped_linear((gate, up)))
+    def grouped_gated(self, gate: GroupedWeight, up: GroupedWeight, rounds_x: bool = False) -> PackedGatedLinear:
+        if _are_integers((gate, up)):
+            return int8.keep_gated(_all(self), gate, up)
+        if have_one_form(gate, up, rounds_x):
+            return GroupedGatedLinear(pack_grouped((gate, up), gated=True, rounds_x=rounds_x))
+        return SeparateGatedLinear(self.grouped_linear((gate, up), rounds_x))
 
-    @staticmethod
-    def grouped_experts(num_experts: int, parts: Sequence[GroupedWeight]) -> PackedExperts:
+    def grouped_experts(
+        self, num_experts: int, parts: Sequence[GroupedWeight], rounds_x: bool = False
+    ) -> PackedExperts:
+        if _are_integers(parts):
+            return int8.allocate_kept_experts(_all(self), num_experts, parts)
         first, num_rows = parts[0], sum(len(part) for part in parts)
         groups, table = packed_groups(first), _expert_table(first)
         shape = num_experts, -(-num_rows // PANEL_COLUMNS)
@@ -214,18 +232,29 @@ class GroupedPanelKernels(PanelKernels):
             empty(torch.uint8) if table is None else None,
             table,
             groups.size,
+            None if groups.order is None else streamed_empty((num_experts, first.values.shape[1]), torch.int32),
+            _expert_rounding(num_experts, first) if rounds_x else None,
         )
         in_features = first.values.shape[1]
         panels = streamed_empty((*shape, *_octets(in_features, first.bits)), torch.uint8)
         return PackedExperts(panels, scales, in_features, num_rows)
 
-    @staticmethod
-    def pack_grouped_expert(experts: PackedExperts, index: int, parts: Sequence[GroupedWeight]) -> None:
+    def pack_grouped_expert(self, experts: PackedExperts, index: int, parts: Sequence[GroupedWeight]) -> None:
         held = experts.scales
-        assert isinstance(held, GroupScales)
+        if isinstance(held, GroupScales) == _are_integers(parts):
+            raise ValueError("only some experts of a layer are in int8; use --quantization none")
+        if not isinstance(held, GroupScales):
+            int8.keep_expert(_all(self), experts, index, parts)
+            return
         if held.table is not None and not all(same_table(_expert_table(part), held.table) for part in parts):
             raise ValueError("the experts of a layer have unlike zero points; use --quantization none")
+        if held.rounding is not None:
+            held.rounding.scales[index] = max(part.input_scale for part in parts)
         groups = packed_groups(parts[0])
+        if (groups.order is None) != (held.order is None):
+            raise ValueError("only some experts of a layer have groups out of order; use --quantization none")
+        if held.order is not None and groups.order is not None:
+            held.order[index] = groups.order
         _pack_parts(parts, experts.panels[index], groups.order, gated=False)
         for to, name in zip((held.scales, held.mins, held.zeros), _GROUP_PARTS, strict=True):
             if to is not None:
@@ -271,9 +300,9 @@ class Fp8PanelKernels(GroupedPanelKernels):
         _cpu.linear_grouped(x, None, values, scales, None, None, E4M3_TABLE, size, bias, out, gate)
 
 
-def pack_grouped(parts: Sequence[GroupedWeight], *, gated: bool = False) -> GroupedPanels:
+def pack_grouped(parts: Sequence[GroupedWeight], *, gated: bool = False, rounds_x: bool = False) -> GroupedPanels:
     """Pack weights of one form: stacked, or the gate and up. If all groups share a zero point, it becomes a part of the
-    table."""
+    table. `rounds_x`: whether x is rounded for e4m3 weights."""
     first = parts[0]
     order, group_size, ids = packed_groups(first)
     in_features = first.values.shape[1]
@@ -292,7 +321,24 @@ def pack_grouped(parts: Sequence[GroupedWeight], *, gated: bool = False) -> Grou
         order=None if order is None else order.to(torch.int32),
         in_features=in_features,
         out_features=num_rows,
+        rounding=rounding_of(first) if rounds_x else None,
     )
+
+
+def _are_integers(parts: Sequence[GroupedWeight]) -> bool:
+    """Whether the file's format multiplies 8-bit integers."""
+    return all(part.quantizes_input for part in parts)
+
+
+def _all(kernels: GroupedPanelKernels) -> Kernels:
+    """The back end's kernels, of which these are a part."""
+    return cast("Kernels", kernels)
+
+
+def _expert_rounding(num_experts: int, first: GroupedWeight) -> ExpertRounding | None:
+    """How the rows of experts like `first` are rounded; their scales are filled in as they are packed."""
+    rounding = rounding_of(first)
+    return None if rounding is None else ExpertRounding(torch.zeros(num_experts), rounding.bound)
 
 
 def _expert_table(weight: GroupedWeight) -> Tensor | None:

@@ -48,8 +48,28 @@ def packed_groups(weight: GroupedWeight) -> Groups:
     return groups
 
 
-def have_one_form(one: GroupedWeight, other: GroupedWeight) -> bool:
-    """Whether one product can multiply both weights."""
+E4M3_TABLE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+"""The value of each byte in float8_e4m3fn."""
+
+
+class Rounding(NamedTuple):
+    """How x is rounded to e4m3; see `GroupedWeight.input_scale` and `input_bound`."""
+
+    scale: float
+    bound: float
+
+
+def rounding_of(weight: GroupedWeight) -> Rounding | None:
+    """How x is rounded for a weight; None: its values are not e4m3."""
+    if not same_table(weight.table, E4M3_TABLE):
+        return None
+    return Rounding(weight.input_scale, weight.input_bound)
+
+
+def have_one_form(one: GroupedWeight, other: GroupedWeight, rounds_x: bool = False) -> bool:
+    """Whether one product can multiply both weights. `rounds_x`: whether it rounds x for e4m3 weights."""
+    if rounds_x and rounding_of(one) != rounding_of(other):
+        return False
     return (
         one.bits == other.bits
         and same_table(one.table, other.table)
@@ -67,11 +87,11 @@ def same_table(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def runs_of_one_form(parts: Sequence[GroupedWeight]) -> Iterator[list[GroupedWeight]]:
+def runs_of_one_form(parts: Sequence[GroupedWeight], rounds_x: bool) -> Iterator[list[GroupedWeight]]:
     """Neighbours of one form."""
     run: list[GroupedWeight] = []
     for part in parts:
-        if run and not have_one_form(run[0], part):
+        if run and not have_one_form(run[0], part, rounds_x):
             yield run
             run = []
         run.append(part)
@@ -87,11 +107,6 @@ def can_multiply(weight: GroupedWeight) -> bool:
     """Whether groups are regular, and bf16 holds the values of 8-bit codes."""
     is_exact = weight.bits == 4 or weight.table is None or _is_exact(weight.table)
     return is_exact and regular_groups(weight.group_of) is not None
-
-
-def suits_experts(weight: GroupedWeight) -> bool:
-    """Whether the weight can be one of a stack of experts: its columns are in order."""
-    return packed_groups(weight).order is None
 
 
 def integer_table(bits: int, zeros: Sequence[Tensor]) -> Tensor | None:

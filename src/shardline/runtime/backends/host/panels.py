@@ -15,6 +15,7 @@ from shardline.weights.rows import GROUP_SIZE, QuantizedRows
 
 PANEL_COLUMNS = 64
 _QUAD = 4
+_BYTE_OF_ZERO = 128
 _VALUE_BYTES = GROUP_SIZE * PANEL_COLUMNS // 2
 _GROUP_BYTES = _VALUE_BYTES + PANEL_COLUMNS
 
@@ -77,6 +78,18 @@ class PanelKernels:
         num_panels = _num_panels(out_features, gated)
         panels = streamed_empty((*leading, num_panels, -(-in_features // _QUAD), PANEL_COLUMNS, _QUAD), torch.uint8)
         return panels, torch.empty(*leading, num_panels * PANEL_COLUMNS, dtype=torch.float32)
+
+    @staticmethod
+    def keep_int8(codes: Tensor, panels: Tensor, half: int | None = None) -> None:
+        num_panels, quads, width, _ = panels.shape
+        if half is not None:
+            width //= 2
+            panels = panels[:, :, half * width : (half + 1) * width]
+        for panel in range(num_panels):
+            rows = codes[panel * width : (panel + 1) * width]
+            missing = (0, quads * _QUAD - rows.shape[1], 0, width - len(rows))
+            padded = torch.nn.functional.pad(rows, missing, value=_BYTE_OF_ZERO)
+            panels[panel].copy_(padded.view(width, quads, _QUAD).transpose(0, 1))
 
     @staticmethod
     def linear_int8_argmax(
