@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Type
 
 from shardline.config.engine import EngineConfig
@@ -14,6 +16,7 @@ from shardline.deployment.here import resolve_here
 from shardline.models.checkpoint import Checkpoint
 from shardline.models.gguf.checkpoint import GGUFCheckpoint
 from shardline.runtime.loader import page_cache
+from shardline.runtime.loader.progress import LoadingLine
 from shardline.runtime.loader.read_ahead import FileRange, node_ranges, read_ahead
 from tests.models.checkpoints import make_checkpoint
 
@@ -70,6 +73,15 @@ def test_ranges_are_read_in_order_as_ranks_copy(tmp_path: Path, monkeypatch: pyt
     assert read == [(4096, 4096), (0, 4096)]
 
 
+def test_the_line_shows_how_far_weights_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with LoadingLine(8_500_000_000, shown=True) as line:
+        line.update(3_145_000_000)
+        time.sleep(0.15)
+        line.refresh()
+    shown = capsys.readouterr().err
+    assert re.search(r"\rLoading weights: 37% \| 3\.1/8\.5 GB \| \d+\.\d\d GB/s \| \d+ s left", shown)
+
+
 def test_parts_of_files(tmp_path: Path) -> None:
     file, content = tmp_path / "file", os.urandom(1 << 16)
     file.write_bytes(content)
@@ -77,3 +89,20 @@ def test_parts_of_files(tmp_path: Path) -> None:
         with file.open("rb") as opened:
             page_cache.fetch(opened.fileno(), offset, size)
         assert bytes(page_cache.map_part(file, offset, size).numpy()) == content[offset : offset + size]
+
+
+def test_rows_of_a_large_part_come_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_cache, "CHUNK", 4096)
+    monkeypatch.setattr(page_cache, "_SLICE", 1 << 15)
+    file, content = tmp_path / "file", os.urandom((1 << 18) + 5000)
+    file.write_bytes(content)
+    part = page_cache.map_part(file, 5000, 1 << 18).view(512, 512)
+    copy = torch.zeros(512, 512, dtype=torch.uint8)
+    for _ in range(2):  # pages that were given back are the file's again
+        assert bytes(page_cache.copy_rows(part, copy).numpy()) == content[5000 : 5000 + (1 << 18)]
+    for tensor in (part, part[100:], part[:200:3], part[:, 50:60]):
+        rows = [some.clone() for some in page_cache.row_slices(tensor)]
+        assert len(rows) == -(-len(tensor) // 64)
+        assert torch.equal(torch.cat(rows), tensor)
+    for whole in (copy, part.T, part.flatten()):
+        assert len(list(page_cache.row_slices(whole))) == 1

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.backends.host.grouped import GroupedLinear, unpack_codes
+from shardline.models.partition import Span
+from shardline.runtime.backends.host.grouped import (
+    GroupedGatedLinear,
+    GroupedLinear,
+    GroupedPanels,
+    unpack_codes,
+)
+from shardline.runtime.loader import slices
 from shardline.runtime.ops.activation import gated_activation
 from shardline.runtime.ops.moe.experts import expert_up
 from shardline.runtime.ops.sampling.sample import find_best
@@ -266,3 +273,30 @@ def test_wrong_tensors_are_refused(rng):
     weight = quantize(randn(8, 64, rng=rng), "awq")
     with pytest.raises(ValueError, match="a zero point of 4-bit codes is 17"):
         pack(replace(weight, zeros=torch.full((8, 1), 17, dtype=torch.uint8)))
+
+
+def test_rows_that_are_read_later_are_packed_alike(name, rng, monkeypatch):
+    """Slices end within panels, and the parts of a stack begin there."""
+    monkeypatch.setattr(slices, "_SLICE_ELEMENTS", 64 * 100)
+    parts = [quantize(randn(rows, 100, rng=rng), name) for rows in (70, 150)]
+    later = [_read_later(part) for part in parts]
+    # The form of several zero points depends on all of them.
+    assert all((part.reader is None) == (part.zeros is not None) for part in later)
+    for one, other in zip(pack(*later).weights, pack(*parts).weights, strict=True):
+        _assert_same_panels(one, other)
+    gated = [FORM.pack_gated(KERNELS, both[1], both[1].select_rows(slice(None))) for both in (later, parts)]
+    _assert_same_panels(*(one.weight for one in gated if isinstance(one, GroupedGatedLinear)))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(later[1].dequantize(dtype), parts[1].dequantize(dtype))
+
+
+def _read_later(weight: GroupedWeight) -> GroupedWeight:
+    def read(rows: Span) -> GroupedWeight:
+        return weight.select_rows(slice(rows.start, rows.stop))
+
+    return slices.read_in_slices(read, Span(0, len(weight)), weight.values.shape[1])
+
+
+def _assert_same_panels(one: GroupedPanels, other: GroupedPanels) -> None:
+    for mine, theirs in zip(vars(one).values(), vars(other).values(), strict=True):
+        assert torch.equal(mine, theirs) if isinstance(theirs, Tensor) else mine == theirs

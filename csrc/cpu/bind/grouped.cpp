@@ -46,6 +46,33 @@ void pack_codes_of(nb::handle codes_object, nb::handle panels_object, int64_t fi
   pack_codes(args);
 }
 
+void unpack_blocks_of(nb::handle blocks_object, int64_t kind, nb::handle codes_object, nb::handle scales_object,
+                      nb::handle mins_object) {
+  const Tensor blocks(blocks_object, "blocks"), codes(codes_object, "codes");
+  blocks.is(DType::kUInt8).has_shape({-1, -1}).has_rows();
+  const BlockShape shape = block_shape(static_cast<BlockKind>(kind));
+  if (shape.elements == 0) raise_value_error("there is no such type of blocks");
+  const int64_t num_rows = blocks.size(0), row_blocks = blocks.size(1) / shape.bytes;
+  if (blocks.size(1) % shape.bytes != 0) raise_value_error("rows must be whole blocks");
+  codes.is(DType::kUInt8).has_shape({num_rows, row_blocks * shape.elements}).is_contiguous();
+  const auto numbers = [&](nb::handle object, const char* name, bool needed) -> uint8_t* {
+    if (!needed) return nullptr;
+    const Tensor numbers(object, name);
+    numbers.is(DType::kInt8).has_shape({num_rows, row_blocks * shape.num_scales}).is_contiguous();
+    return reinterpret_cast<uint8_t*>(numbers.as<int8_t>());
+  };
+  const UnpackBlocksArgs args = {static_cast<BlockKind>(kind),
+                                 blocks.as<uint8_t>(),
+                                 blocks.row_stride(),
+                                 num_rows,
+                                 row_blocks,
+                                 codes.as<uint8_t>(),
+                                 numbers(scales_object, "scales", shape.num_scales != 0),
+                                 numbers(mins_object, "mins", shape.num_scales == 8)};
+  nb::gil_scoped_release release;
+  kernels().unpack_blocks(args);
+}
+
 void packed_codes_of(nb::handle panels_object, nb::handle indices_object, nb::handle codes_object) {
   const Tensor panels(panels_object, "panels"), indices(indices_object, "indices"), codes(codes_object, "codes");
   indices.is(DType::kInt64).has_shape({-1}).is_contiguous();
@@ -209,6 +236,7 @@ void set_grouped_weight(GroupedLinearArgs& args, const GroupedShape& shape, cons
 
 void bind_grouped(nb::module_& m) {
   m.def("pack_codes", &pack_codes_of, "codes"_a, "panels"_a, "first"_a = 0, "half"_a = nb::none());
+  m.def("unpack_blocks", &unpack_blocks_of, "blocks"_a, "kind"_a, "codes"_a, "scales"_a.none(), "mins"_a.none());
   m.def("packed_codes", &packed_codes_of, "panels"_a, "indices"_a, "codes"_a);
   m.def("linear_grouped", &linear_grouped, "x"_a, "x_groups"_a.none(), "panels"_a, "scales"_a, "mins"_a.none(),
         "zeros"_a.none(), "table"_a.none(), "group_size"_a, "bias"_a.none(), "out"_a, "gate"_a = nb::none());

@@ -4,6 +4,8 @@
 #pragma once
 
 #define SHARDLINE_FOR_EACH_KERNEL(KERNEL) \
+  KERNEL(void, unpack_blocks, const UnpackBlocksArgs& args) \
+  KERNEL(int64_t, pack_octets, const PackCodesArgs& args, int64_t panel_index) \
   KERNEL(void, pack_weight, const PackArgs& args) \
   KERNEL(void, linear, const LinearArgs& args) \
   KERNEL(void, rms_norm, const NormArgs& args) \

@@ -128,6 +128,39 @@ struct PackCodesArgs {
 };
 void pack_codes(const PackCodesArgs& args);
 
+// The packed types of GGUF, by the numbers that its files have for them.
+enum class BlockKind : int64_t {
+  kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14, kMXFP4 = 39
+};
+// Neighbours in a block, its bytes, and its small scales. `elements` 0: an unknown type.
+struct BlockShape {
+  int64_t elements, bytes, num_scales;
+};
+static inline BlockShape block_shape(BlockKind kind) {
+  switch (kind) {
+    case BlockKind::kQ4_0: return {32, 18, 0};
+    case BlockKind::kQ4_1: return {32, 20, 0};
+    case BlockKind::kQ5_0: return {32, 22, 0};
+    case BlockKind::kQ5_1: return {32, 24, 0};
+    case BlockKind::kQ8_0: return {32, 34, 0};
+    case BlockKind::kMXFP4: return {32, 17, 0};
+    case BlockKind::kQ4_K: return {256, 144, 8};
+    case BlockKind::kQ5_K: return {256, 176, 8};
+    case BlockKind::kQ6_K: return {256, 210, 16};
+  }
+  return {0, 0, 0};
+}
+
+struct UnpackBlocksArgs {
+  BlockKind kind;
+  const uint8_t* blocks;
+  int64_t row_stride;  // in bytes
+  int64_t num_rows, row_blocks;
+  uint8_t* codes;   // [N, K], those of Q8_0 plus 128
+  uint8_t* scales;  // [N, groups] small scales, if the type has them
+  uint8_t* mins;    // those of Q4_K and Q5_K
+};
+
 // The value of each byte in float8_e4m3fn: a sign, 4 bits of exponent, 3 bits of mantissa; no infinity.
 const float* e4m3_table();
 

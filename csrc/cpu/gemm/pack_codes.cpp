@@ -1,10 +1,10 @@
 // Packs the codes of a grouped weight into panels, and puts columns of x in the order of its groups; see gemm_args.h.
-// Both only move bits, so they exist once for all ISAs.
+// Both only move bits. Blocks of whole panels are packed by pack_octets.cpp.
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "gemm/gemm_args.h"
+#include "dispatch/kernels.h"
 #include "runtime/thread_pool.h"
 
 namespace shardline {
@@ -38,8 +38,9 @@ void pack_panel(const PackCodesArgs& args, int64_t panel_index) {
   // Columns before `begin` belong to another weight, those behind this weight's become zero.
   const int64_t begin = std::max<int64_t>(0, -first_column), end = args.place.width;
   const int64_t known = std::min(end, args.num_columns - first_column);
-  uint8_t* out = args.panels + panel_index * num_octets * bytes;
-  for (int64_t o = 0; o < num_octets; ++o, out += bytes) {
+  const int64_t packed = begin == 0 && known == end ? kernels().pack_octets(args, panel_index) : 0;
+  uint8_t* out = args.panels + (panel_index * num_octets + packed) * bytes;
+  for (int64_t o = packed; o < num_octets; ++o, out += bytes) {
     Octet codes = {};
     const int64_t count = std::min(kOctet, args.depth - o * kOctet);
     for (int64_t c = begin; c < known; ++c) {

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 
 import torch
-from tqdm import tqdm
 
 from shardline.deployment.deployment import Deployment, KVAllocation, MeasuredPool
 from shardline.deployment.kv_budget import fixed_allocation
@@ -19,6 +18,7 @@ from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.finite import FiniteChecker
 from shardline.runtime.kv_pool import KVPool
 from shardline.runtime.layers.context import LayerLoader, StageContext
+from shardline.runtime.loader.progress import LoadingLine
 from shardline.runtime.loader.read_ahead import node_ranges, read_ahead
 from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.memory_profile import largest_step
@@ -125,16 +125,15 @@ class Worker:
         quiet = place.rank != local[0] or not is_first_engine or on_node < _PROGRESS_BYTES
         ranges = node_ranges(deployment, self._engine, place.rank) if place.rank == local[0] else []
         loaded = 0
-        line = "Loading weights: {percentage:.0f}% | {n_fmt}/{total_fmt}B | {rate_fmt} | {remaining} left"
         with (
-            tqdm(total=on_node, unit="B", unit_scale=True, bar_format=line, disable=quiet) as bar,
+            LoadingLine(on_node, shown=not quiet) as line,
             read_ahead(ranges, lambda: loaded / max(1, expected)),
         ):
 
             def count(num_bytes: int) -> None:
                 nonlocal loaded
                 loaded += num_bytes
-                bar.update(num_bytes * on_node / max(1, expected))
+                line.update(num_bytes * on_node / max(1, expected))
 
             context = StageContext(
                 spec=deployment.spec,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -22,11 +23,21 @@ class TwoLevels(NamedTuple):
     def multiply(self) -> Tensor:
         """[N, G] float32."""
         size = self.inner.shape[1] // max(1, self.outer.shape[1])
-        return self.inner.float() * self.outer.float().repeat_interleave(size, dim=1)
+        return (self.inner.float().view(*self.outer.shape, size) * self.outer.float()[..., None]).flatten(1)
 
     def select_rows(self, rows: slice) -> TwoLevels:
         """Views of some of the rows."""
         return TwoLevels(self.inner[rows], self.outer[rows])
+
+
+class RowReader(Protocol):
+    """Reads the rows of a weight when they are packed."""
+
+    def slices(self) -> Iterator[GroupedWeight]:
+        """All rows in order, some at a time."""
+
+    def whole(self) -> GroupedWeight:
+        """All rows."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +77,37 @@ class GroupedWeight:
     """The scale of x where products round x to e4m3; 0: each row, or each group of a row, has its own."""
     input_bound: float = 0.0
     """Larger |x| count as this number where rows of x have scales of their own; 0: no bound."""
+    reader: RowReader | None = None
+    """Reads the rows later. Then `values`, `scales`, `mins` and levels are on the meta device here, and all zero points
+    are equal."""
 
     def __len__(self) -> int:
         return len(self.values)
 
+    @property
+    def shared_zero(self) -> int | None:
+        """The zero point of all groups, if they share one number in memory."""
+        if self.zeros is None or self.zeros.numel() == 0 or self.zeros.untyped_storage().nbytes() > 1:
+            return None
+        return int(self.zeros[0, 0])
+
+    def in_slices(self) -> Iterator[GroupedWeight]:
+        """The rows in order, some at a time, with their tensors."""
+        if self.reader is None:
+            yield self
+        else:
+            yield from self.reader.slices()
+
+    def whole(self) -> GroupedWeight:
+        """The weight with all of its tensors."""
+        return self if self.reader is None else self.reader.whole()
+
     def to(self, device: torch.device) -> GroupedWeight:
         """A copy on `device`, without levels; the same object if it is there."""
-        if self.values.device == device:
+        if self.values.device == device or (self.reader is not None and device.type == "cpu"):
             return self
+        if self.reader is not None:
+            return self.whole().to(device)
         return replace(
             self,
             values=self.values.to(device),
@@ -88,6 +122,8 @@ class GroupedWeight:
 
     def select_rows(self, rows: slice) -> GroupedWeight:
         """Views of some of the rows."""
+        if self.reader is not None:
+            return self.whole().select_rows(rows)
         return replace(
             self,
             values=self.values[rows],
@@ -100,6 +136,8 @@ class GroupedWeight:
 
     def decode(self) -> Tensor:
         """[N, K] float32: value(code) of each element, without scales and mins. It is exact."""
+        if self.reader is not None:
+            return self.whole().decode()
         if self.table is not None:
             # torch selects along a dim three times as fast as it indexes.
             return self.table.index_select(0, self.values.flatten().int()).view(self.values.shape)
@@ -110,6 +148,12 @@ class GroupedWeight:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[N, K]: product and difference are each rounded to float32, and the result to `dtype`. For integer codes and
         16-bit scales, the product is exact in float32."""
+        if self.reader is not None:
+            dense, start = self.values.new_empty(self.values.shape, dtype=dtype, device="cpu"), 0
+            for part in self.in_slices():
+                dense[start : start + len(part)] = part.dequantize(dtype)
+                start += len(part)
+            return dense
         dense = self.decode() * self.scales.float().index_select(1, self.group_of)
         if self.mins is not None:
             dense -= self.mins.index_select(1, self.group_of)

@@ -192,6 +192,8 @@ class LayerLoader:
         if self.format.reads_packed:
             packed = self.source.get_packed(name, self._own_part(name))
             if packed is not None:
+                if self.stage.finite_checker is not None:
+                    packed = packed.whole()
                 self._check_finite(name, packed.scales)
                 return packed.to(self.stage.device)
         return self.read(name)

@@ -14,7 +14,8 @@ from shardline.models.partition import Span
 from shardline.models.sharding import Spans
 from shardline.models.spec import MLA, DecoderSpec
 from shardline.runtime.loader.gguf_blocks import decode_blocks, decode_plain
-from shardline.runtime.loader.page_cache import map_part
+from shardline.runtime.loader.mapped_memory import mapped_empty
+from shardline.runtime.loader.page_cache import copy_rows, map_part
 from shardline.runtime.loader.slices import read_in_slices
 from shardline.weights.grouped import GroupedWeight
 
@@ -50,7 +51,8 @@ class GGUFWeights:
             return decode_plain(self._stored(place, rows, Span(0, 1)), place.tensor.type)[:, 0].to(dtype)
         if place.tensor.type.name in PLAIN_TYPES:
             rows, columns = self._both(place, spans)
-            return decode_plain(self._stored(place, rows, columns), place.tensor.type).to(dtype)
+            plain = decode_plain(self._stored(place, rows, columns), place.tensor.type)
+            return plain if plain.dtype == dtype else copy_rows(plain, mapped_empty(plain.shape, dtype))
         return self._packed(place, spans).dequantize(dtype)
 
     def get_packed(self, name: str, spans: Spans) -> GroupedWeight | None:
@@ -81,16 +83,14 @@ class GGUFWeights:
         size = kind.block_elements
         # Numerics "fast" cuts columns, maybe within a block.
         outer = Span(columns.start // size * size, min(-(-columns.stop // size) * size, place.columns))
-        weight = read_in_slices(lambda some: decode_blocks(self._stored(place, some, outer), kind), rows, outer.size)
-        if not bool(torch.isfinite(weight.scales).all()) or (
-            weight.mins is not None and not bool(torch.isfinite(weight.mins).all())
-        ):
-            raise ValueError(
-                f"{place.tensor.file}: {place.key} has scales that are NaN or infinite; download the file again"
-            )
-        if outer == columns:
-            return weight
-        return _select_columns(weight, slice(columns.start - outer.start, columns.stop - outer.start))
+        inner = slice(columns.start - outer.start, columns.stop - outer.start)
+
+        def read(some: Span) -> GroupedWeight:
+            weight = decode_blocks(self._stored(place, some, outer), kind)
+            _check_finite(weight, place)
+            return weight if outer == columns else _select_columns(weight, inner)
+
+        return read_in_slices(read, rows, outer.size)
 
     def _stored(self, place: FoundPlace, rows: Span, columns: Span) -> Tensor:
         """[N, bytes] uint8: `columns` of `rows` of the parameter, as the file stores them; whole blocks."""
@@ -126,6 +126,15 @@ class GGUFWeights:
         if tensor.type.name in PLAIN_TYPES:
             return decode_plain(self._stored(place, Span(0, place.rows), Span(0, columns)), tensor.type).float()
         return self._packed(place, (None, None)).dequantize(torch.float32)
+
+
+def _check_finite(weight: GroupedWeight, place: FoundPlace) -> None:
+    scales = weight.scales if weight.scale_levels is None else weight.scale_levels.outer
+    mins = weight.mins if weight.min_levels is None else weight.min_levels.outer
+    if not bool(torch.isfinite(scales).all()) or (mins is not None and not bool(torch.isfinite(mins).all())):
+        raise ValueError(
+            f"{place.tensor.file}: {place.key} has scales that are NaN or infinite; download the file again"
+        )
 
 
 def original_rows(rows: Span, head_dim: int) -> Tensor:

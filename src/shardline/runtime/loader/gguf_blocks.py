@@ -1,21 +1,24 @@
 """Decoders of the block types of GGUF, from rows of bytes to logical weights.
 
-d and m are the scales of a block in float16. Numbers of fewer than 8 bits are packed low bits first: byte j of a run of
-16 or 32 bytes has element j in its low four bits, and element j + 16 or j + 32 in its high four bits.
+A kernel unpacks the codes of weights, and the 6- and 8-bit scales of groups. d and m are the scales of a block, in
+float16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardline.models.gguf.header import BlockType
+from shardline import _cpu
+from shardline.models.gguf.header import BLOCK_TYPES, BlockType
 from shardline.weights.grouped import GroupedWeight, TwoLevels
 
 _PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_NUMBERS: Mapping[str, int] = {kind.name: number for number, kind in BLOCK_TYPES.items()}
 
 
 def decode_plain(stored: Tensor, kind: BlockType) -> Tensor:
@@ -30,137 +33,80 @@ def decode_plain(stored: Tensor, kind: BlockType) -> Tensor:
 
 def decode_blocks(stored: Tensor, kind: BlockType) -> GroupedWeight:
     """[N, bytes] uint8 of a packed type, whole blocks -> K columns of N rows."""
-    num_rows = stored.shape[0]
-    blocks = stored.reshape(num_rows, stored.shape[1] // kind.block_bytes, kind.block_bytes)
-    return _DECODERS[kind.name](blocks)
-
-
-def _half(blocks: Tensor, offset: int) -> Tensor:
-    """[N, B] float16 at byte `offset` of each block."""
-    return blocks[..., offset : offset + 2].contiguous().view(torch.float16)[..., 0]
-
-
-def _nibbles(packed: Tensor) -> Tensor:
-    """[..., n] bytes -> [..., 2n]: the low four bits of all bytes, then the high four bits."""
-    return torch.cat((packed & 15, packed >> 4), dim=-1)
-
-
-def _cut(values: Tensor, *sizes: int) -> Tensor:
-    """The last dim as dims of `sizes`."""
-    return values.reshape(*values.shape[:-1], *sizes)
-
-
-def _high_bits(packed: Tensor) -> Tensor:
-    """[N, B, 4] -> [N, B, 32]: bit i of the 32-bit number belongs to element i; it becomes 16."""
-    shifts = torch.arange(8, dtype=torch.uint8)
-    return (((packed[..., None] >> shifts) & 1) << 4).flatten(-2)
-
-
-def _weight(
-    values: Tensor,
-    scales: Tensor | TwoLevels,
-    label: str,
-    *,
-    group: int = 32,
-    bits: int = 4,
-    zero: int | None = None,
-    mins: Tensor | TwoLevels | None = None,
-    table: Tensor | None = None,
-) -> GroupedWeight:
-    """`values` [N, B, ...] codes; `scales` and `mins` [N, ...], one for each group, or their levels."""
-    num_rows = values.shape[0]
-    scale_levels, min_levels = (part if isinstance(part, TwoLevels) else None for part in (scales, mins))
-    scales = scales.multiply() if isinstance(scales, TwoLevels) else scales
-    mins = mins.multiply() if isinstance(mins, TwoLevels) else mins
-    values, scales = values.flatten(1).contiguous(), scales.flatten(1).contiguous()
+    form, num_rows = _FORMS[kind.name], stored.shape[0]
+    num_blocks = stored.shape[1] // kind.block_bytes
+    num_elements = num_blocks * kind.block_elements
+    codes = torch.empty(num_rows, num_elements, dtype=torch.uint8)
+    scales, mins = (
+        torch.empty(num_rows, num_elements // form.group, dtype=torch.int8) if there else None
+        for there in (form.has_levels, form.has_levels and form.mins is not None)
+    )
+    if codes.numel():
+        _cpu.unpack_blocks(stored, _NUMBERS[kind.name], codes, scales, mins)
+    blocks = stored.view(num_rows, num_blocks, kind.block_bytes)
+    outer = _exponents(blocks[..., 0]) if form.scale is None else _half(blocks, form.scale)
+    outer_mins = None if form.mins is None else _half(blocks, form.mins)
+    scale_levels = None if scales is None else TwoLevels(scales, outer)
+    min_levels = None if mins is None or outer_mins is None else TwoLevels(mins, outer_mins)
+    all_mins = None if outer_mins is None else -outer_mins.float()
     return GroupedWeight(
-        values=values,
-        scales=scales,
-        group_of=torch.arange(values.shape[1]) // group,
-        zeros=None if zero is None else torch.full((num_rows, scales.shape[1]), zero, dtype=torch.uint8),
-        mins=None if mins is None else mins.flatten(1).contiguous(),
-        table=table,
-        bits=4 if bits == 4 else 8,
-        label=label,
+        values=codes,
+        scales=outer if scale_levels is None else scale_levels.multiply(),
+        group_of=torch.arange(num_elements) // form.group,
+        zeros=None if form.zero is None else _repeated(form.zero, num_rows, num_elements // form.group),
+        mins=all_mins if min_levels is None else min_levels.multiply(),
+        table=torch.tensor(_E2M1_DOUBLED, dtype=torch.float32) if form.scale is None else None,
+        bits=4 if form.bits == 4 else 8,
+        label=kind.name,
         scale_levels=scale_levels,
         min_levels=min_levels,
     )
 
 
-def _q4_0(blocks: Tensor) -> GroupedWeight:
-    return _weight(_nibbles(blocks[..., 2:]), _half(blocks, 0), "Q4_0", zero=8)
+class _Form(NamedTuple):
+    """What the bytes of a block mean."""
+
+    bits: int
+    scale: int | None
+    """The byte where d begins; None: byte 0 is an exponent, and codes are e2m1."""
+    mins: int | None = None
+    """The byte where m begins."""
+    zero: int | None = None
+    """The code that stands for zero."""
+    group: int = 32
+    has_levels: bool = False
+    """Whether groups have small scales, and mins if there is m, that are multiplied by those of the block. A small min
+    is subtracted, and other mins are added."""
 
 
-def _q4_1(blocks: Tensor) -> GroupedWeight:
-    return _weight(_nibbles(blocks[..., 4:]), _half(blocks, 0), "Q4_1", mins=-_half(blocks, 2).float())
-
-
-def _q5_0(blocks: Tensor) -> GroupedWeight:
-    values = _nibbles(blocks[..., 6:]) | _high_bits(blocks[..., 2:6])
-    return _weight(values, _half(blocks, 0), "Q5_0", bits=8, zero=16)
-
-
-def _q5_1(blocks: Tensor) -> GroupedWeight:
-    values = _nibbles(blocks[..., 8:]) | _high_bits(blocks[..., 4:8])
-    return _weight(values, _half(blocks, 0), "Q5_1", bits=8, mins=-_half(blocks, 2).float())
-
-
-def _q8_0(blocks: Tensor) -> GroupedWeight:
-    return _weight(blocks[..., 2:] ^ 128, _half(blocks, 0), "Q8_0", bits=8, zero=128)
-
-
-def _scales_and_mins(blocks: Tensor) -> tuple[TwoLevels, TwoLevels]:
-    """Those of Q4_K and Q5_K: the scales and minimums of 8 groups, 6 bits each in 12 bytes, times d and times dmin."""
-    packed = blocks[..., 4:16]
-    low, mid, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
-    scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=-1)
-    mins = torch.cat((mid & 63, (high >> 4) | ((mid >> 6) << 4)), dim=-1)
-    return _levels(scales, _half(blocks, 0)), _levels(mins, _half(blocks, 2))
-
-
-def _levels(inner: Tensor, outer: Tensor) -> TwoLevels:
-    """inner [N, B, groups of a block] and outer [N, B]."""
-    return TwoLevels(inner.view(torch.int8).flatten(1), outer)
-
-
-def _q4_k(blocks: Tensor) -> GroupedWeight:
-    scales, mins = _scales_and_mins(blocks)
-    values = _nibbles(_cut(blocks[..., 16:], 4, 32))
-    return _weight(values, scales, "Q4_K", mins=mins)
-
-
-def _q5_k(blocks: Tensor) -> GroupedWeight:
-    scales, mins = _scales_and_mins(blocks)
-    low = _nibbles(_cut(blocks[..., 48:], 4, 32)).flatten(-2)
-    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
-    high = ((blocks[..., None, 16:48] >> shifts) & 1) << 4
-    return _weight(low | high.flatten(-2), scales, "Q5_K", bits=8, mins=mins)
-
-
-def _q6_k(blocks: Tensor) -> GroupedWeight:
-    low = _nibbles(_cut(blocks[..., :128], 2, 64)).flatten(-2)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    high = ((_cut(blocks[..., 128:192], 2, 1, 32) >> shifts) & 3) << 4
-    scales = _levels(blocks[..., 192:208].contiguous(), _half(blocks, 208))
-    return _weight(low | high.flatten(-3), scales, "Q6_K", group=16, bits=8, zero=32)
-
-
-def _mxfp4(blocks: Tensor) -> GroupedWeight:
-    # The table holds doubled values, so the scales are 2^(e - 128). The two smallest are no normal float32.
-    exponent = blocks[..., 0].int()
-    bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23)
-    table = torch.tensor(_E2M1_DOUBLED, dtype=torch.float32)
-    return _weight(_nibbles(blocks[..., 1:]), bits.view(torch.float32), "MXFP4", table=table)
-
-
-_DECODERS: Mapping[str, Callable[[Tensor], GroupedWeight]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "MXFP4": _mxfp4,
+_FORMS: Mapping[str, _Form] = {
+    "Q4_0": _Form(4, 0, zero=8),
+    "Q4_1": _Form(4, 0, 2),
+    "Q5_0": _Form(5, 0, zero=16),
+    "Q5_1": _Form(5, 0, 2),
+    "Q8_0": _Form(8, 0, zero=128),
+    "Q4_K": _Form(4, 0, 2, has_levels=True),
+    "Q5_K": _Form(5, 0, 2, has_levels=True),
+    "Q6_K": _Form(6, 208, zero=32, group=16, has_levels=True),
+    "MXFP4": _Form(4, None),
 }
+
+
+def _half(blocks: Tensor, offset: int) -> Tensor:
+    """[N, B] float16 at byte `offset` of each block."""
+    pair = blocks[..., offset : offset + 2]
+    if pair.data_ptr() % 2 or pair.storage_offset() % 2 or any(stride % 2 for stride in pair.stride()[:-1]):
+        pair = pair.contiguous()
+    return pair.view(torch.float16)[..., 0].contiguous()
+
+
+def _repeated(zero: int, *shape: int) -> Tensor:
+    """One number in memory for all groups."""
+    return torch.full((1, 1), zero, dtype=torch.uint8).expand(shape)
+
+
+def _exponents(stored: Tensor) -> Tensor:
+    """[N, B] float32: 2^(e - 128), since the table holds doubled values. The two smallest are no normal numbers."""
+    exponent = stored.int()
+    bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23)
+    return bits.view(torch.float32)

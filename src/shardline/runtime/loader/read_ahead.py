@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -74,8 +74,9 @@ def node_ranges(deployment: Deployment, engine: int, rank: int) -> list[FileRang
         for name, _ in parameters(deployment.spec)
         if parse_name(name).layer in (None, *layers) and not (shares_experts and expert_of(name) is not None)
     ]
+    names.sort(key=lambda name: not name.startswith("lm_head."))  # loaded first, since a tied embedding reads it
     if model.load_format == "gguf":
-        return _joined(_gguf_ranges(GGUFCheckpoint.open(Path(model.folder)), deployment.spec, frozenset(names)))
+        return _joined(_gguf_ranges(GGUFCheckpoint.open(Path(model.folder)), deployment.spec, names))
     return _joined(_ranges(Checkpoint.open(Path(model.folder)), deployment.spec, names))
 
 
@@ -93,15 +94,14 @@ def _ranges(checkpoint: Checkpoint, spec: DecoderSpec, names: Iterable[str]) -> 
                 yield FileRange(entry.file, entry.offset, entry.offset + entry.num_bytes)
 
 
-def _gguf_ranges(checkpoint: GGUFCheckpoint, spec: DecoderSpec, names: Collection[str]) -> Iterator[FileRange]:
-    for name, shape in parameters(spec):
+def _gguf_ranges(checkpoint: GGUFCheckpoint, spec: DecoderSpec, names: Iterable[str]) -> Iterator[FileRange]:
+    shapes = dict(parameters(spec))
+    for name in names:
         layer, part, _ = parse_name(name)
-        if name not in names:
-            continue
         if part == "attention.kv_up" and layer is not None and checkpoint.has_split_latents(layer):
             keys = [f"blk.{layer}.{key}" for key in SPLIT_LATENT_KEYS]
         else:
-            keys = [checkpoint.find(name, shape, spec).key]
+            keys = [checkpoint.find(name, shapes[name], spec).key]
         for tensor in (checkpoint.tensors[key] for key in keys):
             yield FileRange(tensor.file, tensor.offset, tensor.offset + tensor.num_bytes)
 

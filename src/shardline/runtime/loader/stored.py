@@ -50,7 +50,7 @@ def _read_blocks(
         if layout.zeros.offset == 1 and layout.zeros.bits == 8 and bool((zeros == 0).any()):
             raise ValueError(f"{module.base}{layout.zeros.part} has a zero point of 256, which 8 bits cannot reach")
     elif layout.zero:
-        zeros = torch.full(scales.shape, layout.zero, dtype=torch.uint8)
+        zeros = torch.full((1, 1), layout.zero, dtype=torch.uint8).expand(scales.shape)
     return GroupedWeight(
         values=read_codes(_there(tensor, layout.codes.part), layout.codes, rows, columns),
         scales=scales.contiguous(),
@@ -99,6 +99,8 @@ def read_codes(stored: Tensor, codes: Codes, rows: Span, columns: Span) -> Tenso
 def unpack_numbers(words: Tensor, bits: int, order: tuple[int, ...] = ()) -> Tensor:
     """[M, W] words -> [M, W * numbers in a word] uint8. `order`: see `Codes.order`."""
     in_word = words.element_size() * 8 // bits
+    if words.shape[1] == 1:
+        words = words.clone(memory_format=torch.contiguous_format)  # any stride counts as contiguous
     numbers = words.contiguous().view(torch.uint8)
     if bits < 8:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +22,7 @@ from shardline.models.stored_weights import StoredRules
 from shardline.runtime.loader.dummy import DeviceDummyWeights, DummyWeights
 from shardline.runtime.loader.gguf import GGUFWeights
 from shardline.runtime.loader.mapped_memory import mapped_empty
-from shardline.runtime.loader.page_cache import map_part
+from shardline.runtime.loader.page_cache import copy_rows, map_part
 from shardline.runtime.loader.slices import read_in_slices
 from shardline.runtime.loader.stored import ReadTensor, is_grouped, read_flat_dense, read_stored
 from shardline.weights.grouped import GroupedWeight
@@ -142,6 +143,8 @@ class CheckpointWeights:
         return dense
 
     def _reader(self, module: StoredModule, source: TensorSource) -> ReadTensor:
+        # Slices of a weight read its tensors again and again.
+        @functools.cache
         def read(part: str) -> torch.Tensor | None:
             key = f"{module.base}{part}"
             if not self._checkpoint.has(key):
@@ -205,7 +208,7 @@ def part_of(tensor: torch.Tensor, source: TensorSource, spans: Spans, dtype: tor
     if source.transposed:
         # torch transposes fast if the tensor is dense and keeps its dtype.
         part = part.T.to(dtype).contiguous().T
-    return mapped_empty(part.shape, dtype).copy_(part)
+    return copy_rows(part, mapped_empty(part.shape, dtype))
 
 
 def open_weights(deployment: Deployment, drawn_on: torch.device | None = None) -> WeightSource:

@@ -18,6 +18,7 @@ from shardline.runtime.backends.host.reserve import weight_reserve
 from shardline.runtime.backends.host.step_inputs import HostStepInputs
 from shardline.runtime.decoder import DecoderStage
 from shardline.runtime.loader.mapped_memory import mapped_empty
+from shardline.runtime.loader.page_cache import copy_rows
 from shardline.runtime.sequences import SequenceTable
 
 
@@ -45,7 +46,7 @@ class HostBackend:
         self.kernel_path = f"{platform.machine()}-{_cpu.isa()}"
 
     def keep_weight(self, tensor: Tensor) -> Tensor:
-        return streamed_empty(tensor.shape, tensor.dtype).copy_(tensor)
+        return copy_rows(tensor, streamed_empty(tensor.shape, tensor.dtype))
 
     def pages_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return mapped_empty(shape, dtype)  # attention streams through pages as products stream through weights

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
+from shardline.runtime.backends.host.group_panels import GroupNumbers, fill_panels, numbers_empty, rows_of_panels
 from shardline.runtime.backends.host.grouped_forms import (
     E4M3_TABLE,
     OCTET,
@@ -32,7 +33,7 @@ from shardline.runtime.backends.host.panels import PANEL_COLUMNS, PanelKernels, 
 from shardline.weights.base import ExpertRounding, GroupScales, PackedExperts, PackedGatedLinear, PackedLinear, Role
 from shardline.weights.formats import int8
 from shardline.weights.formats.fp8 import quantize_rows_fp8_reference
-from shardline.weights.grouped import GroupedWeight, TwoLevels
+from shardline.weights.grouped import GroupedWeight
 from shardline.weights.rows import LinearInput, as_tensor, check_features
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class GroupedPanels:
             codes, group_of = codes[:, place], group_of[place]
         panels, columns = indices // PANEL_COLUMNS, indices % PANEL_COLUMNS
         scales, zeros, mins = (
-            None if part is None else _rows_of_panels(part, panels, columns)
+            None if part is None else rows_of_panels(part, panels, columns)
             for part in (self.scales, self.zeros, self.mins)
         )
         assert scales is not None
@@ -220,16 +221,8 @@ class GroupedPanelKernels(PanelKernels):
         groups, table = packed_groups(first), _expert_table(first)
         shape = num_experts, -(-num_rows // PANEL_COLUMNS)
 
-        def empty(dtype: torch.dtype, levels: TwoLevels | None = None) -> Tensor:
-            if levels is None:
-                return streamed_empty((*shape, len(groups.ids), PANEL_COLUMNS), dtype)
-            num_outer = levels.outer.shape[1]
-            return streamed_empty((*shape, num_outer, _level_bytes(len(groups.ids) // num_outer)), torch.int8)
-
         scales = GroupScales(
-            empty(_scale_dtype(parts), first.scale_levels),
-            None if first.mins is None else empty(torch.float32, first.min_levels),
-            empty(torch.uint8) if table is None else None,
+            *numbers_empty(parts, shape, groups, has_zeros=table is None),
             table,
             groups.size,
             None if groups.order is None else streamed_empty((num_experts, first.values.shape[1]), torch.int32),
@@ -255,10 +248,9 @@ class GroupedPanelKernels(PanelKernels):
             raise ValueError("only some experts of a layer have groups out of order; use --quantization none")
         if held.order is not None and groups.order is not None:
             held.order[index] = groups.order
-        _pack_parts(parts, experts.panels[index], groups.order, gated=False)
-        for to, name in zip((held.scales, held.mins, held.zeros), _GROUP_PARTS, strict=True):
-            if to is not None:
-                to[index] = _group_panels(parts, name, groups.ids, gated=False)
+        mins, zeros = (None if part is None else part[index] for part in (held.mins, held.zeros))
+        numbers = GroupNumbers(held.scales[index], mins, zeros)
+        fill_panels(parts, experts.panels[index], numbers, groups, gated=False)
 
 
 class Fp8PanelKernels(GroupedPanelKernels):
@@ -304,21 +296,27 @@ def pack_grouped(parts: Sequence[GroupedWeight], *, gated: bool = False, rounds_
     """Pack weights of one form: stacked, or the gate and up. If all groups share a zero point, it becomes a part of the
     table. `rounds_x`: whether x is rounded for e4m3 weights."""
     first = parts[0]
-    order, group_size, ids = packed_groups(first)
+    groups = packed_groups(first)
     in_features = first.values.shape[1]
     num_rows = len(first) if gated else sum(len(part) for part in parts)
     num_panels = -(-num_rows // (PANEL_COLUMNS // 2 if gated else PANEL_COLUMNS))
     panels = streamed_empty((num_panels, *_octets(in_features, first.bits)), torch.uint8)
-    _pack_parts(parts, panels, order, gated)
-    table = integer_table(first.bits, _rows(parts, "zeros", ids)) if first.table is None else first.table
+    zeros = [
+        part.zeros if part.shared_zero is not None else part.zeros[:, groups.ids]
+        for part in parts
+        if part.zeros is not None
+    ]
+    table = integer_table(first.bits, zeros) if first.table is None else first.table
+    numbers = numbers_empty(parts, (num_panels,), groups, has_zeros=table is None)
+    fill_panels(parts, panels, numbers, groups, gated)
     return GroupedPanels(
         panels=panels,
-        scales=_streamed(_group_panels(parts, "scales", ids, gated)),
-        mins=None if first.mins is None else _streamed(_group_panels(parts, "mins", ids, gated)),
-        zeros=_streamed(_group_panels(parts, "zeros", ids, gated)) if table is None else None,
+        scales=numbers.scales,
+        mins=numbers.mins,
+        zeros=numbers.zeros,
         table=table,
-        group_size=group_size,
-        order=None if order is None else order.to(torch.int32),
+        group_size=groups.size,
+        order=None if groups.order is None else groups.order.to(torch.int32),
         in_features=in_features,
         out_features=num_rows,
         rounding=rounding_of(first) if rounds_x else None,
@@ -353,63 +351,6 @@ def _octets(in_features: int, bits: int) -> tuple[int, int]:
     return -(-in_features // OCTET), OCTET * PANEL_COLUMNS * bits // 8
 
 
-def _pack_parts(parts: Sequence[GroupedWeight], panels: Tensor, order: Tensor | None, gated: bool) -> None:
-    start = 0
-    for half, part in enumerate(parts):
-        codes = part.values if order is None else part.values[:, order]
-        _cpu.pack_codes(codes, panels, 0 if gated else start, half if gated else None)
-        start += len(part)
-
-
-_GROUP_PARTS = ("scales", "mins", "zeros")
-
-
-def _rows(parts: Sequence[GroupedWeight], name: str, ids: Tensor) -> list[Tensor]:
-    """The scales, mins or zeros of each part for groups `ids`; empty if there are none."""
-    rows = [getattr(part, name)[:, ids] for part in parts if getattr(part, name) is not None]
-    return [part.to(_scale_dtype(parts)) for part in rows] if name == "scales" else rows
-
-
-def _group_panels(parts: Sequence[GroupedWeight], name: str, ids: Tensor, gated: bool) -> Tensor:
-    """The scales, mins or zeros of the parts, as the kernel reads them."""
-    levels = [level for part in parts if (level := _levels_of(part, name)) is not None]
-    if levels:
-        return _level_panels(levels, gated)
-    return _in_panels(_rows(parts, name, ids), gated)
-
-
-def _levels_of(part: GroupedWeight, name: str) -> TwoLevels | None:
-    return {"scales": part.scale_levels, "mins": part.min_levels}.get(name)
-
-
-def _level_bytes(num_inner: int) -> int:
-    """Bytes of an outer group of a panel: a half for each column, and a byte for each group and column."""
-    return (2 + num_inner) * PANEL_COLUMNS
-
-
-def _level_panels(levels: Sequence[TwoLevels], gated: bool) -> Tensor:
-    """[num_panels, outer groups, bytes] int8: for each outer group, the outer numbers of 64 columns in float16, then
-    the inner numbers of each of its groups."""
-    outer = _in_panels([part.outer for part in levels], gated).contiguous()
-    inner = _in_panels([part.inner for part in levels], gated).reshape(*outer.shape[:2], -1)
-    return torch.cat((outer.view(torch.int8), inner), dim=2)
-
-
-def _rows_of_panels(part: Tensor, panels: Tensor, columns: Tensor) -> Tensor:
-    """[R, G]: the scales, mins or zeros of rows; levels are multiplied."""
-    if part.dtype != torch.int8:
-        return part[panels, :, columns]
-    levels, row = part[panels], torch.arange(len(panels))
-    outer = levels[..., : 2 * PANEL_COLUMNS].contiguous().view(torch.float16)[row, :, columns]
-    inner = levels[..., 2 * PANEL_COLUMNS :].reshape(*levels.shape[:2], -1, PANEL_COLUMNS)[row, :, :, columns]
-    return TwoLevels(inner.flatten(1), outer).multiply()
-
-
-def _scale_dtype(parts: Sequence[GroupedWeight]) -> torch.dtype:
-    kinds = {part.scales.dtype for part in parts}
-    return kinds.pop() if len(kinds) == 1 else torch.float32
-
-
 def unpack_codes(panels: Tensor, out_features: int, in_features: int) -> Tensor:
     """[out_features, in_features] uint8: the inverse of `_cpu.pack_codes` for a weight that is not gated."""
     num_panels, octets, size = panels.shape
@@ -421,16 +362,3 @@ def unpack_codes(panels: Tensor, out_features: int, in_features: int) -> Tensor:
         words = panels.view(num_panels, octets, 2, PANEL_COLUMNS // 4, 2, 4, 2)  # [.., half, columns, pair, column, k]
         codes = words.permute(0, 3, 5, 1, 2, 4, 6)
     return codes.reshape(num_panels * PANEL_COLUMNS, octets * OCTET)[:out_features, :in_features]
-
-
-def _in_panels(parts: Sequence[Tensor], gated: bool) -> Tensor:
-    """Rows [N, G] of stacked parts, or of the gate and up, as [num_panels, G, 64], padded with zeros."""
-    width = PANEL_COLUMNS // 2 if gated else PANEL_COLUMNS
-    stacks = parts if gated else [torch.cat(list(parts))]
-    padded = [torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % width)) for rows in stacks]
-    panels = torch.cat([rows.view(-1, width, rows.shape[1]) for rows in padded], dim=1)
-    return panels.transpose(1, 2)
-
-
-def _streamed(part: Tensor) -> Tensor:
-    return streamed_empty(part.shape, part.dtype).copy_(part)

@@ -115,7 +115,9 @@ def integer_table(bits: int, zeros: Sequence[Tensor]) -> Tensor | None:
     Raises:
         ValueError: a zero point is too large for 4-bit codes.
     """
-    used = torch.bincount(torch.cat([part.flatten() for part in zeros])).nonzero()[:, 0].tolist() if zeros else [0]
+    # An expanded tensor holds one number.
+    numbers = [(part[:1, :1] if part.untyped_storage().nbytes() == 1 else part).flatten() for part in zeros]
+    used = torch.bincount(torch.cat(numbers)).nonzero()[:, 0].tolist() if zeros else [0]
     if bits == 4 and used and used[-1] > _LARGEST_ZERO:
         raise ValueError(f"a zero point of 4-bit codes is {used[-1]}, above {_LARGEST_ZERO}")
     if len(used) > 1:

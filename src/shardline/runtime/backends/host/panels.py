@@ -6,11 +6,14 @@ A column's bits do not depend on its position, so any slice of a weight may be p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from shardline import _cpu
 from shardline.runtime.backends.host.memory import streamed_empty
+from shardline.runtime.loader.page_cache import row_slices
 from shardline.weights.rows import GROUP_SIZE, QuantizedRows
 
 PANEL_COLUMNS = 64
@@ -32,15 +35,34 @@ def panel_shape(
     return _num_panels(out_features, gated), depth, PANEL_COLUMNS
 
 
+def _places(weight: Tensor, first: int, half: int | None) -> Iterator[tuple[Tensor, int, int]]:
+    """The rows of a weight, some at a time, with the panel and the column in it from which they are packed."""
+    for rows in row_slices(weight):
+        yield (rows, 0, first) if half is None else (rows, first // (PANEL_COLUMNS // 2), 0)
+        first += len(rows)
+
+
 class PanelKernels:
     """The CPU's weight kernels: see `base.WeightKernels`, `int8.Int8Kernels` and `int4.Int4Kernels`."""
 
-    pack_weight = staticmethod(_cpu.pack_weight)
     linear = staticmethod(_cpu.linear)
-    pack_int8 = staticmethod(_cpu.pack_int8)
     linear_int8 = staticmethod(_cpu.linear_int8)
-    pack_int4 = staticmethod(_cpu.pack_int4)
     linear_int4 = staticmethod(_cpu.linear_int4)
+
+    @staticmethod
+    def pack_weight(weight: Tensor, panels: Tensor, first: int = 0, half: int | None = None) -> None:
+        for rows, panel, column in _places(weight, first, half):
+            _cpu.pack_weight(rows, panels[panel:], column, half)
+
+    @staticmethod
+    def pack_int8(weight: Tensor, panels: Tensor, scales: Tensor, first: int = 0, half: int | None = None) -> None:
+        for rows, panel, column in _places(weight, first, half):
+            _cpu.pack_int8(rows, panels[panel:], scales[panel * PANEL_COLUMNS :], column, half)
+
+    @staticmethod
+    def pack_int4(weight: Tensor, panels: Tensor, scales: Tensor, first: int = 0, half: int | None = None) -> None:
+        for rows, panel, column in _places(weight, first, half):
+            _cpu.pack_int4(rows, panels[panel:], scales[panel * PANEL_COLUMNS :], column, half)
 
     @staticmethod
     def weight_empty(
