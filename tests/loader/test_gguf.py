@@ -19,8 +19,8 @@ from shardline.cli.main import main
 from shardline.config.engine import EngineConfig
 from shardline.deployment.here import resolve_here
 from shardline.models.checkpoint import Checkpoint
+from shardline.models.gguf.architectures import ARCHITECTURES as known_architectures
 from shardline.models.gguf.checkpoint import GGUFCheckpoint
-from shardline.models.gguf.config import ARCHITECTURES as known_architectures
 from shardline.models.gguf.header import BLOCK_TYPES, PACKED_TYPES
 from shardline.models.gguf.norms import without_norm_offsets
 from shardline.models.hub import resolve_model

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardline import _cpu
-from shardline.runtime.backends.host.grouped import Fp8PanelKernels
+from shardline.runtime.backends.host.fp8_panels import Fp8PanelKernels
 from shardline.runtime.ops.attention.kv_cache import LatentCache
 from shardline.runtime.ops.attention.pages import PageOrder
 from shardline.weights.rows import GROUP_SIZE, QuantizedRows
