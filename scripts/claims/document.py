@@ -40,9 +40,11 @@ _REST = """
   8 H200 reaches 0.6 of the prediction with short prompts, Qwen3-235B 0.75, and gpt-oss-120b on 4 H100 0.6. A share for
   Hopper's experts, their imbalance, and gathers of all tokens do not explain it together. gpt-oss-20b with 1,500
   requests on one GB200 reaches 1.6 times the prediction: the time of each request on the host is hidden there.
-- **Time to the first token.** It contains the burst with which a benchmark starts, the wait for a step in flight, and
-  for other prompts. Rows state neither the number of requests nor whether they give a mean or a median. A KV cache that
-  is full adds the wait for a whole request; rows with such a wait are not recognized.
+- **Time to the first token.** Rows state neither how often an engine sends tokens nor whether they give a mean or a
+  median. TensorRT-LLM needs 5 decode steps until the first token with the rows of one source, and 13 with those of
+  another. A KV cache that is full adds the wait for a whole request; rows with such a wait are not recognized. Rows of
+  DeepSeek-V3 with SGLang on B200 have 5 to 9 s at any load. Four rows of tier A state a ramp of arrivals beyond what
+  the layout can do; their TTFT depends on the length of the run, which they do not state.
 - **Lengths.** SGLang's rows of Llama-3.1-8B on H200 state equal lengths, but their TTFT shows that requests are not in
   phase, so TPOT is predicted too short by a quarter.
 """
@@ -57,6 +59,7 @@ _INPUTS = (
             "hardware.toml",
             "models.json",
             "offline.py",
+            "row_fields.py",
             "rows.py",
             "timing.json",
             "timing.py",

@@ -143,7 +143,7 @@ def test_what_is_not_known_is_refused() -> None:
 def test_every_method_has_the_contract() -> None:
     for name, method in methods().items():
         assert callable(method.read), name
-    assert set(usual_rules()) == {"fp8", "int4", "mxfp4", "nvfp4"}
+    assert set(usual_rules()) == {"fp8", "int4", "int8", "mxfp4", "nvfp4"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ GPUS = known_gpus()
 
 
 def test_every_gpu_is_complete() -> None:
-    assert len(GPUS) == 21
+    assert len(GPUS) == 22
     for name, gpu in GPUS.items():
         assert gpu.name == name
         assert 0.85 * gpu.memory_gb / 1.0737 < gpu.usable_gib <= gpu.memory_gb, name
@@ -35,6 +35,12 @@ def test_every_gpu_is_complete() -> None:
         ("RTX-PRO-6000", "RTX-PRO-6000-Blackwell-Server"),
         ("b300_sxm", "B300-SXM"),
         ("GB200", "GB200-NVL72"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("rtx5090 32GB", "RTX-5090"),
+        ("A100-40G", "A100-40GB-SXM4"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("mi355x_oam", "MI355X"),
+        ("RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000-Blackwell-Server"),
     ],
 )
 def test_names(written: str, name: str) -> None:
@@ -44,6 +50,8 @@ def test_names(written: str, name: str) -> None:
 def test_an_unknown_gpu_names_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"unknown GPU 'H101-80GB'; the nearest are .*H100-80GB"):
         find_gpu("H101-80GB", GPUS)
+    with pytest.raises(ValueError, match="the nearest are H100-80GB-SXM5"):
+        find_gpu("H101", GPUS)
 
 
 def test_clusters() -> None:

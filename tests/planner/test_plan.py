@@ -65,6 +65,18 @@ def test_the_lowest_cost_may_need_fewer_bits() -> None:
     assert equal.options[0].layout.weights == "bf16", "of layouts at one price, the one that keeps the answers"
 
 
+def test_a_checkpoint_that_fits_in_vllm_only_is_planned_for_it() -> None:
+    """Experts in FP8 become dense in this engine, and 1.22 TiB do not fit eight H200."""
+    result = found("deepseek-ai/DeepSeek-V3", "8xH200", Demand(8192))
+    assert "vLLM instead" in result.instead
+    best = result.options[0]
+    assert (best.layout.engine, best.layout.weights, best.layout.kv) == ("vllm", "fp8", "auto")
+    cheapest = min(one.cost_per_million for one in result.options if one.cost_per_million)
+    assert best.cost_per_million is not None
+    assert cheapest < best.cost_per_million < 1.03 * cheapest, "of nearly equal prices, one that changes no answers"
+    assert not found(LLAMA_70B, "1xL4", Demand(8192)).instead, "nothing fits either"
+
+
 def test_a_demand_that_nothing_meets_recommends_nothing() -> None:
     result = found(LLAMA_70B, "2xA100-80GB", Demand(8192, tpot=0.001))
     assert result.recommended is None
@@ -166,7 +178,7 @@ def test_the_fewest_and_the_cheapest_gpus(capsys: pytest.CaptureFixture[str]) ->
         ([LLAMA_70B, "--gpus", "4xH100", "-tp", "4", "-pp", "2"], "need 8 GPUs, and 4xH100-80GB-SXM5 has 4"),
         ([LLAMA_70B, "--gpus", "L4", "--tpot", "fast"], "write for example 60ms"),
         ([LLAMA_70B, "--gpus", "L4", "--input-len", "9000", "--max-model-len", "4096"], "more than --max-model-len"),
-        ([LLAMA_70B, "--gpus", "L4", "--quantization", "int8", "--engine", "vllm"], "weights 'int8': known are"),
+        ([LLAMA_70B, "--gpus", "L4", "--quantization", "gptq", "--engine", "vllm"], "weights 'gptq': known are"),
         (["nobody/nothing", "--gpus", "L4"], "config.json of the hub repository nobody/nothing"),
         ([LLAMA_70B, "--gpus", "L4", "--max-model-len", "200000"], "more than the 131072 positions"),
         (["--validate", "/nothing.csv"], "/nothing.csv cannot be read"),

@@ -11,6 +11,7 @@ import pytest
 
 from shardline.cli.main import main
 from shardline.models.step_work import StepWork
+from shardline.planner import catalog, row_fields
 from shardline.planner.calibration import Measured, calibrate
 from shardline.planner.catalog import find_model
 from shardline.planner.cluster import parse_cluster
@@ -109,6 +110,63 @@ def test_rows_say_the_same_in_many_ways(tmp_path: Path) -> None:
     assert len(collect_samples(rows, known_gpus())[0]) == 3
 
 
+@pytest.mark.parametrize(
+    ("fields", "layout", "load"),
+    [
+        ({"tp": "TP4", "concurrency_or_rate": "1,024"}, (4, 1, 1, False), (1024, None)),
+        ({"tp": "", "n_gpus": "1", "concurrency_or_rate": "c=64"}, (1, 1, 1, False), (64, None)),
+        ({"tp": "", "n_gpus": "8", "dp": "4", "ep": "8"}, (2, 1, 4, True), (None, None)),
+        ({"tp": "", "n_gpus": "4", "ep": "4", "concurrency_or_rate": "100 per GPU"}, (1, 1, 4, True), (400, None)),
+        ({"tp": "", "dp": "8xDEP2 P + DEP8 D", "concurrency_or_rate": "inf"}, (1, 1, 8, True), (None, None)),
+        ({"tp": "", "ep": "32P/72D", "load_type": "max"}, (1, 1, 72, True), (None, None)),
+        ({"tp": "2", "dp": "8", "load_type": "poisson 3..60 QPS ramp", "concurrency_or_rate": "60 qps max"},
+         (2, 1, 8, False), (None, 31.5)),
+        ({"tp": "2", "pp": "2", "concurrency_or_rate": "0.5 req/s"}, (2, 2, 1, False), (None, 0.5)),
+    ],
+)  # fmt: skip
+def test_sizes_and_loads(
+    fields: dict[str, str], layout: tuple[object, ...], load: tuple[float | None, float | None]
+) -> None:
+    found = row_fields.sizes(fields)
+    assert (found.tensor, found.pipeline, found.data, found.experts > 1) == layout
+    assert row_fields.load(fields) == load
+
+
+def test_a_row_without_any_size_names_no_layout(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no tensor-parallel size"):
+        row_fields.sizes({"tp": "", "n_gpus": "8"})
+    _write(tmp_path / "rows.csv", [{"engine": "vllm", "dp": 8}, {"engine": "vllm"}])
+    assert [one.names_layout for one in read_rows(tmp_path / "rows.csv")[1]] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "precision", "label"),
+    [
+        ("Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B", "", "bf16"),
+        ("nvidia/Llama-3.3-70B-Instruct-FP8", "meta-llama/Llama-3.3-70B-Instruct", "FP8 (dynamic)", "fp8"),
+        ("amd/Llama-3.3-70B-Instruct-FP8-KV", "meta-llama/Llama-3.3-70B-Instruct", "", "fp8"),
+        ("Qwen/Qwen3-32B-AWQ", "Qwen/Qwen3-32B", "W4A16 (AWQ)", "int4"),
+        ("x/Meta-Llama-3.1-8B-Instruct-quantized.w8a8", "meta-llama/Llama-3.1-8B", "w8a8", "int8"),
+        ("Llama-2-70B (MLPerf)", "meta-llama/Llama-2-70b-hf", "nvfp4", "nvfp4"),
+        ("gpt-oss-120b", "openai/gpt-oss-120b", "native", "mxfp4"),
+    ],
+)
+def test_models_of_rows(name: str, model: str, precision: str, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names without an organization, and those of quantized copies, mean a model that is known."""
+    monkeypatch.setattr(catalog, "_download", lambda *asked: pytest.fail("the hub was asked"))
+    found = row_fields.published_model(name)
+    assert found.spec.layers == find_model(model).spec.layers
+    assert row_fields.read_label(found, precision) == label
+
+
+def test_a_row_says_how_its_requests_come() -> None:
+    assert row_fields.num_rounds({"notes": "only 200 prompts: a ramp"}, 64.0) == 200 / 64
+    assert row_fields.num_rounds({"notes": "random lengths, prompts=10xC"}, 64.0) == 10
+    assert row_fields.num_rounds({}, 64.0) is None
+    assert not row_fields.has_equal_lengths({"notes": "150 requests, +-15% lengths"})
+    assert row_fields.has_equal_lengths({"notes": "trtllm-bench"})
+
+
 def test_a_step_is_one_product() -> None:
     """A mixed step reads the weights once: it is shorter than a prefill step and a decode step after each other."""
     constants = shipped_timing()["vllm"].constants
@@ -124,7 +182,8 @@ def test_a_step_is_one_product() -> None:
 
 def loop(**load: object) -> LoopSteps:
     work = layout_work_of_8b()
-    return loop_steps(work, parse_cluster("1xH100", known_gpus()), Load(64, 1024, 256, 8192, **load), 1)  # type: ignore[arg-type]
+    values = {"running": 64, "input_len": 1024, "output_len": 256, "chunk": 8192, **load}
+    return loop_steps(work, parse_cluster("1xH100", known_gpus()), Load(**values), 1)  # type: ignore[arg-type]
 
 
 def layout_work_of_8b() -> StepWork:
@@ -147,6 +206,18 @@ def test_when_prompts_are_computed() -> None:
     assert apart.tpot < in_phase.tpot < mixed.tpot < first.tpot
     assert mixed.tpot < lockstep.tpot < 2 * mixed.tpot
     assert in_phase.ttft > mixed.ttft
+    alone, start, equal, slow, busy = (
+        loop_latency(loop(**load), constants).ttft
+        for load in (
+            {"rounds": 1e9, "equal_lengths": True, "running": 1},
+            {"rounds": 1.0},
+            {"rounds": 1e9, "equal_lengths": True},
+            {"arrivals": 0.1},
+            {"arrivals": 20.0},
+        )
+    )
+    assert alone < equal < start == pytest.approx(in_phase.ttft, rel=0.3), "all prompts come at the start"
+    assert alone < slow < busy < start, "prompts that rarely come hardly wait"
     assert in_phase.output_tokens_per_second == pytest.approx(mixed.output_tokens_per_second, rel=0.15)
 
 

@@ -17,13 +17,15 @@ from shardline.planner.cluster import Cluster
 from shardline.planner.hardware import GIB
 from shardline.planner.search import Option, Search, layout_work, step_limits
 from shardline.planner.timing import (
+    USUAL_ROUNDS,
     Constants,
+    FirstToken,
     Load,
     LoopShape,
     LoopSteps,
     Timing,
+    loop_first_token,
     loop_latency,
-    loop_prompt,
     loop_steps,
 )
 
@@ -147,7 +149,7 @@ def calibrate(timing: Timing, steps: Sequence[tuple[LoopSteps, Measured]]) -> Ti
 
     def predict(point: Vector) -> Any:
         found = constants(point)
-        prompts = (found.first + _prompt_seconds(one, found)[0] for one, _ in unqueued)
+        prompts = (_first_token(one, found).seconds(found) for one, _ in unqueued)
         return np.log([*(loop_latency(one, found).tpot for one, _ in steps), *prompts])
 
     def misfit(point: Vector) -> float:
@@ -178,23 +180,30 @@ def _start_together(load: Load) -> bool:
     return load.in_phase and not load.prefill_first
 
 
-def _prompt_seconds(steps: LoopSteps, constants: Constants) -> tuple[float, float]:
-    """See `loop_prompt`."""
+def _first_token(steps: LoopSteps, constants: Constants) -> FirstToken:
     times = [one.seconds(constants) for one in (steps.decode, steps.prompt, steps.burst)]
-    own, wait = loop_prompt(LoopShape.of(steps), *times)
-    return float(own), float(wait)
+    return loop_first_token(LoopShape.of(steps), *times)
 
 
 def _with_first_token(constants: Constants, steps: Sequence[tuple[LoopSteps, Measured]]) -> Constants:
-    """The constants with the wait for other prompts that the measured TTFT show, if there are any."""
-    waits = []
+    """The constants with the wait for steps and for other prompts that the measured TTFT show, if there are any."""
+    shares = []
     for one, measured in steps:
-        own, wait = _prompt_seconds(one, constants)
-        if measured.ttft is not None and one.load.running > 1 and wait > 0:
-            waits.append((measured.ttft - constants.first - own) / wait)
-    if not waits:
+        parts = _first_token(one, constants)
+        total, fixed = float(parts.seconds(constants)), constants.first + float(parts.alone)
+        is_queued = one.load.running > 1 and not _start_together(one.load)
+        if measured.ttft is not None and is_queued and total > fixed:
+            shares.append((measured.ttft - fixed) / (total - fixed))
+    if not shares:
         return constants
-    return dataclasses.replace(constants, queue=max(0.0, float(np.median(waits))))
+    share, start = max(0.0, float(np.median(shares))), 1 / USUAL_ROUNDS
+    return dataclasses.replace(
+        constants,
+        shown=share * constants.shown,
+        # With the start of a benchmark, which is no constant, it is the whole share of prompts that come together.
+        together=share * (start + constants.together) - start,
+        queue=share * constants.queue,
+    )
 
 
 def calibrated_timing(found: Search, measured: Sequence[Measured]) -> dict[str, Timing]:

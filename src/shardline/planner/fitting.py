@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.planner.rows import Row
-from shardline.planner.timing import Constants, LoopShape, LoopSteps, StepLoad, loop_prompt, loop_tpot
+from shardline.planner.timing import Constants, LoopShape, LoopSteps, StepLoad, loop_first_token, loop_tpot
 
 Vector = NDArray[np.float64]
 
@@ -30,7 +30,8 @@ They decide only where rows say nothing.
 """
 _RUN_PRIORS = {"attention": (0.5, 0.5), "expanded": (0.5, 0.5), "saturated": (1.0, 0.3)}
 """The same for constants that show in saturated runs with long prompts. They are fitted after the others."""
-_FIRST_TOKEN = {"first": 0.02, "queue": 1.0}
+_FIRST_TOKEN_PRIORS = {"first": (0.02, 1.0), "shown": (3.0, 1.0), "together": (0.1, 1.0), "queue": (0.5, 1.0)}
+"""The same for the time to the first token. They are fitted last."""
 _START_WIDTH = 0.3
 _START_WEIGHT = 30.0
 """Width around, and weight of, constants that more rows have given already."""
@@ -38,8 +39,7 @@ _PRIOR_WEIGHT = 3.0
 _ITERATIONS = 12
 _SMALLEST_ERROR = 0.05
 _LARGEST_MOVE = 0.5
-_FIRST_GRID = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08)
-_QUEUE_GRID = tuple(float(value) for value in np.exp(np.linspace(-3, 3, 40)))
+_OUTLIER = 0.25
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,11 @@ class _Table:
         times = loop_tpot(self.shape, *self.step_seconds(constants))
         return np.asarray(times / constants.saturated**self.shape.saturated, dtype=np.float64)
 
+    def ttft(self, constants: Constants) -> Vector:
+        """TTFT of each sample; the same formula as `loop_latency`."""
+        parts = loop_first_token(self.shape, *self.step_seconds(constants))
+        return np.asarray(parts.seconds(constants), dtype=np.float64)
+
 
 def fit_constants(samples: Sequence[Sample], start: Constants | None = None) -> Constants:
     """The constants of one engine, from samples with a TPOT, from those of saturated runs, and from TTFT.
@@ -76,22 +81,20 @@ def fit_constants(samples: Sequence[Sample], start: Constants | None = None) -> 
     With `start`, which more samples have given (such as those of all engines), they change its values. Without, they
     start from what is plausible.
     """
-    found = start or _plausible()
+    found, is_known = start or _plausible(), start is not None
     latencies = [one for one in samples if one.row.tpot]
     both = [one for one in samples if one.row.tpot or _saturated_tpot(one)]
-    found = _fit(_STEP_PRIORS, latencies, found, start is not None)
-    found = _fit(_RUN_PRIORS, both, found, start is not None)
-    if not latencies:
-        return found
-    table = _Table(latencies)
-    alone, wait = loop_prompt(table.shape, *table.step_seconds(found))
-    first, queue = _fit_first_token(latencies, alone, wait)
-    return replace(found, first=first, queue=queue)
+    first = [one for one in latencies if one.row.ttft]
+    found = _fit(_STEP_PRIORS, latencies, [one.row.tpot or 1.0 for one in latencies], _Table.tpot, found, is_known)
+    found = _fit(
+        _RUN_PRIORS, both, [one.row.tpot or _saturated_tpot(one) or 1.0 for one in both], _Table.tpot, found, is_known
+    )
+    return _fit(_FIRST_TOKEN_PRIORS, first, [one.row.ttft or 1.0 for one in first], _Table.ttft, found, False, True)
 
 
 def _plausible() -> Constants:
-    priors = {**_STEP_PRIORS, **_RUN_PRIORS}
-    return Constants(**{name: value for name, (value, _) in priors.items()}, **_FIRST_TOKEN)
+    priors = {**_STEP_PRIORS, **_RUN_PRIORS, **_FIRST_TOKEN_PRIORS}
+    return Constants(**{name: value for name, (value, _) in priors.items()})
 
 
 def _saturated_tpot(sample: Sample) -> float | None:
@@ -103,13 +106,22 @@ def _saturated_tpot(sample: Sample) -> float | None:
 
 
 def _fit(
-    priors: Mapping[str, tuple[float, float]], samples: Sequence[Sample], start: Constants, is_known: bool
+    priors: Mapping[str, tuple[float, float]],
+    samples: Sequence[Sample],
+    measured: Sequence[float],
+    predict: Callable[[_Table, Constants], Vector],
+    start: Constants,
+    is_known: bool,
+    has_outliers: bool = False,
 ) -> Constants:
-    """`start` with the constants of `priors` fitted. With `is_known`, other rows have given their start."""
+    """`start` with the constants of `priors` fitted, so that `predict` gives the `measured` seconds of the samples.
+
+    With `is_known`, other rows have given their start.
+    """
     if not samples:
         return start
     table, names = _Table(samples), list(priors)
-    target = np.log([one.row.tpot or _saturated_tpot(one) or 1.0 for one in samples])
+    target = np.log(measured)
     prior = np.log([getattr(start, name) for name in names])
     weight = _PRIOR_WEIGHT / np.array([width for _, width in priors.values()]) ** 2
     if is_known:
@@ -120,27 +132,15 @@ def _fit(
 
     point = prior.copy()
     for _ in range(_ITERATIONS):
-        base = np.log(table.tpot(at(point)))
+        base = np.log(predict(table, at(point)))
         error = target - base
-        moved = [np.log(table.tpot(at(point + move))) for move in 1e-3 * np.eye(len(names))]
+        moved = [np.log(predict(table, at(point + move))) for move in 1e-3 * np.eye(len(names))]
         jacobian = (np.stack(moved, axis=1) - base[:, None]) / 1e-3
         # Weights of the inverse error make the sum of squares a sum of absolute values.
         scale = 1 / np.maximum(np.abs(error), _SMALLEST_ERROR)
+        if has_outliers:
+            scale = 1 / (np.square(error) / _OUTLIER + _OUTLIER)
         hessian = (jacobian * scale[:, None]).T @ jacobian + np.diag(weight)
         gradient = jacobian.T @ (scale * error) + weight * (prior - point)
         point = point + np.clip(np.linalg.solve(hessian, gradient), -_LARGEST_MOVE, _LARGEST_MOVE)
     return at(point)
-
-
-def _fit_first_token(samples: Sequence[Sample], alone: Vector, wait: Vector) -> tuple[float, float]:
-    """(first, queue) with the smallest median error of TTFT. For `alone` and `wait` see `loop_prompt`."""
-    has = np.array([one.row.ttft is not None for one in samples], dtype=bool)
-    if not has.any():
-        return _FIRST_TOKEN["first"], _FIRST_TOKEN["queue"]
-    measured = np.array([one.row.ttft or 1.0 for one in samples])[has]
-    best = min(
-        (float(np.median(np.abs(np.log((first + alone[has] + queue * wait[has]) / measured)))), first, queue)
-        for first in _FIRST_GRID
-        for queue in _QUEUE_GRID
-    )
-    return best[1], best[2]

@@ -21,7 +21,11 @@ GIB = 1 << 30
 GB = 1e9
 _PLAIN = ("bf16", "fp16", "fp32")
 """Formats in which every device computes, if only at the rate of bf16."""
-_VENDORS = ("nvidia", "amd", "tesla")
+_WORDS = ("nvidia", "amd", "tesla", "geforce", "instinct", "oam", "edition", "gpu")
+"""Parts of a name that say nothing more."""
+_MEMORY = re.compile(r"(\d+)(?:g|gb|gib)")
+_MEMORY_ERROR = 0.12
+"""Share by which a name's memory may differ from the entry's: marketing rounds it."""
 _NAMED = 4
 """Names in the message about an unknown GPU."""
 
@@ -118,29 +122,38 @@ def _parse(path: Path) -> dict[str, Gpu]:
 def find_gpu(name: str, gpus: Mapping[str, Gpu], link: str | None = None) -> Gpu:
     """The GPU that `name` means. A name may leave parts out, such as "H100" or "h100_sxm".
 
-    The vendor and the kind of memory, as in "NVIDIA H100 80GB HBM3", say nothing more.
+    The vendor and the kind of memory, as in "NVIDIA H100 80GB HBM3", say nothing more. A size selects by memory.
 
     Of several candidates, the first is taken whose own link is `link`; without a link, the first of all.
 
     Raises:
         ValueError: there is none. The message names the nearest.
     """
-    wanted = [token for token in _tokens(name) if token not in _VENDORS and not token.startswith("hbm")]
-    found = [gpu for gpu in gpus.values() if wanted and all(_has(gpu.name, token) for token in wanted)]
+    wanted = [token for token in _tokens(name) if token not in _WORDS and not token.startswith("hbm")]
+    found = [gpu for gpu in gpus.values() if wanted and all(_has(gpu, token) for token in wanted)]
     exact = [gpu for gpu in found if _tokens(gpu.name) == wanted]
     if exact:
         return exact[0]
     if not found:
-        by_name = {known.lower(): known for known in gpus}
-        close = [by_name[one] for one in difflib.get_close_matches(name.lower(), by_name, n=_NAMED, cutoff=0.3)]
-        raise ValueError(f"unknown GPU {name!r}; the nearest are {', '.join(close or list(gpus)[:_NAMED])}")
+        # Most people write the beginning of a name only.
+        by_name = {short: known for known in reversed(list(gpus)) for short in (known.lower(), _tokens(known)[0])}
+        found_names = difflib.get_close_matches(name.lower(), by_name, n=_NAMED, cutoff=0.3)
+        close = list(dict.fromkeys(by_name[one] for one in found_names)) or list(gpus)[:_NAMED]
+        raise ValueError(f"unknown GPU {name!r}; the nearest are {', '.join(close)}")
     return next((gpu for gpu in found if gpu.link.kind == link), found[0])
 
 
 def _tokens(name: str) -> list[str]:
-    return [token for token in re.split(r"[-_ ]+", name.lower()) if token]
+    """The parts of a name: "rtx4090" has two, like "RTX-4090"."""
+    return [token for token in re.split(r"[-_ ]+", re.sub(r"\brtx(?=\d)", "rtx-", name.lower())) if token]
 
 
-def _has(name: str, token: str) -> bool:
-    """Whether a part of the name is the token. A token of letters may also be its beginning: "sxm" means SXM5."""
-    return any(part == token or (token.isalpha() and part.startswith(token)) for part in _tokens(name))
+def _has(gpu: Gpu, token: str) -> bool:
+    """Whether a part of the GPU's name is the token, or its memory.
+
+    A token of letters may also be the beginning of a part: "sxm" means SXM5.
+    """
+    if any(part == token or (token.isalpha() and part.startswith(token)) for part in _tokens(gpu.name)):
+        return True
+    memory = _MEMORY.fullmatch(token)
+    return memory is not None and abs(int(memory.group(1)) / gpu.memory_gb - 1) < _MEMORY_ERROR

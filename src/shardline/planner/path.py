@@ -20,6 +20,10 @@ _GOOD_EFFICIENCY = 0.7
 """Share of the ideal speed-up from which tensor parallelism is worth its GPUs for throughput too."""
 
 
+_SHORTEST = 5e-6
+"""Seconds from which an exchange is shown as a number."""
+
+
 @dataclass(frozen=True)
 class Question:
     """One step of the path."""
@@ -144,13 +148,18 @@ def _link(found: Search, best: Option) -> Question:
     assert speed is not None
     ranks = max(best.layout.tensor, best.layout.expert_ranks, 2)
     rate = cluster.link_bytes_per_second(ranks)
-    others = ", ".join(f"{name}: {speed.exchange_bytes / value * 1e3:.2f} ms" for name, value in _INTERCONNECTS)
+    others = ", ".join(f"{name}: {_milliseconds(speed.exchange_bytes / value)}" for name, value in _INTERCONNECTS)
     return Question(
         f"which link? ({rate / GB:g} GB/s each way between {ranks} GPUs)",
-        f"{speed.exchange_bytes / 1e6:.1f} MB in {speed.exchange_messages} exchanges a step: {others}",
-        f"links take {speed.link_share:.0%} of a decode step; below {speed.link_bytes_per_second / GB:.1f} GB/s they "
+        f"{speed.exchange_bytes / 1e6:.1f} MB in {speed.exchange_messages} "
+        f"exchange{'s' * (speed.exchange_messages != 1)} a step: {others}",
+        f"links take {speed.link_share:.0%} of a decode step; below {speed.link_bytes_per_second / GB:.2g} GB/s they "
         "would take most of it",
     )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= _SHORTEST else "under 0.01 ms"
 
 
 def _efficiency(found: Search, best: Option) -> Question:

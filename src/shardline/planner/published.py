@@ -13,6 +13,8 @@ class PublishedNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     labels: dict[str, str]
     bench_element_bytes: dict[str, float]
+    patterns: dict[str, str]
+    variants: dict[str, list[str]]
 
 
 @functools.cache

@@ -31,6 +31,8 @@ def format_plan(
     lines = [_head(found)]
     if found.model.engine_refusal:
         lines.append(f"vLLM only: {found.model.engine_refusal}")
+    if found.instead:
+        lines.append(found.instead)
     shown = list(range(len(found.options))) if show_all else _selection(found)
     lines += _table(found, [found.options[index] for index in shown])
     lines += [f"why: {one.question} {one.figures} -> {one.answer}" for one in explain_path(found)]
@@ -93,7 +95,7 @@ def plan_json(found: Search, api: ApiPrice | None = None, others: OtherPrices | 
         "api_break_even_tokens_a_day": None if tokens is None or math.isinf(tokens) else tokens,
         "model": found.model.name,
         "gpus": found.cluster.name,
-        "vllm_only": found.model.engine_refusal or None,
+        "vllm_only": found.model.engine_refusal or found.instead or None,
         "layouts": [
             _option_json(one) | ({"turns_yes": turns_yes(found, one)} if one.speed is None else {})
             for one in found.options
@@ -115,7 +117,7 @@ def _head(found: Search) -> str:
     link = f"{cluster.link.kind} {cluster.link.gbs:g} GB/s each way"
     if cluster.link.pair_gbs < cluster.link.gbs:
         link += f" ({cluster.link.pair_gbs:g} between two)"
-    return f"{found.model.name} on {cluster.name}, {nodes}, {link}, {cluster.smallest.usable_gib:g} GiB usable"
+    return f"{found.model.name} on {cluster.name}, {nodes}, {link}, {cluster.smallest.usable_gib:.4g} GiB usable"
 
 
 def _selection(found: Search) -> list[int]:
@@ -137,13 +139,13 @@ def _refusal_rank(option: Option) -> tuple[bool, int, int]:
 def _table(found: Search, options: Sequence[Option]) -> list[str]:
     length = f"{found.demand.max_model_len:,} reqs"
     lines = [
-        f"{'layout':24} {'per GPU: weights+KV':20} {'verdict':12} {length:>13} {'TTFT s':>11} {'TPOT ms':>10} "
+        f"{'layout':26} {'per GPU: weights+KV':20} {'verdict':12} {length:>13} {'TTFT s':>11} {'TPOT ms':>10} "
         f"{'tok/s':>8} {'$/M out':>8}  bound by"
     ]
     for option in options:
         size = f"{option.fit.weight_bytes / GIB:.1f}+{max(0, option.fit.kv_bytes) / GIB:.0f} GiB"
         if option.speed is None:
-            lines.append(f"{option.layout!s:24} {size:20} no: {option.fit.why_not}")
+            lines.append(f"{option.layout!s:26} {size:20} no: {option.fit.why_not}")
             continue
         speed, data = option.speed, option.layout.data
         requests = (
@@ -154,7 +156,7 @@ def _table(found: Search, options: Sequence[Option]) -> list[str]:
         note += f"; may miss {option.may_miss}" if option.may_miss else ""
         note = f"; {option.fit.why_not}" if not option.fits else note
         lines.append(
-            f"{option.layout!s:24} {size:20} {option.fit.verdict:12} {requests:>13} {_span(speed.ttft, 1, 2):>11} "
+            f"{option.layout!s:26} {size:20} {option.fit.verdict:12} {requests:>13} {_span(speed.ttft, 1, 2):>11} "
             f"{_span(speed.tpot, 1e3, 0):>10} {speed.output_tok_s.p50:>8.0f} {cost:>8}  {speed.bound_by}; links "
             f"{speed.link_share:.0%}{note}"
         )
@@ -242,8 +244,9 @@ def _command(found: Search, layout: Layout, engine: str) -> str | None:
     note = ""
     if layout.weights != bits_label(found.model):
         if engine == "vllm" and layout.weights.startswith("int"):
-            words[2] = f"{found.model.name}-AWQ"
-            note = "   # a checkpoint quantized to 4 bits: find the name of one"
+            bits = layout.weights.removeprefix("int")
+            words[2] = f"{found.model.name}-{'AWQ' if bits == '4' else 'quantized.w8a8'}"
+            note = f"   # a checkpoint quantized to {bits} bits: find the name of one"
         else:
             words += ["--quantization", layout.weights]
     if found.demand.utilization != 0.9:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,22 +13,17 @@ from typing import TextIO
 from shardline.models.planning import PlannedModel
 from shardline.models.sizes import stage_spans
 from shardline.models.step_work import StepWork, step_work
-from shardline.models.stored_weights import usual_rules
-from shardline.planner import vllm
+from shardline.planner import row_fields, vllm
 from shardline.planner.catalog import find_model
 from shardline.planner.cluster import Cluster, parse_cluster
 from shardline.planner.hardware import Gpu
 from shardline.planner.layout import Demand, Layout
-from shardline.planner.memory import bits_label, fit, stored_weights
+from shardline.planner.memory import fit, stored_weights
 from shardline.planner.offline import bench_limits, num_prompts
-from shardline.planner.published import published_names
-from shardline.planner.timing import Load, LoopSteps, loop_steps
+from shardline.planner.timing import USUAL_ROUNDS, Load, LoopSteps, by_little, loop_latency, loop_steps, shipped_timing
 
 CHUNK = 8192
 """Prompt tokens in a step: the default of vLLM on large GPUs, and near those of other engines."""
-_RANDOM_SHARE = 0.9
-"""Mean of lengths that are drawn from 80% to 100% of the stated ones."""
-_PROMPT_GROUPS = re.compile(r"\d+P\+(\d+)D")
 _FULLEST = 0.98
 """The share of memory that rows use whose layout does not fit the engine's default: they ran."""
 _MEMORY = {"vllm": (0.9, 1024, 1024), "sglang": (0.9, 2048, 256), "trtllm": (0.95, 2048, 256)}
@@ -50,9 +44,16 @@ class Row:
     tier: str
     layout: Layout
     running: float | None
-    """Requests at once, over all replicas; None: as many as fit, or another kind of load."""
+    """Requests at once, over all replicas; None: those that `rate` needs, or as many as fit."""
+    rate: float | None
+    """Requests that arrive in a second, over all replicas."""
+    rounds: float
+    """Requests of the whole run for each that runs at once.
+
+    Rows of equal lengths that do not state it show no start, so it is infinite there.
+    """
     is_offline: bool
-    """Whether all requests were there from the start, as many running as fit."""
+    """Whether the row is one of an offline benchmark, with all requests there from the start."""
     equal_lengths: bool
     """Whether all requests have the same lengths."""
     prompts_apart: bool
@@ -66,7 +67,7 @@ class Row:
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for copies of one measurement."""
-        return (self.gpu, self.layout, self.running, self.input_len, self.output_len, self.ttft, self.tpot)
+        return (self.gpu, self.layout, self.running, self.rate, self.input_len, self.output_len, self.ttft, self.tpot)
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,16 @@ def read_rows(path: Path) -> tuple[list[Row], list[Skipped]]:
         try:
             rows.append(_row(number, one))
         except (ValueError, TypeError, KeyError) as error:
-            skipped.append(Skipped(number, str(error), bool(one.get("tp"))))
+            skipped.append(Skipped(number, str(error), _names_layout(one)))
     return rows, skipped
+
+
+def _names_layout(one: Mapping[str, str]) -> bool:
+    try:
+        row_fields.sizes(one)
+    except ValueError:
+        return False
+    return True
 
 
 def open_table(path: Path) -> TextIO:
@@ -114,108 +123,49 @@ def open_table(path: Path) -> TextIO:
 
 
 def _row(number: int, one: Mapping[str, str]) -> Row:
-    if not one["tp"]:
-        raise ValueError("no tensor-parallel size")
-    tensor, expert = _size(one, "tp"), _size(one, "ep")
-    data, has_prompt_groups = _replicas(one)
-    model = find_model(_plain_name(one["model"]))
-    share = _RANDOM_SHARE if "range_ratio 0.8" in one.get("notes", "") else 1.0
-    load = one.get("concurrency_or_rate", "")
-    is_one_prompt = "single-request prefill" in one.get("load_type", "")
-    if not one["isl"] or not one["osl"]:
-        raise ValueError("no lengths")
-    stated = Layout(
-        _engine(one["engine"]),
-        tensor,
-        _size(one, "pp"),
-        data,
-        whole_experts=expert > 1,
-        weights=read_label(model, one.get("precision", "")),
-        kv="fp8" if "kv-fp8" in one.get("precision", "") else "auto",
+    stated, precision = row_fields.sizes(one), one.get("precision") or ""
+    model = row_fields.published_model(one["model"] or "")
+    load = row_fields.load(one)
+    layout = Layout(
+        _engine(one["engine"] or ""),
+        stated.tensor,
+        stated.pipeline,
+        stated.data,
+        whole_experts=stated.experts > 1,
+        weights=row_fields.read_label(model, precision),
+        kv=row_fields.kv_label(precision),
     )
-    layout = actual_layout(stated, expert)
+    layout = actual_layout(layout, stated.experts)
     decoding = decoding_part(layout, model)
+    input_len, output_len = row_fields.lengths(one)
+    kind, is_equal = (one.get("load_type") or "").lower(), row_fields.has_equal_lengths(one)
     return Row(
         number=number,
         model=model.name,
-        gpu=re.split(r"[/(]", one["gpu"])[0].strip(),
-        engine=stated.engine,
-        tier=one.get("tier", ""),
+        gpu=row_fields.plain_gpu(one["gpu"] or ""),
+        engine=layout.engine,
+        tier=one.get("tier") or "",
         layout=decoding,
-        running=1.0 if is_one_prompt else _concurrency(load),
-        is_offline="offline" in one.get("load_type", "").lower(),
-        equal_lengths=share == 1.0,
-        prompts_apart=has_prompt_groups or decoding != layout,
-        input_len=share * float(one["isl"]),
-        output_len=share * float(one["osl"]),
-        ttft=float(one["isl"]) / float(one["total_tok_s"]) if is_one_prompt else _milliseconds(one.get("ttft_ms")),
-        tpot=_milliseconds(one.get("tpot_ms")),
-        output_tok_s=_output_rate(one),
+        running=load.running,
+        rate=load.rate,
+        rounds=row_fields.num_rounds(one, load.running) or (math.inf if is_equal else USUAL_ROUNDS),
+        is_offline="offline" in kind,
+        equal_lengths=is_equal,
+        prompts_apart=stated.has_prompt_groups or decoding != layout or "decode only" in kind,
+        input_len=input_len,
+        output_len=output_len,
+        ttft=row_fields.first_token(one),
+        tpot=row_fields.milliseconds(one.get("tpot_ms")),
+        output_tok_s=row_fields.output_rate(one, decoding.num_gpus),
     )
-
-
-def _size(one: Mapping[str, str], axis: str) -> int:
-    """The size of an axis; 1 if the row does not state it."""
-    text = one.get(axis) or "1"
-    if not text.isdecimal():
-        raise ValueError(f"{axis} {text!r} is no size of one group of ranks")
-    return max(1, int(text))
-
-
-def _replicas(one: Mapping[str, str]) -> tuple[int, bool]:
-    """(data-parallel replicas that decode, whether the row states others for prompts, as in "8P+8D")."""
-    groups = _PROMPT_GROUPS.fullmatch(one.get("dp") or "")
-    return (int(groups.group(1)), True) if groups else (_size(one, "dp"), False)
-
-
-def _concurrency(load: str) -> float | None:
-    """Requests at once; None: the row states none, or another kind of load."""
-    number = load.split(" ")[0]
-    return float(number) if number and "qps" not in load and "per GPU" not in load else None
-
-
-def _plain_name(name: str) -> str:
-    return name.split(" ")[0] if "/" in name else name
 
 
 def _engine(name: str) -> str:
     """The engine whose constants and scheduling predict a row: vLLM for engines without published rows."""
     plain = name.lower().replace("-", "")
-    if "trtllm" in plain or "tensorrt" in plain:
+    if "trt" in plain or "tensorrt" in plain:
         return "trtllm"
-    return "sglang" if plain.startswith("sglang") else "vllm"
-
-
-def _output_rate(one: Mapping[str, str]) -> float | None:
-    """Output tokens per second; if only all tokens are stated, the share of the outputs."""
-    if one.get("output_tok_s"):
-        return float(one["output_tok_s"])
-    if one.get("total_tok_s") and float(one["osl"]) > 1:
-        return float(one["total_tok_s"]) * float(one["osl"]) / (float(one["isl"]) + float(one["osl"]))
-    return None
-
-
-def _milliseconds(text: str | None) -> float | None:
-    return float(text) / 1000 if text else None
-
-
-def read_label(model: PlannedModel, precision: str) -> str:
-    """The label of the weights for a row's precision: "fp4" means the 4-bit floats that the model is published in."""
-    own = bits_label(model)
-    wanted = precision.split("/")[0].strip().lower()
-    wanted = published_names().labels.get(wanted, wanted)
-    if wanted in ("", "native") or wanted.startswith("weights native"):
-        return own
-    if wanted == own or wanted == "bf16":
-        return wanted
-    if wanted == "fp4":
-        return own if own.endswith("fp4") else "nvfp4"
-    if own.endswith("fp4"):
-        # The model exists in its own 4 bits only, and the row names the format of the arithmetic.
-        return own
-    if wanted not in usual_rules():
-        raise ValueError(f"unknown precision {precision!r}")
-    return wanted
+    return "sglang" if "sglang" in plain else "vllm"
 
 
 def kv_format(row: Row, gpu: Gpu) -> str:
@@ -286,8 +236,8 @@ class Works:
         cluster = self.cluster(row.gpu, row.layout.num_gpus)
         layout = replace(row.layout, kv=kv_format(row, cluster.slowest))
         work = self._work(row.model, layout)
-        running, chunk = (row.running or 1.0), CHUNK
-        if row.running is None:
+        running, chunk = row.running, CHUNK
+        if running is None:
             running, chunk = self._offline_load(row, layout, cluster)
         prefill_first = row.engine in _PREFILL_FIRST
         load = Load(
@@ -297,18 +247,29 @@ class Works:
             chunk,
             prefill_first,
             prefill_first and row.equal_lengths,
-            layout.lockstep,
-            row.prompts_apart,
+            lockstep=layout.lockstep,
+            prompts_apart=row.prompts_apart,
             saturated=row.running is None,
+            equal_lengths=row.equal_lengths,
+            rounds=row.rounds,
         )
+
+        if row.rate is not None:
+            rate, constants = row.rate / layout.data, shipped_timing()[row.engine].constants
+
+            def at(running: float) -> LoopSteps:
+                arriving = load._replace(running=running, saturated=False, arrivals=rate)
+                return loop_steps(work, cluster, arriving, layout.pipeline)
+
+            served, keeps_up = by_little(
+                rate, load.running, lambda value: loop_latency(at(value), constants), row.output_len
+            )
+            if keeps_up:
+                return at(served)
         return loop_steps(work, cluster, load, layout.pipeline)
 
     def _offline_load(self, row: Row, layout: Layout, cluster: Cluster) -> tuple[float, int]:
-        """(requests that run at once over all replicas, most tokens in a step) of an offline row.
-
-        Raises:
-            ValueError: not one request fits.
-        """
+        """(requests that run at once over all replicas, most tokens in a step) of a row with as many as fit."""
         most, chunk = self._most_running(row, layout, cluster), CHUNK
         if row.engine == "trtllm":
             limit, chunk = bench_limits(self._model(row.model), layout, cluster, row.input_len, row.output_len)
@@ -319,11 +280,7 @@ class Works:
         return prompts / math.ceil(prompts / most), chunk
 
     def _most_running(self, row: Row, layout: Layout, cluster: Cluster) -> float:
-        """Requests of a row that fit at once, over all replicas, by vLLM's accounting.
-
-        Raises:
-            ValueError: not one fits.
-        """
+        """Requests of a row that fit at once, over all replicas, by vLLM's accounting."""
         utilization, most, sampled = _MEMORY[row.engine]
         length = math.ceil(row.input_len + row.output_len)
         model = self._model(row.model)
@@ -331,10 +288,9 @@ class Works:
             demand = Demand(length, utilization=share, max_num_seqs=sampled)
             found = fit(model, replace(layout, engine="vllm"), cluster, demand)
             if found.verdict != "no":
-                break
-        else:
-            raise ValueError(found.why_not)
-        return min(found.concurrency, float(most * layout.data))
+                return min(found.concurrency, float(most * layout.data))
+        # The row was measured, so at least one request fitted.
+        return float(layout.data)
 
     def _work(self, name: str, layout: Layout) -> StepWork:
         key = (name, layout)

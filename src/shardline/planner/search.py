@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardline.models.communication import context_traffic
@@ -24,13 +23,19 @@ from shardline.planner.timing import (
     Load,
     LoopSteps,
     Timing,
+    by_little,
     loop_latency,
     loop_steps,
     shipped_timing,
 )
 
 GOALS = ("cost", "latency", "throughput")
-_LITTLE_ROUNDS = 12
+_SAME_PRICE = 1.03
+"""Prices up to so many times the lowest count as the same."""
+_DENSE = (
+    "vLLM instead: Shardline makes some of these quantized weights dense on GPUs, and then no layout fits; "
+    "--engine shardline shows its figures"
+)
 _DEFAULT_RUNNING = {"shardline": 128, "vllm": 256}
 """max_num_seqs of the engines; vLLM's is larger on large GPUs, where memory limits it first."""
 _DEFAULT_TOKENS = {"shardline": 2048, "vllm": 8192}
@@ -98,6 +103,8 @@ class Search:
     """Index into `options`; None: nothing fits or meets the demand."""
     timing: Mapping[str, Timing]
     """For each engine, the constants of its steps."""
+    instead: str = ""
+    """Why vLLM is planned for although this engine runs the model; empty: it is not, or the user asked for it."""
 
 
 def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
@@ -204,8 +211,18 @@ def layout_speed(
 
     is_full = demand.rate is None and demand.running is None
 
+    arrivals = demand.rate / layout.data if demand.rate is not None and demand.running is None else None
+
     def at(running: float) -> tuple[LoopSteps, Latency]:
-        load = Load(running, demand.input_len, demand.output_len, chunk, lockstep=layout.lockstep, saturated=is_full)
+        load = Load(
+            running,
+            demand.input_len,
+            demand.output_len,
+            chunk,
+            lockstep=layout.lockstep,
+            saturated=is_full,
+            arrivals=arrivals,
+        )
         steps = loop_steps(work, used, load, layout.pipeline)
         return steps, loop_latency(steps, timing.constants)
 
@@ -213,7 +230,7 @@ def layout_speed(
     if demand.running is not None:
         running = min(most, max(1.0, demand.running / layout.data))
     elif demand.rate is not None:
-        running, sustained = _by_little(demand.rate / layout.data, most, lambda value: at(value)[1], demand.output_len)
+        running, sustained = by_little(demand.rate / layout.data, most, lambda value: at(value)[1], demand.output_len)
     steps, latency = at(running)
     speed = layout.data * latency.output_tokens_per_second
     if demand.rate is not None and sustained:
@@ -236,20 +253,6 @@ def layout_speed(
         moved / rest,
         sustained,
     )
-
-
-def _by_little(rate: float, most: float, at: Callable[[float], Latency], output_len: int) -> tuple[float, bool]:
-    """Requests running at once if `rate` arrive per second at a replica (Little's law), and whether it keeps up."""
-    low, high = 1.0, most
-    if output_len * rate > at(most).output_tokens_per_second:
-        return most, False
-    for _ in range(_LITTLE_ROUNDS):
-        middle = math.sqrt(low * high)
-        if at(middle).output_tokens_per_second >= output_len * rate:
-            high = middle
-        else:
-            low = middle
-    return high, True
 
 
 def _misses(speed: Speed, demand: Demand) -> tuple[str, str]:
@@ -284,10 +287,24 @@ def search(
         demand = dataclasses.replace(demand, running=demand.concurrency)
     fixed = fixed or Fixed()
     options = [evaluate(model, one, cluster, demand, timing) for one in layouts(model, cluster, chosen, fixed)]
+    instead = ""
+    if engine is None and chosen == "shardline" and model.rules.rules and not any(one.fits for one in options):
+        # vLLM keeps weights packed that this engine makes dense on GPUs.
+        others = [evaluate(model, one, cluster, demand, timing) for one in layouts(model, cluster, "vllm", fixed)]
+        if any(one.fits for one in others):
+            options, instead = others, _DENSE
     own = bits_label(model)
-    options.sort(key=lambda option: _rank(option, goal, own))
+    prices = [
+        one.cost_per_million
+        for one in options
+        if one.fits and one.cost_per_million and one.fit.verdict != "tight" and not one.misses
+    ]
+    near = _SAME_PRICE * min(prices, default=0.0)
+    options.sort(key=lambda option: _rank(option, goal, own, near))
     good = options and options[0].fits and not options[0].misses
-    return Search(model, cluster, demand, goal, tuple(options), 0 if good else None, timing or shipped_timing())
+    return Search(
+        model, cluster, demand, goal, tuple(options), 0 if good else None, timing or shipped_timing(), instead
+    )
 
 
 def engine_for(model: PlannedModel, cluster: Cluster) -> str:
@@ -296,11 +313,12 @@ def engine_for(model: PlannedModel, cluster: Cluster) -> str:
     return "shardline" if is_ours else "vllm"
 
 
-def _rank(option: Option, goal: str, own: str) -> tuple[float, ...]:
+def _rank(option: Option, goal: str, own: str, near: float) -> tuple[float, ...]:
     """Sort key: layouts that fit and meet the demand first, then by the goal.
 
     For latency and throughput, the checkpoint's own format comes before the goal, since quantization changes answers.
-    Who asks for the lowest cost gets it, and the path says what the checkpoint's own format would cost.
+    Who asks for the lowest cost gets it, and the path says what the checkpoint's own format would cost. Of layouts that
+    cost at most `near`, one that changes no answers comes first: predictions are not more precise than that.
     """
     speed, layout = option.speed, option.layout
     if speed is None or not option.fits:
@@ -314,7 +332,11 @@ def _rank(option: Option, goal: str, own: str) -> tuple[float, ...]:
     tight = 0.0 if option.fit.verdict != "tight" else 1.0
     missed, risks = (float(len(text.split(", "))) if text else 0.0 for text in (option.misses, option.may_miss))
     changed = float((layout.weights != own) + (layout.kv != "auto"))
-    order = (figures[goal], changed) if goal == "cost" else (changed, figures[goal])
+    is_near = option.cost_per_million is not None and option.cost_per_million <= near
+    if goal == "cost":
+        order = (0.0, changed, figures[goal]) if is_near else (1.0, figures[goal], changed)
+    else:
+        order = (changed, figures[goal], 0.0)
     return (missed, tight, risks, *order, speed.tpot.p50, float(layout.num_gpus))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -41,8 +41,18 @@ class Constants:
     """Seconds of a step for each running request."""
     first: float
     """Seconds that a request's first token takes besides steps: HTTP, tokens, scheduling."""
+    shown: float
+    """Decode steps before a prompt's step begins and until its token is sent: the step in flight, and streaming."""
+    together: float
+    """Share of the wait of prompts that all come at once that is left after the start of a benchmark.
+
+    Requests of unlike lengths that begin together still end near each other.
+    """
     queue: float
-    """Wait of a prompt for others, in steps with its prompt, for each square root of a running request."""
+    """Wait for others among requests of equal lengths, in times of the prompt, for each further root of a request.
+
+    Such requests stay in groups.
+    """
     attention: float
     """Share of `compute` that attention of prompts reaches."""
     expanded: float
@@ -56,6 +66,11 @@ class Constants:
 
 T = TypeVar("T", bound=Any)
 _LOOP_ROUNDS = 4
+_LITTLE_ROUNDS = 12
+USUAL_ROUNDS = 10.0
+"""Requests of a benchmark for each that runs at once, where nothing is stated."""
+_FULLEST_QUEUE = 0.98
+"""Most of its time that a replica is taken to compute prompts, for the wait of a prompt: a full queue has no end."""
 
 
 class StepLoad(NamedTuple):
@@ -167,6 +182,12 @@ class Load(NamedTuple):
     """Whether prompts have steps of their own, before any request decodes again."""
     in_phase: bool = False
     """Whether requests of equal length start and end together, as they do if prompts come first."""
+    equal_lengths: bool = False
+    """Whether all requests have the same lengths, so that those that begin together end together."""
+    rounds: float = USUAL_ROUNDS
+    """Requests of the whole run for each that runs at once."""
+    arrivals: float | None = None
+    """Requests that arrive in a second at random times, if the load is no closed loop."""
     lockstep: int = 1
     """Replicas of which none begins a step before all have ended theirs."""
     prompts_apart: bool = False
@@ -209,7 +230,9 @@ def loop_steps(work: StepWork, cluster: Cluster, load: Load, stages: int) -> Loo
     if load.saturated and chunks == 1:
         together = max(1, int((load.chunk - in_step) // load.input_len))
     decode = step_load(work, cluster, in_step, context, 0, 0)
-    decoding = 0.0 if load.prefill_first else in_step
+    # The request of the prompt itself does not decode yet.
+    is_apart = load.prefill_first or load.prompts_apart
+    decoding = 0.0 if is_apart else max(0.0, in_step - 1)
     prompt = step_load(work, cluster, decoding, context, together * chunk, load.input_len / 2)
     prompts = in_step * load.input_len
     bursts = math.ceil(prompts / load.chunk)
@@ -239,6 +262,9 @@ class LoopShape(NamedTuple):
     lockstep: Any
     prompts_apart: Any
     saturated: Any
+    equal_lengths: Any
+    rounds: Any
+    arrivals: Any
 
     @staticmethod
     def of(steps: LoopSteps) -> LoopShape:
@@ -256,6 +282,9 @@ class LoopShape(NamedTuple):
             load.lockstep,
             float(load.prompts_apart),
             float(load.saturated),
+            float(load.equal_lengths),
+            load.rounds,
+            load.arrivals or 0.0,
         )
 
 
@@ -270,7 +299,8 @@ def loop_tpot(shape: LoopShape, decode: T, prompt: T, burst: T) -> T:
     """
     with_prompt = prompt + shape.prefill_first * decode
     longer = (with_prompt - decode + abs(with_prompt - decode)) / 2
-    others = (1 - shape.prompts_apart) * (shape.running / shape.stages - 1)
+    others = shape.running / shape.stages - 1
+    others = (1 - shape.prompts_apart) * (others + abs(others)) / 2
     mean = decode
     for _ in range(_LOOP_ROUNDS):
         share = others * shape.chunks / (shape.output_len + shape.chunks * with_prompt / mean)
@@ -283,11 +313,60 @@ def loop_tpot(shape: LoopShape, decode: T, prompt: T, burst: T) -> T:
     return tpot
 
 
-def loop_prompt(shape: LoopShape, decode: T, prompt: T, burst: T) -> tuple[T, T]:
-    """(time until a prompt is computed if no other one comes between, wait for others for each unit of `queue`)."""
+class FirstToken(NamedTuple):
+    """What the time to the first token consists of, in seconds or as arrays of them; see `Constants`."""
+
+    alone: Any
+    """Until a prompt is computed if it waits for no other."""
+    shown: Any
+    """For each unit of `shown`."""
+    together: Any
+    """If all prompts come at once."""
+    start: Any
+    """Share of the requests that come at the start of the run, all together."""
+    unequal: Any
+    """1 if the lengths of requests differ, else 0."""
+    queue: Any
+    """For each unit of `queue`."""
+
+    def wait(self, constants: Constants) -> Any:
+        """The wait for other prompts."""
+        share = _smaller(1.0, self.start + constants.together * self.unequal)
+        return share * self.together + (1 - share) * constants.queue * self.queue
+
+    def seconds(self, constants: Constants) -> Any:
+        """Time to the first token."""
+        return constants.first + self.alone + constants.shown * self.shown + self.wait(constants)
+
+
+def _smaller(one: Any, other: Any) -> Any:
+    """The smaller of two numbers, or of two arrays element by element."""
+    return (one + other - abs(one - other)) / 2
+
+
+def loop_first_token(shape: LoopShape, decode: T, prompt: T, burst: T) -> FirstToken:
+    """The parts of the time to the first token; times and the shape are numbers or arrays.
+
+    In a closed loop, prompts come together at the start and partly later. Requests in phase always do. Prompts that
+    arrive at random times wait as in a queue with equal service times (M/D/1): by the share of its time that a replica
+    computes prompts.
+    """
     own = shape.stages * shape.chunks * (prompt + shape.prefill_first * decode)
-    alone = shape.in_phase * shape.stages * burst * (shape.bursts + 1) / 2 + (1 - shape.in_phase) * own
-    return alone, (1 - shape.in_phase) * own * shape.running**0.5
+    burst_wait = shape.stages * burst * (shape.bursts + 1) / 2 - own
+    burst_wait = (burst_wait + abs(burst_wait)) / 2
+    is_random = shape.arrivals > 0
+    each = burst * shape.bursts * shape.stages / shape.running
+    share = _smaller(_FULLEST_QUEUE, shape.arrivals * each)
+    random = each * share / (1 - share) / 2
+    closed = (1 - is_random) * (1 - shape.in_phase)
+    return FirstToken(
+        own + shape.in_phase * burst_wait + is_random * random,
+        shape.stages * decode * (shape.output_len > 1),
+        closed * burst_wait,
+        1 / shape.rounds,
+        1 - shape.equal_lengths,
+        closed * shape.equal_lengths * own * (shape.running**0.5 - 1),
+    )
 
 
 def loop_latency(steps: LoopSteps, constants: Constants) -> Latency:
@@ -295,12 +374,25 @@ def loop_latency(steps: LoopSteps, constants: Constants) -> Latency:
     times = [one.seconds(constants) for one in (steps.decode, steps.prompt, steps.burst)]
     shape, load = LoopShape.of(steps), steps.load
     tpot = loop_tpot(shape, *times) / constants.saturated**shape.saturated
-    alone, wait = loop_prompt(shape, *times)
-    ttft = constants.first + alone + constants.queue * wait
+    ttft = float(loop_first_token(shape, *times).seconds(constants))
     if load.saturated:
         return Latency(ttft, tpot, load.running / tpot)
     total = ttft + tpot * max(0.0, load.output_len - 1)
     return Latency(ttft, tpot, load.running * load.output_len / total)
+
+
+def by_little(rate: float, most: float, at: Callable[[float], Latency], output_len: float) -> tuple[float, bool]:
+    """Requests running at once if `rate` arrive per second at a replica (Little's law), and whether it keeps up."""
+    low, high = 1.0, most
+    if output_len * rate > at(most).output_tokens_per_second:
+        return most, False
+    for _ in range(_LITTLE_ROUNDS):
+        middle = math.sqrt(low * high)
+        if at(middle).output_tokens_per_second >= output_len * rate:
+            high = middle
+        else:
+            low = middle
+    return high, True
 
 
 class Interval(NamedTuple):

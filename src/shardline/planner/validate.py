@@ -51,16 +51,13 @@ class Validation:
 
 
 def collect_samples(rows: Sequence[Row], gpus: Mapping[str, Gpu]) -> tuple[list[Sample], list[Skipped]]:
-    """The steps of every row with a possible layout, and a concurrency or an offline load. Copies are left out."""
+    """The steps of every row with a possible layout. Copies are left out."""
     works, samples, skipped = Works(gpus), [], []
     seen: set[object] = set()
     for row in rows:
         if row.key in seen and row.tpot is not None:
             continue
         seen.add(row.key)
-        if row.running is None and not row.is_offline:
-            skipped.append(Skipped(row.number, "a load that is neither a concurrency nor offline", True))
-            continue
         try:
             samples.append(Sample(row, works.steps(row)))
         except ValueError as error:

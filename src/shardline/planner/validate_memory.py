@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace as replace_struct
 
 from shardline.models.planning import PlannedModel
-from shardline.planner.catalog import find_model
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import GIB, Gpu, known_gpus
 from shardline.planner.layout import Demand, Layout
 from shardline.planner.memory import fit
-from shardline.planner.rows import open_table, read_label
+from shardline.planner.row_fields import number as field_number
+from shardline.planner.row_fields import plain_gpu, published_model, read_label
+from shardline.planner.rows import open_table
 
 MARK = "kv_gib_per_gpu"
 """The column by which such a table is known."""
@@ -63,18 +65,22 @@ def validate_memory(path: Path, gpus: Mapping[str, Gpu]) -> tuple[list[LogError]
 
 
 def _error(number: int, row: Mapping[str, str], gpus: Mapping[str, Gpu]) -> LogError:
-    model, tensor = find_model(row["model"]), int(row["tp"])
-    cluster = parse_cluster(f"{tensor}x{row['gpu']}", gpus)
-    length, utilization = _number(row["max_model_len"]), _number(row["util"])
+    model, tensor = published_model(row["model"] or ""), int(field_number(row.get("tp")) or 1)
+    cluster = parse_cluster(f"{tensor}x{plain_gpu(row['gpu'] or '')}", gpus)
+    total = _number(row.get("gpu_total_gib"))
+    if total:
+        cluster = replace(cluster, gpus=tuple(replace_struct(gpu, usable_gib=total) for gpu in cluster.gpus))
+    length, utilization = field_number(row.get("max_model_len")), _number(row.get("util"))
     is_known = utilization is not None
     demand = Demand(int(length or model.spec.max_position_embeddings), utilization=utilization or _DEFAULT_UTILIZATION)
-    label = read_label(model, row["weights_precision"])
+    label = read_label(model, row.get("weights_precision") or "")
     result = fit(model, Layout("vllm", tensor, weights=label), cluster, demand)
-    actual = float(row[MARK]) * GIB
-    memory = abs(result.kv_bytes - actual) / cluster.smallest.usable_bytes if is_known else None
-    tokens = None
-    logged = _number(row.get("kv_tokens", ""))
-    if logged:
+    stated, logged = _number(row.get(MARK)), field_number(row.get("kv_tokens"))
+    actual = result.kv_bytes if stated is None else stated * GIB
+    memory = tokens = None
+    if is_known and stated is not None:
+        memory = abs(result.kv_bytes - actual) / cluster.smallest.usable_bytes
+    if logged and (stated is not None or is_known):
         per_byte = result.kv_tokens / result.kv_bytes if result.kv_tokens else _tokens_per_byte(model, tensor, label)
         tokens = abs(per_byte * actual / logged - 1)
     return LogError(number, model.name, memory, tokens)
@@ -88,10 +94,10 @@ def _tokens_per_byte(model: PlannedModel, tensor: int, label: str) -> float:
     return result.kv_tokens / result.kv_bytes
 
 
-def _number(text: str) -> float | None:
+def _number(text: str | None) -> float | None:
     try:
-        return float(text)
-    except (TypeError, ValueError):
+        return float(text or "")
+    except ValueError:
         return None
 
 

@@ -13,7 +13,10 @@ from shardline.models.stored_weights import Packing, PackingRule, StoredRules, l
 _GROUP_SCALE_BYTES = {"mxfp4-pack-quantized": 1, "nvfp4-pack-quantized": 1}
 """Bytes of a group's scale. Other formats have scales in 16 bits."""
 
-USUAL = (PackingRule(Packing(label_of("int", 4), 4, block_rows=1, block_columns=128, scale_bytes=2)),)
+USUAL = (
+    PackingRule(Packing(label_of("int", 4), 4, block_rows=1, block_columns=128, scale_bytes=2)),
+    PackingRule(Packing(label_of("int", 8), 8, block_rows=1, scale_bytes=2)),
+)
 
 _GROUPS_OUT_OF_ORDER = ("group", "dynamic", True)
 """Values of `actorder` with which a file names each column's group."""
