@@ -64,6 +64,7 @@ def load(model: Path, threads: int, held: int) -> None:
     options = {"model": str(model), "max_model_len": 512, "kv_cache_memory": "64MiB", "cpu_threads": threads}
     deployment = resolve_here(EngineConfig.from_options(**options))
     prepare(files_of(model), held)
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
     before = _read_bytes()
     (report,) = UniExecutor(deployment, 0).start()
     status = Path("/proc/self/status").read_text()

@@ -299,4 +299,7 @@ def _read_later(weight: GroupedWeight) -> GroupedWeight:
 
 def _assert_same_panels(one: GroupedPanels, other: GroupedPanels) -> None:
     for mine, theirs in zip(vars(one).values(), vars(other).values(), strict=True):
-        assert torch.equal(mine, theirs) if isinstance(theirs, Tensor) else mine == theirs
+        if isinstance(theirs, Tensor):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert mine == theirs

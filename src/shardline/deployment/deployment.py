@@ -55,7 +55,8 @@ class RankWeights(msgspec.Struct, frozen=True):
     """Bytes without padding."""
     touched_bytes: int
     """Bytes of host memory to touch before the weights are read; 0 on GPUs. While a tensor is packed, its mapped file
-    counts as memory of the process too. So the rank's largest tensor is left out."""
+    counts as memory of the process too. So the rank's largest tensor is left out, or what is mapped of it at a
+    time."""
 
 
 class FixedPool(msgspec.Struct, frozen=True, tag=True):

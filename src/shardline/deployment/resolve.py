@@ -33,6 +33,9 @@ from shardline.models.spec import DecoderSpec, DType, MoE
 from shardline.models.stored_weights import StoredWeights
 from shardline.weights.base import FormatChoice
 
+_MAPPED_BYTES = 64 << 20
+"""What a rank maps of a tensor at a time, see `runtime/loader/page_cache.py`."""
+
 
 def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> Deployment:
     """Decide what runs where for `config` and `model` on `machine`.
@@ -158,7 +161,8 @@ def _rank_weights(
         total = weight_bytes(spec, place, stages, dtype, numerics, held, whole_experts, own)
         touched = 0
         if layout.device == "cpu":
-            touched = max(0, total - largest_weight_bytes(spec, place, stages, dtype, numerics, whole_experts))
+            largest = largest_weight_bytes(spec, place, stages, dtype, numerics, whole_experts)
+            touched = max(0, total - min(largest, _MAPPED_BYTES))
         found[key] = RankWeights(total, touched)
         weights.append(found[key])
     return tuple(weights)

@@ -50,7 +50,7 @@ def _read_blocks(
         if layout.zeros.offset == 1 and layout.zeros.bits == 8 and bool((zeros == 0).any()):
             raise ValueError(f"{module.base}{layout.zeros.part} has a zero point of 256, which 8 bits cannot reach")
     elif layout.zero:
-        zeros = torch.full((1, 1), layout.zero, dtype=torch.uint8).expand(scales.shape)
+        zeros = torch.full(scales.shape, layout.zero, dtype=torch.uint8)
     return GroupedWeight(
         values=read_codes(_there(tensor, layout.codes.part), layout.codes, rows, columns),
         scales=scales.contiguous(),
