@@ -1,6 +1,7 @@
 // Turns codes into pairs of bf16 in registers, 16 columns and 8 values of k at a time: one shuffle looks up 32 values.
 #pragma once
 
+#include "gemm/code_decoder_avx2.h"
 #include "gemm/code_tables.h"
 #include "simd/vec_bytes.h"
 
@@ -48,6 +49,58 @@ class NibbleDecoder {
   }
 
   __m512i tables_[kParts];
+};
+
+// 6-bit codes without zero points. Two columns have 24 bits for each pair of k, somewhere in a word of 64 bits, which is
+// read as if its end were followed by its beginning.
+class SixBitDecoder {
+ public:
+  static constexpr int64_t kBits = 6;
+  static constexpr int kNumParts = 1;
+  static constexpr bool kHasZeros = false;
+
+  explicit SixBitDecoder(const CodeTables& tables)
+      : low_(_mm512_load_si512(tables.parts[0])), high_(_mm512_load_si512(tables.parts[0] + 32)) {}
+
+  inline void decode(const uint8_t* octet, int64_t v, I32, I32 (&pairs)[4]) const {
+    const uint8_t* half = octet + v / 2 * 192;
+    const __m512i own = _mm512_loadu_si512(half + v % 2 * 64), shared = _mm512_loadu_si512(half + 128);
+    if (v % 2 == 0) {
+      const __m512i seam = _mm512_mask_blend_epi16(0x88888888u, shared, own);
+      look_up(0, {own, own, seam, shared}, pairs);
+    } else {
+      const __m512i seam = _mm512_mask_blend_epi16(0x11111111u, shared, own);
+      look_up(1, {shared, seam, own, own}, pairs);
+    }
+  }
+
+ private:
+  struct Sources {
+    __m512i of_step[4];
+  };
+
+  // A lookup reads six bits of each 16; the other bits do not matter.
+  [[gnu::always_inline]] inline void look_up(int odd, const Sources& sources, I32 (&pairs)[4]) const {
+#pragma GCC unroll 4
+    for (int step = 0; step < 4; ++step) {
+      const __m512i places = _mm512_load_si512(kPlaces.of_step[odd][step]);
+      pairs[step] = (I32)_mm512_permutex2var_epi16(low_, pick(places, sources.of_step[step]), high_);
+    }
+  }
+
+#if defined(__AVX512VBMI__)
+  static constexpr SixBitPlaces<64> kPlaces = six_bit_bit_places<64>();
+  static inline __m512i pick(__m512i places, __m512i words) {
+    return _mm512_maskz_multishift_epi64_epi8(~__mmask64{0}, places, words);
+  }
+#else
+  static constexpr SixBitPlaces<64> kPlaces = six_bit_byte_places<64>();
+  static inline __m512i pick(__m512i places, __m512i words) {
+    return _mm512_srlv_epi16(_mm512_shuffle_epi8(words, places), _mm512_set1_epi64(0x0002000400060000));
+  }
+#endif
+
+  __m512i low_, high_;
 };
 
 // 8-bit codes with zero points. No table is needed, since an integer of 8 bits and a sign is exact in the upper half of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardline.models.gguf.header import BlockType
-from shardline.weights.grouped import GroupedWeight, TwoLevels
+from shardline.weights.grouped import CodeBits, GroupedWeight, TwoLevels
 
 _PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -62,7 +62,7 @@ def _weight(
     label: str,
     *,
     group: int = 32,
-    bits: int = 4,
+    bits: CodeBits = 4,
     zero: int | None = None,
     mins: Tensor | TwoLevels | None = None,
     table: Tensor | None = None,
@@ -80,7 +80,7 @@ def _weight(
         zeros=None if zero is None else torch.full((num_rows, scales.shape[1]), zero, dtype=torch.uint8),
         mins=None if mins is None else mins.flatten(1).contiguous(),
         table=table,
-        bits=4 if bits == 4 else 8,
+        bits=bits,
         label=label,
         scale_levels=scale_levels,
         min_levels=min_levels,
@@ -97,12 +97,12 @@ def _q4_1(blocks: Tensor) -> GroupedWeight:
 
 def _q5_0(blocks: Tensor) -> GroupedWeight:
     values = _nibbles(blocks[..., 6:]) | _high_bits(blocks[..., 2:6])
-    return _weight(values, _half(blocks, 0), "Q5_0", bits=8, zero=16)
+    return _weight(values, _half(blocks, 0), "Q5_0", bits=6, zero=16)
 
 
 def _q5_1(blocks: Tensor) -> GroupedWeight:
     values = _nibbles(blocks[..., 8:]) | _high_bits(blocks[..., 4:8])
-    return _weight(values, _half(blocks, 0), "Q5_1", bits=8, mins=-_half(blocks, 2).float())
+    return _weight(values, _half(blocks, 0), "Q5_1", bits=6, mins=-_half(blocks, 2).float())
 
 
 def _q8_0(blocks: Tensor) -> GroupedWeight:
@@ -134,7 +134,7 @@ def _q5_k(blocks: Tensor) -> GroupedWeight:
     low = _nibbles(_cut(blocks[..., 48:], 4, 32)).flatten(-2)
     shifts = torch.arange(8, dtype=torch.uint8)[:, None]
     high = ((blocks[..., None, 16:48] >> shifts) & 1) << 4
-    return _weight(low | high.flatten(-2), scales, "Q5_K", bits=8, mins=mins)
+    return _weight(low | high.flatten(-2), scales, "Q5_K", bits=6, mins=mins)
 
 
 def _q6_k(blocks: Tensor) -> GroupedWeight:
@@ -142,7 +142,7 @@ def _q6_k(blocks: Tensor) -> GroupedWeight:
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = ((_cut(blocks[..., 128:192], 2, 1, 32) >> shifts) & 3) << 4
     scales = _levels(blocks[..., 192:208].contiguous(), _half(blocks, 208))
-    return _weight(low | high.flatten(-3), scales, "Q6_K", group=16, bits=8, zero=32)
+    return _weight(low | high.flatten(-3), scales, "Q6_K", group=16, bits=6, zero=32)
 
 
 def _mxfp4(blocks: Tensor) -> GroupedWeight:
