@@ -103,27 +103,38 @@ class SixBitDecoder {
   __m512i low_, high_;
 };
 
-// 8-bit codes with zero points. No table is needed, since an integer of 8 bits and a sign is exact in the upper half of
-// a float.
-class ZeroByteDecoder {
+// The four pairs of 8-bit codes of columns [16 v, 16 v + 16), each in 16 bits.
+inline void load_byte_codes(const uint8_t* octet, int64_t v, __m512i (&words)[4]) {
+  const __m512i zero = _mm512_setzero_si512();
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    const __m512i codes = _mm512_loadu_si512(octet + half * 256 + v * 64);
+    words[half * 2] = _mm512_unpacklo_epi8(codes, zero);
+    words[half * 2 + 1] = _mm512_unpackhi_epi8(codes, zero);
+  }
+}
+
+// 8-bit codes that stand for integers: code - zero, or without kZeros code + the first value of the table. No table is
+// needed, since an integer of 8 bits and a sign is exact in the upper half of a float.
+template <bool kZeros>
+class IntegerByteDecoder {
  public:
   static constexpr int64_t kBits = 8;
   static constexpr int kNumParts = 1;
-  static constexpr bool kHasZeros = true;
+  static constexpr bool kHasZeros = kZeros;
 
   // The negative zero points in both halves of a lane.
   static inline I32 offsets(I32 zeros) { return -zeros << 16 | (-zeros & 0xffff); }
 
-  explicit ZeroByteDecoder(const CodeTables&) {}
+  explicit IntegerByteDecoder(const CodeTables& tables)
+      : first_(_mm512_set1_epi16(static_cast<int16_t>(tables.values[0]))) {}
 
   inline void decode(const uint8_t* octet, int64_t v, I32 offset, I32 (&pairs)[4]) const {
-    const __m512i zero = _mm512_setzero_si512();
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const __m512i codes = _mm512_loadu_si512(octet + half * 256 + v * 64);
-      pairs[half * 2] = to_pairs(_mm512_add_epi16(_mm512_unpacklo_epi8(codes, zero), (__m512i)offset));
-      pairs[half * 2 + 1] = to_pairs(_mm512_add_epi16(_mm512_unpackhi_epi8(codes, zero), (__m512i)offset));
-    }
+    __m512i words[4];
+    load_byte_codes(octet, v, words);
+    const __m512i add = kZeros ? (__m512i)offset : first_;
+#pragma GCC unroll 4
+    for (int step = 0; step < 4; ++step) pairs[step] = to_pairs(_mm512_add_epi16(words[step], add));
   }
 
  private:
@@ -131,6 +142,39 @@ class ZeroByteDecoder {
     const F32 even = to_float((I32)integers << 16 >> 16), odd = to_float((I32)integers >> 16);
     return (I32)((U32)even >> 16 | ((U32)odd & 0xffff0000u));
   }
+
+  __m512i first_;
+};
+
+// Bytes in float8_e4m3fn, as in code_decoder_avx2.h.
+class E4m3Decoder {
+ public:
+  static constexpr int64_t kBits = 8;
+  static constexpr int kNumParts = 1;
+  static constexpr bool kHasZeros = false;
+
+  explicit E4m3Decoder(const CodeTables& tables) : small_(_mm512_load_si512(tables.parts[0])) {}
+
+  inline void decode(const uint8_t* octet, int64_t v, I32, I32 (&pairs)[4]) const {
+    __m512i words[4];
+    load_byte_codes(octet, v, words);
+#pragma GCC unroll 4
+    for (int step = 0; step < 4; ++step) pairs[step] = to_pairs(words[step]);
+  }
+
+ private:
+  inline I32 to_pairs(__m512i codes) const {
+    constexpr int kNumSmall = 8, kExponent = 120 << 7, kNan = 0x7f;
+    const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
+    const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(kExponent));
+    const __mmask32 is_small = _mm512_cmplt_epi16_mask(magnitude, _mm512_set1_epi16(kNumSmall));
+    const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(kNan));
+    const __m512i finite = _mm512_mask_permutexvar_epi16(normal, is_small, magnitude, small_);
+    const __m512i value = _mm512_mask_mov_epi16(finite, is_nan, _mm512_set1_epi16(0x7fc0));
+    return (I32)((U32)value | ((U32)codes & 0x00800080u) << 8);
+  }
+
+  __m512i small_;
 };
 
 #endif

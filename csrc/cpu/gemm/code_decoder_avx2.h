@@ -154,6 +154,10 @@ class IntegerDecoder {
   __m256i first_;
 };
 
+using IntegerSixBitDecoder = IntegerDecoder<6, false>;
+template <bool kZeros>
+using IntegerByteDecoder = IntegerDecoder<8, kZeros>;
+
 // Bytes in float8_e4m3fn. The codes of normal numbers become bf16 by a shift and an addition to the exponent; the eight
 // smallest magnitudes are looked up.
 class E4m3Decoder {

@@ -400,18 +400,18 @@ void linear_grouped(const GroupedLinearArgs& args) {
 #endif
 #if defined(__AVX512BW__)
   if (args.bits == 6 && !has_zeros && !two) return multiply_codes<SixBitDecoder>(args, tables);
-  if (args.bits == 8 && has_zeros) return multiply_codes<ZeroByteDecoder>(args, tables);
 #elif defined(__AVX2__)
-  if (args.bits == 6 && !has_zeros && tables.is_integers()) {
-    return multiply_codes<IntegerDecoder<6, false>>(args, tables);
-  }
-  if (args.bits == 8 && has_zeros) return multiply_codes<IntegerDecoder<8, true>>(args, tables);
-  if (args.bits == 8 && tables.is_integers()) return multiply_codes<IntegerDecoder<8, false>>(args, tables);
-  if (args.bits == 8 && tables.is_e4m3()) return multiply_codes<E4m3Decoder>(args, tables);
+  if (args.bits == 6 && !has_zeros && tables.is_integers()) return multiply_codes<IntegerSixBitDecoder>(args, tables);
+#endif
+#if defined(__AVX2__)
+  if (args.bits == 8 && has_zeros) return multiply_codes<IntegerByteDecoder<true>>(args, tables);
 #endif
 #if defined(__AVX512VBMI__)
   if (args.bits == 8 && !two && tables.is_signed) return multiply_codes<ByteDecoder<true>>(args, tables);
   if (args.bits == 8 && !two) return multiply_codes<ByteDecoder<false>>(args, tables);
+#elif defined(__AVX2__)
+  if (args.bits == 8 && tables.is_integers()) return multiply_codes<IntegerByteDecoder<false>>(args, tables);
+  if (args.bits == 8 && tables.is_e4m3()) return multiply_codes<E4m3Decoder>(args, tables);
 #endif
   multiply_any_codes(args, tables);
 }
