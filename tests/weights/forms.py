@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardline.weights.grouped import GroupedWeight, TwoLevels
+from shardline.weights.grouped import CodeBits, GroupedWeight, TwoLevels
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 NF4 = torch.tensor(
@@ -25,7 +25,7 @@ class Form(NamedTuple):
 
     group_size: int
     """0: the whole row."""
-    bits: Literal[4, 8] = 4
+    bits: CodeBits = 4
     levels: int = 16
     """Number of codes in use."""
     zero: int | None = None
@@ -52,8 +52,8 @@ FORMS = {
     "fp8_block": Form(128, bits=8, table=E4M3),
     "q8_0": Form(32, bits=8, levels=256, zero=128, scale_dtype=torch.float16),
     "gptq8": Form(64, bits=8, levels=256, zeros=True, scale_dtype=torch.float16),
-    "q6_k": Form(16, bits=8, levels=64, zero=32, outer=16),
-    "q5_k": Form(32, bits=8, levels=32, mins=True),
+    "q6_k": Form(16, bits=6, levels=64, zero=32, outer=16),
+    "q5_k": Form(32, bits=6, levels=32, mins=True),
 }
 
 

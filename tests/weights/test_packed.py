@@ -10,12 +10,7 @@ from torch import Tensor
 
 from shardline import _cpu
 from shardline.models.partition import Span
-from shardline.runtime.backends.host.grouped import (
-    GroupedGatedLinear,
-    GroupedLinear,
-    GroupedPanels,
-    unpack_codes,
-)
+from shardline.runtime.backends.host.grouped import GroupedGatedLinear, GroupedLinear, GroupedPanels
 from shardline.runtime.loader import slices
 from shardline.runtime.ops.activation import gated_activation
 from shardline.runtime.ops.moe.experts import expert_up
@@ -69,6 +64,18 @@ def test_products_have_one_set_of_bits_and_are_those_of_the_oracle(name, dtype, 
         assert_same_bits(pack(weight.select_rows(slice(33, 69)))(x[:3]), packed(x[:3])[:, 33:69].contiguous())
 
 
+@pytest.mark.parametrize("form", ["q6_k", "q5_k"])
+@pytest.mark.usefixtures("isa")
+def test_six_bits_have_the_bits_of_eight(form, rng):
+    weight = quantize(randn(170, 350, rng=rng), form)
+    six, eight = pack(weight), pack(replace(weight, bits=8))
+    (codes,), (wide,) = six.weights, eight.weights
+    assert codes.panels.nbytes * 4 == wide.panels.nbytes * 3
+    x = randn(40, 350, dtype=torch.bfloat16, rng=rng)
+    for rows in (1, 4, 9, 40):
+        assert_same_bits(six(x[:rows], out_dtype=torch.float32), eight(x[:rows], out_dtype=torch.float32))
+
+
 @pytest.mark.usefixtures("isa")
 def test_gated_products_are_rounded_once(name, rng):
     gate, up = (quantize(randn(101, 150, rng=rng), name) for _ in range(2))
@@ -97,8 +104,9 @@ def test_codes_come_back(name, rng):
     rows = torch.tensor([3, 69, 0])
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(packed.dequantize_rows(rows, dtype), weight.dequantize(dtype)[rows])
-    codes = weight.values if packed.order is None else weight.values[:, packed.order.long()]
-    assert torch.equal(unpack_codes(packed.panels, 70, 100), codes)
+    codes = torch.empty_like(weight.values)
+    _cpu.packed_codes(packed.panels, torch.arange(70), codes)
+    assert torch.equal(codes, weight.values if packed.order is None else weight.values[:, packed.order.long()])
 
 
 def test_the_best_output_is_the_first_largest(name, rng):

@@ -21,11 +21,12 @@ int64_t ceil_div(int64_t count, int64_t unit) { return (count + unit - 1) / unit
 
 int64_t bits_of_octet(int64_t bytes, int64_t depth) {
   if (depth < 1) raise_value_error("a weight needs at least one input feature");
-  for (const int64_t bits : {4, 8}) {
+  for (const int64_t bits : {4, 6, 8}) {
     if (bytes == octet_bytes(bits)) return bits;
   }
-  raise_value_error("an octet of panels has " + std::to_string(octet_bytes(4)) + " or " +
-                    std::to_string(octet_bytes(8)) + " bytes, not " + std::to_string(bytes));
+  raise_value_error("an octet of panels has " + std::to_string(octet_bytes(4)) + ", " +
+                    std::to_string(octet_bytes(6)) + " or " + std::to_string(octet_bytes(8)) + " bytes, not " +
+                    std::to_string(bytes));
 }
 
 // Checks panels [num_panels, octets, bytes of an octet] and returns the bits of a code; num_panels -1 stands for any

@@ -1,6 +1,7 @@
 // Turns codes into pairs of bf16 in registers, 16 columns and 8 values of k at a time: one shuffle looks up 32 values.
 #pragma once
 
+#include "gemm/code_decoder_avx2.h"
 #include "gemm/code_tables.h"
 #include "simd/vec_bytes.h"
 
@@ -50,27 +51,90 @@ class NibbleDecoder {
   __m512i tables_[kParts];
 };
 
-// 8-bit codes with zero points. No table is needed, since an integer of 8 bits and a sign is exact in the upper half of
-// a float.
-class ZeroByteDecoder {
+// 6-bit codes without zero points. Two columns have 24 bits for each pair of k, somewhere in a word of 64 bits, which is
+// read as if its end were followed by its beginning.
+class SixBitDecoder {
+ public:
+  static constexpr int64_t kBits = 6;
+  static constexpr int kNumParts = 1;
+  static constexpr bool kHasZeros = false;
+
+  explicit SixBitDecoder(const CodeTables& tables)
+      : low_(_mm512_load_si512(tables.parts[0])), high_(_mm512_load_si512(tables.parts[0] + 32)) {}
+
+  inline void decode(const uint8_t* octet, int64_t v, I32, I32 (&pairs)[4]) const {
+    const uint8_t* half = octet + v / 2 * 192;
+    const __m512i own = _mm512_loadu_si512(half + v % 2 * 64), shared = _mm512_loadu_si512(half + 128);
+    if (v % 2 == 0) {
+      const __m512i seam = _mm512_mask_blend_epi16(0x88888888u, shared, own);
+      look_up(0, {own, own, seam, shared}, pairs);
+    } else {
+      const __m512i seam = _mm512_mask_blend_epi16(0x11111111u, shared, own);
+      look_up(1, {shared, seam, own, own}, pairs);
+    }
+  }
+
+ private:
+  struct Sources {
+    __m512i of_step[4];
+  };
+
+  // A lookup reads six bits of each 16; the other bits do not matter.
+  [[gnu::always_inline]] inline void look_up(int odd, const Sources& sources, I32 (&pairs)[4]) const {
+#pragma GCC unroll 4
+    for (int step = 0; step < 4; ++step) {
+      const __m512i places = _mm512_load_si512(kPlaces.of_step[odd][step]);
+      pairs[step] = (I32)_mm512_permutex2var_epi16(low_, pick(places, sources.of_step[step]), high_);
+    }
+  }
+
+#if defined(__AVX512VBMI__)
+  static constexpr SixBitPlaces<64> kPlaces = six_bit_bit_places<64>();
+  static inline __m512i pick(__m512i places, __m512i words) {
+    return _mm512_maskz_multishift_epi64_epi8(~__mmask64{0}, places, words);
+  }
+#else
+  static constexpr SixBitPlaces<64> kPlaces = six_bit_byte_places<64>();
+  static inline __m512i pick(__m512i places, __m512i words) {
+    return _mm512_srlv_epi16(_mm512_shuffle_epi8(words, places), _mm512_set1_epi64(0x0002000400060000));
+  }
+#endif
+
+  __m512i low_, high_;
+};
+
+// The four pairs of 8-bit codes of columns [16 v, 16 v + 16), each in 16 bits.
+inline void load_byte_codes(const uint8_t* octet, int64_t v, __m512i (&words)[4]) {
+  const __m512i zero = _mm512_setzero_si512();
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    const __m512i codes = _mm512_loadu_si512(octet + half * 256 + v * 64);
+    words[half * 2] = _mm512_unpacklo_epi8(codes, zero);
+    words[half * 2 + 1] = _mm512_unpackhi_epi8(codes, zero);
+  }
+}
+
+// 8-bit codes that stand for integers: code - zero, or without kZeros code + the first value of the table. No table is
+// needed, since an integer of 8 bits and a sign is exact in the upper half of a float.
+template <bool kZeros>
+class IntegerByteDecoder {
  public:
   static constexpr int64_t kBits = 8;
   static constexpr int kNumParts = 1;
-  static constexpr bool kHasZeros = true;
+  static constexpr bool kHasZeros = kZeros;
 
   // The negative zero points in both halves of a lane.
   static inline I32 offsets(I32 zeros) { return -zeros << 16 | (-zeros & 0xffff); }
 
-  explicit ZeroByteDecoder(const CodeTables&) {}
+  explicit IntegerByteDecoder(const CodeTables& tables)
+      : first_(_mm512_set1_epi16(static_cast<int16_t>(tables.values[0]))) {}
 
   inline void decode(const uint8_t* octet, int64_t v, I32 offset, I32 (&pairs)[4]) const {
-    const __m512i zero = _mm512_setzero_si512();
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const __m512i codes = _mm512_loadu_si512(octet + half * 256 + v * 64);
-      pairs[half * 2] = to_pairs(_mm512_add_epi16(_mm512_unpacklo_epi8(codes, zero), (__m512i)offset));
-      pairs[half * 2 + 1] = to_pairs(_mm512_add_epi16(_mm512_unpackhi_epi8(codes, zero), (__m512i)offset));
-    }
+    __m512i words[4];
+    load_byte_codes(octet, v, words);
+    const __m512i add = kZeros ? (__m512i)offset : first_;
+#pragma GCC unroll 4
+    for (int step = 0; step < 4; ++step) pairs[step] = to_pairs(_mm512_add_epi16(words[step], add));
   }
 
  private:
@@ -78,6 +142,39 @@ class ZeroByteDecoder {
     const F32 even = to_float((I32)integers << 16 >> 16), odd = to_float((I32)integers >> 16);
     return (I32)((U32)even >> 16 | ((U32)odd & 0xffff0000u));
   }
+
+  __m512i first_;
+};
+
+// Bytes in float8_e4m3fn, as in code_decoder_avx2.h.
+class E4m3Decoder {
+ public:
+  static constexpr int64_t kBits = 8;
+  static constexpr int kNumParts = 1;
+  static constexpr bool kHasZeros = false;
+
+  explicit E4m3Decoder(const CodeTables& tables) : small_(_mm512_load_si512(tables.parts[0])) {}
+
+  inline void decode(const uint8_t* octet, int64_t v, I32, I32 (&pairs)[4]) const {
+    __m512i words[4];
+    load_byte_codes(octet, v, words);
+#pragma GCC unroll 4
+    for (int step = 0; step < 4; ++step) pairs[step] = to_pairs(words[step]);
+  }
+
+ private:
+  inline I32 to_pairs(__m512i codes) const {
+    constexpr int kNumSmall = 8, kExponent = 120 << 7, kNan = 0x7f;
+    const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
+    const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(kExponent));
+    const __mmask32 is_small = _mm512_cmplt_epi16_mask(magnitude, _mm512_set1_epi16(kNumSmall));
+    const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(kNan));
+    const __m512i finite = _mm512_mask_permutexvar_epi16(normal, is_small, magnitude, small_);
+    const __m512i value = _mm512_mask_mov_epi16(finite, is_nan, _mm512_set1_epi16(0x7fc0));
+    return (I32)((U32)value | ((U32)codes & 0x00800080u) << 8);
+  }
+
+  __m512i small_;
 };
 
 #endif

@@ -106,16 +106,32 @@ struct QuantizedLinearArgs {
   const uint64_t* allowed;
 };
 
-// Weights of 4- or 8-bit codes, whose columns along K share scales in groups of group_size neighbours, a multiple of 8;
+// Weights of codes of 4, 6 or 8 bits, whose columns along K share scales in groups of group_size neighbours, a multiple of 8;
 // the last group may be smaller. Codes are packed in panels of 64 columns: [panel][k / 8][kOctetBytes<bits>].
 // With 4 bits, an octet of k has 32 bits per column: even k in the lower half, odd k in the upper half, each four codes
 // from the lowest bits on. With 8 bits, it has [half of the octet][16 columns][4 columns][pair of k][column][k % 2].
+// With 6 bits, two neighbouring columns have twelve bytes, three for each pair of k: [column][k % 2] from the lowest bits
+// on. Each 32 columns have three vectors of eight words of 64 bits, a word for two columns. The first vector has eight of
+// the twelve bytes of 16 columns, the second has those of the next 16, and the third has the other four of both.
 constexpr int64_t kOctet = 8;
 constexpr int64_t octet_bytes(int64_t bits) { return kOctet * kPanelColumns * bits / 8; }
+
+// Where byte i of the twelve of the columns c and c + 1 lies in an octet of 6-bit codes.
+constexpr int64_t six_bit_byte(int64_t c, int64_t i) {
+  const int64_t word = c / 32 * 192 + c % 16 / 2 * 8;
+  if (c % 32 < 16) return word + (i < 8 ? i : 128 + i - 8);
+  return word + (i < 4 ? 128 + 4 + i : 64 + i - 4);
+}
 
 // The code of column c and place k of an octet.
 static inline int code_at(const uint8_t* octet, int64_t bits, int64_t c, int64_t k) {
   if (bits == 4) return octet[c * 4 + k % 2 * 2 + k / 4] >> (k / 2 % 2 * 4) & 15;
+  if (bits == 6) {
+    const int64_t first = k / 2 * 3;
+    const int three = octet[six_bit_byte(c, first)] | octet[six_bit_byte(c, first + 1)] << 8 |
+                      octet[six_bit_byte(c, first + 2)] << 16;
+    return three >> (c % 2 * 2 + k % 2) * 6 & 63;
+  }
   return octet[k / 4 * 256 + c / 4 * 16 + k / 2 % 2 * 8 + c % 4 * 2 + k % 2];
 }
 

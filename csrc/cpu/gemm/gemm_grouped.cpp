@@ -7,125 +7,20 @@
 // are not are the sum of two bf16, which follow each other in the chain. If x is rounded to e4m3, a group's sum is first
 // multiplied by the scale that the row of x has in this group. A few rows multiply codes that are decoded in
 // registers; many rows multiply panels that are unpacked block by block. Both have the same bits.
-#include <vector>
-
 #include "gemm/code_decoder.h"
 #include "gemm/gemm_chain.h"
+#include "gemm/group_numbers.h"
 
 namespace shardline::SHARDLINE_ISA {
 namespace {
 
 constexpr int64_t kRowSums = 2 * kPanelColumns;  // of the groups before, then of the current group
 
-// From this many rows on a panel is unpacked.
-constexpr int64_t kUnpackRows = 13;
-
 constexpr int kTileRows = kLanes == 16 ? 6 : 4;
-
-// The scales or mins of a group.
-class GroupRow {
- public:
-  inline GroupRow(const GroupNumbers& numbers, int64_t num_groups, int64_t panel, int64_t g) : dtype_(numbers.dtype) {
-    const char* first = static_cast<const char*>(numbers.data) + panel * numbers.panel_bytes(num_groups);
-    if (dtype_ == DType::kInt8) {
-      outer_ = first + (g >> numbers.outer_shift) * numbers.outer_bytes();
-      const int64_t inner = g & ((int64_t{1} << numbers.outer_shift) - 1);
-      row_ = outer_ + (2 + inner) * kPanelColumns;
-    } else {
-      row_ = first + g * kPanelColumns * static_cast<int64_t>(element_size(dtype_));
-    }
-  }
-
-  [[gnu::always_inline]] inline F32 load_at(int64_t column) const {
-    switch (dtype_) {
-      case DType::kFloat32: return load(reinterpret_cast<const float*>(row_) + column);
-      case DType::kBFloat16: return load(reinterpret_cast<const bf16*>(row_) + column);
-      case DType::kInt8:
-        return load_half(reinterpret_cast<const uint16_t*>(outer_) + column) *
-               load(reinterpret_cast<const int8_t*>(row_) + column);
-      default: return load_half(reinterpret_cast<const uint16_t*>(row_) + column);
-    }
-  }
-
-  // Asks for what is `bytes` after the row.
-  inline void prefetch(int64_t bytes) const {
-    __builtin_prefetch(row_ + bytes);
-    if (dtype_ != DType::kInt8) __builtin_prefetch(row_ + bytes + kCacheLine);
-  }
-
- private:
-  DType dtype_;
-  const char* row_;
-  const char* outer_ = nullptr;
-};
-
-// The scales and mins of the groups of a block of K, as float: [group][2][64]. Many tiles read them.
-class BlockNumbers {
- public:
-  // Expands those of the octets [begin, begin + count) of a panel.
-  void expand(const GroupedLinearArgs& args, int64_t panel, int64_t begin, int64_t count) {
-    const int64_t group_octets = args.group_size / kOctet, end = ceil_div(begin + count, group_octets);
-    const int64_t first = begin / group_octets;
-    values_.resize(static_cast<size_t>((end - first) * 2 * kPanelColumns));
-    for (int64_t g = first; g < end; ++g) {
-      float* to = values_.data() + (g - first) * 2 * kPanelColumns;
-      expand_row(GroupRow(args.scales, args.num_groups, panel, g), to);
-      if (args.mins.data != nullptr) expand_row(GroupRow(args.mins, args.num_groups, panel, g), to + kPanelColumns);
-    }
-  }
-
-  // The numbers of the block's first group.
-  const float* values() const { return values_.data(); }
-
- private:
-  static void expand_row(const GroupRow& row, float* to) {
-    for (int64_t column = 0; column < kPanelColumns; column += kLanes) {
-      store(to + column, row.load_at(column));
-    }
-  }
-
-  std::vector<float> values_;
-};
+// From this many rows on a panel is unpacked. They are cut evenly into tiles, which have so many rows at least.
+constexpr int kUnpackRows = kLanes == 16 ? 13 : 5, kLeastUnpackedRows = kLanes == 16 ? 4 : 2;
 
 thread_local BlockNumbers block_numbers;
-
-// How far before its use memory of scales is asked for: a thread reads one stream of codes and some of scales, and a
-// core's own prefetching ends at each page.
-constexpr int64_t kAheadBytes = 1024;
-
-// The scales and mins of group g, from the weight or expanded.
-template <bool kExpanded>
-class NumbersOf {
- public:
-  inline NumbersOf(const GroupedLinearArgs& args, int64_t panel, int64_t g, const float*)
-      : scales_(args.scales, args.num_groups, panel, g),
-        mins_(args.mins.data != nullptr ? args.mins : args.scales, args.num_groups, panel, g) {}
-
-  [[gnu::always_inline]] inline F32 scale_at(int64_t column) const { return scales_.load_at(column); }
-  [[gnu::always_inline]] inline F32 min_at(int64_t column) const { return mins_.load_at(column); }
-  template <bool kMins>
-  inline void prefetch() const {
-    scales_.prefetch(kAheadBytes);
-    if (kMins) mins_.prefetch(kAheadBytes);
-  }
-
- private:
-  const GroupRow scales_, mins_;
-};
-
-template <>
-class NumbersOf<true> {
- public:
-  inline NumbersOf(const GroupedLinearArgs&, int64_t, int64_t, const float* expanded) : row_(expanded) {}
-
-  inline F32 scale_at(int64_t column) const { return load(row_ + column); }
-  inline F32 min_at(int64_t column) const { return load(row_ + kPanelColumns + column); }
-  template <bool kMins>
-  inline void prefetch() const {}
-
- private:
-  const float* row_;
-};
 
 // Whether a tile holds the sums of the groups before in registers too. Then groups end without stores, each of which
 // takes two cycles of a Zen 4.
@@ -220,94 +115,110 @@ template <bool kExpanded, int kRows, int kVectors, class Add>
   }
 }
 
-// Where codes lie: the panel, and the octet in it.
-struct Place {
-  int64_t panel, octet;
-};
-inline Place place_of(const GroupedLinearArgs& args, const char* steps) {
-  const int64_t num_octets = ceil_div(args.depth, kOctet);
-  const int64_t octet = (reinterpret_cast<const uint8_t*>(steps) - args.panels) / octet_bytes(args.bits);
-  return {octet / num_octets, octet % num_octets};
-}
+// Bytes of an octet in a panel of a GEMM.
+template <class T, int kParts>
+constexpr int64_t kUnpackedBytes = kOctet * kPanelColumns * int64_t{sizeof(T)} * kParts;
 
-// The entry of the tables for a zero point is this many above the code.
-inline int entry_offset(const GroupedLinearArgs& args, Place place, int64_t column) {
-  if (args.zeros == nullptr) return 0;
-  const int64_t group = place.panel * args.num_groups + place.octet * kOctet / args.group_size;
-  return zero_entry(args.bits) - args.zeros[group * kPanelColumns + column];
-}
+// Unpacks a block of octets to the panels of a GEMM, one code after another: in fp32, or in bf16 with kParts rows for
+// each pair of k.
+template <class Element, int kParts>
+class AnyUnpacker {
+ public:
+  using T = Element;
+  static constexpr int kNumParts = kParts;
+  static constexpr bool kDecodesFirstTile = false;
 
-// Unpacks to the panels of a GEMM in fp32.
-struct FloatUnpacker {
-  using T = float;
-  static constexpr int kNumParts = 1;
-  static constexpr int64_t kOctetBytes = kOctet * kPanelColumns * 4;
+  explicit AnyUnpacker(const CodeTables& tables) : tables_(tables) {}
 
-  static void unpack(const GroupedLinearArgs& args, const CodeTables& tables, const uint8_t* octet, Place place,
-                     char* to) {
-    float* out = reinterpret_cast<float*>(to);
-    for (int64_t c = 0; c < kPanelColumns; ++c) {
-      const float* values = tables.values + entry_offset(args, place, c);
-      for (int64_t k = 0; k < kOctet; ++k) out[k * kPanelColumns + c] = values[code_at(octet, args.bits, c, k)];
+  void unpack(const GroupedLinearArgs& args, const Tile& tile) const {
+    const auto* octet = reinterpret_cast<const uint8_t*>(tile.steps);
+    char* to = tile.unpacked;
+    for (int64_t o = tile.begin; o < tile.end; ++o) {
+      const int64_t group = tile.panel * args.num_groups + o * kOctet / args.group_size;
+      for (int64_t c = 0; c < kPanelColumns; ++c) {
+        // The entry of the tables for a zero point is this many above the code.
+        const int offset = args.zeros == nullptr ? 0 : zero_entry(args.bits) - args.zeros[group * kPanelColumns + c];
+        for (int64_t k = 0; k < kOctet; ++k) write(code_at(octet, args.bits, c, k) + offset, c, k, to);
+      }
+      octet += octet_bytes(args.bits);
+      to += kUnpackedBytes<T, kParts>;
     }
   }
-};
 
-// Unpacks to the panels of a GEMM in bf16, with kParts rows for each pair of k.
-template <int kParts>
-struct PairUnpacker {
-  using T = bf16;
-  static constexpr int kNumParts = kParts;
-  static constexpr int64_t kOctetBytes = kOctet * kPanelColumns * 2 * kParts;
-
-  static void unpack(const GroupedLinearArgs& args, const CodeTables& tables, const uint8_t* octet, Place place,
-                     char* to) {
-    uint16_t* out = reinterpret_cast<uint16_t*>(to);
-    for (int64_t c = 0; c < kPanelColumns; ++c) {
-      const int offset = entry_offset(args, place, c);
-      for (int64_t k = 0; k < kOctet; ++k) {
-        const int entry = code_at(octet, args.bits, c, k) + offset;
-        for (int part = 0; part < kParts; ++part) {
-          out[((k / 2 * kParts + part) * kPanelColumns + c) * 2 + k % 2] = tables.parts[part][entry];
-        }
+ private:
+  void write(int entry, int64_t c, int64_t k, char* to) const {
+    if constexpr (sizeof(T) == 4) {
+      reinterpret_cast<float*>(to)[k * kPanelColumns + c] = tables_.values[entry];
+    } else {
+      for (int part = 0; part < kParts; ++part) {
+        reinterpret_cast<uint16_t*>(to)[((k / 2 * kParts + part) * kPanelColumns + c) * 2 + k % 2] =
+            tables_.parts[part][entry];
       }
     }
   }
+
+  const CodeTables& tables_;
 };
 
-#if defined(__AVX512BW__)
+#if defined(__AVX2__)
 
-// The offsets of 16 columns that a decoder takes.
+// The offsets of a vector of columns that a decoder takes.
 template <class Decoder>
 inline I32 load_offsets(const GroupedLinearArgs& args, int64_t group, int64_t column) {
   if constexpr (Decoder::kHasZeros) {
-    const uint8_t* zeros = args.zeros + group * kPanelColumns + column;
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros));
-    return Decoder::offsets((I32)_mm512_maskz_cvtepu8_epi32(0xffff, bytes));
+    typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+    Bytes zeros;
+    __builtin_memcpy(&zeros, args.zeros + group * kPanelColumns + column, sizeof zeros);
+    return Decoder::offsets(__builtin_convertvector(zeros, I32));
   } else {
     return I32{};
   }
 }
 
-// As PairUnpacker, 32 values at a time.
-template <class Decoder>
-struct FastUnpacker {
-  using T = bf16;
+// As AnyUnpacker, with the pairs of a decoder.
+template <class Element, class Decoder>
+class FastUnpacker {
+ public:
+  using T = Element;
   static constexpr int kNumParts = Decoder::kNumParts;
-  static constexpr int64_t kOctetBytes = kOctet * kPanelColumns * 2 * kNumParts;
+  static constexpr bool kDecodesFirstTile = sizeof(T) == 2;
 
-  static void unpack(const GroupedLinearArgs& args, const CodeTables& tables, const uint8_t* octet, Place place,
-                     char* to) {
-    const Decoder decoder(tables);
-    const int64_t group = place.panel * args.num_groups + place.octet * kOctet / args.group_size;
-#pragma GCC unroll 4
-    for (int64_t v = 0; v < kPanelColumns / kLanes; ++v) {
-      I32 pairs[4 * kNumParts];
-      decoder.decode(octet, v, load_offsets<Decoder>(args, group, v * kLanes), pairs);
+  explicit FastUnpacker(const CodeTables& tables) : decoder_(tables) {}
+
+  void unpack(const GroupedLinearArgs& args, const Tile& tile) const {
+    const auto* octet = reinterpret_cast<const uint8_t*>(tile.steps);
+    char* to = tile.unpacked;
+    for (int64_t o = tile.begin; o < tile.end; ++o) {
+      const int64_t group = tile.panel * args.num_groups + o * kOctet / args.group_size;
 #pragma GCC unroll 8
-      for (int i = 0; i < 4 * kNumParts; ++i) _mm512_store_si512(to + i * 256 + v * 64, (__m512i)pairs[i]);
+      for (int64_t v = 0; v < kPanelColumns / kLanes; ++v) {
+        I32 pairs[4 * kNumParts];
+        decoder_.decode(octet, v, load_offsets<Decoder>(args, group, v * kLanes), pairs);
+        write(pairs, to + v * kLanes * 4);
+      }
+      octet += octet_bytes(Decoder::kBits);
+      to += kUnpackedBytes<T, kNumParts>;
     }
   }
+
+  // Writes pairs of an octet; `to` points to their first columns.
+  static inline void write(const I32 (&pairs)[4 * kNumParts], char* to) {
+    constexpr int64_t kRow = kPanelColumns * 4;
+#pragma GCC unroll 8
+    for (int i = 0; i < 4 * kNumParts; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        store(reinterpret_cast<float*>(to + 2 * i * kRow), even_of(pairs[i]));
+        store(reinterpret_cast<float*>(to + (2 * i + 1) * kRow), odd_of(pairs[i]));
+      } else {
+        store(reinterpret_cast<int32_t*>(to + i * kRow), pairs[i]);
+      }
+    }
+  }
+
+  const Decoder& decoder() const { return decoder_; }
+
+ private:
+  const Decoder decoder_;
 };
 
 // Asks for an octet some way ahead, which may be another panel's. The core's own prefetching is slower than decoding.
@@ -320,12 +231,16 @@ inline void prefetch_octet(const uint8_t* octet) {
 // How many vectors of columns a tile of `rows` holds in registers, beside the decoder's tables.
 template <class Decoder>
 constexpr int direct_vectors(int rows) {
+  if (kLanes < 16) return rows == 1 ? 4 : 2;
   return rows <= (Decoder::kBits == 4 && Decoder::kNumParts == 1 ? 6 : 4) ? 4 : 2;
 }
 
-template <class Decoder, int kRows>
+// With kUnpacks, the pairs are also stored for the tiles that follow. Storing takes long, so it is best done while sums
+// are computed.
+template <bool kUnpacks, bool kExpanded, int kVectors, int kRows, class Decoder>
 void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, const Tile& tile) {
-  constexpr int kVectors = direct_vectors<Decoder>(kRows), kParts = Decoder::kNumParts;
+  constexpr int kParts = Decoder::kNumParts;
+  const float* expanded = kExpanded ? block_numbers.values() : nullptr;
   const bf16* x = static_cast<const bf16*>(args.x) + tile.row * args.x_stride;
   const int64_t whole = args.depth / kOctet;
   bf16 padded[kRows][kOctet] = {};  // the end of each row, if K ends within an octet
@@ -351,6 +266,10 @@ void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, con
         for (int v = 0; v < kVectors; ++v) {
           I32 pairs[4 * kParts];
           decoder.decode(octet, column / kLanes + v, offsets[v], pairs);
+          if constexpr (kUnpacks) {
+            char* to = tile.unpacked + (o - tile.begin) * kUnpackedBytes<bf16, kParts>;
+            FastUnpacker<bf16, Decoder>::write(pairs, to + (column + v * kLanes) * 4);
+          }
 #pragma GCC unroll 8
           for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
@@ -361,7 +280,7 @@ void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, con
         }
       }
     };
-    for_each_group<false, kRows, kVectors>(args, tile, column, nullptr, add);
+    for_each_group<kExpanded, kRows, kVectors>(args, tile, column, expanded, add);
   }
 }
 
@@ -371,12 +290,10 @@ void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, con
 // registers for sums of groups, so a tile is wider.
 enum class Numbers { kStored, kExpanded, kOfRows };
 
-template <class Unpacker, Numbers kNumbers, int kRows>
+template <class T, int kParts, Numbers kNumbers, int kRows>
 void add_unpacked_tile(const GroupedLinearArgs& args, const Tile& tile) {
-  using T = typename Unpacker::T;
   constexpr bool kExpanded = kNumbers == Numbers::kExpanded;
   constexpr int kVectors = kLanes < 16 ? (kRows == 1 ? 8 : 2) : kNumbers == Numbers::kOfRows ? 4 : 2;
-  constexpr int kParts = Unpacker::kNumParts;
   constexpr int64_t kSteps = kOctet / kStep<T>;
   const T* x = static_cast<const T*>(args.x) + tile.row * args.x_stride;
   Ahead ahead(tile, kSteps * kParts * (kPanelColumns / (kVectors * kLanes)));
@@ -384,7 +301,7 @@ void add_unpacked_tile(const GroupedLinearArgs& args, const Tile& tile) {
   const float* expanded = kExpanded ? block_numbers.values() : nullptr;
   for (int64_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
     const auto add = [&](int64_t, int64_t begin, int64_t end, auto& sum) {
-      const T* w = reinterpret_cast<const T*>(tile.steps + (begin - tile.begin) * Unpacker::kOctetBytes);
+      const T* w = reinterpret_cast<const T*>(tile.steps + (begin - tile.begin) * kUnpackedBytes<T, kParts>);
       const int64_t last = min64(end * kSteps, ceil_div(args.depth, kStep<T>));
       accumulate<asks_ahead(kRows, false), kParts>(x, args.x_stride, w + column * kStep<T>, begin * kSteps, last,
                                                    args.depth, ahead, sum);
@@ -393,41 +310,63 @@ void add_unpacked_tile(const GroupedLinearArgs& args, const Tile& tile) {
   }
 }
 
+// The first tile of a block: it unpacks the block, and multiplies.
+template <class Unpacker, Numbers kNumbers, int kRows>
+void add_first_tile(const GroupedLinearArgs& args, const Unpacker& unpacker, const Tile& tile) {
+  if (kNumbers == Numbers::kExpanded) block_numbers.expand(args, tile.panel, tile.begin, tile.end - tile.begin);
+#if defined(__AVX2__)
+  if constexpr (Unpacker::kDecodesFirstTile && kRows >= kLeastUnpackedRows) {
+    constexpr bool kExpanded = kNumbers == Numbers::kExpanded;
+    return add_decoded_tile<true, kExpanded, 2, kRows>(args, unpacker.decoder(), tile);
+  }
+#endif
+  unpacker.unpack(args, tile);
+  Tile unpacked = tile;
+  unpacked.steps = tile.unpacked;
+  add_unpacked_tile<typename Unpacker::T, Unpacker::kNumParts, kNumbers, kRows>(args, unpacked);
+}
+
 template <class Unpacker, Numbers kNumbers>
-void multiply_blocks(const GroupedLinearArgs& args, const CodeTables& tables) {
-  PanelLayout layout = {ceil_div(args.depth, kOctet), octet_bytes(args.bits), Unpacker::kOctetBytes, kRowSums};
-  const auto unpack = [&](const char* steps, int64_t count, void* to) {
-    Place place = place_of(args, steps);
-    const int64_t bytes = octet_bytes(args.bits);
-    if (kNumbers == Numbers::kExpanded) block_numbers.expand(args, place.panel, place.octet, count);
-    for (int64_t o = 0; o < count; ++o, ++place.octet) {
-      Unpacker::unpack(args, tables, reinterpret_cast<const uint8_t*>(steps) + o * bytes, place,
-                       static_cast<char*>(to) + o * Unpacker::kOctetBytes);
-    }
-  };
+void multiply_blocks(const GroupedLinearArgs& args, const Unpacker& unpacker) {
+  using T = typename Unpacker::T;
+  constexpr int kParts = Unpacker::kNumParts;
+  const PanelLayout layout = {ceil_div(args.depth, kOctet), octet_bytes(args.bits), kUnpackedBytes<T, kParts>, kRowSums,
+                              true};
   const auto add = [&](const Tile& tile, auto rows, auto) {
-    add_unpacked_tile<Unpacker, kNumbers, rows.kValue>(args, tile);
+    if (tile.unpacked != nullptr) return add_first_tile<Unpacker, kNumbers, rows.kValue>(args, unpacker, tile);
+    add_unpacked_tile<T, kParts, kNumbers, rows.kValue>(args, tile);
   };
-  for_each_tile<kTileRows, 1, 0>(args, layout, add, finish_of<FloatSums<GroupedLinearArgs, kRowSums>>(args), unpack);
+  for_each_tile<kTileRows, 1, 0>(args, layout, add, finish_of<FloatSums<GroupedLinearArgs, kRowSums>>(args));
 }
 
 // Two levels of scales are expanded once a block, since many tiles would multiply them again.
 template <class Unpacker>
 void multiply_unpacked(const GroupedLinearArgs& args, const CodeTables& tables) {
-  if (args.scales.dtype == DType::kInt8) return multiply_blocks<Unpacker, Numbers::kExpanded>(args, tables);
-  if (args.num_groups == 1) return multiply_blocks<Unpacker, Numbers::kOfRows>(args, tables);
-  multiply_blocks<Unpacker, Numbers::kStored>(args, tables);
+  const Unpacker unpacker(tables);
+  if (args.scales.dtype == DType::kInt8) return multiply_blocks<Unpacker, Numbers::kExpanded>(args, unpacker);
+  if (args.num_groups == 1) return multiply_blocks<Unpacker, Numbers::kOfRows>(args, unpacker);
+  multiply_blocks<Unpacker, Numbers::kStored>(args, unpacker);
 }
 
-#if defined(__AVX512BW__)
+void multiply_any_codes(const GroupedLinearArgs& args, const CodeTables& tables) {
+  if (args.dtype == DType::kFloat32) return multiply_unpacked<AnyUnpacker<float, 1>>(args, tables);
+  if (tables.num_parts == 2) return multiply_unpacked<AnyUnpacker<bf16, 2>>(args, tables);
+  multiply_unpacked<AnyUnpacker<bf16, 1>>(args, tables);
+}
+
+#if defined(__AVX2__)
 
 template <class Decoder>
 void multiply_codes(const GroupedLinearArgs& args, const CodeTables& tables) {
-  if (args.num_rows >= kUnpackRows) return multiply_unpacked<FastUnpacker<Decoder>>(args, tables);
+  if (args.dtype == DType::kFloat32) {
+    if constexpr (Decoder::kNumParts == 1) return multiply_unpacked<FastUnpacker<float, Decoder>>(args, tables);
+    return multiply_any_codes(args, tables);
+  }
+  if (args.num_rows >= kUnpackRows) return multiply_unpacked<FastUnpacker<bf16, Decoder>>(args, tables);
   const Decoder decoder(tables);
   const PanelLayout layout = {ceil_div(args.depth, kOctet), octet_bytes(args.bits), 0, kRowSums};
   const auto add = [&](const Tile& tile, auto rows, auto) {
-    add_decoded_tile<Decoder, rows.kValue>(args, decoder, tile);
+    add_decoded_tile<false, false, direct_vectors<Decoder>(rows.kValue), rows.kValue>(args, decoder, tile);
   };
   for_each_tile<kTileRows, 1, 0>(args, layout, add, finish_of<FloatSums<GroupedLinearArgs, kRowSums>>(args));
 }
@@ -453,19 +392,28 @@ void sum_groups_of(const SumGroupsArgs& args) {
 
 void linear_grouped(const GroupedLinearArgs& args) {
   const CodeTables tables(args);
-  if (args.dtype == DType::kFloat32) return multiply_unpacked<FloatUnpacker>(args, tables);
-  const bool two = tables.num_parts == 2;
-#if defined(__AVX512BW__)
-  if (args.bits == 8 && args.zeros != nullptr) return multiply_codes<ZeroByteDecoder>(args, tables);
-  if (args.zeros != nullptr) return multiply_codes<NibbleDecoder<true, 1>>(args, tables);
+  [[maybe_unused]] const bool has_zeros = args.zeros != nullptr, two = tables.num_parts == 2;
+#if defined(__AVX2__)
+  if (args.bits == 4 && has_zeros) return multiply_codes<NibbleDecoder<true, 1>>(args, tables);
   if (args.bits == 4 && two) return multiply_codes<NibbleDecoder<false, 2>>(args, tables);
   if (args.bits == 4) return multiply_codes<NibbleDecoder<false, 1>>(args, tables);
 #endif
-#if defined(__AVX512VBMI__)
-  if (!two && tables.is_signed) return multiply_codes<ByteDecoder<true>>(args, tables);
-  if (!two) return multiply_codes<ByteDecoder<false>>(args, tables);
+#if defined(__AVX512BW__)
+  if (args.bits == 6 && !has_zeros && !two) return multiply_codes<SixBitDecoder>(args, tables);
+#elif defined(__AVX2__)
+  if (args.bits == 6 && !has_zeros && tables.is_integers()) return multiply_codes<IntegerSixBitDecoder>(args, tables);
 #endif
-  two ? multiply_unpacked<PairUnpacker<2>>(args, tables) : multiply_unpacked<PairUnpacker<1>>(args, tables);
+#if defined(__AVX2__)
+  if (args.bits == 8 && has_zeros) return multiply_codes<IntegerByteDecoder<true>>(args, tables);
+#endif
+#if defined(__AVX512VBMI__)
+  if (args.bits == 8 && !two && tables.is_signed) return multiply_codes<ByteDecoder<true>>(args, tables);
+  if (args.bits == 8 && !two) return multiply_codes<ByteDecoder<false>>(args, tables);
+#elif defined(__AVX2__)
+  if (args.bits == 8 && tables.is_integers()) return multiply_codes<IntegerByteDecoder<false>>(args, tables);
+  if (args.bits == 8 && tables.is_e4m3()) return multiply_codes<E4m3Decoder>(args, tables);
+#endif
+  multiply_any_codes(args, tables);
 }
 
 void sum_groups(const SumGroupsArgs& args) {

@@ -13,15 +13,17 @@ namespace shardline::SHARDLINE_ISA {
 constexpr int64_t kCacheLine = 64;
 
 // The memory of a panel: `num_steps` steps of K (a k, a pair, a quad or a group), one after another. If a step takes
-// `unpacked_bytes` for its multiplication, unpack(steps, count, to) unpacks one block of K after another. A row of a
-// tile has `row_sums` sums.
+// `unpacked_bytes` for its multiplication, unpack(steps, count, to) unpacks one block of K after another, or with
+// `tiles_unpack` the first tile of rows does it. A row of a tile has `row_sums` sums.
 struct PanelLayout {
   int64_t num_steps, step_bytes, unpacked_bytes = 0, row_sums = kPanelColumns;
+  bool tiles_unpack = false;
 };
 
 // Rows [row, row + rows) of x times the steps [begin, end) of a panel; `steps` points to step `begin`. The sums
 // [rows][row_sums], fp32 or int32, begin at step 0 and wait in `sums` between blocks of K. `ahead` is memory that a later
-// tile reads, and that this tile prefetches step by step.
+// tile reads, and that this tile prefetches step by step. A tile with `unpacked` reads packed steps, and also unpacks
+// them to there.
 struct Tile {
   int64_t row;
   int rows;
@@ -32,6 +34,7 @@ struct Tile {
   const char* ahead;
   int64_t ahead_stride;
   int64_t panel;
+  char* unpacked;
 };
 
 // A wide tile reads half of a panel's columns at a time, and meanwhile prefetches all of the next panel. When weights
@@ -94,19 +97,18 @@ void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index
                                                    static_cast<size_t>(unpacked_bytes)));
   for (int64_t b = 0; b < num_blocks; ++b) {
     const int64_t begin = layout.num_steps * b / num_blocks, end = layout.num_steps * (b + 1) / num_blocks;
-    const char* steps = panel + begin * layout.step_bytes;
-    if (layout.unpacked_bytes > 0) {
-      void* unpacked = sums + num_sums;
-      unpack(steps, end - begin, unpacked);
-      steps = static_cast<const char*>(unpacked);
-    }
+    const char* packed = panel + begin * layout.step_bytes;
+    char* unpacked = layout.unpacked_bytes > 0 ? static_cast<char*>(static_cast<void*>(sums + num_sums)) : nullptr;
+    if (unpacked != nullptr && !layout.tiles_unpack) unpack(packed, end - begin, unpacked);
     const int64_t share = ask ? ceil_div((end - begin) * layout.step_bytes, num_tiles) : 0;
     const int64_t stride = ceil_div(share, end - begin);
     for (int64_t t = 0, first = 0, last; t < num_tiles; ++t, first = last) {
       last = first + least_rows + (t < rows % num_tiles ? 1 : 0);
+      const bool unpacks = layout.tiles_unpack && t == 0;
+      const char* steps = unpacked == nullptr || unpacks ? packed : unpacked;
       const Tile tile = {row_begin + first, static_cast<int>(last - first), wide, steps, begin, end,
                          sums + first * layout.row_sums, panel + end * layout.step_bytes + t * share, stride,
-                         panel_index};
+                         panel_index, unpacks ? unpacked : nullptr};
       wide ? with_wide_rows<kWideMin, kWideMax>(tile, add) : with_rows<kTileRows>(tile, add);
       if (b + 1 == num_blocks) finish(args, {tile.row, last - first, panel_index, tile.sums});
     }

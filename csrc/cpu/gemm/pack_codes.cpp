@@ -13,7 +13,7 @@ namespace {
 // Codes of the columns [0, kPanelColumns) of an octet, [column][k].
 using Octet = uint8_t[kPanelColumns][kOctet];
 
-void write_nibbles(const Octet& codes, int64_t begin, int64_t end, uint8_t* out) {
+void write_nibbles(Octet& codes, int64_t begin, int64_t end, uint8_t* out) {
   for (int64_t c = begin; c < end; ++c) {
     for (int parity = 0; parity < 2; ++parity) {
       const uint8_t* code = codes[c] + parity;
@@ -24,10 +24,23 @@ void write_nibbles(const Octet& codes, int64_t begin, int64_t end, uint8_t* out)
   }
 }
 
-void write_bytes(const Octet& codes, int64_t begin, int64_t end, uint8_t* out) {
+void write_bytes(Octet& codes, int64_t begin, int64_t end, uint8_t* out) {
   for (int64_t c = begin; c < end; ++c) {
     for (int64_t k = 0; k < kOctet; ++k) {
       out[k / 4 * 256 + c / 4 * 16 + k / 2 % 2 * 8 + c % 4 * 2 + k % 2] = codes[c][k];
+    }
+  }
+}
+
+void write_six_bits(Octet& codes, int64_t begin, int64_t end, uint8_t* out) {
+  // The column before an odd one shares its bytes and belongs to the weight before.
+  for (int64_t k = 0; begin % 2 != 0 && k < kOctet; ++k) {
+    codes[begin - 1][k] = static_cast<uint8_t>(code_at(out, 6, begin - 1, k));
+  }
+  for (int64_t c = begin / 2 * 2; c < end; c += 2) {
+    for (int64_t k = 0; k < kOctet; k += 2) {
+      const int three = codes[c][k] | codes[c][k + 1] << 6 | codes[c + 1][k] << 12 | codes[c + 1][k + 1] << 18;
+      for (int64_t i = 0; i < 3; ++i) out[six_bit_byte(c, k / 2 * 3 + i)] = static_cast<uint8_t>(three >> 8 * i);
     }
   }
 }
@@ -40,6 +53,7 @@ void pack_panel(const PackCodesArgs& args, int64_t panel_index) {
   const int64_t known = std::min(end, args.num_columns - first_column);
   const int64_t packed = begin == 0 && known == end ? kernels().pack_octets(args, panel_index) : 0;
   uint8_t* out = args.panels + (panel_index * num_octets + packed) * bytes;
+  const auto write = args.bits == 4 ? write_nibbles : args.bits == 6 ? write_six_bits : write_bytes;
   for (int64_t o = packed; o < num_octets; ++o, out += bytes) {
     Octet codes = {};
     const int64_t count = std::min(kOctet, args.depth - o * kOctet);
@@ -47,7 +61,7 @@ void pack_panel(const PackCodesArgs& args, int64_t panel_index) {
       const uint8_t* from = args.codes + (first_column + c) * args.codes_stride + o * kOctet;
       std::copy(from, from + count, codes[args.place.begin + c]);
     }
-    (args.bits == 4 ? write_nibbles : write_bytes)(codes, args.place.begin + begin, args.place.begin + end, out);
+    write(codes, args.place.begin + begin, args.place.begin + end, out);
   }
 }
 

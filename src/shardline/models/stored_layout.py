@@ -97,7 +97,7 @@ class Scales(msgspec.Struct, frozen=True):
 class Form(NamedTuple):
     """What a weight needs if it stays packed in memory."""
 
-    bits: Literal[4, 8]
+    bits: Literal[4, 6, 8]
     group_size: int
     """Columns that share a scale; 0: all."""
     group_bytes: float
@@ -225,7 +225,7 @@ class FlatLayout(msgspec.Struct, frozen=True, tag=True):
 class GGUFLayout(msgspec.Struct, frozen=True, tag=True):
     """GGUF: the file's own header says how each tensor is stored (`models/gguf/`). The form is that of one type."""
 
-    bits: Literal[4, 8]
+    bits: Literal[4, 6, 8]
     group_size: int
     group_bytes: float
 

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+CodeBits = Literal[4, 6, 8]
+"""Bits that a code may take in memory. Codes of 5 bits take 6."""
+
+
 class TwoLevels(NamedTuple):
     """Scales or mins [N, G] that are products of a small integer and a number which some neighbouring groups share. The
     products are exact in float32."""
@@ -63,8 +67,8 @@ class GroupedWeight:
     """[N, G] float32"""
     table: Tensor | None = None
     """[2^bits] float32: the value of each code; None: codes are unsigned integers."""
-    bits: Literal[4, 8] = 4
-    """Bits of a code when it is packed in memory. 5- and 6-bit codes are held in 8 bits."""
+    bits: CodeBits = 4
+    """Bits of a code when it is packed in memory."""
     label: str = ""
     """The name of the file's format, for logs."""
     scale_levels: TwoLevels | None = None

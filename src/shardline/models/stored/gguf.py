@@ -15,12 +15,12 @@ def _rule(name: str, bits: int, columns: int, scale_bytes: int, form: GGUFLayout
 _RULES = {
     "Q4_0": _rule("q4_0", 4, 32, 2, GGUFLayout(4, 32, 2)),
     "Q4_1": _rule("q4_1", 4, 32, 4, GGUFLayout(4, 32, 6)),
-    "Q5_0": _rule("q5_0", 5, 32, 2, GGUFLayout(8, 32, 2)),
-    "Q5_1": _rule("q5_1", 5, 32, 4, GGUFLayout(8, 32, 6)),
+    "Q5_0": _rule("q5_0", 5, 32, 2, GGUFLayout(6, 32, 2)),
+    "Q5_1": _rule("q5_1", 5, 32, 4, GGUFLayout(6, 32, 6)),
     "Q8_0": _rule("q8_0", 8, 32, 2, GGUFLayout(8, 32, 2)),
     "Q4_K": _rule("q4_k", 4, 256, 16, GGUFLayout(4, 32, 2.5)),
-    "Q5_K": _rule("q5_k", 5, 256, 16, GGUFLayout(8, 32, 2.5)),
-    "Q6_K": _rule("q6_k", 6, 256, 18, GGUFLayout(8, 16, 1.125)),
+    "Q5_K": _rule("q5_k", 5, 256, 16, GGUFLayout(6, 32, 2.5)),
+    "Q6_K": _rule("q6_k", 6, 256, 18, GGUFLayout(6, 16, 1.125)),
     "MXFP4": _rule("mxfp4", 4, 32, 1, GGUFLayout(4, 32, 4)),
 }
 """The bytes of each type, in the file and in memory."""

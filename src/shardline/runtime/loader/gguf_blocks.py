@@ -7,14 +7,14 @@ float16.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardline import _cpu
 from shardline.models.gguf.header import BLOCK_TYPES, BlockType
-from shardline.weights.grouped import GroupedWeight, TwoLevels
+from shardline.weights.grouped import CodeBits, GroupedWeight, TwoLevels
 
 _PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -56,7 +56,7 @@ def decode_blocks(stored: Tensor, kind: BlockType) -> GroupedWeight:
         zeros=None if form.zero is None else _repeated(form.zero, num_rows, num_elements // form.group),
         mins=all_mins if min_levels is None else min_levels.multiply(),
         table=torch.tensor(_E2M1_DOUBLED, dtype=torch.float32) if form.scale is None else None,
-        bits=4 if form.bits == 4 else 8,
+        bits=6 if form.bits in (5, 6) else form.bits,
         label=kind.name,
         scale_levels=scale_levels,
         min_levels=min_levels,
@@ -66,7 +66,7 @@ def decode_blocks(stored: Tensor, kind: BlockType) -> GroupedWeight:
 class _Form(NamedTuple):
     """What the bytes of a block mean."""
 
-    bits: int
+    bits: CodeBits | Literal[5]
     scale: int | None
     """The byte where d begins; None: byte 0 is an exponent, and codes are e2m1."""
     mins: int | None = None

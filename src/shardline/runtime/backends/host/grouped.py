@@ -1,4 +1,4 @@
-"""Weights of 4- and 8-bit codes on the CPU: panels of codes, with scales, mins and zero points per group of columns.
+"""Weights of 4, 6 or 8 bits on the CPU: panels of codes, with scales, mins and zero points per group of columns.
 
 An output is the sum over groups, in order, of scale * (sum of x * value(code)) - min * (sum of x); see
 csrc/cpu/gemm/gemm_grouped.cpp. On a path with a bf16 dot instruction, values are exact in bf16, or the sum of two.
@@ -43,7 +43,7 @@ class GroupedPanels:
     """A weight [out_features, in_features] as `_cpu.linear_grouped` reads it; a gated pair shares panels."""
 
     panels: Tensor
-    """[num_panels, in_features / 8, 256 or 512] uint8"""
+    """[num_panels, in_features / 8, 64 * bits] uint8"""
     scales: Tensor
     """[num_panels, G, 64] float16, bfloat16 or float32, or two levels in bytes; see `_level_panels`"""
     mins: Tensor | None
@@ -51,7 +51,7 @@ class GroupedPanels:
     zeros: Tensor | None
     """[num_panels, G, 64] uint8, if groups have zero points of their own"""
     table: Tensor | None
-    """[16 or 256] float32, if there are no such zero points"""
+    """[2^bits] float32, if there are no such zero points"""
     group_size: int
     order: Tensor | None
     """[in_features] int32: the column of x that belongs to each packed column; None: the same"""
@@ -305,16 +305,3 @@ def _expert_table(weight: GroupedWeight) -> Tensor | None:
 def _octets(in_features: int, bits: int) -> tuple[int, int]:
     """Number of octets of a panel, and bytes of one."""
     return -(-in_features // OCTET), OCTET * PANEL_COLUMNS * bits // 8
-
-
-def unpack_codes(panels: Tensor, out_features: int, in_features: int) -> Tensor:
-    """[out_features, in_features] uint8: the inverse of `_cpu.pack_codes` for a weight that is not gated."""
-    num_panels, octets, size = panels.shape
-    if size == OCTET * PANEL_COLUMNS // 2:
-        words = panels.view(num_panels, octets, PANEL_COLUMNS, 2, 2)  # [.., column, k % 2, half of the word]
-        codes = torch.stack([words & 15, words >> 4], dim=-1).view(num_panels, octets, PANEL_COLUMNS, 2, 4)
-        codes = codes.transpose(3, 4).transpose(1, 2)
-    else:
-        words = panels.view(num_panels, octets, 2, PANEL_COLUMNS // 4, 2, 4, 2)  # [.., half, columns, pair, column, k]
-        codes = words.permute(0, 3, 5, 1, 2, 4, 6)
-    return codes.reshape(num_panels * PANEL_COLUMNS, octets * OCTET)[:out_features, :in_features]
