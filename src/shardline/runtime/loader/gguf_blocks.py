@@ -7,7 +7,7 @@ float16.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def decode_blocks(stored: Tensor, kind: BlockType) -> GroupedWeight:
         zeros=None if form.zero is None else _repeated(form.zero, num_rows, num_elements // form.group),
         mins=all_mins if min_levels is None else min_levels.multiply(),
         table=torch.tensor(_E2M1_DOUBLED, dtype=torch.float32) if form.scale is None else None,
-        bits=6 if form.bits in (5, 6) else form.bits,
+        bits=form.bits,
         label=kind.name,
         scale_levels=scale_levels,
         min_levels=min_levels,
@@ -66,7 +66,8 @@ def decode_blocks(stored: Tensor, kind: BlockType) -> GroupedWeight:
 class _Form(NamedTuple):
     """What the bytes of a block mean."""
 
-    bits: CodeBits | Literal[5]
+    bits: CodeBits
+    """Bits of a code in memory."""
     scale: int | None
     """The byte where d begins; None: byte 0 is an exponent, and codes are e2m1."""
     mins: int | None = None
@@ -82,11 +83,11 @@ class _Form(NamedTuple):
 _FORMS: Mapping[str, _Form] = {
     "Q4_0": _Form(4, 0, zero=8),
     "Q4_1": _Form(4, 0, 2),
-    "Q5_0": _Form(5, 0, zero=16),
-    "Q5_1": _Form(5, 0, 2),
+    "Q5_0": _Form(6, 0, zero=16),
+    "Q5_1": _Form(6, 0, 2),
     "Q8_0": _Form(8, 0, zero=128),
     "Q4_K": _Form(4, 0, 2, has_levels=True),
-    "Q5_K": _Form(5, 0, 2, has_levels=True),
+    "Q5_K": _Form(6, 0, 2, has_levels=True),
     "Q6_K": _Form(6, 208, zero=32, group=16, has_levels=True),
     "MXFP4": _Form(4, None),
 }
