@@ -14,11 +14,11 @@ from msgspec.structs import replace as replace_struct
 from numpy.typing import NDArray
 
 from shardline.planner.cluster import Cluster
+from shardline.planner.constants import Constants
 from shardline.planner.hardware import GIB
 from shardline.planner.search import Option, Search, layout_work, step_limits
 from shardline.planner.timing import (
     USUAL_ROUNDS,
-    Constants,
     FirstToken,
     Load,
     LoopShape,

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardline.planner.constants import Constants
 from shardline.planner.rows import Row
-from shardline.planner.timing import Constants, LoopShape, LoopSteps, StepLoad, loop_first_token, loop_tpot
+from shardline.planner.timing import LoopShape, LoopSteps, StepLoad, loop_first_token, loop_tpot
 
 Vector = NDArray[np.float64]
 

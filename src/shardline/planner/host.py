@@ -5,8 +5,9 @@ from __future__ import annotations
 from shardline.deployment.cpu_rates import measure_rates
 from shardline.deployment.machine import Machine
 from shardline.planner.cluster import Cluster
+from shardline.planner.constants import Constants
 from shardline.planner.hardware import GIB, Gpu, GpuLink
-from shardline.planner.timing import Constants, Timing
+from shardline.planner.timing import Timing
 
 _SHARED_MEMORY_GBS = 20.0
 """What a rank receives from another one through shared memory."""

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from shardline.planner.calibration import Measured, calibrate
+from shardline.planner.constants import Constants
 from shardline.planner.fitting import Sample, fit_constants
 from shardline.planner.hardware import Gpu
 from shardline.planner.rows import Row, Skipped, Works, read_rows
-from shardline.planner.timing import Constants, Latency, Timing, loop_latency, shipped_timing
+from shardline.planner.timing import Latency, Timing, loop_latency, shipped_timing
 
 QUANTITIES = ("tpot", "ttft", "output_tok_s")
 _QUANTILES = (0.05, 0.95)

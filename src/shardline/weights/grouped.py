@@ -108,7 +108,7 @@ class GroupedWeight:
 
     def to(self, device: torch.device) -> GroupedWeight:
         """A copy on `device`, without levels; the same object if it is there."""
-        if self.values.device == device or (self.reader is not None and device.type == "cpu"):
+        if self.group_of.device == device:
             return self
         if self.reader is not None:
             return self.whole().to(device)

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from shardline.models.step_work import StepWork
 from shardline.planner.cluster import Cluster
-from shardline.planner.timing import Constants, step_load
+from shardline.planner.constants import Constants
+from shardline.planner.timing import step_load
 from shardline.types import StepPlan
 
 Vector = NDArray[np.float64]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
 from shardline.deployment.probe import allowed_cpus
 from shardline.models.kv_groups import blocks_per_request, kv_groups
+from shardline.planner.constants import Constants
 from shardline.planner.layout import Demand
 from shardline.planner.memory import kv_dtype
 from shardline.planner.search import Option, Search, layout_work, step_limits
@@ -22,7 +23,7 @@ from shardline.planner.simulation.processes import close_all, map_in_processes
 from shardline.planner.simulation.progress import Progress
 from shardline.planner.simulation.replica import Outcome, ReplicaSetup, SimulatedReplica
 from shardline.planner.simulation.workload import SimulatedRequest
-from shardline.planner.timing import Constants, shipped_timing
+from shardline.planner.timing import shipped_timing
 from shardline.planner.vllm import BLOCK_SIZE
 from shardline.router.policies.base import ReplicaLoad
 from shardline.router.router import Router

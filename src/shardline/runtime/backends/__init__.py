@@ -6,6 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from shardline.runtime.backends.base import Backend
 
 _FOLDERS = {"cpu": "host"}
@@ -43,3 +45,17 @@ def reserve_memory(num_bytes: int, touched_bytes: int) -> None:
         from shardline.runtime.backends.host.reserve import weight_reserve
 
         weight_reserve.fill_memory(num_bytes, touched_bytes)
+
+
+def unpack_blocks(blocks: Tensor, kind: int, codes: Tensor, scales: Tensor | None, mins: Tensor | None) -> None:
+    """Unpack rows of blocks of GGUF on the host, of the type with the number `kind`.
+
+    `blocks` [N, bytes] uint8 become `codes` [N, K] uint8, those of Q8_0 plus 128, and the small `scales` and `mins` of
+    groups [N, G] int8, if the type has them.
+
+    Raises:
+        ValueError: there is no such packed type, or the tensors do not fit it.
+    """
+    from shardline import _cpu
+
+    _cpu.unpack_blocks(blocks, kind, codes, scales, mins)

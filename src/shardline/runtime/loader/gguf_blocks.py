@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardline import _cpu
 from shardline.models.gguf.header import BLOCK_TYPES, BlockType
+from shardline.runtime.backends import unpack_blocks
 from shardline.weights.grouped import CodeBits, GroupedWeight, TwoLevels
 
 _PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -42,7 +42,7 @@ def decode_blocks(stored: Tensor, kind: BlockType) -> GroupedWeight:
         for there in (form.has_levels, form.has_levels and form.mins is not None)
     )
     if codes.numel():
-        _cpu.unpack_blocks(stored, _NUMBERS[kind.name], codes, scales, mins)
+        unpack_blocks(stored, _NUMBERS[kind.name], codes, scales, mins)
     blocks = stored.view(num_rows, num_blocks, kind.block_bytes)
     outer = _exponents(blocks[..., 0]) if form.scale is None else _half(blocks, form.scale)
     outer_mins = None if form.mins is None else _half(blocks, form.mins)
