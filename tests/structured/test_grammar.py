@@ -17,8 +17,9 @@ from shardline.structured.grammar import check_grammar, schema_grammar, structur
 from shardline.text.tokenizer import Tokenizer
 from shardline.text.tool_parsers import find_tool_parser, tool_parser_names
 from shardline.text.tool_parsers.call_rules import CallRules, OfferedFunction
+from tests.text.answers import gpt_oss_template, mistral_v11
 from tests.text.builders import byte_fallback_json, byte_level_json, metaspace_json
-from tests.text.test_answer_parsers import FORMS, gpt_oss_template, mistral_v11
+from tests.text.test_answer_parsers import FORMS
 
 TOKENIZER = Tokenizer.from_folder(Path(DEMO_FOLDER))
 assert TOKENIZER is not None

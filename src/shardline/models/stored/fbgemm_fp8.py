@@ -14,7 +14,7 @@ _LAYOUT = BlockLayout(codes=Codes("weight", "F8_E4M3"), scales=Scales("weight_sc
 
 def read(section: HFConfig) -> StoredRules:
     """See `stored_weights.Method`."""
-    layout = replace(_LAYOUT, input_bound=section.number("activation_scale_ub", 0.0))
+    layout = replace(_LAYOUT, input_bound=section.optional_number("activation_scale_ub", None) or 0.0)
     packing = Packing(label_of("float", 8), 8, block_rows=1, scale_bytes=4)
     excluded = section.names("modules_to_not_convert")
     return StoredRules((PackingRule(packing, layouts=(layout,)),), excluded, summary="e4m3, a scale for each output")
