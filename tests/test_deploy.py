@@ -17,6 +17,7 @@ from shardline.cli.main import build_parser
 from shardline.cluster.ray_placing import RayHost, demand_of, share_groups
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
+from tests.deploy_files import HEAD_ADDRESS, leader_worker_set, systemd_unit
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("docs/operations.md", "docs/troubleshooting.md")
@@ -117,18 +118,10 @@ def test_compose() -> None:
 
 def test_leader_worker_set() -> None:
     documents: list[Any] = list(yaml.safe_load_all((ROOT / "deploy/leaderworkerset.yaml").read_text()))
-    template = documents[0]["spec"]["leaderWorkerTemplate"]
+    template, commands = documents[0]["spec"]["leaderWorkerTemplate"], leader_worker_set(HEAD_ADDRESS)
     for index, part in enumerate(("leaderTemplate", "workerTemplate")):
         (container,) = template[part]["spec"]["containers"]
-        given = {
-            "LWS_GROUP_SIZE": str(template["size"]),
-            "LWS_WORKER_INDEX": str(index),
-            "LWS_LEADER_ADDRESS": "10.0.0.1",
-        }
-        line = "\n".join(container["args"])
-        for name, value in given.items():
-            line = line.replace(f"$({name})", value)
-        config = check(line.splitlines())
+        config = check(commands[index])
         assert config is not None
         assert config.cluster.is_headless == bool(index)
         mounts = {mount["name"] for mount in container["volumeMounts"]}
@@ -161,10 +154,7 @@ def test_kuberay() -> None:
 
 
 def test_unit_and_image() -> None:
-    unit = (ROOT / "deploy/shardline.service").read_text()
-    (flags,) = re.findall(r"^#\s+SHARDLINE_FLAGS=(.*)$", unit, re.MULTILINE)
-    (start,) = re.findall(r"^ExecStart=\S+/shardline (.*)$", unit, re.MULTILINE)
-    check(start.replace("$SHARDLINE_FLAGS", flags).split())
+    check(systemd_unit(HEAD_ADDRESS, 0, "/run/credentials"))
     image = (ROOT / "deploy/Containerfile").read_text()
     (words,) = re.findall(r"^CMD (.*)$", image, re.MULTILINE)
     check(yaml.safe_load(words))

@@ -51,6 +51,10 @@ class Hosts:
     def start(self, host: int, *words: str, log: Path, **environment: str) -> subprocess.Popen[str]:
         """Start `shardline WORDS…` on a host; its output goes to `log`."""
         code = "import sys; from shardline.cli.main import main; sys.exit(main())"
+        return self.start_script(host, code, *words, log=log, **environment)
+
+    def start_script(self, host: int, code: str, *words: str, log: Path, **environment: str) -> subprocess.Popen[str]:
+        """Start a Python program with these arguments on a host; its output goes to `log`."""
         command = self.command(host, sys.executable, "-c", code, *words)
         with log.open("a") as output:
             child = subprocess.Popen(
