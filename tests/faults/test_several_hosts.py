@@ -206,6 +206,16 @@ def test_a_node_outlives_its_head(tmp_path: Path, undisturbed: str) -> None:
         assert Reader(server.url).finish(60) == undisturbed
 
 
+def test_what_only_all_nodes_show_ends_each_with_the_reason(tmp_path: Path) -> None:
+    server = Site(tmp_path, 2, "-pp", "40")
+    try:
+        assert [process.wait(30) for process in (server.head, *server.nodes)] == [2, 2]
+        assert "shardline: error: pipeline_parallel_size 40 needs at least as many layers" in server.log()
+        assert "ERROR shardline.cluster.node: the head ends: pipeline_parallel_size 40 needs" in server.log(1)
+    finally:
+        server.hosts.close()
+
+
 @pytest.mark.parametrize(
     ("flags", "environment", "message"),
     [

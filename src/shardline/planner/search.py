@@ -29,7 +29,6 @@ from shardline.planner.timing import (
     shipped_timing,
 )
 
-GOALS = ("cost", "latency", "throughput")
 _SAME_PRICE = 1.03
 """Prices up to so many times the lowest count as the same."""
 _DENSE = (
