@@ -4,6 +4,7 @@ Two network namespaces with a veth pair between them play two hosts. Both ends o
 each. Alternatives take turns, and the medians of their blocks are printed. Cases:
 
 gather   a gather of two ranks in two namespaces / a bare spinning exchange of the same bytes over the same pair
+plan     one way of a step's plan from an engine to a rank on another host, and of the result
 step     a decode step of the demo model at TP=2 over sockets / over shared memory
 ready    from the command to a server of two ranks that is ready: one on each of two hosts / both on one host
 pipeline milliseconds a token of a stream at PP=2, from a server over two hosts / from one on one host
@@ -18,11 +19,13 @@ import ctypes
 import json
 import mmap
 import os
+import queue
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,27 +35,38 @@ import torch
 from benchmarks.node_servers import SERVER_CASES
 
 from shardline import _cpu
+from shardline.channel import Channel
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import resolve_here
 from shardline.deployment.kv_budget import fixed_allocation
-from shardline.deployment.messages import RankReport
+from shardline.deployment.messages import (
+    Probe,
+    RankReport,
+    RunStep,
+    StepDone,
+    StepReply,
+    StepRequest,
+)
 from shardline.deployment.segment import segment_layout
 from shardline.engine.engine import Engine
 from shardline.engine.executor.base import Executor
 from shardline.runtime.backends import open_backend
 from shardline.runtime.parallel.exchange import SocketGroup
 from shardline.runtime.parallel.groups import connect_host_memory
-from shardline.runtime.parallel.rendezvous import Meeting, connect_ranks
+from shardline.runtime.parallel.rendezvous import EngineListener, Meeting, connect_ranks, connect_to_engine
 from shardline.runtime.worker import Worker
+from shardline.runtime.worker_process import read_line
 from shardline.sampling_params import SamplingParams
+from shardline.seal import Seal
 from shardline.segment.expert_load import Counts
-from shardline.types import Request, StepPlan, StepResult, rank_steps
+from shardline.types import RankStep, Request, SequenceResult, SequenceStep, StepPlan, StepResult, rank_steps
 
 SIZES = (2 << 10, 16 << 10, 128 << 10, 1 << 20, 8 << 20)
 """Bytes that each rank brings to a gather."""
 BLOCKS = 41
 PATIENCE_S = 20.0
+PLANS, PLAN_SEQUENCES, PLAN_INTERVAL_S = 1000, 16, 0.002
 PROMPT_LEN = 64
 NUM_TOKENS = 100
 ADDRESSES = ("10.219.0.1", "10.219.0.2")
@@ -271,7 +285,50 @@ def step(rank: int, folder: Path, segment_fd: int) -> list[list[object]]:
     return [[1e3 * sockets_s, 1e3 * shared_s, arrivals / (BLOCKS * NUM_TOKENS)]]
 
 
-CASES = {"gather": gather, "step": step}
+def plan(rank: int, folder: Path, _segment: int) -> list[list[object]]:
+    """One row: microseconds of one way of plans and of results, medians and 90th percentiles.
+
+    Time ends when the thread that runs steps has the plan, or the engine has the result. Both hosts have one clock.
+    """
+    store, nonce = FolderStore(folder), b"only for a benchmark"
+    if rank == 1:
+        received = answer_plans(store.get("engine", PATIENCE_S).decode(), nonce)
+        store.set("received", json.dumps(received).encode())
+        return []
+    listener = EngineListener(ADDRESSES[0], nonce, [1])
+    store.set("engine", listener.address.encode())
+    connection = listener.finish(PATIENCE_S)[1]
+    line: Channel[StepReply] = Channel(connection.socket, StepReply, Seal(connection.key, is_listener=True))  # type: ignore[arg-type]
+    steps = [SequenceStep(number, 500, 1, [[]], -1, sample=True) for number in range(PLAN_SEQUENCES)]
+    sent, answered = [], []
+    for number in range(PLANS):
+        time.sleep(PLAN_INTERVAL_S)
+        sent.append(time.monotonic())
+        line.send(RunStep(RankStep(StepPlan(number, [], steps, []), (PLAN_SEQUENCES,), (PLAN_SEQUENCES,))))
+        assert isinstance(line.receive(PATIENCE_S), StepDone)
+        answered.append(time.monotonic())
+    line.send(Probe(0))
+    received = json.loads(store.get("received", PATIENCE_S))
+    ways = [[(b - a) * 1e6 for a, b in zip(*pair, strict=True)] for pair in ((sent, received), (received, answered))]
+    return [[figure for way in ways for figure in (statistics.median(way), statistics.quantiles(way, n=10)[-1])]]
+
+
+def answer_plans(address: str, nonce: bytes) -> list[float]:
+    """Play a rank that answers plans at once; returns when each plan had come."""
+    connection = connect_to_engine(address, nonce, 1, PATIENCE_S)
+    line: Channel[StepRequest] = Channel(connection.socket, StepRequest, Seal(connection.key, is_listener=False))  # type: ignore[arg-type]
+    events: queue.SimpleQueue[object] = queue.SimpleQueue()
+    threading.Thread(target=read_line, args=(line, events), daemon=True).start()
+    tokens = [SequenceResult(number, [number]) for number in range(PLAN_SEQUENCES)]
+    received = []
+    while not isinstance(step := events.get(), Probe):
+        received.append(time.monotonic())
+        assert isinstance(step, RankStep)
+        line.send(StepDone(StepResult(step.plan.step_id, tokens)))
+    return received
+
+
+CASES = {"gather": gather, "plan": plan, "step": step}
 
 
 def main() -> None:
@@ -283,7 +340,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.rank is not None:
         torch.set_num_threads(1)
-        print(json.dumps(CASES[options.case[0]](options.rank, options.folder, options.segment)))
+        rows = CASES[options.case[0]](options.rank, options.folder, options.segment)
+        if options.rank == 0:
+            print(json.dumps(rows))
         return
     for case in options.case or [*CASES, *SERVER_CASES]:
         if case in SERVER_CASES:
@@ -295,6 +354,11 @@ def main() -> None:
             print(f"{'bytes':>10} {'gather':>10} {'bare':>10}   ratio")
             for size, ours, bare in rows:
                 print(f"{size:>10} {ours:>7.1f} us {bare:>7.1f} us   {ours / bare:.2f}")  # type: ignore[operator]
+        elif case == "plan":
+            [[plan_us, plan_p90, result_us, result_p90]] = rows
+            print(
+                f"plan: {plan_us:.0f} us one way, p90 {plan_p90:.0f}; result: {result_us:.0f} us, p90 {result_p90:.0f}"
+            )
         else:
             [[over_sockets, over_memory, exchanges]] = rows
             print(

@@ -1,7 +1,7 @@
-"""Typed messages over a socketpair: front, engine and workers on a host talk over nothing else.
+"""Typed messages over a socket: front, engine and workers talk over nothing else. On one host it is a socketpair.
 
-A frame is a 4-byte little-endian length and a msgpack body of a declared type. The death of a process shows at once as
-end of file; a process that lives but hangs is found by probes (engine/watchdog.py).
+A frame is a 4-byte little-endian length and a msgpack body of a declared type, sealed if it goes to another host. The
+death of a process shows at once as end of file; a process that lives but hangs is found by probes (engine/watchdog.py).
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ import socket
 import struct
 import threading
 from collections.abc import Iterable
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
+if TYPE_CHECKING:
+    from shardline.seal import Seal
+
 MAX_FRAME_BYTES = 1 << 28
+SEAL_BYTES = 16
+"""Bytes that a seal adds to a frame."""
 _LENGTH = struct.Struct("<I")
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -51,14 +56,17 @@ def readable(fds: Iterable[int], timeout: float | None = 0.0) -> list[int]:
 
 
 class Channel(Generic[Incoming]):
-    """One end of a socketpair. It sends any struct and receives structs of the type `Incoming`.
+    """One end of a connection. It sends any struct and receives structs of the type `Incoming`.
 
     Several threads may send; only one may receive.
     """
 
-    def __init__(self, sock: socket.socket, incoming: type[Incoming]) -> None:
+    def __init__(self, sock: socket.socket, incoming: type[Incoming], seal: Seal | None = None) -> None:
+        """`seal`: encrypts the frames; None: both ends are on this host."""
         sock.setblocking(True)
         self._socket = sock
+        self._seal = seal
+        self._max_bytes = MAX_FRAME_BYTES + (SEAL_BYTES if seal else 0)
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._send_lock = threading.Lock()
 
@@ -78,22 +86,27 @@ class Channel(Generic[Incoming]):
             OSError: the peer is gone.
         """
         with self._send_lock:
+            if self._seal is not None:
+                body = self._seal.seal(body)
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
 
     def receive(self, timeout: float | None = None) -> Incoming:
         """The next message.
 
         Raises:
-            EOFError: the peer has ended.
+            EOFError: the peer has ended, or somebody has altered what it sent.
             TimeoutError: no message came within `timeout` seconds.
             msgspec.ValidationError: the peer sent a message of another type.
         """
         self._socket.settimeout(timeout)
         try:
             (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
-            if size > MAX_FRAME_BYTES:
+            if size > self._max_bytes:
                 raise EOFError(f"the peer announced a message of {size} bytes")
-            return self._decoder.decode(self._read(size))
+            body: bytes | bytearray = self._read(size)
+            if self._seal is not None:
+                body = self._seal.open(body)
+            return self._decoder.decode(body)
         except ConnectionError as error:
             raise EOFError("the peer has ended") from error
         finally:
@@ -108,6 +121,12 @@ class Channel(Generic[Incoming]):
                 raise EOFError("the peer has ended")
             view = view[count:]
         return data
+
+    def peer_has_ended(self, *, wait: bool = False) -> bool:
+        """Whether the peer has closed its end, even if messages are left to read. `wait`: return only once it has."""
+        poll = select.poll()
+        poll.register(self._socket.fileno(), select.POLLRDHUP)
+        return bool(poll.poll(None if wait else 0))
 
     def fileno(self) -> int:
         """The socket's file descriptor, for `select` and for child processes."""

@@ -55,6 +55,9 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
     """Rank within the engine."""
     nonce: bytes = b""
     """A secret of this start. Ranks on several hosts prove to each other that they know it."""
+    step_address: str = ""
+    """Where the engine awaits a connection for steps; empty: they come over this channel, since the rank is on the
+    engine's host."""
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True):
@@ -96,7 +99,9 @@ class StoreCount(msgspec.Struct, frozen=True, tag=True):
     value: int
 
 
-WorkerRequest = StartWorker | RunStep | AllocateCache | Probe | PrepareGrammar | StoreValue | StoreCount
+StepRequest = RunStep | Probe | PrepareGrammar
+"""What a rank on another host gets over its connection for steps."""
+WorkerRequest = StartWorker | AllocateCache | StoreValue | StoreCount | StepRequest
 
 
 class RankMeasured(msgspec.Struct, frozen=True, tag=True):
@@ -182,12 +187,13 @@ class RankEnded(msgspec.Struct, frozen=True, tag=True):
     host_lost: bool = False
 
 
+StepReply = StepDone | ProbeDone
+"""What a rank on another host sends over its connection for steps."""
 WorkerReply = (
     RankMeasured
     | RankReady
-    | StepDone
+    | StepReply
     | RankFailed
-    | ProbeDone
     | StoreSet
     | StoreGet
     | StoreAdd

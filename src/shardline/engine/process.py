@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import select
 import signal
 import socket
 import sys
@@ -91,7 +90,7 @@ class EngineProcess:
             self._serve(engine, executor)
         except Exception as error:
             # Reading a file or a rank may raise the same errors as reading the front.
-            if isinstance(error, (EOFError, OSError)) and self._front_has_ended():
+            if isinstance(error, (EOFError, OSError)) and self._channel.peer_has_ended():
                 _log.debug("the front has ended")
             else:
                 self._tell(error)
@@ -101,17 +100,11 @@ class EngineProcess:
 
     def end_with_front(self) -> None:
         """Wait until the front ends, then end this process, even while it loads or while a step hangs."""
-        self._front_has_ended(wait=True)
+        self._channel.peer_has_ended(wait=True)
         time.sleep(_GRACE)
         if self._executor is not None:
             self._executor.kill()
         os._exit(1)
-
-    def _front_has_ended(self, *, wait: bool = False) -> bool:
-        """Whether the front has ended; `wait`: return only once it has."""
-        poll = select.poll()
-        poll.register(self._channel.fileno(), select.POLLRDHUP)
-        return bool(poll.poll(None if wait else 0))
 
     def _serve(self, engine: Engine, executor: Executor) -> None:
         while not self._stopping:

@@ -43,6 +43,7 @@ def modules_to_import(device: DeviceKind) -> list[str]:
         "shardline.runtime.parallel.interface",
         "shardline.runtime.parallel.rendezvous",
         "shardline.runtime.parallel.torch_store",
+        "shardline.seal",
         backend_module(device),
     ]
 

@@ -13,7 +13,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardline import env
@@ -32,6 +34,8 @@ from shardline.deployment.messages import (
     RunStep,
     StartWorker,
     StepDone,
+    StepReply,
+    StepRequest,
     StoreCount,
     StoreValue,
     WorkerRequest,
@@ -54,6 +58,8 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 _LONGEST_WAIT = 600.0
 """Seconds that a rank waits for another one beyond the engine's deadline: the other may compute for long."""
+_END_SECONDS = 2.0
+"""Seconds in which the channel to the engine ends after the line to it, if the engine itself has ended."""
 _log = logging.getLogger(__name__)
 
 
@@ -73,7 +79,10 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
         return allocations.get()
 
     loaded = False
+    answer: Callable[[StepReply], None] = channel.send
     try:
+        if start.step_address:
+            answer = _open_line(start, events)
         gc.disable()  # imported and loaded objects stay alive, and scanning them would take a tenth of the time
         runner, report, is_driver = _load(start, segment, agree, store)
         channel.send(RankReady(report))
@@ -85,7 +94,7 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
         while True:
             event = events.get()
             if isinstance(event, Probe):
-                channel.send(ProbeDone(event.number))
+                answer(ProbeDone(event.number))
                 continue
             if isinstance(event, PrepareGrammar):
                 runner.prepare_grammar(event.grammar)
@@ -95,8 +104,10 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
             if isinstance(event, RankStep) and not pending.is_over:
                 launched.put(pending)
             elif (result := pending.result()) is not None and is_driver:
-                channel.send(StepDone(result))
+                answer(StepDone(result))
     except Exception as error:
+        if channel.peer_has_ended():
+            return
         user_error = isinstance(error, ValueError) and not loaded
         consequence = isinstance(error, (ConnectionError, TimeoutError))
         if not user_error:
@@ -104,6 +115,27 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
         message = str(error) if user_error else f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
             channel.send(RankFailed(start.rank, message, user_error, consequence))
+
+
+def _open_line(start: StartWorker, events: queue.SimpleQueue[_Event]) -> Callable[[StepReply], None]:
+    """Connect to the engine on another host, for steps. Its messages become events; returns what sends the answers.
+
+    Raises:
+        TimeoutError: the engine cannot be reached.
+    """
+    from shardline.runtime.parallel.rendezvous import connect_to_engine
+    from shardline.seal import Seal
+
+    connection = connect_to_engine(start.step_address, start.nonce, start.rank, start.deployment.connect_timeout)
+    seal = Seal(connection.key, is_listener=False)
+    line: Channel[StepRequest] = Channel(connection.socket, StepRequest, seal)  # type: ignore[arg-type]
+    threading.Thread(target=read_line, args=(line, events), daemon=True).start()
+
+    def send(message: StepReply) -> None:
+        with contextlib.suppress(OSError):  # the thread that reads ends this process
+            line.send(message)
+
+    return send
 
 
 def _load(
@@ -155,6 +187,21 @@ def _await_steps(launched: queue.SimpleQueue[PendingStep], events: queue.SimpleQ
         with contextlib.suppress(Exception):  # `result` raises it again
             pending.wait()
         events.put(pending)
+
+
+def read_line(line: Channel[StepRequest], events: queue.SimpleQueue[_Event]) -> None:
+    """Turn what comes over the line to the engine into events, until it ends. Runs in a thread of its own."""
+    try:
+        while True:
+            message = line.receive()
+            events.put(message.step if isinstance(message, RunStep) else message)
+    except (EOFError, OSError):
+        time.sleep(_END_SECONDS)  # if the engine has ended, the channel ends too, and with it this process
+        _log.error("the connection over which the engine sends its steps has ended")
+        os._exit(1)
+    except BaseException:
+        _log.exception("the engine sent a message that cannot be read")
+        os._exit(1)
 
 
 def _read_messages(

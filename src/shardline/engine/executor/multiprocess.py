@@ -1,4 +1,4 @@
-"""One process per rank; plans go over a channel each, tensors over the transport of each group of ranks."""
+"""One process per rank; plans go over a channel or a line each, tensors over the transport of each group of ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from shardline.deployment.messages import (
 )
 from shardline.deployment.segment import segment_layout
 from shardline.engine.executor.base import Executor, ExecutorFailure
-from shardline.engine.executor.rank_channels import FRAME_TIMEOUT, RankChannels
+from shardline.engine.executor.rank_channels import RankChannels
 from shardline.engine.executor.rank_processes import RankProcesses
+from shardline.engine.executor.step_lines import FRAME_TIMEOUT
 from shardline.engine.forks import Forks
 from shardline.engine.load_watch import LOOK_SECONDS, LoadWatch
 from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
@@ -95,6 +96,7 @@ class MultiprocessExecutor(Executor):
                 noticed = now
                 waiting = [rank for rank in range(self._num_ranks) if rank not in reports]
                 _log.info("still loading: %s", self._processes.name_ranks(waiting))
+        self._channels.open_lines()
         return [reports[rank] for rank in sorted(reports)]
 
     def _allocate(self, allocation: KVAllocation) -> None:
@@ -105,10 +107,10 @@ class MultiprocessExecutor(Executor):
         messages = [encode_message(RunStep(step)) for step in rank_steps(plans)]
         self._submitted.append(plans[0].step_id)
         for rank in range(self._num_ranks):
-            self._channels.send(rank, messages[rank // self._replica_size])
+            self._channels.send_step(rank, messages[rank // self._replica_size])
 
     def prepare_grammar(self, grammar: str) -> None:
-        self._channels.send_all(encode_message(PrepareGrammar(grammar)))
+        self._channels.send_step_to_all(encode_message(PrepareGrammar(grammar)))
 
     def collect_results(self) -> list[StepResult]:
         last_progress, work = time.monotonic(), self._processes.work
@@ -139,7 +141,7 @@ class MultiprocessExecutor(Executor):
         if verdict is Verdict.PROBE:
             self._probe_number += 1
             self._unanswered = set(range(self._num_ranks))
-            self._channels.send_all(encode_message(Probe(self._probe_number)))
+            self._channels.send_step_to_all(encode_message(Probe(self._probe_number)))
         elif verdict is Verdict.LOST:
             names = " ".join(self._processes.name_rank(rank) for rank in sorted(self._unanswered))
             raise ExecutorFailure(f"{names} did not answer a probe within {self._watchdog.patience:g} s while idle")

@@ -21,9 +21,7 @@ from shardline.engine.executor.base import ExecutorFailure
 from shardline.engine.executor.failures import FailureSearch
 from shardline.engine.executor.rank_processes import RankProcesses
 from shardline.engine.executor.rank_store import RankStore
-
-FRAME_TIMEOUT = 10.0
-"""Seconds without a byte after which a rank in the middle of a frame counts as gone."""
+from shardline.engine.executor.step_lines import FRAME_TIMEOUT, StepLines
 
 
 class RankChannels:
@@ -40,18 +38,27 @@ class RankChannels:
         self._on_beat = on_beat
         self._at_step = at_step
         self._channels: dict[int, Channel[WorkerReply]] = {}
+        self._lines = StepLines(processes.address, processes.nonce, processes.remote_ranks)
         self.store = RankStore()
 
     def start_ranks(self, count: int) -> None:
         """Start all ranks, and open their channels; errors are those of `send`."""
         for rank in range(count):
-            self._channels[rank], start = self._processes.start_rank(rank)
+            self._channels[rank], start = self._processes.start_rank(rank, self._lines.address)
             self.send(rank, encode_message(start))
+
+    def open_lines(self) -> None:
+        """From now on, send steps to ranks on other hosts over connections of their own. All ranks are ready.
+
+        Raises:
+            ExecutorFailure: a rank has no such connection.
+        """
+        self._lines.open()
 
     @property
     def fds(self) -> list[int]:
         """Descriptors that become readable when a rank sends something or ends."""
-        return [channel.fileno() for channel in self._channels.values()]
+        return [*(channel.fileno() for channel in self._channels.values()), *self._lines.fds()]
 
     def send(self, rank: int, body: bytes) -> None:
         """Send an encoded message.
@@ -63,9 +70,7 @@ class RankChannels:
         try:
             self._channels[rank].send_encoded(body)
         except BlockingIOError:
-            raise ExecutorFailure(
-                f"{self._processes.name_rank(rank)} does not read its plans{self._at_step()}"
-            ) from None
+            raise self._unread(rank) from None
         except OSError:
             # It is gone, but its last words, if there are any, have not been read.
             self._receive(rank)
@@ -75,6 +80,21 @@ class RankChannels:
         """Send an encoded message to all ranks; errors are those of `send`."""
         for rank in self._channels:
             self.send(rank, body)
+
+    def send_step(self, rank: int, body: bytes) -> None:
+        """Send an encoded message for the thread that runs steps; errors are those of `send`."""
+        if rank not in self._lines:
+            self.send(rank, body)
+            return
+        try:
+            self._lines.send(rank, body)
+        except BlockingIOError:
+            raise self._unread(rank) from None
+
+    def send_step_to_all(self, body: bytes) -> None:
+        """Send all ranks an encoded message for the thread that runs steps; errors are those of `send`."""
+        for rank in self._channels:
+            self.send_step(rank, body)
 
     def receive(self, timeout: float) -> Iterator[tuple[int, WorkerReply]]:
         """One message of each rank that has sent something, after waiting for the first one.
@@ -86,14 +106,20 @@ class RankChannels:
             ValueError: a rank says that the configuration or the checkpoint is at fault.
         """
         ranks = {channel.fileno(): rank for rank, channel in self._channels.items()}
-        ready = readable(ranks, timeout)
-        if (silent := self._processes.find_silent()) is not None:
-            raise self._failure(silent)
+        lines = self._lines.fds()
+        ready = readable([*ranks, *lines], timeout)
+        for lost in (self._processes.find_silent(), self._lines.find_lost()):
+            if lost is not None:
+                raise self._failure(lost)
         for fd in ready:
-            yield ranks[fd], self._receive(ranks[fd])
+            if fd in ranks:
+                yield ranks[fd], self._receive(ranks[fd])
+            elif (reply := self._lines.receive(lines[fd])) is not None:
+                yield lines[fd], reply
 
     def close(self) -> None:
         """Close all channels; the ranks end."""
+        self._lines.close()
         for channel in self._channels.values():
             channel.close()
 
@@ -116,6 +142,9 @@ class RankChannels:
                 raise ValueError(reply.message)
             raise self._failure(rank, reply)
         return reply
+
+    def _unread(self, rank: int) -> ExecutorFailure:
+        return ExecutorFailure(f"{self._processes.name_rank(rank)} does not read its plans{self._at_step()}")
 
     def _failure(self, rank: int, error: RankFailed | None = None) -> ExecutorFailure:
         search = FailureSearch(self._processes, self._channels)

@@ -57,7 +57,8 @@ class RankProcesses:
         self._engine = engine
         self._send_timeout = int(send_timeout)
         self._streams = streams
-        self._nonce = secrets.token_bytes(32)
+        self.nonce = secrets.token_bytes(32)
+        """A secret of this start."""
         self._local: dict[int, Child] = {}
         hosts = [deployment.machine.hosts[place.host].name for place in deployment.placements[engine]]
         self._remote = {rank: RemoteRank(hosts[rank]) for rank in streams}
@@ -68,14 +69,15 @@ class RankProcesses:
         self.segment = memoryview(mmap.mmap(self._segment_fd, num_bytes))
         """Memory that the ranks of this host and this process map."""
 
-    def start_rank(self, rank: int) -> tuple[Channel[WorkerReply], StartWorker]:
+    def start_rank(self, rank: int, step_address: str) -> tuple[Channel[WorkerReply], StartWorker]:
         """Start the process of a rank; returns its channel and the first message that it must get.
 
-        The node of a rank on another host has started it already.
+        The node of a rank on another host has started it already. It connects to `step_address` for its steps.
         """
         if rank in self._remote:
             ours = socket.socket(fileno=self._streams[rank])
         else:
+            step_address = ""
             ours, theirs = socket.socketpair()
             with theirs:
                 module = "shardline.runtime.worker_process"
@@ -83,7 +85,7 @@ class RankProcesses:
         # A worker reads at once, whatever it is doing. One that does not has stopped, and must not stop the engine.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", self._send_timeout, 0))
         channel: Channel[WorkerReply] = Channel(ours, WorkerReply)  # type: ignore[arg-type]
-        return channel, StartWorker(self._deployment, self._engine, rank, self._nonce)
+        return channel, StartWorker(self._deployment, self._engine, rank, self.nonce, step_address)
 
     def note_report(self, rank: int, report: RankStarted | RankBeat | RankEnded) -> None:
         """Keep what the node of a rank on another host has said of it."""
@@ -113,9 +115,14 @@ class RankProcesses:
         ]
 
     @property
-    def has_remote(self) -> bool:
-        """Whether ranks run on other hosts."""
-        return bool(self._remote)
+    def remote_ranks(self) -> list[int]:
+        """The ranks on other hosts."""
+        return list(self._remote)
+
+    @property
+    def address(self) -> str:
+        """The IP address of the engine's host."""
+        return self._deployment.machine.hosts[self._deployment.placements[self._engine][0].host].address
 
     def name_rank(self, rank: int) -> str:
         """The rank's place in the grid, its host and its process id, with a comma at the end."""

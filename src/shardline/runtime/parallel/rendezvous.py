@@ -1,8 +1,9 @@
-"""How the ranks of several hosts find each other and connect.
+"""How the ranks of several hosts find each other and connect, and how ranks connect to an engine on another host.
 
 Each rank listens on its host's address, but only until its groups have formed. It publishes its port in a store and
 connects to the lower ranks. Both ends of a connection prove that they know the launch's nonce, and they agree which
-group and which ranks the connection is for. A connection that does not prove it within two seconds is dropped.
+group and which ranks the connection is for. A connection that does not prove it within two seconds is dropped. An
+engine listens in the same way until all of its ranks on other hosts have connected.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -28,6 +29,9 @@ _HELLO_SECONDS = 2.0
 _MAX_UNPROVEN = 64
 """Connections that may be in their hello at once; the oldest makes room for a new one."""
 _RETRY_SECONDS = 0.1
+_KEEPALIVE_SECONDS = 60
+_ENGINE = (1 << 32) - 1
+"""The number that stands for the engine in a connection of a rank to it."""
 
 
 class Store(Protocol):
@@ -78,18 +82,34 @@ class Meeting:
     """Seconds after which ranks that have not connected count as missing."""
 
 
+class Connection(NamedTuple):
+    """A connection whose ends have proven to each other that they belong to the launch."""
+
+    socket: socket.socket
+    key: bytes
+    """32 secret bytes, drawn for this connection, that only its two ends know."""
+
+
 class _Purpose(NamedTuple):
     """What a connection is for."""
 
     group: str
     connecting: int
-    """The rank that connects; it is higher than the other."""
+    """The rank that connects. If both ends are ranks, it is the higher one."""
     listening: int
 
     def mac(self, nonce: bytes, role: bytes, own: bytes, other: bytes) -> bytes:
         """The proof of one end; `own` and `other` are the challenges of both ends."""
         purpose = struct.pack(f"<{_NAME_BYTES}sII", self.group.encode(), self.connecting, self.listening)
         return hmac.digest(nonce, _DOMAIN + role + purpose + own + other, "sha256")
+
+    def connection(self, sock: socket.socket, nonce: bytes, listening: bytes, connecting: bytes) -> Connection:
+        """A proven connection, from the challenges of its listening and its connecting end."""
+        return Connection(sock, self.mac(nonce, b"key", listening, connecting))
+
+
+def _steps_of(rank: int) -> _Purpose:
+    return _Purpose("steps", rank, _ENGINE)
 
 
 def connect_ranks(
@@ -107,8 +127,8 @@ def connect_ranks(
     deadline = time.monotonic() + meeting.timeout
     pairs = [(name, peer) for name, ranks in groups.items() for peer in ranks if peer != rank]
     awaited = {_Purpose(name, peer, rank) for name, peer in pairs if peer > rank}
-    listener = _Listener(meeting, awaited) if awaited else None
-    found: dict[_Purpose, socket.socket] = {}
+    listener = _Listener(meeting.address, meeting.nonce, awaited) if awaited else None
+    found: dict[_Purpose, Connection] = {}
     problems: dict[int, str] = {}
     try:
         if listener is not None:
@@ -127,17 +147,60 @@ def connect_ranks(
     missing = sorted({pair[1] for pair in pairs if pair not in connected})
     if missing:
         for connection in connected.values():
-            connection.close()
+            connection.socket.close()
         names = ", ".join(f"rank {peer}" + (f" ({problems[peer]})" if peer in problems else "") for peer in missing)
         raise TimeoutError(f"rank {rank} waited {meeting.timeout:g} s for connections; missing: {names}")
     result: dict[str, dict[int, socket.socket]] = {name: {} for name in groups}
     for (name, peer), connection in connected.items():
-        connection.settimeout(None)
-        result[name][peer] = connection
+        connection.socket.settimeout(None)
+        result[name][peer] = connection.socket
     return result
 
 
-def _connect(meeting: Meeting, purpose: _Purpose, deadline: float, problems: dict[int, str]) -> socket.socket | None:
+def connect_to_engine(address: str, nonce: bytes, rank: int, timeout: float) -> Connection:
+    """Connect a rank to its engine's `EngineListener`, which listens at `address` ("host:port").
+
+    Raises:
+        TimeoutError: the engine could not be reached within `timeout` seconds. The message says why.
+    """
+    try:
+        connection = _reach(address, nonce, _steps_of(rank), time.monotonic() + timeout)
+    except TimeoutError as error:
+        raise TimeoutError(f"rank {rank} cannot connect to its engine within {timeout:g} s: {error}") from None
+    _configure(connection.socket)
+    return connection
+
+
+class EngineListener:
+    """Awaits the connections of an engine's ranks on other hosts, in a thread of its own."""
+
+    def __init__(self, address: str, nonce: bytes, ranks: Collection[int]) -> None:
+        """Listen on the IP address `address`, until all of `ranks` have connected.
+
+        Raises:
+            OSError: this host does not have the address.
+        """
+        self._listener = _Listener(address, nonce, {_steps_of(rank) for rank in ranks})
+        self.address = self._listener.address
+        """Where ranks connect: "host:port"."""
+
+    def finish(self, timeout: float) -> dict[int, Connection]:
+        """Wait up to `timeout` seconds for all ranks, and stop listening; returns the connection of each rank."""
+        found = self._listener.finish(time.monotonic() + timeout)
+        for connection in found.values():
+            connection.socket.settimeout(None)
+            _configure(connection.socket)
+        return {purpose.connecting: connection for purpose, connection in found.items()}
+
+
+def _configure(sock: socket.socket) -> None:
+    """Have a socket send at once, and notice if a firewall forgets the connection."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_SECONDS)
+
+
+def _connect(meeting: Meeting, purpose: _Purpose, deadline: float, problems: dict[int, str]) -> Connection | None:
     """A connection to a lower rank. None: there is none in time, and `problems` says why."""
     peer = purpose.listening
     problems[peer] = "it has not published an address"
@@ -145,25 +208,40 @@ def _connect(meeting: Meeting, purpose: _Purpose, deadline: float, problems: dic
         address = meeting.store.get(f"address/{peer}", max(0.0, deadline - time.monotonic())).decode()
     except TimeoutError:
         return None
+    try:
+        return _reach(address, meeting.nonce, purpose, deadline)
+    except TimeoutError as error:
+        problems[peer] = str(error)
+        return None
+
+
+def _reach(address: str, nonce: bytes, purpose: _Purpose, deadline: float) -> Connection:
+    """A proven connection to a listener; tries again until `deadline`.
+
+    Raises:
+        TimeoutError: there is none in time. The message says why the last try failed.
+    """
+    problem = f"{address}: there was no time left"
     while (left := deadline - time.monotonic()) > 0:
         host, _, port = address.rpartition(":")
         try:
             connection = socket.create_connection((host, int(port)), timeout=left)
         except OSError as error:
-            problems[peer] = f"{address}: {error.strerror or error}"
+            problem = f"{address}: {error.strerror or error}"
         else:
             try:
                 connection.settimeout(left)
-                _prove_to_listener(connection, meeting.nonce, purpose)
-                return connection
+                proven = _prove_to_listener(connection, nonce, purpose)
+                connection.settimeout(None)
+                return proven
             except OSError as error:
-                problems[peer] = f"{address} refused the connection: {error}"
+                problem = f"{address} refused the connection: {error}"
                 connection.close()
         time.sleep(_RETRY_SECONDS)
-    return None
+    raise TimeoutError(problem)
 
 
-def _prove_to_listener(connection: socket.socket, nonce: bytes, purpose: _Purpose) -> None:
+def _prove_to_listener(connection: socket.socket, nonce: bytes, purpose: _Purpose) -> Connection:
     """The connecting end of the hello: it reads a challenge, answers with its own, and checks the other end's proof.
 
     Raises:
@@ -174,6 +252,7 @@ def _prove_to_listener(connection: socket.socket, nonce: bytes, purpose: _Purpos
     connection.sendall(_HELLO.pack(purpose.group.encode(), purpose.connecting, purpose.listening, ours, proof))
     if not hmac.compare_digest(_read(connection, _MAC_BYTES), purpose.mac(nonce, b"listen", theirs, ours)):
         raise ConnectionError("it does not belong to this launch")
+    return purpose.connection(connection, nonce, theirs, ours)
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
@@ -197,16 +276,17 @@ class _Unproven:
 
 
 class _Listener:
-    """Accepts the connections of higher ranks in a thread of its own. What strangers send takes no lasting memory."""
+    """Accepts connections with certain purposes in a thread of its own. What strangers send takes no lasting memory."""
 
-    def __init__(self, meeting: Meeting, awaited: set[_Purpose]) -> None:
-        family = socket.AF_INET6 if ":" in meeting.address else socket.AF_INET
-        self._server = socket.create_server((meeting.address, 0), family=family, backlog=128)
+    def __init__(self, address: str, nonce: bytes, awaited: set[_Purpose]) -> None:
+        assert len(nonce) >= 16, "a nonce that can be guessed protects nothing"
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._server = socket.create_server((address, 0), family=family, backlog=128)
         self._server.setblocking(False)
-        self.address = f"{meeting.address}:{self._server.getsockname()[1]}"
-        self._nonce = meeting.nonce
+        self.address = f"{address}:{self._server.getsockname()[1]}"
+        self._nonce = nonce
         self._awaited = awaited
-        self._found: dict[_Purpose, socket.socket] = {}
+        self._found: dict[_Purpose, Connection] = {}
         self._unproven: dict[socket.socket, _Unproven] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
@@ -214,7 +294,7 @@ class _Listener:
         self._thread = threading.Thread(target=self._serve, name="tensor-listener", daemon=True)
         self._thread.start()
 
-    def finish(self, deadline: float) -> dict[_Purpose, socket.socket]:
+    def finish(self, deadline: float) -> dict[_Purpose, Connection]:
         """Wait for all awaited connections, but not beyond `deadline`; stop listening, and return what has come."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         self._stopped.set()
@@ -265,18 +345,18 @@ class _Listener:
         if not part:
             self._drop(unproven)
         elif len(unproven.received) == _HELLO.size:
-            purpose = self._check(unproven)
-            if purpose is None:
+            if (checked := self._check(unproven)) is None:
                 self._drop(unproven)
                 return
+            purpose, proven = checked
             self._selector.unregister(connection)
             del self._unproven[connection]
             if (former := self._found.pop(purpose, None)) is not None:
-                former.close()  # the rank gave this one up, and connected again
-            self._found[purpose] = connection
+                former.socket.close()  # the rank gave this one up, and connected again
+            self._found[purpose] = proven
 
-    def _check(self, unproven: _Unproven) -> _Purpose | None:
-        """The purpose of a connection whose hello is complete, once it has our proof; None: refused."""
+    def _check(self, unproven: _Unproven) -> tuple[_Purpose, Connection] | None:
+        """A connection whose hello is complete, once it has our proof, and its purpose; None: refused."""
         name, connecting, listening, theirs, proof = _HELLO.unpack(unproven.received)
         purpose = _Purpose(name.rstrip(b"\0").decode(errors="replace"), connecting, listening)
         if purpose not in self._awaited:
@@ -287,7 +367,7 @@ class _Listener:
             unproven.connection.send(purpose.mac(self._nonce, b"listen", unproven.challenge, theirs))
         except OSError:
             return None
-        return purpose
+        return purpose, purpose.connection(unproven.connection, self._nonce, unproven.challenge, theirs)
 
     def _drop(self, unproven: _Unproven) -> None:
         self._selector.unregister(unproven.connection)

@@ -1,0 +1,102 @@
+"""A connection of its own to each rank on another host, for the steps.
+
+A rank's channel goes through the head process and its node, which add what they know of the rank. Each of them would
+delay each plan and each result, so these travel on a *line*: a direct, encrypted connection.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Collection
+
+import msgspec
+
+from shardline.channel import Channel
+from shardline.deployment.messages import StepReply
+from shardline.engine.executor.base import ExecutorFailure
+from shardline.runtime.parallel.rendezvous import EngineListener
+
+FRAME_TIMEOUT = 10.0
+"""Seconds without a byte after which a rank in the middle of a frame counts as gone."""
+_LAST_WORDS_SECONDS = 2.0
+"""Seconds in which a rank's channel tells why its line has ended; after that, the connection alone was lost."""
+_CONNECT_SECONDS = 5.0
+
+
+class StepLines:
+    """The lines of an engine's ranks on other hosts. A rank connects before it says that it is ready."""
+
+    def __init__(self, address: str, nonce: bytes, ranks: Collection[int]) -> None:
+        """Listen on this host's IP address `address` until all of `ranks` have connected. Without ranks, do nothing."""
+        self._ranks = ranks
+        self._listener = EngineListener(address, nonce, ranks) if ranks else None
+        self._lines: dict[int, Channel[StepReply]] = {}
+        self._ended: dict[int, float] = {}
+        """When each line that has ended did so."""
+
+    @property
+    def address(self) -> str:
+        """Where ranks connect; empty: there are no lines."""
+        return self._listener.address if self._listener is not None else ""
+
+    def open(self) -> None:
+        """Take the connections of the ranks, all of which have said that they are ready.
+
+        Raises:
+            ExecutorFailure: a rank has not connected.
+        """
+        if self._listener is None:
+            return
+        from shardline.seal import Seal
+
+        for rank, connection in self._listener.finish(_CONNECT_SECONDS).items():
+            sock = connection.socket
+            # A rank reads its plans at once, whatever it does. One that does not must not stop the engine.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(FRAME_TIMEOUT), 0))
+            seal = Seal(connection.key, is_listener=True)
+            self._lines[rank] = Channel(sock, StepReply, seal)  # type: ignore[arg-type]
+        if missing := set(self._ranks) - set(self._lines):
+            raise ExecutorFailure(f"ranks {sorted(missing)} are ready, but have no connection for steps")
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._lines
+
+    def fds(self) -> dict[int, int]:
+        """The rank of each descriptor that may become readable."""
+        return {line.fileno(): rank for rank, line in self._lines.items() if rank not in self._ended}
+
+    def send(self, rank: int, body: bytes) -> None:
+        """Send an encoded message. A line that has ended drops it: `find_lost` or the rank's channel tells the engine.
+
+        Raises:
+            BlockingIOError: the rank does not read.
+        """
+        try:
+            self._lines[rank].send_encoded(body)
+        except BlockingIOError:
+            raise
+        except OSError:
+            self._ended.setdefault(rank, time.monotonic())
+
+    def receive(self, rank: int) -> StepReply | None:
+        """The next message of a rank that has sent something; None: its line has ended."""
+        try:
+            return self._lines[rank].receive(FRAME_TIMEOUT)
+        except (EOFError, OSError, TimeoutError, msgspec.MsgspecError):
+            self._ended.setdefault(rank, time.monotonic())
+            return None
+
+    def find_lost(self) -> int | None:
+        """A rank whose line has ended although its channel has not told an end in time."""
+        now = time.monotonic()
+        return next((rank for rank, ended in self._ended.items() if now - ended >= _LAST_WORDS_SECONDS), None)
+
+    def close(self) -> None:
+        """Stop listening, and close all lines."""
+        if self._listener is not None and not self._lines:
+            for connection in self._listener.finish(0.0).values():
+                connection.socket.close()
+        for line in self._lines.values():
+            line.close()
