@@ -127,7 +127,7 @@ def output_size(attention: Attention) -> int:
     """Elements of attention's output for a token, over all heads."""
     if isinstance(attention, LinearAttention):
         return attention.value_size
-    return attention.num_heads * (attention.value_head_dim if isinstance(attention, MLA) else attention.head_dim)
+    return attention.num_heads * attention.value_head_dim
 
 
 @functools.lru_cache(maxsize=256)
@@ -150,6 +150,8 @@ def _gathered(layer: Layer, hidden_size: int) -> tuple[int, int]:
         elements += layer.token_input.size + hidden_size
         messages += 2
     if isinstance(feed_forward, Dense):
+        if not feed_forward.intermediate_size:
+            return elements, messages
         return elements + feed_forward.intermediate_size + hidden_size, messages + 2
     routing, shared = feed_forward.routing, feed_forward.shared
     elements += routing.experts_per_token * feed_forward.expert.intermediate_size + hidden_size

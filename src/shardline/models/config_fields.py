@@ -66,6 +66,18 @@ def layer_windows(
     return windows
 
 
+def layer_flags(config: HFConfig, key: str, num_layers: int) -> list[bool]:
+    """A list with a 0 or 1 for each layer.
+
+    Raises:
+        ValueError: it is missing, or something else.
+    """
+    flags = config.values.get(key)
+    if not isinstance(flags, Sequence) or len(flags) != num_layers or not all(flag in (0, 1) for flag in flags):
+        raise config.error(key, f"must have a 0 or 1 for each of {num_layers} layers, got {flags!r:.80}")
+    return [bool(flag) for flag in flags]
+
+
 @dataclass(frozen=True)
 class Dims:
     """Sizes of every decoder, read from the keys that most model types use."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from shardline.models.spec import DTYPE_BYTES, MLA, Attention, KVDType, LinearAttention, SparseMLA
+from shardline.models.spec import (
+    DTYPE_BYTES,
+    MLA,
+    Attention,
+    Indexer,
+    KVDType,
+    LinearAttention,
+    PlannedGQA,
+    SparseMLA,
+)
 
 
 class KVPart(NamedTuple):
@@ -34,11 +43,12 @@ def kv_parts(
     has_scales = DTYPE_BYTES[dtype] == 1
     if isinstance(attention, LinearAttention):
         return ()
+    tokens = (num_blocks, block_size)
+    chosen_by = indexer_of(attention)
+    indexer: tuple[KVPart, ...] = ()
+    if chosen_by is not None:
+        indexer = (KVPart((*tokens, chosen_by.head_dim), "int8"), KVPart(tokens, "float32"))
     if isinstance(attention, MLA):
-        tokens = (num_blocks, block_size)
-        indexer: tuple[KVPart, ...] = ()
-        if isinstance(attention, SparseMLA):
-            indexer = (KVPart((*tokens, attention.indexer.head_dim), "int8"), KVPart(tokens, "float32"))
         if not has_scales:
             return (KVPart((*tokens, attention.latent_dim), dtype), *indexer)
         return (
@@ -49,4 +59,9 @@ def kv_parts(
         )
     shape = (num_blocks, num_kv_heads, block_size, attention.head_dim)
     scales = (KVPart(shape[:3], "float32"),) * 2 if has_scales else ()
-    return (KVPart(shape, dtype), KVPart(shape, dtype), *scales)
+    return (KVPart(shape, dtype), KVPart((*shape[:3], attention.value_head_dim), dtype), *scales, *indexer)
+
+
+def indexer_of(attention: Attention) -> Indexer | None:
+    """What chooses the tokens that a token attends to; None: it attends to all of its window."""
+    return attention.indexer if isinstance(attention, (SparseMLA, PlannedGQA)) else None

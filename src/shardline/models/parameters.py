@@ -18,7 +18,8 @@ A mixture of experts has `feed_forward.router.weight` [experts, hidden] and `.bi
 `feed_forward.router_logits.bias` [experts], `feed_forward.expert_scale.bias` [experts], norms of its own
 `feed_forward.{router,experts,experts_output,shared_output}_norm.weight`,
 `feed_forward.experts.{e}.{gate,up,down}.*`, `feed_forward.shared.{gate,up,down}.*` and
-`feed_forward.shared_gate.weight` [1, hidden].
+`feed_forward.shared_gate.weight` [1, hidden]. If experts compute in a smaller space, `feed_forward.latent_{down,up}`
+lead into it and out of it.
 
 Linear attention has `attention.{qkv,z,beta,decay,o}.weight`, `attention.conv.weight` [channels, width], and per value
 head `attention.{decay_log,decay_offset}.bias`; the norm of its outputs is `attention.norm.weight` [value head]. The
@@ -38,6 +39,7 @@ from shardline.models.spec import (
     Attention,
     DecoderSpec,
     Dense,
+    Indexer,
     Layer,
     LinearAttention,
     MoE,
@@ -257,10 +259,9 @@ def _linear_attention(attention: LinearAttention, hidden_size: int) -> Iterator[
     yield from _linear("attention.o", hidden_size, attention.value_size, False)
 
 
-def _indexer(mla: SparseMLA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
-    indexer = mla.indexer
+def _indexer(indexer: Indexer, query_size: int, hidden_size: int) -> Iterator[tuple[str, Shape]]:
     rows = indexer.num_heads * indexer.head_dim
-    yield from _linear("attention.indexer_q", rows, mla.q_lora_rank or hidden_size, False)
+    yield from _linear("attention.indexer_q", rows, query_size, False)
     yield from _linear("attention.indexer_k", indexer.head_dim, hidden_size, False)
     yield from _linear("attention.indexer_weights", indexer.num_heads, hidden_size, False)
     yield "attention.indexer_norm.weight", (indexer.head_dim,)
@@ -281,12 +282,12 @@ def _mla(mla: MLA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
     yield from _linear("attention.kv_up", kv_size, mla.kv_lora_rank, False)
     yield from _linear("attention.o", hidden_size, mla.num_heads * mla.value_head_dim, mla.bias)
     if isinstance(mla, SparseMLA):
-        yield from _indexer(mla, hidden_size)
+        yield from _indexer(mla.indexer, mla.q_lora_rank or hidden_size, hidden_size)
 
 
 def _gqa(attention: GQA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
     q_size, kv_size = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    parts = [("q", q_size), ("k", kv_size), ("v", kv_size)]
+    parts = [("q", q_size), ("k", kv_size), ("v", attention.num_kv_heads * attention.value_head_dim)]
     if isinstance(attention, PlannedGQA):
         parts[0] = ("q", q_size * (1 + attention.output_gate))
     parts = parts[:2] if attention.value_is_key else parts
@@ -300,7 +301,11 @@ def _gqa(attention: GQA, hidden_size: int) -> Iterator[tuple[str, Shape]]:
         yield from _norm("attention.k_norm", attention.qk_norm, kv_size if whole else attention.head_dim)
     if attention.sinks:
         yield "attention.sinks.bias", (attention.num_heads,)
-    yield from _linear("attention.o", hidden_size, q_size, attention.output_bias)
+    yield from _linear(
+        "attention.o", hidden_size, attention.num_heads * attention.value_head_dim, attention.output_bias
+    )
+    if isinstance(attention, PlannedGQA) and attention.indexer is not None:
+        yield from _indexer(attention.indexer, hidden_size, hidden_size)
 
 
 def _experts(moe: MoE, hidden_size: int, num_experts: int | None) -> Iterator[tuple[str, Shape]]:
@@ -308,8 +313,11 @@ def _experts(moe: MoE, hidden_size: int, num_experts: int | None) -> Iterator[tu
     yield from _linear("feed_forward.router", routing.num_experts, hidden_size, routing.correction_bias)
     if routing.logits_bias:
         yield "feed_forward.router_logits.bias", (routing.num_experts,)
+    if moe.latent_size is not None:
+        yield from _linear("feed_forward.latent_down", moe.latent_size, hidden_size, False)
+        yield from _linear("feed_forward.latent_up", hidden_size, moe.latent_size, False)
     for expert in range(routing.num_experts if num_experts is None else num_experts):
-        yield from _dense(f"feed_forward.experts.{expert}", moe.expert, hidden_size)
+        yield from _dense(f"feed_forward.experts.{expert}", moe.expert, moe.latent_size or hidden_size)
     if routing.expert_scale:
         yield "feed_forward.expert_scale.bias", (routing.num_experts,)
     for name in ("router", "experts", "experts_output", "shared_output") if moe.own_norms else ():

@@ -105,8 +105,9 @@ def planned_family(model_type: str) -> Family:
     Raises:
         ValueError: there is none.
     """
-    if model_type not in known_families() and model_type in planned_families():
-        return cast(Family, importlib.import_module(f"shardline.models.planned.{model_type}"))
+    module = _module_name(model_type)
+    if model_type not in known_families() and module in planned_families():
+        return cast(Family, importlib.import_module(f"shardline.models.planned.{module}"))
     return family(model_type)
 
 
@@ -116,10 +117,14 @@ def planned_families() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in pkgutil.iter_modules(shardline.models.planned.__path__)))
 
 
+def _module_name(model_type: str) -> str:
+    return model_type.replace("-", "_")
+
+
 def _spec(text: Mapping[str, Any]) -> DecoderSpec:
     model_type = HFConfig(text).text("model_type")
     known = (*known_families(), *planned_families())
-    if model_type not in known:
+    if _module_name(model_type) not in known:
         raise ValueError(f"no spec for model_type {model_type!r}; known: {', '.join(sorted(known))}")
     return planned_family(model_type).decoder_spec(text, None)
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from shardline.models.parameters import expert_of, parse_name
 from shardline.models.partition import ExpertShare, Span, split_dim, split_heads, split_query_heads
-from shardline.models.spec import GQA, MLA, Attention, DecoderSpec, Dense, LinearAttention, MoE, PlannedGQA
+from shardline.models.spec import GQA, Attention, DecoderSpec, Dense, LinearAttention, MoE, PlannedGQA
 
 Numerics = Literal["exact", "fast"]
 Spans = tuple[Span | None, ...]
@@ -15,6 +15,8 @@ _WHOLE_PARTS = (
     "feed_forward.router_logits",
     "feed_forward.expert_scale",
     "feed_forward.shared_gate",
+    "feed_forward.latent_down",
+    "feed_forward.latent_up",
 )
 
 
@@ -78,7 +80,7 @@ def _output_width(attention: Attention) -> int:
     """Elements of attention's output per query head."""
     if isinstance(attention, LinearAttention):
         return attention.value_size // attention.num_key_heads
-    return attention.value_head_dim if isinstance(attention, MLA) else attention.head_dim
+    return attention.value_head_dim
 
 
 def _shard_feed_forward(
@@ -102,7 +104,8 @@ def _shard_feed_forward(
     if projection != "down":
         return _split(0, split_dim(dense.intermediate_size, tp_size)[tp_rank], whole)
     if numerics == "exact":
-        return _split(0, split_dim(spec.hidden_size, tp_size)[tp_rank], whole)
+        latent = feed_forward.latent_size if isinstance(feed_forward, MoE) and expert is not None else None
+        return _split(0, split_dim(latent or spec.hidden_size, tp_size)[tp_rank], whole)
     return whole if kind == "bias" else _split(1, split_dim(dense.intermediate_size, tp_size)[tp_rank], whole)
 
 
@@ -157,7 +160,7 @@ def _projection_span(attention: Attention, part: str, tp_rank: int, tp_size: int
         return _scaled(split_query_heads(attention, tp_size)[tp_rank], num_rows // attention.num_key_heads)
     if isinstance(attention, GQA):
         share = split_heads(attention.num_heads, attention.num_kv_heads, tp_size)[tp_rank]
-        width = attention.head_dim
+        width = attention.value_head_dim if part == "attention.v" else attention.head_dim
         if isinstance(attention, PlannedGQA) and part == "attention.q":
             width *= 1 + attention.output_gate
         return _scaled(share.heads if part == "attention.q" else share.kv_heads, width)

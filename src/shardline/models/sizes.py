@@ -366,7 +366,7 @@ def multiplications_per_pair(attention: Attention) -> int:
         return 0
     if isinstance(attention, MLA):
         return attention.num_heads * (attention.latent_dim + attention.kv_lora_rank)
-    return attention.num_heads * 2 * attention.head_dim
+    return attention.num_heads * (attention.head_dim + attention.value_head_dim)
 
 
 def _layer_kv_bytes(attention: Attention, place: RankPlace, dtype: KVDType, latents_shared: bool) -> int:

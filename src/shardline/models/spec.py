@@ -85,16 +85,14 @@ class GQA(msgspec.Struct, frozen=True, array_like=True, tag=True):
     kv_source: int | None = None
     """The layer whose cached keys and values this layer reads. It then projects and stores none (Gemma 4)."""
 
-
-class PlannedGQA(GQA, frozen=True, array_like=True, tag=True):
-    """Grouped-query attention with parts that only the planner knows."""
-
-    output_gate: bool = False
-    """Whether q has as many further rows, whose sigmoid multiplies the output (Qwen3.5)."""
+    @property
+    def value_head_dim(self) -> int:
+        """Elements of a value head."""
+        return self.head_dim
 
 
 class Indexer(msgspec.Struct, frozen=True, array_like=True):
-    """The part of sparse latent attention that chooses the tokens to attend to (DeepSeek-V3.2).
+    """The part of sparse attention that chooses the tokens to attend to (DeepSeek-V3.2, MiniMax-M3).
 
     It caches a key of one-byte elements and a float32 scale per token.
     """
@@ -103,6 +101,22 @@ class Indexer(msgspec.Struct, frozen=True, array_like=True):
     head_dim: int
     top_k: int
     """The most tokens that a token attends to."""
+
+
+class PlannedGQA(GQA, frozen=True, array_like=True, tag=True):
+    """Grouped-query attention with parts that only the planner knows."""
+
+    output_gate: bool = False
+    """Whether q has as many further rows, whose sigmoid multiplies the output (Qwen3.5)."""
+    value_size: int | None = None
+    """Elements of a value head; None: as many as of a key head (other in MiMo-V2)."""
+    indexer: Indexer | None = None
+    """None: a token sees all tokens of its window."""
+
+    @property
+    def value_head_dim(self) -> int:
+        """Elements of a value head."""
+        return self.head_dim if self.value_size is None else self.value_size
 
 
 class MLA(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -247,6 +261,22 @@ class MoE(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The router and the experts read norms of their own of the residual stream, and the outputs of the experts and of
     the shared block are normalised before they are added (Gemma 4)."""
 
+    @property
+    def latent_size(self) -> int | None:
+        """Elements of the experts' inputs and outputs; None: as many as of the residual stream."""
+        return None
+
+
+class PlannedMoE(MoE, frozen=True, array_like=True, tag=True):
+    """Experts that compute in a smaller space, with projections into it and out of it. Only the planner knows it."""
+
+    latent: int = 1024
+
+    @property
+    def latent_size(self) -> int | None:
+        """Elements of the experts' inputs and outputs."""
+        return self.latent
+
 
 class TokenInput(msgspec.Struct, frozen=True, array_like=True):
     """What a layer reads of the token itself: x += norm(down(act(gate(x)) * input)) after its blocks (Gemma 4).
@@ -272,6 +302,7 @@ class Layer(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
 
     attention: Attention
     feed_forward: Dense | MoE
+    """A Dense of size 0 stands for none: a layer of Nemotron-H may be attention alone."""
     attention_norm: Norm | None
     feed_forward_norm: Norm | None
     post_attention_norm: Norm | None = None

@@ -17,7 +17,7 @@ from shardline.models.communication import (
     pipeline_traffic,
     tensor_traffic,
 )
-from shardline.models.kv_shapes import kv_parts
+from shardline.models.kv_shapes import indexer_of, kv_parts
 from shardline.models.parameters import CountedParameter, counted_parameters, is_looked_up, parse_name
 from shardline.models.partition import Span, split_heads
 from shardline.models.sharding import Numerics
@@ -28,6 +28,7 @@ from shardline.models.spec import (
     MLA,
     Attention,
     DecoderSpec,
+    Dense,
     KVDType,
     LinearAttention,
     MoE,
@@ -217,7 +218,7 @@ def _exchanges(
 def num_launches(spec: DecoderSpec, stage: Span) -> int:
     """Kernels of a stage's layers in a usual implementation. Those that run beside others do not count."""
     return sum(
-        number * (_attention_launches(layer.attention) + (9 if isinstance(layer.feed_forward, MoE) else 4))
+        number * (_attention_launches(layer.attention) + _feed_forward_launches(layer.feed_forward))
         for layer, number in count_layers(spec, stage)
     )
 
@@ -228,7 +229,14 @@ def _attention_launches(attention: Attention) -> int:
     if isinstance(attention, MLA):
         # norm, down, norms, up, absorption, rotation, attention, merge, values, output; the indexer has six more
         return 10 + 6 * isinstance(attention, SparseMLA)
-    return 5 + (attention.qk_norm is not None)  # norm, projection, rotation, attention, output
+    # norm, projection, rotation, attention, output
+    return 5 + (attention.qk_norm is not None) + 6 * (indexer_of(attention) is not None)
+
+
+def _feed_forward_launches(feed_forward: Dense | MoE) -> int:
+    if isinstance(feed_forward, MoE):
+        return 9 + 2 * (feed_forward.latent_size is not None)
+    return 4 if feed_forward.intermediate_size else 0
 
 
 def _format_launches(counted: Sequence[CountedParameter], stored: StoredWeights) -> int:
@@ -293,7 +301,8 @@ def attention_work(
         attention = layer.attention
         if isinstance(attention, LinearAttention):
             continue
-        window = attention.indexer.top_k if isinstance(attention, SparseMLA) else attention.window
+        indexer = indexer_of(attention)
+        window = attention.window if indexer is None else indexer.top_k
         pair = 2 * multiplications_per_pair(attention) / tensor
         prefill = pair
         if expands and isinstance(attention, MLA) and not isinstance(attention, SparseMLA):

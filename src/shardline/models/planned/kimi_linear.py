@@ -1,0 +1,131 @@
+"""Kimi Linear and Kimi-K3: Kimi delta attention in three of four layers, latent attention without rope in the others.
+
+Kimi delta attention (arXiv 2510.26692) is counted as the gated delta rule with as many key heads as value heads. Its
+decay has a number per channel, not per head, from a product of low rank, so a small weight is missing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardline.models.config_fields import read_dims, read_dtype
+from shardline.models.deepseek_layout import DEEPSEEK_LAYER_KEYS
+from shardline.models.hf_config import HFConfig
+from shardline.models.llama_layout import llama_source
+from shardline.models.parameters import expert_of, parse_name
+from shardline.models.spec import (
+    MLA,
+    DecoderSpec,
+    Dense,
+    Layer,
+    LinearAttention,
+    MoE,
+    Norm,
+    PlannedMoE,
+    Rope,
+    Routing,
+    TensorSource,
+)
+
+_KEYS: Mapping[str, str] = {
+    **DEEPSEEK_LAYER_KEYS,
+    "attention.qkv": "self_attn.q_proj",
+    "attention.z": "self_attn.g_proj",
+    "attention.beta": "self_attn.b_proj",
+    "attention.decay": "self_attn.f_a_proj",
+    "attention.conv": "self_attn.q_conv1d",
+    "attention.decay_log": "self_attn.A_log",
+    "attention.decay_offset": "self_attn.dt_bias",
+    "attention.norm": "self_attn.o_norm",
+    "feed_forward.latent_down": "block_sparse_moe.routed_down_proj",
+    "feed_forward.latent_up": "block_sparse_moe.routed_up_proj",
+}
+
+REFUSAL = "its recurrent layers keep a state per request, which the engine does not have"
+"""Why the engine cannot load the model type."""
+
+
+def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+    """See `lookup.Family`."""
+    hf = HFConfig(config)
+    dims = read_dims(
+        hf,
+        vocab_size=163840,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_layers=27,
+        num_heads=32,
+        num_kv_heads=None,
+        head_dim=hf.integer("qk_rope_head_dim", 64),
+        max_position_embeddings=hf.integer("model_max_length", 1048576),
+    )
+    norm = Norm("rms", hf.number("rms_norm_eps", 1e-5))
+    linear = hf.section("linear_attn_config")
+    heads, head_dim = linear.integer("num_heads"), linear.integer("head_dim")
+    delta = LinearAttention(heads, heads, head_dim, head_dim, linear.integer("short_conv_kernel_size", 4))
+    latent = _latent_attention(hf, dims.num_heads, norm)
+    dense = Dense(dims.intermediate_size, "silu")
+    moe = _experts(hf)
+    num_dense = hf.integer("first_k_dense_replace", 1, minimum=0)
+    full = set(linear.sizes("full_attn_layers", len(linear.values.get("full_attn_layers") or ())))
+    made = {
+        (is_full, is_dense): Layer(latent if is_full else delta, dense if is_dense else moe, norm, norm)
+        for is_full in (True, False)
+        for is_dense in (True, False)
+    }
+    return DecoderSpec(
+        model_type="kimi_linear",
+        vocab_size=dims.vocab_size,
+        hidden_size=dims.hidden_size,
+        layers=tuple(made[index + 1 in full, index < num_dense] for index in range(dims.num_layers)),
+        final_norm=norm,
+        max_position_embeddings=dims.max_position_embeddings,
+        dtype=read_dtype(hf),
+        tied_embeddings=hf.flag("tie_word_embeddings", False),
+    )
+
+
+def _latent_attention(hf: HFConfig, num_heads: int, norm: Norm) -> MLA:
+    nope, rotated = hf.integer("qk_nope_head_dim", 128), hf.integer("qk_rope_head_dim", 64)
+    q_lora_rank = hf.optional_integer("q_lora_rank", None)
+    return MLA(
+        num_heads=num_heads,
+        kv_lora_rank=hf.integer("kv_lora_rank", 512),
+        nope_head_dim=nope,
+        rope_head_dim=rotated,
+        value_head_dim=hf.integer("v_head_dim", 128),
+        scale=(nope + rotated) ** -0.5,
+        rope=Rope((0.0,) * (rotated // 2)),
+        kv_norm=norm,
+        q_lora_rank=q_lora_rank,
+        q_norm=None if q_lora_rank is None else norm,
+    )
+
+
+def _experts(hf: HFConfig) -> MoE:
+    routing = Routing(
+        hf.integer("num_experts"),
+        hf.integer("num_experts_per_token"),
+        scoring="sigmoid",
+        normalized=hf.flag("moe_renormalize", True),
+        scale=hf.number("routed_scaling_factor", 1.0),
+        correction_bias=True,
+    )
+    expert = Dense(hf.integer("moe_intermediate_size"), "silu")
+    num_shared = hf.integer("num_shared_experts", 1, minimum=0)
+    shared = Dense(num_shared * expert.intermediate_size, "silu") if num_shared else None
+    if (latent := hf.optional_integer("routed_expert_hidden_size", None)) is None:
+        return MoE(routing, expert, shared)
+    return PlannedMoE(routing, expert, shared, latent=latent)
+
+
+def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
+    """See `lookup.Family`."""
+    layer, part, kind = parse_name(name)
+    if part == "feed_forward.router" or expert_of(part) is not None or part.startswith("feed_forward.shared"):
+        block = "block_sparse_moe"
+        source = llama_source(name, _KEYS) if kind == "weight" else None
+        key = f"model.layers.{layer}.mlp.gate.e_score_correction_bias" if source is None else source.key
+        return TensorSource(key.replace(".mlp.", f".{block}."))
+    return llama_source(name, _KEYS)

@@ -1,0 +1,171 @@
+"""Nemotron-H and Nemotron 3: Mamba-2, attention without rope, and feed-forward blocks, in an order of their own.
+
+Each of their blocks has one part and one norm. Here a layer is a Mamba or attention block, with the feed-forward block
+that follows it, if there is one. Mamba-2 (Dao and Gu, 2024) is counted as linear attention whose key heads are its
+groups, and whose key size is its state size; so it has a projection of one row per head too many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardline.models.config_fields import read_dims, read_dtype
+from shardline.models.hf_config import HFConfig
+from shardline.models.parameters import expert_of, parse_name
+from shardline.models.spec import (
+    GQA,
+    Attention,
+    DecoderSpec,
+    Dense,
+    Layer,
+    LinearAttention,
+    MoE,
+    Norm,
+    PlannedMoE,
+    Routing,
+    TensorSource,
+)
+
+_LETTERS: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_MODEL_KEYS = {"embed": "backbone.embeddings", "final_norm": "backbone.norm_f", "lm_head": "lm_head"}
+_MIXER_KEYS: Mapping[str, str] = {
+    "attention.qkv": "in_proj",
+    "attention.z": "in_proj",
+    "attention.beta": "in_proj",
+    "attention.decay": "in_proj",
+    "attention.conv": "conv1d",
+    "attention.decay_log": "A_log",
+    "attention.decay_offset": "dt_bias",
+    "attention.norm": "norm",
+    "attention.q": "q_proj",
+    "attention.k": "k_proj",
+    "attention.v": "v_proj",
+    "feed_forward.up": "up_proj",
+    "feed_forward.down": "down_proj",
+    "feed_forward.router": "gate",
+    "feed_forward.experts.*.up": "experts.*.up_proj",
+    "feed_forward.experts.*.down": "experts.*.down_proj",
+    "feed_forward.shared.up": "shared_experts.up_proj",
+    "feed_forward.shared.down": "shared_experts.down_proj",
+    "feed_forward.latent_down": "fc1_latent_proj",
+    "feed_forward.latent_up": "fc2_latent_proj",
+}
+_NONE = Dense(0, "relu", gated=False)
+
+REFUSAL = "its recurrent layers keep a state per request, which the engine does not have"
+"""Why the engine cannot load the model type."""
+
+
+def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+    """See `lookup.Family`. The layers for multi-token prediction are left out."""
+    hf = HFConfig(config)
+    head_dim = hf.optional_integer("head_dim", None) or hf.integer("attention_head_dim", 128)
+    dims = read_dims(
+        HFConfig({**config, "head_dim": head_dim}),
+        vocab_size=131072,
+        hidden_size=4096,
+        intermediate_size=21504,
+        num_layers=52,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+    )
+    parts: dict[str, Attention | Dense | MoE] = {
+        "mamba": LinearAttention(
+            num_key_heads=hf.integer("n_groups", 8),
+            num_value_heads=hf.integer("mamba_num_heads", 128),
+            key_head_dim=hf.integer("ssm_state_size", 128),
+            value_head_dim=hf.integer("mamba_head_dim", 64),
+            conv_width=hf.integer("conv_kernel", 4),
+        ),
+        "attention": GQA(dims.num_heads, dims.num_kv_heads, dims.head_dim, dims.head_dim**-0.5),
+        "mlp": Dense(dims.intermediate_size, "relu", gated=False),
+    }
+    blocks = _blocks(hf)
+    if "moe" in blocks:
+        parts["moe"] = _experts(hf)
+    norm = Norm("rms", hf.number("layer_norm_epsilon", 1e-5))
+    return DecoderSpec(
+        model_type="nemotron_h",
+        vocab_size=dims.vocab_size,
+        hidden_size=dims.hidden_size,
+        layers=_paired(hf, blocks, parts, norm),
+        final_norm=norm,
+        max_position_embeddings=dims.max_position_embeddings,
+        dtype=read_dtype(hf),
+        tied_embeddings=hf.flag("tie_word_embeddings", False),
+    )
+
+
+def _blocks(hf: HFConfig) -> list[str]:
+    """The kind of each block, from either of the two keys that configurations have."""
+    if hf.has("layers_block_type"):
+        return list(hf.names("layers_block_type"))
+    pattern = hf.text("hybrid_override_pattern")
+    if unknown := sorted(set(pattern) - set(_LETTERS)):
+        raise hf.error("hybrid_override_pattern", f"has {unknown[0]!r}; known: {', '.join(_LETTERS)}")
+    return [_LETTERS[letter] for letter in pattern]
+
+
+def _experts(hf: HFConfig) -> MoE:
+    routing = Routing(
+        hf.integer("n_routed_experts"),
+        hf.integer("num_experts_per_tok"),
+        scoring="sigmoid",
+        normalized=hf.flag("norm_topk_prob", True),
+        scale=hf.number("routed_scaling_factor", 1.0),
+        correction_bias=True,
+    )
+    expert = Dense(hf.integer("moe_intermediate_size"), "relu", gated=False)
+    num_shared = hf.integer("n_shared_experts", 1, minimum=0)
+    shared_size = num_shared * hf.integer("moe_shared_expert_intermediate_size", expert.intermediate_size)
+    shared = Dense(shared_size, "relu", gated=False) if num_shared else None
+    if (latent := hf.optional_integer("moe_latent_size", None)) is None:
+        return MoE(routing, expert, shared)
+    return PlannedMoE(routing, expert, shared, latent=latent)
+
+
+def _paired(
+    hf: HFConfig, blocks: Sequence[str], parts: Mapping[str, Attention | Dense | MoE], norm: Norm
+) -> tuple[Layer, ...]:
+    """One layer for each Mamba or attention block. Equal layers are one object."""
+    pairs: list[tuple[str, str]] = []
+    for block in blocks:
+        if block not in parts:
+            raise hf.error("layers_block_type", f"has {block!r}; known: {', '.join(_LETTERS.values())}")
+        if block in ("mamba", "attention"):
+            pairs.append((block, ""))
+        elif not pairs or pairs[-1][1]:
+            raise hf.error("layers_block_type", f"has a block of kind {block} that follows no Mamba or attention block")
+        else:
+            pairs[-1] = (pairs[-1][0], block)
+    made: dict[tuple[str, str], Layer] = {}
+    for mixer, follower in set(pairs):
+        attention, feed_forward = parts[mixer], parts.get(follower, _NONE)
+        assert isinstance(attention, (GQA, LinearAttention))
+        assert isinstance(feed_forward, (Dense, MoE))
+        made[mixer, follower] = Layer(attention, feed_forward, norm, norm if follower else None)
+    return tuple(made[pair] for pair in pairs)
+
+
+def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
+    """See `lookup.Family`. The blocks of a checkpoint are counted one by one."""
+    layer, part, kind = parse_name(name)
+    if layer is None:
+        return TensorSource(f"{_MODEL_KEYS[part]}.{kind}")
+    block = sum(2 if one.feed_forward_norm is not None else 1 for one in spec.layers[:layer])
+    block += part.startswith("feed_forward")
+    if part.endswith("_norm"):
+        return TensorSource(f"backbone.layers.{block}.norm.{kind}")
+    if part == "feed_forward.router" and kind == "bias":
+        return TensorSource(f"backbone.layers.{block}.mixer.gate.e_score_correction_bias")
+    expert = expert_of(part)
+    if part == "attention.o":
+        key = "out_proj" if isinstance(spec.layers[layer].attention, LinearAttention) else "o_proj"
+    elif expert is None:
+        key = _MIXER_KEYS[part]
+    else:
+        key = _MIXER_KEYS[part.replace(f".{expert}.", ".*.")].replace("*", str(expert))
+    return TensorSource(f"backbone.layers.{block}.mixer.{key}.{kind}")

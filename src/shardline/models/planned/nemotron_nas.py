@@ -1,0 +1,79 @@
+"""Llama-Nemotron models that a search has shrunk: some layers have no attention, and feed-forward blocks vary in size.
+
+The feed-forward block of a layer without attention is counted as a part of the layer before: bytes and arithmetic are
+the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardline.models.config_fields import divided, read_activation, read_dtype
+from shardline.models.hf_config import HFConfig
+from shardline.models.llama_layout import llama_source
+from shardline.models.rope import read_rope
+from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, Norm, TensorSource
+
+_SIZE_STEP = 256
+
+REFUSAL = "some of its layers have no attention, which the engine does not support"
+"""Why the engine cannot load the model type."""
+
+
+def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> DecoderSpec:
+    """See `lookup.Family`."""
+    hf = HFConfig(config)
+    hidden, heads = hf.integer("hidden_size"), hf.integer("num_attention_heads")
+    head_dim = divided(hf, "hidden_size", hidden, heads)
+    rope = read_rope(hf, head_dim, hf.integer("max_position_embeddings"))
+    norm = Norm("rms", hf.number("rms_norm_eps", 1e-5))
+    activation = read_activation(hf, "hidden_act", "silu")
+    made: dict[tuple[int, int], Layer] = {}
+    layers = []
+    for heads_in_group, size in _attention_layers(hf, hidden):
+        if (heads_in_group, size) not in made:
+            gqa = GQA(heads, heads // heads_in_group, head_dim, head_dim**-0.5, rope=rope.build(max_model_len))
+            made[heads_in_group, size] = Layer(gqa, Dense(size, activation), norm, norm)
+        layers.append(made[heads_in_group, size])
+    return DecoderSpec(
+        model_type="nemotron_nas",
+        vocab_size=hf.integer("vocab_size"),
+        hidden_size=hidden,
+        layers=tuple(layers),
+        final_norm=norm,
+        max_position_embeddings=rope.max_length,
+        dtype=read_dtype(hf),
+        tied_embeddings=hf.flag("tie_word_embeddings", False),
+    )
+
+
+def _attention_layers(hf: HFConfig, hidden: int) -> list[tuple[int, int]]:
+    """For each layer with attention: the query heads of a KV head, and the size of the feed-forward blocks up to the
+    next layer with attention."""
+    blocks = hf.values.get("block_configs")
+    if not isinstance(blocks, Sequence) or not blocks:
+        raise hf.error("block_configs", "must list the layers")
+    found: list[tuple[int, int]] = []
+    for block in blocks:
+        attention, feed_forward = HFConfig(block).section("attention"), HFConfig(block).section("ffn")
+        for part in (attention, feed_forward):
+            part.only("replace_with_linear", False)
+        size = 0 if feed_forward.flag("no_op", False) else _size(hidden, feed_forward.number("ffn_mult"))
+        if not attention.flag("no_op", False):
+            found.append((attention.integer("n_heads_in_group"), size))
+        elif not found:
+            raise hf.error("block_configs", "must begin with a layer that has attention")
+        else:
+            found[-1] = (found[-1][0], found[-1][1] + size)
+    return found
+
+
+def _size(hidden: int, multiple: float) -> int:
+    """The size of a feed-forward block: 2/3 of `multiple` * hidden, up to a multiple of 256."""
+    return -(-int(2 * multiple * hidden / 3) // _SIZE_STEP) * _SIZE_STEP
+
+
+def tensor_source(name: str, spec: DecoderSpec) -> TensorSource:
+    """See `lookup.Family`. Layers are not those of the checkpoint, since some of these are joined."""
+    return llama_source(name)

@@ -1,0 +1,94 @@
+"""Families that only the planner knows: their sizes equal those that their publishers state."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from shardline.models.kv_shapes import kv_parts
+from shardline.models.parameters import counted_parameters
+from shardline.models.partition import Span
+from shardline.models.planning import read_planned
+from shardline.models.sharding import shard, shard_shape
+from shardline.models.spec import GQA, MLA, DecoderSpec, LinearAttention, MoE
+from shardline.planner.catalog import find_model
+
+PUBLISHED = {
+    "XiaomiMiMo/MiMo-V2-Flash": (309, 15),
+    "stepfun-ai/Step-3.7-Flash": (196, 11),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (31.6, 3.6),
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": (120.6, 12.7),
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": (550, 55),
+    "nvidia/Nemotron-H-56B-Base-8K": (56, 56),
+    "nvidia/Llama-3_3-Nemotron-Super-49B-v1": (49.9, 49.9),
+}
+"""Billions of parameters, in all and for each token."""
+
+
+def count(spec: DecoderSpec) -> tuple[float, float]:
+    """Billions of parameters in all, and for each token, embeddings included."""
+    total = active = 0
+    for one in counted_parameters(spec, Span(0, len(spec.layers))):
+        size = math.prod(one.shape) * one.num_layers
+        total += size * max(1, one.num_experts)
+        if one.num_experts:
+            feed_forward = spec.layers[int(one.name.split(".")[1])].feed_forward
+            assert isinstance(feed_forward, MoE)
+            size *= feed_forward.routing.experts_per_token
+        active += size
+    return total / 1e9, active / 1e9
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sizes_are_those_that_are_published(name: str) -> None:
+    total, active = count(find_model(name).spec)
+    assert total == pytest.approx(PUBLISHED[name][0], rel=0.01)
+    assert active == pytest.approx(PUBLISHED[name][1], rel=0.04)
+
+
+def test_nemotron_caches_keys_and_values_in_few_layers() -> None:
+    spec = find_model("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16").spec
+    kinds = [layer.attention for layer in spec.layers]
+    assert sum(isinstance(kind, GQA) for kind in kinds) == 6
+    assert sum(isinstance(kind, LinearAttention) for kind in kinds) == 23
+    assert sum(isinstance(layer.feed_forward, MoE) for layer in spec.layers) == 23
+    # 6 layers, keys and values of 2 heads of 128 in 16 bits
+    assert sum(part.num_bytes for kind in kinds for part in kv_parts(kind, 2, 1, 1, "bfloat16")) == 6 * 1024
+
+
+def test_kimi_k3_mixes_latent_and_recurrent_layers() -> None:
+    spec = find_model("moonshotai/Kimi-K3").spec
+    assert sum(isinstance(layer.attention, MLA) for layer in spec.layers) == 24
+    assert sum(isinstance(layer.attention, LinearAttention) for layer in spec.layers) == 69
+
+
+def test_the_indexer_of_minimax_m3_has_a_cache() -> None:
+    spec = find_model("MiniMaxAI/MiniMax-M3").spec
+    first, last = spec.layers[0].attention, spec.layers[-1].attention
+    sizes = [sum(part.num_bytes for part in kv_parts(one, 4, 1, 1, "bfloat16")) for one in (first, last)]
+    assert sizes == [2 * 4 * 128 * 2, 2 * 4 * 128 * 2 + 128 + 4]
+
+
+@pytest.mark.parametrize("name", ["XiaomiMiMo/MiMo-V2-Flash", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"])
+def test_ranks_share_every_weight(name: str) -> None:
+    spec = find_model(name).spec
+    layers = {id(layer): index for index, layer in enumerate(spec.layers)}
+    for index in layers.values():
+        for one in counted_parameters(spec, Span(index, index + 1)):
+            pieces = [math.prod(shard_shape(one.shape, shard(one.name, spec, rank, 2))) for rank in range(2)]
+            assert sum(pieces) == math.prod(one.shape) or pieces == [math.prod(one.shape)] * 2, one.name
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"hybrid_override_pattern": "EM"}, "follows no Mamba or attention block"),
+        ({"hybrid_override_pattern": "MX"}, "has 'X'"),
+        ({"layers_block_type": ["mamba", "rwkv"]}, "has 'rwkv'"),
+    ],
+)
+def test_a_pattern_that_makes_no_sense(config: dict[str, object], problem: str) -> None:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    with pytest.raises(ValueError, match=problem):
+        read_planned("m", {"model_type": "nemotron_h", **experts, **config})
