@@ -23,13 +23,11 @@ _RECURRENT = (
     "falcon_mamba",
     "granitemoehybrid",
     "jamba",
-    "kimi_linear",
     "lfm2",
     "lfm2_moe",
     "mamba",
     "mamba2",
     "minimax",
-    "nemotron_h",
     "olmo_hybrid",
     "qwen3_5",
     "qwen3_5_moe",
@@ -38,7 +36,7 @@ _RECURRENT = (
     "rwkv",
     "zamba2",
 )
-"""Well-known model types with recurrent layers."""
+"""Well-known model types with recurrent layers that have no file in `planned/`."""
 
 
 class Family(Protocol):
@@ -84,9 +82,16 @@ def _refusal(model_type: str) -> str:
     """What the engine lacks for a model type; empty: this is not known."""
     if model_type in _RECURRENT:
         return "its recurrent layers keep a state per request, which the engine does not have"
-    if model_type not in (module.name for module in pkgutil.iter_modules(shardline.models.planned.__path__)):
+    if (module := module_of_planned(model_type)) is None:
         return ""
-    return str(importlib.import_module(f"shardline.models.planned.{model_type}").REFUSAL)
+    return str(importlib.import_module(module).REFUSAL)
+
+
+def module_of_planned(model_type: str) -> str | None:
+    """The module of a model type that only the planner knows; None: it knows none."""
+    name = model_type.replace("-", "_")  # some types have a hyphen
+    known = (module.name for module in pkgutil.iter_modules(shardline.models.planned.__path__))
+    return f"{shardline.models.planned.__name__}.{name}" if name in known else None
 
 
 def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> DecoderSpec:

@@ -15,7 +15,7 @@ from shardline.models.gguf.stored import GGUFStoredWeights
 from shardline.models.gpu_refusal import gpu_refusal
 from shardline.models.hf_config import HFConfig
 from shardline.models.hub import ModelFiles
-from shardline.models.lookup import Family, decoder_spec, family, known_families
+from shardline.models.lookup import Family, decoder_spec, family, known_families, module_of_planned
 from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredRules, StoredWeights, read_stored
 from shardline.models.wrapper import text_config
@@ -105,9 +105,8 @@ def planned_family(model_type: str) -> Family:
     Raises:
         ValueError: there is none.
     """
-    module = _module_name(model_type)
-    if model_type not in known_families() and module in planned_families():
-        return cast(Family, importlib.import_module(f"shardline.models.planned.{module}"))
+    if model_type not in known_families() and (module := module_of_planned(model_type)) is not None:
+        return cast(Family, importlib.import_module(module))
     return family(model_type)
 
 
@@ -117,14 +116,10 @@ def planned_families() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in pkgutil.iter_modules(shardline.models.planned.__path__)))
 
 
-def _module_name(model_type: str) -> str:
-    return model_type.replace("-", "_")
-
-
 def _spec(text: Mapping[str, Any]) -> DecoderSpec:
     model_type = HFConfig(text).text("model_type")
-    known = (*known_families(), *planned_families())
-    if _module_name(model_type) not in known:
+    if model_type not in known_families() and module_of_planned(model_type) is None:
+        known = (*known_families(), *planned_families())
         raise ValueError(f"no spec for model_type {model_type!r}; known: {', '.join(sorted(known))}")
     return planned_family(model_type).decoder_spec(text, None)
 

@@ -53,7 +53,7 @@ class FailureSearch:
     def _search(self) -> int:
         """Read on until the cause is clear; returns the least weight of a failed rank."""
         began = time.monotonic()
-        longest = _REMOTE_SEARCH_SECONDS if self._processes.remote_ranks else _SEARCH_SECONDS
+        longest = _REMOTE_SEARCH_SECONDS if self._processes.has_remote else _SEARCH_SECONDS
         while True:
             self._read_all()
             weight = min(map(self._weight, self._failed()), default=_FOLLOWED)

@@ -27,7 +27,7 @@ from shardline.deployment.segment import segment_layout
 from shardline.engine.executor.base import Executor, ExecutorFailure
 from shardline.engine.executor.rank_channels import RankChannels
 from shardline.engine.executor.rank_processes import RankProcesses
-from shardline.engine.executor.step_lines import FRAME_TIMEOUT
+from shardline.engine.executor.step_lines import FRAME_TIMEOUT, StepLines
 from shardline.engine.forks import Forks
 from shardline.engine.load_watch import LOOK_SECONDS, LoadWatch
 from shardline.engine.watchdog import Verdict, Watchdog, probe_interval
@@ -55,7 +55,9 @@ class MultiprocessExecutor(Executor):
         self._num_ranks = deployment.grid.world_size
         self._replica_size = deployment.grid.replica_size
         self._processes = RankProcesses(deployment, engine, streams, FRAME_TIMEOUT, forks)
-        self._channels = RankChannels(self._processes, self._note_beat, self._at_step)
+        here = deployment.placements[engine][0].host
+        lines = StepLines(deployment.machine.hosts[here].address, self._processes.nonce, list(streams))
+        self._channels = RankChannels(self._processes, lines, self._note_beat, self._at_step)
         self._submitted: list[int] = []
         self._results: list[deque[StepResult]] = [deque() for _ in deployment.grid.drivers]
         interval = probe_interval(deployment.step_timeout)
@@ -63,7 +65,7 @@ class MultiprocessExecutor(Executor):
         self._probe_number = 0
         self._unanswered: set[int] = set()
         """Ranks that have not answered the last probe."""
-        layout = segment_layout(deployment, engine, deployment.placements[engine][0].host)
+        layout = segment_layout(deployment, engine, here)
         self._progress = layout.progress(self._processes.segment)
         self._remote_progress: dict[int, RankProgress] = {}
         self._remote_load: dict[int, Counts] = {}

@@ -30,15 +30,17 @@ class RankChannels:
     def __init__(
         self,
         processes: RankProcesses,
+        lines: StepLines,
         on_beat: Callable[[int, RankBeat], None],
         at_step: Callable[[], str],
     ) -> None:
-        """`on_beat` takes what a node says of its rank; `at_step` is the place of a failure in words."""
+        """`lines` lead to the ranks on other hosts. `on_beat` takes what a node says of its rank; `at_step` is the place
+        of a failure in words."""
         self._processes = processes
         self._on_beat = on_beat
         self._at_step = at_step
         self._channels: dict[int, Channel[WorkerReply]] = {}
-        self._lines = StepLines(processes.address, processes.nonce, processes.remote_ranks)
+        self._lines = lines
         self.store = RankStore()
 
     def start_ranks(self, count: int) -> None:

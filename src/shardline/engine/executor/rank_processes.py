@@ -115,14 +115,9 @@ class RankProcesses:
         ]
 
     @property
-    def remote_ranks(self) -> list[int]:
-        """The ranks on other hosts."""
-        return list(self._remote)
-
-    @property
-    def address(self) -> str:
-        """The IP address of the engine's host."""
-        return self._deployment.machine.hosts[self._deployment.placements[self._engine][0].host].address
+    def has_remote(self) -> bool:
+        """Whether ranks run on other hosts."""
+        return bool(self._remote)
 
     def name_rank(self, rank: int) -> str:
         """The rank's place in the grid, its host and its process id, with a comma at the end."""
