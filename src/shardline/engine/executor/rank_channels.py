@@ -34,7 +34,7 @@ class RankChannels:
         on_beat: Callable[[int, RankBeat], None],
         at_step: Callable[[], str],
     ) -> None:
-        """`lines` lead to the ranks on other hosts. `on_beat` takes what a node says of its rank; `at_step` is the place
+        """`lines` lead to ranks on other hosts. `on_beat` takes what a node says of its rank; `at_step` is the place
         of a failure in words."""
         self._processes = processes
         self._on_beat = on_beat
