@@ -6,6 +6,9 @@ rate of `torch.sum` over memory of the same size. Calls alternate in one run, an
 next of several caches, so pages come from memory, as in a model; its blocks lie in random order. Blocks have the size
 that an engine chooses, and pages lie on huge pages, as in an engine.
 
+`--prefill` measures prompts of 2,048 tokens instead, on pages in cache: causal attention counts two multiply-adds for
+each visible key and element, and its rate is compared with that of a large bf16 product of ours.
+
 `--steps` measures whole steps instead, of models with random weights: how much longer a decode step of 16 sequences
 takes with 1,024 tokens of context than with 16, against the time that `torch.sum` needs for the bytes of those keys and
 values; and a step of the demo model with 64 sequences of 130 to 250 tokens.
@@ -32,6 +35,7 @@ from shardline.deployment.cache import streamed_block_size
 from shardline.runtime.backends.host.backend import HostBackend
 from shardline.runtime.ops.attention.latent import mla_attention
 from shardline.runtime.ops.attention.paged import paged_attention
+from shardline.weights.formats import plain
 
 BACKEND = HostBackend()
 COLD_BYTES = 192 << 20  # of all caches of a case: more than the processor's caches hold
@@ -185,6 +189,64 @@ def read_call(num_bytes: int) -> Call:
     return lambda: next(turns).sum()
 
 
+@dataclass(frozen=True)
+class PromptCase:
+    """Calls of one kernel on a whole prompt, and the FLOPs of a call."""
+
+    call: Call
+    flops: float
+
+
+def prompt_cases(num_tokens: int) -> Iterator[tuple[str, PromptCase]]:
+    """One layer's attention of a whole prompt, for each shape that has one chunk of keys per token."""
+    starts = torch.tensor([0, num_tokens], dtype=torch.int32)
+    lengths = torch.tensor([num_tokens], dtype=torch.int32)
+    pairs = num_tokens * (num_tokens + 1) / 2
+    rng = torch.Generator().manual_seed(0)
+
+    def pages(heads: tuple[int, ...], dim: int) -> tuple[Tensor, Tensor]:
+        block_size = streamed_block_size(dim, 2)
+        num_blocks = -(-num_tokens // block_size)
+        return random_pages((num_blocks, *heads, block_size, dim), torch.bfloat16), block_tables(1, num_blocks, rng)
+
+    def paged_call(shape: Shape) -> Call:
+        query = torch.randn(num_tokens, shape.heads, shape.dim, dtype=torch.bfloat16)
+        (keys, tables), values = pages((shape.kv_heads,), shape.dim), pages((shape.kv_heads,), shape.dim)[0]
+        scale = shape.dim**-0.5
+        return lambda: paged_attention(BACKEND.kernels, query, keys, values, tables, starts, lengths, scale)
+
+    def latent_call() -> Call:
+        latent, rope = (torch.randn(num_tokens, 16, dim, dtype=torch.bfloat16) for dim in (512, 64))
+        cache, tables = pages((), 512 + 64)
+        return lambda: mla_attention(BACKEND.kernels, latent, rope, cache, tables, starts, lengths, 0.05)
+
+    for shape in SHAPES:
+        if shape.window is None and shape.stored is None:
+            yield shape.name, PromptCase(paged_call(shape), 4 * pairs * shape.heads * shape.dim)
+    yield LATENTS, PromptCase(latent_call(), 2 * pairs * 16 * (512 + 64 + 512))
+
+
+def large_product() -> tuple[Call, float]:
+    """A bf16 product whose rate is the most that ours reach, and its FLOPs."""
+    rows, weight = torch.randn(2048, 2048).bfloat16(), torch.randn(2048, 2048).bfloat16()
+    linear = plain.Format().pack_linear(BACKEND.kernels, weight)
+    return lambda: linear(rows), 2.0 * len(rows) * weight.numel()
+
+
+def report_prompt(name: str, case: PromptCase, rounds: int) -> str:
+    product, flops = large_product()
+    times, shares = [], []
+    for _ in range(rounds):
+        own, other = seconds_per_call(case.call), seconds_per_call(product)
+        times.append(own * 1e3)
+        shares.append(case.flops / own / (flops / other))
+    rate = case.flops / statistics.median(times) / 1e6
+    return (
+        f"{name:30} {statistics.median(times):6.1f} ms [{min(times):.1f}-{max(times):.1f}], {rate:.0f} GFLOP/s, "
+        f"{statistics.median(shares):.2f} x a large product [{min(shares):.2f}-{max(shares):.2f}]"
+    )
+
+
 def report(name: str, case: Case, rounds: int) -> str:
     read = read_call(case.num_bytes)
     shares, rates = [], []
@@ -281,6 +343,7 @@ def main() -> None:
     parser.add_argument("--sequences", nargs="+", type=int, default=SEQUENCES)
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS)
     parser.add_argument("--block-size", type=int, help="tokens of a block, instead of the size that an engine chooses")
+    parser.add_argument("--prefill", nargs="?", type=int, const=2048, metavar="TOKENS", help="measure whole prompts")
     parser.add_argument("--steps", action="store_true", help="measure whole steps")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -292,6 +355,11 @@ def main() -> None:
                 print(report_steps(name, config, args.threads, args.rounds), flush=True)
         if args.only in "demo":
             print(report_demo(args.threads, args.rounds), flush=True)
+        return
+    if args.prefill:
+        for name, prompt_case in prompt_cases(args.prefill):
+            if args.only in name:
+                print(report_prompt(name, prompt_case, args.rounds), flush=True)
         return
     for name, case in cases(args.only, args.sequences, args.contexts, args.block_size):
         print(report(name, case, args.rounds), flush=True)

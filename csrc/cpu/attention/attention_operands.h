@@ -80,9 +80,6 @@ inline I32 load_elements(const T* p, int64_t n) {
   }
 }
 
-// The hint by which __builtin_prefetch fetches into L2. A core has twice as many lines on their way to L2 as to L1.
-constexpr int kToL2 = 2;
-
 // Asks for a row that is needed soon.
 template <class Element>
 inline void prefetch(const Element* row, int64_t dim) {

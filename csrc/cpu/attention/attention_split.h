@@ -76,7 +76,7 @@ void score_vectors(const Row* rows, Split& split, int64_t first) {
   const int64_t num_words = split.key_words();
   int64_t word = 0;
   // One later panel after the other is fetched: the addresses of all would take too many registers.
-  constexpr int kParts = Split::kScaledLatents ? 2 : kVectors;
+  constexpr int kParts = Split::kScaledLatents ? 2 : kHow == Read::kPlain ? 1 : kVectors;
   for (int part = 0; part < kParts; ++part) {
     FetchAhead ahead = {};
     if constexpr (kHow != Read::kPlain) ahead = split.after_keys((first + part * kLanes) / kPanelTokens);
@@ -352,9 +352,12 @@ void attend_split(Row* rows, int num_rows, Split& split, const AttentionArgs& ar
     return;
   }
   for (int r = 0; r < num_rows; ++r) add_visible_values<W>(rows[r], split, {words_seen(rows[r]).begin, whole.begin});
+  // Panels that become words do so in groups. Others pass at once, so that sums stay in registers.
+  const bool makes_words = !Split::kHoldsValues && !split.decodes_bytes();
+  const int64_t group_words = makes_words ? kGroupWords : words_of<W>(kSplitKeys);
   for (const int64_t end = whole.end; whole.begin < end; whole.begin = whole.end) {
-    whole.end = min64(end, (whole.begin / kGroupWords + 1) * kGroupWords);
-    if (!split.decodes_bytes()) split.hold_values(whole);
+    whole.end = min64(end, (whole.begin / group_words + 1) * group_words);
+    if (makes_words) split.hold_values(whole);
     for_parts(rows, num_rows, [&](Row* part, auto count) {
       constexpr int kRows = decltype(count)::value;
       if constexpr (Split::kDecodesBytes) {

@@ -43,15 +43,15 @@ constexpr int kWideVectors = 2;
 
 constexpr bool asks_ahead(int rows, bool wide) { return kLanes == 16 && (wide || rows >= 3); }
 
-// Prefetches a tile's `ahead`, two cache lines at a time.
+// Fetches a tile's `ahead` into L2, two cache lines at a time. Blocks of K are larger than L1.
 class Ahead {
  public:
   Ahead(const Tile& tile, int64_t requests_per_step)
       : next_(tile.ahead), stride_(ceil_div(tile.ahead_stride, requests_per_step)) {}
 
   inline void request() {
-    __builtin_prefetch(next_);
-    __builtin_prefetch(next_ + kCacheLine);
+    __builtin_prefetch(next_, 0, kToL2);
+    __builtin_prefetch(next_ + kCacheLine, 0, kToL2);
     next_ += stride_;
   }
 

@@ -20,6 +20,9 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
+// The hint by which __builtin_prefetch fetches into L2. A core has twice as many lines on their way to L2 as to L1.
+constexpr int kToL2 = 2;
+
 #if defined(__AVX512BF16__)
 constexpr bool kHasBf16Dot = true;
 #else
