@@ -26,10 +26,12 @@ from shardline.models.gguf.norms import without_norm_offsets
 from shardline.models.hub import resolve_model
 from shardline.models.lookup import decoder_spec, known_families
 from shardline.models.parameters import parameters
+from shardline.models.partition import Span
 from shardline.models.sharding import shard
 from shardline.models.spec import DecoderSpec
 from shardline.planner.catalog import find_model
 from shardline.runtime.backends import open_backend
+from shardline.runtime.backends.host.grouped import GroupedGatedLinear, GroupedLinear
 from shardline.runtime.loader import slices
 from shardline.runtime.loader.gguf import GGUFWeights
 from shardline.runtime.loader.gguf_blocks import decode_blocks
@@ -38,8 +40,12 @@ from shardline.runtime.parallel.groups import make_single_rank_groups
 from shardline.runtime.worker import Worker
 from shardline.sampling_params import SamplingParams
 from shardline.types import Request
+from shardline.weights.formats.packed import Format
+from shardline.weights.grouped import GroupedWeight, StoredRows
 from tests.exactness.harness import start_engine
 from tests.models.checkpoints import make_checkpoint
+from tests.ops.helpers import KERNELS
+from tests.weights.forms import assert_same_panels
 
 from .gguf_writer import ARCHITECTURES, mixed, random_blocks, save_plain, write_gguf
 
@@ -76,6 +82,29 @@ def test_blocks_decode_to_the_numbers_of_the_library(kind: Type) -> None:
     assert torch.equal(weight.dequantize(torch.float32), torch.from_numpy(expected))
     assert int(weight.values.max()) < 1 << weight.bits
     assert weight.label == kind.name
+
+
+@pytest.mark.parametrize("kind", _PACKED)
+def test_blocks_are_packed_like_decoded_rows(kind: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a stack, whose parts begin within panels, and in a gated pair; some rows at a time, and some columns."""
+    monkeypatch.setattr(slices, "_STORED_BYTES", 1 << 17)
+    number, num_columns = int(kind), 2048 + 256
+    blocks = torch.from_numpy(random_blocks(kind, (231, num_columns), np.random.default_rng(kind)))
+
+    def decode(rows: Span) -> GroupedWeight:
+        return decode_blocks(blocks[rows.start : rows.stop], BLOCK_TYPES[number])
+
+    def keep(rows: Span) -> GroupedWeight:
+        return slices.read_in_slices(
+            decode, rows, num_columns, lambda some: StoredRows(blocks[some.start : some.stop], number, "x.gguf: y")
+        )
+
+    spans = [Span(0, 71), Span(71, 231)]
+    stacks = [Format().pack_linear(KERNELS, *map(read, spans)) for read in (keep, decode)]
+    pairs = [Format().pack_gated(KERNELS, *map(read, (Span(0, 101), Span(130, 231)))) for read in (keep, decode)]
+    (kept,), (decoded,) = (one.weights for one in stacks if isinstance(one, GroupedLinear))
+    assert_same_panels(kept, decoded)
+    assert_same_panels(*(one.weight for one in pairs if isinstance(one, GroupedGatedLinear)))
 
 
 def test_every_type_that_the_library_knows_has_its_size_here() -> None:
@@ -229,12 +258,19 @@ def test_scales_that_are_no_numbers_are_named_as_they_load(tmp_path: Path) -> No
     write_gguf(source, file, mixed(Type.Q4_0))
     tensor = GGUFCheckpoint.open(file).tensors["blk.0.ffn_gate.weight"]
     content = bytearray(file.read_bytes())
-    content[tensor.offset + 18 : tensor.offset + 20] = b"\x00\x7e"
+    place = tensor.offset + 20 * tensor.row_bytes  # behind the rows that tell the form
+    content[place : place + 2] = b"\x00\x7e"
     file.write_bytes(content)
     spec = decoder_spec(resolve_model(str(file)).config)
     weights = GGUFWeights(GGUFCheckpoint.open(file), spec, torch.float32)
-    with pytest.raises(ValueError, match=r"x.gguf: blk.0.ffn_gate.weight has scales that are NaN or infinite"):
-        weights.get("layers.0.feed_forward.gate.weight", (None, None))
+    name = "layers.0.feed_forward.gate.weight"
+    says = r"x\.gguf: blk\.0\.ffn_gate\.weight has scales that are NaN or infinite"
+    with pytest.raises(ValueError, match=says):
+        weights.get(name, (None, None))
+    packed = weights.get_packed(name, (None, None))
+    assert packed is not None
+    with pytest.raises(ValueError, match=says):
+        Format().pack_linear(KERNELS, packed)
 
 
 def _assert_same_weights(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardline.runtime.backends.host.grouped import GroupedPanels
 from shardline.weights.grouped import CodeBits, GroupedWeight, TwoLevels
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -103,6 +104,15 @@ def quantize(dense: Tensor, name: str) -> GroupedWeight:
         scale_levels,
         min_levels,
     )
+
+
+def assert_same_panels(one: GroupedPanels, other: GroupedPanels) -> None:
+    """Two packed weights are equal, bit by bit."""
+    for mine, theirs in zip(vars(one).values(), vars(other).values(), strict=True):
+        if isinstance(theirs, Tensor):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert mine == theirs
 
 
 def _two_levels(numbers: Tensor, most: int) -> TwoLevels:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardline import _cpu
 from shardline.models.partition import Span
-from shardline.runtime.backends.host.grouped import GroupedGatedLinear, GroupedLinear, GroupedPanels
+from shardline.runtime.backends.host.grouped import GroupedGatedLinear, GroupedLinear
 from shardline.runtime.loader import slices
 from shardline.runtime.ops.activation import gated_activation
 from shardline.runtime.ops.moe.experts import expert_up
@@ -20,7 +20,7 @@ from shardline.weights.formats.packed import Format
 from shardline.weights.grouped import GroupedWeight
 from shardline.weights.rows import quantize_rows_reference
 from tests.ops.helpers import KERNELS, assert_close, assert_same_bits, randn
-from tests.weights.forms import FORMS, quantize
+from tests.weights.forms import FORMS, assert_same_panels, quantize
 
 FORM = Format()
 BATCHES = (*range(1, 8), 12, 13, 14, 31, 121, 241)
@@ -291,9 +291,9 @@ def test_rows_that_are_read_later_are_packed_alike(name, rng, monkeypatch):
     # The form of several zero points depends on all of them.
     assert all((part.reader is None) == (part.zeros is not None) for part in later)
     for one, other in zip(pack(*later).weights, pack(*parts).weights, strict=True):
-        _assert_same_panels(one, other)
+        assert_same_panels(one, other)
     gated = [FORM.pack_gated(KERNELS, both[1], both[1].select_rows(slice(None))) for both in (later, parts)]
-    _assert_same_panels(*(one.weight for one in gated if isinstance(one, GroupedGatedLinear)))
+    assert_same_panels(*(one.weight for one in gated if isinstance(one, GroupedGatedLinear)))
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(later[1].dequantize(dtype), parts[1].dequantize(dtype))
 
@@ -303,11 +303,3 @@ def _read_later(weight: GroupedWeight) -> GroupedWeight:
         return weight.select_rows(slice(rows.start, rows.stop))
 
     return slices.read_in_slices(read, Span(0, len(weight)), weight.values.shape[1])
-
-
-def _assert_same_panels(one: GroupedPanels, other: GroupedPanels) -> None:
-    for mine, theirs in zip(vars(one).values(), vars(other).values(), strict=True):
-        if isinstance(theirs, Tensor):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
-        else:
-            assert mine == theirs

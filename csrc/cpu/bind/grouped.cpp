@@ -68,10 +68,41 @@ void unpack_blocks_of(nb::handle blocks_object, int64_t kind, nb::handle codes_o
                                  num_rows,
                                  row_blocks,
                                  codes.as<uint8_t>(),
+                                 codes.row_stride(),
                                  numbers(scales_object, "scales", shape.num_scales != 0),
                                  numbers(mins_object, "mins", shape.num_scales == 8)};
   nb::gil_scoped_release release;
   kernels().unpack_blocks(args);
+}
+
+bool pack_blocks_of(nb::handle blocks_object, int64_t kind, nb::handle panels_object, nb::handle scales_object,
+                    nb::handle mins_object, int64_t first, std::optional<int64_t> half) {
+  const Tensor blocks(blocks_object, "blocks"), panels(panels_object, "panels");
+  blocks.is(DType::kUInt8).has_shape({-1, -1}).has_rows();
+  const BlockShape shape = block_shape(static_cast<BlockKind>(kind));
+  if (shape.elements == 0) raise_value_error("there is no such type of blocks");
+  const int64_t row_blocks = blocks.size(1) / shape.bytes, depth = row_blocks * shape.elements;
+  if (blocks.size(1) % shape.bytes != 0) raise_value_error("rows must be whole blocks");
+  if (check_code_panels(panels, -1, depth) != shape.bits) raise_value_error("panels have codes of another size");
+  const auto numbers = [&](nb::handle object, const char* name, DType plain) -> uint8_t* {
+    const Tensor numbers(object, name);
+    const bool levels = shape.num_scales != 0;
+    numbers.is(levels ? DType::kInt8 : plain).is_contiguous();
+    numbers.has_shape({panels.size(0), row_blocks, levels ? (2 + shape.num_scales) * kPanelColumns : kPanelColumns});
+    return numbers.as<uint8_t>();
+  };
+  const PackBlocksArgs args = {
+      static_cast<BlockKind>(kind),
+      blocks.as<uint8_t>(),
+      blocks.row_stride(),
+      blocks.size(0),
+      row_blocks,
+      panels.as<uint8_t>(),
+      numbers(scales_object, "scales", shape.scale_at < 0 ? DType::kFloat32 : DType::kFloat16),
+      shape.min_at < 0 ? nullptr : numbers(mins_object, "mins", DType::kFloat32),
+      panel_columns(panels, blocks.size(0), first, half)};
+  nb::gil_scoped_release release;
+  return pack_blocks(args);
 }
 
 void packed_codes_of(nb::handle panels_object, nb::handle indices_object, nb::handle codes_object) {
@@ -237,6 +268,8 @@ void set_grouped_weight(GroupedLinearArgs& args, const GroupedShape& shape, cons
 
 void bind_grouped(nb::module_& m) {
   m.def("pack_codes", &pack_codes_of, "codes"_a, "panels"_a, "first"_a = 0, "half"_a = nb::none());
+  m.def("pack_blocks", &pack_blocks_of, "blocks"_a, "kind"_a, "panels"_a, "scales"_a, "mins"_a.none(), "first"_a = 0,
+        "half"_a = nb::none());
   m.def("unpack_blocks", &unpack_blocks_of, "blocks"_a, "kind"_a, "codes"_a, "scales"_a.none(), "mins"_a.none());
   m.def("packed_codes", &packed_codes_of, "panels"_a, "indices"_a, "codes"_a);
   m.def("linear_grouped", &linear_grouped, "x"_a, "x_groups"_a.none(), "panels"_a, "scales"_a, "mins"_a.none(),

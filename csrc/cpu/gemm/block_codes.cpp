@@ -83,11 +83,10 @@ void unpack_blocks(const UnpackBlocksArgs& args) {
   const BlockShape shape = block_shape(args.kind);
   parallel_for(args.num_rows, [&](int64_t row) {
     const uint8_t* block = args.blocks + row * args.row_stride;
-    const int64_t first = row * args.row_blocks;
-    for (int64_t b = 0; b < args.row_blocks; ++b, block += shape.bytes) {
-      const int64_t groups = (first + b) * shape.num_scales;
-      unpack_block(args.kind, block,
-                   {args.codes + (first + b) * shape.elements, args.scales + groups, args.mins + groups});
+    uint8_t* codes = args.codes + row * args.codes_stride;
+    for (int64_t b = 0; b < args.row_blocks; ++b, block += shape.bytes, codes += shape.elements) {
+      const int64_t groups = (row * args.row_blocks + b) * shape.num_scales;
+      unpack_block(args.kind, block, {codes, args.scales + groups, args.mins + groups});
     }
   });
 }

@@ -123,6 +123,26 @@ constexpr int64_t six_bit_byte(int64_t c, int64_t i) {
   return word + (i < 4 ? 128 + 4 + i : 64 + i - 4);
 }
 
+// Writes the codes of the columns c and c + 1 into an octet of 6-bit codes. Each argument has the eight codes of a column, a
+// byte each.
+static inline void write_six_bit_pair(uint64_t first, uint64_t second, int64_t c, uint8_t* octet) {
+  // Twelve bits of each pair of k in a word of 16 bits, then 24 bits with those of the next column.
+  const uint64_t mask = 0x003f003f003f003f, next = mask << 6;
+  first = (first & mask) | (first >> 2 & next);
+  second = (second & mask) | (second >> 2 & next);
+  const auto pair_at = [&](int shift) { return (first >> shift & 0xfff) | (second >> shift & 0xfff) << 12; };
+  const uint64_t third = pair_at(32), low = pair_at(0) | pair_at(16) << 24 | third << 48;
+  const uint64_t high = third >> 16 | pair_at(48) << 8, middle = low >> 32 | high << 32;
+  uint8_t* word = octet + c / 32 * 192 + c % 16 / 2 * 8;
+  if (c % 32 < 16) {
+    __builtin_memcpy(word, &low, 8);
+    __builtin_memcpy(word + 128, &high, 4);
+  } else {
+    __builtin_memcpy(word + 128 + 4, &low, 4);
+    __builtin_memcpy(word + 64, &middle, 8);
+  }
+}
+
 // The code of column c and place k of an octet.
 static inline int code_at(const uint8_t* octet, int64_t bits, int64_t c, int64_t k) {
   if (bits == 4) return octet[c * 4 + k % 2 * 2 + k / 4] >> (k / 2 % 2 * 4) & 15;
@@ -143,28 +163,31 @@ struct PackCodesArgs {
   PanelColumns place;
 };
 void pack_codes(const PackCodesArgs& args);
+// The same for one panel, on the calling thread.
+void pack_codes_panel(const PackCodesArgs& args, int64_t panel_index);
 
 // The packed types of GGUF, by the numbers that its files have for them.
 enum class BlockKind : int64_t {
   kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14, kMXFP4 = 39
 };
-// Neighbours in a block, its bytes, and its small scales. `elements` 0: an unknown type.
+// Neighbours in a block, its bytes, its small scales, the bits of a code in memory, and the bytes at which the scale and
+// the min of the block begin, in half precision. `elements` 0: an unknown type.
 struct BlockShape {
-  int64_t elements, bytes, num_scales;
+  int64_t elements, bytes, num_scales, bits, scale_at, min_at = -1;
 };
 static inline BlockShape block_shape(BlockKind kind) {
   switch (kind) {
-    case BlockKind::kQ4_0: return {32, 18, 0};
-    case BlockKind::kQ4_1: return {32, 20, 0};
-    case BlockKind::kQ5_0: return {32, 22, 0};
-    case BlockKind::kQ5_1: return {32, 24, 0};
-    case BlockKind::kQ8_0: return {32, 34, 0};
-    case BlockKind::kMXFP4: return {32, 17, 0};
-    case BlockKind::kQ4_K: return {256, 144, 8};
-    case BlockKind::kQ5_K: return {256, 176, 8};
-    case BlockKind::kQ6_K: return {256, 210, 16};
+    case BlockKind::kQ4_0: return {32, 18, 0, 4, 0};
+    case BlockKind::kQ4_1: return {32, 20, 0, 4, 0, 2};
+    case BlockKind::kQ5_0: return {32, 22, 0, 6, 0};
+    case BlockKind::kQ5_1: return {32, 24, 0, 6, 0, 2};
+    case BlockKind::kQ8_0: return {32, 34, 0, 8, 0};
+    case BlockKind::kMXFP4: return {32, 17, 0, 4, -1};  // byte 0 is an exponent
+    case BlockKind::kQ4_K: return {256, 144, 8, 4, 0, 2};
+    case BlockKind::kQ5_K: return {256, 176, 8, 6, 0, 2};
+    case BlockKind::kQ6_K: return {256, 210, 16, 6, 208};
   }
-  return {0, 0, 0};
+  return {};
 }
 
 struct UnpackBlocksArgs {
@@ -172,10 +195,25 @@ struct UnpackBlocksArgs {
   const uint8_t* blocks;
   int64_t row_stride;  // in bytes
   int64_t num_rows, row_blocks;
-  uint8_t* codes;   // [N, K], those of Q8_0 plus 128
+  uint8_t* codes;  // [N, K], those of Q8_0 plus 128
+  int64_t codes_stride;
   uint8_t* scales;  // [N, groups] small scales, if the type has them
   uint8_t* mins;    // those of Q4_K and Q5_K
 };
+
+// Packs the rows of a weight from blocks. Scales and mins are those of GroupNumbers: of two levels if the type has small
+// scales. Otherwise scales are halves, or floats for MXFP4, and mins are floats.
+struct PackBlocksArgs {
+  BlockKind kind;
+  const uint8_t* blocks;
+  int64_t row_stride;  // in bytes
+  int64_t num_columns, row_blocks;  // rows in the file are columns of panels
+  uint8_t* panels;
+  uint8_t *scales, *mins;
+  PanelColumns place;
+};
+// Returns whether all scales and mins are finite. If they are not, the panels are of no use.
+bool pack_blocks(const PackBlocksArgs& args);
 
 // The value of each byte in float8_e4m3fn: a sign, 4 bits of exponent, 3 bits of mantissa; no infinity.
 const float* e4m3_table();

@@ -2,6 +2,7 @@
 // Both only move bits. Blocks of whole panels are packed by pack_octets.cpp.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "dispatch/kernels.h"
@@ -38,30 +39,10 @@ void write_six_bits(Octet& codes, int64_t begin, int64_t end, uint8_t* out) {
     codes[begin - 1][k] = static_cast<uint8_t>(code_at(out, 6, begin - 1, k));
   }
   for (int64_t c = begin / 2 * 2; c < end; c += 2) {
-    for (int64_t k = 0; k < kOctet; k += 2) {
-      const int three = codes[c][k] | codes[c][k + 1] << 6 | codes[c + 1][k] << 12 | codes[c + 1][k + 1] << 18;
-      for (int64_t i = 0; i < 3; ++i) out[six_bit_byte(c, k / 2 * 3 + i)] = static_cast<uint8_t>(three >> 8 * i);
-    }
-  }
-}
-
-void pack_panel(const PackCodesArgs& args, int64_t panel_index) {
-  const int64_t num_octets = (args.depth + kOctet - 1) / kOctet, bytes = octet_bytes(args.bits);
-  const int64_t first_column = panel_index * args.place.width - args.place.first;
-  // Columns before `begin` belong to another weight, those behind this weight's become zero.
-  const int64_t begin = std::max<int64_t>(0, -first_column), end = args.place.width;
-  const int64_t known = std::min(end, args.num_columns - first_column);
-  const int64_t packed = begin == 0 && known == end ? kernels().pack_octets(args, panel_index) : 0;
-  uint8_t* out = args.panels + (panel_index * num_octets + packed) * bytes;
-  const auto write = args.bits == 4 ? write_nibbles : args.bits == 6 ? write_six_bits : write_bytes;
-  for (int64_t o = packed; o < num_octets; ++o, out += bytes) {
-    Octet codes = {};
-    const int64_t count = std::min(kOctet, args.depth - o * kOctet);
-    for (int64_t c = begin; c < known; ++c) {
-      const uint8_t* from = args.codes + (first_column + c) * args.codes_stride + o * kOctet;
-      std::copy(from, from + count, codes[args.place.begin + c]);
-    }
-    write(codes, args.place.begin + begin, args.place.begin + end, out);
+    uint64_t first, second;
+    std::memcpy(&first, codes[c], sizeof first);
+    std::memcpy(&second, codes[c + 1], sizeof second);
+    write_six_bit_pair(first, second, c, out);
   }
 }
 
@@ -96,9 +77,31 @@ void gather_columns(const GatherColumnsArgs& args) {
   args.element_bytes == 2 ? gather_elements<uint16_t>(args) : gather_elements<uint32_t>(args);
 }
 
+void pack_codes_panel(const PackCodesArgs& args, int64_t panel_index) {
+  const int64_t num_octets = (args.depth + kOctet - 1) / kOctet, bytes = octet_bytes(args.bits);
+  const int64_t first_column = panel_index * args.place.width - args.place.first;
+  // Columns before `begin` belong to another weight, those behind this weight's become zero.
+  const int64_t begin = std::max<int64_t>(0, -first_column), end = args.place.width;
+  const int64_t known = std::min(end, args.num_columns - first_column);
+  const int64_t packed = begin == 0 && known == end ? kernels().pack_octets(args, panel_index) : 0;
+  uint8_t* out = args.panels + (panel_index * num_octets + packed) * bytes;
+  const auto write = args.bits == 4 ? write_nibbles : args.bits == 6 ? write_six_bits : write_bytes;
+  for (int64_t o = packed; o < num_octets; ++o, out += bytes) {
+    Octet codes = {};
+    const int64_t count = std::min(kOctet, args.depth - o * kOctet);
+    for (int64_t c = begin; c < known; ++c) {
+      const uint8_t* from = args.codes + (first_column + c) * args.codes_stride + o * kOctet;
+      std::copy(from, from + count, codes[args.place.begin + c]);
+    }
+    write(codes, args.place.begin + begin, args.place.begin + end, out);
+  }
+}
+
 void pack_codes(const PackCodesArgs& args) {
   const int64_t first = args.place.first_panel();
-  parallel_for(args.place.end_panel(args.num_columns) - first, [&](int64_t task) { pack_panel(args, first + task); });
+  parallel_for(args.place.end_panel(args.num_columns) - first, [&](int64_t task) {
+    pack_codes_panel(args, first + task);
+  });
 }
 
 }  // namespace shardline

@@ -1,5 +1,5 @@
 // Packs the codes of whole panels of a grouped weight; see gemm_args.h. A word is what one column contributes to an octet
-// of 4-bit codes, or to half an octet of 8-bit codes. Words move in square blocks, so that cache lines are read and
+// of 4-bit codes, or to half an octet of 8-bit codes. These words move in square blocks, so that cache lines are read and
 // written whole.
 #include "dispatch/kernels.h"
 #include "dispatch/variant.h"
@@ -63,7 +63,7 @@ inline void pack_block(const uint8_t* codes, int64_t stride, int32_t* panel) {
 }
 
 template <int kBits>
-int64_t pack_blocks(const PackCodesArgs& args, int64_t panel_index) {
+int64_t pack_words(const PackCodesArgs& args, int64_t panel_index) {
   constexpr int64_t kBlock = kLanes * 32 / kBits;  // codes of a column; always whole octets
   const uint8_t* codes = args.codes + (panel_index * args.place.width - args.place.first) * args.codes_stride;
   const int64_t words = ceil_div(args.depth, kOctet) * kBits / 4;
@@ -77,11 +77,26 @@ int64_t pack_blocks(const PackCodesArgs& args, int64_t panel_index) {
   return end / kOctet;
 }
 
+int64_t pack_six_bits(const PackCodesArgs& args, int64_t panel_index) {
+  const int64_t end = args.depth / kOctet;
+  const uint8_t* codes = args.codes + (panel_index * args.place.width - args.place.first) * args.codes_stride;
+  uint8_t* octet = args.panels + panel_index * ceil_div(args.depth, kOctet) * octet_bytes(6);
+  for (int64_t o = 0; o < end; ++o, codes += kOctet, octet += octet_bytes(6)) {
+    for (int64_t c = 0; c < args.place.width; c += 2) {
+      uint64_t first, second;
+      __builtin_memcpy(&first, codes + c * args.codes_stride, sizeof first);
+      __builtin_memcpy(&second, codes + (c + 1) * args.codes_stride, sizeof second);
+      write_six_bit_pair(first, second, args.place.begin + c, octet);
+    }
+  }
+  return end;
+}
+
 }  // namespace
 
 int64_t pack_octets(const PackCodesArgs& args, int64_t panel_index) {
-  if (args.bits == 4) return pack_blocks<4>(args, panel_index);
-  return args.bits == 8 ? pack_blocks<8>(args, panel_index) : 0;
+  if (args.bits == 6) return pack_six_bits(args, panel_index);
+  return args.bits == 4 ? pack_words<4>(args, panel_index) : pack_words<8>(args, panel_index);
 }
 
 }  // namespace shardline::SHARDLINE_ISA

@@ -34,11 +34,30 @@ class TwoLevels(NamedTuple):
         return TwoLevels(self.inner[rows], self.outer[rows])
 
 
+class StoredRows(NamedTuple):
+    """Rows of a weight as a GGUF file stores them, in whole blocks."""
+
+    blocks: Tensor
+    """[N, bytes] uint8; rows may be strided"""
+    kind: int
+    """The number that GGUF has for the type of the blocks."""
+    name: str
+    """The file and the tensor, for errors."""
+
+
+def scales_not_finite(name: str) -> ValueError:
+    """The error for a weight of a damaged file; `name` says which."""
+    return ValueError(f"{name} has scales that are NaN or infinite; download the file again")
+
+
 class RowReader(Protocol):
     """Reads the rows of a weight when they are packed."""
 
     def slices(self) -> Iterator[GroupedWeight]:
         """All rows in order, some at a time."""
+
+    def stored_slices(self) -> Iterator[StoredRows] | None:
+        """The same rows as the file stores them; None: they must be decoded."""
 
     def whole(self) -> GroupedWeight:
         """All rows."""
@@ -101,6 +120,10 @@ class GroupedWeight:
             yield self
         else:
             yield from self.reader.slices()
+
+    def in_stored_slices(self) -> Iterator[StoredRows] | None:
+        """See `RowReader.stored_slices`."""
+        return None if self.reader is None else self.reader.stored_slices()
 
     def whole(self) -> GroupedWeight:
         """The weight with all of its tensors."""

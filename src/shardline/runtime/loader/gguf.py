@@ -13,11 +13,11 @@ from shardline.models.parameters import is_kept_in_float32, parameters, parse_na
 from shardline.models.partition import Span
 from shardline.models.sharding import Spans
 from shardline.models.spec import MLA, DecoderSpec
-from shardline.runtime.loader.gguf_blocks import decode_blocks, decode_plain
+from shardline.runtime.loader.gguf_blocks import decode_blocks, decode_plain, kind_number
 from shardline.runtime.loader.mapped_memory import mapped_empty
 from shardline.runtime.loader.page_cache import copy_rows, map_part
 from shardline.runtime.loader.slices import read_in_slices
-from shardline.weights.grouped import GroupedWeight
+from shardline.weights.grouped import GroupedWeight, StoredRows, scales_not_finite
 
 
 class GGUFWeights:
@@ -90,7 +90,10 @@ class GGUFWeights:
             _check_finite(weight, place)
             return weight if outer == columns else _select_columns(weight, inner)
 
-        return read_in_slices(read, rows, outer.size)
+        def read_stored(some: Span) -> StoredRows:
+            return StoredRows(self._stored(place, some, outer), kind_number(kind), _name_of(place))
+
+        return read_in_slices(read, rows, outer.size, read_stored if outer == columns and outer.size else None)
 
     def _stored(self, place: FoundPlace, rows: Span, columns: Span) -> Tensor:
         """[N, bytes] uint8: `columns` of `rows` of the parameter, as the file stores them; whole blocks."""
@@ -132,9 +135,11 @@ def _check_finite(weight: GroupedWeight, place: FoundPlace) -> None:
     scales = weight.scales if weight.scale_levels is None else weight.scale_levels.outer
     mins = weight.mins if weight.min_levels is None else weight.min_levels.outer
     if not bool(torch.isfinite(scales).all()) or (mins is not None and not bool(torch.isfinite(mins).all())):
-        raise ValueError(
-            f"{place.tensor.file}: {place.key} has scales that are NaN or infinite; download the file again"
-        )
+        raise scales_not_finite(_name_of(place))
+
+
+def _name_of(place: FoundPlace) -> str:
+    return f"{place.tensor.file}: {place.key}"
 
 
 def original_rows(rows: Span, head_dim: int) -> Tensor:

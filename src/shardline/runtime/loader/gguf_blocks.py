@@ -31,6 +31,11 @@ def decode_plain(stored: Tensor, kind: BlockType) -> Tensor:
     return stored.view(dtype)
 
 
+def kind_number(kind: BlockType) -> int:
+    """The number that GGUF has for a packed type."""
+    return _NUMBERS[kind.name]
+
+
 def decode_blocks(stored: Tensor, kind: BlockType) -> GroupedWeight:
     """[N, bytes] uint8 of a packed type, whole blocks -> K columns of N rows."""
     form, num_rows = _FORMS[kind.name], stored.shape[0]
@@ -42,7 +47,7 @@ def decode_blocks(stored: Tensor, kind: BlockType) -> GroupedWeight:
         for there in (form.has_levels, form.has_levels and form.mins is not None)
     )
     if codes.numel():
-        unpack_blocks(stored, _NUMBERS[kind.name], codes, scales, mins)
+        unpack_blocks(stored, kind_number(kind), codes, scales, mins)
     blocks = stored.view(num_rows, num_blocks, kind.block_bytes)
     outer = _exponents(blocks[..., 0]) if form.scale is None else _half(blocks, form.scale)
     outer_mins = None if form.mins is None else _half(blocks, form.mins)

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from shardline.models.partition import Span
 from shardline.runtime.loader.mapped_memory import mapped_empty
-from shardline.weights.grouped import GroupedWeight, TwoLevels
+from shardline.weights.grouped import GroupedWeight, StoredRows, TwoLevels
 
 _SLICE_ELEMENTS = 1 << 22
 """Elements that are decoded at once. Their copies fit a large cache, and the next slice uses their memory again."""
 _PANEL_ROWS = 64
 """Slices begin at multiples of this number of rows: panels have as many, and words hold 8 rows at most."""
+_STORED_BYTES = 8 << 20
+"""Bytes of blocks that are packed at once. The mapped pages of a file count as this process's memory."""
 _FORM_ROWS = 8
 """Rows that are read to see the form of the others."""
 
@@ -29,10 +31,21 @@ class RowSlices:
     rows: Span
     step: int
     """Rows of a slice."""
+    read_stored: Callable[[Span], StoredRows] | None = None
+    """Returns some rows as the file stores them."""
 
     def slices(self) -> Iterator[GroupedWeight]:
         for start in range(self.rows.start, self.rows.stop, self.step):
             yield self.read(Span(start, min(start + self.step, self.rows.stop)))
+
+    def stored_slices(self) -> Iterator[StoredRows] | None:
+        return None if self.read_stored is None else self._read_stored_slices(self.read_stored)
+
+    def _read_stored_slices(self, read: Callable[[Span], StoredRows]) -> Iterator[StoredRows]:
+        row_bytes = read(Span(self.rows.start, self.rows.start + 1)).blocks.shape[1]
+        step = _rows_of_slice(_STORED_BYTES, row_bytes)
+        for start in range(self.rows.start, self.rows.stop, step):
+            yield read(Span(start, min(start + step, self.rows.stop)))
 
     def whole(self) -> GroupedWeight:
         whole, start = None, 0
@@ -42,25 +55,37 @@ class RowSlices:
             for own, theirs in zip(_row_tensors(to), _row_tensors(part), strict=True):
                 own.copy_(theirs)
             start += len(part)
-        assert whole is not None, "there are more rows than one slice has"
+        assert whole is not None, "there are rows"
         return whole
 
 
-def read_in_slices(read: Callable[[Span], GroupedWeight], rows: Span, num_columns: int) -> GroupedWeight:
-    """`rows` of a weight of `num_columns` columns. `read` decodes some of them.
+def read_in_slices(
+    read: Callable[[Span], GroupedWeight],
+    rows: Span,
+    num_columns: int,
+    read_stored: Callable[[Span], StoredRows] | None = None,
+) -> GroupedWeight:
+    """`rows` of a weight of `num_columns` columns. `read` decodes some of them, and `read_stored`, if given, returns
+    them as the file stores them.
 
-    If there are many, they are read when they are packed, unless zero points differ: their form depends on all of them.
+    They are read when they are packed if they are many or `read_stored` is given. But if zero points differ, they are
+    read now, since their form depends on all of them.
     """
-    step = max(1, _SLICE_ELEMENTS // max(1, num_columns) // _PANEL_ROWS) * _PANEL_ROWS
-    if rows.size <= step:
+    step = _rows_of_slice(_SLICE_ELEMENTS, num_columns)
+    if rows.size <= (step if read_stored is None else _FORM_ROWS):
         return read(rows)
-    reader = RowSlices(read, rows, step)
+    reader = RowSlices(read, rows, step, read_stored)
     few = read(Span(rows.start, rows.start + _FORM_ROWS))
     if few.zeros is not None and few.shared_zero is None:
         return reader.whole()
     later = _like(few, rows.size, lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
     zeros = None if few.zeros is None else few.zeros[:1, :1].expand(rows.size, few.scales.shape[1])
     return replace(later, zeros=zeros, reader=reader)
+
+
+def _rows_of_slice(size: int, row_size: int) -> int:
+    """How many rows a slice of `size` has, in whole panels."""
+    return max(1, size // max(1, row_size) // _PANEL_ROWS) * _PANEL_ROWS
 
 
 def _like(

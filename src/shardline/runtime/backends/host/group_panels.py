@@ -12,7 +12,7 @@ from shardline import _cpu
 from shardline.runtime.backends.host.grouped_forms import Groups
 from shardline.runtime.backends.host.memory import streamed_empty
 from shardline.runtime.backends.host.panels import PANEL_COLUMNS
-from shardline.weights.grouped import GroupedWeight, TwoLevels
+from shardline.weights.grouped import GroupedWeight, StoredRows, TwoLevels, scales_not_finite
 
 _OUTER_BYTES = 2 * PANEL_COLUMNS
 """Bytes of the outer numbers of a panel's columns, in float16."""
@@ -58,17 +58,47 @@ def fill_panels(
             held[-1].zero_()
     start = 0
     for half, part in enumerate(parts):
-        for some in part.in_slices():
-            codes = some.values if groups.order is None else some.values[:, groups.order]
-            if gated:
-                assert start % (PANEL_COLUMNS // 2) == 0, "slices begin with a panel"
-                _cpu.pack_codes(codes, panels[start // (PANEL_COLUMNS // 2) :], 0, half)
-            else:
-                _cpu.pack_codes(codes, panels, start)
-            for run in _runs(start, len(some), half if gated else None):
-                _fill_run(some, numbers, groups.ids, run)
-            start += len(some)
+        place = half if gated else None
+        stored = part.in_stored_slices() if _holds_as_stored(part, numbers, groups) else None
+        if stored is not None:
+            for rows in stored:
+                _pack_stored(rows, panels, numbers, start, place)
+                start += len(rows.blocks)
+        else:
+            for some in part.in_slices():
+                codes = some.values if groups.order is None else some.values[:, groups.order]
+                panel, first = _first_place(start, place)
+                _cpu.pack_codes(codes, panels[panel:], first, place)
+                for run in _runs(start, len(some), place):
+                    _fill_run(some, numbers, groups.ids, run)
+                start += len(some)
         start = 0 if gated else start
+
+
+def _holds_as_stored(part: GroupedWeight, numbers: GroupNumbers, groups: Groups) -> bool:
+    """Whether `numbers` have the types of the file. Parts with unlike types share wider ones."""
+    plain = part.scale_levels is None
+    return groups.order is None and numbers.zeros is None and (not plain or numbers.scales.dtype == part.scales.dtype)
+
+
+def _pack_stored(rows: StoredRows, panels: Tensor, numbers: GroupNumbers, start: int, half: int | None) -> None:
+    """Pack rows from row `start` of a weight on.
+
+    Raises:
+        ValueError: scales are not finite.
+    """
+    panel, first = _first_place(start, half)
+    mins = None if numbers.mins is None else numbers.mins[panel:]
+    if not _cpu.pack_blocks(rows.blocks, rows.kind, panels[panel:], numbers.scales[panel:], mins, first, half):
+        raise scales_not_finite(rows.name)
+
+
+def _first_place(start: int, half: int | None) -> tuple[int, int]:
+    """The panel of row `start` of a weight, and the column in it where packing begins."""
+    if half is None:
+        return divmod(start, PANEL_COLUMNS)
+    assert start % (PANEL_COLUMNS // 2) == 0, "slices begin with a panel"
+    return start // (PANEL_COLUMNS // 2), 0
 
 
 def rows_of_panels(part: Tensor, panels: Tensor, columns: Tensor) -> Tensor:
