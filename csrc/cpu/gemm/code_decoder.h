@@ -9,6 +9,9 @@ namespace shardline::SHARDLINE_ISA {
 
 #if defined(__AVX512BW__)
 
+// An octet has four steps, one for each pair of k. So many of them are decoded at once.
+constexpr int kSteps = 2;
+
 // 4-bit codes. The offset of a column is zero_entry(4) - zero; it is ignored without kZeros.
 template <bool kZeros, int kParts>
 class NibbleDecoder {
@@ -24,24 +27,24 @@ class NibbleDecoder {
     for (int part = 0; part < kParts; ++part) tables_[part] = _mm512_load_si512(tables.parts[part]);
   }
 
-  // Pairs of the four steps of an octet, each with its parts, for columns [16 v, 16 v + 16).
-  inline void decode(const uint8_t* octet, int64_t v, I32 offset, I32 (&pairs)[4 * kParts]) const {
+  // Pairs of the steps [first, first + kSteps) of an octet, each with its parts, for columns [16 v, 16 v + 16).
+  inline void decode(const uint8_t* octet, int64_t v, I32 offset, unsigned first, I32 (&pairs)[kSteps * kParts]) const {
     const __m512i codes = _mm512_loadu_si512(octet + v * 64);
     if constexpr (kZeros) {
       const U32 even = ((U32)codes & 0x0f0f0f0fu) + (U32)offset, odd = ((U32)codes >> 4 & 0x0f0f0f0fu) + (U32)offset;
-      look_up((__m512i)even, 0, pairs);
-      look_up((__m512i)odd, 1, pairs);
-      look_up(_mm512_srli_epi16((__m512i)even, 8), 2, pairs);
-      look_up(_mm512_srli_epi16((__m512i)odd, 8), 3, pairs);
+      look_up(_mm512_srli_epi16((__m512i)even, 4 * first), 0, pairs);
+      look_up(_mm512_srli_epi16((__m512i)odd, 4 * first), 1, pairs);
     } else {
-#pragma GCC unroll 4
-      for (unsigned step = 0; step < 4; ++step) look_up(_mm512_srli_epi16(codes, 4 * step), step, pairs);
+#pragma GCC unroll 2
+      for (unsigned step = 0; step < kSteps; ++step) {
+        look_up(_mm512_srli_epi16(codes, 4 * (first + step)), step, pairs);
+      }
     }
   }
 
  private:
   // A lookup reads five bits of a word. Without zero points, the fifth selects between equal halves of the table.
-  inline void look_up(__m512i index, unsigned step, I32 (&pairs)[4 * kParts]) const {
+  inline void look_up(__m512i index, unsigned step, I32 (&pairs)[kSteps * kParts]) const {
 #pragma GCC unroll 2
     for (unsigned part = 0; part < kParts; ++part) {
       pairs[step * kParts + part] = (I32)_mm512_permutexvar_epi16(index, tables_[part]);
@@ -62,32 +65,26 @@ class SixBitDecoder {
   explicit SixBitDecoder(const CodeTables& tables)
       : low_(_mm512_load_si512(tables.parts[0])), high_(_mm512_load_si512(tables.parts[0] + 32)) {}
 
-  inline void decode(const uint8_t* octet, int64_t v, I32, I32 (&pairs)[4]) const {
+  inline void decode(const uint8_t* octet, int64_t v, I32, int first, I32 (&pairs)[kSteps]) const {
     const uint8_t* half = octet + v / 2 * 192;
-    const __m512i own = _mm512_loadu_si512(half + v % 2 * 64), shared = _mm512_loadu_si512(half + 128);
-    if (v % 2 == 0) {
-      const __m512i seam = _mm512_mask_blend_epi16(0x88888888u, shared, own);
-      look_up(0, {own, own, seam, shared}, pairs);
-    } else {
-      const __m512i seam = _mm512_mask_blend_epi16(0x11111111u, shared, own);
-      look_up(1, {shared, seam, own, own}, pairs);
+    const bool odd = v % 2 != 0;
+    const __m512i own = _mm512_loadu_si512(half + (odd ? 64 : 0));
+    __m512i words[kSteps] = {own, own};
+    if (odd == (first == 0)) {
+      const __m512i shared = _mm512_loadu_si512(half + 128);
+      const __m512i seam = _mm512_mask_blend_epi16(odd ? 0x11111111u : 0x88888888u, shared, own);
+      words[0] = odd ? shared : seam;
+      words[1] = odd ? seam : shared;
+    }
+    // A lookup reads six bits of each 16; the other bits do not matter.
+#pragma GCC unroll 2
+    for (int step = 0; step < kSteps; ++step) {
+      const __m512i places = _mm512_load_si512(kPlaces.of_step[odd][first + step]);
+      pairs[step] = (I32)_mm512_permutex2var_epi16(low_, pick(places, words[step]), high_);
     }
   }
 
  private:
-  struct Sources {
-    __m512i of_step[4];
-  };
-
-  // A lookup reads six bits of each 16; the other bits do not matter.
-  [[gnu::always_inline]] inline void look_up(int odd, const Sources& sources, I32 (&pairs)[4]) const {
-#pragma GCC unroll 4
-    for (int step = 0; step < 4; ++step) {
-      const __m512i places = _mm512_load_si512(kPlaces.of_step[odd][step]);
-      pairs[step] = (I32)_mm512_permutex2var_epi16(low_, pick(places, sources.of_step[step]), high_);
-    }
-  }
-
 #if defined(__AVX512VBMI__)
   static constexpr SixBitPlaces<64> kPlaces = six_bit_bit_places<64>();
   static inline __m512i pick(__m512i places, __m512i words) {
@@ -103,15 +100,11 @@ class SixBitDecoder {
   __m512i low_, high_;
 };
 
-// The four pairs of 8-bit codes of columns [16 v, 16 v + 16), each in 16 bits.
-inline void load_byte_codes(const uint8_t* octet, int64_t v, __m512i (&words)[4]) {
-  const __m512i zero = _mm512_setzero_si512();
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; ++half) {
-    const __m512i codes = _mm512_loadu_si512(octet + half * 256 + v * 64);
-    words[half * 2] = _mm512_unpacklo_epi8(codes, zero);
-    words[half * 2 + 1] = _mm512_unpackhi_epi8(codes, zero);
-  }
+// Two pairs of 8-bit codes of columns [16 v, 16 v + 16), those of half an octet, each in 16 bits.
+inline void load_byte_codes(const uint8_t* octet, int64_t v, int first, __m512i (&words)[kSteps]) {
+  const __m512i zero = _mm512_setzero_si512(), codes = _mm512_loadu_si512(octet + first / kSteps * 256 + v * 64);
+  words[0] = _mm512_unpacklo_epi8(codes, zero);
+  words[1] = _mm512_unpackhi_epi8(codes, zero);
 }
 
 // 8-bit codes that stand for integers: code - zero, or without kZeros code + the first value of the table. No table is
@@ -129,12 +122,12 @@ class IntegerByteDecoder {
   explicit IntegerByteDecoder(const CodeTables& tables)
       : first_(_mm512_set1_epi16(static_cast<int16_t>(tables.values[0]))) {}
 
-  inline void decode(const uint8_t* octet, int64_t v, I32 offset, I32 (&pairs)[4]) const {
-    __m512i words[4];
-    load_byte_codes(octet, v, words);
+  inline void decode(const uint8_t* octet, int64_t v, I32 offset, int first, I32 (&pairs)[kSteps]) const {
+    __m512i words[kSteps];
+    load_byte_codes(octet, v, first, words);
     const __m512i add = kZeros ? (__m512i)offset : first_;
-#pragma GCC unroll 4
-    for (int step = 0; step < 4; ++step) pairs[step] = to_pairs(_mm512_add_epi16(words[step], add));
+#pragma GCC unroll 2
+    for (int step = 0; step < kSteps; ++step) pairs[step] = to_pairs(_mm512_add_epi16(words[step], add));
   }
 
  private:
@@ -155,11 +148,11 @@ class E4m3Decoder {
 
   explicit E4m3Decoder(const CodeTables& tables) : small_(_mm512_load_si512(tables.parts[0])) {}
 
-  inline void decode(const uint8_t* octet, int64_t v, I32, I32 (&pairs)[4]) const {
-    __m512i words[4];
-    load_byte_codes(octet, v, words);
-#pragma GCC unroll 4
-    for (int step = 0; step < 4; ++step) pairs[step] = to_pairs(words[step]);
+  inline void decode(const uint8_t* octet, int64_t v, I32, int first, I32 (&pairs)[kSteps]) const {
+    __m512i words[kSteps];
+    load_byte_codes(octet, v, first, words);
+#pragma GCC unroll 2
+    for (int step = 0; step < kSteps; ++step) pairs[step] = to_pairs(words[step]);
   }
 
  private:
@@ -201,23 +194,20 @@ class ByteDecoder {
     }
   }
 
-  inline void decode(const uint8_t* octet, int64_t v, I32, I32 (&pairs)[4]) const {
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const __m512i codes = _mm512_loadu_si512(octet + half * 256 + v * 64);
-      __m512i low = _mm512_permutex2var_epi8(low_[0], codes, low_[1]);
-      __m512i high = _mm512_permutex2var_epi8(high_[0], codes, high_[1]);
-      if constexpr (kSigned) {
-        constexpr int kOrAnd = 0xf8;  // a | (b & c)
-        high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(-128), kOrAnd);
-      } else {
-        const __mmask64 upper = _mm512_movepi8_mask(codes);
-        low = _mm512_mask_blend_epi8(upper, low, _mm512_permutex2var_epi8(low_[2], codes, low_[3]));
-        high = _mm512_mask_blend_epi8(upper, high, _mm512_permutex2var_epi8(high_[2], codes, high_[3]));
-      }
-      pairs[half * 2] = (I32)_mm512_unpacklo_epi8(low, high);
-      pairs[half * 2 + 1] = (I32)_mm512_unpackhi_epi8(low, high);
+  inline void decode(const uint8_t* octet, int64_t v, I32, int first, I32 (&pairs)[kSteps]) const {
+    const __m512i codes = _mm512_loadu_si512(octet + first / kSteps * 256 + v * 64);
+    __m512i low = _mm512_permutex2var_epi8(low_[0], codes, low_[1]);
+    __m512i high = _mm512_permutex2var_epi8(high_[0], codes, high_[1]);
+    if constexpr (kSigned) {
+      constexpr int kOrAnd = 0xf8;  // a | (b & c)
+      high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(-128), kOrAnd);
+    } else {
+      const __mmask64 upper = _mm512_movepi8_mask(codes);
+      low = _mm512_mask_blend_epi8(upper, low, _mm512_permutex2var_epi8(low_[2], codes, low_[3]));
+      high = _mm512_mask_blend_epi8(upper, high, _mm512_permutex2var_epi8(high_[2], codes, high_[3]));
     }
+    pairs[0] = (I32)_mm512_unpacklo_epi8(low, high);
+    pairs[1] = (I32)_mm512_unpackhi_epi8(low, high);
   }
 
  private:

@@ -8,6 +8,9 @@ namespace shardline::SHARDLINE_ISA {
 
 #if defined(__AVX2__) && !defined(__AVX512BW__)
 
+// An octet has four steps, one for each pair of k. All of them are decoded at once.
+constexpr int kSteps = 4;
+
 inline __m256i in_both_lanes(const uint8_t* bytes) {
   return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
 }
@@ -38,7 +41,7 @@ class NibbleDecoder {
   }
 
   // Pairs of the four steps of an octet, each with its parts, for columns [8 v, 8 v + 8).
-  inline void decode(const uint8_t* octet, int64_t v, I32 offset, I32 (&pairs)[4 * kParts]) const {
+  inline void decode(const uint8_t* octet, int64_t v, I32 offset, int, I32 (&pairs)[kSteps * kParts]) const {
     U32 codes;
     __builtin_memcpy(&codes, octet + v * 32, sizeof codes);
     U32 even = codes & 0x0f0f0f0fu, odd = codes >> 4 & 0x0f0f0f0fu;
@@ -63,7 +66,7 @@ class NibbleDecoder {
   }
 
   // Bytes 0 and 2 of a column belong to the pair of `step`, and bytes 1 and 3 to that of step + 2.
-  inline void look_up(__m256i index, int step, I32 (&pairs)[4 * kParts]) const {
+  inline void look_up(__m256i index, int step, I32 (&pairs)[kSteps * kParts]) const {
     const __m256i even_bytes = _mm256_set1_epi16(0xff);
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; ++part) {
@@ -104,7 +107,7 @@ class IntegerDecoder {
   explicit IntegerDecoder(const CodeTables& tables)
       : first_(_mm256_set1_epi16(static_cast<int16_t>(tables.values[0]))) {}
 
-  inline void decode(const uint8_t* octet, int64_t v, I32 offset, I32 (&pairs)[4]) const {
+  inline void decode(const uint8_t* octet, int64_t v, I32 offset, int, I32 (&pairs)[kSteps]) const {
     __m256i words[4];
     if constexpr (kBits == 8) {
       load_byte_codes(octet, v, words);
@@ -176,7 +179,7 @@ class E4m3Decoder {
     high_ = in_both_lanes(high);
   }
 
-  inline void decode(const uint8_t* octet, int64_t v, I32, I32 (&pairs)[4]) const {
+  inline void decode(const uint8_t* octet, int64_t v, I32, int, I32 (&pairs)[kSteps]) const {
     __m256i words[4];
     load_byte_codes(octet, v, words);
 #pragma GCC unroll 4

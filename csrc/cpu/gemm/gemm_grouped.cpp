@@ -95,11 +95,15 @@ template <bool kExpanded, int kRows, int kVectors, class Add>
       }
     }
   }
+  bool open = false;  // whether the tile ends within a group
   for (int64_t begin = tile.begin; begin < tile.end; ++g) {
     const int64_t group_end = min64((g + 1) * group_octets, num_octets), end = min64(group_end, tile.end);
     add(g, begin, end, sum);
     begin = end;
-    if (end != group_end) break;
+    if (end != group_end) {
+      open = true;
+      break;
+    }
     if (args.x_scales != nullptr) scale_rows(args, tile.row, g, sum);
     has_mins ? close_group<true, kExpanded>(args, tile, g, column, expanded, total, sum)
              : close_group<false, kExpanded>(args, tile, g, column, expanded, total, sum);
@@ -110,7 +114,7 @@ template <bool kExpanded, int kRows, int kVectors, class Add>
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       if (kHeld) store(totals + r * kRowSums + v * kLanes, total[r][v]);
-      store(current + r * kRowSums + v * kLanes, sum[r][v]);
+      if (open) store(current + r * kRowSums + v * kLanes, sum[r][v]);
     }
   }
 }
@@ -192,20 +196,25 @@ class FastUnpacker {
       const int64_t group = tile.panel * args.num_groups + o * kOctet / args.group_size;
 #pragma GCC unroll 8
       for (int64_t v = 0; v < kPanelColumns / kLanes; ++v) {
-        I32 pairs[4 * kNumParts];
-        decoder_.decode(octet, v, load_offsets<Decoder>(args, group, v * kLanes), pairs);
-        write(pairs, to + v * kLanes * 4);
+        const I32 offsets = load_offsets<Decoder>(args, group, v * kLanes);
+#pragma GCC unroll 2
+        for (int step = 0; step < kOctet / 2; step += kSteps) {
+          I32 pairs[kSteps * kNumParts];
+          decoder_.decode(octet, v, offsets, step, pairs);
+          write(pairs, step, to + v * kLanes * 4);
+        }
       }
       octet += octet_bytes(Decoder::kBits);
       to += kUnpackedBytes<T, kNumParts>;
     }
   }
 
-  // Writes pairs of an octet; `to` points to their first columns.
-  static inline void write(const I32 (&pairs)[4 * kNumParts], char* to) {
+  // Writes pairs of the steps from `first` on; `to` points to the first columns of an octet.
+  static inline void write(const I32 (&pairs)[kSteps * kNumParts], int first, char* to) {
     constexpr int64_t kRow = kPanelColumns * 4;
+    to += first * kNumParts * kRow * int64_t{sizeof(T)} / 2;
 #pragma GCC unroll 8
-    for (int i = 0; i < 4 * kNumParts; ++i) {
+    for (int i = 0; i < kSteps * kNumParts; ++i) {
       if constexpr (sizeof(T) == 4) {
         store(reinterpret_cast<float*>(to + 2 * i * kRow), even_of(pairs[i]));
         store(reinterpret_cast<float*>(to + (2 * i + 1) * kRow), odd_of(pairs[i]));
@@ -235,11 +244,19 @@ constexpr int direct_vectors(int rows) {
   return rows <= (Decoder::kBits == 4 && Decoder::kNumParts == 1 ? 6 : 4) ? 4 : 2;
 }
 
+// How many vectors of columns are decoded before they are multiplied, as far as the registers suffice. They share the
+// broadcasts of x, and their chains of sums overlap.
+template <class Decoder>
+constexpr int decoded_together(int rows, int vectors) {
+  if (kLanes < 16) return 1;
+  return rows == 1 && Decoder::kBits == 4 ? vectors : vectors == 2 ? 2 : 1;
+}
+
 // With kUnpacks, the pairs are also stored for the tiles that follow. Storing takes long, so it is best done while sums
 // are computed.
 template <bool kUnpacks, bool kExpanded, int kVectors, int kRows, class Decoder>
 void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, const Tile& tile) {
-  constexpr int kParts = Decoder::kNumParts;
+  constexpr int kParts = Decoder::kNumParts, kTogether = decoded_together<Decoder>(kRows, kVectors);
   const float* expanded = kExpanded ? block_numbers.values() : nullptr;
   const bf16* x = static_cast<const bf16*>(args.x) + tile.row * args.x_stride;
   const int64_t whole = args.depth / kOctet;
@@ -262,19 +279,27 @@ void add_decoded_tile(const GroupedLinearArgs& args, const Decoder& decoder, con
         if constexpr (kRows < 3) prefetch_octet<Decoder::kBits>(octet);
         const bf16* row = o < whole ? x + o * kOctet : padded[0];
         const int64_t stride = o < whole ? args.x_stride : kOctet;
+#pragma GCC unroll 2
+        for (int step = 0; step < kOctet / 2; step += kSteps) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-          I32 pairs[4 * kParts];
-          decoder.decode(octet, column / kLanes + v, offsets[v], pairs);
-          if constexpr (kUnpacks) {
-            char* to = tile.unpacked + (o - tile.begin) * kUnpackedBytes<bf16, kParts>;
-            FastUnpacker<bf16, Decoder>::write(pairs, to + (column + v * kLanes) * 4);
-          }
+          for (int v = 0; v < kVectors; v += kTogether) {
+            I32 pairs[kTogether][kSteps * kParts];
+#pragma GCC unroll 4
+            for (int t = 0; t < kTogether; ++t) {
+              decoder.decode(octet, column / kLanes + v + t, offsets[v + t], step, pairs[t]);
+              if constexpr (kUnpacks) {
+                char* to = tile.unpacked + (o - tile.begin) * kUnpackedBytes<bf16, kParts>;
+                FastUnpacker<bf16, Decoder>::write(pairs[t], step, to + (column + (v + t) * kLanes) * 4);
+              }
+            }
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r) {
+            for (int i = 0; i < kSteps * kParts; ++i) {
 #pragma GCC unroll 8
-            for (int i = 0; i < 4 * kParts; ++i) {
-              sum[r][v] = dot_pairs(sum[r][v], broadcast_pair(row + r * stride + i / kParts * 2), pairs[i]);
+              for (int r = 0; r < kRows; ++r) {
+                const I32 x_pair = broadcast_pair(row + r * stride + (step + i / kParts) * 2);
+#pragma GCC unroll 4
+                for (int t = 0; t < kTogether; ++t) sum[r][v + t] = dot_pairs(sum[r][v + t], x_pair, pairs[t][i]);
+              }
             }
           }
         }
