@@ -14,6 +14,7 @@ from shardline.deployment.machine import Device, Host
 from shardline.doctor.cluster_checks import check_cluster
 from shardline.doctor.facts import Finding, Link, ModelFacts, NodeFacts, Port
 from shardline.doctor.gather import gather
+from shardline.doctor.gpu_gather import GpuGather
 from shardline.doctor.node_checks import check_node
 
 GIB = 1 << 30
@@ -88,6 +89,9 @@ GPUS = host("H100", "H100")
          [("--master-port", "broken")]),
         ({"ports": (Port("--port", "::", 8000, "used", served="ready"), Port("--master-port", "::", 1, "used"))}, []),
         ({"known_answers_error": "the avx2 kernels give other bits each time"}, [("kernels", "broken")]),
+        ({"nccl_speed": 300e9}, []),
+        ({"nccl_speed": 2e9}, [("NCCL", "warning")]),
+        ({"nccl_error": "GPU 1: unhandled system error"}, [("NCCL", "broken")]),
         ({"model": ModelFacts("m/m", cache="/c", cache_free=GIB)}, [("model", "warning")]),
         ({"model": ModelFacts("m/m", error="model.safetensors.index.json names a file that is absent")},
          [("model", "broken")]),
@@ -160,3 +164,18 @@ def test_this_host_has_facts_that_travel() -> None:
     assert here.known_answers_error == ""
     assert len(here.model.digest) == 12
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(here), type=NodeFacts) == here
+
+
+def test_ranks_measure_how_fast_they_gather() -> None:
+    """With gloo here; GPUs use NCCL."""
+    speed, problem = GpuGather(2, "gloo", "cpu").collect(60.0)
+    assert problem == ""
+    assert 1e6 < speed < 1e12
+    assert GpuGather(1).collect(0.0) == (0.0, "")
+
+
+def test_ranks_that_cannot_gather_are_named() -> None:
+    speed, problem = GpuGather(2, "carrier-pigeons", "cpu").collect(60.0)
+    assert speed == 0.0
+    assert problem.startswith("GPU 0: ")
+    assert "carrier-pigeons" in problem.lower()

@@ -93,6 +93,10 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Active InfiniBand or RoCE ports, with their rates."""
     nccl: dict[str, str] = {}
     """The NCCL_* variables of the environment."""
+    nccl_speed: float = 0.0
+    """Bytes per second that each GPU receives while all GPUs of the node gather; 0: not measured."""
+    nccl_error: str = ""
+    """Why they could not gather."""
 
     @property
     def name(self) -> str:

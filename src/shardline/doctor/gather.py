@@ -20,6 +20,7 @@ from shardline.config.server import ServerConfig
 from shardline.deployment.interconnect import probe_gpu_links, rdma_ports
 from shardline.deployment.probe import available_isas, probe_machine, software_versions
 from shardline.doctor.facts import UNLIMITED, ModelFacts, NodeFacts, Port
+from shardline.doctor.gpu_gather import GpuGather
 from shardline.doctor.known_answers import KnownAnswers
 from shardline.models.checkpoint import weight_files
 from shardline.models.gguf.names import all_parts, is_gguf
@@ -36,6 +37,7 @@ def gather(config: EngineConfig, server: ServerConfig) -> NodeFacts:
     answers = KnownAnswers()
     gpus = probe_gpu_links(parallel.device)
     (host,) = probe_machine(gpus=bool(gpus.driver)).hosts
+    speed = GpuGather(len(host.of_kind("cuda")))
     address, address_error = "", ""
     if cluster.has_nodes:
         try:
@@ -45,6 +47,7 @@ def gather(config: EngineConfig, server: ServerConfig) -> NodeFacts:
     num_replicas = cluster.num_local_replicas(parallel.data_parallel_size)
     has_no_ranks = cluster.data_parallel_address is not None and not num_replicas
     known_answers, known_answers_error = answers.collect(_ANSWER_SECONDS)
+    nccl_speed, nccl_error = speed.collect(_ANSWER_SECONDS)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return NodeFacts(
         node=-1 if has_no_ranks else cluster.node_rank or cluster.data_parallel_start_rank,
@@ -69,6 +72,8 @@ def gather(config: EngineConfig, server: ServerConfig) -> NodeFacts:
         model=model_facts(config),
         rdma=rdma_ports(),
         nccl=env.nccl_settings(),
+        nccl_speed=nccl_speed,
+        nccl_error=nccl_error,
     )
 
 

@@ -12,6 +12,8 @@ _LEAST_SHM = 1 << 30
 _SPARE_FILES = 256
 _LITTLE_DISK = 20 << 30
 _SLOW_LINKS = {"SYS", "NODE"}
+_SLOW_NCCL = 5e9
+"""Bytes per second that even GPUs without peer access reach through host memory over PCIe 3."""
 
 Check = Callable[[NodeFacts], Iterator[Finding]]
 
@@ -80,6 +82,20 @@ def check_peer_access(facts: NodeFacts) -> Iterator[Finding]:
         yield _found(facts, "P2P", "warning", f"some GPUs are on different sockets ({links})", fix)
     else:
         yield _found(facts, "P2P", "ok", links)
+
+
+def check_nccl(facts: NodeFacts) -> Iterator[Finding]:
+    """Whether GPUs of one node exchange over NCCL, and how fast."""
+    if facts.nccl_error:
+        fix = "end other programs on the GPUs; then set NCCL_DEBUG=INFO and look at the output of `shardline serve`"
+        yield _found(facts, "NCCL", "broken", facts.nccl_error, fix)
+    elif facts.nccl_speed:
+        text = f"{len(facts.gpu_names)} GPUs gather {facts.nccl_speed / 1e9:.1f} GB/s each"
+        if facts.nccl_speed < _SLOW_NCCL:
+            fix = "look at P2P and /dev/shm above; unset NCCL_P2P_DISABLE and NCCL_SHM_DISABLE; prefer -pp"
+            yield _found(facts, "NCCL", "warning", text, fix)
+        else:
+            yield _found(facts, "NCCL", "ok", text)
 
 
 def check_shared_memory(facts: NodeFacts) -> Iterator[Finding]:
@@ -167,6 +183,7 @@ CHECKS: tuple[Check, ...] = (
     check_versions,
     check_devices,
     check_peer_access,
+    check_nccl,
     check_shared_memory,
     check_limits,
     check_addresses,
