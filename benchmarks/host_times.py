@@ -7,22 +7,16 @@ predicted time of the prompts and of a decode step, divided by the measured one.
 
 from __future__ import annotations
 
-import argparse
-import json
-import random
 import statistics
-import tempfile
 import time
-from pathlib import Path
 
-from parallel_auto import MODELS, options
+from random_models import RandomModel, asked_models
 
 from shardline import LLM, SamplingParams
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
 from shardline.deployment.here import resolve_here
 from shardline.planner.auto import deployment_work
-from shardline.planner.catalog import shipped_facts
 from shardline.planner.host import HOST_TIMING, measure_host, share_host
 from shardline.planner.timing import Load, loop_steps
 
@@ -40,11 +34,11 @@ def predict(deployment: Deployment, running: int) -> tuple[float, float]:
     return steps.bursts * steps.burst.seconds(constants), steps.decode.seconds(constants)
 
 
-def measure(llm: LLM, running: int, dice: random.Random) -> tuple[float, float]:
+def measure(llm: LLM, model: RandomModel, running: int) -> tuple[float, float]:
     """The same of the engine."""
     seconds = []
     for output_len in (1, OUTPUT_LEN):
-        prompts = [{"prompt_token_ids": [dice.randrange(10, 30000) for _ in range(INPUT_LEN)]} for _ in range(running)]
+        prompts = model.prompts(running, INPUT_LEN)
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
         started = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
@@ -54,30 +48,21 @@ def measure(llm: LLM, running: int, dice: random.Random) -> tuple[float, float]:
 
 def main() -> None:
     """Compare each model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="only these (default: all)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds (default: 5)")
-    arguments = parser.parse_args()
-    dice = random.Random(0)
-    for name in arguments.models or MODELS:
-        source, changes = MODELS[name]
-        with tempfile.TemporaryDirectory() as folder:
-            config = dict(shipped_facts()["models"][source]["config"], **changes)
-            (Path(folder) / "config.json").write_text(json.dumps(config))
-            deployment = resolve_here(EngineConfig.from_options(**options(folder)))
-            pairs: dict[tuple[int, str], list[tuple[float, float]]] = {}
-            with LLM(**options(folder)) as llm:
-                measure(llm, RUNNING[-1], dice)
-                for _ in range(arguments.rounds):
-                    for running in RUNNING:
-                        times = zip(predict(deployment, running), measure(llm, running, dice), strict=True)
-                        for what, pair in zip(("prompts", "decode step"), times, strict=True):
-                            pairs.setdefault((running, what), []).append(pair)
+    for model in asked_models(__doc__, rounds=5):
+        deployment = resolve_here(EngineConfig.from_options(**model.options))
+        pairs: dict[tuple[int, str], list[tuple[float, float]]] = {}
+        with LLM(**model.options) as llm:
+            measure(llm, model, RUNNING[-1])
+            for _ in range(model.rounds):
+                for running in RUNNING:
+                    times = zip(predict(deployment, running), measure(llm, model, running), strict=True)
+                    for what, pair in zip(("prompts", "decode step"), times, strict=True):
+                        pairs.setdefault((running, what), []).append(pair)
         for (running, what), found in pairs.items():
             ratios = sorted(predicted / measured for predicted, measured in found)
             median = statistics.median(measured for _, measured in found)
             print(
-                f"{name}, {running} running, {what}: measured {1e3 * median:.1f} ms, "
+                f"{model.name}, {running} running, {what}: measured {1e3 * median:.1f} ms, "
                 f"predicted / measured {statistics.median(ratios):.2f} [{ratios[0]:.2f}-{ratios[-1]:.2f}]",
                 flush=True,
             )

@@ -6,11 +6,13 @@ import math
 
 import pytest
 
+from shardline.models.compressed import CompressedMQA, token_bytes
 from shardline.models.kv_shapes import kv_parts
 from shardline.models.parameters import counted_parameters
 from shardline.models.partition import Span
 from shardline.models.planning import read_planned
 from shardline.models.sharding import shard, shard_shape
+from shardline.models.sizes import checkpoint_bytes
 from shardline.models.spec import GQA, MLA, DecoderSpec, LinearAttention, MoE
 from shardline.planner.catalog import find_model
 
@@ -70,7 +72,48 @@ def test_the_indexer_of_minimax_m3_has_a_cache() -> None:
     assert sizes == [2 * 4 * 128 * 2, 2 * 4 * 128 * 2 + 128 + 4]
 
 
-@pytest.mark.parametrize("name", ["XiaomiMiMo/MiMo-V2-Flash", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"])
+FLASH, PRO = "deepseek-ai/DeepSeek-V4-Flash", "deepseek-ai/DeepSeek-V4-Pro"
+
+
+@pytest.mark.parametrize(("name", "total", "active"), [(FLASH, 284, 13), (PRO, 1573, 49)])
+def test_sizes_of_deepseek_v4(name: str, total: float, active: float) -> None:
+    """284 billion, 1.6 trillion, and 13 and 49 for each token: without the embedding, by the publisher."""
+    spec = find_model(name).spec
+    found, used = count(spec)
+    assert found == pytest.approx(total, rel=0.01)
+    assert round(found, -2) == round(total, -2)
+    assert used - spec.vocab_size * spec.hidden_size / 1e9 == pytest.approx(active, rel=0.025)
+
+
+def test_the_checkpoint_of_deepseek_v4_has_the_published_bytes() -> None:
+    """159.61 GB, by the index of its files, of which the layer for multi-token prediction is one of 44 alike."""
+    model = find_model(FLASH)
+    assert checkpoint_bytes(model.spec, model.stored()) / 1e9 == pytest.approx(159.61 * 43 / 44, rel=0.01)
+    for name, low, high in (
+        ("nvidia/DeepSeek-V4-Flash-NVFP4", 160, 170),
+        ("sgl-project/DeepSeek-V4-Flash-FP8", 284, 289),
+    ):
+        other = find_model(name)
+        assert low < checkpoint_bytes(other.spec, other.stored()) / 1e9 < high
+
+
+def test_the_cache_of_deepseek_v4_follows_its_ratios() -> None:
+    """vLLM's announcement counts 9.62 GiB for 1,048,576 tokens of Pro in 16 bits."""
+    spec = find_model(PRO).spec
+    kinds = [layer.attention for layer in spec.layers]
+    assert all(isinstance(kind, CompressedMQA) for kind in kinds)
+    found = [token_bytes(kind, "bfloat16") for kind in kinds if isinstance(kind, CompressedMQA)]
+    # 512 elements for 4 tokens, with a key of 128; or 512 elements for 128 tokens
+    assert [found.count(1024 / 4 + 256 / 4), found.count(1024 / 128)] == [30, 31]
+    assert sum(found) * 2**20 / 2**30 == pytest.approx(9.62, abs=0.005)
+    windows = [layer.attention.window for layer in find_model(FLASH).spec.layers]
+    assert windows == [128, 128, *[None] * 41]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["XiaomiMiMo/MiMo-V2-Flash", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "deepseek-ai/DeepSeek-V4-Flash"],
+)
 def test_ranks_share_every_weight(name: str) -> None:
     spec = find_model(name).spec
     layers = {id(layer): index for index, layer in enumerate(spec.layers)}
@@ -92,3 +135,17 @@ def test_a_pattern_that_makes_no_sense(config: dict[str, object], problem: str) 
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     with pytest.raises(ValueError, match=problem):
         read_planned("m", {"model_type": "nemotron_h", **experts, **config})
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({}, "compress_ratios must have a number for each of 43 layers"),
+        ({"compress_ratios": [0] * 42 + [-4]}, "has -4"),
+        ({"compress_ratios": [0] * 43, "o_groups": 5}, "o_groups must divide"),
+        ({"compress_ratios": [0] * 43, "num_key_value_heads": 2}, "num_key_value_heads"),
+    ],
+)
+def test_a_deepseek_v4_that_makes_no_sense(config: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        read_planned("m", {"model_type": "deepseek_v4", **config})

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardline.cli.main import main
-from shardline.models.sizes import checkpoint_bytes
+from shardline.models.sizes import checkpoint_bytes, stage_spans
+from shardline.planner import vllm
 from shardline.planner.catalog import find_model, shipped_facts
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import GIB, known_gpus
@@ -103,6 +104,7 @@ _LOGS = [
     (LLAMA_8B, 1, 0.9, 14.99, 51.38),
     ("Qwen/Qwen3-0.6B", 1, 0.9, 1.12, 64.45),
     ("Qwen/Qwen3-32B", 1, 0.9, 61.03, 4.45),
+    ("mistralai/Mistral-Small-3.2-24B-Instruct-2506", 1, 0.95, 44.76, 28.2),
 ]
 
 
@@ -118,6 +120,23 @@ def test_windowed_layers_count_as_vllm_counts_them() -> None:
     """626,949 tokens in 64.68 GiB, by a start-up log: concurrency times max_model_len."""
     result = fits("google/gemma-4-31b-it", "H200", Layout("vllm"), 262_144)
     assert result.kv_tokens / result.kv_bytes == pytest.approx(626_949 / (64.68 * GIB), rel=0.002)
+
+
+def test_the_start_up_of_a_model_with_an_image_encoder() -> None:
+    """64.68 GiB of KV memory, by a start-up log that states no utilization."""
+    result = fits("google/gemma-4-31b-it", "H200", Layout("vllm"), 262_144)
+    assert result.kv_bytes / GIB == pytest.approx(64.68, abs=0.02 * 139.8)
+
+
+@pytest.mark.parametrize(("length", "concurrency"), [(912_128, 1_009_661 / 912_128)])
+def test_requests_of_deepseek_v4_take_what_vllm_logs(length: int, concurrency: float) -> None:
+    """7.01 GiB hold 1,009,661 tokens at this length (vLLM issue 51041, which states no other numbers)."""
+    model = find_model("deepseek-ai/DeepSeek-V4-Flash")
+    stages = stage_spans(model.spec, 1)
+    place = vllm.grid_of(Layout("vllm", 2)).place(0)
+    size = vllm.request_size(model.spec, place, stages, "float8_e4m3fn", 8192)
+    assert 7.01 * GIB / size(length) == pytest.approx(concurrency, rel=0.01)
+    assert size(2 * length) < 1.6 * size(length), "states and windows do not grow"
 
 
 def test_every_shipped_model_has_a_spec() -> None:

@@ -67,7 +67,8 @@ def pipeline_traffic(
     """Hand-offs of hidden states over all stage boundaries; each rank of a stage sends its equal part."""
     if stages == 1:
         return NOTHING
-    return Traffic((stages - 1) * num_tokens * spec.hidden_size * dtype_bytes / tensor, stages - 1)
+    elements = num_tokens * spec.residual_streams * spec.hidden_size
+    return Traffic((stages - 1) * elements * dtype_bytes / tensor, stages - 1)
 
 
 def expert_traffic(

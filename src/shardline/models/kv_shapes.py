@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from shardline.models.compressed import CompressedMQA
 from shardline.models.spec import (
     DTYPE_BYTES,
     MLA,
@@ -38,8 +39,10 @@ def kv_parts(
     One-byte types add scales [num_blocks, num_kv_heads, block_size] for both. Latents are one tensor [num_blocks,
     block_size, latent_dim], and `num_kv_heads` has no effect on them. With a one-byte type, their rotated part is a
     tensor of its own in bfloat16, and there is a scale [num_blocks, block_size]. Linear attention caches nothing per
-    token: see `sizes.state_bytes`.
+    token: see `sizes.state_bytes`. Compressed attention, which only the planner knows, has no such tensors: see
+    `compressed.cache_rows`.
     """
+    assert not isinstance(attention, CompressedMQA)
     has_scales = DTYPE_BYTES[dtype] == 1
     if isinstance(attention, LinearAttention):
         return ()

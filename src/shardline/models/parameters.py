@@ -23,7 +23,8 @@ lead into it and out of it.
 
 Linear attention has `attention.{qkv,z,beta,decay,o}.weight`, `attention.conv.weight` [channels, width], and per value
 head `attention.{decay_log,decay_offset}.bias`; the norm of its outputs is `attention.norm.weight` [value head]. The
-indexer of sparse attention has `attention.indexer_{q,k,weights}.weight` and `attention.indexer_norm.*`.
+indexer of sparse attention has `attention.indexer_{q,k,weights}.weight` and `attention.indexer_norm.*`. For the
+parameters of compressed attention and of several residual streams see `compressed.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
+from shardline.models.compressed import (
+    CompressedMQA,
+    compressed_parameters,
+    head_stream_parameters,
+    stream_parameters,
+)
 from shardline.models.partition import Span
 from shardline.models.spec import (
     GQA,
@@ -53,7 +60,9 @@ Shape = tuple[int, ...]
 
 
 _IN_FLOAT32 = ("attention.sinks", "feed_forward.router", "feed_forward.expert_scale", "output_scale")
+_STREAMS = "_streams"
 _NEVER_QUANTIZED = (
+    *("compressor_kv", "compressor_gate", _STREAMS),
     *("norm", "router", "shared_gate", "kv_up", "beta", "decay", "conv", "indexer_weights"),
     *("token_input.embed", "token_input.projection", "token_input.gate"),
 )
@@ -89,7 +98,8 @@ def is_linear(name: str) -> bool:
 
     A router and the gate of a shared expert may not: they are small, and errors in them would choose other experts.
     `attention.kv_up` may not either: absorbed attention multiplies it from both sides, so row scales do not fit it.
-    Neither may the small projections of linear attention, of an indexer and of a layer's input for each token.
+    Neither may the small projections of linear attention, of an indexer, of compressors and of a layer's input for each
+    token.
     """
     layer, part, kind = parse_name(name)
     if layer is None or kind != "weight":
@@ -101,10 +111,10 @@ def is_kept_in_float32(name: str) -> bool:
     """Whether `name` stays in float32 for every dtype.
 
     These are attention sinks and learned factors, since their kernels read float32, and a router's bias, since it
-    decides between close scores.
+    decides between close scores. Mixtures of residual streams stay too.
     """
     _, part, kind = parse_name(name)
-    return kind == "bias" and part in _IN_FLOAT32
+    return (kind == "bias" and part in _IN_FLOAT32) or part.endswith(_STREAMS)
 
 
 def expert_of(part: str) -> int | None:
@@ -202,6 +212,7 @@ def _after_layers(spec: DecoderSpec, layers: Span) -> Iterator[tuple[str, Shape]
     if layers.stop < len(spec.layers):
         return
     hidden, vocab = spec.hidden_size, spec.vocab_size
+    yield from head_stream_parameters(spec)
     yield from _norm("final_norm", spec.final_norm, hidden)
     if not spec.tied_embeddings:
         yield "lm_head.weight", (vocab, hidden)
@@ -222,6 +233,7 @@ def layer_parameters(layer: Layer, hidden_size: int, num_experts: int | None = N
     else:
         yield from _dense("feed_forward", layer.feed_forward, hidden_size)
     yield from _norm("post_feed_forward_norm", layer.post_feed_forward_norm, hidden_size)
+    yield from stream_parameters(layer, hidden_size)
     if layer.token_input is not None:
         yield from _token_input(layer.token_input, hidden_size)
     if layer.output_scale:
@@ -240,6 +252,8 @@ def _token_input(token_input: TokenInput, hidden_size: int) -> Iterator[tuple[st
 def _attention(attention: Attention, hidden_size: int) -> Iterator[tuple[str, Shape]]:
     if isinstance(attention, MLA):
         yield from _mla(attention, hidden_size)
+    elif isinstance(attention, CompressedMQA):
+        yield from compressed_parameters(attention, hidden_size)
     elif isinstance(attention, LinearAttention):
         yield from _linear_attention(attention, hidden_size)
     else:

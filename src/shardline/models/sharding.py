@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from shardline.models.compressed import CompressedMQA
 from shardline.models.parameters import expert_of, parse_name
 from shardline.models.partition import ExpertShare, Span, split_dim, split_heads, split_query_heads
 from shardline.models.spec import GQA, Attention, DecoderSpec, Dense, LinearAttention, MoE, PlannedGQA
@@ -39,6 +40,7 @@ def shard(
 
     In latent attention, q, q_up and kv_up are split by heads. q_down and kv_down are split like one weight with
     q_down's rows first. So a gather of the ranks' projections gives both latents side by side. A span may be empty.
+    Compressed attention has whole parts but for q_up, o_down and o, which are split by heads, groups and like any o.
 
     Raises:
         ValueError: the name is not a parameter of a decoder, or this number of ranks cannot share the heads.
@@ -48,15 +50,15 @@ def shard(
     if layer is None:
         if part in ("embed", "lm_head"):
             return _split(0, split_dim(spec.vocab_size, tp_size)[tp_rank], whole)
-        if part == "positions":
+        if part in ("positions", "head_streams"):
             return whole
         if part in ("final_norm", "token_input_norm"):
             return (None,)
         raise ValueError(f"{name!r} is no canonical parameter name")
     if part.endswith("norm") or part == "output_scale":
         return (None,)
-    if part.startswith("attention.indexer"):
-        return whole
+    if part.startswith(("attention.indexer", "attention.compressor")) or part.endswith("_streams"):
+        return (None, None) if part.endswith("_position") else whole
     if part.startswith("feed_forward."):
         return _shard_feed_forward(name, spec, tp_rank, tp_size, numerics, experts)
     if part.startswith("token_input."):
@@ -72,6 +74,8 @@ def shard(
         return _split(0, split_dim(spec.hidden_size, tp_size)[tp_rank], whole)
     if kind == "bias":
         return whole
+    if isinstance(attention, CompressedMQA):
+        return _split(1, _output_rows(attention, tp_rank, tp_size), whole)
     heads = split_query_heads(attention, tp_size)[tp_rank]
     return _split(1, _scaled(heads, _output_width(attention)), whole)
 
@@ -147,6 +151,8 @@ def _projections(attention: Attention) -> tuple[str, ...]:
     """The parts that turn a layer's input into queries, keys and values."""
     if isinstance(attention, LinearAttention):
         return tuple(f"attention.{part}" for part in ("qkv", "z", "beta", "decay", "conv", "decay_log", "decay_offset"))
+    if isinstance(attention, CompressedMQA):
+        return "attention.q_down", "attention.q_up", "attention.kv_down", "attention.o_down"
     if isinstance(attention, GQA):
         return "attention.q", "attention.k", "attention.v"
     q_parts = ("attention.q",) if attention.q_lora_rank is None else ("attention.q_down", "attention.q_up")
@@ -158,6 +164,12 @@ def _projection_span(attention: Attention, part: str, tp_rank: int, tp_size: int
         num_rows = attention.conv_size if part in ("attention.qkv", "attention.conv") else attention.num_value_heads
         num_rows = attention.value_size if part == "attention.z" else num_rows
         return _scaled(split_query_heads(attention, tp_size)[tp_rank], num_rows // attention.num_key_heads)
+    if isinstance(attention, CompressedMQA):
+        if part == "attention.o_down":
+            return _output_rows(attention, tp_rank, tp_size)
+        if part == "attention.q_up":
+            return _scaled(split_query_heads(attention, tp_size)[tp_rank], attention.head_dim)
+        return Span(0, attention.query_rank if part == "attention.q_down" else attention.head_dim)
     if isinstance(attention, GQA):
         share = split_heads(attention.num_heads, attention.num_kv_heads, tp_size)[tp_rank]
         width = attention.value_head_dim if part == "attention.v" else attention.head_dim
@@ -174,6 +186,11 @@ def _projection_span(attention: Attention, part: str, tp_rank: int, tp_size: int
     if part == "attention.kv_up":
         return _scaled(heads, attention.nope_head_dim + attention.value_head_dim)
     return _scaled(heads, attention.query_head_dim)
+
+
+def _output_rows(attention: CompressedMQA, tp_rank: int, tp_size: int) -> Span:
+    """The rows of o_down that a rank has: those of whole groups of heads."""
+    return _scaled(split_dim(attention.output_groups, tp_size)[tp_rank], attention.output_rank)
 
 
 def _scaled(span: Span, width: int) -> Span:

@@ -293,12 +293,13 @@ def state_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span]) -> 
 def step_bytes(spec: DecoderSpec, dtype: DType, num_tokens: int, num_seqs: int) -> int:
     """The most bytes of activations that are alive at once in a step of `num_tokens`, of which `num_seqs` are sampled.
 
-    Rows are whole. The sum counts the residual stream and its neighbours, the projections of the feed-forward block,
-    the layers' inputs for each token, and the fp32 logits twice.
+    Rows are whole. The sum counts residual streams and their neighbours, the projections of the feed-forward block, the
+    layers' inputs for each token, and the fp32 logits twice.
     """
     widest = max(_projected(layer.feed_forward) for layer in spec.layers)
     inputs = 0 if spec.token_input is None else 4 * len(spec.layers) * spec.token_input.size
-    activations = num_tokens * (6 * spec.hidden_size + 2 * widest + inputs) * DTYPE_BYTES[dtype]
+    hidden = (5 + spec.residual_streams) * spec.hidden_size
+    activations = num_tokens * (hidden + 2 * widest + inputs) * DTYPE_BYTES[dtype]
     return activations + 2 * 4 * num_seqs * spec.vocab_size
 
 

@@ -315,6 +315,11 @@ class Layer(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """Whether the residual stream is multiplied by a learned number after the layer (Gemma 4)."""
     token_input: TokenInput | None = None
 
+    @property
+    def residual_streams(self) -> int:
+        """Number of residual streams."""
+        return 1
+
 
 class DecoderSpec(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """A decoder-only language model."""
@@ -342,6 +347,11 @@ class DecoderSpec(msgspec.Struct, frozen=True, array_like=True, cache_hash=True)
     def token_input(self) -> TokenInput | None:
         """What each layer reads of the token itself. All layers have one of the same size, or none has one."""
         return self.layers[0].token_input
+
+    @property
+    def residual_streams(self) -> int:
+        """Number of residual streams. All layers have as many."""
+        return self.layers[0].residual_streams
 
 
 class TensorSource(msgspec.Struct, frozen=True, array_like=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardline.config.topology import RankPlace
@@ -17,6 +17,7 @@ from shardline.models.communication import (
     pipeline_traffic,
     tensor_traffic,
 )
+from shardline.models.compressed import CompressedMQA, cache_rows, token_bytes
 from shardline.models.kv_shapes import indexer_of, kv_parts
 from shardline.models.parameters import CountedParameter, counted_parameters, is_looked_up, parse_name
 from shardline.models.partition import Span, split_heads
@@ -38,6 +39,8 @@ from shardline.models.spec import (
 from shardline.models.stored_weights import StoredWeights
 
 _FOUR_BIT_FLOATS = ("nvfp4", "mxfp4")
+_STREAM_LAUNCHES = 4
+"""Kernels that mix residual streams for a layer's two blocks, and write to them."""
 _PLAIN_FORMATS = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}
 
 
@@ -218,7 +221,12 @@ def _exchanges(
 def num_launches(spec: DecoderSpec, stage: Span) -> int:
     """Kernels of a stage's layers in a usual implementation. Those that run beside others do not count."""
     return sum(
-        number * (_attention_launches(layer.attention) + _feed_forward_launches(layer.feed_forward))
+        number
+        * (
+            _attention_launches(layer.attention)
+            + _feed_forward_launches(layer.feed_forward)
+            + _STREAM_LAUNCHES * (layer.residual_streams > 1)
+        )
         for layer, number in count_layers(spec, stage)
     )
 
@@ -229,6 +237,9 @@ def _attention_launches(attention: Attention) -> int:
     if isinstance(attention, MLA):
         # norm, down, norms, up, absorption, rotation, attention, merge, values, output; the indexer has six more
         return 10 + 6 * isinstance(attention, SparseMLA)
+    if isinstance(attention, CompressedMQA):
+        # norm, down, norms, up, rotation, attention, inverse rotation, two outputs; compressors have two
+        return 9 + 2 * (attention.ratio > 0) + 8 * (attention.indexer is not None)
     # norm, projection, rotation, attention, output
     return 5 + (attention.qk_norm is not None) + 6 * (indexer_of(attention) is not None)
 
@@ -265,6 +276,8 @@ def activation_bytes(spec: DecoderSpec, stage: Span, tensor: int) -> float:
     for layer, number in count_layers(spec, stage):
         attention, feed_forward = layer.attention, layer.feed_forward
         hidden, inner = 8 * spec.hidden_size, 6 * output_size(attention) / tensor
+        if (streams := layer.residual_streams) > 1:
+            hidden += 2 * 3 * streams * spec.hidden_size  # each block reads them twice and writes them
         if isinstance(feed_forward, MoE):
             chosen = feed_forward.routing.experts_per_token
             hidden += 2 * chosen * spec.hidden_size
@@ -275,8 +288,13 @@ def activation_bytes(spec: DecoderSpec, stage: Span, tensor: int) -> float:
     return total * DTYPE_BYTES[spec.dtype]
 
 
-def cached_token_bytes(attention: Attention, tensor: int, dtype: KVDType) -> int:
-    """Bytes of one token in one layer on the fullest of `tensor` ranks, without scales per token."""
+def cached_token_bytes(attention: Attention, tensor: int, dtype: KVDType) -> float:
+    """Bytes of one token in one layer on the fullest of `tensor` ranks, without scales per token.
+
+    Of compressed attention it is a token's part of the entries; all ranks have them.
+    """
+    if isinstance(attention, CompressedMQA):
+        return token_bytes(attention, dtype)
     heads = 1
     if isinstance(attention, GQA):
         shares = split_heads(attention.num_heads, attention.num_kv_heads, tensor)
@@ -296,10 +314,13 @@ def attention_work(
     With `expands`, prompts compute latent attention with the keys and values of each head, not in the dims of the
     latent.
     """
-    found = []
+    found: list[AttentionWork] = []
     for layer, number in count_layers(spec, stage):
         attention = layer.attention
         if isinstance(attention, LinearAttention):
+            continue
+        if isinstance(attention, CompressedMQA):
+            found.extend(_compressed_work(attention, number, tensor, dtype))
             continue
         indexer = indexer_of(attention)
         window = attention.window if indexer is None else indexer.top_k
@@ -310,6 +331,21 @@ def attention_work(
         num_bytes = number * cached_token_bytes(attention, tensor, dtype)
         found.append(AttentionWork(window, num_bytes, number * pair, number * prefill))
     return tuple(found)
+
+
+def _compressed_work(attention: CompressedMQA, number: int, tensor: int, dtype: KVDType) -> Iterator[AttentionWork]:
+    """Attention to the window, to entries, and of the indexer to all of its keys. Every rank has the whole indexer."""
+    pair = 2 * multiplications_per_pair(attention) / tensor
+    window, entries, keys = cache_rows(attention, dtype)
+    indexer = attention.indexer
+    yield AttentionWork(window.window, number * window.num_bytes, number * pair, number * pair)
+    if entries is not None:
+        chosen = None if indexer is None else indexer.top_k * entries.ratio
+        flops = number * pair / entries.ratio
+        yield AttentionWork(chosen, number * entries.num_bytes / entries.ratio, flops, flops)
+    if keys is not None and indexer is not None:
+        flops = number * 2 * indexer.num_heads * indexer.head_dim / keys.ratio
+        yield AttentionWork(None, number * keys.num_bytes / keys.ratio, flops, flops)
 
 
 def _seen(context: float, window: int | None) -> float:

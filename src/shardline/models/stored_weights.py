@@ -148,12 +148,22 @@ def read_stored(config: HFConfig) -> StoredRules:
     name = method.replace("-", "_")
     if name not in known:
         raise section.error("quant_method", f"{method!r} is not known; known: {', '.join(known)}")
-    rules = known[name].read(section)
+    rules = _with_small_experts(config, known[name].read(section))
     for pattern in (*rules.excluded, *(target for rule in rules.rules for target in rule.targets)):
         _check_pattern(section, pattern)
     return msgspec.structs.replace(
         rules, excluded=_complete(rules.excluded), method=method, summary=f"{method}, {rules.summary}"
     )
+
+
+def _with_small_experts(config: HFConfig, rules: StoredRules) -> StoredRules:
+    """The rules, and one for experts that are in MXFP4 by a key beside the section (DeepSeek-V4)."""
+    if config.text("expert_dtype", "") != "fp4" or any(rule.only_experts for rule in rules.rules):
+        return rules
+    refusal = "experts in MXFP4 beside other weights in fp8 are not supported"
+    usual = methods()["mxfp4"].USUAL[0]
+    experts = msgspec.structs.replace(usual, layouts=(), refusal=refusal)
+    return msgspec.structs.replace(rules, rules=(experts, *rules.rules), summary=f"{rules.summary}; experts in MXFP4")
 
 
 def quantization_section(config: HFConfig) -> HFConfig | None:

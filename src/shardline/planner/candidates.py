@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardline.models.compressed import is_compressed
 from shardline.models.partition import check_tensor_parallel
 from shardline.models.planning import PlannedModel
 from shardline.models.spec import MoE
@@ -51,7 +52,7 @@ def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) ->
     has_experts = any(hasattr(layer.feed_forward, "routing") for layer in model.spec.layers)
     experts = (False, True) if has_experts else (False,)
     labels = [fixed.weights] if fixed.weights else _labels(model, cluster)
-    caches = [fixed.kv] if fixed.kv else _kv_labels(cluster)
+    caches = [fixed.kv] if fixed.kv else _kv_labels(model, cluster)
     for num_gpus in _counts(cluster, fixed):
         for tensor in _divisors(num_gpus, fixed.tensor):
             for pipeline in _divisors(num_gpus // tensor, fixed.pipeline):
@@ -100,6 +101,8 @@ def _labels(model: PlannedModel, cluster: Cluster) -> list[str]:
     return [own, *computed, "int" + "4"]
 
 
-def _kv_labels(cluster: Cluster) -> list[str]:
+def _kv_labels(model: PlannedModel, cluster: Cluster) -> list[str]:
+    if is_compressed(model.spec):
+        return ["auto"]  # there is only one: see `vllm.kv_flag`
     kv_formats = [label for label in cluster.slowest.tflops if label.endswith("8") and label.startswith("f")]
     return ["auto", *kv_formats]

@@ -12,11 +12,12 @@ from shardline.deployment.deployment import Deployment
 from shardline.deployment.kv_budget import gpu_room
 from shardline.deployment.machine import Machine
 from shardline.deployment.resolve import resolve
+from shardline.models.compressed import is_compressed
 from shardline.models.kv_groups import blocks_per_request, longest_request
 from shardline.models.partition import Span
 from shardline.models.planning import PlannedModel
 from shardline.models.sizes import stage_spans, step_bytes
-from shardline.models.spec import KVDType
+from shardline.models.spec import DecoderSpec, KVDType
 from shardline.models.stored_weights import StoredRules, StoredWeights, usual_rules
 from shardline.planner import vllm
 from shardline.planner.catalog import describe
@@ -200,9 +201,9 @@ def _fit_vllm(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Dem
     stages = stage_spans(spec, layout.pipeline)
     num_seqs, num_tokens = vllm.step_limits(cluster.smallest, demand.max_num_seqs, demand.max_num_batched_tokens)
     weights, place = vllm.weight_bytes(model, stored, layout, stages)
-    others = vllm.other_bytes(spec, layout, num_seqs, num_tokens)
+    others = vllm.other_bytes(model, layout, num_seqs, num_tokens)
     room = int(cluster.smallest.usable_bytes * demand.utilization) - weights - others
-    dtype = kv_dtype(layout)
+    dtype = kv_dtype(layout, spec)
 
     size = vllm.request_size(spec, place, stages, dtype, num_tokens)
     concurrency = layout.data * max(0, room) / size(demand.max_model_len)
@@ -224,8 +225,10 @@ def _fit_vllm(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Dem
     return result if concurrency >= 1 else dataclasses.replace(result, why_not=_shortage(result, size))
 
 
-def kv_dtype(layout: Layout) -> KVDType:
-    """The type of keys and values in the cache."""
+def kv_dtype(layout: Layout, spec: DecoderSpec) -> KVDType:
+    """The type of keys and values in the cache. vLLM has no other than FP8 for compressed entries."""
+    if is_compressed(spec):
+        return "float8_e4m3fn"
     return {"auto": "bfloat16", "int8": "int8"}.get(layout.kv, "float8_e4m3fn")  # type: ignore[return-value]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from shardline.planner import vllm
 from shardline.planner.cost import HOURS_PER_DAY, HOURS_PER_MONTH, SECONDS_PER_HOUR, ApiPrice, OtherPrices
 from shardline.planner.hardware import GB, GIB
 from shardline.planner.layout import ENGINES, Layout
@@ -239,8 +240,9 @@ def _command(found: Search, layout: Layout, engine: str) -> str | None:
         words += [flag, str(size)] if size > 1 else []
     words += ["--enable-expert-parallel"] if layout.whole_experts else []
     words += ["--max-model-len", str(found.demand.max_model_len)]
-    if layout.kv != "auto":
-        words += ["--kv-cache-dtype", layout.kv]
+    kv = layout.kv if engine != "vllm" else vllm.kv_flag(found.model.spec, layout)
+    if kv != "auto":
+        words += ["--kv-cache-dtype", kv]
     note = ""
     if layout.weights != bits_label(found.model):
         if engine == "vllm" and layout.weights.startswith("int"):

@@ -112,7 +112,7 @@ def layout_work(model: PlannedModel, layout: Layout, fitted: Fit) -> StepWork:
     work, stage = _plain_work(model, same, tuple(fitted.stages))
     if layout.kv != "auto":
         attention = attention_work(
-            model.spec, stage, layout.tensor, kv_dtype(layout), expands=layout.engine != "shardline"
+            model.spec, stage, layout.tensor, kv_dtype(layout, model.spec), expands=layout.engine != "shardline"
         )
         work = dataclasses.replace(work, attention=attention)
     if layout.context == 1:
@@ -138,7 +138,7 @@ def _plain_work(model: PlannedModel, layout: Layout, stages: tuple[Span, ...]) -
         place,
         stages,
         stored,
-        kv_dtype(layout),
+        kv_dtype(layout, model.spec),
         "exact" if ours else "vllm",
         whole_experts=layout.whole_experts,
         whole=() if ours else vllm.WHOLE_PARTS,

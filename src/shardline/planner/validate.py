@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -249,8 +248,3 @@ def _line(name: str, figures: Mapping[str, Any]) -> str:
     coverage = f"{figures['coverage']:>8.0%}" if "coverage" in figures else ""
     shares = f"{figures['median_ape']:>9.1%}{figures['p90_ape']:>8.0%}{coverage}"
     return f"{name:44.44}{figures['n']:>6}{missed:>8}{shares}"
-
-
-def write_timing(path: Path, target: Path, gpus: Mapping[str, Gpu]) -> None:
-    """Fit to the rows of `path` and write timing.json to `target`."""
-    target.write_text(json.dumps(fit_timing(path, gpus), indent=1) + "\n", encoding="utf-8")

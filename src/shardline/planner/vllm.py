@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from shardline.config.topology import RankGrid, RankPlace
 from shardline.models.communication import count_layers
+from shardline.models.compressed import CacheRows, CompressedMQA, cache_rows, is_compressed, state_rows
 from shardline.models.partition import Span
 from shardline.models.planning import PlannedModel
 from shardline.models.sizes import state_bytes, step_bytes, stored_weight_bytes
@@ -19,12 +21,15 @@ from shardline.planner.layout import Layout
 BLOCK_SIZE = 16
 WHOLE_PARTS = ("attention.q_down", "attention.kv_down")
 """Parts that every rank has undivided: the projections down to latents are ReplicatedLinear."""
-_LOGIT_COPIES = 9.558
+_LOGIT_COPIES = {False: 9.558, True: 3.0}
 _HIDDEN_COPIES = 1.28
 """Peak of the profiled step: so many float32 logits of max_num_seqs rows, and so many hidden states of all tokens. Both
-fitted to the five models of kv_capacity.csv whose start-up logs show it (vLLM 0.11, largest error 0.02 GiB)."""
+fitted to the five models of kv_capacity.csv whose start-up logs show it (vLLM 0.11, largest error 0.02 GiB). With an
+image encoder, logs have no room for the sorted copies of the logits. See docs/planner.md."""
 _CONTEXT_BYTES = {False: int(0.13 * GIB), True: int(0.55 * GIB)}
 """Memory outside of torch, without and with NCCL, from the same logs."""
+_PAGE_ROWS, _COMPRESSED_BLOCK = 64, 256
+"""Rows of a page of a window, and tokens of a block of compressed entries."""
 _LARGE_GPU_GIB = 70.0
 """From this size on, vLLM's defaults are larger, except on A100 (EngineArgs._set_default_max_num_seqs_and_tokens)."""
 
@@ -42,6 +47,8 @@ def refusal(spec: DecoderSpec, stored: StoredWeights, layout: Layout) -> str:
     for attention in {layer.attention for layer in spec.layers}:
         if attention.num_heads % tp:
             return f"vLLM needs a tensor-parallel size that divides the {attention.num_heads} attention heads, not {tp}"
+        if isinstance(attention, CompressedMQA) and attention.output_groups % tp:
+            return f"vLLM cannot share {attention.output_groups} groups of outputs among {tp} ranks"
         if isinstance(attention, GQA) and attention.num_kv_heads % tp and tp % attention.num_kv_heads:
             return f"vLLM cannot share {attention.num_kv_heads} KV heads among {tp} ranks"
     if layout.pipeline > len(spec.layers):
@@ -115,9 +122,16 @@ def _absorbed_bytes(spec: DecoderSpec, place: RankPlace, stages: Sequence[Span])
     return total
 
 
-def other_bytes(spec: DecoderSpec, layout: Layout, num_seqs: int, num_tokens: int) -> int:
+def kv_flag(spec: DecoderSpec, layout: Layout) -> str:
+    """The value of --kv-cache-dtype. For compressed entries there is one only, which has to be named."""
+    return "fp8" if is_compressed(spec) else layout.kv
+
+
+def other_bytes(model: PlannedModel, layout: Layout, num_seqs: int, num_tokens: int) -> int:
     """Memory of a GPU beside weights and KV cache: the profiled step, and what torch does not manage."""
-    sampled = _LOGIT_COPIES * 4 * num_seqs * spec.vocab_size + _HIDDEN_COPIES * 2 * num_tokens * spec.hidden_size
+    spec, has_encoder = model.spec, model.other_parameters > 0
+    sampled = _LOGIT_COPIES[has_encoder] * 4 * num_seqs * spec.vocab_size
+    sampled += _HIDDEN_COPIES * 2 * num_tokens * spec.hidden_size
     forward = step_bytes(spec, "bfloat16", num_tokens, 0) // layout.tensor
     return int(max(sampled, forward)) + _CONTEXT_BYTES[layout.tensor * layout.pipeline > 1]
 
@@ -127,21 +141,73 @@ def request_size(
 ) -> Callable[[int], int]:
     """The function from the length of a request, in tokens, to the bytes of its KV cache and states on a rank.
 
-    A windowed layer holds the window, a step of `num_tokens` tokens, and one block (SlidingWindowSpec).
+    A windowed layer holds the window, a step of `num_tokens` tokens, and one block (SlidingWindowSpec). States of
+    compressors are kept in the same way.
     """
     tensor = len(place.tp_peers)
-    kinds = [
-        (layer.attention.window, count * BLOCK_SIZE * cached_token_bytes(layer.attention, tensor, dtype))
-        for layer, count in count_layers(spec, stages[place.pp_rank])
-        if not isinstance(layer.attention, LinearAttention)
+    counted = count_layers(spec, stages[place.pp_rank])
+    plain = [
+        (layer.attention, count)
+        for layer, count in counted
+        if not isinstance(layer.attention, (LinearAttention, CompressedMQA))
     ]
+    kinds = [
+        _Blocks(one.window, BLOCK_SIZE, int(count * BLOCK_SIZE * cached_token_bytes(one, tensor, dtype)))
+        for one, count in plain
+    ]
+    compressed = [(layer.attention, count) for layer, count in counted if isinstance(layer.attention, CompressedMQA)]
+    kinds += _compressed_blocks(compressed, dtype)
     states = state_bytes(spec, place, stages)
 
     def size(length: int) -> int:
         total = states
-        for window, block_bytes in kinds:
+        for window, tokens, num_bytes in kinds:
             held, extra = (length, 0) if window is None else (min(window - 1 + num_tokens, length), 1)
-            total += (-(-held // BLOCK_SIZE) + extra) * block_bytes
+            total += (-(-held // tokens) + extra) * num_bytes
         return total
 
     return size
+
+
+class _Blocks(NamedTuple):
+    """What some layers allocate for a request."""
+
+    window: int | None
+    """Tokens before the newest that they keep; None: all."""
+    tokens: int
+    """Tokens of a block."""
+    num_bytes: int
+    """Bytes of a block of all these layers."""
+
+
+def _compressed_blocks(layers: Sequence[tuple[CompressedMQA, int]], dtype: KVDType) -> list[_Blocks]:
+    """The blocks of (attention, number of layers) with compressed entries.
+
+    A block of entries stands for 256 tokens. Windows and the states of compressors have pages as large as 64 entries,
+    of as many tokens as fit (a power of two). States of an indexer have pages as large as 64 of its keys. Windows are
+    in two groups of layers, and all groups are as deep as the deepest, since they share their memory. This is how vLLM
+    0.2x divides it; published logs of Flash show 3.2e9 bytes for a request beside those for its tokens, and 6.80e9
+    bytes for a request of 912,128 tokens, and this gives 3.1e9 and 6.8e9.
+    """
+    if not layers:
+        return []
+    depth = max(-(-sum(count for _, count in layers) // 2), *(count for one, count in layers if one.ratio))
+    found: dict[_Blocks, None] = {}
+    for attention, _ in layers:
+        window, entries, keys = cache_rows(attention, dtype)
+        page = _PAGE_ROWS * window.num_bytes
+        found[_Blocks(window.window, _PAGE_ROWS, 2 * page * depth)] = None
+        for rows in (entries, keys):
+            if rows is not None:
+                num_bytes = _COMPRESSED_BLOCK // rows.ratio * rows.num_bytes * depth
+                found[_Blocks(None, _COMPRESSED_BLOCK, num_bytes)] = None
+        key_page = 0 if keys is None else _PAGE_ROWS * keys.num_bytes
+        for state, size in zip(state_rows(attention), (page, key_page), strict=True):
+            if state is not None:
+                found[_Blocks(state.window, _tokens_in(size, state), size * depth)] = None
+    return list(found)
+
+
+def _tokens_in(page: int, rows: CacheRows) -> int:
+    """The largest power of two of rows that fit in a page."""
+    return 1 << ((page // rows.num_bytes).bit_length() - 1)

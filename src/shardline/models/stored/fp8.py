@@ -5,7 +5,10 @@ The tensor `weight_scale_inv` is multiplied, despite its name. Blocks at the end
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from shardline.models.hf_config import HFConfig
+from shardline.models.stored import modelopt
 from shardline.models.stored_layout import SCALE_TYPES, BlockLayout, Codes, Scales
 from shardline.models.stored_weights import Packing, PackingRule, StoredRules, label_of
 
@@ -36,5 +39,9 @@ def read(section: HFConfig) -> StoredRules:
         layouts = (_layout("weight_scale_inv", rows, columns), _layout("weight_scale", rows, columns))
         packing = Packing(_LABEL, 8, block_rows=rows, block_columns=columns, scale_bytes=4)
         summary = f"e4m3, a scale for each {rows} x {columns}"
-    rule = PackingRule(packing, layouts=() if refusal else layouts, refusal=refusal)
-    return StoredRules((rule,), excluded, summary=summary)
+    rules: tuple[PackingRule, ...] = (PackingRule(packing, layouts=() if refusal else layouts, refusal=refusal),)
+    if section.text("moe_quant_algo", "").upper() == "NVFP4":
+        # ModelOpt's names of other modules are those that it left as they were: in fp8.
+        rules = (replace(modelopt.USUAL[0], only_experts=True, refusal="experts in NVFP4 are not supported"), *rules)
+        excluded, summary = (), f"{summary}; experts in NVFP4"
+    return StoredRules(rules, excluded, summary=summary)

@@ -86,7 +86,7 @@ def replica_setup(
     per_request = blocks_per_request(groups, demand.max_model_len, BLOCK_SIZE, limits.max_num_batched_tokens)
     num_blocks = 1 + int(fitted.concurrency / layout.data * per_request)
     cache = CachePlan(
-        dtype=kv_dtype(layout),
+        dtype=kv_dtype(layout, spec),
         groups=groups,
         block_size=BLOCK_SIZE,
         max_blocks=-(-demand.max_model_len // BLOCK_SIZE) + 1,
