@@ -43,8 +43,9 @@ _REST = """
 - **Time to the first token.** Rows state neither how often an engine sends tokens nor whether they give a mean or a
   median. TensorRT-LLM needs 5 decode steps until the first token with the rows of one source, and 13 with those of
   another. A KV cache that is full adds the wait for a whole request; rows with such a wait are not recognized. Rows of
-  DeepSeek-V3 with SGLang on B200 have 5 to 9 s at any load. Four rows of tier A state a ramp of arrivals beyond what
-  the layout can do; their TTFT depends on the length of the run, which they do not state.
+  DeepSeek-V3 with SGLang on B200 have 5 to 9 s at any load. Four rows of tier A differ only in the router's
+  policy, which decides how much of shared prefixes is computed anew, and have 0.3 to 47 s. Their ramp of arrivals
+  exceeds what the layout can do without prefixes, so TTFT depends on the length of the run, which they do not state.
 - **Lengths.** SGLang's rows of Llama-3.1-8B on H200 state equal lengths, but their TTFT shows that requests are not in
   phase, so TPOT is predicted too short by a quarter.
 """
