@@ -75,11 +75,14 @@ def test_ranges_are_read_in_order_as_ranks_copy(tmp_path: Path, monkeypatch: pyt
 
 def test_the_line_shows_how_far_weights_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with LoadingLine(8_500_000_000, shown=True) as line:
-        line.update(3_145_000_000)
+        line.count(3_145_000_000)
         time.sleep(0.15)
+        line.refresh()
+        line.count(5_400_000_000)
         line.refresh()
     shown = capsys.readouterr().err
     assert re.search(r"\rLoading weights: 37% \| 3\.1/8\.5 GB \| \d+\.\d\d GB/s \| \d+ s left", shown)
+    assert re.search(r"\rLoading weights: 100% \| 8\.5/8\.5 GB \| \d+\.\d\d GB/s \| 0 s left", shown)
 
 
 def test_parts_of_files(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ class Worker:
             def count(num_bytes: int) -> None:
                 nonlocal loaded
                 loaded += num_bytes
-                line.update(num_bytes * on_node / max(1, expected))
+                line.count(num_bytes * on_node / max(1, expected))
 
             context = StageContext(
                 spec=deployment.spec,
