@@ -14,6 +14,7 @@ from shardline.models.planning import read_planned
 from shardline.models.sharding import shard, shard_shape
 from shardline.models.sizes import checkpoint_bytes
 from shardline.models.spec import GQA, MLA, DecoderSpec, LinearAttention, MoE
+from shardline.models.step_work import attention_work
 from shardline.planner.catalog import find_model
 
 PUBLISHED = {
@@ -108,6 +109,16 @@ def test_the_cache_of_deepseek_v4_follows_its_ratios() -> None:
     assert sum(found) * 2**20 / 2**30 == pytest.approx(9.62, abs=0.005)
     windows = [layer.attention.window for layer in find_model(FLASH).spec.layers]
     assert windows == [128, 128, *[None] * 41]
+
+
+def test_a_step_of_deepseek_v4_reads_the_chosen_entries() -> None:
+    """Of a million tokens: 128 of the window, then 1,024 entries and all keys of the indexer, or all of few entries."""
+    spec = find_model(PRO).spec
+    row, key, length = 448 + 64 * 2 + 8, 128 + 4, 2**20
+    for stage, read in ((Span(2, 3), 1024 * row + length / 4 * key), (Span(3, 4), length / 128 * row)):
+        found = attention_work(spec, stage, 8, "float8_e4m3fn")
+        seen = sum(one.bytes_per_token * min(length, one.window or length) for one in found)
+        assert seen == 128 * row + read
 
 
 @pytest.mark.parametrize(

@@ -114,3 +114,12 @@ def test_a_start_up_log_calibrates_memory(tmp_path: Path, capsys: pytest.Capture
     log.write_text("nothing of use")
     assert main([*WORDS, "--calibrate", str(log)]) == 2
     assert "the log has no line" in capsys.readouterr().err
+
+
+def test_the_command_names_the_only_cache_type_of_compressed_entries(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "deepseek-ai/DeepSeek-V4-Flash", "--gpus", "4xB200", "-tp", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "vLLM only: " in told
+    assert "--tensor-parallel-size 4 --max-model-len 8192 --kv-cache-dtype fp8" in told
+    assert main(["plan", "deepseek-ai/DeepSeek-V4-Flash", "--gpus", "16xH100", "-tp", "16"]) == 2
+    assert "cannot share 8 groups of outputs among 16 ranks" in capsys.readouterr().err
