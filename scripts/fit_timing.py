@@ -1,6 +1,6 @@
 """Fit the constants of step times to published rows, and write them to timing.json: `python -m scripts.fit_timing`.
 
-Run it after a change of the formulas or of the rows, and then `make claims`. It takes minutes.
+Run it after a change of the formulas or of the rows, and then `make claims`. It takes seconds.
 """
 
 from __future__ import annotations
