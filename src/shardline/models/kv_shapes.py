@@ -50,7 +50,7 @@ def kv_parts(
     chosen_by = indexer_of(attention)
     indexer: tuple[KVPart, ...] = ()
     if chosen_by is not None:
-        indexer = (KVPart((*tokens, chosen_by.head_dim), "int8"), KVPart(tokens, "float32"))
+        indexer = indexer_keys(chosen_by, num_blocks, block_size)
     if isinstance(attention, MLA):
         if not has_scales:
             return (KVPart((*tokens, attention.latent_dim), dtype), *indexer)
@@ -63,6 +63,12 @@ def kv_parts(
     shape = (num_blocks, num_kv_heads, block_size, attention.head_dim)
     scales = (KVPart(shape[:3], "float32"),) * 2 if has_scales else ()
     return (KVPart(shape, dtype), KVPart((*shape[:3], attention.value_head_dim), dtype), *scales, *indexer)
+
+
+def indexer_keys(indexer: Indexer, num_blocks: int, block_size: int) -> tuple[KVPart, KVPart]:
+    """The tensors of an indexer: keys of one-byte elements, and their scales."""
+    tokens = (num_blocks, block_size)
+    return KVPart((*tokens, indexer.head_dim), "int8"), KVPart(tokens, "float32")
 
 
 def indexer_of(attention: Attention) -> Indexer | None:

@@ -18,7 +18,7 @@ from shardline.models.communication import (
     tensor_traffic,
 )
 from shardline.models.compressed import CompressedMQA, cache_rows, token_bytes
-from shardline.models.kv_shapes import indexer_of, kv_parts
+from shardline.models.kv_shapes import indexer_keys, indexer_of, kv_parts
 from shardline.models.parameters import CountedParameter, counted_parameters, is_looked_up, parse_name
 from shardline.models.partition import Span, split_heads
 from shardline.models.sharding import Numerics
@@ -30,6 +30,7 @@ from shardline.models.spec import (
     Attention,
     DecoderSpec,
     Dense,
+    Indexer,
     KVDType,
     LinearAttention,
     MoE,
@@ -328,13 +329,23 @@ def attention_work(
         prefill = pair
         if expands and isinstance(attention, MLA) and not isinstance(attention, SparseMLA):
             prefill = 2 * attention.num_heads * (attention.query_head_dim + attention.value_head_dim) / tensor
-        num_bytes = number * cached_token_bytes(attention, tensor, dtype)
-        found.append(AttentionWork(window, num_bytes, number * pair, number * prefill))
+        num_bytes = cached_token_bytes(attention, tensor, dtype)
+        if indexer is not None:
+            keys = sum(part.num_bytes for part in indexer_keys(indexer, 1, 1))
+            num_bytes -= keys
+            found.append(_indexer_work(indexer, number, keys))
+        found.append(AttentionWork(window, number * num_bytes, number * pair, number * prefill))
     return tuple(found)
 
 
+def _indexer_work(indexer: Indexer, number: int, key_bytes: float, ratio: int = 1) -> AttentionWork:
+    """An indexer reads all of its keys: one of `key_bytes` for each `ratio` tokens. Every rank has all of its heads."""
+    flops = number * 2 * indexer.num_heads * indexer.head_dim / ratio
+    return AttentionWork(None, number * key_bytes / ratio, flops, flops)
+
+
 def _compressed_work(attention: CompressedMQA, number: int, tensor: int, dtype: KVDType) -> Iterator[AttentionWork]:
-    """Attention to the window, to entries, and of the indexer to all of its keys. Every rank has the whole indexer."""
+    """Attention to the window and to entries, and what the indexer reads."""
     pair = 2 * multiplications_per_pair(attention) / tensor
     window, entries, keys = cache_rows(attention, dtype)
     indexer = attention.indexer
@@ -344,8 +355,7 @@ def _compressed_work(attention: CompressedMQA, number: int, tensor: int, dtype: 
         flops = number * pair / entries.ratio
         yield AttentionWork(chosen, number * entries.num_bytes / entries.ratio, flops, flops)
     if keys is not None and indexer is not None:
-        flops = number * 2 * indexer.num_heads * indexer.head_dim / keys.ratio
-        yield AttentionWork(None, number * keys.num_bytes / keys.ratio, flops, flops)
+        yield _indexer_work(indexer, number, keys.num_bytes, keys.ratio)
 
 
 def _seen(context: float, window: int | None) -> float:
