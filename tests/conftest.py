@@ -7,6 +7,7 @@ Triton decides as it is imported, and as kernels are, whether they run in its in
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,9 @@ del os.environ["TRITON_INTERPRET"]
 import torch
 
 from shardline import _cpu
+from shardline.api import engines
+from shardline.engine.forks import Forks, KeptForks
+from shardline.engine.start import modules_to_import
 
 torch.set_num_threads(1)  # the oracles are small, and workers of the suite share the cores
 BEST_ISA = _cpu.isa()
@@ -60,3 +64,32 @@ def two_threads() -> Iterator[None]:
     _cpu.set_num_threads(2)
     yield
     _cpu.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[Forks]:
+    """A fork server that engines and ranks may share."""
+    server = Forks.start(modules_to_import("cpu"))
+    deadline = time.monotonic() + 60
+    while server.fileno() < 0:
+        assert server.runs
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def forked_engines(fork_server: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and ranks of `LLM` and `AsyncLLM` start as after a failure, as forks: they need not import torch each.
+
+    For tests of answers. Tests of starts, failures and ends do without.
+    """
+
+    class SharedForks(KeptForks):
+        current = fork_server  # type: ignore[assignment]
+
+        def start_later(self, modules: object) -> None:
+            pass
+
+    monkeypatch.setattr(engines, "KeptForks", SharedForks)

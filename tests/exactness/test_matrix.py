@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.exactness.cases import (
-    PACKED,
     SAMPLED_FAMILIES,
+    SCHEMES,
     Case,
     full_matrix,
     latent_layouts,
@@ -21,8 +21,6 @@ from tests.exactness.stored import SAMPLED_STORED, STORED
 from tests.models.checkpoints import make_checkpoint
 
 VOCAB_SIZE = 256
-SAMPLED = ("none", "int8", "int4", "fp8"), ("none", "int4", PACKED)
-"""The formats of the two samples."""
 
 
 class Goldens:
@@ -76,8 +74,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             else list(
                 dict.fromkeys(
                     [
-                        *pairwise_sample(SAMPLED_FAMILIES, SAMPLED[0], 0),
-                        *pairwise_sample(SAMPLED_FAMILIES, SAMPLED[1], 1),
+                        *pairwise_sample(SAMPLED_FAMILIES, SCHEMES),
                         *latent_layouts(),
                         *layouts_of_own_parts(),
                         *layouts_of_formats(),

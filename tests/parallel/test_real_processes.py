@@ -32,6 +32,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.usefixtures("forked_engines")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_answer(layout: str, tmp_path: Path) -> None:
     family, parallel = LAYOUTS[layout]

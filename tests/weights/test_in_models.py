@@ -82,6 +82,7 @@ def test_reported_bytes_are_those_of_the_formula(name: str, tied: bool, tmp_path
     assert report.weight_bytes == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.usefixtures("forked_engines")
 @pytest.mark.parametrize("name", SCHEMES)
 def test_the_demo_model_still_knows_its_answers(name: str) -> None:
     question = [{"role": "user", "content": "What does os.path.join do?"}]
