@@ -1,10 +1,13 @@
 // Python entry points of the products with codes that share scales in groups.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "bind/bind.h"
 #include "bind/tensor.h"
@@ -45,6 +48,33 @@ void pack_codes_of(nb::handle codes_object, nb::handle panels_object, int64_t fi
                               panel_columns(panels, codes.size(0), first, half)};
   nb::gil_scoped_release release;
   pack_codes(args);
+}
+
+void unpack_words_of(nb::handle words_object, nb::handle codes_object, int64_t bits, const std::vector<int64_t>& order,
+                     int64_t offset, bool along_rows, bool transposed) {
+  const Tensor words(words_object, "words"), codes(codes_object, "codes");
+  const int64_t word_bytes = static_cast<int64_t>(element_size(words.dtype()));
+  if (words.dtype() != DType::kInt32) words.is(DType::kUInt8);
+  words.has_shape({-1, -1}).has_rows();
+  if (bits != 4 && bits != 8) raise_value_error("numbers have 4 or 8 bits");
+  const int64_t in_word = word_bytes * 8 / bits;
+  // The dim of `words` along which its numbers are neighbours.
+  const int dim = along_rows == transposed ? 1 : 0;
+  const int64_t strides[] = {words.row_stride() * word_bytes, word_bytes};
+  const int64_t unpacked = words.size(dim) * in_word, lines = words.size(1 - dim);
+  codes.is(DType::kUInt8).is_contiguous();
+  codes.has_shape({along_rows ? unpacked : lines, along_rows ? lines : unpacked});
+  UnpackWordsArgs args = {words.as<uint8_t>(), strides[dim], strides[1 - dim], words.size(dim), lines, word_bytes, bits,
+                          {},                  static_cast<uint8_t>(offset), along_rows, codes.as<uint8_t>(),
+                          codes.size(1)};
+  std::vector<int64_t> places(static_cast<size_t>(in_word));
+  std::iota(places.begin(), places.end(), 0);
+  if (!order.empty() && !std::is_permutation(order.begin(), order.end(), places.begin(), places.end())) {
+    raise_value_error("order must name each number of a word once");
+  }
+  std::copy_n(order.empty() ? places.begin() : order.begin(), in_word, args.order);
+  nb::gil_scoped_release release;
+  unpack_words(args);
 }
 
 void unpack_blocks_of(nb::handle blocks_object, int64_t kind, nb::handle codes_object, nb::handle scales_object,
@@ -271,6 +301,8 @@ void bind_grouped(nb::module_& m) {
   m.def("pack_blocks", &pack_blocks_of, "blocks"_a, "kind"_a, "panels"_a, "scales"_a, "mins"_a.none(), "first"_a = 0,
         "half"_a = nb::none());
   m.def("unpack_blocks", &unpack_blocks_of, "blocks"_a, "kind"_a, "codes"_a, "scales"_a.none(), "mins"_a.none());
+  m.def("unpack_words", &unpack_words_of, "words"_a, "codes"_a, "bits"_a, "order"_a, "offset"_a, "along_rows"_a,
+        "transposed"_a);
   m.def("packed_codes", &packed_codes_of, "panels"_a, "indices"_a, "codes"_a);
   m.def("linear_grouped", &linear_grouped, "x"_a, "x_groups"_a.none(), "panels"_a, "scales"_a, "mins"_a.none(),
         "zeros"_a.none(), "table"_a.none(), "group_size"_a, "bias"_a.none(), "out"_a, "gate"_a = nb::none());

@@ -166,6 +166,21 @@ void pack_codes(const PackCodesArgs& args);
 // The same for one panel, on the calling thread.
 void pack_codes_panel(const PackCodesArgs& args, int64_t panel_index);
 
+// Unpacks words of one or four bytes, each with several numbers of 4 or 8 bits that are neighbours in a row or in a column
+// of the output. A line is a row of the output, or with `along_rows` a column.
+struct UnpackWordsArgs {
+  const uint8_t* words;  // num_lines of num_words each, with these strides in bytes
+  int64_t word_stride, line_stride;
+  int64_t num_words, num_lines;
+  int64_t word_bytes, bits;
+  int64_t order[8];  // the neighbour in a word's lowest bits, in the next bits, and so on
+  uint8_t offset;    // added to each number, which wraps
+  bool along_rows;
+  uint8_t* codes;  // [rows, columns]
+  int64_t codes_stride;
+};
+void unpack_words(const UnpackWordsArgs& args);
+
 // The packed types of GGUF, by the numbers that its files have for them.
 enum class BlockKind : int64_t {
   kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14, kMXFP4 = 39

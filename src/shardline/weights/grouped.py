@@ -101,8 +101,7 @@ class GroupedWeight:
     input_bound: float = 0.0
     """Larger |x| count as this number where rows of x have scales of their own; 0: no bound."""
     reader: RowReader | None = None
-    """Reads the rows later. Then `values`, `scales`, `mins` and levels are on the meta device here, and all zero points
-    are equal."""
+    """Reads the rows later. Then `values`, `scales`, `mins` and levels are on the meta device here, but not `zeros`."""
 
     def __len__(self) -> int:
         return len(self.values)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from shardline.models.stored_layout import Codes
     from shardline.runtime.backends.base import Backend
 
 _FOLDERS = {"cpu": "host"}
@@ -59,3 +60,16 @@ def unpack_blocks(blocks: Tensor, kind: int, codes: Tensor, scales: Tensor | Non
     from shardline import _cpu
 
     _cpu.unpack_blocks(blocks, kind, codes, scales, mins)
+
+
+def unpack_words(words: Tensor, codes: Tensor, layout: Codes) -> None:
+    """Unpack numbers of 4 or 8 bits on the host: `words` [M, W] int32 or uint8, as the file stores them, become `codes`
+    [rows, columns] uint8, those that `layout` says.
+
+    Raises:
+        ValueError: the tensors do not fit each other.
+    """
+    from shardline import _cpu
+
+    along_rows = layout.along == "rows"
+    _cpu.unpack_words(words, codes, layout.bits, layout.order, layout.offset % 256, along_rows, layout.transposed)

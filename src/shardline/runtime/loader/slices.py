@@ -64,23 +64,26 @@ def read_in_slices(
     rows: Span,
     num_columns: int,
     read_stored: Callable[[Span], StoredRows] | None = None,
+    read_zeros: Callable[[], Tensor | None] | None = None,
 ) -> GroupedWeight:
     """`rows` of a weight of `num_columns` columns. `read` decodes some of them, and `read_stored`, if given, returns
-    them as the file stores them.
+    them as the file stores them. `read_zeros` returns the zero points of all rows, if they may differ.
 
-    They are read when they are packed if they are many or `read_stored` is given. But if zero points differ, they are
-    read now, since their form depends on all of them.
+    Rows are read when they are packed if they are many or `read_stored` is given. Zero points are read now, since the
+    form of the weight depends on them.
     """
     step = _rows_of_slice(_SLICE_ELEMENTS, num_columns)
     if rows.size <= (step if read_stored is None else _FORM_ROWS):
         return read(rows)
-    reader = RowSlices(read, rows, step, read_stored)
     few = read(Span(rows.start, rows.start + _FORM_ROWS))
-    if few.zeros is not None and few.shared_zero is None:
-        return reader.whole()
     later = _like(few, rows.size, lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
-    zeros = None if few.zeros is None else few.zeros[:1, :1].expand(rows.size, few.scales.shape[1])
-    return replace(later, zeros=zeros, reader=reader)
+    zeros = few.zeros
+    if zeros is not None and few.shared_zero is not None:
+        zeros = zeros[:1, :1].expand(rows.size, few.scales.shape[1])
+    elif zeros is not None:
+        assert read_zeros is not None, "zero points may differ"
+        zeros = read_zeros()
+    return replace(later, zeros=zeros, reader=RowSlices(read, rows, step, read_stored))
 
 
 def _rows_of_slice(size: int, row_size: int) -> int:

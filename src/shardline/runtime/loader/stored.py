@@ -13,11 +13,13 @@ from torch import Tensor
 
 from shardline.models.partition import Span
 from shardline.models.stored_layout import FLAT_NESTED_BLOCK, BlockLayout, Codes, Scales, StoredModule
+from shardline.runtime.backends import unpack_words
 from shardline.weights.grouped import GroupedWeight
 
 ReadTensor = Callable[[str], Tensor | None]
 """A tensor of the module by the last part of its name, as the checkpoint stores it; None: it is not there."""
 
+_FLAT_CODES = Codes("weight", "U8", 4, order=(1, 0))
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -37,25 +39,31 @@ def is_grouped(module: StoredModule, tensor: ReadTensor) -> bool:
     return isinstance(module.layout, BlockLayout) or module.columns % _flat_block(module, tensor) == 0
 
 
+def read_zeros(module: StoredModule, tensor: ReadTensor, rows: Span, columns: Span) -> Tensor | None:
+    """The zero points of the part [rows, columns], [rows, G] uint8, as `read_stored` returns them.
+
+    Raises:
+        ValueError: as `read_stored`.
+    """
+    if not isinstance(module.layout, BlockLayout):
+        return None
+    return _read_zeros(
+        module, module.layout, tensor, rows, _used(_groups_of_columns(module, module.layout, tensor, columns))
+    )
+
+
 def _read_blocks(
     module: StoredModule, layout: BlockLayout, tensor: ReadTensor, rows: Span, columns: Span, label: str
 ) -> GroupedWeight:
     _check_shape(module, layout, tensor)
     group_of = _groups_of_columns(module, layout, tensor, columns)
-    used = Span(0, 0) if columns.size == 0 else Span(int(group_of.min()), int(group_of.max()) + 1)
+    used = _used(group_of)
     scales = _read_scales(module, layout.scales, tensor)[_blocks_of_rows(layout.scales, rows), used.start : used.stop]
-    zeros = None
-    if layout.zeros is not None:
-        zeros = read_codes(_there(tensor, layout.zeros.part), layout.zeros, rows, used)
-        if layout.zeros.offset == 1 and layout.zeros.bits == 8 and bool((zeros == 0).any()):
-            raise ValueError(f"{module.base}{layout.zeros.part} has a zero point of 256, which 8 bits cannot reach")
-    elif layout.zero:
-        zeros = torch.full(scales.shape, layout.zero, dtype=torch.uint8)
     return GroupedWeight(
         values=read_codes(_there(tensor, layout.codes.part), layout.codes, rows, columns),
         scales=scales.contiguous(),
         group_of=group_of - used.start,
-        zeros=zeros,
+        zeros=_read_zeros(module, layout, tensor, rows, used),
         table=_table(layout.table),
         bits=4 if layout.codes.bits == 4 else 8,
         label=label,
@@ -63,6 +71,25 @@ def _read_blocks(
         input_scale=_input_scale(module, tensor) if layout.table == "e4m3" else 0.0,
         input_bound=layout.input_bound,
     )
+
+
+def _used(group_of: Tensor) -> Span:
+    """The groups from the first that columns belong to, to the last."""
+    return Span(int(group_of.min()), int(group_of.max()) + 1) if len(group_of) else Span(0, 0)
+
+
+def _read_zeros(
+    module: StoredModule, layout: BlockLayout, tensor: ReadTensor, rows: Span, groups: Span
+) -> Tensor | None:
+    """[rows, groups] uint8. If all groups share a zero point, it is one number in memory."""
+    if layout.zeros is None:
+        return (
+            torch.full((1, 1), layout.zero, dtype=torch.uint8).expand(rows.size, groups.size) if layout.zero else None
+        )
+    zeros = read_codes(_there(tensor, layout.zeros.part), layout.zeros, rows, groups)
+    if layout.zeros.offset == 1 and layout.zeros.bits == 8 and bool((zeros == 0).any()):
+        raise ValueError(f"{module.base}{layout.zeros.part} has a zero point of 256, which 8 bits cannot reach")
+    return zeros
 
 
 def _input_scale(module: StoredModule, tensor: ReadTensor) -> float:
@@ -81,35 +108,22 @@ def read_codes(stored: Tensor, codes: Codes, rows: Span, columns: Span) -> Tenso
     """Part of a tensor of packed numbers: uint8 [rows, columns], contiguous."""
     if codes.block_columns:
         stored = stored.flatten(1)
-    if codes.transposed:
-        stored = stored.T
-    along = rows if codes.along == "rows" else columns
+    along_rows = codes.along == "rows"
+    along, across = (rows, columns) if along_rows else (columns, rows)
     words = slice(along.start // codes.per_word, -(-along.stop // codes.per_word))
+    lines = slice(across.start, across.stop)
+    packed = stored[lines, words] if along_rows == codes.transposed else stored[words, lines]
+    if codes.per_word == 1:
+        numbers = packed.view(torch.uint8).T if codes.transposed else packed.view(torch.uint8)
+        # The sum wraps: a signed byte plus 128 is unsigned.
+        return (numbers + codes.offset if codes.offset else numbers).contiguous()
+    unpacked = (words.stop - words.start) * codes.per_word, across.size
+    numbers = torch.empty(unpacked if along_rows else unpacked[::-1], dtype=torch.uint8)
+    if numbers.numel():
+        unpack_words(packed, numbers, codes)
     before = along.start - words.start * codes.per_word
-    if codes.along == "rows":
-        packed = stored[words, columns.start : columns.stop].T
-    else:
-        packed = stored[rows.start : rows.stop, words]
-    numbers = unpack_numbers(packed, codes.bits, codes.order)[:, before : before + along.size]
-    numbers = numbers.T if codes.along == "rows" else numbers
-    # The sum wraps: a signed byte plus 128 is unsigned.
-    return (numbers + codes.offset if codes.offset else numbers).contiguous()
-
-
-def unpack_numbers(words: Tensor, bits: int, order: tuple[int, ...] = ()) -> Tensor:
-    """[M, W] words -> [M, W * numbers in a word] uint8. `order`: see `Codes.order`."""
-    in_word = words.element_size() * 8 // bits
-    if words.shape[1] == 1:
-        words = words.clone(memory_format=torch.contiguous_format)  # any stride counts as contiguous
-    numbers = words.contiguous().view(torch.uint8)
-    if bits < 8:
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        numbers = ((numbers[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
-    if order:
-        places = torch.tensor(order).argsort()
-        # torch selects along a dim three times as fast as it indexes.
-        numbers = numbers.view(-1, in_word).index_select(1, places).view(len(numbers), -1)
-    return numbers
+    own = slice(before, before + along.size)
+    return (numbers[own] if along_rows else numbers[:, own]).contiguous()
 
 
 def _groups_of_columns(module: StoredModule, layout: BlockLayout, tensor: ReadTensor, columns: Span) -> Tensor:
@@ -207,8 +221,9 @@ def read_flat_dense(module: StoredModule, tensor: ReadTensor, rows: Span, column
 def _flat_codes(module: StoredModule, tensor: ReadTensor, elements: Span) -> Tensor:
     """The codes of some neighbours in the flattened weight, uint8. The high bits of a byte hold the first of two."""
     stored = _there(tensor, "weight").reshape(-1)[elements.start // 2 : -(-elements.stop // 2)]
-    numbers = unpack_numbers(stored[:, None], 4, (1, 0)).reshape(-1)
-    return numbers[elements.start % 2 :][: elements.size]
+    numbers = torch.empty(1, 2 * len(stored), dtype=torch.uint8)
+    unpack_words(stored[None], numbers, _FLAT_CODES)
+    return numbers[0, elements.start % 2 :][: elements.size]
 
 
 def _flat_scales(module: StoredModule, tensor: ReadTensor, blocks: Span) -> Tensor:

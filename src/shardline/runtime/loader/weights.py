@@ -24,7 +24,7 @@ from shardline.runtime.loader.gguf import GGUFWeights
 from shardline.runtime.loader.mapped_memory import mapped_empty
 from shardline.runtime.loader.page_cache import copy_rows, map_part
 from shardline.runtime.loader.slices import read_in_slices
-from shardline.runtime.loader.stored import ReadTensor, is_grouped, read_flat_dense, read_stored
+from shardline.runtime.loader.stored import ReadTensor, is_grouped, read_flat_dense, read_stored, read_zeros
 from shardline.weights.grouped import GroupedWeight
 
 _STORED_DTYPES = {
@@ -107,7 +107,10 @@ class CheckpointWeights:
         rows, columns = _bounds(module, source, spans)
         tensor = self._reader(module, source)
         weight = read_in_slices(
-            lambda some: read_stored(module, tensor, some, columns, self._label), rows, columns.size
+            lambda some: read_stored(module, tensor, some, columns, self._label),
+            rows,
+            columns.size,
+            read_zeros=lambda: read_zeros(module, tensor, rows, columns),
         )
         return weight.select_rows(slice(None, None, source.row_step)) if source.row_step > 1 else weight
 
