@@ -237,7 +237,8 @@ void round_rows_e4m3(nb::handle x_object, int64_t group_size, float fixed_scale,
 
 void gather_columns_of(nb::handle x_object, nb::handle order_object, nb::handle out_object) {
   const Tensor x(x_object, "x"), order(order_object, "order"), out(out_object, "out");
-  x.is_floating().has_shape({-1, -1}).has_rows();
+  if (x.dtype() != DType::kUInt8) x.is_floating();
+  x.has_shape({-1, -1}).has_rows();
   order.is(DType::kInt32).has_shape({-1}).is_contiguous();
   out.same_dtype(x).has_shape({x.size(0), order.size(0)}).is_contiguous();
   const GatherColumnsArgs args = {x.data(),

@@ -270,7 +270,7 @@ struct GroupedLinearArgs {
   const uint64_t* allowed;
 };
 
-// out[row][i] = x[row][order[i]], elements of 2 or 4 bytes.
+// out[row][i] = x[row][order[i]], elements of 1, 2 or 4 bytes.
 struct GatherColumnsArgs {
   const void* x;
   int64_t x_stride;

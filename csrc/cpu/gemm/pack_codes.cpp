@@ -74,7 +74,11 @@ const float* e4m3_table() {
 }
 
 void gather_columns(const GatherColumnsArgs& args) {
-  args.element_bytes == 2 ? gather_elements<uint16_t>(args) : gather_elements<uint32_t>(args);
+  switch (args.element_bytes) {
+    case 1: return gather_elements<uint8_t>(args);
+    case 2: return gather_elements<uint16_t>(args);
+    default: return gather_elements<uint32_t>(args);
+  }
 }
 
 void pack_codes_panel(const PackCodesArgs& args, int64_t panel_index) {

@@ -66,13 +66,19 @@ def fill_panels(
                 start += len(rows.blocks)
         else:
             for some in part.in_slices():
-                codes = some.values if groups.order is None else some.values[:, groups.order]
+                codes = some.values if groups.order is None else _in_order(some.values, groups.order)
                 panel, first = _first_place(start, place)
                 _cpu.pack_codes(codes, panels[panel:], first, place)
                 for run in _runs(start, len(some), place):
                     _fill_run(some, numbers, groups.ids, run)
                 start += len(some)
         start = 0 if gated else start
+
+
+def _in_order(codes: Tensor, order: Tensor) -> Tensor:
+    found = torch.empty_like(codes)
+    _cpu.gather_columns(codes, order.to(torch.int32), found)
+    return found
 
 
 def _holds_as_stored(part: GroupedWeight, numbers: GroupNumbers, groups: Groups) -> bool:
