@@ -95,6 +95,11 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
         ("serve --enable-lora", "--enable-lora is not supported yet: Shardline serves no LoRA adapters"),
         ("serve --no-enable-lora", "--no-enable-lora is not supported yet"),
         ("serve --lora-modules a=b", "--lora-modules is not supported yet"),
+        (
+            "serve --trust-remote-code",
+            "--trust-remote-code is vLLM's and sets nothing in Shardline, so leave it out: no",
+        ),
+        ("serve --no-async-scheduling", "leave it out: there is one scheduler: by priority"),
         ("serve --speculative-config {}", "--speculative-config is not supported yet"),
         ("serve --nnode 2", "unknown option --nnode; did you mean --nnodes?"),
         ("serve --max-model 2", "unknown option --max-model"),

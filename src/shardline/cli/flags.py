@@ -31,6 +31,30 @@ _NOT_SUPPORTED_YET = {
 }  # fmt: skip
 """Flags of vLLM by what is missing here."""
 
+_NOTHING_TO_SET = {
+    "no code of checkpoints runs": ("trust-remote-code",),
+    "nothing is compiled, and what may be replayed is recorded by itself": (
+        "enforce-eager", "compilation-config", "optimization-level", "cudagraph-capture-sizes",
+        "max-cudagraph-capture-size", "max-seq-len-to-capture", "disable-custom-all-reduce", "disable-cascade-attn",
+    ),
+    "a preempted request computes its keys and values anew, and nothing is swapped": ("swap-space", "preemption-mode"),
+    "the device decides which kernels run": (
+        "attention-backend", "attention-config", "moe-backend", "linear-backend", "kernel-config", "all2all-backend",
+    ),
+    "there is one scheduler: by priority, then first come, first served": (
+        "async-scheduling", "scheduling-policy", "scheduler-cls",
+    ),
+    "there is one reader of weights, and one of tokenizers": (
+        "tokenizer-mode", "config-format", "model-impl", "safetensors-load-strategy", "max-parallel-loading-workers",
+        "model-loader-extra-config", "use-tqdm-on-load",
+    ),
+    "requests with images are refused": (
+        "limit-mm-per-prompt", "language-model-only", "mm-processor-kwargs", "mm-processor-cache-gb",
+        "mm-encoder-tp-mode", "skip-mm-profiling", "media-io-kwargs", "allowed-local-media-path",
+    ),
+}  # fmt: skip
+"""Flags of vLLM by why there is nothing to choose here."""
+
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser with one-line errors and no abbreviations; it reads --max_model_len as --max-model-len.
@@ -76,6 +100,9 @@ class Parser(argparse.ArgumentParser):
         for reason, names in _NOT_SUPPORTED_YET.items():
             if name.removeprefix("no-") in names:
                 return f"{flag} is not supported yet: {reason}"
+        for reason, names in _NOTHING_TO_SET.items():
+            if name.removeprefix("no-") in names:
+                return f"{flag} is vLLM's and sets nothing in Shardline, so leave it out: {reason}"
         # Compared without the dashes, which would make every pair of short flags look alike.
         known = {option.lstrip("-"): option for option in self._option_string_actions}
         close = [known[match] for match in difflib.get_close_matches(name, known, n=3, cutoff=_LEAST_LIKENESS)]

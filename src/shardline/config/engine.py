@@ -140,7 +140,9 @@ class CacheConfig:
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
     kv_cache_memory: str | int | None = option(
-        None, "KV cache bytes per rank, for example 4GiB; default: from --gpu-memory-utilization"
+        None,
+        "KV cache bytes per rank, for example 4GiB; default: from --gpu-memory-utilization",
+        aliases=("kv-cache-memory-bytes",),
     )
     gpu_memory_utilization: float = option(
         0.9, "share to use of the device's memory (on the CPU: of half the free memory)"
