@@ -51,8 +51,8 @@ def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) ->
     """Every layout that the fixed choices allow, up to all GPUs of the cluster."""
     has_experts = any(hasattr(layer.feed_forward, "routing") for layer in model.spec.layers)
     experts = (False, True) if has_experts else (False,)
-    labels = [fixed.weights] if fixed.weights else _labels(model, cluster)
-    caches = [fixed.kv] if fixed.kv else _kv_labels(model, cluster)
+    labels = [fixed.weights] if fixed.weights else _labels(model, cluster, engine)
+    caches = [fixed.kv] if fixed.kv else _kv_labels(model, cluster, engine)
     for num_gpus in _counts(cluster, fixed):
         for tensor in _divisors(num_gpus, fixed.tensor):
             for pipeline in _divisors(num_gpus // tensor, fixed.pipeline):
@@ -92,17 +92,20 @@ def _divisors(number: int, only: int | None) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0 and only in (None, n)]
 
 
-def _labels(model: PlannedModel, cluster: Cluster) -> list[str]:
+def _labels(model: PlannedModel, cluster: Cluster, engine: str) -> list[str]:
     """The weights to look at: the checkpoint's own, and quantized ones if it is not quantized."""
     own = bits_label(model)
-    if model.rules.rules:
-        return [own]
-    computed = [label for label in cluster.slowest.tflops if label.endswith("8") and label.startswith("f")]
-    return [own, *computed, "int" + "4"]
+    return [own] if model.rules.rules else [own, *_one_byte(cluster, engine), "int4"]
 
 
-def _kv_labels(model: PlannedModel, cluster: Cluster) -> list[str]:
+def _kv_labels(model: PlannedModel, cluster: Cluster, engine: str) -> list[str]:
     if is_compressed(model.spec):
         return ["auto"]  # there is only one: see `vllm.kv_flag`
-    kv_formats = [label for label in cluster.slowest.tflops if label.endswith("8") and label.startswith("f")]
-    return ["auto", *kv_formats]
+    return ["auto", *_one_byte(cluster, engine)]
+
+
+def _one_byte(cluster: Cluster, engine: str) -> list[str]:
+    """The format of one byte in which all of the GPUs compute; int8 is this engine's where one has no fp8."""
+    if all("fp8" in gpu.tflops for gpu in cluster.gpus):
+        return ["fp8"]
+    return ["int8"] if engine == "shardline" else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -71,9 +72,7 @@ class Cluster:
 
     def part(self, num_gpus: int) -> Cluster:
         """The first `num_gpus` GPUs: whole nodes, or a part of one."""
-        if num_gpus <= len(self.gpus):
-            return replace(self, gpus=self.gpus[:num_gpus], num_nodes=1)
-        return replace(self, num_nodes=-(-num_gpus // len(self.gpus)))
+        return _part(self, num_gpus)
 
     def machine(self, reserved: int) -> Machine:
         """The cluster as the engine's description of hardware. `reserved` bytes of every GPU are taken already."""
@@ -89,6 +88,13 @@ class Cluster:
                 devices.append(Device("cuda", gpu.name, total, total - reserved, gpu.capability, identifier=str(index)))
         why = f"Shardline has no back end for GPUs of {others[0]}; use vLLM" if others else ""
         return Host(name, memory, _HOST_CORES, tuple(devices), unusable_gpus=why)
+
+
+@functools.lru_cache(maxsize=512)
+def _part(cluster: Cluster, num_gpus: int) -> Cluster:
+    if num_gpus <= len(cluster.gpus):
+        return replace(cluster, gpus=cluster.gpus[:num_gpus], num_nodes=1)
+    return replace(cluster, num_nodes=-(-num_gpus // len(cluster.gpus)))
 
 
 def parse_cluster(

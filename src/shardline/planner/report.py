@@ -134,7 +134,7 @@ def _selection(found: Search) -> list[int]:
 
 def _refusal_rank(option: Option) -> tuple[bool, int, int]:
     """Sort key: refusals for lack of memory before those of the shape, the nearest to fit first."""
-    return not option.fit.weight_bytes, -option.fit.max_context, -option.fit.kv_bytes
+    return not option.fit.other_bytes, -option.fit.max_context, -option.fit.kv_bytes
 
 
 def _table(found: Search, options: Sequence[Option]) -> list[str]:
@@ -144,14 +144,12 @@ def _table(found: Search, options: Sequence[Option]) -> list[str]:
         f"{'tok/s':>8} {'$/M out':>8}  bound by"
     ]
     for option in options:
-        size = f"{option.fit.weight_bytes / GIB:.1f}+{max(0, option.fit.kv_bytes) / GIB:.0f} GiB"
+        size = _memory(option)
         if option.speed is None:
             lines.append(f"{option.layout!s:26} {size:20} no: {option.fit.why_not}")
             continue
         speed, data = option.speed, option.layout.data
-        requests = (
-            f"{option.fit.concurrency / data:.0f}" if data == 1 else f"{data}x{option.fit.concurrency / data:.0f}"
-        )
+        requests = f"{option.fit.requests}" if data == 1 else f"{data}x{option.fit.requests // data}"
         cost = "-" if option.cost_per_million is None else f"{option.cost_per_million:.2f}"
         note = f"; misses {option.misses}" if option.misses else ""
         note += f"; may miss {option.may_miss}" if option.may_miss else ""
@@ -162,6 +160,14 @@ def _table(found: Search, options: Sequence[Option]) -> list[str]:
             f"{speed.link_share:.0%}{note}"
         )
     return lines
+
+
+def _memory(option: Option) -> str:
+    """Weights, and the KV cache of a layout whose memory was counted."""
+    if not option.fit.weight_bytes:
+        return "-"
+    cache = f"+{max(0, option.fit.kv_bytes) / GIB:.0f}" if option.fit.other_bytes else ""
+    return f"{option.fit.weight_bytes / GIB:.1f}{cache} GiB"
 
 
 def _span(interval: Interval, factor: float, digits: int) -> str:
@@ -180,11 +186,12 @@ def _option_json(option: Option) -> dict[str, Any]:
         "weights": layout.weights,
         "kv": layout.kv,
         "verdict": fitted.verdict,
-        "weight_bytes": fitted.weight_bytes,
+        "weight_bytes": fitted.weight_bytes or None,
         "kv_bytes": fitted.kv_bytes,
         "kv_tokens": fitted.kv_tokens,
         "max_context": fitted.max_context,
         "concurrency": round(fitted.concurrency, 2),
+        "requests": fitted.requests,
         "why_not": fitted.why_not or option.misses or None,
         "may_miss": option.may_miss or None,
         "price_per_hour": option.price_per_hour,
