@@ -15,6 +15,10 @@ from shardline.planner.layout import Layout
 from shardline.planner.memory import bits_label
 
 
+_EVERY_NUMBER = 8
+"""GPUs up to which every smaller number of them is looked at."""
+
+
 @dataclass(frozen=True)
 class Fixed:
     """Choices that the user has made; None: to be searched."""
@@ -73,15 +77,14 @@ def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) ->
 
 
 def _counts(cluster: Cluster, fixed: Fixed) -> list[int]:
-    """Numbers of GPUs to look at: all, half of them and so on; in a small node every number.
+    """Numbers of GPUs to look at: all, half of them and so on; up to 8 every number.
 
     Fixed sizes that divide none of them add the fewest and the most GPUs on which they work.
     """
     total = cluster.num_gpus
-    if total <= 4:
+    if total <= _EVERY_NUMBER:
         return list(range(1, total + 1))
     counts = {total >> shift for shift in range(total.bit_length())}
-    counts |= {total - 1, total - 2} if total <= 8 else set()
     unit = (fixed.tensor or 1) * (fixed.pipeline or 1) * (fixed.data or 1)
     if unit <= total and all(count % unit for count in counts):
         counts |= {unit, total // unit * unit}

@@ -62,6 +62,11 @@ class Fit:
     stages: tuple[Span, ...] = ()
 
     @property
+    def fits(self) -> bool:
+        """Whether an engine starts it."""
+        return self.verdict != "no"
+
+    @property
     def requests(self) -> int:
         """Whole requests of max_model_len tokens that fit at once, each in one replica."""
         return whole_requests(self.concurrency, self.layout.data)

@@ -86,7 +86,7 @@ class Option:
     @property
     def fits(self) -> bool:
         """Whether an engine starts it. Context parallelism has a speed, but no engine starts it yet."""
-        return self.fit.verdict != "no"
+        return self.fit.fits
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,8 @@ class Search:
     """Index into `options`; None: nothing fits or meets the demand."""
     timing: Mapping[str, Timing]
     """For each engine, the constants of its steps."""
+    fixed: Fixed
+    """What the user has chosen."""
     instead: str = ""
     """Why vLLM is planned for although this engine runs the model; empty: it is not, or the user asked for it."""
 
@@ -302,7 +304,7 @@ def search(
     options.sort(key=lambda option: _rank(option, goal, own, near))
     good = options and options[0].fits and not options[0].misses
     return Search(
-        model, cluster, demand, goal, tuple(options), 0 if good else None, timing or shipped_timing(), instead
+        model, cluster, demand, goal, tuple(options), 0 if good else None, timing or shipped_timing(), fixed, instead
     )
 
 

@@ -293,7 +293,9 @@ def _fewest(on: Any, name: str) -> Any:
     for count in _COUNTS:
         found = on(f"{count}x{name}" if count <= 8 else f"{count // 8}x8x{name}")
         if found.recommended is not None and found.options[found.recommended].fit.verdict != "tight":
-            break
+            good = [one for one in found.options if one.fits and one.fit.verdict != "tight" and not one.misses]
+            fewest = min(one.layout.num_gpus for one in good)
+            return found if fewest == count else on(f"{fewest}x{name}")
     return found
 
 
