@@ -12,8 +12,7 @@ from shardline.models.spec import MoE
 from shardline.planner import vllm
 from shardline.planner.cluster import Cluster
 from shardline.planner.layout import Layout
-from shardline.planner.memory import bits_label
-
+from shardline.planner.memory import bits_label, stored_weights
 
 _EVERY_NUMBER = 8
 """GPUs up to which every smaller number of them is looked at."""
@@ -29,20 +28,24 @@ class Fixed:
     whole_experts: bool | None = None
     weights: str | None = None
     kv: str | None = None
+    context: int | None = None
+    numerics: str | None = None
 
 
 def check_sizes(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) -> None:
     """Refuse parallel sizes that no layout of the engine can have, whatever else is searched.
 
     Raises:
-        ValueError: the heads forbid the tensor-parallel size, or there are too few GPUs.
+        ValueError: the heads forbid the tensor-parallel size, there are too few GPUs, or a format is unknown.
     """
     tensor, whole = fixed.tensor or 1, fixed.whole_experts is not False
+    if fixed.weights:
+        stored_weights(model, fixed.weights)
     if engine == "shardline":
         check_tensor_parallel(model.spec, tensor)
     else:
         has_experts = any(isinstance(layer.feed_forward, MoE) for layer in model.spec.layers)
-        asked = Layout(engine, tensor, data=fixed.data or 2, whole_experts=whole and has_experts)
+        asked = Layout(engine, tensor, data=fixed.data or 2, whole_experts=whole and has_experts, kv=fixed.kv or "auto")
         why = vllm.refusal(model.spec, model.stored(), asked)
         if why:
             raise ValueError(why)
@@ -56,6 +59,7 @@ def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) ->
     has_experts = any(hasattr(layer.feed_forward, "routing") for layer in model.spec.layers)
     experts = (False, True) if has_experts else (False,)
     labels = [fixed.weights] if fixed.weights else _labels(model, cluster, engine)
+    numerics = fixed.numerics if engine == "shardline" and fixed.numerics else "exact"
     caches = [fixed.kv] if fixed.kv else _kv_labels(model, cluster, engine)
     for num_gpus in _counts(cluster, fixed):
         for tensor in _divisors(num_gpus, fixed.tensor):
@@ -68,12 +72,13 @@ def layouts(model: PlannedModel, cluster: Cluster, engine: str, fixed: Fixed) ->
                         continue
                     for label in labels:
                         for kv in caches:
-                            yield Layout(engine, tensor, pipeline, data, whole, label, kv)
-    if engine == "shardline" and fixed.pipeline in (None, 1) and fixed.data in (None, 1):
+                            yield Layout(engine, tensor, pipeline, data, whole, label, kv, numerics=numerics)
+    if engine == "shardline" and {fixed.pipeline, fixed.data} <= {None, 1} and fixed.context is None:
         # No start accepts context parallelism yet. It is shown on all GPUs, so that its price is known.
         for tensor in _divisors(cluster.num_gpus, fixed.tensor):
             if tensor < cluster.num_gpus:
-                yield Layout(engine, tensor, weights=labels[0], kv=caches[0], context=cluster.num_gpus // tensor)
+                spread = cluster.num_gpus // tensor
+                yield Layout(engine, tensor, weights=labels[0], kv=caches[0], context=spread, numerics=numerics)
 
 
 def _counts(cluster: Cluster, fixed: Fixed) -> list[int]:
@@ -98,7 +103,7 @@ def _divisors(number: int, only: int | None) -> list[int]:
 def _labels(model: PlannedModel, cluster: Cluster, engine: str) -> list[str]:
     """The weights to look at: the checkpoint's own, and quantized ones if it is not quantized."""
     own = bits_label(model)
-    return [own] if model.rules.rules else [own, *_one_byte(cluster, engine), "int4"]
+    return [own] if model.rules.rules else [own, *_one_byte(cluster, engine), "int" + "4"]
 
 
 def _kv_labels(model: PlannedModel, cluster: Cluster, engine: str) -> list[str]:
@@ -108,7 +113,7 @@ def _kv_labels(model: PlannedModel, cluster: Cluster, engine: str) -> list[str]:
 
 
 def _one_byte(cluster: Cluster, engine: str) -> list[str]:
-    """The format of one byte in which all of the GPUs compute; int8 is this engine's where one has no fp8."""
-    if all("fp8" in gpu.tflops for gpu in cluster.gpus):
-        return ["fp8"]
-    return ["int8"] if engine == "shardline" else []
+    """The first format of one byte in which all of the GPUs compute: floats, and for this engine also integers."""
+    labels = [label for label in cluster.slowest.tflops if label.endswith("8")]
+    common = [label for label in labels if all(label in gpu.tflops for gpu in cluster.gpus)]
+    return [label for label in common if label.startswith("f") or engine == "shardline"][:1]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from shardline.config.engine import EngineConfig
-from shardline.deployment.deployment import Deployment
+from shardline.deployment.deployment import Deployment, FixedPool
 from shardline.deployment.kv_budget import gpu_left
 from shardline.deployment.machine import Machine
 from shardline.deployment.resolve import resolve
@@ -27,6 +27,7 @@ from shardline.planner.catalog import describe
 from shardline.planner.cluster import Cluster
 from shardline.planner.hardware import GIB
 from shardline.planner.layout import Demand, Layout
+from shardline.planner.options import decisive_options
 
 VERDICTS = ("no", "tight", "comfortable", "generous")
 _PLAIN = "bf16"
@@ -95,7 +96,8 @@ def stored_weights(model: PlannedModel, label: str) -> StoredWeights:
         return model.stored()
     rules = {_PLAIN: StoredRules(), **usual_rules()}
     if label not in rules:
-        raise ValueError(f"weights {label!r}: known are {bits_label(model)}, {', '.join(sorted(rules))}")
+        known = dict.fromkeys((bits_label(model), *sorted(rules)))
+        raise ValueError(f"weights {label!r}: known are {', '.join(known)}")
     return model.stored(rules[label])
 
 
@@ -113,14 +115,16 @@ def held_weights(model: PlannedModel, layout: Layout) -> StoredWeights:
 def fit(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Fit:
     """How `layout` of `model` uses the memory of `cluster`."""
     if layout.num_gpus > cluster.num_gpus:
-        return _refused(model, layout, demand, f"the layout needs {layout.num_gpus} GPUs, and there are {cluster.num_gpus}")
+        return _refused(
+            model, layout, demand, f"the layout needs {layout.num_gpus} GPUs, and there are {cluster.num_gpus}"
+        )
     if layout.engine == "vllm":
         return _fit_vllm(model, layout, cluster, demand)
     return _fit_shardline(model, layout, cluster, demand)
 
 
 def _refused(model: PlannedModel, layout: Layout, demand: Demand, why: str) -> Fit:
-    """A layout that no engine starts. Its weights are those that the fullest rank would have, if they can be divided."""
+    """A layout that no engine starts, with the weights of its fullest rank, if they can be divided so."""
     try:
         stages = stage_spans(model.spec, layout.pipeline)
         weights, _ = vllm.weight_bytes(model, held_weights(model, layout), layout, stages)
@@ -151,13 +155,14 @@ def engine_config(model: PlannedModel, layout: Layout, demand: Demand, length: i
         "enable_expert_parallel": layout.whole_experts,
         "kv_cache_dtype": layout.kv,
         "gpu_memory_utilization": demand.utilization,
+        "numerics": layout.numerics,
         "device": "cuda",
         "max_num_seqs": demand.max_num_seqs,
         "max_num_batched_tokens": demand.max_num_batched_tokens,
     }
     optional = ("max_num_seqs", "max_num_batched_tokens")
     given = {name: value for name, value in options.items() if value is not None or name not in optional}
-    return EngineConfig.from_options(**given)
+    return EngineConfig.from_options(**{**decisive_options(demand.options), **given})
 
 
 def _fit_shardline(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Fit:
@@ -192,8 +197,13 @@ def _measure(deployment: Deployment, layout: Layout, cluster: Cluster, demand: D
     step = step_bytes(spec, deployment.dtype, limits.max_num_batched_tokens, limits.max_num_seqs)
     hosts = _machine(cluster, layout.num_gpus).hosts
     gpus = [host.devices[index] for host in hosts for index in host.of_kind("cuda")]
-    room = gpu_left(gpus, layout.num_gpus, demand.utilization, weights, step)
+    left = [gpu_left(gpus, layout.num_gpus, share, weights, step) for share in (demand.utilization, 1.0)]
+    room = left[0]
     num_blocks = max(0, min(room // size for size in cache.block_bytes) - 1)
+    if isinstance(cache.pool, FixedPool):
+        num_blocks = cache.pool.num_blocks - 1
+        room = (num_blocks + 1) * max(cache.block_bytes)
+        why = why or _pool_shortage(room, left[1])
     step_tokens = limits.max_num_batched_tokens
     replicas = layout.data
     per_request = blocks_per_request(cache.groups, demand.max_model_len, cache.block_size, step_tokens)
@@ -217,23 +227,39 @@ def _measure(deployment: Deployment, layout: Layout, cluster: Cluster, demand: D
     )
 
 
+def _pool_shortage(pool: int, left: int) -> str:
+    """Why a KV cache of a given size does not fit the bytes that are left of a GPU; empty: it does."""
+    if pool <= left:
+        return ""
+    return (
+        f"the KV cache of {pool / GIB:.1f} GiB does not fit: weights, the largest step and libraries leave "
+        f"{max(0, left) / GIB:.1f} GiB of a GPU"
+    )
+
+
 def _fit_vllm(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Fit:
     spec = model.spec
     stored = stored_weights(model, layout.weights)
     why = vllm.refusal(spec, stored, layout)
     if not why and demand.max_model_len > spec.max_position_embeddings:
         why = f"the model has {spec.max_position_embeddings} positions"
+    why = why or vllm.options_refusal(spec, demand.options)
     if why:
         return _refused(model, layout, demand, why)
-    stages = stage_spans(spec, layout.pipeline)
+    try:
+        stages = stage_spans(spec, layout.pipeline, demand.options.get("pipeline_stages"))
+    except ValueError as refusal:
+        return _refused(model, layout, demand, str(refusal))
     gpu = cluster.part(layout.num_gpus).smallest
     num_seqs, num_tokens = vllm.step_limits(gpu, demand.max_num_seqs, demand.max_num_batched_tokens)
     weights, place = vllm.weight_bytes(model, stored, layout, stages)
     others = vllm.other_bytes(model, layout, num_seqs, num_tokens)
-    room = int(gpu.usable_bytes * demand.utilization) - weights - others
-    dtype = kv_dtype(layout, spec)
-
-    size = vllm.request_size(spec, place, stages, dtype, num_tokens)
+    block_size = demand.options.get("block_size", vllm.BLOCK_SIZE)
+    size = vllm.request_size(spec, place, stages, kv_dtype(layout, spec), num_tokens, block_size)
+    room, short = int(gpu.usable_bytes * demand.utilization) - weights - others, ""
+    pool = vllm.given_pool(demand.options, size(block_size))
+    if pool is not None:
+        room, short = pool, _pool_shortage(pool, gpu.usable_bytes - weights - others)
     concurrency = layout.data * max(0, room) / size(demand.max_model_len)
     longest = _longest(room, size, spec.max_position_embeddings)
     tokens = int(concurrency / layout.data * demand.max_model_len)
@@ -250,6 +276,8 @@ def _fit_vllm(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Dem
         "",
         stages,
     )
+    if short:
+        return dataclasses.replace(result, verdict="no", concurrency=0.0, why_not=short)
     return dataclasses.replace(result, why_not=_shortage(result, size)) if result.verdict == "no" else result
 
 

@@ -87,6 +87,6 @@ def _more_gpus(cluster: Cluster, num_gpus: int) -> Cluster:
 
 
 def _fewest_first(one: Fit) -> tuple[int, bool, bool, int, int]:
-    """Sort key: the fewest GPUs, then room for all requests, a KV cache that changes no answers, few replicas, stages."""
+    """Sort key: few GPUs, then room for all requests, a KV cache that changes no answers, few replicas and stages."""
     layout = one.layout
     return layout.num_gpus, one.verdict == "tight", layout.kv != "auto", layout.data, layout.pipeline
