@@ -196,6 +196,8 @@ def test_the_fewest_and_the_cheapest_gpus(capsys: pytest.CaptureFixture[str]) ->
     assert plan_json(capsys, *words, "-pp", "1", "--engine", "vllm")["gpus"] == "4xH100-80GB-SXM5", "64 heads"
     plan = plan_json(capsys, "Qwen/Qwen3-0.6B", "--gpus", "any")
     assert plan["recommended"] == 0
+    plan = plan_json(capsys, "Qwen/Qwen3-0.6B", "--gpus", "any", "--link", "xgmi")
+    assert plan["gpus"].startswith("1xMI3"), "only GPUs that can have the link"
 
 
 @pytest.mark.parametrize(

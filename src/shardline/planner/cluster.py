@@ -137,6 +137,17 @@ def _network_rate(text: str) -> float:
     return float(match.group(1)) * GB / 8
 
 
+def can_link(gpu: Gpu, link: str | None) -> bool:
+    """Whether a GPU can have the link; None: its own.
+
+    Raises:
+        ValueError: there is no such link.
+    """
+    if link not in (None, *LINKS):
+        raise ValueError(f"--link {link!r}: must be one of {', '.join(LINKS)}")
+    return bool(gpu.bridge_gbs) if link == "bridge" else link in (None, "pcie", gpu.link.kind)
+
+
 def _choose_link(node: list[Gpu], asked: str | None) -> GpuLink:
     """The link inside a node: the asked one, else the GPUs' own if all have the same, else PCIe.
 
@@ -148,12 +159,10 @@ def _choose_link(node: list[Gpu], asked: str | None) -> GpuLink:
     own = min((gpu.link for gpu in node), key=lambda link: link.gbs)
     if asked is None:
         return own if len({gpu.link.kind for gpu in node}) == 1 else pcie
-    if asked not in LINKS:
-        raise ValueError(f"--link {asked!r}: must be one of {', '.join(LINKS)}")
     if asked == "pcie":
         return pcie
     for gpu in node:
-        if (asked == "bridge" and not gpu.bridge_gbs) or (asked != "bridge" and gpu.link.kind != asked):
+        if not can_link(gpu, asked):
             extra = " or bridge" if gpu.bridge_gbs else ""
             choices = " or ".join(dict.fromkeys((gpu.link.kind, "pcie"))) + extra
             raise ValueError(f"--link {asked}: {gpu.name} cannot have it; use {choices}")

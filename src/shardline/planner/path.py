@@ -66,7 +66,11 @@ def _bits(found: Search, best: Option) -> Question:
         )
         if is_changed
     )
-    return Question("fewer bits?", figures, f"answers change; {keep} keeps those of the checkpoint")
+    return Question(
+        "fewer bits?",
+        figures,
+        f"answers change; {keep} {'keep' if ' and ' in keep else 'keeps'} those of the checkpoint",
+    )
 
 
 def _price(option: Option) -> str:
@@ -79,7 +83,7 @@ def _price(option: Option) -> str:
 
 def _one_gpu(found: Search) -> Question:
     """How many of these GPUs hold the model, by the weights' format. What the user has fixed stays fixed."""
-    own = bits_label(found.model)
+    own, gpus = bits_label(found.model), "+".join(dict.fromkeys(gpu.name for gpu in found.cluster.gpus))
     labels = list(dict.fromkeys([own, *(one.layout.weights for one in found.options)]))
     parts, fewest = [], []
     for label in [found.fixed.weights] if found.fixed.weights else labels:
@@ -92,7 +96,7 @@ def _one_gpu(found: Search) -> Question:
         parts.append(f"{label}: {one.layout.num_gpus} as {one.layout} ({one.weight_bytes / GIB:.1f} GiB of weights "
                      f"each{tight})")  # fmt: skip
     return Question(
-        f"one GPU? one node? ({found.cluster.smallest.name}, {found.demand.max_model_len:,} tokens)",
+        f"one GPU? one node? ({gpus}, {found.demand.max_model_len:,} tokens)",
         "; ".join(parts),
         _fewest_answer(found, fewest),
     )
@@ -169,8 +173,7 @@ def _efficiency(found: Search, best: Option) -> Question:
     """What tensor parallelism would keep of its GPUs' speed, by the link."""
     parts: list[str] = []
     at_own: dict[int, float] = {}
-    own = found.cluster.link_bytes_per_second(2)
-    for name, rate in (("this link", own), *_INTERCONNECTS):
+    for name, rate in (("this link", None), *_INTERCONNECTS):
         shares = tensor_efficiency(found, best, rate)
         at_own = at_own or shares
         parts.append(f"{name}: " + ", ".join(f"tp{size} {share:.0%}" for size, share in shares.items()))

@@ -17,19 +17,20 @@ _USUAL_NODE = 8
 """GPUs of a node, if only a part of one is named."""
 
 
-def tensor_efficiency(found: Search, option: Option, link_bytes_per_second: float) -> dict[int, float]:
+def tensor_efficiency(found: Search, option: Option, link_bytes_per_second: float | None = None) -> dict[int, float]:
     """For tensor-parallel sizes, the speed-up of a decode step divided by the size, if the link had this rate.
 
-    The step has as many requests as one of the option's replicas. Memory is ignored.
+    None: the cluster's own link, which may join few GPUs only, or be slower between fewer. The step has as many requests as one of the option's replicas. Memory is ignored.
     """
     assert option.speed is not None
     spec, layout = found.model.spec, option.layout
     running = option.speed.running / layout.data
     constants = found.timing[layout.engine].constants
     context = found.demand.input_len + found.demand.output_len / 2
-    rate = link_bytes_per_second / GB
     times = {}
     for size in _EFFICIENCY_SIZES:
+        joined = min(max(size, 2), max(len(found.cluster.gpus), 2))
+        rate = (link_bytes_per_second or found.cluster.link_bytes_per_second(joined)) / GB
         link = GpuLink("any", rate, rate, size)
         gpus = (found.cluster.slowest,) * size
         alone = dataclasses.replace(layout, tensor=size, pipeline=1, data=1, whole_experts=False)

@@ -118,14 +118,15 @@ def _head(found: Search) -> str:
 
 
 def _selection(found: Search) -> list[int]:
-    """The undominated options, and a few that are refused."""
+    """The undominated options, and a few that are refused, for different reasons."""
     best = frontier(found.options)[:_SHOWN]
     if found.recommended is not None and found.recommended not in best:
         best = [found.recommended, *best]
     refused = [index for index, one in enumerate(found.options) if one.speed is None]
     refused.sort(key=lambda index: _refusal_rank(found.options[index]))
+    reasons = {found.options[index].fit.why_not: index for index in reversed(refused)}
     spread = [index for index, one in enumerate(found.options) if one.speed is not None and not one.fits]
-    return best + spread[:1] + refused[:_REFUSED]
+    return best + spread[:1] + [index for index in refused if index in reasons.values()][:_REFUSED]
 
 
 def _refusal_rank(option: Option) -> tuple[bool, int, int]:

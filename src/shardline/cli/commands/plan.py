@@ -228,7 +228,7 @@ def _search(args: argparse.Namespace, gpus: Mapping[str, Gpu], model: Any, deman
         ValueError: the GPUs are unknown, or no layout can have the parallel sizes that the user fixed.
     """
     from shardline.planner.candidates import check_sizes
-    from shardline.planner.cluster import parse_cluster
+    from shardline.planner.cluster import can_link, parse_cluster
     from shardline.planner.search import check_refusals, engine_for, search
 
     def on(text: str) -> Any:
@@ -236,7 +236,10 @@ def _search(args: argparse.Namespace, gpus: Mapping[str, Gpu], model: Any, deman
         return search(model, cluster, demand, args.goal, args.engine, fixed)
 
     if args.gpus == "any":
-        found = _cheapest([_fewest(on, name) for name, gpu in gpus.items() if gpu.price is not None])
+        names = [name for name, gpu in gpus.items() if gpu.price is not None and can_link(gpu, args.link)]
+        if not names:
+            raise ValueError(f"--link {args.link}: no GPU with a known price has it; leave it out")
+        found = _cheapest([_fewest(on, name) for name in names])
     elif re.match(r"\d+x|.*\+", args.gpus, re.IGNORECASE):
         found = on(args.gpus)
     else:
