@@ -20,7 +20,8 @@ _USUAL_NODE = 8
 def tensor_efficiency(found: Search, option: Option, link_bytes_per_second: float | None = None) -> dict[int, float]:
     """For tensor-parallel sizes, the speed-up of a decode step divided by the size, if the link had this rate.
 
-    None: the cluster's own link, which may join few GPUs only, or be slower between fewer. The step has as many requests as one of the option's replicas. Memory is ignored.
+    None: the cluster's own link, which may join few GPUs only, or be slower between fewer. The step has as many
+    requests as one of the option's replicas. Memory is ignored.
     """
     assert option.speed is not None
     spec, layout = found.model.spec, option.layout
