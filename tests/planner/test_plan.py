@@ -14,9 +14,9 @@ from shardline.planner.catalog import describe, find_model
 from shardline.planner.cluster import parse_cluster
 from shardline.planner.hardware import known_gpus
 from shardline.planner.layout import Demand
-from shardline.planner.memory import engine_config
+from shardline.planner.memory import engine_config, whole_requests
 from shardline.planner.path import explain_path
-from shardline.planner.questions import tensor_efficiency
+from shardline.planner.questions import fewest_gpus, tensor_efficiency
 from shardline.planner.search import Search, frontier, search
 
 LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
@@ -145,6 +145,43 @@ def test_fixed_sizes_that_divide_no_half_of_the_gpus(capsys: pytest.CaptureFixtu
     assert {one["tp"] for one in plan["layouts"] if one["cp"] == 1} == {5}
 
 
+@pytest.mark.parametrize("engine", ["shardline", "vllm"])
+def test_every_replica_holds_a_whole_request(engine: str) -> None:
+    """Two replicas with room for 0.6 of a request each cannot run one of them."""
+    for gpus in ("8xA100-80GB", "A100-80GB-PCIe+2xL40S"):
+        cluster = parse_cluster(gpus, known_gpus())
+        for one in search(find_model(LLAMA_70B), cluster, Demand(32_768), "cost", engine).options:
+            assert one.fit.weight_bytes > 0, "refused layouts have their weights too"
+            if one.fits:
+                assert one.fit.concurrency / one.layout.data >= 1
+                assert one.fit.max_context >= 32_768
+                assert (one.fit.verdict == "tight") == (one.fit.requests < 4)
+    assert whole_requests(4.5, 3) == 3
+
+
+def test_a_part_of_an_uneven_node_has_the_memory_of_its_own_gpus() -> None:
+    result = found(LLAMA_70B, "A100-80GB-PCIe+2xL40S", Demand(8192), weights="int4", kv="auto")
+    alone = next(one for one in result.options if one.layout.num_gpus == 1)
+    assert alone.fits, "39.6 GB of weights fit the A100, and not an L40S"
+    assert {one.layout.weights for one in found(LLAMA_70B, "A100-80GB-PCIe+2xL40S", Demand(8192)).options} == {
+        "bf16",
+        "int8",
+        "int4",
+    }, "the A100 has no fp8"
+
+
+@pytest.mark.parametrize("gpus", ["4xH100", "8xL4", "2x4xRTX-PRO-6000", "A100-80GB-PCIe+2xL40S"])
+def test_the_fewest_gpus_are_those_of_the_table(gpus: str) -> None:
+    result = found(LLAMA_70B, gpus, Demand(32_768))
+    for label in {one.layout.weights for one in result.options}:
+        fits = [one.layout.num_gpus for one in result.options if one.fits and one.layout.weights == label]
+        one = fewest_gpus(result, label)
+        assert one is not None
+        assert one.fits
+        assert one.layout.num_gpus == min(fits) if fits else one.layout.num_gpus > result.cluster.num_gpus
+    assert fewest_gpus(found("meta-llama/Llama-3.1-405B", "L4", Demand(131_072)), "bf16", 8) is None
+
+
 def test_models_that_only_vllm_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for model in ("openai/gpt-oss-120b", "Qwen/Qwen3.5-35B-A3B", "google/gemma-4-31B-it"):
         plan = plan_json(capsys, model, "--gpus", "8xH200", "-tp", "8")
@@ -154,12 +191,13 @@ def test_models_that_only_vllm_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_fewest_and_the_cheapest_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = plan_json(
-        capsys, LLAMA_70B, "--gpus", "H100-80GB-SXM5", "--quantization", "none", "--kv-cache-dtype", "auto"
-    )
-    assert plan["gpus"] == "4xH100-80GB-SXM5"
+    words = [LLAMA_70B, "--gpus", "H100-80GB-SXM5", "--quantization", "none", "--kv-cache-dtype", "auto"]
+    assert plan_json(capsys, *words)["gpus"] == "3xH100-80GB-SXM5"
+    assert plan_json(capsys, *words, "-pp", "1", "--engine", "vllm")["gpus"] == "4xH100-80GB-SXM5", "64 heads"
     plan = plan_json(capsys, "Qwen/Qwen3-0.6B", "--gpus", "any")
     assert plan["recommended"] == 0
+    plan = plan_json(capsys, "Qwen/Qwen3-0.6B", "--gpus", "any", "--link", "xgmi")
+    assert plan["gpus"].startswith("1xMI3"), "only GPUs that can have the link"
 
 
 @pytest.mark.parametrize(
@@ -236,9 +274,11 @@ def test_traffic_between_nodes_and_operations_cost_too(capsys: pytest.CaptureFix
 
 def test_what_turns_a_no_into_a_yes(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_json(capsys, LLAMA_70B, "--gpus", "2xA100-80GB", "--max-model-len", "32768", "-tp", "2")
-    refused = next(one for one in plan["layouts"] if one["weights"] == "bf16" and one["tp"] == 2)
+    refused = next(one for one in plan["layouts"] if one["weights"] == "bf16" and one["kv"] == "auto")
     assert refused["verdict"] == "no"
-    assert refused["turns_yes"] == ["int4 weights, auto KV cache", f"--max-model-len {refused['max_context']}"]
+    ways = {f"{weights} weights, {kv} KV cache" for weights in ("int4", "int8") for kv in ("auto", "int8")}
+    ways |= {"bf16 weights, int8 KV cache", f"--max-model-len {refused['max_context']}"}
+    assert set(refused["turns_yes"]) == ways
 
 
 def test_tensor_parallel_efficiency_falls_with_ranks_and_slow_links() -> None:

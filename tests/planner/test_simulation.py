@@ -131,6 +131,14 @@ def test_a_simulation_agrees_with_the_formula() -> None:
     assert result.tpot[50] == pytest.approx(speed.tpot.p50, rel=0.1)
 
 
+def test_a_lone_request_waits_for_the_front_once() -> None:
+    requests = [SimulatedRequest(0.0, ((1, 512),), 64)]
+    arrival, first, last, _ = np.frombuffer(run(setup(), requests).times)
+    found = simulate(setup(), requests, DEMAND)
+    assert found.ttft[50] == pytest.approx(first - arrival)
+    assert found.latency[50] == pytest.approx(last - arrival)
+
+
 def route(policy: str) -> Simulation:
     few_blocks = dataclasses.replace(setup(), num_blocks=200)
     requests = poisson(20.0, 120, 512, 8, Prefixes(448, 8))

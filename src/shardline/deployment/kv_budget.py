@@ -96,15 +96,20 @@ def gpu_room(gpus: Sequence[Device], num_ranks: int, share: float, weights: int,
     Raises:
         ValueError: nothing is left.
     """
-    sharing = -(-num_ranks // len(gpus))
-    left = min(gpu.memory_free - int(gpu.memory_total * (1.0 - share)) for gpu in gpus) // sharing
-    left -= weights + activations
+    left = gpu_left(gpus, num_ranks, share, weights, activations)
     if left <= 0:
         raise ValueError(
             f"a GPU has to hold {format_bytes(weights)} of weights and {format_bytes(activations)} of activations "
             "beside the KV cache and cannot; use more GPUs, a smaller --max-num-batched-tokens or a smaller model"
         )
     return left
+
+
+def gpu_left(gpus: Sequence[Device], num_ranks: int, share: float, weights: int, activations: int) -> int:
+    """The same without a check: below zero, so many bytes are missing."""
+    sharing = -(-num_ranks // len(gpus))
+    usable = min(gpu.memory_free - int(gpu.memory_total * (1.0 - share)) for gpu in gpus) // sharing
+    return usable - weights - activations
 
 
 def useful_blocks(config: EngineConfig, groups: Sequence[KVGroup], max_model_len: int) -> int:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import msgspec
+
 import shardline.models.planned
 from shardline.models.gguf.checkpoint import GGUFCheckpoint
 from shardline.models.gguf.stored import GGUFStoredWeights
@@ -16,7 +18,7 @@ from shardline.models.gpu_refusal import gpu_refusal
 from shardline.models.hf_config import HFConfig
 from shardline.models.hub import ModelFiles
 from shardline.models.lookup import Family, decoder_spec, family, known_families, module_of_planned
-from shardline.models.spec import DecoderSpec
+from shardline.models.spec import DecoderSpec, DType
 from shardline.models.stored_weights import StoredRules, StoredWeights, read_stored
 from shardline.models.wrapper import text_config
 
@@ -52,6 +54,13 @@ class PlannedModel:
             return source(name, self.spec).key.rpartition(".")[0]
 
         return StoredWeights(self.rules if rules is None else rules, self.spec.dtype, module)
+
+    def with_dtype(self, dtype: DType, refusal: str = "") -> PlannedModel:
+        """The model with its unquantized weights in `dtype`; `refusal` says why this engine cannot run it so."""
+        refusal = self.engine_refusal or refusal
+        if dtype == self.spec.dtype and refusal == self.engine_refusal:
+            return self
+        return replace(self, spec=msgspec.structs.replace(self.spec, dtype=dtype), engine_refusal=refusal)
 
     @functools.cached_property
     def checkpoint(self) -> GGUFCheckpoint | None:

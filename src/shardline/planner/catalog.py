@@ -45,6 +45,8 @@ def find_model(name: str, revision: str | None = None) -> PlannedModel:
         return read_planned(name, _read(folder / _CONFIG))
     if folder.is_dir():
         raise ValueError(f"model {name!r}: the folder has no {_CONFIG}")
+    if revision not in (None, "main"):
+        return read_planned(name, _download(name, revision))
     facts = shipped_facts()
     aliases = {key.lower(): value for key, value in facts["aliases"].items()}
     alias = aliases.get(name.lower(), {"of": name})
@@ -81,13 +83,13 @@ def stored_as(model: PlannedModel, rules: StoredRules) -> PlannedModel:
 
 
 @functools.lru_cache(maxsize=64)
-def describe(model: PlannedModel) -> ModelDescription:
-    """The model as `resolve` reads it, without files.
+def describe(model: PlannedModel, *, checked: bool = True) -> ModelDescription:
+    """The model as `resolve` reads it, without files. If it is not `checked`, `resolve` will, for the devices it finds.
 
     Raises:
         ValueError: this engine cannot load it.
     """
-    if model.engine_refusal:
+    if model.engine_refusal and checked:
         raise ValueError(model.engine_refusal)
     if model.files is not None:
         return ModelDescription(model.files, read_stored(HFConfig(model.config)), model.checkpoint)
@@ -128,7 +130,8 @@ def _download(name: str, revision: str | None) -> dict[str, Any]:
         try:
             return fetch(local_files_only=True)
         except Exception:
+            where = "is neither a folder nor" if revision is None else f"with --revision {revision} is not"
             raise ValueError(
-                f"model {name!r} is neither a folder nor among the shipped facts, and {_CONFIG} of the hub repository "
-                f"{name} cannot be fetched ({type(error).__name__}); give a folder that has this file"
+                f"model {name!r} {where} among the shipped facts, and {_CONFIG} of the hub repository {name} cannot "
+                f"be fetched ({type(error).__name__}); give a folder that has this file"
             ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -71,9 +72,7 @@ class Cluster:
 
     def part(self, num_gpus: int) -> Cluster:
         """The first `num_gpus` GPUs: whole nodes, or a part of one."""
-        if num_gpus <= len(self.gpus):
-            return replace(self, gpus=self.gpus[:num_gpus], num_nodes=1)
-        return replace(self, num_nodes=-(-num_gpus // len(self.gpus)))
+        return _part(self, num_gpus)
 
     def machine(self, reserved: int) -> Machine:
         """The cluster as the engine's description of hardware. `reserved` bytes of every GPU are taken already."""
@@ -89,6 +88,13 @@ class Cluster:
                 devices.append(Device("cuda", gpu.name, total, total - reserved, gpu.capability, identifier=str(index)))
         why = f"Shardline has no back end for GPUs of {others[0]}; use vLLM" if others else ""
         return Host(name, memory, _HOST_CORES, tuple(devices), unusable_gpus=why)
+
+
+@functools.lru_cache(maxsize=512)
+def _part(cluster: Cluster, num_gpus: int) -> Cluster:
+    if num_gpus <= len(cluster.gpus):
+        return replace(cluster, gpus=cluster.gpus[:num_gpus], num_nodes=1)
+    return replace(cluster, num_nodes=-(-num_gpus // len(cluster.gpus)))
 
 
 def parse_cluster(
@@ -131,6 +137,17 @@ def _network_rate(text: str) -> float:
     return float(match.group(1)) * GB / 8
 
 
+def can_link(gpu: Gpu, link: str | None) -> bool:
+    """Whether a GPU can have the link; None: its own.
+
+    Raises:
+        ValueError: there is no such link.
+    """
+    if link not in (None, *LINKS):
+        raise ValueError(f"--link {link!r}: must be one of {', '.join(LINKS)}")
+    return bool(gpu.bridge_gbs) if link == "bridge" else link in (None, "pcie", gpu.link.kind)
+
+
 def _choose_link(node: list[Gpu], asked: str | None) -> GpuLink:
     """The link inside a node: the asked one, else the GPUs' own if all have the same, else PCIe.
 
@@ -142,12 +159,10 @@ def _choose_link(node: list[Gpu], asked: str | None) -> GpuLink:
     own = min((gpu.link for gpu in node), key=lambda link: link.gbs)
     if asked is None:
         return own if len({gpu.link.kind for gpu in node}) == 1 else pcie
-    if asked not in LINKS:
-        raise ValueError(f"--link {asked!r}: must be one of {', '.join(LINKS)}")
     if asked == "pcie":
         return pcie
     for gpu in node:
-        if (asked == "bridge" and not gpu.bridge_gbs) or (asked != "bridge" and gpu.link.kind != asked):
+        if not can_link(gpu, asked):
             extra = " or bridge" if gpu.bridge_gbs else ""
             choices = " or ".join(dict.fromkeys((gpu.link.kind, "pcie"))) + extra
             raise ValueError(f"--link {asked}: {gpu.name} cannot have it; use {choices}")

@@ -146,7 +146,7 @@ _LINES: tuple[tuple[str, Callable[[Option], str]], ...] = (
     ("KV cache a GPU, GiB", lambda one: f"{max(0, one.fit.kv_bytes) / GIB:.1f}"),
     ("verdict", lambda one: one.fit.verdict),
     ("longest request, tokens", lambda one: f"{one.fit.max_context:,}"),
-    ("requests of full length", lambda one: f"{one.fit.concurrency:.1f}"),
+    ("requests of full length", lambda one: f"{one.fit.requests}"),
     ("running at once", _of_speed(lambda one: f"{one.running:.0f}")),
     ("TTFT, s", _interval(lambda one: one.ttft, 1, 2)),
     ("TPOT, ms", _interval(lambda one: one.tpot, 1e3, 1)),

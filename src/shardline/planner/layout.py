@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 ENGINES = ("shardline", "vllm")
 
@@ -23,6 +25,8 @@ class Layout:
     """--kv-cache-dtype"""
     context: int = 1
     """Ranks that share each request's KV cache."""
+    numerics: str = "exact"
+    """--numerics of this engine."""
 
     @property
     def num_gpus(self) -> int:
@@ -44,6 +48,7 @@ class Layout:
         words = [self.weights, *(f"{axis}{size}" for axis, size in sizes if size > 1)]
         words += ["ep"] if self.whole_experts else []
         words += [f"kv:{self.kv}"] if self.kv != "auto" else []
+        words += [self.numerics] if self.numerics != "exact" else []
         return " ".join(words if len(words) > 1 else [*words, "tp1"])
 
 
@@ -71,3 +76,5 @@ class Demand:
     """None: the engine's default."""
     max_num_batched_tokens: int | None = None
     """None: the engine's default."""
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Further options of the engine that are given: see `planner/options.py`."""

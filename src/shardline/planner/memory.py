@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from shardline.config.engine import EngineConfig
-from shardline.deployment.deployment import Deployment
-from shardline.deployment.kv_budget import gpu_room
+from shardline.deployment.deployment import Deployment, FixedPool
+from shardline.deployment.kv_budget import gpu_left
 from shardline.deployment.machine import Machine
 from shardline.deployment.resolve import resolve
 from shardline.models.compressed import is_compressed
@@ -24,15 +27,16 @@ from shardline.planner.catalog import describe
 from shardline.planner.cluster import Cluster
 from shardline.planner.hardware import GIB
 from shardline.planner.layout import Demand, Layout
+from shardline.planner.options import decisive_options
 
 VERDICTS = ("no", "tight", "comfortable", "generous")
 _PLAIN = "bf16"
 _GENEROUS = 4
 """Times the wanted concurrency from which memory is generous."""
-_SHORT = 16
-"""Tokens of a request that is short enough to ask whether anything fits at all."""
 _CONTEXT_BYTES = int(0.55 * GIB)
 """Memory of the driver, kernels and NCCL: as vLLM's logs show it, since both engines use the same libraries."""
+_ROOMY_GIB = float(1 << 20)
+"""Memory of GPUs on which everything fits: with them, `resolve` says how large weights are that do not fit."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Fit:
     layout: Layout
     verdict: str
     weight_bytes: int
+    """0: not known, since they cannot be divided like this."""
     other_bytes: int
     """The largest step, and what the libraries take."""
     kv_bytes: int
@@ -51,11 +56,26 @@ class Fit:
     max_context: int
     """Tokens of the longest request that fits."""
     concurrency: float
-    """Requests of max_model_len tokens that fit at once, over all replicas."""
+    """Requests of max_model_len tokens that fit at once, over all replicas; a share of one counts as a share."""
     max_model_len: int
     why_not: str = ""
     """Why the engine refuses the layout, or what is missing; empty: it fits."""
     stages: tuple[Span, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether an engine starts it."""
+        return self.verdict != "no"
+
+    @property
+    def requests(self) -> int:
+        """Whole requests of max_model_len tokens that fit at once, each in one replica."""
+        return whole_requests(self.concurrency, self.layout.data)
+
+
+def whole_requests(concurrency: float, replicas: int) -> int:
+    """Whole requests that fit, if there is room for `concurrency` over all replicas: no replica has a part of one."""
+    return replicas * math.floor(concurrency / replicas + 1e-9)
 
 
 def bits_label(model: PlannedModel) -> str:
@@ -76,7 +96,8 @@ def stored_weights(model: PlannedModel, label: str) -> StoredWeights:
         return model.stored()
     rules = {_PLAIN: StoredRules(), **usual_rules()}
     if label not in rules:
-        raise ValueError(f"weights {label!r}: known are {bits_label(model)}, {', '.join(sorted(rules))}")
+        known = dict.fromkeys((bits_label(model), *sorted(rules)))
+        raise ValueError(f"weights {label!r}: known are {', '.join(known)}")
     return model.stored(rules[label])
 
 
@@ -94,23 +115,31 @@ def held_weights(model: PlannedModel, layout: Layout) -> StoredWeights:
 def fit(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Fit:
     """How `layout` of `model` uses the memory of `cluster`."""
     if layout.num_gpus > cluster.num_gpus:
-        return _refused(layout, demand, f"the layout needs {layout.num_gpus} GPUs, and there are {cluster.num_gpus}")
+        return _refused(
+            model, layout, demand, f"the layout needs {layout.num_gpus} GPUs, and there are {cluster.num_gpus}"
+        )
     if layout.engine == "vllm":
         return _fit_vllm(model, layout, cluster, demand)
     return _fit_shardline(model, layout, cluster, demand)
 
 
-def _refused(layout: Layout, demand: Demand, why: str, weights: int = 0, others: int = 0, room: int = 0) -> Fit:
-    return Fit(layout, "no", weights, others, room, 0, 0, 0.0, demand.max_model_len, why)
+def _refused(model: PlannedModel, layout: Layout, demand: Demand, why: str) -> Fit:
+    """A layout that no engine starts, with the weights of its fullest rank, if they can be divided so."""
+    try:
+        stages = stage_spans(model.spec, layout.pipeline)
+        weights, _ = vllm.weight_bytes(model, held_weights(model, layout), layout, stages)
+    except ValueError:
+        weights = 0
+    return Fit(layout, "no", weights, 0, 0, 0, 0, 0.0, demand.max_model_len, why)
 
 
-def verdict_of(concurrency: float, wanted: int) -> str:
-    """The verdict on room for `concurrency` requests of full length if `wanted` are wanted."""
-    if concurrency < 1:
+def verdict_of(requests: int, wanted: int) -> str:
+    """The verdict on room for so many whole requests of full length if `wanted` are wanted."""
+    if requests < 1:
         return "no"
-    if concurrency < wanted:
+    if requests < wanted:
         return "tight"
-    return "generous" if concurrency >= _GENEROUS * wanted else "comfortable"
+    return "generous" if requests >= _GENEROUS * wanted else "comfortable"
 
 
 def engine_config(model: PlannedModel, layout: Layout, demand: Demand, length: int) -> EngineConfig:
@@ -126,47 +155,55 @@ def engine_config(model: PlannedModel, layout: Layout, demand: Demand, length: i
         "enable_expert_parallel": layout.whole_experts,
         "kv_cache_dtype": layout.kv,
         "gpu_memory_utilization": demand.utilization,
+        "numerics": layout.numerics,
         "device": "cuda",
         "max_num_seqs": demand.max_num_seqs,
         "max_num_batched_tokens": demand.max_num_batched_tokens,
     }
     optional = ("max_num_seqs", "max_num_batched_tokens")
     given = {name: value for name, value in options.items() if value is not None or name not in optional}
-    return EngineConfig.from_options(**given)
+    return EngineConfig.from_options(**{**decisive_options(demand.options), **given})
 
 
 def _fit_shardline(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Fit:
-    machine = _machine(cluster) if cluster.num_nodes == 1 else cluster.part(layout.num_gpus).machine(_CONTEXT_BYTES)
     why = ""
     try:
         description = describe(model)
         config = engine_config(model, layout, demand, demand.max_model_len)
         try:
-            deployment = resolve(config, description, machine)
+            deployment = resolve(config, description, _machine(cluster, layout.num_gpus))
         except ValueError as refusal:
-            # Perhaps only the length does not fit. Then the figures are those of a short request.
+            # Perhaps only the memory does not do. Then the figures are those of GPUs that are large enough.
             why = str(refusal)
-            short = dataclasses.replace(config, model=dataclasses.replace(config.model, max_model_len=_SHORT))
-            deployment = resolve(short, description, machine)
+            deployment = resolve(config, description, _machine(cluster, layout.num_gpus, roomy=True))
     except ValueError as refusal:
-        return _refused(layout, demand, why or str(refusal))
+        return _refused(model, layout, demand, why or str(refusal))
     return _measure(deployment, layout, cluster, demand, why)
 
 
-@functools.lru_cache(maxsize=64)
-def _machine(cluster: Cluster) -> Machine:
-    return cluster.machine(_CONTEXT_BYTES)
+@functools.lru_cache(maxsize=512)
+def _machine(cluster: Cluster, num_gpus: int, *, roomy: bool = False) -> Machine:
+    """The GPUs that a layout of `num_gpus` rents."""
+    used = cluster.part(num_gpus)
+    if roomy:
+        used = dataclasses.replace(used, gpus=tuple(replace(gpu, usable_gib=_ROOMY_GIB) for gpu in used.gpus))
+    return used.machine(_CONTEXT_BYTES)
 
 
 def _measure(deployment: Deployment, layout: Layout, cluster: Cluster, demand: Demand, why: str) -> Fit:
-    """The figures of a layout that `resolve` accepts, at least for short requests (then `why` says why not)."""
+    """The figures of a layout that `resolve` accepts, at least on larger GPUs (then `why` says why not on these)."""
     cache, limits, spec = deployment.cache, deployment.limits, deployment.spec
     weights = max(rank.num_bytes for rank in deployment.weights)
     step = step_bytes(spec, deployment.dtype, limits.max_num_batched_tokens, limits.max_num_seqs)
-    hosts = deployment.machine.hosts
+    hosts = _machine(cluster, layout.num_gpus).hosts
     gpus = [host.devices[index] for host in hosts for index in host.of_kind("cuda")]
-    room = gpu_room(gpus, layout.num_gpus, demand.utilization, weights, step)
-    num_blocks = min(room // size for size in cache.block_bytes) - 1
+    left = [gpu_left(gpus, layout.num_gpus, share, weights, step) for share in (demand.utilization, 1.0)]
+    room = left[0]
+    num_blocks = max(0, min(room // size for size in cache.block_bytes) - 1)
+    if isinstance(cache.pool, FixedPool):
+        num_blocks = cache.pool.num_blocks - 1
+        room = (num_blocks + 1) * max(cache.block_bytes)
+        why = why or _pool_shortage(room, left[1])
     step_tokens = limits.max_num_batched_tokens
     replicas = layout.data
     per_request = blocks_per_request(cache.groups, demand.max_model_len, cache.block_size, step_tokens)
@@ -177,7 +214,7 @@ def _measure(deployment: Deployment, layout: Layout, cluster: Cluster, demand: D
     fits = not why
     return Fit(
         layout,
-        verdict_of(max(concurrency, 1.0) if fits else 0.0, demand.concurrency),
+        verdict_of(max(whole_requests(concurrency, replicas), 1) if fits else 0, demand.concurrency),
         weights,
         step + _CONTEXT_BYTES,
         room,
@@ -190,28 +227,45 @@ def _measure(deployment: Deployment, layout: Layout, cluster: Cluster, demand: D
     )
 
 
+def _pool_shortage(pool: int, left: int) -> str:
+    """Why a KV cache of a given size does not fit the bytes that are left of a GPU; empty: it does."""
+    if pool <= left:
+        return ""
+    return (
+        f"the KV cache of {pool / GIB:.1f} GiB does not fit: weights, the largest step and libraries leave "
+        f"{max(0, left) / GIB:.1f} GiB of a GPU"
+    )
+
+
 def _fit_vllm(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Demand) -> Fit:
     spec = model.spec
     stored = stored_weights(model, layout.weights)
     why = vllm.refusal(spec, stored, layout)
     if not why and demand.max_model_len > spec.max_position_embeddings:
         why = f"the model has {spec.max_position_embeddings} positions"
+    why = why or vllm.options_refusal(spec, demand.options)
     if why:
-        return _refused(layout, demand, why)
-    stages = stage_spans(spec, layout.pipeline)
-    num_seqs, num_tokens = vllm.step_limits(cluster.smallest, demand.max_num_seqs, demand.max_num_batched_tokens)
+        return _refused(model, layout, demand, why)
+    try:
+        stages = stage_spans(spec, layout.pipeline, demand.options.get("pipeline_stages"))
+    except ValueError as refusal:
+        return _refused(model, layout, demand, str(refusal))
+    gpu = cluster.part(layout.num_gpus).smallest
+    num_seqs, num_tokens = vllm.step_limits(gpu, demand.max_num_seqs, demand.max_num_batched_tokens)
     weights, place = vllm.weight_bytes(model, stored, layout, stages)
     others = vllm.other_bytes(model, layout, num_seqs, num_tokens)
-    room = int(cluster.smallest.usable_bytes * demand.utilization) - weights - others
-    dtype = kv_dtype(layout, spec)
-
-    size = vllm.request_size(spec, place, stages, dtype, num_tokens)
+    block_size = demand.options.get("block_size", vllm.BLOCK_SIZE)
+    size = vllm.request_size(spec, place, stages, kv_dtype(layout, spec), num_tokens, block_size)
+    room, short = int(gpu.usable_bytes * demand.utilization) - weights - others, ""
+    pool = vllm.given_pool(demand.options, size(block_size))
+    if pool is not None:
+        room, short = pool, _pool_shortage(pool, gpu.usable_bytes - weights - others)
     concurrency = layout.data * max(0, room) / size(demand.max_model_len)
     longest = _longest(room, size, spec.max_position_embeddings)
     tokens = int(concurrency / layout.data * demand.max_model_len)
     result = Fit(
         layout,
-        verdict_of(concurrency, demand.concurrency),
+        verdict_of(whole_requests(concurrency, layout.data), demand.concurrency),
         weights,
         others,
         room,
@@ -222,7 +276,9 @@ def _fit_vllm(model: PlannedModel, layout: Layout, cluster: Cluster, demand: Dem
         "",
         stages,
     )
-    return result if concurrency >= 1 else dataclasses.replace(result, why_not=_shortage(result, size))
+    if short:
+        return dataclasses.replace(result, verdict="no", concurrency=0.0, why_not=short)
+    return dataclasses.replace(result, why_not=_shortage(result, size)) if result.verdict == "no" else result
 
 
 def kv_dtype(layout: Layout, spec: DecoderSpec) -> KVDType:

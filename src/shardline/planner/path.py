@@ -8,11 +8,13 @@ from shardline.models.partition import check_tensor_parallel
 from shardline.models.spec import MoE
 from shardline.planner.hardware import GB, GIB
 from shardline.planner.layout import Layout
-from shardline.planner.memory import bits_label
+from shardline.planner.memory import Fit, bits_label
 from shardline.planner.questions import fewest_gpus, tensor_efficiency
 from shardline.planner.search import Option, Search, changes_answers
 from shardline.planner.vllm import refusal
 
+_MOST_GPUS = 64
+"""GPUs up to which the fewest are sought."""
 _INTERCONNECTS = (("NVLink 450", 450 * GB), ("PCIe Gen5 64", 64 * GB), ("PCIe Gen4 32", 32 * GB))
 
 
@@ -64,7 +66,11 @@ def _bits(found: Search, best: Option) -> Question:
         )
         if is_changed
     )
-    return Question("fewer bits?", figures, f"answers change; {keep} keeps those of the checkpoint")
+    return Question(
+        "fewer bits?",
+        figures,
+        f"answers change; {keep} {'keep' if ' and ' in keep else 'keeps'} those of the checkpoint",
+    )
 
 
 def _price(option: Option) -> str:
@@ -76,34 +82,35 @@ def _price(option: Option) -> str:
 
 
 def _one_gpu(found: Search) -> Question:
-    """How many of these GPUs hold the model, by the weights' format."""
-    model, own = found.model, bits_label(found.model)
-    labels = [own] if model.rules.rules else [own, *_smaller(found)]
-    parts, fewest = [], {}
-    engine = found.options[0].layout.engine if found.options else "vllm"
-    for label in labels:
-        result = fewest_gpus(model, found.cluster, found.demand, label, engine)
-        if result is None:
-            result = fewest_gpus(model, found.cluster, found.demand, label, "vllm")
-        if result is None:
-            parts.append(f"{label}: more than 64")
+    """How many of these GPUs hold the model, by the weights' format. What the user has fixed stays fixed."""
+    own, gpus = bits_label(found.model), "+".join(dict.fromkeys(gpu.name for gpu in found.cluster.gpus))
+    labels = list(dict.fromkeys([own, *(one.layout.weights for one in found.options)]))
+    parts, fewest = [], []
+    for label in [found.fixed.weights] if found.fixed.weights else labels:
+        one = fewest_gpus(found, label, _MOST_GPUS)
+        if one is None:
+            parts.append(f"{label}: more than {_MOST_GPUS}")
             continue
-        fewest[label] = result[0]
-        parts.append(f"{label}: {result[0]} ({result[1].weight_bytes / GIB:.1f} GiB of weights each)")
-    size = len(found.cluster.gpus)
-    least = min(fewest.values(), default=65)
-    answer = "one GPU is enough" if least == 1 else f"{least} GPUs at least"
-    if least > size:
-        answer += f", so it does not fit one node of {size}" if least <= 64 else ": rent larger GPUs, or use an API"
+        fewest.append(one)
+        tight = f", {one.verdict}" if one.verdict == "tight" else ""
+        parts.append(f"{label}: {one.layout.num_gpus} as {one.layout} ({one.weight_bytes / GIB:.1f} GiB of weights "
+                     f"each{tight})")  # fmt: skip
     return Question(
-        f"one GPU? one node? ({found.cluster.smallest.name}, {found.demand.max_model_len:,} tokens)",
+        f"one GPU? one node? ({gpus}, {found.demand.max_model_len:,} tokens)",
         "; ".join(parts),
-        answer,
+        _fewest_answer(found, fewest),
     )
 
 
-def _smaller(found: Search) -> list[str]:
-    return list(dict.fromkeys(one.layout.weights for one in found.options if one.layout.weights != "bf16"))
+def _fewest_answer(found: Search, fewest: list[Fit]) -> str:
+    if not fewest:
+        return f"more than {_MOST_GPUS} GPUs: rent larger ones, or use an API"
+    least = min(one.layout.num_gpus for one in fewest)
+    answer = "one GPU is enough" if least == 1 else f"{least} GPUs at least"
+    if all(one.verdict == "tight" for one in fewest if one.layout.num_gpus == least):
+        answer = f"{least} GPU{'s' * (least > 1)} for fewer than {found.demand.concurrency} such requests at once"
+    size = len(found.cluster.gpus)
+    return answer + f", so it does not fit one node of {size}" * (least > size)
 
 
 def _heads(found: Search) -> Question:
@@ -166,8 +173,7 @@ def _efficiency(found: Search, best: Option) -> Question:
     """What tensor parallelism would keep of its GPUs' speed, by the link."""
     parts: list[str] = []
     at_own: dict[int, float] = {}
-    own = found.cluster.link_bytes_per_second(2)
-    for name, rate in (("this link", own), *_INTERCONNECTS):
+    for name, rate in (("this link", None), *_INTERCONNECTS):
         shares = tensor_efficiency(found, best, rate)
         at_own = at_own or shares
         parts.append(f"{name}: " + ", ".join(f"tp{size} {share:.0%}" for size, share in shares.items()))

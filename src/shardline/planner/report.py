@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
-from shardline.planner import vllm
+from shardline.planner.commands import plan_commands
 from shardline.planner.cost import HOURS_PER_DAY, HOURS_PER_MONTH, SECONDS_PER_HOUR, ApiPrice, OtherPrices
 from shardline.planner.hardware import GB, GIB
-from shardline.planner.layout import ENGINES, Layout
-from shardline.planner.memory import bits_label, fit
 from shardline.planner.path import explain_path
 from shardline.planner.questions import turns_yes
 from shardline.planner.running_costs import Costs, api_break_even, recommended_costs
@@ -21,8 +18,6 @@ from shardline.planner.timing import Interval
 
 _SHOWN = 8
 _REFUSED = 3
-_TRIED = 12
-"""Layouts, the best first, of which one is sought that the other engine accepts."""
 
 
 def format_plan(
@@ -46,7 +41,7 @@ def format_plan(
     hidden = len(found.options) - len(shown)
     if hidden:
         lines.append(f"{hidden} dominated or refused layouts: --all")
-    lines += [f"run: {command}" for command in commands(found).values() if command]
+    lines += [f"run: {one.line}{one.note and f'   # {one.note}'}" for one in plan_commands(found).values() if one]
     return "\n".join(lines)
 
 
@@ -90,7 +85,7 @@ def _tokens_a_day(found: Search) -> float:
 def plan_json(found: Search, api: ApiPrice | None = None, others: OtherPrices | None = None) -> dict[str, Any]:
     """The plan as JSON data. Times are milliseconds, prices US dollars, sizes bytes."""
     others = others or OtherPrices()
-    costs = recommended_costs(found, others)
+    costs, commands = recommended_costs(found, others), plan_commands(found)
     tokens = None if api is None else api_break_even(found, api, others)
     return {
         "api_break_even_tokens_a_day": None if tokens is None or math.isinf(tokens) else tokens,
@@ -106,7 +101,8 @@ def plan_json(found: Search, api: ApiPrice | None = None, others: OtherPrices | 
         "path": [
             {"question": one.question, "figures": one.figures, "answer": one.answer} for one in explain_path(found)
         ],
-        "commands": commands(found),
+        "commands": {engine: one and one.line for engine, one in commands.items()},
+        "command_notes": {engine: (one and one.note) or None for engine, one in commands.items()},
     }
 
 
@@ -122,19 +118,20 @@ def _head(found: Search) -> str:
 
 
 def _selection(found: Search) -> list[int]:
-    """The undominated options, and a few that are refused."""
+    """The undominated options, and a few that are refused, for different reasons."""
     best = frontier(found.options)[:_SHOWN]
     if found.recommended is not None and found.recommended not in best:
         best = [found.recommended, *best]
     refused = [index for index, one in enumerate(found.options) if one.speed is None]
     refused.sort(key=lambda index: _refusal_rank(found.options[index]))
+    reasons = {found.options[index].fit.why_not: index for index in reversed(refused)}
     spread = [index for index, one in enumerate(found.options) if one.speed is not None and not one.fits]
-    return best + spread[:1] + refused[:_REFUSED]
+    return best + spread[:1] + [index for index in refused if index in reasons.values()][:_REFUSED]
 
 
 def _refusal_rank(option: Option) -> tuple[bool, int, int]:
     """Sort key: refusals for lack of memory before those of the shape, the nearest to fit first."""
-    return not option.fit.weight_bytes, -option.fit.max_context, -option.fit.kv_bytes
+    return not option.fit.other_bytes, -option.fit.max_context, -option.fit.kv_bytes
 
 
 def _table(found: Search, options: Sequence[Option]) -> list[str]:
@@ -144,14 +141,12 @@ def _table(found: Search, options: Sequence[Option]) -> list[str]:
         f"{'tok/s':>8} {'$/M out':>8}  bound by"
     ]
     for option in options:
-        size = f"{option.fit.weight_bytes / GIB:.1f}+{max(0, option.fit.kv_bytes) / GIB:.0f} GiB"
+        size = _memory(option)
         if option.speed is None:
             lines.append(f"{option.layout!s:26} {size:20} no: {option.fit.why_not}")
             continue
         speed, data = option.speed, option.layout.data
-        requests = (
-            f"{option.fit.concurrency / data:.0f}" if data == 1 else f"{data}x{option.fit.concurrency / data:.0f}"
-        )
+        requests = f"{option.fit.requests}" if data == 1 else f"{data}x{option.fit.requests // data}"
         cost = "-" if option.cost_per_million is None else f"{option.cost_per_million:.2f}"
         note = f"; misses {option.misses}" if option.misses else ""
         note += f"; may miss {option.may_miss}" if option.may_miss else ""
@@ -162,6 +157,14 @@ def _table(found: Search, options: Sequence[Option]) -> list[str]:
             f"{speed.link_share:.0%}{note}"
         )
     return lines
+
+
+def _memory(option: Option) -> str:
+    """Weights, and the KV cache of a layout whose memory was counted."""
+    if not option.fit.weight_bytes:
+        return "-"
+    cache = f"+{max(0, option.fit.kv_bytes) / GIB:.0f}" if option.fit.other_bytes else ""
+    return f"{option.fit.weight_bytes / GIB:.1f}{cache} GiB"
 
 
 def _span(interval: Interval, factor: float, digits: int) -> str:
@@ -180,11 +183,12 @@ def _option_json(option: Option) -> dict[str, Any]:
         "weights": layout.weights,
         "kv": layout.kv,
         "verdict": fitted.verdict,
-        "weight_bytes": fitted.weight_bytes,
+        "weight_bytes": fitted.weight_bytes or None,
         "kv_bytes": fitted.kv_bytes,
         "kv_tokens": fitted.kv_tokens,
         "max_context": fitted.max_context,
         "concurrency": round(fitted.concurrency, 2),
+        "requests": fitted.requests,
         "why_not": fitted.why_not or option.misses or None,
         "may_miss": option.may_miss or None,
         "price_per_hour": option.price_per_hour,
@@ -211,53 +215,3 @@ def _option_json(option: Option) -> dict[str, Any]:
 
 def _interval_json(interval: Interval, factor: float) -> dict[str, float]:
     return {name: round(value * factor, 3) for name, value in interval._asdict().items()}
-
-
-def commands(found: Search) -> dict[str, str | None]:
-    """The command of each engine for the best layout that it accepts; None: nothing is recommended, or it has none."""
-    found_commands: dict[str, str | None] = dict.fromkeys(ENGINES)
-    if found.recommended is None:
-        return found_commands
-    good = [one.layout for one in found.options[:_TRIED] if one.fits and not one.misses]
-    for engine in found_commands:
-        tried = (_command(found, layout, engine) for layout in good)
-        found_commands[engine] = next((command for command in tried if command is not None), None)
-    return found_commands
-
-
-def _command(found: Search, layout: Layout, engine: str) -> str | None:
-    """The command line of an engine, if it accepts the layout."""
-    own = replace(layout, engine=engine)
-    if fit(found.model, own, found.cluster, found.demand).verdict == "no":
-        return None
-    words = [engine, "serve", found.model.name]
-    sizes = {
-        "--tensor-parallel-size": layout.tensor,
-        "--pipeline-parallel-size": layout.pipeline,
-        "--data-parallel-size": layout.data,
-    }
-    for flag, size in sizes.items():
-        words += [flag, str(size)] if size > 1 else []
-    words += ["--enable-expert-parallel"] if layout.whole_experts else []
-    words += ["--max-model-len", str(found.demand.max_model_len)]
-    kv = layout.kv if engine != "vllm" else vllm.kv_flag(found.model.spec, layout)
-    if kv != "auto":
-        words += ["--kv-cache-dtype", kv]
-    note = ""
-    if layout.weights != bits_label(found.model):
-        if engine == "vllm" and layout.weights.startswith("int"):
-            bits = layout.weights.removeprefix("int")
-            words[2] = f"{found.model.name}-{'AWQ' if bits == '4' else 'quantized.w8a8'}"
-            note = f"   # a checkpoint quantized to {bits} bits: find the name of one"
-        else:
-            words += ["--quantization", layout.weights]
-    if found.demand.utilization != 0.9:
-        words += ["--gpu-memory-utilization", f"{found.demand.utilization:g}"]
-    if found.demand.max_num_seqs is not None:
-        words += ["--max-num-seqs", str(found.demand.max_num_seqs)]
-    if found.demand.max_num_batched_tokens is not None:
-        words += ["--max-num-batched-tokens", str(found.demand.max_num_batched_tokens)]
-    if found.cluster.part(layout.num_gpus).num_nodes > 1:
-        nodes = found.cluster.part(layout.num_gpus).num_nodes
-        words += ["--nnodes", str(nodes)]
-    return shlex.join(words) + note

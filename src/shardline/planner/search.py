@@ -6,8 +6,9 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
-from shardline.models.communication import context_traffic
+from shardline.models.communication import Exchange, context_traffic
 from shardline.models.partition import Span
 from shardline.models.planning import PlannedModel
 from shardline.models.step_work import StepWork, attention_work, step_work
@@ -86,7 +87,7 @@ class Option:
     @property
     def fits(self) -> bool:
         """Whether an engine starts it. Context parallelism has a speed, but no engine starts it yet."""
-        return self.fit.verdict != "no"
+        return self.fit.fits
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ class Search:
     """Index into `options`; None: nothing fits or meets the demand."""
     timing: Mapping[str, Timing]
     """For each engine, the constants of its steps."""
+    fixed: Fixed
+    """What the user has chosen."""
     instead: str = ""
     """Why vLLM is planned for although this engine runs the model; empty: it is not, or the user asked for it."""
 
@@ -139,7 +142,7 @@ def _plain_work(model: PlannedModel, layout: Layout, stages: tuple[Span, ...]) -
         stages,
         stored,
         kv_dtype(layout, model.spec),
-        "exact" if ours else "vllm",
+        cast(Exchange, layout.numerics) if ours else "vllm",
         whole_experts=layout.whole_experts,
         whole=() if ours else vllm.WHOLE_PARTS,
     )
@@ -302,8 +305,21 @@ def search(
     options.sort(key=lambda option: _rank(option, goal, own, near))
     good = options and options[0].fits and not options[0].misses
     return Search(
-        model, cluster, demand, goal, tuple(options), 0 if good else None, timing or shipped_timing(), instead
+        model, cluster, demand, goal, tuple(options), 0 if good else None, timing or shipped_timing(), fixed, instead
     )
+
+
+def check_refusals(found: Search) -> None:
+    """See that something else than one mistake of the user keeps all layouts from starting.
+
+    Raises:
+        ValueError: there is no layout, or all are refused for one reason that is not the memory.
+    """
+    fits = [one.fit for one in found.options if one.layout.context == 1]
+    if not fits:
+        raise ValueError(f"no layout of {found.cluster.name} has the given sizes; leave one of them out")
+    if not any(one.other_bytes for one in fits) and len({one.why_not for one in fits}) == 1:
+        raise ValueError(fits[0].why_not)
 
 
 def engine_for(model: PlannedModel, cluster: Cluster) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from shardline.config.topology import RankGrid, RankPlace
+from shardline.config.units import parse_bytes
 from shardline.models.communication import count_layers
 from shardline.models.compressed import CacheRows, CompressedMQA, cache_rows, is_compressed, state_rows
 from shardline.models.partition import Span
@@ -19,6 +20,8 @@ from shardline.planner.hardware import GIB, Gpu
 from shardline.planner.layout import Layout
 
 BLOCK_SIZE = 16
+_BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
+"""The choices of --block-size."""
 WHOLE_PARTS = ("attention.q_down", "attention.kv_down")
 """Parts that every rank has undivided: the projections down to latents are ReplicatedLinear."""
 _LOGIT_COPIES = {False: 9.558, True: 3.0}
@@ -51,12 +54,36 @@ def refusal(spec: DecoderSpec, stored: StoredWeights, layout: Layout) -> str:
             return f"vLLM cannot share {attention.output_groups} groups of outputs among {tp} ranks"
         if isinstance(attention, GQA) and attention.num_kv_heads % tp and tp % attention.num_kv_heads:
             return f"vLLM cannot share {attention.num_kv_heads} KV heads among {tp} ranks"
+    if layout.kv.startswith("int"):
+        return f"vLLM has no KV cache in {layout.kv}, only in floats of 8 bits"
     if layout.pipeline > len(spec.layers):
         return f"{layout.pipeline} stages need as many layers, and the model has {len(spec.layers)}"
     has_experts = any(isinstance(layer.feed_forward, MoE) for layer in spec.layers)
     if layout.whole_experts and not has_experts:
         return "expert parallelism needs a model with experts"
     return _block_refusal(spec, stored, layout)
+
+
+def options_refusal(spec: DecoderSpec, options: Mapping[str, Any]) -> str:
+    """Why vLLM would not start with the given engine options, or a plan cannot count them; empty: neither."""
+    size = options.get("block_size", BLOCK_SIZE)
+    if size not in _BLOCK_SIZES:
+        return f"vLLM has no blocks of {size} tokens; use one of {', '.join(map(str, _BLOCK_SIZES))}"
+    if "block_size" in options and is_compressed(spec):
+        return f"the blocks of compressed entries have {_COMPRESSED_BLOCK} tokens; leave --block-size out"
+    attentions = [layer.attention for layer in spec.layers]
+    is_uneven = any(isinstance(one, LinearAttention) or one.window is not None for one in attentions)
+    if "num_gpu_blocks_override" in options and (is_uneven or is_compressed(spec)):
+        return "blocks of unlike layers differ in size; use --kv-cache-memory instead of --num-gpu-blocks-override"
+    return ""
+
+
+def given_pool(options: Mapping[str, Any], block_bytes: int) -> int | None:
+    """Bytes of the KV cache of a GPU that the options state; None: it is what is left of the memory."""
+    if "num_gpu_blocks_override" in options:
+        return int(options["num_gpu_blocks_override"]) * block_bytes
+    memory = options.get("kv_cache_memory")
+    return None if memory is None else parse_bytes(memory)
 
 
 def _block_refusal(spec: DecoderSpec, stored: StoredWeights, layout: Layout) -> str:
@@ -137,7 +164,12 @@ def other_bytes(model: PlannedModel, layout: Layout, num_seqs: int, num_tokens: 
 
 
 def request_size(
-    spec: DecoderSpec, place: RankPlace, stages: Sequence[Span], dtype: KVDType, num_tokens: int
+    spec: DecoderSpec,
+    place: RankPlace,
+    stages: Sequence[Span],
+    dtype: KVDType,
+    num_tokens: int,
+    block_size: int = BLOCK_SIZE,
 ) -> Callable[[int], int]:
     """The function from the length of a request, in tokens, to the bytes of its KV cache and states on a rank.
 
@@ -152,7 +184,7 @@ def request_size(
         if not isinstance(layer.attention, (LinearAttention, CompressedMQA))
     ]
     kinds = [
-        _Blocks(one.window, BLOCK_SIZE, int(count * BLOCK_SIZE * cached_token_bytes(one, tensor, dtype)))
+        _Blocks(one.window, block_size, int(count * block_size * cached_token_bytes(one, tensor, dtype)))
         for one, count in plain
     ]
     compressed = [(layer.attention, count) for layer, count in counted if isinstance(layer.attention, CompressedMQA)]

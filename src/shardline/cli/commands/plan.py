@@ -6,16 +6,18 @@ import argparse
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.cli.flags import add_engine_flags, engine_config
+from shardline.cli.plan_flags import add_plan_flags, check_flags, read_time
+from shardline.config.engine import option_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from shardline.models.planning import PlannedModel
-    from shardline.models.spec import DecoderSpec
     from shardline.planner.candidates import Fixed
     from shardline.planner.hardware import Gpu
     from shardline.planner.layout import Demand
@@ -23,64 +25,18 @@ if TYPE_CHECKING:
     from shardline.planner.simulation.simulate import Simulation
     from shardline.planner.simulation.workload import SimulatedRequest
 
-_SECONDS = {"ms": 1e-3, "s": 1.0}
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _DEFAULT_LENGTH = 8192
+_USUAL_PROMPTS = 1000
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the subparsers."""
     description = "Plan a deployment before anything is rented: memory, layouts, speed and cost, with the reasons."
     parser = commands.add_parser("plan", help="what fits, how fast, at what price", description=description)
-    group = parser.add_argument_group("plan")
-    group.add_argument("--gpus", metavar="GPUS", help="4xH100-80GB, 2x8xH100-80GB-SXM5, A100-80GB-PCIe+2xL40S; without "
-                       "a count: the fewest that do; any: the cheapest; here: this host's devices")  # fmt: skip
-    group.add_argument("--link", metavar="LINK", help="link inside a node: nvlink, bridge, xgmi or pcie")
-    group.add_argument("--inter-node", metavar="NET", help="network between nodes, for example ib-400 or eth-100")
-    group.add_argument("--hardware", type=Path, metavar="FILE", help="TOML file with further GPUs")
-    group.add_argument("--input-len", type=int, default=1024, metavar="N", help="tokens of a prompt (default: 1024)")
-    group.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens of an output (default: 128)")
-    group.add_argument("--rate", type=float, metavar="R", help="requests per second (default: as many as fit)")
-    group.add_argument("--running", type=int, metavar="N", help="requests running at once, instead of a rate")
-    group.add_argument("--concurrency", type=int, default=4, metavar="N",
-                       help="requests of full length that should fit (default: 4)")  # fmt: skip
-    group.add_argument("--ttft", metavar="TIME", help="longest time to the first token, for example 1s or 500ms")
-    group.add_argument("--tpot", metavar="TIME", help="longest time per output token, for example 60ms")
-    group.add_argument("--goal", choices=("cost", "latency", "throughput"), default="cost", help="what to optimize")
-    group.add_argument(
-        "--engine", choices=("shardline", "vllm"), help="default: this engine where it can run the model"
-    )
-    group.add_argument("--api-price", metavar="IN,CACHED,OUT", help="a managed API's dollars per million tokens")
-    group.add_argument("--traffic-price", type=float, default=0.0, metavar="USD",
-                       help="price of a gigabyte between nodes (default: 0)")  # fmt: skip
-    group.add_argument("--operations-price", type=float, default=0.0, metavar="USD",
-                       help="price of operations a month: people, monitoring, storage (default: 0)")  # fmt: skip
-    group.add_argument("--all", action="store_true", help="show every layout")
-    group.add_argument("--json", action="store_true", help="print JSON")
-    group.add_argument("--compare", nargs=2, metavar="LAYOUT", help="two layouts side by side, for example tp4 pp4")
-    group.add_argument("--html", type=Path, metavar="FILE", help="write the plan with plots to one HTML file")
-    group.add_argument("--calibrate", type=Path, metavar="FILE",
-                       help="a benchmark's result (JSON), or a start-up log, of the layout that the flags name: "
-                       "predictions follow it")  # fmt: skip
-    group.add_argument("--validate", type=Path, metavar="FILE", help="predict the rows of a CSV file, and print errors")
-    _add_simulation_flags(parser)
+    flags = add_plan_flags(parser)
     add_engine_flags(parser)
-    parser.set_defaults(run=run)
-
-
-def _add_simulation_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("simulation")
-    group.add_argument("--simulate", action="store_true",
-                       help="run a workload through the engine's scheduler on the recommended layout, in virtual time; "
-                       "--rate R sends requests at random times")  # fmt: skip
-    group.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="requests (default: 1000)")
-    group.add_argument("--trace", type=Path, metavar="FILE",
-                       help="JSON lines with arrival (seconds), input_len and output_len")  # fmt: skip
-    group.add_argument("--prefix-len", type=int, default=0, metavar="N", help="tokens that prompts share (default: 0)")
-    group.add_argument("--num-prefixes", type=int, default=1, metavar="N", help="different prefixes (default: 1)")
-    group.add_argument("--replicas", type=int, metavar="N", help="replicas (default: those of the layout)")
-    group.add_argument("--report-interval", metavar="TIME", default="100ms",
-                       help="age of the loads that a router sees (default: 100ms)")  # fmt: skip
+    parser.set_defaults(run=run, plan_flags=flags)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from shardline.planner.hardware import known_gpus
 
+    check_flags(args)
     gpus = known_gpus(args.hardware)
     if args.validate is not None:
         return _validate(args, gpus)
@@ -106,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
     from shardline.planner.catalog import find_model
     from shardline.planner.cost import OtherPrices, parse_api_price
+    from shardline.planner.options import check_options, in_dtype
     from shardline.planner.report import format_plan, plan_json
 
     api = None if args.api_price is None else parse_api_price(args.api_price)
@@ -114,7 +72,9 @@ def _plan(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
     model = find_model(args.model, getattr(args, "revision", None))
     if args.gpus == "here":
         return _plan_here(args, model)
-    demand, fixed = _demand(args, model.spec), _fixed(args)
+    check_options(_given(args))
+    model = in_dtype(model, getattr(args, "dtype", "auto"))
+    demand, fixed = _demand(args, model), _fixed(args, model)
     found = _search(args, gpus, model, demand, fixed)
     if args.calibrate is not None:
         found = _calibrated(args.calibrate, found, fixed)
@@ -164,15 +124,19 @@ def _plan_here(args: argparse.Namespace, model: PlannedModel) -> int:
     from shardline.deployment.here import probe_here
     from shardline.planner.auto import PARALLEL_SIZES, choose_on
     from shardline.planner.catalog import describe
+    from shardline.planner.options import check_nodes, flag_words
 
-    fixed = frozenset(name for name in PARALLEL_SIZES if hasattr(args, name))
+    given = _given(args)
+    check_nodes(given)
+    fixed = frozenset(name for name in PARALLEL_SIZES if name in given)
     config = engine_config(args)
-    choice = choose_on(config, describe(model), probe_here(config), fixed)
+    choice = choose_on(config, describe(model, checked=False), probe_here(config), fixed)
     sizes = choice.config.parallel
-    flags = ((name, getattr(sizes, name)) for name in PARALLEL_SIZES[:3])
-    command = f"shardline serve {args.model} --device {config.parallel.device}"
-    command += "".join(f" --{name.replace('_', '-')} {size}" for name, size in flags if size > 1)
-    command += " --enable-expert-parallel" if sizes.enable_expert_parallel else ""
+    words = ["shardline", "serve", args.model, "--device", config.parallel.device]
+    for name in PARALLEL_SIZES[:3]:
+        words += [f"--{name.replace('_', '-')}", str(getattr(sizes, name))] if getattr(sizes, name) > 1 else []
+    words += ["--enable-expert-parallel"] * sizes.enable_expert_parallel
+    command = shlex.join(words + flag_words(given, skip=("model", "device", *PARALLEL_SIZES)))
     if args.json:
         layouts = [
             {
@@ -230,20 +194,20 @@ def _simulate(args: argparse.Namespace, found: Search) -> Simulation:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {int(name != 'prefix_len')}, got {value}")
     best, config = found.options[0], engine_config(args)
     rate = math.inf if args.rate is None else args.rate
-    interval = _time("--report-interval", args.report_interval)
+    interval = read_time("--report-interval", args.report_interval)
     assert interval is not None
     assert best.speed is not None
     replicas = args.replicas or best.layout.data
     tokens_per_second = best.speed.output_tok_s.p50 * replicas / best.layout.data
     requests: Iterable[SimulatedRequest]
     if args.trace is not None:
-        requests = trace = read_trace(args.trace)
+        requests = trace = read_trace(args.trace)[: args.num_prompts]
         count, last = len(trace), trace[-1].arrival
         tokens = sum(request.output_len for request in trace)
     else:
-        prefixes = Prefixes(args.prefix_len, args.num_prefixes)
-        requests = poisson(rate, args.num_prompts, args.input_len, args.output_len, prefixes, config.model.seed)
-        count, last, tokens = args.num_prompts, args.num_prompts / rate, args.num_prompts * args.output_len
+        prefixes, count = Prefixes(args.prefix_len, args.num_prefixes), args.num_prompts or _USUAL_PROMPTS
+        requests = poisson(rate, count, args.input_len, args.output_len, prefixes, config.model.seed)
+        last, tokens = count / rate, count * args.output_len
     return simulate(
         replica_setup(found, best, prefix_caching=config.cache.enable_prefix_caching),
         requests,
@@ -264,20 +228,24 @@ def _search(args: argparse.Namespace, gpus: Mapping[str, Gpu], model: Any, deman
         ValueError: the GPUs are unknown, or no layout can have the parallel sizes that the user fixed.
     """
     from shardline.planner.candidates import check_sizes
-    from shardline.planner.cluster import parse_cluster
-    from shardline.planner.search import engine_for, search
+    from shardline.planner.cluster import can_link, parse_cluster
+    from shardline.planner.search import check_refusals, engine_for, search
 
     def on(text: str) -> Any:
         cluster = parse_cluster(text, gpus, args.link, args.inter_node)
         return search(model, cluster, demand, args.goal, args.engine, fixed)
 
     if args.gpus == "any":
-        found = _cheapest([_fewest(on, name) for name, gpu in gpus.items() if gpu.price is not None])
+        names = [name for name, gpu in gpus.items() if gpu.price is not None and can_link(gpu, args.link)]
+        if not names:
+            raise ValueError(f"--link {args.link}: no GPU with a known price has it; leave it out")
+        found = _cheapest([_fewest(on, name) for name in names])
     elif re.match(r"\d+x|.*\+", args.gpus, re.IGNORECASE):
         found = on(args.gpus)
     else:
         found = _fewest(on, args.gpus)
     check_sizes(model, found.cluster, args.engine or engine_for(model, found.cluster), fixed)
+    check_refusals(found)
     return found
 
 
@@ -293,11 +261,18 @@ def _fewest(on: Any, name: str) -> Any:
     for count in _COUNTS:
         found = on(f"{count}x{name}" if count <= 8 else f"{count // 8}x8x{name}")
         if found.recommended is not None and found.options[found.recommended].fit.verdict != "tight":
-            break
+            good = [one for one in found.options if one.fits and one.fit.verdict != "tight" and not one.misses]
+            fewest = min(one.layout.num_gpus for one in good)
+            return found if fewest == count else on(f"{fewest}x{name}")
     return found
 
 
-def _demand(args: argparse.Namespace, spec: DecoderSpec) -> Demand:
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine's options that the user has set."""
+    return {name: getattr(args, name) for name in option_names() if hasattr(args, name)}
+
+
+def _demand(args: argparse.Namespace, model: PlannedModel) -> Demand:
     """What the flags demand. Without --max-model-len, requests have up to 8,192 tokens, or as many as stated.
 
     Raises:
@@ -312,8 +287,8 @@ def _demand(args: argparse.Namespace, spec: DecoderSpec) -> Demand:
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be above zero, and finite, got {value:g}")
     needed = args.input_len + args.output_len
-    asked, most = config.model.max_model_len, spec.max_position_embeddings
-    check_length(asked, spec)
+    asked, most = config.model.max_model_len, model.spec.max_position_embeddings
+    check_length(asked, model.spec)
     length = asked if isinstance(asked, int) else min(most, max(needed, _DEFAULT_LENGTH))
     if needed > length:
         raise ValueError(f"--input-len and --output-len make {needed} tokens, more than --max-model-len {length}")
@@ -324,39 +299,33 @@ def _demand(args: argparse.Namespace, spec: DecoderSpec) -> Demand:
         concurrency=args.concurrency,
         rate=args.rate,
         running=args.running,
-        ttft=_time("--ttft", args.ttft),
-        tpot=_time("--tpot", args.tpot),
+        ttft=read_time("--ttft", args.ttft),
+        tpot=read_time("--tpot", args.tpot),
         utilization=config.cache.gpu_memory_utilization,
         max_num_seqs=getattr(args, "max_num_seqs", None),
         max_num_batched_tokens=getattr(args, "max_num_batched_tokens", None),
+        options=_given(args),
     )
 
 
-def _fixed(args: argparse.Namespace) -> Fixed:
+def _fixed(args: argparse.Namespace, model: PlannedModel) -> Fixed:
     from shardline.planner.candidates import Fixed
+    from shardline.planner.memory import bits_label
 
+    quantization = getattr(args, "quantization", None)
+    is_stated = model.rules.method and quantization in (model.rules.method, model.rules.method.replace("-", "_"))
+    if is_stated or (quantization == "none" and not model.rules.rules):
+        quantization = bits_label(model)
     return Fixed(
         tensor=getattr(args, "tensor_parallel_size", None),
         pipeline=getattr(args, "pipeline_parallel_size", None),
         data=getattr(args, "data_parallel_size", None),
         whole_experts=getattr(args, "enable_expert_parallel", None),
-        weights={"none": "bf16"}.get(getattr(args, "quantization", None) or "", getattr(args, "quantization", None)),
+        weights="bf16" if quantization == "none" else quantization,
         kv=getattr(args, "kv_cache_dtype", None),
+        context=getattr(args, "context_parallel_size", None),
+        numerics=getattr(args, "numerics", None),
     )
-
-
-def _time(flag: str, text: str | None) -> float | None:
-    """Seconds in "1s" or "60ms"; None for None.
-
-    Raises:
-        ValueError: the text is no time.
-    """
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", text)
-    if match is None or float(match.group(1)) <= 0:
-        raise ValueError(f"{flag} {text!r}: write for example 60ms or 1.5s")
-    return float(match.group(1)) * _SECONDS[match.group(2)]
 
 
 def _validate(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:

@@ -23,7 +23,6 @@ from shardline.planner.simulation.processes import close_all, map_in_processes
 from shardline.planner.simulation.progress import Progress
 from shardline.planner.simulation.replica import Outcome, ReplicaSetup, SimulatedReplica
 from shardline.planner.simulation.workload import SimulatedRequest
-from shardline.planner.timing import shipped_timing
 from shardline.planner.vllm import BLOCK_SIZE
 from shardline.router.policies.base import ReplicaLoad
 from shardline.router.router import Router
@@ -83,13 +82,14 @@ def replica_setup(
     used = found.cluster.part(layout.num_gpus)
     limits = StepLimits(*step_limits(layout, demand))
     groups = kv_groups(spec)
-    per_request = blocks_per_request(groups, demand.max_model_len, BLOCK_SIZE, limits.max_num_batched_tokens)
+    block_size = int(demand.options.get("block_size", BLOCK_SIZE))
+    per_request = blocks_per_request(groups, demand.max_model_len, block_size, limits.max_num_batched_tokens)
     num_blocks = 1 + int(fitted.concurrency / layout.data * per_request)
     cache = CachePlan(
         dtype=kv_dtype(layout, spec),
         groups=groups,
-        block_size=BLOCK_SIZE,
-        max_blocks=-(-demand.max_model_len // BLOCK_SIZE) + 1,
+        block_size=block_size,
+        max_blocks=-(-demand.max_model_len // block_size) + 1,
         prefix_caching=prefix_caching,
         latents_shared=False,
         block_bytes=(),
@@ -99,7 +99,7 @@ def replica_setup(
     clock = StepClock(
         layout_work(found.model, layout, fitted),
         used,
-        constants or shipped_timing()[layout.engine].constants,
+        constants or found.timing[layout.engine].constants,
     )
     return ReplicaSetup(clock, limits, cache, num_blocks, demand.max_model_len, layout.pipeline, skips)
 
@@ -242,7 +242,7 @@ def _summary(
 ) -> Simulation:
     times = np.concatenate([np.frombuffer(one.times, dtype=np.float64).reshape(-1, 4) for one in found])
     arrival, first_token, finish, output_len = times.T
-    ttft = first_token - arrival + setup.clock.constants.first
+    ttft = first_token - arrival
     several = output_len > 1
     tpot = (finish - first_token)[several] / (output_len[several] - 1)
     all_tpot = np.zeros(len(ttft))
@@ -258,7 +258,7 @@ def _summary(
         seconds=seconds,
         ttft=_percentiles(ttft),
         tpot=_percentiles(tpot),
-        latency=_percentiles(finish - arrival + setup.clock.constants.first),
+        latency=_percentiles(finish - arrival),
         output_tokens_per_second=float(output_len.sum()) / seconds if seconds else 0.0,
         requests_per_second=len(ttft) / seconds if seconds else 0.0,
         goodput=float(good.sum()) / seconds if seconds else 0.0,
