@@ -7,12 +7,20 @@ from typing import Any
 
 from shardline.models.gguf.architectures import ARCHITECTURES
 from shardline.models.gguf.checkpoint import GGUFCheckpoint
-from shardline.models.gguf.header import PACKED_TYPES
+from shardline.models.gguf.header import PACKED_TYPES, GGUFHeader
 from shardline.models.gguf.metadata import Metadata, rope_scaling, rounded
 from shardline.models.gguf.norms import NORMS_HOLD_OFFSET
 from shardline.models.gguf.special_tokens import end_token_ids
 from shardline.models.wrapper import text_config
 
+_OTHER_KINDS: Mapping[str, str] = {
+    "mmproj": "an image or audio encoder",
+    "clip": "an image or audio encoder",
+    "imatrix": "an importance matrix",
+    "adapter": "an adapter (LoRA)",
+    "vocab": "a vocabulary",
+}
+"""What files are by their `general.type`, or by the architecture of all encoders."""
 
 def read_config(checkpoint: GGUFCheckpoint, beside: Mapping[str, Any] | None) -> dict[str, Any]:
     """The config.json of the model in the file, in the terms of transformers.
@@ -23,6 +31,7 @@ def read_config(checkpoint: GGUFCheckpoint, beside: Mapping[str, Any] | None) ->
     Raises:
         ValueError: the architecture is not supported, or an entry is missing or wrong.
     """
+    _check_kind(checkpoint.header)
     metadata = Metadata(checkpoint)
     if metadata.architecture not in ARCHITECTURES:
         raise metadata.header.error(
@@ -44,6 +53,18 @@ def read_config(checkpoint: GGUFCheckpoint, beside: Mapping[str, Any] | None) ->
             NORMS_HOLD_OFFSET: True,
         }
     )
+
+
+def _check_kind(header: GGUFHeader) -> None:
+    """Refuse the files that lie beside a language model, by what they are.
+
+    Raises:
+        ValueError: the file is one of these.
+    """
+    for key in ("general.type", "general.architecture"):
+        what = _OTHER_KINDS.get(str(header.metadata.get(key)))
+        if what is not None:
+            raise header.error(key, f"says that this is {what}, no language model; give the file of the model itself")
 
 
 def _quantization(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
