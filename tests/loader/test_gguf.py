@@ -199,6 +199,30 @@ def test_what_is_said_of_a_file(tmp_path: Path) -> None:
             resolve_here(EngineConfig.from_options(model=str(tmp_path / "x-Q8_0.gguf"), **options))
 
 
+def test_files_beside_a_model_are_named_by_what_they_are(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "model", num_hidden_layers=1)
+    write_gguf(source, tmp_path / "x-Q8_0.gguf", mixed(Type.Q8_0))
+    for name, architecture, kind, what in (
+        ("x-mmproj-Q8_0.gguf", "clip", "mmproj", "an image or audio encoder"),
+        ("encoder.gguf", "clip", None, "an image or audio encoder"),
+        ("imatrix_unsloth.gguf", "llama", "imatrix", "an importance matrix"),
+        ("lora.gguf", "llama", "adapter", r"an adapter \(LoRA\)"),
+    ):
+        writer = gguf.GGUFWriter(tmp_path / name, architecture)
+        if kind is not None:
+            writer.add_type(kind)
+        writer.add_tensor("x.weight", np.zeros(4, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(ValueError, match=rf"{name}: general\..* says that this is {what}, no language model; give"):
+            resolve_model(str(tmp_path / name))
+    for name in ("encoder.gguf", "lora.gguf"):  # such names say nothing
+        (tmp_path / name).unlink()
+    assert resolve_model(str(tmp_path)).gguf == tmp_path / "x-Q8_0.gguf"
+
+
 def test_a_plan_counts_the_bytes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     source = make_checkpoint("llama", tmp_path / "model", **options)

@@ -52,7 +52,14 @@ def test_one_of_several_quants() -> None:
 
 @pytest.mark.parametrize(
     "beside",
-    ["m-mmproj-Q8_0.gguf", "mmproj-Q8_0.gguf", "M.MMProj.gguf", "imatrix_unsloth.gguf", "m.imatrix.gguf", "._m-Q8_0.gguf"],
+    [
+        "m-mmproj-Q8_0.gguf",
+        "mmproj-Q8_0.gguf",
+        "M.MMProj.gguf",
+        "imatrix_unsloth.gguf",
+        "m.imatrix.gguf",
+        "._m-Q8_0.gguf",
+    ],
 )
 def test_files_beside_a_model_are_passed_over(beside: str) -> None:
     names = [beside, f"sub/{beside}", "m-Q8_0.gguf", "model-mmprojx-Q4_0.gguf"]

@@ -22,6 +22,7 @@ _OTHER_KINDS: Mapping[str, str] = {
 }
 """What files are by their `general.type`, or by the architecture of all encoders."""
 
+
 def read_config(checkpoint: GGUFCheckpoint, beside: Mapping[str, Any] | None) -> dict[str, Any]:
     """The config.json of the model in the file, in the terms of transformers.
 
