@@ -112,9 +112,17 @@ def test_every_type_that_the_library_knows_has_its_size_here() -> None:
         assert (Type(number).name, gguf.GGML_QUANT_SIZES[Type(number)]) == (name, (size, num_bytes))
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
-def test_a_converted_model_is_the_model(family: str, tmp_path: Path) -> None:
-    source = make_checkpoint(family, tmp_path / "model", **_OPTIONS.get(family, {}))
+_SMALL_GEMMA4 = {"enable_moe_block": False, "attention_k_eq_v": False, "hidden_size_per_layer_input": 32}
+_VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((family, _OPTIONS.get(family, {})) for family in ARCHITECTURES),
+    ("gemma4_text", {**_SMALL_GEMMA4, "num_global_key_value_heads": 2, "final_logit_softcapping": 30.0}),
+    ("gemma4_text", {**_SMALL_GEMMA4, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), _VARIANTS)
+def test_a_converted_model_is_the_model(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    source = make_checkpoint(family, tmp_path / "model", **options)
     file = tmp_path / "model-Q8_0.gguf"
     kinds = mixed(Type.Q8_0, Type.Q4_0, Type.F16, Type.BF16, Type.F32, Type.Q5_1)
     tensors = write_gguf(source, file, kinds, split_latents=family == "deepseek_v3")
@@ -263,6 +271,7 @@ def test_a_plan_counts_the_bytes_of_a_file(tmp_path: Path, capsys: pytest.Captur
             Type.F32,
             "architecture is 'rwkv7', which is not supported; supported",
         ),
+        ({"llama.block_count": 1 << 31}, Type.F32, "block_count is 2147483648, and the file has"),
         ({"llama.rope.scaling.type": "spiral"}, Type.F32, "rope.scaling.type is 'spiral', which is not supported"),
         ({}, Type.TQ1_0, "has type TQ1_0; supported: F32, F16, BF16, Q4_0"),
     ],

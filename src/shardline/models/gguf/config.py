@@ -97,17 +97,19 @@ def _vocab_size(checkpoint: GGUFCheckpoint) -> int:
 
 def _decoder(m: Metadata) -> dict[str, Any]:
     """The keys that decoders share, and those of the architecture."""
-    hidden, heads = m.integer("embedding_length"), m.integer("attention.head_count")
+    own = ARCHITECTURES[m.architecture](m)
+    heads = m.integer("attention.head_count")
     shared: dict[str, Any] = {
-        "hidden_size": hidden,
-        "num_hidden_layers": m.integer("block_count") - m.integer("nextn_predict_layers", 0),
+        "hidden_size": m.integer("embedding_length"),
+        "num_hidden_layers": m.num_blocks() - m.integer("nextn_predict_layers", 0),
         "num_attention_heads": heads,
-        "num_key_value_heads": m.integer("attention.head_count_kv", heads),
         "max_position_embeddings": m.integer("context_length"),
     }
     if ends := end_token_ids(m.header):
         shared["eos_token_id"] = list(ends)
-    if m.has("feed_forward_length"):
+    if "num_key_value_heads" not in own:
+        shared["num_key_value_heads"] = m.integer("attention.head_count_kv", heads)
+    if "intermediate_size" not in own and m.has("feed_forward_length"):
         shared["intermediate_size"] = m.integer("feed_forward_length")
     if m.has("attention.layer_norm_rms_epsilon"):
         shared["rms_norm_eps"] = rounded(m.number("attention.layer_norm_rms_epsilon"))
@@ -117,4 +119,4 @@ def _decoder(m: Metadata) -> dict[str, Any]:
         shared["rope_theta"] = m.number("rope.freq_base")
     if scaling := rope_scaling(m):
         shared["rope_scaling"] = scaling
-    return shared | ARCHITECTURES[m.architecture](m)
+    return shared | own
