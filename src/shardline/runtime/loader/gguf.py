@@ -99,7 +99,7 @@ class GGUFWeights:
         return read_in_slices(read, rows, outer.size, read_stored if outer == columns and outer.size else None)
 
     def _stored(self, place: FoundPlace, rows: Span, columns: Span) -> Tensor:
-        """[N, bytes] uint8: `columns` of the tensor and `rows` of the parameter as the file stores them, whole blocks."""
+        """[N, bytes] uint8 as the file stores them: the tensor's `columns`, whole blocks, in the parameter's `rows`."""
         tensor = place.tensor
         kind = tensor.type
         width = (place.row_columns or place.columns) // kind.block_elements * kind.block_bytes
