@@ -36,6 +36,7 @@ _TELLING_KEYS = {
     "w_bit": "awq",
     "desc_act": "gptq",
     "damp_percent": "gptq",
+    "quant_algo": "modelopt",
 }
 """Keys that only one method has."""
 _CUT_LIST = re.compile(r"\.\.\. \d+ entries in all")

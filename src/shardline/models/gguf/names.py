@@ -56,7 +56,7 @@ def choose_files(names: Iterable[str], quant: str | None, model: str) -> list[st
         groups.setdefault(quant_of(name), []).append(name)
     listed = ", ".join(sorted(groups))
     if not groups:
-        raise ValueError(f"model {model!r} has no GGUF files with a language model{_pieces_hint(names)}")
+        raise ValueError(f"model {model!r} has no GGUF files with a language model{_hint(names)}")
     if quant is None:
         if len(groups) > 1:
             raise ValueError(
@@ -68,7 +68,7 @@ def choose_files(names: Iterable[str], quant: str | None, model: str) -> list[st
         matching = [label for label in groups if label.upper() == asked]
         matching = matching or [label for label in groups if label.upper() == f"UD-{asked}"]
         if not matching:
-            raise ValueError(f"model {model!r} has no quant {quant}; it has {listed}{_pieces_hint(names)}")
+            raise ValueError(f"model {model!r} has no quant {quant}; it has {listed}{_hint(names)}")
         chosen = matching[0]
     files = groups[chosen]
     if len({_stem(name) for name in files}) > 1:
@@ -103,10 +103,14 @@ def _stem(name: str) -> str:
     return _PART.sub("", PurePosixPath(name).name[: -len(SUFFIX)])
 
 
-def _pieces_hint(names: Iterable[str]) -> str:
-    """What to do about pieces of files among `names`; empty: there are none."""
-    whole = sorted({found.group(1) for name in names if (found := _PIECE.match(name))})
-    return f"; join the pieces of {', '.join(whole[:3])} first, in order (cat)" if whole else ""
+def _hint(names: Iterable[str]) -> str:
+    """What to do if the wanted file is not among `names`; empty: nothing known."""
+    names = list(names)
+    if whole := sorted({found.group(1) for name in names if (found := _PIECE.match(name))}):
+        return f"; join the pieces of {', '.join(whole[:3])} first, in order (cat)"
+    if not model_names(names) and any(name.endswith(".safetensors") for name in names):
+        return "; it has safetensors: leave out the quant, and --load-format gguf"
+    return ""
 
 
 def _usual(groups: Iterable[str]) -> str:
