@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,11 +37,8 @@ _MAX_HEADER_BYTES = 1 << 25
 _MAX_DIMS = 16
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _NAMED_PROBLEMS = 5
-_PACKED_PARTS = (
-    *("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "weight.absmax", "SCB"),
-    *("gate_up_proj_blocks", "down_proj_blocks"),
-)
-"""Last parts of the names of tensors that only quantized weights have."""
+_PACKED_PARTS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "weight.absmax", "SCB", "_blocks")
+"""What tensors of quantized weights, and no others, have in the place of "weight"."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +119,7 @@ class Checkpoint:
             ValueError: there are problems. The message names the first few.
         """
         problems: list[str] = []
+        wrong: list[str] = []
         tensor_source = family(spec.model_type).tensor_source
         quantized = _QuantizedModules(self, rules or StoredRules())
         expected: dict[str, Shape] = {}
@@ -132,19 +130,21 @@ class Checkpoint:
             key = self.find(source)
             if key is None:
                 problems.append(f"{source.key} is missing")
+                wrong.append(source.key)
                 continue
             # If parameters share a tensor, the end of the last one gives the full size.
             stored = source.stored_shape(shape)
             expected[key] = max(stored, expected.get(key, stored))
         modules = quantized.finish(problems)
         for key, shape in expected.items():
-            problems += tensor_problems(key, shape, _LOADABLE, self.tensors)
+            if found := tensor_problems(key, shape, _LOADABLE, self.tensors):
+                problems += found
+                wrong.append(key)
             bias = f"{key.removesuffix('weight')}bias"
             if bias in self.tensors and bias not in expected:
                 problems.append(f"{bias} is there, but the configuration has no bias in that place")
         if problems:
-            if rules is None or not rules.is_packed:
-                self._check_section()
+            self._check_section(wrong, rules or StoredRules())
             problems = list(dict.fromkeys(problems))
             more = f"; and {len(problems) - _NAMED_PROBLEMS} more" if len(problems) > _NAMED_PROBLEMS else ""
             raise ValueError(
@@ -153,17 +153,20 @@ class Checkpoint:
             )
         return modules
 
-    def _check_section(self) -> None:
-        """Say so if weights are quantized, of a checkpoint whose config.json does not say it.
+    def _check_section(self, wrong: Iterable[str], rules: StoredRules) -> None:
+        """Say so if one of the weights `wrong`, which do not fit, is quantized in a way that config.json does not say.
 
         Raises:
-            ValueError: they are.
+            ValueError: it is.
         """
-        packed = next((key for key in self.tensors if key.endswith(_PACKED_PARTS)), None)
-        if packed is not None:
+        own = {part for layout in rules.layouts for part in layout.parts}
+        parts = [part for part in _PACKED_PARTS if part not in own]
+        keys = (f"{key.removesuffix('weight')}{part}" for key in wrong for part in parts)
+        if packed := next((key for key in keys if key in self.tensors), None):
+            says = f"says that they are {rules}" if rules.is_packed else "has no quantization_config"
             raise ValueError(
-                f"{self.tensors[packed].file} has quantized weights ({packed}), but {self.folder / 'config.json'} has "
-                "no quantization_config; download config.json again from where the weights come from"
+                f"{self.tensors[packed].file} has quantized weights ({packed}), but {self.folder / 'config.json'} "
+                f"{says}; download config.json again from where the weights come from"
             )
 
 
