@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "llama4_text": "llama4",
     "minimax_m2": "minimax-m2",
+    "gemma4_text": "gemma4",
 }
 _PERMUTED = ("llama", "granite", "mistral3", "smollm3")
 """Architectures of which the converter reorders the rows of q and k."""
@@ -141,9 +142,7 @@ def write_gguf(
         if arch in ("gpt-oss", "llama4") and ".experts." in group:
             result[group] = torch.from_numpy(_add_stacked_experts(add, group, values, alternate=arch == "gpt-oss"))
             continue
-        # The converter names the biases of experts like this.
-        name = names.get_name(group.replace("e_score_correction_bias", "e_score_correction.bias"), (".weight", ".bias"))
-        assert name is not None, group
+        name = _name(names, group)
         name = f"{name}.weight" if name.endswith("attn_sinks") else name
         forward, backward = _transform(group, config, arch)
         restored = backward(add(name, forward(values)))
@@ -164,6 +163,19 @@ def save_plain(folder: Path, source: Path, tensors: dict[str, torch.Tensor]) -> 
     return folder
 
 
+def _name(names: gguf.TensorNameMap, key: str) -> str:
+    """The converter's name of a tensor."""
+    if key.endswith((".router.scale", ".router.per_expert_scale")):
+        layer, part = key.split(".")[2], "ffn_gate_inp" if key.endswith("router.scale") else "ffn_down_exps"
+        return f"blk.{layer}.{part}.scale"
+    if key.endswith(("layer_scalar", "experts.gate_up_proj", "experts.down_proj")):
+        key = f"{key}.weight"
+    # The converter names the biases of experts like this.
+    name = names.get_name(key.replace("e_score_correction_bias", "e_score_correction.bias"), (".weight", ".bias"))
+    assert name is not None, key
+    return name
+
+
 def _transform(
     key: str, config: dict[str, Any], arch: str
 ) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
@@ -174,7 +186,7 @@ def _transform(
             lambda w: w.reshape(heads, 2, -1, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape),
             lambda w: w.reshape(heads, -1, 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape),
         )
-    if arch.startswith("gemma") and "norm" in key:
+    if arch in ("gemma", "gemma2", "gemma3") and "norm" in key:
         return lambda w: w + np.float32(1), lambda w: w
     if arch == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return lambda w: w.T.copy(), lambda w: w.T
@@ -235,10 +247,13 @@ def _add_config(w: gguf.GGUFWriter, c: dict[str, Any], split_latents: bool) -> N
     w.add_block_count(c["num_hidden_layers"])
     w.add_context_length(c["max_position_embeddings"])
     w.add_embedding_length(c["hidden_size"])
-    w.add_feed_forward_length(c["intermediate_size"])
     w.add_head_count(c["num_attention_heads"])
-    w.add_head_count_kv(1 if split_latents else c["num_key_value_heads"])
     w.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    if c["model_type"] == "gemma4_text":
+        _add_gemma4(w, c)
+        return
+    w.add_feed_forward_length(c["intermediate_size"])
+    w.add_head_count_kv(1 if split_latents else c["num_key_value_heads"])
     rope = c.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     w.add_rope_freq_base(rope.get("rope_theta", 10000.0))
@@ -277,6 +292,47 @@ def _add_config(w: gguf.GGUFWriter, c: dict[str, Any], split_latents: bool) -> N
         w.add_expert_feed_forward_length(c["intermediate_size"])
     if rope.get("rope_type") == "llama3":
         w.add_tensor("rope_freqs.weight", _llama3_factors(c, rope))
+
+
+def _add_gemma4(w: gguf.GGUFWriter, c: dict[str, Any]) -> None:
+    """The metadata of Gemma 4, whose layers differ."""
+    is_windowed = [kind == "sliding_attention" for kind in c["layer_types"]]
+    full = next(iter((c.get("per_layer_config") or {}).values()), {})
+    head_dim = full.get("head_dim", c.get("global_head_dim"))
+    kv_heads = full.get("num_key_value_heads", c.get("num_global_key_value_heads"))
+    size, shared, count = c["intermediate_size"], c["num_kv_shared_layers"], c["num_hidden_layers"]
+    w.add_feed_forward_length(size)
+    if c["use_double_wide_mlp"]:
+        w.kv_data[0].pop("gemma4.feed_forward_length")
+        w.add_feed_forward_length([size * (1 + (index >= count - shared)) for index in range(count)])
+    if kv_heads is None:
+        w.add_head_count_kv(c["num_key_value_heads"])
+    else:
+        w.add_head_count_kv([c["num_key_value_heads"] if windowed else kv_heads for windowed in is_windowed])
+    w.add_shared_kv_layers(shared)
+    w.add_embedding_length_per_layer_input(c["hidden_size_per_layer_input"] or 0)
+    w.add_sliding_window(c["sliding_window"])
+    w.add_sliding_window_pattern(is_windowed)
+    for add, dims in (
+        (w.add_key_length, head_dim),
+        (w.add_value_length, head_dim),
+        (w.add_key_length_swa, c["head_dim"]),
+        (w.add_value_length_swa, c["head_dim"]),
+        (w.add_rope_dimension_count, head_dim),
+        (w.add_rope_dimension_count_swa, c["head_dim"]),
+    ):
+        add(dims)
+    ropes = c["rope_parameters"]
+    w.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
+    w.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+    rotated = int(head_dim * ropes["full_attention"]["partial_rotary_factor"] / 2)
+    w.add_tensor("rope_freqs.weight", np.array([1.0] * rotated + [1e30] * (head_dim // 2 - rotated), np.float32))
+    if c.get("final_logit_softcapping"):
+        w.add_final_logit_softcapping(c["final_logit_softcapping"])
+    if c.get("enable_moe_block"):
+        w.add_expert_count(c["num_experts"])
+        w.add_expert_used_count(c["top_k_experts"])
+        w.add_expert_feed_forward_length(c["moe_intermediate_size"])
 
 
 def _add_mixture(w: gguf.GGUFWriter, c: dict[str, Any]) -> None:

@@ -108,6 +108,26 @@ def _assert_log_probabilities(tmp_path: Path, tensor: int) -> None:
         torch.testing.assert_close(torch.tensor(scores.top_logprobs), row[scores.top_ids], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [
+        ("nf4", {"load_in_4bit": True, "load_in_8bit": False, "llm_int8_skip_modules": None}),
+        ("bitsandbytes int8", {"load_in_8bit": True}),
+        ("bitsandbytes int8", {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}),
+        ("int4", {"quant_method": "compressed_tensors"}),
+        ("int4", {"quant_method": None, "ignore": None}),
+        ("fp8 blocks", {"modules_to_not_convert": None, "ignored_layers": None, "activation_scheme": "dynamic"}),
+    ],
+)
+def test_sections_as_old_versions_wrote_them(name, section, tmp_path):
+    write(tmp_path, name)
+    if name in ("int4", "fp8 blocks"):
+        section = {**FORMATS[name].section, **section}
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    (tmp_path / "packed" / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    _assert_equal_parts(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["fp8 blocks, exponents", "several groups", "nf4", "int8 with int8 inputs"])
 def test_ranks_hold_as_many_bytes_as_planned(name, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 64}

@@ -112,9 +112,17 @@ def test_every_type_that_the_library_knows_has_its_size_here() -> None:
         assert (Type(number).name, gguf.GGML_QUANT_SIZES[Type(number)]) == (name, (size, num_bytes))
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
-def test_a_converted_model_is_the_model(family: str, tmp_path: Path) -> None:
-    source = make_checkpoint(family, tmp_path / "model", **_OPTIONS.get(family, {}))
+_SMALL_GEMMA4 = {"enable_moe_block": False, "attention_k_eq_v": False, "hidden_size_per_layer_input": 32}
+_VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((family, _OPTIONS.get(family, {})) for family in ARCHITECTURES),
+    ("gemma4_text", {**_SMALL_GEMMA4, "num_global_key_value_heads": 2, "final_logit_softcapping": 30.0}),
+    ("gemma4_text", {**_SMALL_GEMMA4, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), _VARIANTS)
+def test_a_converted_model_is_the_model(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    source = make_checkpoint(family, tmp_path / "model", **options)
     file = tmp_path / "model-Q8_0.gguf"
     kinds = mixed(Type.Q8_0, Type.Q4_0, Type.F16, Type.BF16, Type.F32, Type.Q5_1)
     tensors = write_gguf(source, file, kinds, split_latents=family == "deepseek_v3")
@@ -199,6 +207,30 @@ def test_what_is_said_of_a_file(tmp_path: Path) -> None:
             resolve_here(EngineConfig.from_options(model=str(tmp_path / "x-Q8_0.gguf"), **options))
 
 
+def test_files_beside_a_model_are_named_by_what_they_are(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "model", num_hidden_layers=1)
+    write_gguf(source, tmp_path / "x-Q8_0.gguf", mixed(Type.Q8_0))
+    for name, architecture, kind, what in (
+        ("x-mmproj-Q8_0.gguf", "clip", "mmproj", "an image or audio encoder"),
+        ("encoder.gguf", "clip", None, "an image or audio encoder"),
+        ("imatrix_unsloth.gguf", "llama", "imatrix", "an importance matrix"),
+        ("lora.gguf", "llama", "adapter", r"an adapter \(LoRA\)"),
+    ):
+        writer = gguf.GGUFWriter(tmp_path / name, architecture)
+        if kind is not None:
+            writer.add_type(kind)
+        writer.add_tensor("x.weight", np.zeros(4, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(ValueError, match=rf"{name}: general\..* says that this is {what}, no language model; give"):
+            resolve_model(str(tmp_path / name))
+    for name in ("encoder.gguf", "lora.gguf"):  # such names say nothing
+        (tmp_path / name).unlink()
+    assert resolve_model(str(tmp_path)).gguf == tmp_path / "x-Q8_0.gguf"
+
+
 def test_a_plan_counts_the_bytes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     source = make_checkpoint("llama", tmp_path / "model", **options)
@@ -239,6 +271,7 @@ def test_a_plan_counts_the_bytes_of_a_file(tmp_path: Path, capsys: pytest.Captur
             Type.F32,
             "architecture is 'rwkv7', which is not supported; supported",
         ),
+        ({"llama.block_count": 1 << 31}, Type.F32, "block_count is 2147483648, and the file has"),
         ({"llama.rope.scaling.type": "spiral"}, Type.F32, "rope.scaling.type is 'spiral', which is not supported"),
         ({}, Type.TQ1_0, "has type TQ1_0; supported: F32, F16, BF16, Q4_0"),
     ],

@@ -66,6 +66,91 @@ def test_every_part_of_every_weight_is_the_dense_one(tmp_path, family, name):
                         assert torch.equal(packed.get(parameter, spans), plain.get(parameter, spans)), parameter
 
 
+O_PROJ = "model.layers.0.self_attn.o_proj"
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int"}
+V2 = {**GPTQ, "checkpoint_format": "gptq_v2"}
+_OLD_GPTQ = {"bits": 4, "group_size": 32, "desc_act": False, "damp_percent": 0.01, "true_sequential": True}
+SPELLINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "auto-round, gptq": (GPTQ, {**AUTO_ROUND, "packing_format": "auto_round:auto_gptq", "act_bits": 16}),
+    "auto-round, nothing said": (GPTQ, AUTO_ROUND),
+    "auto-round, awq": (AWQ, {**AUTO_ROUND, "packing_format": "auto_round:auto_awq"}),
+    "auto-round, its own": (V2, {**AUTO_ROUND, "packing_format": "auto_round"}),
+    "auto-round, gptqmodel": (V2, {**AUTO_ROUND, "packing_format": "auto_round:gptqmodel"}),
+    "auto-round 0.4": (
+        GPTQ,
+        {**AUTO_ROUND, "quant_method": "intel/auto-round", "backend": "auto_round:gptq:exllamav2"},
+    ),
+    "auto-round 0.3": (V2, {**AUTO_ROUND, "quant_method": "intel/auto-round", "backend": "auto_round:exllamav2"}),
+    "auto-round, underscore": (GPTQ, {**AUTO_ROUND, "quant_method": "auto_round", "extra_config": None}),
+    "gptq without a method": (GPTQ, _OLD_GPTQ),
+    "gptq in capitals": (GPTQ, {**GPTQ, "quant_method": "GPTQ", "dynamic": None, "modules_to_not_convert": None}),
+    "awq without a method": (AWQ, {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}),
+    "awq, nulls": (AWQ, {**AWQ, "modules_to_not_convert": None, "version": None}),
+    "awq, zero points all the same": (AWQ, {**AWQ, "zero_point": False, "provider": "auto-round"}),
+    "awq by gptqmodel": (AWQ, {**AWQ, "version": None, "checkpoint_format": "gemm", "format": "gemm"}),
+}
+"""Configurations for what a packer of another name wrote."""
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_other_writers_say_the_same_in_other_words(tmp_path, name):
+    packer, section = SPELLINGS[name]
+    packed_llama(tmp_path, packer)
+    _write_section(tmp_path / "packed", section)
+    _assert_same_weights(tmp_path)
+
+
+EXCLUSIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "auto-round": (GPTQ, {**AUTO_ROUND, "extra_config": {O_PROJ: {"bits": 16, "data_type": "float"}}}),
+    "auto-round, a pattern": (GPTQ, {**AUTO_ROUND, "extra_config": {r".*o_proj.*": {"bits": 16}}}),
+    "auto-round, awq": (
+        AWQ,
+        {**AUTO_ROUND, "packing_format": "auto_round:auto_awq", "extra_config": {O_PROJ: {"bits": 16}}},
+    ),
+    "awq": (AWQ, {**AWQ, "modules_to_not_convert": ["self_attn.o_proj"]}),
+    "gptq": (GPTQ, {**GPTQ, "dynamic": {r"-:.*o_proj.*": {}}}),
+    "gptq, null": (GPTQ, {**GPTQ, "dynamic": {r"-:.*o_proj.*": None}}),
+    "nothing said": (AWQ, AWQ),
+}
+
+
+@pytest.mark.parametrize("name", EXCLUSIONS)
+def test_a_module_may_stay_as_it_was(tmp_path, name):
+    packer, section = EXCLUSIONS[name]
+    folder = packed_llama(tmp_path, packer)
+    dense = load_file(tmp_path / "model" / "model.safetensors")[f"{O_PROJ}.weight"]
+    for part in ("qweight", "qzeros", "scales", "g_idx"):
+        change(folder, f"{O_PROJ}.{part}", None)
+    for one in (folder, tmp_path / "plain"):
+        change(one, f"{O_PROJ}.weight", dense)
+    _write_section(folder, section)
+    _assert_same_weights(tmp_path)
+
+
+def test_a_module_may_have_its_own_bits(tmp_path):
+    folder = packed_llama(tmp_path)
+    pack_checkpoint(tmp_path / "model", tmp_path / "packed8", tmp_path / "plain8", {**GPTQ, "bits": 8})
+    for source, target in (("packed8", folder), ("plain8", tmp_path / "plain")):
+        tensors = load_file(tmp_path / source / "model.safetensors")
+        for key in (key for key in tensors if key.startswith(O_PROJ)):
+            change(target, key, tensors[key])
+    for named in (O_PROJ, r".*self_attn\.o.*"):
+        _write_section(folder, {**AUTO_ROUND, "extra_config": {named: {"bits": 8}}})
+        _assert_same_weights(tmp_path)
+
+
+def _write_section(folder: Path, section: dict[str, Any]) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": section}))
+
+
+def _assert_same_weights(tmp_path: Path) -> None:
+    packed, plain = weights_of(tmp_path / "packed"), weights_of(tmp_path / "plain")
+    for name, shape in parameters(decoder_spec(json.loads((tmp_path / "packed" / "config.json").read_text()))):
+        spans = (None,) * len(shape)
+        assert torch.equal(packed.get(name, spans), plain.get(name, spans)), name
+
+
 @pytest.mark.parametrize("config", [GPTQ, AWQ], ids=["gptq", "awq"])
 def test_answers_are_those_of_the_dense_checkpoint_in_every_layout(tmp_path, config):
     model = make_checkpoint("llama", tmp_path / "model", num_hidden_layers=2)

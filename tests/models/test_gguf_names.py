@@ -51,11 +51,30 @@ def test_one_of_several_quants() -> None:
 
 
 @pytest.mark.parametrize(
+    "beside",
+    [
+        "m-mmproj-Q8_0.gguf",
+        "mmproj-Q8_0.gguf",
+        "M.MMProj.gguf",
+        "imatrix_unsloth.gguf",
+        "m.imatrix.gguf",
+        "._m-Q8_0.gguf",
+    ],
+)
+def test_files_beside_a_model_are_passed_over(beside: str) -> None:
+    names = [beside, f"sub/{beside}", "m-Q8_0.gguf", "model-mmprojx-Q4_0.gguf"]
+    assert choose_files(names, "q8_0", "team/m") == ["m-Q8_0.gguf"]
+    assert choose_files(names, "q4_0", "team/m") == ["model-mmprojx-Q4_0.gguf"]
+
+
+@pytest.mark.parametrize(
     ("names", "quant", "says"),
     [
         (REPOSITORY, None, "has several quants: BF16, Q4_K_M, Q8_0, UD-Q2_K_XL; name one, for example team/m:Q4_K_M"),
         (REPOSITORY, "Q4_0", "has no quant Q4_0; it has BF16, Q4_K_M, Q8_0, UD-Q2_K_XL"),
-        (REPOSITORY[:3], None, "has no GGUF files"),
+        (REPOSITORY[:3], None, "has no GGUF files with a language model"),
+        (["m.Q8_0.gguf.part1of2", "m.Q8_0.gguf.part2of2"], None, r"join the pieces of m\.Q8_0\.gguf first, in order"),
+        (["m.Q4_0.gguf", "m.Q8_0.gguf-split-a"], "Q8_0", r"has no quant Q8_0; it has Q4_0; join the pieces of m\.Q8_0"),
         ([*REPOSITORY, "draft-Q8_0.gguf"], "Q8_0", "several files of quant Q8_0: draft-Q8_0.gguf, m-Q8_0.gguf"),
     ],
 )

@@ -13,6 +13,7 @@ from shardline.models.lookup import decoder_spec, family, known_families
 
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 _AWQ = {**_GPTQ, "quant_method": "awq"}
+_AUTO_ROUND = {**_GPTQ, "quant_method": "auto-round"}
 _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 64}
 
 
@@ -22,6 +23,9 @@ _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": 
         ({"hidden_size": "4096"}, "hidden_size must be a whole number, got '4096'"),
         ({"hidden_size": True}, "hidden_size must be a whole number"),
         ({"hidden_size": 0}, "hidden_size must be at least 1"),
+        ({"num_hidden_layers": 1 << 40}, "num_hidden_layers must be at most 4096, got 1099511627776"),
+        ({"model_type": "gpt2", "n_layer": 1 << 40}, "n_layer must be at most 4096"),
+        ({"model_type": "mixtral", "num_local_experts": 1 << 40}, r"has 35184372088832 experts in 32 layers, and at"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers must be a whole number"),
         ({"num_attention_heads": 30}, "hidden_size must be a multiple of the 30 attention heads"),
         ({"num_key_value_heads": 5}, "num_key_value_heads must divide num_attention_heads"),
@@ -55,10 +59,21 @@ _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": 
             {"quantization_config": {**_GPTQ, "quant_method": "awq", "backend": "llm-awq"}},
             r"awq with backend llm-awq is not supported, only autoawq",
         ),
+        ({"quantization_config": {**_AWQ, "checkpoint_format": "gemv_fast"}}, r"awq version gemv_fast is not"),
+        ({"quantization_config": {**_GPTQ, "is_marlin_format": True}}, r"checkpoint_format marlin is not supported"),
         (
-            {"quantization_config": {**_GPTQ, "quant_method": "awq", "zero_point": False}},
-            r"awq without zero_point is not supported",
+            {"quantization_config": {**_AUTO_ROUND, "packing_format": "auto_round:llm_compressor"}},
+            r"packing_format auto_round:llm_compressor is not supported, only those of GPTQ and AWQ",
         ),
+        ({"quantization_config": {**_AUTO_ROUND, "data_type": "mx_fp"}}, r"with data_type mx_fp is not supported"),
+        ({"quantization_config": {**_AUTO_ROUND, "act_bits": 8}}, r"activations of 8 bits \(act_bits\) is not"),
+        ({"quantization_config": {**_AUTO_ROUND, "rotation_config": {"a": 1}}}, r"with rotations .* is not supported"),
+        (
+            {"quantization_config": {**_AUTO_ROUND, "extra_config": {"a.b": {"bits": "x"}}}},
+            r"extra_config.a.b.bits must be a whole number, got 'x'",
+        ),
+        ({"quantization_config": {**_AUTO_ROUND, "extra_config": {"a.b": 3}}}, r"extra_config.a.b must be an object"),
+        ({"quantization_config": {**_AUTO_ROUND, "extra_config": {"a(b": {}}}}, r"is no regular expression"),
         ({"rope_scaling": [1]}, "rope_scaling must be an object"),
         ({"rope_scaling": {"type": "spiral"}}, "rope_scaling.rope_type 'spiral' is not supported; supported: default"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),

@@ -163,8 +163,9 @@ def test_a_grammar_reads_the_tokenizer_of_the_file(tmp_path: Path) -> None:
     [
         ("gpt2", {"tokenizer.ggml.pre": "martian"}, "pre is 'martian': this way of splitting text is not known.*--tok"),
         ("gpt2", {}, "pre is None: this way of splitting text is not known"),
-        ("bert", {}, "model is 'bert', which is not supported; supported: gpt2, llama; give .* --tokenizer"),
+        ("bert", {}, "model is 'bert', which is not supported; supported: gpt2, llama, gemma4; give .* --tokenizer"),
         ("llama", {}, "scores must have 3 numbers"),
+        ("gemma4", {}, "merges is missing; give .* --tokenizer"),
         ("llama", {"tokenizer.ggml.bos_token_id": 9}, "bos_token is 9, and there are 3 tokens"),
         ("gpt2", {"tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": ["ab"]}, "an entry without a space: 'ab'"),
         ("gpt2", {"tokenizer.ggml.token_type": [1]}, "token_type has 1 numbers for 3 tokens"),
@@ -196,3 +197,38 @@ def test_gemma_spells_spaces_in_its_own_way(tmp_path: Path) -> None:
     found = json.loads(read_tokenizer_json(header))
     assert found["model"]["merges"] == [["\u2581", "\u2581"], ["\u2581", "a"]]
     assert read_vocabulary(header).end_token_ids == (5,)
+
+
+def test_gemma4(tmp_path: Path) -> None:
+    """SentencePiece's tokens, and merges in the file. Some tokens are for the parser of answers."""
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>"]
+    trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    trained.normalizer = normalizers.Replace(" ", "\u2581")
+    trained.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    own = [*specials, *(f"<0x{byte:02X}>" for byte in range(256))]
+    trained.train_from_iterator([_PROSE], trainers.BpeTrainer(vocab_size=900, special_tokens=own))
+    value = json.loads(trained.to_str())
+    tokens = [trained.id_to_token(i) for i in range(trained.get_vocab_size())] + ["<|tool_call>"]
+    value["pre_tokenizer"] = None
+    value["added_tokens"] = [token for token in value["added_tokens"] if token["id"] in (1, 2, 4)]
+    decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    value["decoder"] = json.loads(decoder.__getstate__())
+    backend = tokenizers.Tokenizer.from_str(json.dumps(value))
+    backend.add_tokens(["<|tool_call>"])
+    metadata = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3, 3, 2, 3, *[6] * 256, *[1] * (len(tokens) - 262), 4],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in value["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    ours = Tokenizer.from_folder(_write(tmp_path / "x.gguf", "gemma4", metadata, "gemma4"))
+    assert ours is not None
+    for text in (*TEXTS, "a<|tool_call>b\n\n\n<turn|>"):
+        ids = backend.encode(text).ids
+        assert ours.encode_text(text, add_special_tokens=False) == ids
+        assert ours.encode_text(text) == [2, *ids]
+        assert ours.decode(ids) == backend.decode(ids)
+    assert ours.eos_token_ids == (1, 4)

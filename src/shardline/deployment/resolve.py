@@ -53,6 +53,8 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     if layout.device == "cuda" and (refusal := gpu_refusal(spec)):
         raise ValueError(refusal)
     check_length(asked_length, spec)
+    if model.checkpoint is not None:
+        model.checkpoint.check(spec, model.stored)
     held = choose_weight_format(config, model.stored, devices)
     kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, dtype, spec, devices)
     block_size = choose_block_size(config.cache.block_size, spec, dtype, kv_dtype, layout.device)
@@ -60,8 +62,6 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     _check_splits(parallel, spec)
     check_numerics(config, held, devices)
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
-    if model.checkpoint is not None:
-        model.checkpoint.check(spec, model.stored)
     own = _own_formats(model, spec, layout.device) if held.open_format().reads_packed else None
     weights = _rank_weights(config, layout, spec, stages, dtype, held, own)
     room = rank_room(config, layout, machine, spec, dtype, weights)

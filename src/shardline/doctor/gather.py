@@ -22,9 +22,9 @@ from shardline.deployment.probe import available_isas, probe_machine, software_v
 from shardline.doctor.facts import UNLIMITED, ModelFacts, NodeFacts, Port
 from shardline.doctor.gpu_gather import GpuGather
 from shardline.doctor.known_answers import KnownAnswers
-from shardline.models.checkpoint import weight_files
 from shardline.models.gguf.names import all_parts, is_gguf
 from shardline.models.hub import cache_folder, find_local_model
+from shardline.models.weight_files import weight_files
 
 _CAP_IPC_LOCK = 14
 _ANSWER_SECONDS = 20.0

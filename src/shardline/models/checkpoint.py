@@ -7,10 +7,9 @@ tensor its dtype, shape and data_offsets relative to byte 8 + N. The data comes 
 from __future__ import annotations
 
 import functools
-import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +22,7 @@ from shardline.models.parameters import Shape, expert_of, parameters, parse_name
 from shardline.models.spec import DecoderSpec, TensorSource
 from shardline.models.stored_layout import StoredModule, tensor_problems
 from shardline.models.stored_weights import RuleBook, StoredRules
+from shardline.models.weight_files import not_itself, weight_files
 from shardline.models.wrapper import language_model_key
 
 _ELEMENT_BYTES = {
@@ -37,7 +37,8 @@ _MAX_HEADER_BYTES = 1 << 25
 _MAX_DIMS = 16
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _NAMED_PROBLEMS = 5
-_WEIGHT_SUFFIXES = (".bin", ".safetensors", ".gguf", ".pth")
+_PACKED_PARTS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "weight.absmax", "SCB", "_blocks")
+"""What tensors of quantized weights, and no others, have in the place of "weight"."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Checkpoint:
             ValueError: there are problems. The message names the first few.
         """
         problems: list[str] = []
+        wrong: list[str] = []
         tensor_source = family(spec.model_type).tensor_source
         quantized = _QuantizedModules(self, rules or StoredRules())
         expected: dict[str, Shape] = {}
@@ -127,18 +129,22 @@ class Checkpoint:
                 continue
             key = self.find(source)
             if key is None:
-                problems.append(f"{source.key} is missing{self._packed_hint(source.key)}")
+                problems.append(f"{source.key} is missing")
+                wrong.append(source.key)
                 continue
             # If parameters share a tensor, the end of the last one gives the full size.
             stored = source.stored_shape(shape)
             expected[key] = max(stored, expected.get(key, stored))
         modules = quantized.finish(problems)
         for key, shape in expected.items():
-            problems += tensor_problems(key, shape, _LOADABLE, self.tensors)
+            if found := tensor_problems(key, shape, _LOADABLE, self.tensors):
+                problems += found
+                wrong.append(key)
             bias = f"{key.removesuffix('weight')}bias"
             if bias in self.tensors and bias not in expected:
                 problems.append(f"{bias} is there, but the configuration has no bias in that place")
         if problems:
+            self._check_section(wrong, rules or StoredRules())
             problems = list(dict.fromkeys(problems))
             more = f"; and {len(problems) - _NAMED_PROBLEMS} more" if len(problems) > _NAMED_PROBLEMS else ""
             raise ValueError(
@@ -147,11 +153,21 @@ class Checkpoint:
             )
         return modules
 
-    def _packed_hint(self, key: str) -> str:
-        """What to say about a missing weight that seems to be quantized."""
-        base = key.removesuffix("weight")
-        packed = next((f"{base}{part}" for part in ("qweight", "weight_packed") if f"{base}{part}" in self.tensors), "")
-        return f" (there is {packed}: does config.json have the right quantization_config?)" if packed else ""
+    def _check_section(self, wrong: Iterable[str], rules: StoredRules) -> None:
+        """Say so if one of the weights `wrong`, which do not fit, is quantized in a way that config.json does not say.
+
+        Raises:
+            ValueError: it is.
+        """
+        own = {part for layout in rules.layouts for part in layout.parts}
+        parts = [part for part in _PACKED_PARTS if part not in own]
+        keys = (f"{key.removesuffix('weight')}{part}" for key in wrong for part in parts)
+        if packed := next((key for key in keys if key in self.tensors), None):
+            says = f"says that they are {rules}" if rules.is_packed else "has no quantization_config"
+            raise ValueError(
+                f"{self.tensors[packed].file} has quantized weights ({packed}), but {self.folder / 'config.json'} "
+                f"{says}; download config.json again from where the weights come from"
+            )
 
 
 class _QuantizedModules:
@@ -212,38 +228,6 @@ class _QuantizedModules:
         return modules
 
 
-def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a checkpoint: model.safetensors, or those that its index names.
-
-    Raises:
-        ValueError: there are no files, the index is corrupt, or files that it names are missing.
-    """
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return (single,)
-    if not index.is_file():
-        others = sorted(path.name for path in folder.glob("*") if path.suffix in _WEIGHT_SUFFIXES)
-        found = f"found only {', '.join(others[:3])}" if others else "found no weights at all"
-        raise ValueError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json ({found}); convert the weights "
-            "to safetensors (in transformers: model.save_pretrained(folder)), or use load_format dummy"
-        )
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-        files = tuple(folder / name for name in names)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"{index} is corrupt: it must be an object with a weight_map of key to file name") from None
-    outside = [name for name in names if Path(name).name != name]
-    if outside or not files:
-        raise ValueError(f"{index} is corrupt: its weight_map must name files beside it, got {outside or 'none'}")
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        named = ", ".join(missing[:_NAMED_PROBLEMS]) + (", ..." if len(missing) > _NAMED_PROBLEMS else "")
-        raise ValueError(f"{folder} lacks {len(missing)} of {len(files)} weight files: {named}; download it again")
-    return files
-
-
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file.
 
@@ -253,7 +237,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     try:
         return _parse_header(file)
     except _CorruptError as error:
-        raise ValueError(f"{file} is corrupt or truncated ({error}); download it again") from None
+        problem = not_itself(file) or str(error)
+        raise ValueError(f"{file} is corrupt or truncated ({problem}); download it again") from None
 
 
 class _CorruptError(Exception):

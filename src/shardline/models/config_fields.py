@@ -18,6 +18,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+MAX_LAYERS = 1 << 12
+"""Many more than any model has. A damaged configuration may state any number, and each layer takes memory."""
 _DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "float16")
 
 
@@ -123,7 +125,7 @@ def read_dims(
         vocab_size=config.integer("vocab_size", vocab_size),
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size", intermediate_size),
-        num_layers=config.integer("num_hidden_layers", num_layers),
+        num_layers=config.integer("num_hidden_layers", num_layers, maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

@@ -25,13 +25,15 @@ class HFConfig:
         """Whether the key exists and is not null."""
         return self.values.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        """A whole number of at least `minimum`."""
+    def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int | None = None) -> int:
+        """A whole number from `minimum` to `maximum`."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(key, f"must be a whole number, got {value!r}")
         if value < minimum:
             raise self.error(key, f"must be at least {minimum}, got {value}")
+        if maximum is not None and value > maximum:
+            raise self.error(key, f"must be at most {maximum}, got {value}")
         return value
 
     def optional_integer(self, key: str, default: int | None) -> int | None:

@@ -6,18 +6,18 @@ import contextlib
 import errno
 import fnmatch
 import glob
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardline.models.checkpoint import weight_files
 from shardline.models.download_lock import download_lock
 from shardline.models.gguf.checkpoint import GGUFCheckpoint
 from shardline.models.gguf.config import read_config
 from shardline.models.gguf.names import all_parts, choose_files, is_gguf, model_names, split_quant
 from shardline.models.lookup import family, language_model_type
+from shardline.models.stored_beside import BESIDE, with_quantization
+from shardline.models.weight_files import read_json, weight_files
 from shardline.models.wrapper import text_config
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
@@ -34,7 +34,7 @@ _TOKENIZER_PATTERNS = (
     "merges.txt",
     "*.model",
 )
-_CONFIG_PATTERNS = ("config.json", "generation_config.json", *_TOKENIZER_PATTERNS)
+_CONFIG_PATTERNS = ("config.json", "generation_config.json", *BESIDE, *_TOKENIZER_PATTERNS)
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 # Subfolders and "consolidated" files repeat the same weights under other names.
 _IGNORED_PATTERNS = ("*/*", "consolidated*", "*.bin", "*.pth", "*.gguf")
@@ -105,15 +105,18 @@ def resolve_model(
     name, quant = (model, None) if path.is_dir() else split_quant(model)
     local = _local_folder(name)
     if quant is not None or load_format == "gguf":
-        return _gguf_files(model, _choose_gguf(name, local, quant, revision), load_format)
+        return _gguf_files(model, _choose_gguf(name, local, quant, revision, load_format), load_format)
     if local is not None and weights and not _has_safetensors(local) and model_names(_names_in(local)):
-        return _gguf_files(model, _choose_gguf(name, local, None, revision), load_format)
+        return _gguf_files(model, _choose_gguf(name, local, None, revision, load_format), load_format)
     folder = local if local is not None else _download(model, revision, _CONFIG_PATTERNS)
     if not (folder / "config.json").is_file():
         if load_format != "safetensors" and model_names(_names_of(name, local, revision)):
-            return _gguf_files(model, _choose_gguf(name, local, None, revision), load_format)
-        raise ValueError(f"model {model!r}: {folder} has no config.json, so it is no model in Hugging Face format")
-    config = _read_json(folder / "config.json")
+            return _gguf_files(model, _choose_gguf(name, local, None, revision, load_format), load_format)
+        below = _model_below(folder)
+        raise ValueError(
+            f"model {model!r}: {folder} has no config.json, so it is no model in Hugging Face format{below}"
+        )
+    config = with_quantization(read_json(folder / "config.json"), folder)
     if not isinstance(config.get("model_type"), str):
         raise ValueError(f"model {model!r}: {folder / 'config.json'} has no model_type")
     # Refuse an unknown type before the weights are downloaded.
@@ -125,15 +128,22 @@ def resolve_model(
             # The folder of a snapshot has its commit as its name. The branch may have moved in the meantime.
             folder = _download(model, folder.name, (*_CONFIG_PATTERNS, *_WEIGHT_PATTERNS))
             if not _has_safetensors(folder) and model_names(_names_of(name, local, revision)):
-                return _gguf_files(model, _choose_gguf(name, local, None, revision), load_format)
+                return _gguf_files(model, _choose_gguf(name, local, None, revision, load_format), load_format)
         files = weight_files(folder)
     return ModelFiles(
         name=model,
         folder=folder,
         config=config,
-        generation_config=_read_json(generation_config) if generation_config.is_file() else {},
+        generation_config=read_json(generation_config) if generation_config.is_file() else {},
         weight_files=tuple(files),
     )
+
+
+def _model_below(folder: Path) -> str:
+    """Which folder in `folder` to give instead; empty: none has a model."""
+    # The hub's cache has a folder for each commit.
+    found = next((file for glob in ("*", "snapshots/*") for file in sorted(folder.glob(f"{glob}/config.json"))), None)
+    return "" if found is None else f"; did you mean {found.parent}?"
 
 
 def _gguf_files(model: str, file: Path, load_format: str) -> ModelFiles:
@@ -142,31 +152,36 @@ def _gguf_files(model: str, file: Path, load_format: str) -> ModelFiles:
     Raises:
         ValueError: the file is missing or broken, or its architecture is not supported.
     """
-    if load_format == "safetensors":
-        raise ValueError(f"load_format is safetensors, and {model!r} is a GGUF file; leave the flag out")
+    _check_gguf_asked(model, load_format)
     if not file.is_file():
         raise ValueError(f"model {model!r}: there is no such file")
     first = all_parts(file.absolute())[0]
     checkpoint = GGUFCheckpoint.open(first)
     beside, generation = first.parent / "config.json", first.parent / "generation_config.json"
-    config = read_config(checkpoint, _read_json(beside) if beside.is_file() else None)
+    config = read_config(checkpoint, read_json(beside) if beside.is_file() else None)
     family(str(config["model_type"]))
     return ModelFiles(
         name=model,
         folder=first.parent,
         config=config,
-        generation_config=_read_json(generation) if generation.is_file() else {},
+        generation_config=read_json(generation) if generation.is_file() else {},
         weight_files=checkpoint.files,
         gguf=first,
     )
 
 
-def _choose_gguf(name: str, local: Path | None, quant: str | None, revision: str | None) -> Path:
+def _check_gguf_asked(model: str, load_format: str) -> None:
+    if load_format == "safetensors":
+        raise ValueError(f"load_format is safetensors, and {model!r} is a GGUF file; leave the flag out")
+
+
+def _choose_gguf(name: str, local: Path | None, quant: str | None, revision: str | None, load_format: str) -> Path:
     """The first file of a quant in a folder, or in a hub repository, from which it is downloaded.
 
     Raises:
-        ValueError: see `choose_files` and `_download`.
+        ValueError: `load_format` is another format, or see `choose_files` and `_download`.
     """
+    _check_gguf_asked(name, load_format)
     names = _names_of(name, local, revision)
     chosen = choose_files(names, quant, name)
     if local is None:
@@ -233,21 +248,6 @@ def _local_folder(model: str) -> Path | None:
             "like Qwen/Qwen3-0.6B, or 'demo' for the embedded demo model"
         )
     return None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        ValueError: the file is not a JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is corrupt: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is corrupt: it must hold an object, not {type(value).__name__}")
-    return value
 
 
 def _download(

@@ -13,7 +13,7 @@ import shardline.models.families
 import shardline.models.planned
 from shardline.models.gguf.norms import NORMS_HOLD_OFFSET, without_norm_offsets
 from shardline.models.hf_config import HFConfig
-from shardline.models.spec import DecoderSpec, TensorSource
+from shardline.models.spec import DecoderSpec, MoE, TensorSource
 from shardline.models.stored_weights import check_loadable
 from shardline.models.wrapper import text_config
 
@@ -37,6 +37,8 @@ _RECURRENT = (
     "zamba2",
 )
 """Well-known model types with recurrent layers that have no file in `planned/`."""
+_MAX_EXPERTS = 1 << 18
+"""Experts of all layers. The largest models have a hundred thousand."""
 
 
 class Family(Protocol):
@@ -104,7 +106,22 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) ->
     found = family(language_model_type(config))
     check_loadable(HFConfig(text))
     spec = found.decoder_spec(text, max_model_len)
+    _check_experts(spec)
     return without_norm_offsets(spec) if config.get(NORMS_HOLD_OFFSET) else spec
+
+
+def _check_experts(spec: DecoderSpec) -> None:
+    """Refuse a number of experts that no model has: a list of their weights would fill the memory.
+
+    Raises:
+        ValueError: there are too many.
+    """
+    experts = [one.feed_forward.routing.num_experts for one in spec.layers if isinstance(one.feed_forward, MoE)]
+    if sum(experts) > _MAX_EXPERTS:
+        raise ValueError(
+            f"the configuration has {sum(experts)} experts in {len(experts)} layers, and at most {_MAX_EXPERTS} are "
+            "supported; it is damaged, so download it again"
+        )
 
 
 def language_model_type(config: Mapping[str, Any]) -> str:

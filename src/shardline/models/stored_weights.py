@@ -26,6 +26,19 @@ from shardline.models.stored_layout import Form, Layout
 
 _NUMBERED_LAYER = re.compile(r"\blayers\.(\d+)\b")
 _WRAPPERS = ("language_model.", "model.language_model.")
+_WITH_DASHES = ("auto_round", "compressed_tensors")
+"""Methods whose names have a dash, in spite of what some files say."""
+_TELLING_KEYS = {
+    "config_groups": "compressed-tensors",
+    "bnb_4bit_quant_type": "bitsandbytes",
+    "load_in_4bit": "bitsandbytes",
+    "load_in_8bit": "bitsandbytes",
+    "w_bit": "awq",
+    "desc_act": "gptq",
+    "damp_percent": "gptq",
+    "quant_algo": "modelopt",
+}
+"""Keys that only one method has."""
 _CUT_LIST = re.compile(r"\.\.\. \d+ entries in all")
 
 
@@ -143,17 +156,28 @@ def read_stored(config: HFConfig) -> StoredRules:
     if section is None:
         return StoredRules()
     known = methods()
-    # Without a method it is compressed-tensors, whose section alone has groups.
-    method = section.text("quant_method", "compressed-tensors" if section.has("config_groups") else "unknown")
-    name = method.replace("-", "_")
+    method = section.text("quant_method", _method_by_keys(section))
+    # Old versions of AutoRound call themselves intel/auto-round.
+    name = method.lower().replace("-", "_").rpartition("/")[2]
     if name not in known:
-        raise section.error("quant_method", f"{method!r} is not known; known: {', '.join(known)}")
+        raise section.error("quant_method", f"{method!r} is not known; known: {', '.join(map(_spelled, known))}")
+    method = _spelled(name)
     rules = _with_small_experts(config, known[name].read(section))
     for pattern in (*rules.excluded, *(target for rule in rules.rules for target in rule.targets)):
         _check_pattern(section, pattern)
     return msgspec.structs.replace(
         rules, excluded=_complete(rules.excluded), method=method, summary=f"{method}, {rules.summary}"
     )
+
+
+def _spelled(name: str) -> str:
+    """The `quant_method` of a file in `stored/`."""
+    return name.replace("_", "-") if name in _WITH_DASHES else name
+
+
+def _method_by_keys(section: HFConfig) -> str:
+    """The `quant_method` of a section that does not name one, as some old versions wrote it."""
+    return next((method for key, method in _TELLING_KEYS.items() if section.has(key)), "unknown")
 
 
 def _with_small_experts(config: HFConfig, rules: StoredRules) -> StoredRules:
@@ -170,7 +194,7 @@ def quantization_section(config: HFConfig) -> HFConfig | None:
     """The section of a config.json about quantization; None: there is none, so nothing is quantized."""
     # Early versions of compressed-tensors have another key.
     for key in ("quantization_config", "compression_config"):
-        if config.has(key):
+        if config.has(key) and config.section(key).values:
             return config.section(key)
     return None
 

@@ -15,6 +15,7 @@ from shardline.models.gguf.names import is_gguf, split_quant
 from shardline.models.hf_config import HFConfig
 from shardline.models.hub import DEMO_FOLDER, ModelFiles, find_local_model, resolve_model
 from shardline.models.planning import PlannedModel, read_planned, read_planned_gguf
+from shardline.models.stored_beside import with_quantization
 from shardline.models.stored_weights import StoredRules, read_stored, usual_rules
 
 _CONFIG = "config.json"
@@ -42,7 +43,7 @@ def find_model(name: str, revision: str | None = None) -> PlannedModel:
     if (file := _find_gguf(name, folder, revision)) is not None:
         return read_planned_gguf(replace(resolve_model(str(file)), name=name))
     if (folder / _CONFIG).is_file():
-        return read_planned(name, _read(folder / _CONFIG))
+        return read_planned(name, with_quantization(_read(folder / _CONFIG), folder))
     if folder.is_dir():
         raise ValueError(f"model {name!r}: the folder has no {_CONFIG}")
     if revision not in (None, "main"):

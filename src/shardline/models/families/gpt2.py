@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardline.models.config_fields import divided, read_activation, read_dtype
+from shardline.models.config_fields import MAX_LAYERS, divided, read_activation, read_dtype
 from shardline.models.hf_config import HFConfig
 from shardline.models.parameters import parse_name
 from shardline.models.spec import GQA, DecoderSpec, Dense, Layer, Norm, TensorSource
@@ -50,7 +50,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         model_type="gpt2",
         vocab_size=hf.integer("vocab_size", 50257),
         hidden_size=hidden_size,
-        layers=tuple(layer(index) for index in range(hf.integer("n_layer", 12))),
+        layers=tuple(layer(index) for index in range(hf.integer("n_layer", 12, maximum=MAX_LAYERS))),
         final_norm=norm,
         max_position_embeddings=num_positions,
         dtype=read_dtype(hf),

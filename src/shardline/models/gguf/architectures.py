@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shardline.models.gguf.gemma4 import gemma4_config
 from shardline.models.gguf.metadata import Metadata, rope_scaling, rounded
 
 _LLAMA4_CHUNK, _MAVERICK_EXPERTS = 8192, 128
@@ -91,7 +92,7 @@ def _gemma(m: Metadata) -> dict[str, Any]:
 def _query_scale(m: Metadata, big_layers: int) -> int:
     """query_pre_attn_scalar, which files leave out: the head size, but hidden size / heads in the 27B models."""
     heads = m.integer("attention.head_count")
-    if m.integer("block_count") == big_layers:
+    if m.num_blocks() == big_layers:
         return m.integer("embedding_length") // heads
     return m.integer("attention.key_length")
 
@@ -148,7 +149,7 @@ def _gpt2(m: Metadata) -> dict[str, Any]:
         "model_type": "gpt2",
         "n_embd": m.integer("embedding_length"),
         "n_head": m.integer("attention.head_count"),
-        "n_layer": m.integer("block_count"),
+        "n_layer": m.num_blocks(),
         "n_positions": m.integer("context_length"),
         "n_inner": m.integer("feed_forward_length"),
         "layer_norm_epsilon": rounded(m.number("attention.layer_norm_epsilon")),
@@ -251,6 +252,7 @@ ARCHITECTURES: Mapping[str, Callable[[Metadata], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": gemma4_config,
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
     "gpt2": _gpt2,

@@ -23,6 +23,7 @@ _INTERLEAVED = ("llama", "mistral3", "granite", "smollm3")
 _UNUSED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|.*\.(attn_rot_embd|rotary_emb).*")
 """Tensors that are read for the configuration, or that repeat it."""
 _LAYER = re.compile(r"blk\.(\d+)\.")
+_KEYS_AND_VALUES = ("attn_k.weight", "attn_k_norm.weight", "attn_v.weight")
 SPLIT_LATENT_KEYS = ("attn_k_b.weight", "attn_v_b.weight")
 """The tensors of a layer whose up-projection of keys and values is two tensors."""
 
@@ -37,6 +38,10 @@ class FoundPlace(NamedTuple):
     columns: int
     interleaved_heads: int
     """Rows of a head, if they are in another order (see `original_rows`); 0: they are not."""
+    first_column: int = 0
+    """See `Place`."""
+    row_columns: int = 0
+    """See `Place`."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class GGUFCheckpoint:
             ValueError: it is missing, or has another shape.
         """
         first_problem = ""
-        for key, tensor_shape, first_row in possible_places(name, shape, spec):
+        for key, tensor_shape, *where in possible_places(name, shape, spec):
             if key not in self.tensors:
                 first_problem = first_problem or f"{key} is missing"
                 continue
@@ -104,7 +109,8 @@ class GGUFCheckpoint:
                     first_problem = f"{key} has shape {list(tensor.shape)}, not {list(tensor_shape)}"
                 continue
             columns = shape[1] if len(shape) == 2 else 1
-            return FoundPlace(key, tensor, first_row, shape[0], columns, self._interleaved_heads(name, spec))
+            heads, (first_row, *in_rows) = self._interleaved_heads(name, spec), where
+            return FoundPlace(key, tensor, first_row, shape[0], columns, heads, *in_rows)
         raise ValueError(first_problem)
 
     def forms(self, spec: DecoderSpec) -> Callable[[str], Form | None]:
@@ -151,7 +157,7 @@ class GGUFCheckpoint:
         problems += [
             f"{key} is there, but this model type does not have it"
             for key in self.tensors
-            if key not in used and not self._is_passed_over(key, len(spec.layers))
+            if key not in used and not self._is_passed_over(key, spec)
         ]
         if problems:
             problems = list(dict.fromkeys(problems))
@@ -161,10 +167,15 @@ class GGUFCheckpoint:
                 f"{'; '.join(problems[:_NAMED_PROBLEMS])}{more}; use another quant of the model"
             )
 
-    def _is_passed_over(self, key: str, num_layers: int) -> bool:
-        """Whether the tensor is for the configuration, or belongs to a layer that predicts further tokens."""
-        layer = _LAYER.match(key)
-        return _UNUSED.fullmatch(key) is not None or (layer is not None and int(layer.group(1)) >= num_layers)
+    def _is_passed_over(self, key: str, spec: DecoderSpec) -> bool:
+        """Whether the tensor is for the configuration, belongs to a layer that predicts further tokens, or makes keys
+        and values of a layer that reads those of another."""
+        found = _LAYER.match(key)
+        if found is None or (layer := int(found.group(1))) >= len(spec.layers):
+            return _UNUSED.fullmatch(key) is not None or found is not None
+        attention = spec.layers[layer].attention
+        reads_only = isinstance(attention, GQA) and attention.kv_source is not None
+        return _UNUSED.fullmatch(key) is not None or (reads_only and key[found.end() :] in _KEYS_AND_VALUES)
 
     def _interleaved_heads(self, name: str, spec: DecoderSpec) -> int:
         layer, part, _ = parse_name(name)

@@ -7,11 +7,20 @@ from typing import Any
 
 from shardline.models.gguf.architectures import ARCHITECTURES
 from shardline.models.gguf.checkpoint import GGUFCheckpoint
-from shardline.models.gguf.header import PACKED_TYPES
+from shardline.models.gguf.header import PACKED_TYPES, GGUFHeader
 from shardline.models.gguf.metadata import Metadata, rope_scaling, rounded
 from shardline.models.gguf.norms import NORMS_HOLD_OFFSET
 from shardline.models.gguf.special_tokens import end_token_ids
 from shardline.models.wrapper import text_config
+
+_OTHER_KINDS: Mapping[str, str] = {
+    "mmproj": "an image or audio encoder",
+    "clip": "an image or audio encoder",
+    "imatrix": "an importance matrix",
+    "adapter": "an adapter (LoRA)",
+    "vocab": "a vocabulary",
+}
+"""What files are by their `general.type`, or by the architecture of all encoders."""
 
 
 def read_config(checkpoint: GGUFCheckpoint, beside: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -23,6 +32,7 @@ def read_config(checkpoint: GGUFCheckpoint, beside: Mapping[str, Any] | None) ->
     Raises:
         ValueError: the architecture is not supported, or an entry is missing or wrong.
     """
+    _check_kind(checkpoint.header)
     metadata = Metadata(checkpoint)
     if metadata.architecture not in ARCHITECTURES:
         raise metadata.header.error(
@@ -44,6 +54,18 @@ def read_config(checkpoint: GGUFCheckpoint, beside: Mapping[str, Any] | None) ->
             NORMS_HOLD_OFFSET: True,
         }
     )
+
+
+def _check_kind(header: GGUFHeader) -> None:
+    """Refuse the files that lie beside a language model, by what they are.
+
+    Raises:
+        ValueError: the file is one of these.
+    """
+    for key in ("general.type", "general.architecture"):
+        what = _OTHER_KINDS.get(str(header.metadata.get(key)))
+        if what is not None:
+            raise header.error(key, f"says that this is {what}, no language model; give the file of the model itself")
 
 
 def _quantization(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
@@ -75,17 +97,19 @@ def _vocab_size(checkpoint: GGUFCheckpoint) -> int:
 
 def _decoder(m: Metadata) -> dict[str, Any]:
     """The keys that decoders share, and those of the architecture."""
-    hidden, heads = m.integer("embedding_length"), m.integer("attention.head_count")
+    own = ARCHITECTURES[m.architecture](m)
+    heads = m.integer("attention.head_count")
     shared: dict[str, Any] = {
-        "hidden_size": hidden,
-        "num_hidden_layers": m.integer("block_count") - m.integer("nextn_predict_layers", 0),
+        "hidden_size": m.integer("embedding_length"),
+        "num_hidden_layers": m.num_blocks() - m.integer("nextn_predict_layers", 0),
         "num_attention_heads": heads,
-        "num_key_value_heads": m.integer("attention.head_count_kv", heads),
         "max_position_embeddings": m.integer("context_length"),
     }
     if ends := end_token_ids(m.header):
         shared["eos_token_id"] = list(ends)
-    if m.has("feed_forward_length"):
+    if "num_key_value_heads" not in own:
+        shared["num_key_value_heads"] = m.integer("attention.head_count_kv", heads)
+    if "intermediate_size" not in own and m.has("feed_forward_length"):
         shared["intermediate_size"] = m.integer("feed_forward_length")
     if m.has("attention.layer_norm_rms_epsilon"):
         shared["rms_norm_eps"] = rounded(m.number("attention.layer_norm_rms_epsilon"))
@@ -95,4 +119,4 @@ def _decoder(m: Metadata) -> dict[str, Any]:
         shared["rope_theta"] = m.number("rope.freq_base")
     if scaling := rope_scaling(m):
         shared["rope_scaling"] = scaling
-    return shared | ARCHITECTURES[m.architecture](m)
+    return shared | own

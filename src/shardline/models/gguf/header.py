@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.models.parameters import Shape
+from shardline.models.weight_files import not_itself
 
 _MAX_HEADER_BYTES = 1 << 28
 _MAX_ENTRIES = 1 << 16
@@ -193,7 +194,8 @@ def _read_header(file: Path, size: int, _changed: int) -> GGUFHeader:
         ):
             return _Parser(file, size, data).parse()
     except _CorruptError as error:
-        raise ValueError(f"{file} is corrupt or truncated ({error}); download it again") from None
+        problem = not_itself(file) or str(error)
+        raise ValueError(f"{file} is corrupt or truncated ({problem}); download it again") from None
 
 
 class _CorruptError(Exception):

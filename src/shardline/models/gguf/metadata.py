@@ -23,28 +23,45 @@ class Metadata:
         """A whole number. If the file has a list with a number per layer, all must be equal."""
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise self._error(key, f"must be a whole number, got {value!r:.40}")
+            raise self.error(key, f"must be a whole number, got {value!r:.40}")
         return value
+
+    def num_blocks(self) -> int:
+        """The number of layers. Each has tensors of its own."""
+        count = self.integer("block_count")
+        if not 0 < count <= len(self.checkpoint.tensors):
+            raise self.error("block_count", f"is {count}, and the file has {len(self.checkpoint.tensors)} tensors")
+        return count
+
+    def layer_numbers(self, key: str) -> list[int]:
+        """A whole number for each layer. If the file has one number, it is that of all layers."""
+        full, count = f"{self.architecture}.{key}", self.num_blocks()
+        if not isinstance(self.header.metadata.get(full), GGUFArray):
+            return [self.integer(key)] * count
+        numbers = self.header.numbers(full)
+        if numbers is None or len(numbers) != count or numbers.dtype.kind not in "iub":
+            raise self.error(key, f"must have a whole number for each of {count} layers")
+        return [int(number) for number in numbers]
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number."""
         value = self._value(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise self._error(key, f"must be a finite number, got {value!r:.40}")
+            raise self.error(key, f"must be a finite number, got {value!r:.40}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         """true or false."""
         value = self._value(key, default)
         if not isinstance(value, bool):
-            raise self._error(key, f"must be true or false, got {value!r:.40}")
+            raise self.error(key, f"must be true or false, got {value!r:.40}")
         return value
 
     def text(self, key: str, default: str) -> str:
         """A string."""
         value = self._value(key, default)
         if not isinstance(value, str):
-            raise self._error(key, f"must be a string, got {value!r:.40}")
+            raise self.error(key, f"must be a string, got {value!r:.40}")
         return value
 
     def has(self, key: str) -> bool:
@@ -71,16 +88,17 @@ class Metadata:
         full = f"{self.architecture}.{key}"
         value = self.header.metadata.get(full, default)
         if value is None:
-            raise self._error(key, "is missing")
+            raise self.error(key, "is missing")
         if isinstance(value, GGUFArray):
             numbers = self.header.numbers(full)
             assert numbers is not None, "it exists"
             if len(numbers) == 0 or (numbers != numbers[0]).any():
-                raise self._error(key, "differs between layers, which is not supported")
+                raise self.error(key, "differs between layers, which is not supported")
             return numbers[0].item()
         return value
 
-    def _error(self, key: str, problem: str) -> ValueError:
+    def error(self, key: str, problem: str) -> ValueError:
+        """A ValueError about the architecture's key, for the caller to raise."""
         return self.header.error(f"{self.architecture}.{key}", problem)
 
 

@@ -10,10 +10,12 @@ SUFFIX = ".gguf"
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 _QUANT = re.compile(
-    r"(?:^|[-._])((?:UD-)?(?:I?Q\d+(?:_[0-9A-Z]+)*|TQ\d_\d|MXFP4(?:_MOE)?|BF16|FP?16|FP?32))$", re.IGNORECASE
+    r"(?:^|[-._])((?:UD-)?(?:I?Q\d+(?:_[0-9A-Z]+)*|TQ\d_\d|(?:MX|NV)FP4(?:_MOE)?|BF16|FP?16|FP?32))$", re.IGNORECASE
 )
-_NO_MODELS = ("mmproj", "imatrix")
-"""Beginnings of the names of files that hold no language model."""
+_NO_MODEL = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)|^\.", re.IGNORECASE)
+"""Names of image encoders, of importance matrices, and of what some systems store beside a file ("._x.gguf")."""
+_PIECE = re.compile(r"(.*\.gguf)[-.](?:part\d+of\d+|split-[a-z]+)$", re.IGNORECASE)
+"""Names of pieces of a file that was cut anywhere, which is no GGUF file before they are joined."""
 
 
 def is_gguf(model: str | Path) -> bool:
@@ -38,9 +40,7 @@ def quant_of(name: str) -> str:
 
 def model_names(names: Iterable[str]) -> list[str]:
     """Those of `names` that are GGUF files with a language model, sorted."""
-    return sorted(
-        name for name in names if is_gguf(name) and not PurePosixPath(name).name.lower().startswith(_NO_MODELS)
-    )
+    return sorted(name for name in names if is_gguf(name) and not _NO_MODEL.search(PurePosixPath(name).name))
 
 
 def choose_files(names: Iterable[str], quant: str | None, model: str) -> list[str]:
@@ -49,13 +49,14 @@ def choose_files(names: Iterable[str], quant: str | None, model: str) -> list[st
     Raises:
         ValueError: there is none, or the choice is open. The message lists what is there.
     """
+    names = sorted(names)
     found = model_names(names)
     groups: dict[str, list[str]] = {}
     for name in found:
         groups.setdefault(quant_of(name), []).append(name)
     listed = ", ".join(sorted(groups))
     if not groups:
-        raise ValueError(f"model {model!r} has no GGUF files")
+        raise ValueError(f"model {model!r} has no GGUF files with a language model{_hint(names)}")
     if quant is None:
         if len(groups) > 1:
             raise ValueError(
@@ -67,7 +68,7 @@ def choose_files(names: Iterable[str], quant: str | None, model: str) -> list[st
         matching = [label for label in groups if label.upper() == asked]
         matching = matching or [label for label in groups if label.upper() == f"UD-{asked}"]
         if not matching:
-            raise ValueError(f"model {model!r} has no quant {quant}; it has {listed}")
+            raise ValueError(f"model {model!r} has no quant {quant}; it has {listed}{_hint(names)}")
         chosen = matching[0]
     files = groups[chosen]
     if len({_stem(name) for name in files}) > 1:
@@ -100,6 +101,16 @@ def all_parts(file: Path) -> tuple[Path, ...]:
 def _stem(name: str) -> str:
     """The name of the file without folder, suffix and part."""
     return _PART.sub("", PurePosixPath(name).name[: -len(SUFFIX)])
+
+
+def _hint(names: Iterable[str]) -> str:
+    """What to do if the wanted file is not among `names`; empty: nothing known."""
+    names = list(names)
+    if whole := sorted({found.group(1) for name in names if (found := _PIECE.match(name))}):
+        return f"; join the pieces of {', '.join(whole[:3])} first, in order (cat)"
+    if not model_names(names) and any(name.endswith(".safetensors") for name in names):
+        return "; it has safetensors: leave out the quant, and --load-format gguf"
+    return ""
 
 
 def _usual(groups: Iterable[str]) -> str:

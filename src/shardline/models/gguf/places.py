@@ -13,6 +13,7 @@ _MODEL_KEYS: Mapping[str, str] = {
     "positions": "position_embd",
     "final_norm": "output_norm",
     "lm_head": "output",
+    "token_input_norm": "per_layer_proj_norm",
 }
 _LAYER_KEYS: Mapping[str, str] = {
     "attention_norm": "attn_norm",
@@ -38,8 +39,23 @@ _LAYER_KEYS: Mapping[str, str] = {
     "feed_forward.shared.up": "ffn_up_shexp",
     "feed_forward.shared.down": "ffn_down_shexp",
     "feed_forward.shared_gate": "ffn_gate_inp_shexp",
+    "feed_forward.experts_norm": "pre_ffw_norm_2",
+    "feed_forward.experts_output_norm": "post_ffw_norm_2",
+    "feed_forward.shared_output_norm": "post_ffw_norm_1",
+    "token_input.gate": "inp_gate",
+    "token_input.down": "proj",
+    "token_input.norm": "post_norm",
 }
+_WHOLE_KEYS: Mapping[str, str] = {
+    "attention.sinks": "attn_sinks.weight",
+    "feed_forward.router_logits": "ffn_gate_inp.bias",
+    "feed_forward.router_norm": "ffn_gate_inp.scale",
+    "feed_forward.expert_scale": "ffn_down_exps.scale",
+    "output_scale": "layer_output_scale.weight",
+}
+"""Parts whose tensors end in another way than other weights and biases."""
 _LATENT_Q_NORM = "attn_q_a_norm"
+_SHARED = "feed_forward.shared."
 
 
 class Place(NamedTuple):
@@ -49,6 +65,10 @@ class Place(NamedTuple):
     shape: Shape
     """Shape of the whole tensor, without dims of size 1."""
     first_row: int
+    first_column: int = 0
+    """The parameter's first column."""
+    row_columns: int = 0
+    """Columns of the tensor; 0: as many as the parameter has."""
 
 
 def possible_places(name: str, shape: Shape, spec: DecoderSpec) -> Iterator[Place]:
@@ -65,9 +85,11 @@ def possible_places(name: str, shape: Shape, spec: DecoderSpec) -> Iterator[Plac
         yield from _expert_places(layer, own, kind, shape, expert, moe.routing.num_experts)
         return
     prefix = f"blk.{layer}."
-    if part in ("attention.sinks", "feed_forward.router_logits"):
-        key = "attn_sinks.weight" if part == "attention.sinks" else "ffn_gate_inp.bias"
-        yield Place(f"{prefix}{key}", _squeezed(shape), 0)
+    if part in _WHOLE_KEYS:
+        yield Place(f"{prefix}{_WHOLE_KEYS[part]}", _squeezed(shape), 0)
+        return
+    if part in ("token_input.embed", "token_input.projection"):
+        yield _token_input_place(layer, part, shape, len(spec.layers))
         return
     if part == "feed_forward.router" and kind == "bias":
         yield Place(f"{prefix}exp_probs_b.bias", shape, 0)
@@ -76,10 +98,22 @@ def possible_places(name: str, shape: Shape, spec: DecoderSpec) -> Iterator[Plac
         return
     if part in _LAYER_KEYS:
         yield Place(f"{prefix}{_LAYER_KEYS[part]}.{kind}", _squeezed(shape), 0)
+    if part.startswith(_SHARED):
+        # Where every layer has a dense block beside its experts, the file names it like one.
+        yield Place(f"{prefix}ffn_{part.removeprefix(_SHARED)}.{kind}", _squeezed(shape), 0)
     if part == "feed_forward_norm" and spec.layers[layer].post_attention_norm is None:
         # Some files name this norm by the block that it follows, others by the one that it precedes.
         yield Place(f"{prefix}post_attention_norm.{kind}", _squeezed(shape), 0)
     yield from _fused_places(prefix, part, kind, shape, spec.layers[layer].attention, spec.layers[layer].feed_forward)
+
+
+def _token_input_place(layer: int, part: str, shape: Shape, num_layers: int) -> Place:
+    """The place of what a layer reads of each token, in a tensor that holds it for all layers."""
+    rows, columns = shape
+    if part == "token_input.embed":
+        width = num_layers * columns
+        return Place("per_layer_token_embd.weight", (rows, width), 0, layer * columns, width)
+    return Place("per_layer_model_proj.weight", (num_layers * rows, columns), layer * rows)
 
 
 def _fused_places(

@@ -1,7 +1,8 @@
 """A tokenizer.json for a GGUF file, from its tokens, scores and merges, and its chat templates.
 
-Two kinds are known: "gpt2" is byte-level BPE with merges, whose file names the rule by which text is split first
-(`tokenizer.ggml.pre`), and "llama" is SentencePiece's BPE, whose merges follow from the scores of the tokens.
+Three kinds are known: "gpt2" is byte-level BPE with merges, whose file names the rule by which text is split first
+(`tokenizer.ggml.pre`), "llama" is SentencePiece's BPE, whose merges follow from the scores of the tokens, and "gemma4"
+is the same with merges in the file.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from shardline.models.gguf.special_tokens import end_token_ids, special_ids
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 """Values of token_type."""
+_KINDS = ("gpt2", "llama", "gemma4")
 _SPACE = "\u2581"
 _OVERRIDE = "give the model's own tokenizer with --tokenizer"
 
@@ -80,6 +82,7 @@ _END_TEXTS = (
     "<|call|>",
     "<end_of_turn>",
     "<turn|>",
+    "<|tool_response>",
     "<|endoftext|>",
     "<|end_of_text|>",
     "<|eom_id|>",
@@ -111,9 +114,9 @@ def read_vocabulary(header: GGUFHeader) -> GGUFVocabulary:
     """
     tokens = header.strings("tokenizer.ggml.tokens")
     kind = header.metadata.get("tokenizer.ggml.model")
-    if not tokens or kind not in ("gpt2", "llama"):
+    if not tokens or kind not in _KINDS:
         raise header.error(
-            "tokenizer.ggml.model", f"is {kind!r}, which is not supported; supported: gpt2, llama; {_OVERRIDE}"
+            "tokenizer.ggml.model", f"is {kind!r}, which is not supported; supported: {', '.join(_KINDS)}; {_OVERRIDE}"
         )
     types = _types(header, len(tokens))
     ids = special_ids(header)
@@ -182,6 +185,9 @@ def _byte_level(header: GGUFHeader, tokens: list[str], types: Sequence[int], ids
 
 def _sentencepiece(header: GGUFHeader, tokens: list[str], types: Sequence[int], ids: dict[str, int]) -> dict[str, Any]:
     merges = [_pair(header, merge) for merge in header.strings("tokenizer.ggml.merges")]
+    is_gemma4 = header.metadata["tokenizer.ggml.model"] == "gemma4"
+    if not merges and is_gemma4:
+        raise header.error("tokenizer.ggml.merges", f"is missing; {_OVERRIDE}")
     if not merges:
         scores = header.numbers("tokenizer.ggml.scores")
         if scores is None or len(scores) != len(tokens):
@@ -189,7 +195,7 @@ def _sentencepiece(header: GGUFHeader, tokens: list[str], types: Sequence[int], 
         # Gemma's scores do not follow the order of its merges; its ids do.
         ranks = [-float(score) for score in scores] if not _is_gemma(header) else [float(i) for i in range(len(tokens))]
         merges = _merges(tokens, ranks, types)
-    prefixed = header.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prefixed = header.metadata.get("tokenizer.ggml.add_space_prefix", not is_gemma4)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
@@ -199,7 +205,7 @@ def _sentencepiece(header: GGUFHeader, tokens: list[str], types: Sequence[int], 
     if prefixed:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     normalizers = [{"type": "Prepend", "prepend": _SPACE}, replace] if prefixed else [replace]
-    unknown = tokens[ids["unk_token"]]
+    unknown = tokens[ids["unk_token"]] if "unk_token" in ids else None
     return {
         "version": "1.0",
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
@@ -234,7 +240,11 @@ def _post_processor(
     header: GGUFHeader, tokens: Sequence[str], ids: dict[str, int], adds_bos: bool
 ) -> dict[str, Any] | None:
     """Puts the token of the beginning before a text, and that of the end behind it, if the file says so."""
-    first = header.metadata.get("tokenizer.ggml.add_bos_token", adds_bos) and "bos_token" in ids
+    # The first files of Gemma 4 said that there is none, and the model needs it.
+    adds_bos = header.metadata["tokenizer.ggml.model"] == "gemma4" or header.metadata.get(
+        "tokenizer.ggml.add_bos_token", adds_bos
+    )
+    first = adds_bos and "bos_token" in ids
     last = header.metadata.get("tokenizer.ggml.add_eos_token", False) and "eos_token" in ids
     if not first and not last:
         return None

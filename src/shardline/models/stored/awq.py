@@ -31,13 +31,13 @@ def read(section: HFConfig) -> StoredRules:
 
 
 def _refusal(section: HFConfig, bits: int) -> str:
-    version, backend = section.text("version", "gemm").lower(), section.text("backend", "autoawq").lower()
+    # GPTQModel, which writes this layout too, has other names for the version.
+    version = section.text("version", section.text("checkpoint_format", section.text("format", "gemm"))).lower()
+    backend = section.text("backend", "autoawq").lower()
     if bits != 4:
         return f"awq with {bits} bits is not supported, only 4"
     if backend == "llm-awq":
         return "the layout of awq with backend llm-awq is not supported, only autoawq"
     if version != "gemm":
         return f"the layout of awq version {version} is not supported, only gemm"
-    if not section.flag("zero_point", True):
-        return "awq without zero_point is not supported"
     return ""

@@ -41,7 +41,9 @@ def _rule(section: HFConfig, targets: tuple[str, ...]) -> PackingRule:
     packing = Packing(
         f"int{bits}", bits, block_rows=1, block_columns=group, scale_bytes=2, zero_bits=bits, column_bytes=4
     )
-    checkpoint_format = section.text("checkpoint_format", "gptq")
+    checkpoint_format = section.text("checkpoint_format", section.text("format", "gptq"))
+    if section.flag("is_marlin_format", False):
+        checkpoint_format = "marlin"
     if bits not in _LOADED_BITS:
         return PackingRule(packing, targets, refusal=f"gptq with {bits} bits is not supported, only 4 and 8")
     if checkpoint_format not in ("gptq", "gptq_v2"):

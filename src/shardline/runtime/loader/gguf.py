@@ -74,15 +74,18 @@ class GGUFWeights:
         return self._checkpoint.find(name, self._shapes[name], self._spec)
 
     def _both(self, place: FoundPlace, spans: Spans) -> tuple[Span, Span]:
-        columns = spans[1] if len(spans) > 1 else None
-        return spans[0] or Span(0, place.rows), columns or Span(0, place.columns)
+        """The rows of the parameter, and the columns of the tensor, that `spans` mean."""
+        columns = (spans[1] if len(spans) > 1 else None) or Span(0, place.columns)
+        first = place.first_column
+        return spans[0] or Span(0, place.rows), Span(first + columns.start, first + columns.stop)
 
     def _packed(self, place: FoundPlace, spans: Spans) -> GroupedWeight:
         rows, columns = self._both(place, spans)
         kind = place.tensor.type
         size = kind.block_elements
         # Numerics "fast" cuts columns, maybe within a block.
-        outer = Span(columns.start // size * size, min(-(-columns.stop // size) * size, place.columns))
+        row_columns = place.row_columns or place.columns
+        outer = Span(columns.start // size * size, min(-(-columns.stop // size) * size, row_columns))
         inner = slice(columns.start - outer.start, columns.stop - outer.start)
 
         def read(some: Span) -> GroupedWeight:
@@ -96,10 +99,10 @@ class GGUFWeights:
         return read_in_slices(read, rows, outer.size, read_stored if outer == columns and outer.size else None)
 
     def _stored(self, place: FoundPlace, rows: Span, columns: Span) -> Tensor:
-        """[N, bytes] uint8: `columns` of `rows` of the parameter, as the file stores them; whole blocks."""
+        """[N, bytes] uint8 as the file stores them: the tensor's `columns`, whole blocks, in the parameter's `rows`."""
         tensor = place.tensor
         kind = tensor.type
-        width = place.columns // kind.block_elements * kind.block_bytes
+        width = (place.row_columns or place.columns) // kind.block_elements * kind.block_bytes
         first, last = (bound // kind.block_elements * kind.block_bytes for bound in (columns.start, columns.stop))
         if rows.size == 0 or last == first:
             return torch.empty(rows.size, last - first, dtype=torch.uint8)
