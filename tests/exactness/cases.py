@@ -14,6 +14,7 @@ from tests.weights.forms import FORMS
 WHOLE_EXPERTS = "whole-experts"
 INT8_KV, FP8_KV = "kv-int8", "kv-fp8"
 PACKED = "packed"
+NO_DRAFTS, DRAFTS = "no-drafts", "drafts"
 
 _WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "olmo3", "cohere2", "exaone4", "gemma4_text")
 """Families with windows in some layers."""
@@ -46,6 +47,8 @@ class Case(NamedTuple):
     hosts: str
     """Where the ranks are: one-host; two-hosts, each with half of them in order; in-turns on two hosts. Ranks of two
     hosts exchange tensors over sockets."""
+    drafts: str = NO_DRAFTS
+    """drafts: most guesses of the next tokens are right, some are wrong."""
 
     @property
     def name(self) -> str:
@@ -94,6 +97,7 @@ def axes(families: Sequence[str], schemes: Sequence[str], kv_types: Sequence[str
         ("split-experts", WHOLE_EXPERTS),
         tuple(kv_types),
         ("one-host", "two-hosts", "in-turns"),
+        (NO_DRAFTS, DRAFTS),
     ]
 
 

@@ -59,6 +59,9 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     sized = replace(config, cache=replace(config.cache, block_size=block_size))
     _check_splits(parallel, spec)
     check_numerics(config, held, devices)
+    speculation = config.scheduler.speculation
+    if speculation is not None and layout.device == "cuda":
+        raise ValueError("speculative_config works on CPUs only so far: leave it out, or use --device cpu")
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
     if model.checkpoint is not None:
         model.checkpoint.check(spec, model.stored)
@@ -87,9 +90,10 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         tries_symmetric_memory=_tries_symmetric_memory(layout, parallel),
         step_timeout=parallel.step_timeout or STEP_TIMEOUTS[layout.device],
         connect_timeout=config.cluster.distributed_timeout_seconds,
-        max_in_flight=max(2, layout.grid.pipeline),
+        # A draft needs the tokens before it, so a step with drafts is planned when the one before is over.
+        max_in_flight=max(2 if speculation is None else 1, layout.grid.pipeline),
         max_model_len=length,
-        limits=StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens),
+        limits=StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, speculation),
         cache=cache,
         host_models=(),
         reasons=(),

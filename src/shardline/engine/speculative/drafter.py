@@ -1,0 +1,49 @@
+"""Which sequences of a plan get a draft, how long it is, and how many of its tokens were accepted."""
+
+from __future__ import annotations
+
+from shardline.config.speculation import Speculation
+from shardline.engine.sequence import LiveSequence
+from shardline.engine.speculative.prompt_lookup import PromptLookup
+from shardline.stats import DraftStats
+from shardline.types import SequenceStep
+
+
+class Drafter:
+    """Drafts tokens of sequences. Their text does not depend on it: workers accept the tokens that they sample anyway.
+
+    A draft may be twice as long as the one before if all of that one was accepted, and otherwise one token longer than
+    what was accepted. So wrong drafts cost about one row of a step for each sequence.
+    """
+
+    def __init__(self, asked: Speculation) -> None:
+        self._asked = asked
+        self._num_drafts = 0
+        self._num_tokens = 0
+        self._accepted = [0] * asked.num_speculative_tokens
+
+    def propose(self, sequence: LiveSequence, most: int) -> list[int]:
+        """Up to `most` tokens that may follow those of a sequence whose tokens are all known.
+
+        A sequence with constraints gets none: its grammar reads tokens one after another, and cannot go back.
+        """
+        most = min(most, sequence.limit - len(sequence.tokens) - 1)
+        if most <= 0 or sequence.request.constraints is not None:
+            return []
+        if sequence.lookup is None:
+            sequence.lookup = PromptLookup(self._asked)
+        return sequence.lookup.guess(sequence.tokens, min(most, sequence.lookup.length))
+
+    def note_result(self, sequence: LiveSequence, step: SequenceStep, num_accepted: int) -> None:
+        """Note how many tokens of a step's draft were accepted."""
+        assert sequence.lookup is not None, "another drafter made this draft"
+        self._num_drafts += 1
+        self._num_tokens += len(step.draft)
+        for position in range(num_accepted):
+            self._accepted[position] += 1
+        length = 2 * num_accepted if num_accepted == len(step.draft) else num_accepted + 1
+        sequence.lookup.length = min(length, self._asked.num_speculative_tokens)
+
+    def stats(self) -> DraftStats:
+        """Counters since the engine's start."""
+        return DraftStats(self._num_drafts, self._num_tokens, list(self._accepted))
