@@ -28,12 +28,18 @@ def test_lengths_are_those_of_vllm(lengths: dict[str, int], expected: tuple[int,
     [
         ("ngram", "must be a JSON object like"),
         ("[1]", "must be a JSON object like"),
-        ('{"method": "eagle", "num_speculative_tokens": 2}', 'must be "ngram", the only one so far, got \'eagle\''),
+        ('{"method": "eagle", "num_speculative_tokens": 2}', "must be \"ngram\", the only one so far, got 'eagle'"),
         ('{"num_speculative_tokens": 2}', "got None"),
-        ('{"method": "ngram"}', "num_speculative_tokens of speculative_config must be a whole number from 1 to 64, got nothing"),
+        (
+            '{"method": "ngram"}',
+            "num_speculative_tokens of speculative_config must be a whole number from 1 to 64, got nothing",
+        ),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "from 1 to 64, got 0"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "from 1 to 64, got True"),
-        ('{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 3}', "is above"),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 3}',
+            "is above",
+        ),
         ('{"method": "ngram", "num_speculative_tokens": 2, "model": "x"}', "unknown key 'model'; known: method"),
     ],
 )
@@ -46,6 +52,4 @@ def test_mistakes(given: str, message: str) -> None:
 
 def test_prompts_that_are_embedded_have_no_drafts() -> None:
     with pytest.raises(ValueError, match="runner pooling makes none"):
-        EngineConfig.from_options(
-            runner="pooling", speculative_config={"method": "ngram", "num_speculative_tokens": 2}
-        )
+        EngineConfig.from_options(runner="pooling", speculative_config={"method": "ngram", "num_speculative_tokens": 2})

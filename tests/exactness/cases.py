@@ -58,10 +58,11 @@ class Case(NamedTuple):
 
     @property
     def possible(self) -> bool:
-        """Preemption needs several sequences at once, whole experts a model with experts; in a tight pool, windowed
-        groups that grow together leave nothing of the first time in the prefix cache; the rest combines freely."""
+        """Preemption needs several sequences at once, and all of them with drafts, which end them sooner; whole experts
+        need a model with experts; in a tight pool, windowed groups that grow together leave nothing of the first time
+        in the prefix cache; the rest combines freely."""
         forgotten = self.family in _WINDOWED and (self.batch, self.cache) == ("together", "warm")
-        if self.memory == "tight" and forgotten:
+        if self.memory == "tight" and (forgotten or (self.drafts == DRAFTS and self.batch != "together")):
             return False
         return all(_meet(a, b) for a, b in itertools.combinations(self, 2))
 

@@ -42,9 +42,9 @@ class Scheduler:
     * `token_id` is the token at `start` if the scheduler knows it, else -1.
 
     `last_token_known=True` is for drafts, and for pipelines, whose first stage never sees what the last one samples. A
-    sequence whose next token is unknown is not stepped, so plans in flight decode disjoint sets of sequences, each about
-    1 / max_in_flight of all. Generated tokens are stepped one at a time, with a draft behind the last one, so that
-    `token_id` names every one of them.
+    sequence whose next token is unknown is not stepped, so plans in flight decode disjoint sets of sequences, each
+    about 1 / max_in_flight of all. Generated tokens are stepped one at a time, with a draft behind the last one, so
+    that `token_id` names every one of them.
     `last_token_known=False` is for workers that keep what they sample. A step may start from a token that a plan in
     flight will sample (-1). A stop is then noticed late, and the surplus results are dropped. In both modes consecutive
     prefill chunks of one sequence may be in flight, and no sequence is stepped beyond its length limit.

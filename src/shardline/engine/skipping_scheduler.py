@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shardline.deployment.deployment import CachePlan, StepLimits
 from shardline.engine.placing import Draft, Placer
