@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardline.config.speculation import Speculation
+from shardline.config.speculation import NO_SPECULATION, Speculation
 from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
 from shardline.engine.schedule_state import ScheduleState
 from shardline.engine.scheduler import Scheduler
@@ -31,7 +31,7 @@ class Shape:
     pipeline: bool = False
     prefix_caching: bool = True
     tokens_per_result: int = 1
-    speculation: Speculation | None = None
+    speculation: Speculation = NO_SPECULATION
 
 
 def cache_plan(groups: tuple[KVGroup, ...], block_size: int, *, prefix_caching: bool = True) -> CachePlan:
@@ -50,7 +50,7 @@ class Engine:
             shape.num_blocks,
             shape.max_model_len,
         )
-        tokens_known = shape.pipeline or shape.speculation is not None
+        tokens_known = shape.pipeline or shape.speculation is not NO_SPECULATION
         self.scheduler = Scheduler(state, max_in_flight=shape.max_in_flight, last_token_known=tokens_known)
         workers = [True, False] if shape.pipeline else [True]
         self.workers = [

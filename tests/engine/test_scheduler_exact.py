@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardline.config.speculation import Speculation
+from shardline.config.speculation import NO_SPECULATION, Speculation
 from shardline.engine import scheduler as scheduler_module
 from shardline.models.kv_groups import KVGroup, blocks_per_request
 from shardline.types import Request
@@ -47,7 +47,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         max_in_flight=draw(st.integers(1, 4)),
         pipeline=draw(st.booleans()),
         prefix_caching=draw(st.booleans()),
-        speculation=draw(st.none() | SPECULATIONS),
+        speculation=draw(st.just(NO_SPECULATION) | SPECULATIONS),
     )
 
 
@@ -156,16 +156,16 @@ def test_drafts_are_accepted(pipeline: bool) -> None:
     """Many guesses are right where outputs repeat, and steps become fewer."""
     request = make_request("r", [1, 2, 3], 60, ignore_eos=True)
     steps = {}
-    for speculation in (None, Speculation(5, 1, 3)):
+    for speculation in (NO_SPECULATION, Speculation(5, 1, 3)):
         engine = Engine(Shape(max_in_flight=2 if pipeline else 1, pipeline=pipeline, speculation=speculation))
         engine.add(request)
         engine.run()
         engine.check_done()
         steps[speculation] = len(engine.plans)
         drafts = engine.scheduler.stats().drafts
-        assert (drafts is None) == (speculation is None)
+        assert (drafts is None) == (speculation is NO_SPECULATION)
         if drafts is not None:
             assert 60 - len(engine.plans) == drafts.num_accepted > 5
             assert drafts.num_tokens > drafts.num_accepted
             assert drafts.accepted == sorted(drafts.accepted, reverse=True)
-    assert steps[None] == 60
+    assert steps[NO_SPECULATION] == 60

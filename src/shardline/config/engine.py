@@ -12,7 +12,7 @@ from typing import Any
 
 from shardline.config.cluster import ClusterConfig
 from shardline.config.fields import option
-from shardline.config.speculation import Speculation, parse_speculation
+from shardline.config.speculation import NO_SPECULATION, Speculation, parse_speculation
 from shardline.config.units import parse_bytes
 from shardline.weights.formats import format_names
 
@@ -169,13 +169,13 @@ class SchedulerConfig:
     )
 
     @property
-    def speculation(self) -> Speculation | None:
+    def speculation(self) -> Speculation:
         """`speculative_config` as fields.
 
         Raises:
             ValueError: it cannot be read.
         """
-        return None if self.speculative_config is None else parse_speculation(self.speculative_config)
+        return NO_SPECULATION if self.speculative_config is None else parse_speculation(self.speculative_config)
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def _validate(config: EngineConfig) -> None:
     if config.parallel.step_timeout is not None and not 0 < config.parallel.step_timeout <= _LONGEST_STEP:
         raise ValueError(f"step_timeout must be in (0, {_LONGEST_STEP}] seconds, got {config.parallel.step_timeout}")
     _check_replica_shares(config)
-    if config.scheduler.speculation is not None and config.embeds:
+    if config.scheduler.speculation.num_speculative_tokens and config.embeds:
         raise ValueError("speculative_config drafts tokens, and runner pooling makes none: leave one of them out")
     if not -(2**63) <= config.model.seed < 2**63:
         raise ValueError(f"seed must fit in 64 bits, got {config.model.seed}")

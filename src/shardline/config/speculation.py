@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 _DEFAULT_LENGTH = 5
 _MOST_TOKENS = 64
@@ -14,14 +13,18 @@ _KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
 
 
-class Speculation(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Speculation:
     """Drafts from the sequence itself: the tokens that followed an earlier occurrence of its last tokens."""
 
     num_speculative_tokens: int
-    """The most tokens of a draft."""
+    """The most tokens of a draft; 0: nothing is drafted."""
     prompt_lookup_min: int
     prompt_lookup_max: int
     """A draft follows an earlier occurrence of the last n tokens, where n is as large as possible between the two."""
+
+
+NO_SPECULATION = Speculation(0, 0, 0)
 
 
 def parse_speculation(given: str | Mapping[str, Any]) -> Speculation:

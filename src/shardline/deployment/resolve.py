@@ -59,9 +59,6 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     sized = replace(config, cache=replace(config.cache, block_size=block_size))
     _check_splits(parallel, spec)
     check_numerics(config, held, devices)
-    speculation = config.scheduler.speculation
-    if speculation is not None and layout.device == "cuda":
-        raise ValueError("speculative_config works on CPUs only so far: leave it out, or use --device cpu")
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
     if model.checkpoint is not None:
         model.checkpoint.check(spec, model.stored)
@@ -90,16 +87,28 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         tries_symmetric_memory=_tries_symmetric_memory(layout, parallel),
         step_timeout=parallel.step_timeout or STEP_TIMEOUTS[layout.device],
         connect_timeout=config.cluster.distributed_timeout_seconds,
-        # A draft needs the tokens before it, so a step with drafts is planned when the one before is over.
-        max_in_flight=max(2 if speculation is None else 1, layout.grid.pipeline),
+        max_in_flight=_max_in_flight(config, layout),
         max_model_len=length,
-        limits=StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, speculation),
+        limits=_step_limits(config, layout),
         cache=cache,
         host_models=(),
         reasons=(),
         warnings=layout.warnings,
     )
     return explain_choices(deployment, config, room)
+
+
+def _max_in_flight(config: EngineConfig, layout: Layout) -> int:
+    """See Deployment. A draft needs the tokens before it, so a step with drafts is planned when the one before ends."""
+    return max(1 if config.scheduler.speculative_config is not None else 2, layout.grid.pipeline)
+
+
+def _step_limits(config: EngineConfig, layout: Layout) -> StepLimits:
+    scheduler = config.scheduler
+    limits = StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.speculation)
+    if limits.drafts and layout.device == "cuda":
+        raise ValueError("speculative_config works on CPUs only so far: leave it out, or use --device cpu")
+    return limits
 
 
 def _check_splits(parallel: ParallelConfig, spec: DecoderSpec) -> None:

@@ -53,7 +53,7 @@ class Engine:
                     deployment.max_model_len,
                 ),
                 max_in_flight=executor.max_in_flight,
-                last_token_known=deployment.grid.pipeline > 1 or deployment.limits.speculation is not None,
+                last_token_known=deployment.grid.pipeline > 1 or deployment.limits.drafts,
             )
             for _ in range(deployment.grid.data)
         ]

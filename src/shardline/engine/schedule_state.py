@@ -47,7 +47,7 @@ class ScheduleState:
         self.max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.max_samples = limits.max_samples
         """The most tokens that a plan may sample."""
-        self.drafter = None if limits.speculation is None else Drafter(limits.speculation)
+        self.drafter = None if not limits.drafts else Drafter(limits.speculation)
         """None: no drafts are made."""
         self.groups = cache.groups
         self.block_size = cache.block_size
