@@ -8,12 +8,16 @@ from shardline.engine.speculative.prompt_lookup import PromptLookup
 from shardline.stats import DraftStats
 from shardline.types import SequenceStep
 
+_LONGEST_PAUSE = 31
+"""Steps."""
+
 
 class Drafter:
     """Drafts tokens of sequences. Their text does not depend on it: workers accept the tokens that they sample anyway.
 
     A draft may be twice as long as the one before if all of that one was accepted, and otherwise one token longer than
-    what was accepted. So wrong drafts cost about one row of a step for each sequence.
+    what was accepted. After several drafts that were wholly wrong, more and more steps go without one. So a text that
+    nobody can guess costs little.
     """
 
     def __init__(self, asked: Speculation) -> None:
@@ -32,17 +36,24 @@ class Drafter:
             return []
         if sequence.lookup is None:
             sequence.lookup = PromptLookup(self._asked)
-        return sequence.lookup.guess(sequence.tokens, min(most, sequence.lookup.length))
+        lookup = sequence.lookup
+        if lookup.pause:
+            lookup.pause -= 1
+            return []
+        return lookup.guess(sequence.tokens, min(most, lookup.length))
 
     def note_result(self, sequence: LiveSequence, step: SequenceStep, num_accepted: int) -> None:
         """Note how many tokens of a step's draft were accepted."""
-        assert sequence.lookup is not None, "another drafter made this draft"
+        lookup = sequence.lookup
+        assert lookup is not None, "another drafter made this draft"
         self._num_drafts += 1
         self._num_tokens += len(step.draft)
         for position in range(num_accepted):
             self._accepted[position] += 1
         length = 2 * num_accepted if num_accepted == len(step.draft) else num_accepted + 1
-        sequence.lookup.length = min(length, self._asked.num_speculative_tokens)
+        lookup.length = min(length, self._asked.num_speculative_tokens)
+        lookup.misses = 0 if num_accepted else lookup.misses + 1
+        lookup.pause = min(2 ** max(lookup.misses - 1, 0) - 1, _LONGEST_PAUSE)
 
     def stats(self) -> DraftStats:
         """Counters since the engine's start."""

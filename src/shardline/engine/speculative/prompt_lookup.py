@@ -21,6 +21,10 @@ class PromptLookup:
         self._text = ""
         self.length = asked.num_speculative_tokens
         """The most tokens of the next draft."""
+        self.misses = 0
+        """How many drafts were wholly wrong since the last one that was not."""
+        self.pause = 0
+        """Steps that go without a draft."""
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens that may follow `tokens`, which must begin with those of the last call.
