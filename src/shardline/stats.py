@@ -20,6 +20,20 @@ class ExpertLoad(msgspec.Struct, frozen=True, array_like=True):
     """The same for the ranks that share a layer."""
 
 
+class DraftStats(msgspec.Struct, frozen=True, array_like=True):
+    """How often drafts were right since the engine's start."""
+
+    num_drafts: int
+    num_tokens: int
+    accepted: list[int]
+    """For each position of a draft, how many drafts were right up to there."""
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens of drafts that were accepted."""
+        return sum(self.accepted)
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Counters of one engine since its start, and its current gauges."""
 
@@ -42,9 +56,22 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Sum of the engine loop's own time, without waiting for workers."""
     experts: ExpertLoad | None = None
     """While the engine is busy, these are about a second old. None: the model has no experts."""
+    drafts: DraftStats | None = None
+    """None: the engine does not decode speculatively."""
 
 
 def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
     """The sums of the counters and gauges of several replicas."""
-    names = set(EngineStats.__struct_fields__) - {"experts"}  # expert loads of different engines have no sum
-    return EngineStats(**{name: sum(getattr(one, name) for one in stats) for name in names})
+    names = set(EngineStats.__struct_fields__) - {"experts", "drafts"}  # expert loads of different engines have no sum
+    return EngineStats(
+        **{name: sum(getattr(one, name) for one in stats) for name in names},
+        drafts=merge_drafts([one.drafts for one in stats if one.drafts is not None]),
+    )
+
+
+def merge_drafts(stats: Sequence[DraftStats]) -> DraftStats | None:
+    """The sums of the counters of several replicas; None: there are none."""
+    if not stats:
+        return None
+    accepted = [sum(counts) for counts in zip(*(one.accepted for one in stats), strict=True)]
+    return DraftStats(sum(one.num_drafts for one in stats), sum(one.num_tokens for one in stats), accepted)

@@ -80,6 +80,14 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """Whether a token is sampled from the logits of the last position."""
     score: bool = False
     """Whether the log probabilities of the prompt's tokens after these positions are reported."""
+    draft: list[int] = []
+    """Guesses of the tokens after the one at `start`. The step computes these too, and samples a token at each of its
+    positions; `num_tokens` includes them. The result has the tokens up to the first that differs from its guess."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of tokens that the model's last layer computes: those that are sampled or scored."""
+        return self.num_tokens if self.score or self.draft else int(self.sample)
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -99,7 +107,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     @property
     def num_samples(self) -> int:
         """Number of tokens that the model's last layer computes: those that are sampled or scored."""
-        return sum(step.num_tokens if step.score else step.sample for step in self.steps)
+        return sum(step.num_samples for step in self.steps)
 
 
 class RankStep(msgspec.Struct, frozen=True, array_like=True):

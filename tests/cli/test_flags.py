@@ -100,7 +100,12 @@ def test_every_option_is_a_flag_of_every_command(command: list[str], capsys: pyt
             "--trust-remote-code is vLLM's and sets nothing in Shardline, so leave it out: no",
         ),
         ("serve --no-async-scheduling", "leave it out: there is one scheduler: by priority"),
-        ("serve --speculative-config {}", "--speculative-config is not supported yet"),
+        ("serve --speculative-config {}", 'the method of speculative_config must be "ngram"'),
+        ("serve -sc ngram", "speculative_config must be a JSON object like"),
+        (
+            "serve --spec-method ngram",
+            "--spec-method is not supported yet: --speculative-config takes the same as JSON",
+        ),
         ("serve --nnode 2", "unknown option --nnode; did you mean --nnodes?"),
         ("serve --max-model 2", "unknown option --max-model"),
         ("serve --mode x", "did you mean --model?"),

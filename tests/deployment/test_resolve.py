@@ -63,6 +63,16 @@ def leaves(value: object) -> Iterator[object]:
         yield value
 
 
+def test_drafts() -> None:
+    asked = {"method": "ngram", "num_speculative_tokens": 7}
+    deployment = resolve_on(machine(), speculative_config=asked, max_num_seqs=4)
+    assert (deployment.max_in_flight, deployment.limits.max_samples) == (1, 8)
+    assert resolve_on(machine(), speculative_config=asked, pipeline_parallel_size=2).max_in_flight == 2
+    assert not resolve_on(machine()).limits.drafts
+    with pytest.raises(ValueError, match="speculative_config works on CPUs only so far"):
+        resolve_on(machine((80 * GIB, 79 * GIB)), speculative_config=asked)
+
+
 @pytest.mark.parametrize("gpus", [(), ((80 * GIB, 79 * GIB),) * 2])
 def test_nothing_is_left_open(gpus: tuple[tuple[int, int], ...]) -> None:
     for value in leaves(resolve_on(machine(*gpus), tensor_parallel_size=2)):

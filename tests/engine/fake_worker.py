@@ -65,6 +65,14 @@ class _Sequence:
     prefixes: list[int] = field(default_factory=list)
     tables: list[list[int]] = field(default_factory=list)
     next_start: int | None = None
+    num_guessed: int = 0
+    had_drafts: bool = False
+
+    def forget_from(self, num_tokens: int) -> None:
+        """Forget all but the first tokens, and that some were guesses."""
+        del self.tokens[num_tokens:]
+        del self.prefixes[num_tokens:]
+        self.num_guessed = 0
 
 
 class FakeWorker:
@@ -116,19 +124,31 @@ class FakeWorker:
         sequence = self.sequences[step.seq_id]
         for table, blocks in zip(sequence.tables, step.new_blocks, strict=True):
             table.extend(blocks)
-        if sequence.next_start is not None:
+        if sequence.num_guessed:
+            # Only the plan tells a worker that does not sample which guesses were right.
+            assert len(sequence.tokens) - sequence.num_guessed <= step.start <= len(sequence.tokens)
+            sequence.forget_from(step.start)
+        elif sequence.next_start is not None:
             assert step.start == sequence.next_start
         sequence.next_start = end = step.start + step.num_tokens
-        assert step.num_tokens > 0
+        assert step.num_tokens > len(step.draft)
         assert end < self._max_model_len
         if step.start == len(sequence.tokens):
             assert step.token_id >= 0, "a token that this worker does not know"
             sequence.tokens.append(step.token_id)
+        if step.draft:
+            assert step.sample
+            assert step.start + 1 == len(sequence.tokens), "a draft follows the last token"
+            sequence.tokens += step.draft
+            sequence.num_guessed = len(step.draft)
+            sequence.had_drafts = True
         if step.token_id >= 0:
             assert step.token_id == sequence.tokens[step.start]
         assert end <= len(sequence.tokens)
         assert not step.sample or end == len(sequence.tokens)
-        assert all(len(table) == -(-end // self._block_size) for table in sequence.tables)
+        for table in sequence.tables:
+            needed = -(-end // self._block_size)
+            assert len(table) >= needed if sequence.had_drafts else len(table) == needed
         for token in sequence.tokens[len(sequence.prefixes) :]:
             before = sequence.prefixes[-1] if sequence.prefixes else ("root", sequence.salt)
             sequence.prefixes.append(self._prefixes.extend(before, token))
@@ -158,8 +178,13 @@ class FakeWorker:
         if not self._sees_samples:
             return None
         sequence = self.sequences[step.seq_id]
+        sequence.forget_from(len(sequence.tokens) - len(step.draft))
         sampled: list[int] = []
-        for _ in range(self._tokens_per_result):
+        for guess in (*step.draft, *[None] * self._tokens_per_result):
             sampled.append(next_token(sequence.tokens + sampled, sequence.salt))
+            if step.draft and sampled[-1] != guess:
+                break
+        if step.draft:
+            sequence.next_start = step.start + len(sampled)
         sequence.tokens += sampled
         return SequenceResult(step.seq_id, sampled)

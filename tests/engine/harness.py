@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardline.config.speculation import NO_SPECULATION, Speculation
 from shardline.deployment.deployment import CachePlan, FixedPool, StepLimits
 from shardline.engine.schedule_state import ScheduleState
 from shardline.engine.scheduler import Scheduler
@@ -30,6 +31,7 @@ class Shape:
     pipeline: bool = False
     prefix_caching: bool = True
     tokens_per_result: int = 1
+    speculation: Speculation = NO_SPECULATION
 
 
 def cache_plan(groups: tuple[KVGroup, ...], block_size: int, *, prefix_caching: bool = True) -> CachePlan:
@@ -43,12 +45,13 @@ class Engine:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         state = ScheduleState(
-            StepLimits(max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.max_num_batched_tokens),
+            StepLimits(shape.max_num_seqs, shape.max_num_batched_tokens, shape.speculation),
             cache_plan(shape.groups, shape.block_size, prefix_caching=shape.prefix_caching),
             shape.num_blocks,
             shape.max_model_len,
         )
-        self.scheduler = Scheduler(state, max_in_flight=shape.max_in_flight, last_token_known=shape.pipeline)
+        tokens_known = shape.pipeline or shape.speculation is not NO_SPECULATION
+        self.scheduler = Scheduler(state, max_in_flight=shape.max_in_flight, last_token_known=tokens_known)
         workers = [True, False] if shape.pipeline else [True]
         self.workers = [
             FakeWorker(
@@ -150,6 +153,7 @@ class Engine:
     def _check_plan(self, plan: StepPlan) -> None:
         assert 0 < plan.num_tokens <= self.shape.max_num_batched_tokens
         assert len(plan.steps) <= self.shape.max_num_seqs
+        assert plan.num_samples <= self.scheduler.state.max_samples
         assert {start.seq_id for start in plan.starts} <= {step.seq_id for step in plan.steps}
         for start in plan.starts:
             sequence = next(s for s in self.scheduler.state.queues.running if s.seq_id == start.seq_id)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardline.config.speculation import NO_SPECULATION, Speculation
 from shardline.engine import scheduler as scheduler_module
 from shardline.models.kv_groups import KVGroup, blocks_per_request
 from shardline.types import Request
@@ -21,6 +22,14 @@ GROUPS = (
     (KVGroup((0,), None), KVGroup((1,), 5), KVGroup((2,), 9), KVGroup((3,), 1)),
     (KVGroup((0,), 7),),
     (KVGroup((0,), None), KVGroup((1,), None)),
+)
+
+
+SPECULATIONS = st.builds(
+    lambda most, shortest, more: Speculation(most, shortest, shortest + more),
+    st.integers(1, 6),
+    st.integers(1, 2),
+    st.integers(0, 2),
 )
 
 
@@ -38,6 +47,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         max_in_flight=draw(st.integers(1, 4)),
         pipeline=draw(st.booleans()),
         prefix_caching=draw(st.booleans()),
+        speculation=draw(st.just(NO_SPECULATION) | SPECULATIONS),
     )
 
 
@@ -139,3 +149,23 @@ def test_results_of_several_tokens(pipeline: bool, tokens_per_result: int) -> No
             tokens_per_result=tokens_per_result,
         )
         drive(shape, rng, 8, 0.05)
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_drafts_are_accepted(pipeline: bool) -> None:
+    """Many guesses are right where outputs repeat, and steps become fewer."""
+    request = make_request("r", [1, 2, 3], 60, ignore_eos=True)
+    steps = {}
+    for speculation in (NO_SPECULATION, Speculation(5, 1, 3)):
+        engine = Engine(Shape(max_in_flight=2 if pipeline else 1, pipeline=pipeline, speculation=speculation))
+        engine.add(request)
+        engine.run()
+        engine.check_done()
+        steps[speculation] = len(engine.plans)
+        drafts = engine.scheduler.stats().drafts
+        assert (drafts is None) == (speculation is NO_SPECULATION)
+        if drafts is not None:
+            assert 60 - len(engine.plans) == drafts.num_accepted > 5
+            assert drafts.num_tokens > drafts.num_accepted
+            assert drafts.accepted == sorted(drafts.accepted, reverse=True)
+    assert steps[NO_SPECULATION] == 60

@@ -14,6 +14,7 @@ from tests.weights.forms import FORMS
 WHOLE_EXPERTS = "whole-experts"
 INT8_KV, FP8_KV = "kv-int8", "kv-fp8"
 PACKED = "packed"
+NO_DRAFTS, DRAFTS = "no-drafts", "drafts"
 
 _WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "olmo3", "cohere2", "exaone4", "gemma4_text")
 """Families with windows in some layers."""
@@ -46,6 +47,8 @@ class Case(NamedTuple):
     hosts: str
     """Where the ranks are: one-host; two-hosts, each with half of them in order; in-turns on two hosts. Ranks of two
     hosts exchange tensors over sockets."""
+    drafts: str = NO_DRAFTS
+    """drafts: most guesses of the next tokens are right, some are wrong."""
 
     @property
     def name(self) -> str:
@@ -55,10 +58,11 @@ class Case(NamedTuple):
 
     @property
     def possible(self) -> bool:
-        """Preemption needs several sequences at once, whole experts a model with experts; in a tight pool, windowed
-        groups that grow together leave nothing of the first time in the prefix cache; the rest combines freely."""
+        """Preemption needs several sequences at once, and all of them with drafts, which end them sooner; whole experts
+        need a model with experts; in a tight pool, windowed groups that grow together leave nothing of the first time
+        in the prefix cache; the rest combines freely."""
         forgotten = self.family in _WINDOWED and (self.batch, self.cache) == ("together", "warm")
-        if self.memory == "tight" and forgotten:
+        if self.memory == "tight" and (forgotten or (self.drafts == DRAFTS and self.batch != "together")):
             return False
         return all(_meet(a, b) for a, b in itertools.combinations(self, 2))
 
@@ -94,6 +98,7 @@ def axes(families: Sequence[str], schemes: Sequence[str], kv_types: Sequence[str
         ("split-experts", WHOLE_EXPERTS),
         tuple(kv_types),
         ("one-host", "two-hosts", "in-turns"),
+        (NO_DRAFTS, DRAFTS),
     ]
 
 

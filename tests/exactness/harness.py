@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partialmethod
@@ -20,6 +20,7 @@ from shardline.deployment.here import resolve_here
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor
+from shardline.engine.speculative.prompt_lookup import PromptLookup
 from shardline.models.kv_groups import blocks_per_request
 from shardline.models.sharding import Spans
 from shardline.runtime.backends.host.replay import DecodeReplay
@@ -29,7 +30,7 @@ from shardline.stats import EngineStats
 from shardline.types import Request
 from shardline.weights.base import FormatChoice
 from shardline.weights.grouped import GroupedWeight
-from tests.exactness.cases import PACKED, WHOLE_EXPERTS, Case
+from tests.exactness.cases import NO_DRAFTS, PACKED, WHOLE_EXPERTS, Case
 from tests.exactness.stored import STORED
 from tests.weights.forms import FORMS, quantize
 
@@ -182,8 +183,38 @@ def golden(model: Path, dtype: str, quantization: str, kv: str, requests: Sequen
     return answers
 
 
-def run_case(model: Path, case: Case, requests: Sequence[Request]) -> tuple[dict[str, Answer], list[EngineStats]]:
-    """The requests under a case, and each engine's counters. The cases' conditions are asserted to have occurred."""
+class Guesses:
+    """Drafts of known answers, in which some tokens are wrong; stands in for `PromptLookup.guess`."""
+
+    def __init__(self, requests: Sequence[Request], expected: Mapping[str, Answer]) -> None:
+        self._texts = [one.prompt_token_ids + expected[one.request_id].token_ids for one in requests]
+
+    def guess(self, _: PromptLookup, tokens: Sequence[int], most: int) -> list[int]:
+        """The next tokens of the answer that begins with `tokens`."""
+        known = list(tokens)
+        text = next(text for text in self._texts if text[: len(known)] == known)
+        guesses = text[len(known) : len(known) + most]
+        wrong = len(known) % 7
+        if wrong < len(guesses):
+            guesses[wrong] += 1 if guesses[wrong] == 0 else -1
+        return guesses
+
+
+def run_case(
+    model: Path, case: Case, requests: Sequence[Request], expected: Mapping[str, Answer]
+) -> tuple[dict[str, Answer], list[EngineStats]]:
+    """The requests under a case, and each engine's counters. Drafts are those of `expected`."""
+    if case.drafts == NO_DRAFTS:
+        return _run_case(model, case, requests, {})
+    guesses = Guesses(requests, expected)
+    with patch.object(PromptLookup, "guess", lambda lookup, tokens, most: guesses.guess(lookup, tokens, most)):
+        asked = {"method": "ngram", "num_speculative_tokens": 4}
+        return _run_case(model, case, requests, {"speculative_config": asked})
+
+
+def _run_case(
+    model: Path, case: Case, requests: Sequence[Request], more_options: Mapping[str, object]
+) -> tuple[dict[str, Answer], list[EngineStats]]:
     max_step_tokens = 2048 if case.prefill == "whole" else 13
     options: dict[str, object] = {
         "dtype": case.dtype,
@@ -192,6 +223,7 @@ def run_case(model: Path, case: Case, requests: Sequence[Request]) -> tuple[dict
         "enable_prefix_caching": case.cache != "off",
         "max_num_batched_tokens": max_step_tokens,
         "enable_expert_parallel": case.experts == WHOLE_EXPERTS,
+        **more_options,
     }
     answers: dict[str, Answer] = {}
     stats = []

@@ -101,7 +101,7 @@ def test_one_answer(
 ) -> None:
     rest = ("staggered", "chunked", "warm", memory, "none", "split-experts", "kv-auto", "one-host")
     case = Case("llama", "float32", tensor, pipeline, 1, *rest)
-    answers, stats = run_case(model, case, requests)
+    answers, stats = run_case(model, case, requests, expected)
     assert {key: dataclasses.astuple(answer) for key, answer in answers.items()} == {
         key: dataclasses.astuple(answer) for key, answer in expected.items()
     }

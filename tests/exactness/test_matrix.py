@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.exactness.cases import (
+    DRAFTS,
     SAMPLED_FAMILIES,
     SCHEMES,
     Case,
@@ -87,7 +88,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_one_answer(case: Case, goldens: Goldens) -> None:
     expected = goldens.answers(case.family, case.dtype, case.quantization, case.kv)
-    answers, stats = run_case(goldens.model(case.family, case.quantization), case, goldens.requests)
+    answers, stats = run_case(goldens.model(case.family, case.quantization), case, goldens.requests, expected)
     for request_id, answer in answers.items():
         assert answer.token_ids == expected[request_id].token_ids, request_id
         assert answer.digests == expected[request_id].digests, request_id
@@ -98,6 +99,9 @@ def test_one_answer(case: Case, goldens: Goldens) -> None:
         assert sum(replica.num_preemptions for replica in stats) > 0, "the case was to preempt"
     if case.cache == "warm":
         assert sum(replica.prefix_hits for replica in stats) > 0, "the case was to hit the prefix cache"
+    if case.drafts == DRAFTS:
+        drafts = [replica.drafts for replica in stats if replica.drafts is not None]
+        assert 0 < sum(one.num_accepted for one in drafts) < sum(one.num_tokens for one in drafts)
 
 
 @pytest.mark.parametrize("name", [name for name in STORED if name not in SAMPLED_STORED])

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from shardline.config.server import ServerConfig
 from shardline.metrics.histogram import FastHistogram
 from shardline.metrics.server import ServerMetrics
-from shardline.stats import EngineStats, ExpertLoad
+from shardline.stats import DraftStats, EngineStats, ExpertLoad
 from tests.server.conftest import serve
 from tests.server.fake_engine import REPLY
 from tests.text.builders import byte_level_json, tokenizer
@@ -63,6 +63,20 @@ def test_engine_stats_are_labelled_by_replica() -> None:
     assert found["shardline:kv_cache_usage_perc", second] == 0
     assert found["shardline:num_preemptions_total", first] == 3
     assert found["shardline:num_requests_waiting", second] == 4
+
+
+def test_drafts_are_counted_where_there_are_any() -> None:
+    drafts = DraftStats(num_drafts=4, num_tokens=8, accepted=[3, 1])
+    body, _ = ServerMetrics("m", lambda: [EngineStats(drafts=drafts)]).expose("")
+    for line in (
+        'shardline:spec_decode_num_drafts_total{engine="0",model_name="m"} 4.0',
+        'shardline:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 8.0',
+        'shardline:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 4.0',
+        'shardline:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 1.0',
+    ):
+        assert line in body.decode()
+    body, _ = ServerMetrics("m", lambda: [EngineStats()]).expose("")
+    assert b"spec_decode" not in body
 
 
 def test_load_of_experts_is_shown_where_there_are_any() -> None:

@@ -23,7 +23,9 @@ _NOT_SUPPORTED_YET = {
         "enable-lora", "lora-modules", "max-loras", "max-lora-rank", "max-cpu-loras", "lora-dtype",
         "fully-sharded-loras", "default-mm-loras",
     ),
-    "Shardline does not decode speculatively": ("speculative-config", "spec-method", "spec-model", "spec-tokens"),
+    "--speculative-config takes the same as JSON, and drafts by ngram only": (
+        "spec-method", "spec-model", "spec-tokens",
+    ),
     "Shardline loads no parsers of users": ("tool-parser-plugin", "reasoning-parser-plugin"),
     "Shardline has no tools of its own": ("tool-server",),
     "Shardline does not move KV blocks between engines": ("kv-transfer-config", "kv-events-config"),

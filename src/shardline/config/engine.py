@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.config.cluster import ClusterConfig
 from shardline.config.fields import option
+from shardline.config.speculation import NO_SPECULATION, Speculation, parse_speculation
 from shardline.config.units import parse_bytes
 from shardline.weights.formats import format_names
 
@@ -158,6 +160,22 @@ class SchedulerConfig:
     max_num_batched_tokens: int = option(2048, "tokens computed in one step, prefill and decode together")
     enable_chunked_prefill: bool = option(True, "accepted for compatibility: prefill is always chunked")
     max_num_waiting: int = option(2048, "requests that may wait; further ones are answered 429")
+    speculative_config: str | None = option(
+        None,
+        "draft tokens and check them in one step, as JSON: "
+        '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4} drafts what followed the last tokens '
+        "when they occurred before; the answers stay the same",
+        aliases=("sc",),
+    )
+
+    @property
+    def speculation(self) -> Speculation:
+        """`speculative_config` as fields.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        return NO_SPECULATION if self.speculative_config is None else parse_speculation(self.speculative_config)
 
 
 @dataclass(frozen=True)
@@ -196,6 +214,8 @@ class EngineConfig:
             ValueError: an option is unknown or out of range.
         """
         parts: dict[str, Any] = {}
+        if isinstance(options.get("speculative_config"), dict):
+            options["speculative_config"] = json.dumps(options["speculative_config"])
         for part in dataclasses.fields(cls):
             part_class = part.default_factory
             assert isinstance(part_class, type)
@@ -240,6 +260,8 @@ def _validate(config: EngineConfig) -> None:
     if config.parallel.step_timeout is not None and not 0 < config.parallel.step_timeout <= _LONGEST_STEP:
         raise ValueError(f"step_timeout must be in (0, {_LONGEST_STEP}] seconds, got {config.parallel.step_timeout}")
     _check_replica_shares(config)
+    if config.scheduler.speculation.num_speculative_tokens and config.embeds:
+        raise ValueError("speculative_config drafts tokens, and runner pooling makes none: leave one of them out")
     if not -(2**63) <= config.model.seed < 2**63:
         raise ValueError(f"seed must fit in 64 bits, got {config.model.seed}")
     length = config.model.max_model_len

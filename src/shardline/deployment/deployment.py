@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from shardline.config.speculation import NO_SPECULATION, Speculation
 from shardline.config.topology import RankGrid
 from shardline.deployment.machine import DeviceKind, Host, Machine
 from shardline.models.kv_groups import KVGroup
@@ -97,6 +98,18 @@ class StepLimits(msgspec.Struct, frozen=True):
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    speculation: Speculation = NO_SPECULATION
+    """How tokens are drafted."""
+
+    @property
+    def drafts(self) -> bool:
+        """Whether tokens are drafted."""
+        return self.speculation.num_speculative_tokens > 0
+
+    @property
+    def max_samples(self) -> int:
+        """The most tokens that a step samples: those of a full batch, or of one sequence with a full draft."""
+        return max(self.max_num_seqs, 1 + self.speculation.num_speculative_tokens)
 
 
 class Deployment(msgspec.Struct, frozen=True):

@@ -87,15 +87,28 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
         tries_symmetric_memory=_tries_symmetric_memory(layout, parallel),
         step_timeout=parallel.step_timeout or STEP_TIMEOUTS[layout.device],
         connect_timeout=config.cluster.distributed_timeout_seconds,
-        max_in_flight=max(2, layout.grid.pipeline),
+        max_in_flight=_max_in_flight(config, layout),
         max_model_len=length,
-        limits=StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens),
+        limits=_step_limits(config, layout),
         cache=cache,
         host_models=(),
         reasons=(),
         warnings=layout.warnings,
     )
     return explain_choices(deployment, config, room)
+
+
+def _max_in_flight(config: EngineConfig, layout: Layout) -> int:
+    """See Deployment. A draft needs the tokens before it, so a step with drafts is planned when the one before ends."""
+    return max(1 if config.scheduler.speculative_config is not None else 2, layout.grid.pipeline)
+
+
+def _step_limits(config: EngineConfig, layout: Layout) -> StepLimits:
+    scheduler = config.scheduler
+    limits = StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.speculation)
+    if limits.drafts and layout.device == "cuda":
+        raise ValueError("speculative_config works on CPUs only so far: leave it out, or use --device cpu")
+    return limits
 
 
 def _check_splits(parallel: ParallelConfig, spec: DecoderSpec) -> None:

@@ -13,7 +13,7 @@ from shardline.engine.executor.base import Executor
 from shardline.engine.expert_load import expert_load
 from shardline.engine.schedule_state import ScheduleState
 from shardline.engine.scheduler import Scheduler
-from shardline.stats import EngineStats, ExpertLoad
+from shardline.stats import EngineStats, ExpertLoad, merge_drafts
 from shardline.types import Request, SequenceOutput, StepPlan
 
 _LOAD_SECONDS = 1.0
@@ -53,7 +53,7 @@ class Engine:
                     deployment.max_model_len,
                 ),
                 max_in_flight=executor.max_in_flight,
-                last_token_known=deployment.grid.pipeline > 1,
+                last_token_known=deployment.grid.pipeline > 1 or deployment.limits.drafts,
             )
             for _ in range(deployment.grid.data)
         ]
@@ -138,4 +138,5 @@ class Engine:
 def _combined(stats: Sequence[EngineStats]) -> EngineStats:
     """The counters of replicas that share their steps."""
     total = {field: sum(getattr(one, field) for one in stats) for field in _ADDED}
-    return msgspec.structs.replace(stats[0], **total)
+    drafts = merge_drafts([one.drafts for one in stats if one.drafts is not None])
+    return msgspec.structs.replace(stats[0], **total, drafts=drafts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardline.engine.preemption import cheapest_victim
@@ -22,6 +23,8 @@ class Draft:
     budget: int
     """Tokens that the plan may still take."""
     now: float
+    spare: int = 0
+    """Guesses that the plan may still take."""
     starts: list[SequenceStart] = field(default_factory=list)
     steps: list[SequenceStep] = field(default_factory=list)
     sequences: list[LiveSequence] = field(default_factory=list)
@@ -35,25 +38,32 @@ class Placer:
     def __init__(self, state: ScheduleState) -> None:
         self.state = state
 
-    def place(self, draft: Draft, sequence: LiveSequence, num_tokens: int) -> None:
-        """Step a running sequence by up to `num_tokens`; by fewer, or not at all, if there are too few blocks."""
+    def place(self, draft: Draft, sequence: LiveSequence, num_tokens: int, guesses: Sequence[int] = ()) -> None:
+        """Step a running sequence by up to `num_tokens`; by fewer, or not at all, if there are too few blocks.
+
+        `guesses` of the tokens behind its last one are computed with that one, as far as there are blocks for them.
+        """
         if sequence.state is not State.RUNNING:
             return
         kv = self.state.kv
         start = sequence.num_scheduled
-        end = min(start + num_tokens, kv.reach(sequence))
-        if end <= start:
+        reach = kv.reach(sequence)
+        if reach <= start:
             if not self._make_room(draft, sequence):
                 return
-            end = min(start + num_tokens, kv.reach(sequence))
+            reach = kv.reach(sequence)
+        end = min(start + num_tokens, reach)
+        guessed = list(guesses[: reach - end])
         tokens = sequence.tokens
         token_id = tokens[start] if start < len(tokens) else -1
         sample = end == sequence.num_tokens
         score = sequence.is_scored(start, end)
-        blocks = kv.grow_tables(sequence, end)
-        draft.steps.append(SequenceStep(sequence.seq_id, start, end - start, blocks, token_id, sample, score))
+        blocks = kv.grow_tables(sequence, end + len(guessed))
+        count = end - start + len(guessed)
+        draft.steps.append(SequenceStep(sequence.seq_id, start, count, blocks, token_id, sample, score, guessed))
         draft.sequences.append(sequence)
-        draft.budget -= end - start
+        draft.budget -= count
+        draft.spare -= len(guessed)
         sequence.num_scheduled = end
         sequence.num_pending += sample
         sequence.num_in_flight += 1

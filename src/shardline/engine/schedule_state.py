@@ -11,6 +11,7 @@ from shardline.engine.preemption import PreemptionLog
 from shardline.engine.queues import SequenceQueues
 from shardline.engine.registry import RequestRegistry
 from shardline.engine.sequence import LiveSequence
+from shardline.engine.speculative.drafter import Drafter
 from shardline.types import StepPlan
 
 
@@ -44,6 +45,10 @@ class ScheduleState:
         """The most tokens of a plan."""
         # The budget has a token for every running sequence, so a decode never waits for another one.
         self.max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self.max_samples = limits.max_samples
+        """The most tokens that a plan may sample."""
+        self.drafter = None if not limits.drafts else Drafter(limits.speculation)
+        """None: no drafts are made."""
         self.groups = cache.groups
         self.block_size = cache.block_size
         self.kv = KVCache(cache.groups, num_blocks, cache.block_size, prefix_caching=cache.prefix_caching)

@@ -37,11 +37,14 @@ class Scheduler:
     * `score` is set if the request wants log probabilities that the step's logits tell: the result then has them.
     * `sample` is set if the step ends with the sequence's last token. The result then has one token for it, or several
       if no other plan in flight steps the sequence (later steps compute the KV of these).
+    * `draft` follows the sequence's last token, and only if no other plan in flight steps the sequence. The result has
+      one token more than it accepts, and the next step begins with that token.
     * `token_id` is the token at `start` if the scheduler knows it, else -1.
 
-    `last_token_known=True` is for pipelines, whose first stage never sees what the last one samples. A sequence whose
-    next token is unknown is not stepped, so plans in flight decode disjoint sets of sequences, each about
-    1 / max_in_flight of all. Generated tokens are stepped one at a time, so that `token_id` names every one of them.
+    `last_token_known=True` is for drafts, and for pipelines, whose first stage never sees what the last one samples. A
+    sequence whose next token is unknown is not stepped, so plans in flight decode disjoint sets of sequences, each
+    about 1 / max_in_flight of all. Generated tokens are stepped one at a time, with a draft behind the last one, so
+    that `token_id` names every one of them.
     `last_token_known=False` is for workers that keep what they sample. A step may start from a token that a plan in
     flight will sample (-1). A stop is then noticed late, and the surplus results are dropped. In both modes consecutive
     prefill chunks of one sequence may be in flight, and no sequence is stepped beyond its length limit.
@@ -59,6 +62,7 @@ class Scheduler:
         applier: ResultApplier | None = None,
     ) -> None:
         """`placer` and `applier` do the work on single sequences; simulations have faster ones."""
+        assert last_token_known or state.drafter is None, "a draft follows tokens that are known"
         self.state = state
         self.max_in_flight = max_in_flight
         self.last_token_known = last_token_known
@@ -107,6 +111,7 @@ class Scheduler:
             prefix_queries=totals.prefix_queries,
             prefix_hits=totals.prefix_hits,
             step_seconds=totals.step_seconds,
+            drafts=None if state.drafter is None else state.drafter.stats(),
         )
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
@@ -157,13 +162,21 @@ class Scheduler:
             decodes = [sequence for sequence in decodes if sequence.num_pending == 0]
             # The sequence that waited longest goes first, so that none waits for ever.
             decodes.sort(key=lambda sequence: sequence.last_step)
+        # Every sequence that may be in the plan can sample a token before others have guesses.
+        samples = min(self.state.registry.num_live, self.state.max_running)
+        draft.spare = min(self.state.max_samples - samples, draft.budget - share)
         for sequence in decodes:
             if len(draft.steps) == share:
                 break
             # If the pending token is the last one that the limit allows, there is nothing left to compute.
             if sequence.num_pending == 0 or sequence.num_tokens < sequence.limit:
-                self._placer.place(draft, sequence, 1)
+                self._placer.place(draft, sequence, 1, self._guess(draft, sequence))
         return prefills
+
+    def _guess(self, draft: Draft, sequence: LiveSequence) -> list[int]:
+        """A draft for a sequence whose tokens are all known."""
+        drafter = self.state.drafter
+        return [] if drafter is None or sequence.num_pending else drafter.propose(sequence, draft.spare)
 
     def _schedule_prefills(self, draft: Draft, prefills: list[LiveSequence]) -> None:
         """Fill the plan with chunks of prompts: first those of running sequences, then those of waiting ones."""

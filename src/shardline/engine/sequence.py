@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardline.engine.recorder import TimelineRecorder
+from shardline.engine.speculative.prompt_lookup import PromptLookup
 from shardline.types import FinishReason, Request, TokenLogprobs
 
 
@@ -79,6 +80,8 @@ class LiveSequence:
     stop_token_ids: frozenset[int] = frozenset()
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Those of the prompt's tokens from the second one on, as far as they are known; None: nobody asked for them."""
+    lookup: PromptLookup | None = None
+    """What its drafts come from; None: it has had none."""
     recorder: TimelineRecorder = field(default_factory=lambda: TimelineRecorder(0.0))
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shardline.deployment.deployment import CachePlan, StepLimits
 from shardline.engine.placing import Draft, Placer
@@ -22,11 +22,11 @@ class QuickPlacer(Placer):
         self._token = token
         self._no_blocks: list[list[int]] = [[] for _ in state.groups]
 
-    def place(self, draft: Draft, sequence: LiveSequence, num_tokens: int) -> None:
+    def place(self, draft: Draft, sequence: LiveSequence, num_tokens: int, guesses: Sequence[int] = ()) -> None:
         """See the base class. A decode step within a block needs no further block, and asks for no scores."""
         start, size = sequence.num_scheduled, self.state.block_size
         if num_tokens != 1 or start % size == 0 or sequence.state is not State.RUNNING:
-            super().place(draft, sequence, num_tokens)
+            super().place(draft, sequence, num_tokens, guesses)
             return
         end, known = start + 1, len(sequence.tokens)
         sample = end == known + sequence.num_pending

@@ -21,7 +21,9 @@ class ResultApplier:
         """Apply a collected step, which was planned at `planned`, to its sequence; returns what the front gets."""
         output = None
         sequence.num_in_flight -= 1
-        sequence.num_computed = step.start + step.num_tokens
+        sequence.num_computed = step.start + step.num_tokens - len(step.draft)
+        if step.draft and result is not None and not result.error:
+            self._accept_draft(sequence, step, len(result.token_ids) - 1)
         if step.start < sequence.num_start_tokens:
             sequence.recorder.note_chunk(step.start, step.num_tokens, planned, now)
         if step.sample:
@@ -35,6 +37,13 @@ class ResultApplier:
                 output = self._take_result(sequence, result, now)
         self.state.queues.release(sequence)
         return output
+
+    def _accept_draft(self, sequence: LiveSequence, step: SequenceStep, num_accepted: int) -> None:
+        """The step has computed the keys and values of the accepted tokens, too."""
+        sequence.num_computed += num_accepted
+        sequence.num_scheduled += num_accepted
+        assert self.state.drafter is not None
+        self.state.drafter.note_result(sequence, step, num_accepted)
 
     def _take_result(self, sequence: LiveSequence, result: SequenceResult, now: float) -> SequenceOutput:
         queues, registry = self.state.queues, self.state.registry

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from shardline.stats import EngineStats, ExpertLoad
+from shardline.stats import DraftStats, EngineStats, ExpertLoad
 
 _LABELS = ("model_name", "engine")
 
@@ -38,6 +38,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ),
 )
 
+_DRAFT_COUNTERS: tuple[tuple[str, str, Callable[[DraftStats], float]], ...] = (
+    ("spec_decode_num_drafts", "Drafts of a sequence's next tokens.", lambda d: d.num_drafts),
+    ("spec_decode_num_draft_tokens", "Tokens of drafts.", lambda d: d.num_tokens),
+    ("spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted.", lambda d: d.num_accepted),
+)
 
 _EXPERT_COUNTERS: tuple[tuple[str, str, str, Callable[[ExpertLoad], Sequence[int]]], ...] = (
     (
@@ -106,7 +111,28 @@ class EngineCollector:
             for labels, stats in replicas:
                 info.add_metric((*labels, *{**config, "num_gpu_blocks": str(stats.kv_blocks_total)}.values()), 1)
             yield info
+        yield from _draft_metrics([(labels, stats.drafts) for labels, stats in replicas if stats.drafts is not None])
         yield from _expert_metrics([(labels, stats.experts) for labels, stats in replicas if stats.experts is not None])
+
+
+def _draft_metrics(replicas: Sequence[tuple[tuple[str, str], DraftStats]]) -> Iterable[Metric]:
+    """Metrics of the replicas that decode speculatively; nothing if none does."""
+    if not replicas:
+        return
+    for name, text, value in _DRAFT_COUNTERS:
+        counter = CounterMetricFamily(f"shardline:{name}", text, labels=_LABELS)
+        for labels, drafts in replicas:
+            counter.add_metric(labels, value(drafts))
+        yield counter
+    by_position = CounterMetricFamily(
+        "shardline:spec_decode_num_accepted_tokens_per_pos",
+        "Tokens of drafts that were accepted, by their position in the draft.",
+        labels=(*_LABELS, "position"),
+    )
+    for labels, drafts in replicas:
+        for position, count in enumerate(drafts.accepted):
+            by_position.add_metric((*labels, str(position)), count)
+    yield by_position
 
 
 def _expert_metrics(replicas: Sequence[tuple[tuple[str, str], ExpertLoad]]) -> Iterable[Metric]:

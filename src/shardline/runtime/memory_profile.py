@@ -11,13 +11,13 @@ PROFILE_STEP_ID = -1
 
 
 def largest_step(deployment: Deployment) -> RankStep:
-    """A step of max_num_batched_tokens tokens of as many sequences as may run. All sequences are sampled with penalties
-    and with log-probabilities, which need a copy of the logits from before the penalties.
+    """A step of max_num_batched_tokens tokens that samples as many as a step may. All are sampled with penalties and
+    with log-probabilities, which need a copy of the logits from before the penalties.
 
     All their blocks are the null block, which no sequence uses, so attention may read and write there.
     """
     limits, cache = deployment.limits, deployment.cache
-    num_seqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    num_seqs = min(limits.max_samples, limits.max_num_batched_tokens)
     num_tokens = min(limits.max_num_batched_tokens, num_seqs * deployment.max_model_len)
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0, frequency_penalty=0.1, logprobs=1)
     starts, steps = [], []

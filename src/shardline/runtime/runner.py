@@ -29,6 +29,7 @@ from shardline.runtime.sampling.prompt_scores import (
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
 from shardline.runtime.sampling.token_mask import ConstraintMaker, MaskMemory
 from shardline.runtime.sequences import SequenceTable, WorkerSequence
+from shardline.runtime.speculative.rows import join_rows, sampled_rows
 from shardline.runtime.step import StepInput
 from shardline.types import RankStep, SequenceResult, StepResult
 
@@ -68,6 +69,8 @@ class _Launched(NamedTuple):
     sequences: list[WorkerSequence]
     """The sequences that are sampled."""
     errors: dict[int, str]
+    drafts: list[list[int]] | None = None
+    """Those of `sequences`; None: no sequence has one."""
     scores: PromptScores | None = None
     pooled: Tensor | None = None
     """[R, H] float32: the final hidden states of `sequences`."""
@@ -174,9 +177,10 @@ class Runner:
             assert launched.sampling is not None
             assert self._sampler is not None
             results = self._sampler.make_results(launched.sampling, launched.sampled.from_copies(downloaded))
+            if launched.drafts is not None:
+                results = join_rows(launched.drafts, results)
             for index, (sequence, result) in enumerate(zip(launched.sequences, results, strict=True)):
-                for token_id in result.token_ids:
-                    sequence.settle_token(token_id)
+                sequence.take_tokens(result.token_ids)
                 if sequence.mask is not None and sequence.mask.is_finished:
                     results[index] = msgspec.structs.replace(result, finished=True)
         if launched.scores is not None:
@@ -193,17 +197,18 @@ class Runner:
         plan, sampler = rank_step.plan, self._sampler
         stepped = [self._sequences.advance_sequence(entry) for entry in plan.steps]
         sequences = [sequence for sequence, entry in zip(stepped, plan.steps, strict=True) if entry.sample]
-        sampling = sampler.plan_sampling(sequences) if sampler is not None and sequences else None
+        rows = sampled_rows(plan.steps, stepped)
+        sampling = sampler.plan_sampling(rows) if sampler is not None and rows else None
         lm_head = self._stage.lm_head
         scoring = plan_scoring(plan.steps, stepped)
         fuses_argmax = lm_head is not None and lm_head.fuses_argmax and scoring is None
         greedy = fuses_argmax and sampling is not None and sampling.is_greedy
         # A new grammar may still be compiled, beside the forward pass, so its first mask is applied after it.
-        greedy = greedy and not any(sequence.starts_constrained for sequence in sequences)
+        greedy = greedy and not any(row.starts_constrained for row in rows)
         step = self._inputs.make_step(rank_step, stepped, sampling, greedy)
         errors: dict[int, str] = {}
         if greedy:
-            step, errors = self._restrict_search(step, sequences)
+            step, errors = self._restrict_search(step, rows)
         if self._groups.from_previous is None:
             hidden = self._stage.embed(step)
         else:
@@ -221,18 +226,20 @@ class Runner:
         if self._stage.embeds_prompts and sequences:
             return _Launched(None, None, sequences, errors, pooled=output.float())
         if sampler is None or sampling is None:
-            return _Launched(None, None, [], errors, scores)
+            return _Launched(None, None, [], errors, scores=scores)
         inputs = sampling.inputs if step.sampling is None else step.sampling
         if step.greedy:
             sampled = sampler.choose_best(output)
         else:
-            masks, mask_errors = self._collect_masks(sequences, output.device)
+            masks, mask_errors = self._collect_masks(rows, output.device)
             errors |= mask_errors
             sampled = sampler.sample_tokens(output, sampling, inputs, masks)
         self._inputs.keep_tokens(inputs, sampled.tokens)
         for sequence in sequences:
-            sequence.append_pending()
-        return _Launched(sampling, sampled, sequences, errors, scores)
+            if not sequence.num_guessed:
+                sequence.append_pending()
+        drafts = [entry.draft for entry in plan.steps if entry.sample] if len(rows) > len(sequences) else None
+        return _Launched(sampling, sampled, sequences, errors, drafts, scores)
 
     def _score(
         self, step: StepInput, hidden: Tensor, sampler: Sampler, scoring: ScoringPlan

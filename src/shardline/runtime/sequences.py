@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -45,6 +48,8 @@ class WorkerSequence:
     """The constraints on its tokens; None: it has none, or this rank does not sample."""
     num_pending: int = 0
     """How many of its last tokens steps in flight have still to sample; stand-ins hold their places."""
+    num_guessed: int = 0
+    """How many of its last tokens are guesses."""
 
     @cached_property
     def prompt_ids(self) -> npt.NDArray[np.int64]:
@@ -90,11 +95,37 @@ class WorkerSequence:
         self._place(stand_in(self.row))
         self.num_pending += 1
 
-    def settle_token(self, token_id: int) -> None:
-        """Replace the oldest stand-in with the sampled token."""
-        self.tokens[self.num_tokens - self.num_pending] = token_id
-        self.num_pending -= 1
-        self._count(token_id)
+    def take_tokens(self, token_ids: Sequence[int]) -> None:
+        """Replace its draft, or as many of its oldest stand-ins, with tokens that were sampled."""
+        if self.num_guessed:
+            self.drop_guesses(self.num_tokens - self.num_guessed)
+            for token_id in token_ids:
+                self.append_token(token_id)
+            return
+        for token_id in token_ids:
+            self.tokens[self.num_tokens - self.num_pending] = token_id
+            self.num_pending -= 1
+            self._count(token_id)
+
+    def append_guesses(self, token_ids: Sequence[int]) -> None:
+        """Append a draft, which `take_tokens` or `drop_guesses` ends."""
+        for token_id in token_ids:
+            self._place(token_id)
+        self.num_guessed = len(token_ids)
+
+    def drop_guesses(self, num_tokens: int) -> None:
+        """End a draft of which the guesses among the first `num_tokens` tokens were right."""
+        self.num_tokens, self.num_guessed = num_tokens, 0
+
+    def with_guesses(self, count: int) -> WorkerSequence:
+        """The sequence as if its first `count` guesses were right, and the others did not exist. It shares memory."""
+        known = self.num_tokens - self.num_guessed
+        view = copy.copy(self)
+        view.num_tokens, view.num_guessed = known + count, 0
+        if self.has_penalties:
+            view.output_counts = Counter(self.output_counts)
+            view.output_counts.update(self.tokens[known : known + count].tolist())
+        return view
 
     def _place(self, token_id: int) -> None:
         if self.num_tokens == len(self.tokens):
@@ -169,8 +200,12 @@ class SequenceTable:
                 first = self._num_blocks[sequence.row, group]
                 self._tables[group][sequence.row, first : first + len(blocks)] = blocks
                 self._num_blocks[sequence.row, group] = first + len(blocks)
+        if sequence.num_guessed:
+            # This rank does not sample, so only the plan tells it which guesses were right.
+            sequence.drop_guesses(step.start)
         if step.start == sequence.num_tokens and step.token_id >= 0:
             sequence.append_token(step.token_id)
+        sequence.append_guesses(step.draft)
         assert step.start + step.num_tokens <= sequence.num_tokens, "the plan computes unknown tokens"
         return sequence
 

@@ -48,7 +48,7 @@ class Worker:
         self._expert_load: Counters | None = None
         self._finite_checker = FiniteChecker(groups.place.rank) if deployment.check_finite else None
         self._sizes = StepSizes(
-            max_seqs=deployment.limits.max_num_seqs,
+            max_seqs=deployment.limits.max_samples,
             max_blocks=deployment.cache.max_blocks,
             num_kv_groups=len(deployment.cache.groups),
             block_size=deployment.cache.block_size,

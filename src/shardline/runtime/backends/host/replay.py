@@ -1,5 +1,5 @@
-"""Decode steps, recorded once per number of sequences and replayed in one call into C++: the CPU's counterpart of a
-CUDA graph.
+"""Decode steps, recorded once per number of sequences and tokens, and replayed in one call into C++: the CPU's
+counterpart of a CUDA graph.
 
 The layers are ordinary Python that calls kernels. The step's shape alone determines which kernels they call, and on
 which memory. So the first decode step of a shape runs as usual, and its kernel calls are recorded. Later steps of that
@@ -70,4 +70,5 @@ class DecodeReplay:
 def _shape(step: StepInput) -> object:
     """Everything that determines the kernel calls of a decode step. The counts of all replicas in lockstep belong to
     it, because they determine the exchanges."""
-    return step.replica_tokens, step.replica_samples, step.greedy, step.allowed is not None
+    num_seqs = len(step.context_lens)
+    return num_seqs, step.replica_tokens, step.replica_samples, step.greedy, step.allowed is not None

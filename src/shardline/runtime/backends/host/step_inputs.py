@@ -50,19 +50,20 @@ class StepLayout:
         """The step of a plan; `sequences` has one sequence for each of the plan's entries."""
         steps = rank_step.plan.steps
         starts, lengths = [entry.start for entry in steps], [entry.num_tokens for entry in steps]
-        decodes = all(entry.num_tokens == 1 and entry.sample and not entry.score for entry in steps)
+        count = sum(lengths)
+        decodes = all(entry.num_tokens == entry.num_samples and not entry.score for entry in steps)
         replicas = rank_step.replica_tokens, rank_step.replica_samples
-        if decodes and len(steps) <= self._max_seqs:
-            step = self._decode_step(len(steps), *replicas, greedy)
+        if decodes and count <= self._max_seqs:
+            step = self._decode_step(len(steps), count, *replicas, greedy)
         else:
             ends = map(int.__add__, starts, lengths)
-            memory = self._allocate(sum(lengths), len(steps), -(-max(ends) // self._block_size))
+            memory = self._allocate(count, len(steps), -(-max(ends) // self._block_size))
             step = StepInput(*memory, *replicas, sampled=None, greedy=greedy)
         _cpu.lay_out_tokens(starts, lengths, step.positions, step.query_starts, step.context_lens)
         rows = [sequence.row for sequence in sequences]
         for table, group in zip(self._table.tensors, step.kv_groups, strict=True):
             _cpu.lay_out_blocks(table, rows, starts, lengths, self._block_size, group.block_tables, group.slots)
-        if decodes:
+        if decodes and count == len(steps):
             step.token_ids.numpy()[:] = [
                 sequence.tokens[start] for sequence, start in zip(sequences, starts, strict=True)
             ]
@@ -72,6 +73,8 @@ class StepLayout:
             for sequence, start, length in zip(sequences, starts, lengths, strict=True)
         ]
         np.concatenate(tokens, out=step.token_ids.numpy())
+        if decodes:
+            return step
         step = dataclasses.replace(step, sampled=_sampled_tokens(step, steps))
         if any(entry.score for entry in steps):
             step = dataclasses.replace(step, scored=_scored_tokens(steps, sequences))
@@ -93,17 +96,22 @@ class StepLayout:
         )
 
     def _make_decode_step(
-        self, count: int, replica_tokens: tuple[int, ...], replica_samples: tuple[int, ...], greedy: bool
+        self,
+        num_seqs: int,
+        num_tokens: int,
+        replica_tokens: tuple[int, ...],
+        replica_samples: tuple[int, ...],
+        greedy: bool,
     ) -> StepInput:
-        """A decode step of `count` sequences, in the memory that all decode steps share."""
+        """A decode step in the memory that all decode steps share. Drafts have more than one token a sequence."""
         memory = self._decode_memory
         return StepInput(
-            token_ids=memory.token_ids[:count],
-            positions=memory.positions[:count],
-            query_starts=memory.query_starts[: count + 1],
-            context_lens=memory.context_lens[:count],
+            token_ids=memory.token_ids[:num_tokens],
+            positions=memory.positions[:num_tokens],
+            query_starts=memory.query_starts[: num_seqs + 1],
+            context_lens=memory.context_lens[:num_seqs],
             kv_groups=tuple(
-                KVGroupInput(group.block_tables[:count], group.slots[:count]) for group in memory.kv_groups
+                KVGroupInput(group.block_tables[:num_seqs], group.slots[:num_tokens]) for group in memory.kv_groups
             ),
             replica_tokens=replica_tokens,
             replica_samples=replica_samples,
@@ -115,7 +123,7 @@ class StepLayout:
 
 def _sampled_tokens(step: StepInput, steps: Sequence[SequenceStep]) -> SampledTokens:
     """The last tokens of the sampled sequences, and all tokens of the scored ones."""
-    counts = torch.tensor([entry.num_tokens if entry.score else int(entry.sample) for entry in steps])
+    counts = torch.tensor([entry.num_samples for entry in steps])
     seqs = counts > 0
     counts = counts[seqs]
     query_starts = torch.zeros(len(counts) + 1, dtype=torch.int32)
@@ -131,16 +139,17 @@ def _sampled_tokens(step: StepInput, steps: Sequence[SequenceStep]) -> SampledTo
 
 def _scored_tokens(steps: Sequence[SequenceStep], sequences: Sequence[WorkerSequence]) -> ScoredTokens:
     """The scored tokens among those of `_sampled_tokens`; those behind the prompt are not scored."""
-    rows, targets, sampled = [], [], []
+    rows, targets = [], []
+    sampled: list[int] = []
     first = 0
     for entry, sequence in zip(steps, sequences, strict=True):
         if entry.score:
             count = num_scored(entry, sequence)
             rows.append(np.arange(first, first + count))
             targets.append(sequence.tokens[entry.start + 1 : entry.start + 1 + count])
-        first += entry.num_tokens if entry.score else entry.sample
+        first += entry.num_samples
         if entry.sample:
-            sampled.append(first - 1)
+            sampled += range(first - (1 + len(entry.draft)), first)
     return ScoredTokens(
         torch.from_numpy(np.concatenate(rows)),
         torch.from_numpy(np.concatenate(targets)),

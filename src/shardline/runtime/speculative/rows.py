@@ -1,0 +1,46 @@
+"""The sampled rows of a step with drafts. Each position of a draft has a row, which is sampled as if the guesses before
+it were right. Those that were right are kept, so the tokens are the same as without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from shardline.runtime.sequences import WorkerSequence
+from shardline.types import SequenceResult, SequenceStep
+
+
+def sampled_rows(steps: Iterable[SequenceStep], sequences: Iterable[WorkerSequence]) -> list[WorkerSequence]:
+    """For each sampled row of a plan, its sequence with the tokens that come before the sampled one."""
+    rows = []
+    for step, sequence in zip(steps, sequences, strict=True):
+        if step.draft:
+            rows += [sequence.with_guesses(count) for count in range(len(step.draft) + 1)]
+        elif step.sample:
+            rows.append(sequence)
+    return rows
+
+
+def join_rows(drafts: Sequence[Sequence[int]], rows: Iterable[SequenceResult]) -> list[SequenceResult]:
+    """The result of each sampled sequence, of which `drafts` has the guesses, from those of the rows.
+
+    It has the tokens up to the first one that differs from its guess.
+    """
+    left = iter(rows)
+    return [_join(draft, left) for draft in drafts]
+
+
+def _join(draft: Sequence[int], rows: Iterator[SequenceResult]) -> SequenceResult:
+    first = next(rows)
+    if not draft:
+        return first
+    found = [first, *(next(rows) for _ in draft)]
+    right = 0
+    while right < len(draft) and found[right].token_ids[0] == draft[right]:
+        right += 1
+    kept = found[: right + 1]
+    return SequenceResult(
+        first.seq_id,
+        [token for row in kept for token in row.token_ids],
+        None if first.logprobs is None else [one for row in kept for one in row.logprobs or ()],
+        None if first.digests is None else [one for row in kept for one in row.digests or ()],
+    )
