@@ -51,6 +51,7 @@ _REFUSED = {
     "data_parallel_address": _NODES,
     "data_parallel_rpc_port": _NODES,
     "check_finite": "it is for finding faults, and how much it slows down is not known; give it to serve only",
+    "speculative_config": "drafts run on CPUs only so far, and their gain depends on the text; --gpus here takes it",
 }
 """Options that no plan takes, by the reason."""
 
