@@ -14,6 +14,9 @@ from shardline.types import Request, SequenceOutput, StepPlan, StepResult
 MIN_PREFILL_TOKENS = 128
 """A pipeline's prefill is not cut finer than this to keep its stages busy: tiny steps cost more than they overlap."""
 
+MOST_WITH_GUESSES = 48
+"""Sampled tokens of a step from which further guesses cost a CPU more than they gain (benchmarks/speculation.py)."""
+
 
 class Scheduler:
     """Continuous batching with chunked prefill over a paged KV cache.
@@ -164,19 +167,19 @@ class Scheduler:
             decodes.sort(key=lambda sequence: sequence.last_step)
         # Every sequence that may be in the plan can sample a token before others have guesses.
         samples = min(self.state.registry.num_live, self.state.max_running)
-        draft.spare = min(self.state.max_samples - samples, draft.budget - share)
+        draft.spare = min(self.state.max_samples - samples, MOST_WITH_GUESSES - samples, draft.budget - share)
         for sequence in decodes:
             if len(draft.steps) == share:
                 break
             # If the pending token is the last one that the limit allows, there is nothing left to compute.
             if sequence.num_pending == 0 or sequence.num_tokens < sequence.limit:
-                self._placer.place(draft, sequence, 1, self._guess(draft, sequence))
+                self._placer.place(draft, sequence, 1, self._guess(draft, sequence, share - len(draft.steps)))
         return prefills
 
-    def _guess(self, draft: Draft, sequence: LiveSequence) -> list[int]:
-        """A draft for a sequence whose tokens are all known."""
+    def _guess(self, draft: Draft, sequence: LiveSequence, num_left: int) -> list[int]:
+        """A draft for the next of `num_left` sequences, which get equal shares, if its tokens are known."""
         drafter = self.state.drafter
-        return [] if drafter is None or sequence.num_pending else drafter.propose(sequence, draft.spare)
+        return [] if drafter is None or sequence.num_pending else drafter.propose(sequence, draft.spare // num_left)
 
     def _schedule_prefills(self, draft: Draft, prefills: list[LiveSequence]) -> None:
         """Fill the plan with chunks of prompts: first those of running sequences, then those of waiting ones."""
