@@ -27,6 +27,8 @@ class StubServer:
     headers: list[str] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
+    metrics: list[str] = field(default_factory=list)
+    """The pages that /metrics shows in turn. Requests for them are not counted; 404: there are none."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
@@ -34,6 +36,12 @@ class StubServer:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 length = next((int(line[15:]) for line in head.split("\r\n") if line.startswith("Content-Length:")), 0)
                 body = await reader.readexactly(length)
+                if head.startswith("GET /metrics "):
+                    page, status = (self.metrics.pop(0), "200 OK") if self.metrics else ("", "404 Not Found")
+                    writer.write(
+                        b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status.encode(), len(page), page.encode())
+                    )
+                    continue
                 index = len(self.arrivals)
                 self.arrivals.append(time.perf_counter())
                 self.headers.append(head)

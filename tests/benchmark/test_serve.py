@@ -50,6 +50,31 @@ def test_figures_are_those_of_the_server(tmp_path: Path, capsys: pytest.CaptureF
     assert "Serving Benchmark Result" in capsys.readouterr().out
 
 
+def test_accepted_drafts_are_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def page(drafts: int, tokens: int, *accepted: int) -> str:
+        lines = [
+            "# TYPE shardline:spec_decode_num_drafts counter",
+            f'shardline:spec_decode_num_drafts_total{{engine="0"}} {drafts}.0',
+            'shardline:spec_decode_num_drafts_total{engine="1"} 5.0',
+            f"vllm:spec_decode_num_draft_tokens_total {tokens}",
+            f"shardline:spec_decode_num_accepted_tokens_total {sum(accepted)}.0",
+        ]
+        name = "shardline:spec_decode_num_accepted_tokens_per_pos_total"
+        lines += [f'{name}{{engine="0",position="{index}"}} {count}.0' for index, count in enumerate(accepted)]
+        return "\n".join(lines)
+
+    with stub_server(lambda index, path, body: stream(2)) as server:
+        server.metrics = [page(1, 2, 1, 0), page(5, 12, 4, 1)]
+        result = bench(server.url, "--num-prompts 2", tmp_path)
+    assert result["spec_decode_num_drafts"] == 4
+    assert result["spec_decode_acceptance_rate"] == pytest.approx(40.0)
+    assert result["spec_decode_acceptance_length"] == pytest.approx(2.0)
+    assert result["spec_decode_per_position_acceptance_rates"] == [0.75, 0.25]
+    assert "  Position 1:                            25.00" in capsys.readouterr().out
+    with stub_server(lambda index, path, body: stream(2)) as server:
+        assert "spec_decode_num_drafts" not in bench(server.url, "--num-prompts 2", tmp_path)
+
+
 def test_sends_follow_absolute_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = HttpClient.send
 

@@ -22,6 +22,7 @@ from shardline.benchmark.datasets import find_dataset
 from shardline.benchmark.http_client import HttpClient
 from shardline.benchmark.load import Planned, RunTrace, run_load
 from shardline.benchmark.results import Wanted, summarize
+from shardline.benchmark.server_drafts import draft_figures, fetch_drafts
 from shardline.benchmark.workload import Sample
 from shardline.text.tokenizer import Tokenizer
 
@@ -49,7 +50,8 @@ def run_session(args: argparse.Namespace, wanted: Wanted) -> Iterator[tuple[dict
         options = argparse.Namespace(**{**vars(args), "seed": args.seed + run})
         samples = find_dataset(args.dataset_name).load_samples(options, tokenizer)
         times = _arrivals(options, samples)
-        yield identity, summarize(uvloop.run(_run_once(options, url, headers, name, samples, times)), wanted)
+        trace, drafts = uvloop.run(_run_once(options, url, headers, name, samples, times))
+        yield identity, summarize(trace, wanted) | drafts
 
 
 def _count_tokens(tokenizer: Tokenizer, text: str) -> int:
@@ -145,7 +147,8 @@ async def _run_once(
     model: str,
     samples: Sequence[Sample],
     times: Sequence[float],
-) -> RunTrace:
+) -> tuple[RunTrace, dict[str, Any]]:
+    """What the run measured, and the figures of the server's drafts."""
     backend = BACKENDS[args.backend]
     client = HttpClient(url, insecure=args.insecure)
     extra = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None and backend.streams}
@@ -171,8 +174,10 @@ async def _run_once(
             await _wait_ready(load, first, args.ready_check_timeout_sec)
         if args.num_warmups > 0:
             await load([first] * args.num_warmups)
+        before = await fetch_drafts(client, headers)
         with tqdm(total=len(plan), disable=args.disable_tqdm, unit="req") as bar:
-            return await load(plan, on_done=bar.update)
+            trace: RunTrace = await load(plan, on_done=bar.update)
+        return trace, draft_figures(before, await fetch_drafts(client, headers))
     finally:
         client.close()
 

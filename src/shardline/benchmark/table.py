@@ -45,8 +45,22 @@ def table_lines(result: Mapping[str, Any], wanted: Wanted) -> Iterator[str]:
         short, title = METRIC_TITLES[name]
         yield _title(title, "-")
         yield from _statistics(result, name, short, wanted.percentiles)
+    if "spec_decode_num_drafts" in result:
+        yield from _drafts(result)
     yield from _own_sections(result, wanted)
     yield "=" * _WIDTH
+
+
+def _drafts(result: Mapping[str, Any]) -> Iterator[str]:
+    yield _title("Speculative Decoding", "-")
+    yield _row("Acceptance rate (%):", result["spec_decode_acceptance_rate"], ".2f")
+    yield _row("Acceptance length:", result["spec_decode_acceptance_length"], ".2f")
+    yield _row("Drafts:", result["spec_decode_num_drafts"])
+    yield _row("Draft tokens:", result["spec_decode_draft_tokens"])
+    yield _row("Accepted tokens:", result["spec_decode_accepted_tokens"])
+    yield "Per-position acceptance (%):"
+    for position, share in enumerate(result["spec_decode_per_position_acceptance_rates"]):
+        yield _row(f"  Position {position}:", 100 * share, ".2f")
 
 
 def _own_sections(result: Mapping[str, Any], wanted: Wanted) -> Iterator[str]:
