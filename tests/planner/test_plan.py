@@ -245,6 +245,10 @@ def test_a_managed_api(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["api_break_even_tokens_a_day"] == pytest.approx(best["price_per_hour"][1] * 24 / 0.9 * 1e6)
     assert main(["plan", *words]) == 0
     assert "why: an API? 0.90 dollars for a million mean tokens" in capsys.readouterr().out
+    cached = plan_json(capsys, *words, "--prefix-len", "512")
+    mean = (0.9 * (512 + 128) + 0.1 * 512) / 1152
+    ratio = cached["api_break_even_tokens_a_day"] / plan["api_break_even_tokens_a_day"]
+    assert ratio == pytest.approx(0.9 / mean), "an API has them cached"
     assert main(["plan", *words[:-1], "0.9,0.9"]) == 2
     assert "IN,CACHED,OUT" in capsys.readouterr().err
 
