@@ -125,10 +125,8 @@ def _swap(
 
     def best(value: float) -> str:
         one, other = at(first, value), at(second, value)
-        if quantity == _FASTEST:
-            lead = other.tpot.p50 - one.tpot.p50
-        else:
-            lead = one.output_tok_s.p50 - other.output_tok_s.p50
+        by_time, by_rate = other.tpot.p50 - one.tpot.p50, one.output_tok_s.p50 - other.output_tok_s.p50
+        lead = by_time if quantity == _FASTEST else by_rate
         return f"{(first if lead > 0 else second).layout} is better" if lead else "both are equal"
 
     low, high = ends
