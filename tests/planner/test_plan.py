@@ -77,6 +77,11 @@ def test_a_checkpoint_that_fits_in_vllm_only_is_planned_for_it() -> None:
     assert not found(LLAMA_70B, "1xL4", Demand(8192)).instead, "nothing fits either"
 
 
+def test_of_replicas_at_one_price_the_fewest_come_first() -> None:
+    best = found("Qwen/Qwen3-VL-4B-Instruct", "8xH100", Demand(8192)).options[0]
+    assert best.layout.num_gpus == 1
+
+
 def test_a_demand_that_nothing_meets_recommends_nothing() -> None:
     result = found(LLAMA_70B, "2xA100-80GB", Demand(8192, tpot=0.001))
     assert result.recommended is None
