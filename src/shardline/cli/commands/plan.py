@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from shardline.planner.simulation.workload import SimulatedRequest
 
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
+_NODE = 8
+"""GPUs of a node, if no number is given."""
 _USUAL_PROMPTS = 1000
 
 
@@ -305,11 +307,11 @@ def _fewest(on: Any, name: str) -> Any:
     """The search on the smallest number of GPUs with a layout to recommend; else on the largest."""
     found = None
     for count in _COUNTS:
-        found = on(f"{count}x{name}" if count <= 8 else f"{count // 8}x8x{name}")
+        found = on(f"{count}x{name}" if count <= _NODE else f"{count // _NODE}x{_NODE}x{name}")
         if found.recommended is not None and found.options[found.recommended].fit.verdict != "tight":
             good = [one for one in found.options if one.fits and one.fit.verdict != "tight" and not one.misses]
             fewest = min(one.layout.num_gpus for one in good)
-            return found if fewest == count else on(f"{fewest}x{name}")
+            return on(f"{fewest}x{name}") if fewest < min(count, _NODE + 1) else found
     return found
 
 
