@@ -77,6 +77,21 @@ def test_a_checkpoint_that_fits_in_vllm_only_is_planned_for_it() -> None:
     assert not found(LLAMA_70B, "1xL4", Demand(8192)).instead, "nothing fits either"
 
 
+def test_a_quantized_checkpoint_may_be_made_dense(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_json(capsys, "deepseek-ai/DeepSeek-V3", "--gpus", "8xH200", "--quantization", "none")
+    assert {one["verdict"] for one in plan["layouts"]} == {"no"}, "1,342 GB"
+    plan = plan_json(capsys, "Qwen/Qwen3-32B-FP8", "--gpus", "1xH100", "--quantization", "none")
+    assert plan["layouts"][0]["weight_bytes"] > 60e9
+    assert plan["commands"]["shardline"].endswith("--quantization none")
+    assert plan["commands"]["vllm"].startswith("vllm serve Qwen/Qwen3-32B-FP8-BF16 ")
+    assert "a checkpoint that is not quantized" in plan["command_notes"]["vllm"]
+
+
+def test_of_replicas_at_one_price_the_fewest_come_first() -> None:
+    best = found("Qwen/Qwen3-VL-4B-Instruct", "8xH100", Demand(8192)).options[0]
+    assert best.layout.num_gpus == 1
+
+
 def test_a_demand_that_nothing_meets_recommends_nothing() -> None:
     result = found(LLAMA_70B, "2xA100-80GB", Demand(8192, tpot=0.001))
     assert result.recommended is None
@@ -194,6 +209,7 @@ def test_the_fewest_and_the_cheapest_gpus(capsys: pytest.CaptureFixture[str]) ->
     words = [LLAMA_70B, "--gpus", "H100-80GB-SXM5", "--quantization", "none", "--kv-cache-dtype", "auto"]
     assert plan_json(capsys, *words)["gpus"] == "3xH100-80GB-SXM5"
     assert plan_json(capsys, *words, "-pp", "1", "--engine", "vllm")["gpus"] == "4xH100-80GB-SXM5", "64 heads"
+    assert plan_json(capsys, LLAMA_70B, "--gpus", "H100", "-tp", "16")["gpus"] == "2x8xH100-80GB-SXM5"
     plan = plan_json(capsys, "Qwen/Qwen3-0.6B", "--gpus", "any")
     assert plan["recommended"] == 0
     plan = plan_json(capsys, "Qwen/Qwen3-0.6B", "--gpus", "any", "--link", "xgmi")
@@ -245,6 +261,10 @@ def test_a_managed_api(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["api_break_even_tokens_a_day"] == pytest.approx(best["price_per_hour"][1] * 24 / 0.9 * 1e6)
     assert main(["plan", *words]) == 0
     assert "why: an API? 0.90 dollars for a million mean tokens" in capsys.readouterr().out
+    cached = plan_json(capsys, *words, "--prefix-len", "512")
+    mean = (0.9 * (512 + 128) + 0.1 * 512) / 1152
+    ratio = cached["api_break_even_tokens_a_day"] / plan["api_break_even_tokens_a_day"]
+    assert ratio == pytest.approx(0.9 / mean), "an API has them cached"
     assert main(["plan", *words[:-1], "0.9,0.9"]) == 2
     assert "IN,CACHED,OUT" in capsys.readouterr().err
 

@@ -33,6 +33,26 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no: bf16 tp1: " in capsys.readouterr().out
     assert main([*WORDS, "--compare", "tp4", "xp4"]) == 2
     assert "'xp4' is no part of a layout" in capsys.readouterr().err
+    assert main([*WORDS, "--compare", "tp4", "tp4-kv:zz"]) == 2
+    assert "'kv:zz' is no part of a layout" in capsys.readouterr().err
+    assert main([*WORDS, "--compare", "tp4", "tp16"]) == 2
+    assert "--compare 'tp16': it needs 16 GPUs, and 4xH100-80GB-PCIe has 4" in capsys.readouterr().err
+    assert main([*WORDS, "--compare", "tp4", "tp2-cp2"]) == 0, "context parallelism is priced too"
+    assert "no: bf16 tp2 cp2: context_parallel_size above 1" in capsys.readouterr().out
+    assert main([*WORDS, "--rate", "1", "--compare", "tp4", "pp4"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"tokens/s: bf16 pp4 is better up to \d+ GB/s of the link, both are equal above", text)
+
+
+def test_json_has_the_comparison_and_html_is_written_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "plan.html"
+    assert main([*WORDS, "--json", "--compare", "tp4", "pp4", "--html", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)["comparison"]
+    assert [(one["tp"], one["pp"]) for one in found["layouts"]] == [(4, 1), (1, 4)]
+    assert len(found["swaps"]) == 4
+    assert "exchanges in a step" in page.read_text(encoding="utf-8")
 
 
 def test_html_is_one_file_without_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,6 +99,13 @@ def test_a_benchmark_calibrates_times(tmp_path: Path, capsys: pytest.CaptureFixt
     }
     bench.write_text(json.dumps([own]))
     assert plan(capsys, "--running", "16", "--calibrate", str(bench))["tpot_ms"]["p50"] == pytest.approx(50, rel=0.01)  # type: ignore[index]
+    words = [*WORDS[:5], "pcie", "-tp", "4", "--running", "16", "--calibrate", str(bench), "--json"]
+    assert main(words) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    plain = next(one for one in layouts if one["weights"] == "bf16" and one["kv"] == "auto")
+    assert plain["tpot_ms"]["p50"] == pytest.approx(50, rel=0.01), "measured was what serve starts with these flags"
+    assert main([*words[:6], *words[8:]]) == 2
+    assert "--calibrate needs flags that name the layout that was measured" in capsys.readouterr().err
     bench.write_text('{"median_tpot_ms": 5}')
     assert main([*WORDS, "--calibrate", str(bench)]) == 2
     assert "no result of a benchmark: 'num_prompts' is missing" in capsys.readouterr().err
@@ -111,6 +138,9 @@ def test_a_start_up_log_calibrates_memory(tmp_path: Path, capsys: pytest.Capture
     assert found["kv_bytes"] == pytest.approx(30.25 * 2**30, rel=0.001)
     log.write_text("INFO GPU KV cache size: 300,000 tokens\n")
     assert plan(capsys, "--calibrate", str(log))["kv_tokens"] == pytest.approx(300_000, rel=0.001)
+    log.write_text("INFO Available KV cache memory: 300 GiB\n")
+    assert main([*WORDS, "-tp", "4", "--calibrate", str(log)]) == 2
+    assert "a KV cache of 300.0 GiB is larger than the memory of a GPU" in capsys.readouterr().err
     log.write_text("nothing of use")
     assert main([*WORDS, "--calibrate", str(log)]) == 2
     assert "the log has no line" in capsys.readouterr().err

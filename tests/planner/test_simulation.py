@@ -199,6 +199,37 @@ def test_a_trace(tmp_path: Path) -> None:
         read_trace(path)
 
 
+def test_a_trace_states_the_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"arrival": 0.5 * one, "input_len": 4000 + 100 * one, "output_len": 50} for one in range(60)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    words = ["plan", "meta-llama/Llama-3.1-8B-Instruct", "--gpus", "1xH100", "--simulate", "--trace", str(trace)]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["layouts"][found["recommended"]]
+    assert best["output_tok_s"]["p50"] == pytest.approx(2 * 50, rel=0.01), "its mean rate"
+    assert "--max-model-len 9950 " in found["commands"]["shardline"] + " ", "its longest request"
+    assert found["simulation"]["too_long"] == 0
+    assert main([*words, "--num-prompts", "10", "--max-model-len", "4500", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["simulation"]
+    assert (found["requests"], found["too_long"]) == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"arrival": 1, "input_len": 1e9, "output_len": 1}', "lengths must be at most 10,000,000 tokens"),
+        ('{"arrival": 1, "input_len": 10, "output_len": 1, "hash_ids": 4}', "hash_ids must be a list"),
+        ('{"arrival": 1, "input_len": 9, "output_len": 1, "prefix": "a", "prefix_len": -4}', "must be from 0 to"),
+    ],
+)
+def test_broken_traces_name_the_line(tmp_path: Path, line: str, says: str) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(f"\n{line}\n")
+    with pytest.raises(ValueError, match=f"line 2: .*{says}"):
+        read_trace(trace)
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "meta-llama/Llama-3.1-8B-Instruct", "--gpus", "2xH100", "-tp", "1", "-dp", "2", "--simulate"]
     words += ["--num-prompts", "50", "--rate", "20", "--ttft", "1s", "--tpot", "50ms", "--output-len", "32"]

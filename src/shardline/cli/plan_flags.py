@@ -23,8 +23,12 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> Mapping[str, Any]:
     group.add_argument("--link", metavar="LINK", help="link inside a node: nvlink, bridge, xgmi or pcie")
     group.add_argument("--inter-node", metavar="NET", help="network between nodes, for example ib-400 or eth-100")
     group.add_argument("--hardware", type=Path, metavar="FILE", help="TOML file with further GPUs")
-    group.add_argument("--input-len", type=int, default=1024, metavar="N", help="tokens of a prompt (default: 1024)")
-    group.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens of an output (default: 128)")
+    group.add_argument(
+        "--input-len", type=int, metavar="N", help="tokens of a prompt (default: 1024, or as in --trace)"
+    )
+    group.add_argument(
+        "--output-len", type=int, metavar="N", help="tokens of an output (default: 128, or as in --trace)"
+    )
     group.add_argument("--rate", type=float, metavar="R", help="requests per second (default: as many as fit)")
     group.add_argument("--running", type=int, metavar="N", help="requests running at once, instead of a rate")
     group.add_argument("--concurrency", type=int, default=4, metavar="N",
@@ -60,7 +64,13 @@ def _add_simulation_flags(parser: argparse.ArgumentParser) -> argparse._Argument
     group.add_argument("--num-prompts", type=int, metavar="N", help="requests (default: 1000; all of a trace)")
     group.add_argument("--trace", type=Path, metavar="FILE",
                        help="JSON lines with arrival (seconds), input_len and output_len")  # fmt: skip
-    group.add_argument("--prefix-len", type=int, default=0, metavar="N", help="tokens that prompts share (default: 0)")
+    group.add_argument(
+        "--prefix-len",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens that prompts share; an API has them cached (default: 0)",
+    )
     group.add_argument("--num-prefixes", type=int, default=1, metavar="N", help="different prefixes (default: 1)")
     group.add_argument("--replicas", type=int, metavar="N", help="replicas (default: those of the layout)")
     group.add_argument("--report-interval", metavar="TIME", default="100ms",
@@ -89,6 +99,8 @@ def check_flags(args: argparse.Namespace) -> None:
         others = tuple(name for name in given if name not in _FOR_HERE)
         refuse(others, "has no effect with --gpus here, which chooses parallel sizes for the load of --parallel auto")
     if not args.simulate:
+        if args.api_price is not None and "prefix_len" in given:
+            given.remove("prefix_len")
         refuse(_OF_SIMULATIONS, "needs --simulate")
         if args.rate is not None:
             refuse(("running",), "and --rate are two ways to state the load; leave one out")

@@ -125,9 +125,11 @@ def stored_forms(stored: StoredWeights, types: Callable[[str], str | None]) -> C
 def own_formats(form_of: Callable[[str], Form | None], spec: DecoderSpec, device: DeviceKind) -> OwnFormats:
     """The format of each weight, if weights stay as the checkpoint has them."""
 
+    @functools.cache
     def format_of(name: str) -> FormatChoice:
         return _format_of(form_of(name), device)
 
+    @functools.cache
     def layer_class(index: int) -> Hashable:
         names = (part for part, _ in layer_parameters(spec.layers[index], spec.hidden_size, num_experts=1))
         return tuple(format_of(f"layers.{index}.{name}") for name in names)

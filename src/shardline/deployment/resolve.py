@@ -62,8 +62,7 @@ def resolve(config: EngineConfig, model: ModelDescription, machine: Machine) -> 
     _check_splits(parallel, spec)
     check_numerics(config, held, devices)
     stages = stage_spans(spec, parallel.pipeline_parallel_size, parallel.pipeline_stages)
-    own = _own_formats(model, spec, layout.device) if held.open_format().reads_packed else None
-    weights = _rank_weights(config, layout, spec, stages, dtype, held, own)
+    weights = _rank_weights(config, layout, model, spec, stages, dtype, held)
     room = rank_room(config, layout, machine, spec, dtype, weights)
     cache, length = plan_cache(sized, layout, machine, spec, stages, weights, kv_dtype, room)
     deployment = Deployment(
@@ -122,8 +121,16 @@ def _tries_symmetric_memory(layout: Layout, parallel: ParallelConfig) -> bool:
     return layout.device == "cuda" and parallel.collectives == "auto" and not layout.splits_tensor_groups
 
 
-def _own_formats(model: ModelDescription, spec: DecoderSpec, device: DeviceKind) -> OwnFormats:
-    """The weights that keep the format in which the checkpoint has them."""
+def _own_formats(
+    model: ModelDescription, spec: DecoderSpec, device: DeviceKind, held: FormatChoice
+) -> OwnFormats | None:
+    """The weights that keep the format in which the checkpoint has them; None: all have the format `held`."""
+    if not held.open_format().reads_packed:
+        return None
+    return model.keep(("own formats", id(spec), device), lambda: _find_own_formats(model, spec, device))
+
+
+def _find_own_formats(model: ModelDescription, spec: DecoderSpec, device: DeviceKind) -> OwnFormats:
     if isinstance(model.checkpoint, GGUFCheckpoint):
         form_of = model.checkpoint.forms(spec)  # a file mixes types
     else:
@@ -155,12 +162,29 @@ def _devices(layout: Layout, machine: Machine) -> tuple[Device, ...]:
 def _rank_weights(
     config: EngineConfig,
     layout: Layout,
+    model: ModelDescription,
     spec: DecoderSpec,
     stages: tuple[Span, ...],
     dtype: DType,
     held: FormatChoice,
-    own: OwnFormats | None,
 ) -> tuple[RankWeights, ...]:
+    parallel = config.parallel
+    return model.keep(
+        (id(spec), layout.grid, layout.device, stages, dtype, held, parallel.numerics, parallel.enable_expert_parallel),
+        lambda: _find_rank_weights(config, layout, model, spec, stages, dtype, held),
+    )
+
+
+def _find_rank_weights(
+    config: EngineConfig,
+    layout: Layout,
+    model: ModelDescription,
+    spec: DecoderSpec,
+    stages: tuple[Span, ...],
+    dtype: DType,
+    held: FormatChoice,
+) -> tuple[RankWeights, ...]:
+    own = _own_formats(model, spec, layout.device, held)
     numerics = cast(Numerics, config.parallel.numerics)
     whole_experts = config.parallel.enable_expert_parallel
     found: dict[tuple[int, ...], RankWeights] = {}

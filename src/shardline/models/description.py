@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 from msgspec.structs import replace
 
@@ -19,6 +21,7 @@ from shardline.models.spec import DecoderSpec
 from shardline.models.stored_weights import StoredRules, read_stored
 from shardline.models.wrapper import text_config
 
+Found = TypeVar("Found")
 _KV_SCALES = ("k_scale", "v_scale", "kv_scale")
 """Ends of the names of tensors that scale cached keys and values."""
 
@@ -36,6 +39,8 @@ class ModelDescription:
     """Its tokenizer.json, or the GGUF file that has the tokenizer; empty: it has none."""
     _specs: dict[int | None, DecoderSpec] = field(default_factory=dict, init=False, repr=False, compare=False)
     """The specs that `spec` has made."""
+    _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """See `keep`."""
 
     def spec(self, max_model_len: int | None = None) -> DecoderSpec:
         """The model for requests of up to `max_model_len` tokens; None: the longest that the configuration allows.
@@ -46,6 +51,15 @@ class ModelDescription:
         if max_model_len not in self._specs:
             self._specs[max_model_len] = decoder_spec(self.files.config, max_model_len)
         return self._specs[max_model_len]
+
+    def keep(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        """What `find` finds about this model. It is asked once for each key: a plan resolves hundreds of layouts.
+
+        A key may have the id of a spec of this model, since the model keeps its specs.
+        """
+        if key not in self._kept:
+            self._kept[key] = find()
+        return cast(Found, self._kept[key])
 
     def type_of(self, tensor: str) -> str | None:
         """The type of a tensor in the headers of safetensors files, as they name it; None: there is none."""

@@ -113,7 +113,8 @@ def choose_on(
         f"{one}: {one.output_tokens_per_second:,.0f} tok/s, TPOT {1e3 * one.latency.tpot:.1f} ms" for one in found[:5]
     ]
     if refusals:
-        path.append(f"{len(refusals)} layouts are refused, the first: {refusals[0]}")
+        number = f"{len(refusals)} layouts are refused, the first" if refusals[1:] else "one layout is refused"
+        path.append(f"{number}: {refusals[0]}")
     path.append(f"chosen for {RUNNING} requests of {INPUT_LEN} + {OUTPUT_LEN} tokens: {best}")
     return Choice(dataclasses.replace(config, parallel=best.parallel), tuple(found), tuple(path))
 

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from shardline.planner.cluster import Cluster
 from shardline.planner.constants import Constants
 from shardline.planner.hardware import GIB
-from shardline.planner.search import Option, Search, layout_work, step_limits
+from shardline.planner.layout import Layout
+from shardline.planner.memory import bits_label
+from shardline.planner.search import Option, Search, evaluate, layout_work, step_limits
 from shardline.planner.timing import (
     USUAL_ROUNDS,
     FirstToken,
@@ -31,8 +33,8 @@ from shardline.planner.timing import (
 
 Vector = NDArray[np.float64]
 
-_LOG_MEMORY = re.compile(r"Available KV cache memory: ([0-9.]+) GiB")
-_LOG_TOKENS = re.compile(r"KV cache size: ([0-9,]+) tokens")
+_LOG_MEMORY = re.compile(r"Available KV cache memory: ([0-9]+(?:\.[0-9]+)?) GiB")
+_LOG_TOKENS = re.compile(r"KV cache size: ([0-9][0-9,]*) tokens")
 _WIDTHS = {
     "memory": 0.3, "cache": 0.5, "compute": 0.5, "link": 1.0, "message": 0.3, "launch": 0.3,
     "step": 1.0, "request": 0.3,
@@ -76,6 +78,8 @@ def read_benchmark(path: Path) -> list[Measured]:
 
 
 def _measured(one: Mapping[str, Any]) -> Measured:
+    if not isinstance(one, dict):
+        raise ValueError("it must be an object, or a list of them")
     if "prompt_tokens" in one:  # of `bench throughput`
         count = int(one["num_prompts"])
         ttft, tpot, seconds = one["ttft"]["50"], one["tpot"]["50"], one.get("seconds")
@@ -107,20 +111,44 @@ def is_log(path: Path) -> bool:
     return not text.lstrip().startswith(("{", "["))
 
 
-def with_log(cluster: Cluster, option: Option, path: Path, utilization: float) -> Cluster:
-    """The cluster with the memory that a start-up log of the layout `option` shows.
+class Logged(NamedTuple):
+    """What a start-up log says about the KV cache of a GPU."""
+
+    num_bytes: float | None
+    num_tokens: int | None
+
+
+def read_log(path: Path) -> Logged:
+    """The KV cache in a start-up log.
 
     Raises:
-        ValueError: the log does not state the KV cache, or the layout does not fit by the formula.
+        ValueError: the log does not state it.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     memory, tokens = _LOG_MEMORY.search(text), _LOG_TOKENS.search(text)
-    if memory is not None:
-        actual = float(memory.group(1)) * GIB
-    elif tokens is not None and option.fit.kv_tokens:
-        actual = int(tokens.group(1).replace(",", "")) * option.fit.kv_bytes / option.fit.kv_tokens
-    else:
+    if memory is None and tokens is None:
         raise ValueError(f"--calibrate {path}: the log has no line 'GPU KV cache size: N tokens'")
+    return Logged(
+        None if memory is None else float(memory.group(1)) * GIB,
+        None if tokens is None else int(tokens.group(1).replace(",", "")),
+    )
+
+
+def with_log(cluster: Cluster, option: Option, path: Path, logged: Logged, utilization: float) -> Cluster:
+    """The cluster with the memory that a start-up log of the layout `option` shows.
+
+    Raises:
+        ValueError: a GPU has less memory than that.
+    """
+    actual = logged.num_bytes
+    if actual is None:
+        assert logged.num_tokens is not None
+        actual = logged.num_tokens * option.fit.kv_bytes / option.fit.kv_tokens
+    if actual > cluster.smallest.usable_bytes:
+        raise ValueError(
+            f"--calibrate {path}: a KV cache of {actual / GIB:,.1f} GiB is larger than the memory of a GPU, "
+            f"{cluster.smallest.usable_gib:g} GiB; the log is of another machine"
+        )
     more = (actual - option.fit.kv_bytes) / utilization / GIB
     gpus = tuple(replace_struct(gpu, usable_gib=gpu.usable_gib + more) for gpu in cluster.gpus)
     return dataclasses.replace(cluster, gpus=gpus)
@@ -206,15 +234,34 @@ def _with_first_token(constants: Constants, steps: Sequence[tuple[LoopSteps, Mea
     )
 
 
-def calibrated_timing(found: Search, measured: Sequence[Measured]) -> dict[str, Timing]:
-    """The timing with which the search's first layout has the measured latencies.
+def measured_layout(found: Search) -> Option:
+    """The layout that was measured: the one that `serve` starts with the given flags.
 
     Raises:
-        ValueError: no layout fits, so none can have been measured.
+        ValueError: it does not fit, so it cannot have been measured.
     """
-    if not found.options or not found.options[0].fits:
-        raise ValueError("--calibrate needs the layout that was measured, and none fits; name its sizes, such as -tp 4")
-    best = found.options[0]
+    fixed = found.fixed
+    layout = Layout(
+        found.options[0].layout.engine,
+        fixed.tensor or 1,
+        fixed.pipeline or 1,
+        fixed.data or 1,
+        bool(fixed.whole_experts),
+        fixed.weights or bits_label(found.model),
+        fixed.kv or "auto",
+        numerics=fixed.numerics or "exact",
+    )
+    option = evaluate(found.model, layout, found.cluster, found.demand, found.timing)
+    if not option.fits:
+        raise ValueError(
+            f"--calibrate needs flags that name the layout that was measured, such as -tp 4; {layout} does not fit: "
+            f"{option.fit.why_not}"
+        )
+    return option
+
+
+def calibrated_timing(found: Search, best: Option, measured: Sequence[Measured]) -> dict[str, Timing]:
+    """The timing with which the layout `best` has the measured latencies."""
     layout = best.layout
     used = found.cluster.part(layout.num_gpus)
     work = layout_work(found.model, layout, best.fit)

@@ -77,9 +77,10 @@ def _find_gguf(name: str, folder: Path, revision: str | None) -> Path | None:
 
 
 def stored_as(model: PlannedModel, rules: StoredRules) -> PlannedModel:
-    """The same model in a checkpoint that is stored by `rules`. The engine can only load plain weights in it."""
+    """The same model in a checkpoint that is stored by `rules`, of whose tensors `resolve` knows nothing."""
     spec = replace_struct(model.spec, dtype="bfloat16")
-    refusal = model.engine_refusal or f"this engine does not load checkpoints stored as {rules.label}"
+    unknown = f"how this {rules.label} checkpoint is stored is not among the shipped facts"
+    refusal = model.engine_refusal or f"{unknown}; a folder with its config.json plans this engine too"
     return PlannedModel(model.name, model.config, spec, rules, model.other_parameters, refusal)
 
 

@@ -7,14 +7,16 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
+from shardline.config.engine import CacheConfig
 from shardline.planner.hardware import GIB, GpuLink
 from shardline.planner.layout import Layout
 from shardline.planner.memory import bits_label
 from shardline.planner.search import Option, Search, Speed, evaluate, layout_speed
 from shardline.planner.timing import Interval
 
-_SIZE = re.compile(r"(tp|pp|dp)(\d+)")
-_AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
+_SIZE = re.compile(r"(tp|pp|dp|cp)(\d+)")
+_AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context"}
+_KV_TYPES = CacheConfig.__dataclass_fields__["kv_cache_dtype"].metadata["choices"]
 _ROUNDS = 12
 _LINKS = (1.0, 1024.0)
 """GB/s of one direction between which a change of order is sought."""
@@ -30,13 +32,15 @@ def parse_layout(text: str, found: Search) -> Layout:
     engine = found.options[0].layout.engine if found.options else "vllm"
     labels = {bits_label(found.model), *(one.layout.weights for one in found.options)}
     values: dict[str, object] = {"engine": engine, "weights": bits_label(found.model)}
+    if engine == "shardline" and found.fixed.numerics is not None:
+        values["numerics"] = found.fixed.numerics
     for part in re.split(r"[-+, ]+", text.strip()):
         size = _SIZE.fullmatch(part)
         if size is not None and int(size.group(2)) > 0:
             values[_AXES[size.group(1)]] = int(size.group(2))
         elif part == "ep":
             values["whole_experts"] = True
-        elif part.startswith("kv:"):
+        elif part.startswith("kv:") and part[3:] in _KV_TYPES:
             values["kv"] = part[3:]
         elif part in labels:
             values["weights"] = part
@@ -48,22 +52,34 @@ def parse_layout(text: str, found: Search) -> Layout:
     return Layout(**values)  # type: ignore[arg-type]
 
 
-def format_comparison(found: Search, names: Sequence[str]) -> str:
-    """Both layouts line by line, and where they swap.
+def compared(found: Search, names: Sequence[str]) -> list[Option]:
+    """The layouts with these names, with their figures.
 
     Raises:
-        ValueError: a name is no layout.
+        ValueError: a name is no layout, or needs more GPUs than there are.
     """
-    options = [
-        evaluate(found.model, parse_layout(name, found), found.cluster, found.demand, found.timing) for name in names
-    ]
+    named = [parse_layout(name, found) for name in names]
+    for name, layout in zip(names, named, strict=True):
+        if layout.num_gpus > found.cluster.num_gpus:
+            raise ValueError(
+                f"--compare {name!r}: it needs {layout.num_gpus} GPUs, and {found.cluster.name} has "
+                f"{found.cluster.num_gpus}"
+            )
+    return [evaluate(found.model, layout, found.cluster, found.demand, found.timing) for layout in named]
+
+
+def format_comparison(found: Search, options: Sequence[Option]) -> str:
+    """Both layouts line by line, and where they swap."""
     lines = ["", f"{'':26}" + "".join(f"{one.layout!s:>24}" for one in options)]
     for title, value in _LINES:
         lines.append(f"{title:26}" + "".join(f"{value(one):>24}" for one in options))
-    lines += [f"no: {one.layout}: {one.fit.why_not}" for one in options if one.speed is None]
-    if all(one.speed is not None for one in options):
-        lines += swaps(found, options[0], options[1])
-    return "\n".join(lines)
+    lines += [f"no: {one.layout}: {one.fit.why_not}" for one in options if not one.fits]
+    return "\n".join([*lines, *comparison_swaps(found, options)])
+
+
+def comparison_swaps(found: Search, options: Sequence[Option]) -> list[str]:
+    """Where two layouts swap; nothing if one has no speed."""
+    return [] if any(one.speed is None for one in options) else swaps(found, options[0], options[1])
 
 
 def swaps(found: Search, first: Option, second: Option) -> list[str]:
@@ -107,22 +123,20 @@ def _swap(
 ) -> str:
     """The order of two layouts from the one to the other end of a scale, in words."""
 
-    def lead(value: float) -> float:
-        """Above zero: the first layout is better."""
+    def best(value: float) -> str:
         one, other = at(first, value), at(second, value)
-        if quantity == _FASTEST:
-            return other.tpot.p50 - one.tpot.p50
-        return one.output_tok_s.p50 - other.output_tok_s.p50
+        by_time, by_rate = other.tpot.p50 - one.tpot.p50, one.output_tok_s.p50 - other.output_tok_s.p50
+        lead = by_time if quantity == _FASTEST else by_rate
+        return f"{(first if lead > 0 else second).layout} is better" if lead else "both are equal"
 
     low, high = ends
-    names = first.layout, second.layout
-    at_low, at_high = lead(low) > 0, lead(high) > 0
+    at_low, at_high = best(low), best(high)
     if at_low == at_high:
-        return f"{quantity}: {names[not at_low]} is better from {low:,.0f} to {high:,.0f} {scale}"
+        return f"{quantity}: {at_low} from {low:,.0f} to {high:,.0f} {scale}"
     for _ in range(_ROUNDS):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if (lead(middle) > 0) == at_low else (low, middle)
-    return f"{quantity}: {names[not at_low]} is better up to {low:,.0f} {scale}, {names[at_low]} above"
+        low, high = (middle, high) if best(middle) == at_low else (low, middle)
+    return f"{quantity}: {at_low} up to {low:,.0f} {scale}, {at_high.removesuffix(' is better')} above"
 
 
 def _interval(pick: Callable[[Speed], Interval], factor: float, digits: int) -> Callable[[Option], str]:

@@ -23,8 +23,9 @@ class ApiPrice:
     output: float
 
     def per_token(self, demand: Demand) -> float:
-        """Price of the mean token, input or output, of requests without cached prefixes."""
-        total = demand.input_len * self.input + demand.output_len * self.output
+        """Price of the mean token, input or output."""
+        cached = min(demand.cached_len, demand.input_len)
+        total = (demand.input_len - cached) * self.input + cached * self.cached + demand.output_len * self.output
         return total / (demand.input_len + demand.output_len) / _MILLION
 
 

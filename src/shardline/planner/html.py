@@ -15,6 +15,8 @@ from shardline.planner.simulation.simulate import Simulation
 _WIDTH, _HEIGHT = 640, 320
 _LEFT, _BOTTOM = 70, 45
 _COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+_ROOM_FOR_NUMBER = 32
+"""Width from which a bar has its number."""
 _PARTS = ("weights", "step and libraries", "KV cache")
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
@@ -55,7 +57,8 @@ def _frontier_plot(found: Search, fitting: Sequence[Option]) -> str:
         color = _COLORS[1] if index == found.recommended else _COLORS[0] if index in best else "#9ca3af"
         points.append((1e3 * one.speed.tpot.p50, one.speed.output_tok_s.p50, color, note))
     drawing = _points(points, "TPOT, ms", "output tokens/s")
-    return _figure("Latency against throughput (red: recommended; blue: no layout is better in both)", drawing)
+    title = "Latency against throughput (red: recommended; blue: no layout with the same formats is better in latency, "
+    return _figure(title + "throughput and cost together)", drawing)
 
 
 def _memory_plot(options: Sequence[Option]) -> str:
@@ -73,6 +76,8 @@ def _memory_plot(options: Sequence[Option]) -> str:
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{row - 6}" fill="{color}"><title>{name}: '
                 f"{size / GIB:.1f} GiB</title></rect>"
             )
+            if width > _ROOM_FOR_NUMBER:
+                parts.append(f'<text x="{x + 4:.1f}" y="{y + 13}" style="fill:#fff">{size / GIB:.1f}</text>')
             x += width
     height = 20 + row * len(options)
     legend = "weights (blue), step and libraries (red), KV cache (green): GiB a GPU"
@@ -103,16 +108,20 @@ def _cost_plot(found: Search, options: Sequence[Option]) -> str:
             running *= 2
         series.append((str(one.layout), points))
     unit = "$ a million output tokens" if has_prices else "tokens/s a GPU"
-    return _figure(f"{unit} over the load", _lines(series, "requests at once, log2", unit))
+    return _figure(f"{unit} over the load", _lines(series, "requests at once", unit, doubles=True))
 
 
 def _figure(title: str, drawing: str) -> str:
     return f"<figure><figcaption><h2>{escape(title)}</h2></figcaption>{drawing}</figure>"
 
 
-def _axes(xs: Sequence[float], ys: Sequence[float], x_name: str, y_name: str) -> tuple[str, float, float]:
-    """(axes with marks, largest x, largest y); both start at zero."""
+def _axes(
+    xs: Sequence[float], ys: Sequence[float], x_name: str, y_name: str, *, doubles: bool = False
+) -> tuple[str, float, float]:
+    """(axes with marks, largest x, largest y); both start at zero. If x `doubles`, it is the power of two to show."""
     x_most, y_most = _round_up(max(xs, default=1.0)), _round_up(max(ys, default=1.0))
+    if doubles:
+        x_most = 4.0 * math.ceil(max(1.0, *xs) / 4)
     right, base = _WIDTH - 20, _HEIGHT - _BOTTOM
     parts = [
         f'<path d="M{_LEFT} 10V{base}H{right}" fill="none" stroke="#374151"/>',
@@ -122,7 +131,9 @@ def _axes(xs: Sequence[float], ys: Sequence[float], x_name: str, y_name: str) ->
     ]
     for mark in range(5):
         x, y = _LEFT + mark / 4 * (right - _LEFT), base - mark / 4 * (base - 10)
-        parts.append(f'<text x="{x}" y="{base + 18}" text-anchor="middle">{x_most * mark / 4:.4g}</text>')
+        shown = x_most * mark / 4
+        x_text = f"{2**shown:.0f}" if doubles else f"{shown:.4g}"
+        parts.append(f'<text x="{x}" y="{base + 18}" text-anchor="middle">{x_text}</text>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{y_most * mark / 4:.4g}</text>')
         parts.append(f'<path d="M{_LEFT} {y}H{right}" stroke="#e5e7eb"/>')
     return "".join(parts), x_most, y_most
@@ -151,9 +162,12 @@ def _points(points: Sequence[tuple[float, float, str, str]], x_name: str, y_name
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}">{axes}{"".join(dots)}</svg>'
 
 
-def _lines(series: Sequence[tuple[str, Sequence[tuple[float, float]]]], x_name: str, y_name: str) -> str:
+def _lines(
+    series: Sequence[tuple[str, Sequence[tuple[float, float]]]], x_name: str, y_name: str, *, doubles: bool = False
+) -> str:
     every = [point for _, points in series for point in points]
-    axes, x_most, y_most = _axes([one[0] for one in every], [one[1] for one in every], x_name, y_name)
+    xs, ys = [one[0] for one in every], [one[1] for one in every]
+    axes, x_most, y_most = _axes(xs, ys, x_name, y_name, doubles=doubles)
     parts = []
     for number, (name, points) in enumerate(series):
         color = _COLORS[number % len(_COLORS)]

@@ -60,6 +60,8 @@ class Demand:
     """Tokens of the longest request, prompt and output."""
     input_len: int = 1024
     output_len: int = 128
+    cached_len: int = 0
+    """Tokens of input_len at the beginning that prompts share, for which an API has a lower price."""
     concurrency: int = 4
     """Requests of max_model_len that must fit at once to call the memory comfortable."""
     rate: float | None = None

@@ -144,10 +144,11 @@ def verdict_of(requests: int, wanted: int) -> str:
 
 def engine_config(model: PlannedModel, layout: Layout, demand: Demand, length: int) -> EngineConfig:
     """The configuration of this engine for a layout and requests of up to `length` tokens."""
+    changed = "none" if layout.weights == _PLAIN else layout.weights
     options = {
         "model": model.name,
         "max_model_len": length,
-        "quantization": None if layout.weights == bits_label(model) else layout.weights,
+        "quantization": None if layout.weights == bits_label(model) else changed,
         "tensor_parallel_size": layout.tensor,
         "pipeline_parallel_size": layout.pipeline,
         "data_parallel_size": layout.data,

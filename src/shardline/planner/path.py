@@ -157,7 +157,7 @@ def _link(found: Search, best: Option) -> Question:
     rate = cluster.link_bytes_per_second(ranks)
     others = ", ".join(f"{name}: {_milliseconds(speed.exchange_bytes / value)}" for name, value in _INTERCONNECTS)
     return Question(
-        f"which link? ({rate / GB:g} GB/s each way between {ranks} GPUs)",
+        f"which link? ({best.layout}; {rate / GB:g} GB/s each way between {ranks} GPUs)",
         f"{speed.exchange_bytes / 1e6:.1f} MB in {speed.exchange_messages} "
         f"exchange{'s' * (speed.exchange_messages != 1)} a step: {others}",
         f"links take {speed.link_share:.0%} of a decode step; below {speed.link_bytes_per_second / GB:.2g} GB/s they "
@@ -179,7 +179,8 @@ def _efficiency(found: Search, best: Option) -> Question:
         parts.append(f"{name}: " + ", ".join(f"tp{size} {share:.0%}" for size, share in shares.items()))
     good = [size for size, share in at_own.items() if share >= _GOOD_EFFICIENCY]
     answer = f"tensor parallel up to {max(good)} pays" if good else "tensor parallelism shortens latency, at a cost"
-    return Question("how much do tensor-parallel GPUs keep of their speed?", "; ".join(parts), answer)
+    question = f"how much do tensor-parallel GPUs keep of their speed? (with the load and the formats of {best.layout})"
+    return Question(question, "; ".join(parts), answer)
 
 
 def _decision(found: Search, best: Option | None) -> Question:

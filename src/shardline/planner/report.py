@@ -71,7 +71,10 @@ def _api_line(found: Search, api: ApiPrice, others: OtherPrices) -> str:
         answer = "an API: the traffic between nodes alone costs more"
     elif tokens > most:
         answer = f"an API: the layout makes at most {most / 1e6:,.1f} million tokens a day"
-    return f"why: an API? {api.per_token(found.demand) * 1e6:.2f} dollars for a million mean tokens -> {answer}"
+    cached = f", {found.demand.cached_len} of {found.demand.input_len} input tokens cached" * (
+        found.demand.cached_len > 0
+    )
+    return f"why: an API? {api.per_token(found.demand) * 1e6:.2f} dollars for a million mean tokens{cached} -> {answer}"
 
 
 def _tokens_a_day(found: Search) -> float:
@@ -93,7 +96,7 @@ def plan_json(found: Search, api: ApiPrice | None = None, others: OtherPrices | 
         "gpus": found.cluster.name,
         "vllm_only": found.model.engine_refusal or found.instead or None,
         "layouts": [
-            _option_json(one) | ({"turns_yes": turns_yes(found, one)} if one.speed is None else {})
+            option_json(one) | ({"turns_yes": turns_yes(found, one)} if one.speed is None else {})
             for one in found.options
         ],
         "recommended": found.recommended,
@@ -171,7 +174,8 @@ def _span(interval: Interval, factor: float, digits: int) -> str:
     return f"{interval.p10 * factor:.{digits}f}-{interval.p90 * factor:.{digits}f}"
 
 
-def _option_json(option: Option) -> dict[str, Any]:
+def option_json(option: Option) -> dict[str, Any]:
+    """A layout with its figures as JSON data."""
     layout, fitted, speed = option.layout, option.fit, option.speed
     found: dict[str, Any] = {
         "engine": layout.engine,

@@ -91,7 +91,9 @@ def read_rows(path: Path) -> tuple[list[Row], list[Skipped]]:
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     needed = {"model", "gpu", "tp", "engine", "isl", "osl"}
-    if not table or not needed <= set(table[0]):
+    if not table:
+        raise ValueError(f"{path} has no rows below a header with the columns {', '.join(sorted(needed))}")
+    if not needed <= set(table[0]):
         raise ValueError(f"{path} must be a table with the columns {', '.join(sorted(needed))}")
     rows: list[Row] = []
     skipped: list[Skipped] = []

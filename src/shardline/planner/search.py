@@ -344,6 +344,8 @@ def _rank(option: Option, goal: str, own: str, near: float) -> tuple[float, ...]
         "latency": speed.tpot.p50,
         "throughput": -speed.output_tok_s.p50,
     }
+    # Replicas of one layout have one price and speed. Without the errors of their sums, the fewest of them come first.
+    figures = {name: float(f"{value:.6g}") for name, value in figures.items()}
     tight = 0.0 if option.fit.verdict != "tight" else 1.0
     missed, risks = (float(len(text.split(", "))) if text else 0.0 for text in (option.misses, option.may_miss))
     changed = float((layout.weights != own) + (layout.kv != "auto"))
@@ -352,7 +354,7 @@ def _rank(option: Option, goal: str, own: str, near: float) -> tuple[float, ...]
         order = (0.0, changed, figures[goal]) if is_near else (1.0, figures[goal], changed)
     else:
         order = (changed, figures[goal], 0.0)
-    return (missed, tight, risks, *order, speed.tpot.p50, float(layout.num_gpus))
+    return (missed, tight, risks, *order, figures["latency"], float(layout.num_gpus))
 
 
 def changes_answers(option: Option, own: str) -> bool:

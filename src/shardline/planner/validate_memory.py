@@ -52,7 +52,7 @@ def validate_memory(path: Path, gpus: Mapping[str, Gpu]) -> tuple[list[LogError]
     """(errors, (line, reason) of rows without a prediction) of a table of start-up logs.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: the file has no rows.
     """
     found, missed = [], []
     with open_table(path) as stream:
@@ -61,6 +61,8 @@ def validate_memory(path: Path, gpus: Mapping[str, Gpu]) -> tuple[list[LogError]
                 found.append(_error(number, row, gpus))
             except (ValueError, KeyError, TypeError) as error:
                 missed.append((number, str(error)))
+    if not found and not missed:
+        raise ValueError(f"{path} has no rows below its header")
     return found, missed
 
 

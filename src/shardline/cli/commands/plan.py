@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.cli.flags import add_engine_flags, engine_config
+from shardline.cli.plan_demand import demanded, fixed_choices, given_options
 from shardline.cli.plan_flags import add_plan_flags, check_flags, read_time
-from shardline.config.engine import option_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from shardline.planner.candidates import Fixed
     from shardline.planner.hardware import Gpu
     from shardline.planner.layout import Demand
-    from shardline.planner.search import Search
+    from shardline.planner.search import Option, Search
     from shardline.planner.simulation.simulate import Simulation
     from shardline.planner.simulation.workload import SimulatedRequest
 
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
-_DEFAULT_LENGTH = 8192
+_NODE = 8
+"""GPUs of a node, if no number is given."""
 _USUAL_PROMPTS = 1000
 
 
@@ -72,30 +73,55 @@ def _plan(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:
     model = find_model(args.model, getattr(args, "revision", None))
     if args.gpus == "here":
         return _plan_here(args, model)
-    check_options(_given(args))
+    check_options(given_options(args))
     model = in_dtype(model, getattr(args, "dtype", "auto"))
-    demand, fixed = _demand(args, model), _fixed(args, model)
+    trace = _trace(args)
+    demand, fixed = demanded(args, model, trace), fixed_choices(args, model)
     found = _search(args, gpus, model, demand, fixed)
     if args.calibrate is not None:
         found = _calibrated(args.calibrate, found, fixed)
-    simulation = _simulate(args, found) if args.simulate else None
-    if args.json:
-        print(json.dumps(plan_json(found, api, others) | _simulation_json(simulation), indent=1))
-        return 0
-    text = format_plan(found, show_all=args.all, api=api, others=others)
+    simulation = _simulate(args, found, trace) if args.simulate else None
     # What few plans ask for is imported only then: a plan takes half a second in all.
+    pair: list[Option] = []
     if args.compare:
-        from shardline.planner.compare import format_comparison
+        from shardline.planner.compare import compared
 
-        text += format_comparison(found, args.compare)
-    if simulation is not None:
-        from shardline.planner.simulation.report import format_simulation
-
-        text += "\n" + format_simulation(simulation)
-    if args.html is not None:
-        _write_html(args.html, found, text, simulation)
-    print(text)
+        pair = compared(found, args.compare)
+    if args.json:
+        extra = _comparison_json(found, pair) | _simulation_json(simulation)
+        told = json.dumps(plan_json(found, api, others) | extra, indent=1)
+    if args.html is not None or not args.json:
+        text = format_plan(found, show_all=args.all, api=api, others=others)
+        text += _comparison(found, pair) + _simulation(simulation)
+        if args.html is not None:
+            _write_html(args.html, found, text, simulation)
+    print(told if args.json else text)
     return 0
+
+
+def _comparison(found: Search, pair: list[Option]) -> str:
+    if not pair:
+        return ""
+    from shardline.planner.compare import format_comparison
+
+    return format_comparison(found, pair)
+
+
+def _comparison_json(found: Search, pair: list[Option]) -> dict[str, Any]:
+    if not pair:
+        return {}
+    from shardline.planner.compare import comparison_swaps
+    from shardline.planner.report import option_json
+
+    return {"comparison": {"layouts": [option_json(one) for one in pair], "swaps": comparison_swaps(found, pair)}}
+
+
+def _simulation(simulation: Simulation | None) -> str:
+    if simulation is None:
+        return ""
+    from shardline.planner.simulation.report import format_simulation
+
+    return "\n" + format_simulation(simulation)
 
 
 def _simulation_json(simulation: Simulation | None) -> dict[str, Any]:
@@ -126,7 +152,7 @@ def _plan_here(args: argparse.Namespace, model: PlannedModel) -> int:
     from shardline.planner.catalog import describe
     from shardline.planner.options import check_nodes, flag_words
 
-    given = _given(args)
+    given = given_options(args)
     check_nodes(given)
     fixed = frozenset(name for name in PARALLEL_SIZES if name in given)
     config = engine_config(args)
@@ -162,21 +188,43 @@ def _calibrated(path: Path, found: Search, fixed: Fixed) -> Search:
     Raises:
         ValueError: the file cannot be read, or no layout fits that can have been measured.
     """
-    from shardline.planner.calibration import calibrated_timing, is_log, read_benchmark, with_log
+    from shardline.planner.calibration import (
+        calibrated_timing,
+        is_log,
+        measured_layout,
+        read_benchmark,
+        read_log,
+        with_log,
+    )
     from shardline.planner.search import search
 
     cluster, timing = found.cluster, found.timing
     if is_log(path):
-        if not found.options:
-            raise ValueError("--calibrate needs a layout that was started, and there is none")
-        cluster = with_log(cluster, found.options[0], path, found.demand.utilization)
+        logged = read_log(path)
+        cluster = with_log(cluster, measured_layout(found), path, logged, found.demand.utilization)
     else:
-        timing = calibrated_timing(found, read_benchmark(path))
+        results = read_benchmark(path)
+        timing = calibrated_timing(found, measured_layout(found), results)
     engine = found.options[0].layout.engine
     return search(found.model, cluster, found.demand, found.goal, engine, fixed, timing)
 
 
-def _simulate(args: argparse.Namespace, found: Search) -> Simulation:
+def _trace(args: argparse.Namespace) -> list[SimulatedRequest]:
+    """The requests of --trace; none without it.
+
+    Raises:
+        ValueError: it is broken, or the number of requests is.
+    """
+    if args.trace is None:
+        return []
+    from shardline.planner.simulation.workload import read_trace
+
+    if args.num_prompts is not None and args.num_prompts < 1:
+        raise ValueError(f"--num-prompts must be at least 1, got {args.num_prompts}")
+    return read_trace(args.trace)[: args.num_prompts]
+
+
+def _simulate(args: argparse.Namespace, found: Search, trace: list[SimulatedRequest]) -> Simulation:
     """Simulate the workload of the flags on the recommended layout.
 
     Raises:
@@ -184,7 +232,7 @@ def _simulate(args: argparse.Namespace, found: Search) -> Simulation:
     """
     from shardline.planner.simulation.progress import Progress
     from shardline.planner.simulation.simulate import replica_setup, simulate
-    from shardline.planner.simulation.workload import Prefixes, poisson, read_trace
+    from shardline.planner.simulation.workload import Prefixes, poisson
 
     if not found.options or not found.options[0].fits:
         raise ValueError("--simulate needs a layout that fits; the plan without it says what would")
@@ -200,14 +248,14 @@ def _simulate(args: argparse.Namespace, found: Search) -> Simulation:
     replicas = args.replicas or best.layout.data
     tokens_per_second = best.speed.output_tok_s.p50 * replicas / best.layout.data
     requests: Iterable[SimulatedRequest]
-    if args.trace is not None:
-        requests = trace = read_trace(args.trace)[: args.num_prompts]
-        count, last = len(trace), trace[-1].arrival
+    if trace:
+        requests, count, last = trace, len(trace), trace[-1].arrival
         tokens = sum(request.output_len for request in trace)
     else:
         prefixes, count = Prefixes(args.prefix_len, args.num_prefixes), args.num_prompts or _USUAL_PROMPTS
-        requests = poisson(rate, count, args.input_len, args.output_len, prefixes, config.model.seed)
-        last, tokens = count / rate, count * args.output_len
+        lengths = found.demand.input_len, found.demand.output_len
+        requests = poisson(rate, count, *lengths, prefixes, config.model.seed)
+        last, tokens = count / rate, count * found.demand.output_len
     return simulate(
         replica_setup(found, best, prefix_caching=config.cache.enable_prefix_caching),
         requests,
@@ -259,73 +307,12 @@ def _fewest(on: Any, name: str) -> Any:
     """The search on the smallest number of GPUs with a layout to recommend; else on the largest."""
     found = None
     for count in _COUNTS:
-        found = on(f"{count}x{name}" if count <= 8 else f"{count // 8}x8x{name}")
+        found = on(f"{count}x{name}" if count <= _NODE else f"{count // _NODE}x{_NODE}x{name}")
         if found.recommended is not None and found.options[found.recommended].fit.verdict != "tight":
             good = [one for one in found.options if one.fits and one.fit.verdict != "tight" and not one.misses]
             fewest = min(one.layout.num_gpus for one in good)
-            return found if fewest == count else on(f"{fewest}x{name}")
+            return on(f"{fewest}x{name}") if fewest < min(count, _NODE + 1) else found
     return found
-
-
-def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's options that the user has set."""
-    return {name: getattr(args, name) for name in option_names() if hasattr(args, name)}
-
-
-def _demand(args: argparse.Namespace, model: PlannedModel) -> Demand:
-    """What the flags demand. Without --max-model-len, requests have up to 8,192 tokens, or as many as stated.
-
-    Raises:
-        ValueError: a number is out of its range.
-    """
-    from shardline.deployment.length import check_length
-    from shardline.planner.layout import Demand
-
-    config = engine_config(args)
-    for name in ("input_len", "output_len", "concurrency", "rate", "running"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} must be above zero, and finite, got {value:g}")
-    needed = args.input_len + args.output_len
-    asked, most = config.model.max_model_len, model.spec.max_position_embeddings
-    check_length(asked, model.spec)
-    length = asked if isinstance(asked, int) else min(most, max(needed, _DEFAULT_LENGTH))
-    if needed > length:
-        raise ValueError(f"--input-len and --output-len make {needed} tokens, more than --max-model-len {length}")
-    return Demand(
-        max_model_len=length,
-        input_len=args.input_len,
-        output_len=args.output_len,
-        concurrency=args.concurrency,
-        rate=args.rate,
-        running=args.running,
-        ttft=read_time("--ttft", args.ttft),
-        tpot=read_time("--tpot", args.tpot),
-        utilization=config.cache.gpu_memory_utilization,
-        max_num_seqs=getattr(args, "max_num_seqs", None),
-        max_num_batched_tokens=getattr(args, "max_num_batched_tokens", None),
-        options=_given(args),
-    )
-
-
-def _fixed(args: argparse.Namespace, model: PlannedModel) -> Fixed:
-    from shardline.planner.candidates import Fixed
-    from shardline.planner.memory import bits_label
-
-    quantization = getattr(args, "quantization", None)
-    is_stated = model.rules.method and quantization in (model.rules.method, model.rules.method.replace("-", "_"))
-    if is_stated or (quantization == "none" and not model.rules.rules):
-        quantization = bits_label(model)
-    return Fixed(
-        tensor=getattr(args, "tensor_parallel_size", None),
-        pipeline=getattr(args, "pipeline_parallel_size", None),
-        data=getattr(args, "data_parallel_size", None),
-        whole_experts=getattr(args, "enable_expert_parallel", None),
-        weights="bf16" if quantization == "none" else quantization,
-        kv=getattr(args, "kv_cache_dtype", None),
-        context=getattr(args, "context_parallel_size", None),
-        numerics=getattr(args, "numerics", None),
-    )
 
 
 def _validate(args: argparse.Namespace, gpus: Mapping[str, Gpu]) -> int:

@@ -14,8 +14,8 @@ def format_simulation(found: Simulation) -> str:
     """The simulation as text."""
     tokens = found.output_tokens_per_second
     lines = [
-        f"simulated: {found.num_requests:,} requests in {found.seconds:,.1f} s on {found.num_replicas} replicas "
-        f"({found.policy})",
+        f"simulated: {found.num_requests:,} requests in {found.seconds:,.1f} s on {found.num_replicas} "
+        f"replica{'s' * (found.num_replicas != 1)} ({found.policy})",
         f"  TTFT s    {_row(found.ttft, 1, 3)}",
         f"  TPOT ms   {_row(found.tpot, 1e3, 2)}",
         f"  latency s {_row(found.latency, 1, 2)}",
@@ -27,7 +27,7 @@ def format_simulation(found: Simulation) -> str:
         f"{max((share for _, share in found.kv_use), default=0.0):.0%}",
     ]
     if found.num_failed:
-        lines.append(f"  {found.num_failed:,} requests are too long for this layout")
+        lines.append(f"  left out, since --max-model-len is shorter: {found.num_failed:,} requests")
     return "\n".join(lines)
 
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 _BLOCK_TOKENS = 512
 """Tokens for each of `hash_ids` in a trace of Mooncake's form."""
+_MOST_TOKENS = 10_000_000
+"""Of a prompt or an output: no model has so many positions."""
 _KEYS = {
     "arrival": ("arrival", "arrived_at", "timestamp"),
     "input_len": ("input_len", "input_length", "prompt_tokens"),
@@ -111,15 +113,19 @@ def _request(line: Mapping[str, Any], number: int, names: dict[str, int]) -> Sim
         raise ValueError('it must be an object such as {"arrival": 0.5, "input_len": 1024, "output_len": 128}')
     arrival = float(_value(line, "arrival")) * (1e-3 if "timestamp" in line and "arrival" not in line else 1.0)
     input_len, output_len = int(_value(line, "input_len")), int(_value(line, "output_len"))
-    if not (math.isfinite(arrival) and arrival >= 0) or input_len < 1 or output_len < 1:
+    if not (math.isfinite(arrival) and arrival >= 0) or min(input_len, output_len) < 1:
         raise ValueError("arrival must be at least 0 seconds, and lengths at least 1 token")
+    if max(input_len, output_len) > _MOST_TOKENS:
+        raise ValueError(f"lengths must be at most {_MOST_TOKENS:,} tokens")
     prompt: list[tuple[int, int]] = []
-    for place, one in enumerate(line.get("hash_ids", ())):
+    if not isinstance(line.get("hash_ids", []), list):
+        raise ValueError("hash_ids must be a list of numbers")
+    for place, one in enumerate(line.get("hash_ids", [])):
         prompt.append((-2 - int(one), min(_BLOCK_TOKENS, max(0, input_len - place * _BLOCK_TOKENS))))
     length = int(line.get("prefix_len", 0))
     if length:
-        if length > input_len:
-            raise ValueError(f"prefix_len {length} must be at most input_len {input_len}")
+        if not 0 < length <= input_len:
+            raise ValueError(f"prefix_len {length} must be from 0 to input_len {input_len}")
         prompt = [(-1 - names.setdefault(str(line["prefix"]), len(names)), length)]
     rest = input_len - sum(count for _, count in prompt)
     return SimulatedRequest(arrival, (*prompt, *_unique(number, rest)), output_len)
