@@ -78,6 +78,17 @@ def write_mxfp4_experts(family: str, folder: Path, packed: Path, plain: Path) ->
     _save(plain, config, theirs)
 
 
+def as_language_model_of_qwen3_vl(folder: Path, target: Path) -> Path:
+    """The checkpoint of Qwen3 or, with one layer, Qwen3-MoE in `folder` as one of the language model of Qwen3-VL."""
+    config = json.loads((folder / "config.json").read_text())
+    names = {"qwen3": "qwen3_vl_text", "qwen3_moe": "qwen3_vl_moe_text"}
+    tensors = {
+        key: tensor.contiguous() for key, tensor in _stack_experts(load_file(folder / "model.safetensors")).items()
+    }
+    _save(target, {**config, "model_type": names[config["model_type"]]}, tensors)
+    return target
+
+
 def _stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts stored one by one become [experts, in, out]; there is one layer then."""
     experts: dict[str, list[Tensor]] = {}
