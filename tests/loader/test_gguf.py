@@ -238,6 +238,20 @@ def test_files_beside_a_model_are_named_by_what_they_are(tmp_path: Path) -> None
     assert resolve_model(str(tmp_path)).gguf == tmp_path / "x-Q8_0.gguf"
 
 
+def test_a_configuration_beside_may_be_of_another_model(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "model", num_hidden_layers=1)
+    file = tmp_path / "x-Q8_0.gguf"
+    write_gguf(source, file, mixed(Type.Q8_0))
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert resolve_model(str(file)).config["hidden_size"] == 64
+    for key, says in (("hidden_size", "embedding_length is 64"), ("num_attention_heads", "attention.head_count is 4")):
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: 128}))
+        says = rf"x-Q8_0\.gguf: the config\.json beside it is of another model \({key} is 128, and the file's {says}\); move"
+        with pytest.raises(ValueError, match=says):
+            resolve_model(str(file))
+
+
 def test_a_plan_counts_the_bytes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     source = make_checkpoint("llama", tmp_path / "model", **options)
