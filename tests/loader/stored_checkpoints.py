@@ -230,6 +230,20 @@ def _scales_of(weight: Tensor, args: Any, dtype: torch.dtype, generator: torch.G
     return found
 
 
+def modelopt_nvfp4(weight: Tensor, generator: torch.Generator) -> Stored:
+    """ModelOpt's NVFP4: scales of 16 neighbours are multiplied by one number for the tensor."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    factor = weight.abs().max() / (6 * _E4M3_MAX)
+    groups = weight.view(weight.shape[0], -1, 16)
+    scales = (groups.abs().amax(2) / 6 / factor).to(torch.float8_e4m3fn)
+    steps = (scales.float() * factor)[..., None]
+    codes = ((groups / steps).abs()[..., None] - values).abs().argmin(-1)
+    dense = (values[codes] * groups.sign() * steps).view(weight.shape)
+    numbers = (codes + 8 * (groups < 0)).view(weight.shape).to(torch.uint8)
+    packed = numbers[:, 1::2] << 4 | numbers[:, ::2]
+    return {"weight": packed, "weight_scale": scales, "weight_scale_2": factor, "input_scale": torch.ones(())}, dense
+
+
 def bitsandbytes_4bit(kind: str, nested: bool, block: int = 64) -> Store:
     """bitsandbytes in 4 bits: the library quantizes, and decodes."""
 

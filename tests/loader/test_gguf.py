@@ -247,8 +247,7 @@ def test_a_configuration_beside_may_be_of_another_model(tmp_path: Path) -> None:
     assert resolve_model(str(file)).config["hidden_size"] == 64
     for key, says in (("hidden_size", "embedding_length is 64"), ("num_attention_heads", "attention.head_count is 4")):
         (tmp_path / "config.json").write_text(json.dumps({**config, key: 128}))
-        says = rf"Q8_0\.gguf: the config\.json beside it is of another model \({key} is 128, and the file's {says}\); move"
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=rf"beside it is of another model \({key} is 128, .* {says}\); move one"):
             resolve_model(str(file))
 
 
