@@ -23,11 +23,11 @@ _NVFP4 = PackingRule(
         ),
     ),
 )
-_FP8 = PackingRule(
+_E4M3 = PackingRule(
     Packing(label_of("float", 8), 8, tensor_bytes=8),
     layouts=(BlockLayout(codes=Codes("weight", "F8_E4M3"), scales=Scales("weight_scale", block_rows=0), table="e4m3"),),
 )
-_RULES = {"NVFP4": _NVFP4, "FP8": _FP8}
+_RULES = {"NVFP4": _NVFP4, "FP8": _E4M3}
 _SUMMARIES = {"NVFP4": f"NVFP4 in groups of {_GROUP}", "FP8": "e4m3, a scale for each tensor"}
 USUAL = (_NVFP4,)
 
