@@ -78,6 +78,17 @@ def write_mxfp4_experts(family: str, folder: Path, packed: Path, plain: Path) ->
     _save(plain, config, theirs)
 
 
+def as_language_model_of_qwen3_vl(folder: Path, target: Path) -> Path:
+    """The checkpoint of Qwen3 or, with one layer, Qwen3-MoE in `folder` as one of the language model of Qwen3-VL."""
+    config = json.loads((folder / "config.json").read_text())
+    names = {"qwen3": "qwen3_vl_text", "qwen3_moe": "qwen3_vl_moe_text"}
+    tensors = {
+        key: tensor.contiguous() for key, tensor in _stack_experts(load_file(folder / "model.safetensors")).items()
+    }
+    _save(target, {**config, "model_type": names[config["model_type"]]}, tensors)
+    return target
+
+
 def _stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts stored one by one become [experts, in, out]; there is one layer then."""
     experts: dict[str, list[Tensor]] = {}
@@ -217,6 +228,20 @@ def _scales_of(weight: Tensor, args: Any, dtype: torch.dtype, generator: torch.G
         low = -(1 << (args.num_bits - 1))
         found["weight_zero_point"] = torch.randint(low, -low, scale.shape, generator=generator).to(torch.int8)
     return found
+
+
+def modelopt_nvfp4(weight: Tensor, generator: torch.Generator) -> Stored:
+    """ModelOpt's NVFP4: scales of 16 neighbours are multiplied by one number for the tensor."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    factor = weight.abs().max() / (6 * _E4M3_MAX)
+    groups = weight.view(weight.shape[0], -1, 16)
+    scales = (groups.abs().amax(2) / 6 / factor).to(torch.float8_e4m3fn)
+    steps = (scales.float() * factor)[..., None]
+    codes = ((groups / steps).abs()[..., None] - values).abs().argmin(-1)
+    dense = (values[codes] * groups.sign() * steps).view(weight.shape)
+    numbers = (codes + 8 * (groups < 0)).view(weight.shape).to(torch.uint8)
+    packed = numbers[:, 1::2] << 4 | numbers[:, ::2]
+    return {"weight": packed, "weight_scale": scales, "weight_scale_2": factor, "input_scale": torch.ones(())}, dense
 
 
 def bitsandbytes_4bit(kind: str, nested: bool, block: int = 64) -> Store:

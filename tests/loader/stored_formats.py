@@ -15,6 +15,7 @@ from .stored_checkpoints import (
     fp8_blocks,
     fp8_rows,
     fp8_tensor,
+    modelopt_nvfp4,
 )
 
 
@@ -93,5 +94,11 @@ FORMATS = {
         {**_BNB, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, bitsandbytes_4bit("nf4", nested=True)
     ),
     "fp4": Format({**_BNB, "bnb_4bit_quant_type": "fp4"}, bitsandbytes_4bit("fp4", nested=True)),
+    "modelopt nvfp4": Format(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["*.layers.1.self_attn*"]},
+        modelopt_nvfp4,
+        skipped=("layers.1.self_attn",),
+    ),
+    "modelopt fp8": Format({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": None}, fp8_tensor()),
     "bitsandbytes int8": Format({"quant_method": "bitsandbytes", "load_in_8bit": True}, bitsandbytes_int8),
 }

@@ -80,7 +80,7 @@ def _assert_equal_parts(tmp_path: Path) -> None:
 
 
 _SAME_FORM = (
-    *("float a tensor", "fp8 a tensor, inverse", "fp8 an output", "naive", "nf4 nested", "mxfp4"),
+    *("float a tensor", "fp8 a tensor, inverse", "fp8 an output", "naive", "nf4 nested", "mxfp4", "modelopt fp8"),
     "int8 with int8 inputs",  # tests/weights/test_packed.py compares their products
 )
 """Formats whose weights have the form of another format's once they are in memory."""

@@ -48,11 +48,13 @@ from tests.ops.helpers import KERNELS
 from tests.weights.forms import assert_same_panels
 
 from .gguf_writer import ARCHITECTURES, mixed, random_blocks, save_plain, write_gguf
+from .stored_checkpoints import as_language_model_of_qwen3_vl
 
 _PACKED = [Type[name] for name in PACKED_TYPES]
 _OPTIONS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"decoder_sparse_step": 1, "norm_topk_prob": False},
     "qwen3_moe": {"mlp_only_layers": []},
+    "qwen3_vl_moe_text": {"num_hidden_layers": 1, "mlp_only_layers": []},
     "mistral": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 20},
     "gemma3_text": {"query_pre_attn_scalar": 20},
@@ -115,6 +117,8 @@ def test_every_type_that_the_library_knows_has_its_size_here() -> None:
 _SMALL_GEMMA4 = {"enable_moe_block": False, "attention_k_eq_v": False, "hidden_size_per_layer_input": 32}
 _VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, _OPTIONS.get(family, {})) for family in ARCHITECTURES),
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "moe_layer_end_index": 2}),
     ("gemma4_text", {**_SMALL_GEMMA4, "num_global_key_value_heads": 2, "final_logit_softcapping": 30.0}),
     ("gemma4_text", {**_SMALL_GEMMA4, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False}),
 ]
@@ -122,7 +126,10 @@ _VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("family", "options"), _VARIANTS)
 def test_a_converted_model_is_the_model(family: str, options: dict[str, Any], tmp_path: Path) -> None:
-    source = make_checkpoint(family, tmp_path / "model", **options)
+    made_of = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}.get(family, family)
+    source = make_checkpoint(made_of, tmp_path / "model", **options)
+    if made_of != family:
+        source = as_language_model_of_qwen3_vl(source, tmp_path / "language_model")
     file = tmp_path / "model-Q8_0.gguf"
     kinds = mixed(Type.Q8_0, Type.Q4_0, Type.F16, Type.BF16, Type.F32, Type.Q5_1)
     tensors = write_gguf(source, file, kinds, split_latents=family == "deepseek_v3")
@@ -229,6 +236,19 @@ def test_files_beside_a_model_are_named_by_what_they_are(tmp_path: Path) -> None
     for name in ("encoder.gguf", "lora.gguf"):  # such names say nothing
         (tmp_path / name).unlink()
     assert resolve_model(str(tmp_path)).gguf == tmp_path / "x-Q8_0.gguf"
+
+
+def test_a_configuration_beside_may_be_of_another_model(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "model", num_hidden_layers=1)
+    file = tmp_path / "x-Q8_0.gguf"
+    write_gguf(source, file, mixed(Type.Q8_0))
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert resolve_model(str(file)).config["hidden_size"] == 64
+    for key, says in (("hidden_size", "embedding_length is 64"), ("num_attention_heads", "attention.head_count is 4")):
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: 128}))
+        with pytest.raises(ValueError, match=rf"beside it is of another model \({key} is 128, .* {says}\); move one"):
+            resolve_model(str(file))
 
 
 def test_a_plan_counts_the_bytes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,8 +39,8 @@ _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": 
         ({"torch_dtype": "int8"}, "torch_dtype 'int8' is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config.bits is missing"),
         (
-            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
-            r"modelopt's FP8 is not supported; use the unquantized",
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}},
+            r"quant_algo 'W4A16_AWQ' is not supported; supported: NVFP4, FP8",
         ),
         ({"quantization_config": {**_GPTQ, "bits": 3}}, r"gptq with 3 bits is not supported, only 4 and 8"),
         (

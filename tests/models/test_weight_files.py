@@ -121,7 +121,11 @@ def test_quantized_weights_that_config_json_does_not_name(options: dict[str, Any
         (BESIDE[0], {"bits": 4, "group_size": 128, "desc_act": True}, "gptq, 4 bits in groups of 128, desc_act"),
         (BESIDE[0], {"w_bit": 4, "q_group_size": 64, "zero_point": True}, "awq, 4 bits in groups of 64"),
         (BESIDE[1], {"w_bit": 4, "q_group_size": 64, "version": "GEMM"}, "awq, 4 bits in groups of 64"),
-        (BESIDE[2], {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}, "modelopt, FP8"),
+        (
+            BESIDE[2],
+            {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}},
+            "modelopt, e4m3, a scale for each tensor",
+        ),
     ],
 )
 def test_quantization_in_a_file_beside(name: str, values: dict[str, Any], summary: str, tmp_path: Path) -> None:

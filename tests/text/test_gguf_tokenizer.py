@@ -13,6 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
 
 from shardline.models.gguf.header import read_header
+from shardline.models.gguf.splits import SPLITS
 from shardline.models.gguf.tokenizer import read_tokenizer_json, read_vocabulary
 from shardline.runtime.sampling.token_mask import ConstraintMaker
 from shardline.text.chat_template import ChatTemplate
@@ -104,6 +105,27 @@ def test_byte_level(pre: str, pattern: str | None, options: dict[str, bool], tmp
     assert list(ours.eos_token_ids) == ends
     assert ours.special_token_ids == {backend.token_to_id(token) for token in _SPECIAL}
     assert ours.byte_tokens is not None
+
+
+_PIECES = {
+    "deepseek-llm": ["漢字", "abc", "'", "s", " ", "1234", "\n", "\n", "é", "!"],
+    "deepseek-coder": ["漢字", "abc", "'", "s", " ", "1", "2", "3", "4", "\n", "\n", "é", "!"],
+    "deepseek-v3": ["漢字", "abc", "'s", " ", "123", "4", "\n\n", "é", "!"],
+    "kimi-k2": ["漢字", "abc's", " ", "123", "4", "\n\n", "é", "!"],
+    "llama-bpe": ["漢字abc", "'s", " ", "123", "4", "\n\n", "é", "!"],
+}
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_pieces(pre: str, tmp_path: Path) -> None:
+    """What llama.cpp makes of this text, and of all texts in its own tests."""
+    values = {"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.pre": pre}
+    value = read_tokenizer_json(read_header(_write(tmp_path / "x.gguf", "gpt2", values)))
+    splits = tokenizers.Tokenizer.from_buffer(value).pre_tokenizer
+    text = "漢字abc's 1234\n\né!"
+    pieces = [text[start:stop] for _, (start, stop) in splits.pre_tokenize_str(text)]
+    assert pieces == _PIECES.get(pre, pieces)
+    assert "".join(pieces) == text
 
 
 def _sentencepiece(tmp_path: Path) -> tuple[tokenizers.Tokenizer, Path]:

@@ -17,7 +17,17 @@ from shardline.config.units import parse_bytes
 from shardline.weights.formats import format_names
 
 _LONGEST_STEP = 86400.0
-STORED_METHODS = ("auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gguf", "gptq", "mxfp4")
+STORED_METHODS = (
+    "auto-round",
+    "awq",
+    "bitsandbytes",
+    "compressed-tensors",
+    "fbgemm_fp8",
+    "gguf",
+    "gptq",
+    "modelopt",
+    "mxfp4",
+)
 """Ways in which a checkpoint may be quantized (the `quant_method` of its config.json), and the engine does not quantize
 itself."""
 

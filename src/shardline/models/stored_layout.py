@@ -82,6 +82,8 @@ class Scales(msgspec.Struct, frozen=True):
     """Whether the weight must divide into blocks."""
     divisor: str = ""
     """The tensor with a number by which all scales are divided; empty: there is none."""
+    multiplier: str = ""
+    """The tensor with a number by which all scales are multiplied; empty: there is none."""
     factor: float = 1.0
     """Factor of all scales."""
 
@@ -133,7 +135,8 @@ class BlockLayout(msgspec.Struct, frozen=True, tag=True):
     def parts(self) -> tuple[str, ...]:
         """The tensors that must be there."""
         zeros = () if self.zeros is None else (self.zeros.part,)
-        return tuple(filter(None, (self.codes.part, self.scales.part, *zeros, self.scales.divisor, self.weight_shape)))
+        numbers = self.scales.divisor, self.scales.multiplier
+        return tuple(filter(None, (self.codes.part, self.scales.part, *zeros, *numbers, self.weight_shape)))
 
     @property
     def form(self) -> Form:
@@ -176,8 +179,8 @@ class BlockLayout(msgspec.Struct, frozen=True, tag=True):
         grid = scales.grid(rows, columns)
         grid = grid[::-1] if scales.transposed else grid
         problems += tensor_problems(f"{base}{scales.part}", stacked + grid, scales.types, tensors, squeezed=True)
-        if scales.divisor:
-            problems += tensor_problems(f"{base}{scales.divisor}", (1,), SCALE_TYPES, tensors, squeezed=True)
+        for number in filter(None, (scales.divisor, scales.multiplier)):
+            problems += tensor_problems(f"{base}{number}", (1,), SCALE_TYPES, tensors, squeezed=True)
         return problems
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardline.models.gguf.gemma4 import gemma4_config
 from shardline.models.gguf.metadata import Metadata, rope_scaling, rounded
+from shardline.models.gguf.windows import cohere2, exaone4, olmo2
 
 _LLAMA4_CHUNK, _MAVERICK_EXPERTS = 8192, 128
 _SOFTMAX, _SIGMOID = 1, 2
@@ -83,6 +84,35 @@ def _qwen3_moe(m: Metadata) -> dict[str, Any]:
         "norm_topk_prob": m.flag("expert_weights_norm", True),
     }
     return own | _experts(m, "num_experts")
+
+
+def _qwen3_vl(m: Metadata) -> dict[str, Any]:
+    return {"model_type": "qwen3_vl_text"}
+
+
+def _qwen3_vl_moe(m: Metadata) -> dict[str, Any]:
+    return _qwen3_moe(m) | {"model_type": "qwen3_vl_moe_text"}
+
+
+def _seed_oss(m: Metadata) -> dict[str, Any]:
+    return {"model_type": "seed_oss", **_biases(m), "attention_out_bias": m.has_tensor("blk.0.attn_output.bias")}
+
+
+def _ernie(m: Metadata) -> dict[str, Any]:
+    return {"model_type": "ernie4_5", "use_bias": m.has_tensor("blk.0.attn_q.bias")}
+
+
+def _ernie_moe(m: Metadata) -> dict[str, Any]:
+    return {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": m.integer("expert_count"),
+        "moe_k": m.integer("expert_used_count"),
+        "moe_layer_interval": m.integer("interleave_moe_layer_step", 1),
+        "moe_layer_start_index": m.integer("leading_dense_block_count", 0),
+        "moe_layer_end_index": m.last_layer_with("ffn_gate_inp.weight"),
+        "moe_intermediate_size": m.integer("expert_feed_forward_length"),
+        "moe_num_shared_experts": m.integer("expert_shared_count", 0),
+    }
 
 
 def _gemma(m: Metadata) -> dict[str, Any]:
@@ -221,6 +251,18 @@ def _sigmoid_experts(m: Metadata, count_key: str) -> dict[str, Any]:
     return _experts(m, count_key) | {"norm_topk_prob": m.flag("expert_weights_norm", True)}
 
 
+def _glm4(m: Metadata) -> dict[str, Any]:
+    if m.has("rope.dimension_sections"):
+        raise m.error("rope.dimension_sections", "is there: files of GLM-4V have another order of rows, not supported")
+    head_dim = m.integer("attention.key_length", m.integer("embedding_length") // m.integer("attention.head_count"))
+    return {
+        "model_type": "glm4",
+        "head_dim": head_dim,
+        "partial_rotary_factor": m.integer("rope.dimension_count", head_dim) / head_dim,
+        "attention_bias": m.has_tensor("blk.0.attn_q.bias"),
+    }
+
+
 def _glm4_moe(m: Metadata) -> dict[str, Any]:
     head_dim = m.integer("attention.key_length")
     own = {
@@ -248,11 +290,16 @@ def _minimax_m2(m: Metadata) -> dict[str, Any]:
 
 
 ARCHITECTURES: Mapping[str, Callable[[Metadata], dict[str, Any]]] = {
+    "cohere2": cohere2,
     "deepseek2": _deepseek2,
+    "ernie4_5": _ernie,
+    "ernie4_5-moe": _ernie_moe,
+    "exaone4": exaone4,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma4": gemma4_config,
+    "glm4": _glm4,
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
     "gpt2": _gpt2,
@@ -261,10 +308,14 @@ ARCHITECTURES: Mapping[str, Callable[[Metadata], dict[str, Any]]] = {
     "llama4": _llama4,
     "minimax-m2": _minimax_m2,
     "mistral3": _mistral3,
+    "olmo2": olmo2,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen2moe": _qwen2_moe,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3_moe,
+    "qwen3vl": _qwen3_vl,
+    "qwen3vlmoe": _qwen3_vl_moe,
+    "seed_oss": _seed_oss,
     "smollm3": _smollm3,
 }

@@ -13,6 +13,13 @@ from shardline.models.gguf.norms import NORMS_HOLD_OFFSET
 from shardline.models.gguf.special_tokens import end_token_ids
 from shardline.models.wrapper import text_config
 
+_SIZES: Mapping[str, str] = {
+    "hidden_size": "embedding_length",
+    "n_embd": "embedding_length",
+    "num_attention_heads": "attention.head_count",
+    "n_head": "attention.head_count",
+}
+"""Keys of a config.json, and of a file's metadata, that state the same."""
 _OTHER_KINDS: Mapping[str, str] = {
     "mmproj": "an image or audio encoder",
     "clip": "an image or audio encoder",
@@ -42,6 +49,8 @@ def read_config(checkpoint: GGUFCheckpoint, beside: Mapping[str, Any] | None) ->
     given = text_config(beside or {})
     # Some repositories have a config.json with nothing but a model_type.
     describes = "hidden_size" in given or "n_embd" in given
+    if describes:
+        _check_beside(given, metadata)
     config = given if describes else _decoder(metadata)
     config = {key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype")}
     return (
@@ -66,6 +75,21 @@ def _check_kind(header: GGUFHeader) -> None:
         what = _OTHER_KINDS.get(str(header.metadata.get(key)))
         if what is not None:
             raise header.error(key, f"says that this is {what}, no language model; give the file of the model itself")
+
+
+def _check_beside(given: Mapping[str, Any], m: Metadata) -> None:
+    """Refuse a config.json beside the file that is of another model.
+
+    Raises:
+        ValueError: it states other sizes than the file.
+    """
+    for key, own in _SIZES.items():
+        stated = given.get(key)
+        if stated is not None and m.has(own) and stated != (size := m.integer(own)):
+            raise ValueError(
+                f"{m.header.file}: the config.json beside it is of another model ({key} is {stated!r:.20}, and the "
+                f"file's {own} is {size}); move one of them to another folder"
+            )
 
 
 def _quantization(checkpoint: GGUFCheckpoint) -> dict[str, Any]:

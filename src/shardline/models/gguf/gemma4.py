@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from shardline.models.gguf.metadata import Metadata
+from shardline.models.gguf.windows import FULL, WINDOWED
 
-_FULL, _WINDOWED = "full_attention", "sliding_attention"
 _NOT_ROTATED = np.float32(1e30)
 """What the file divides the frequencies of pairs by that do not rotate."""
 
@@ -30,7 +30,7 @@ def gemma4_config(m: Metadata) -> dict[str, Any]:
         raise m.error("rope.dimension_count_swa", f"must be the size of a head, {head_dim}, got {rotated}")
     config: dict[str, Any] = {
         "model_type": "gemma4_text",
-        "layer_types": [_WINDOWED if windowed else _FULL for windowed in is_windowed],
+        "layer_types": [WINDOWED if windowed else FULL for windowed in is_windowed],
         "sliding_window": m.integer("attention.sliding_window"),
         "intermediate_size": sizes[0],
         "use_double_wide_mlp": is_wide,
@@ -66,7 +66,7 @@ def _kv_heads(m: Metadata, is_windowed: list[bool], kind: bool) -> int:
     numbers = m.layer_numbers("attention.head_count_kv")
     found = {number for number, windowed in zip(numbers, is_windowed, strict=True) if windowed == kind}
     if len(found) != 1:
-        name = _WINDOWED if kind else _FULL
+        name = WINDOWED if kind else FULL
         raise m.error("attention.head_count_kv", f"must be one number for all layers with {name}, got {numbers}")
     return found.pop()
 
@@ -85,8 +85,8 @@ def _ropes(m: Metadata) -> dict[str, Any]:
         raise m.header.error("rope_freqs.weight", "must be ones, and then 1e30 for pairs that do not rotate")
     full = {"rope_type": "proportional", "partial_rotary_factor": rotated / len(factors)}
     return {
-        _FULL: full | {"rope_theta": m.number("rope.freq_base", 1_000_000.0)},
-        _WINDOWED: {"rope_type": "default", "rope_theta": m.number("rope.freq_base_swa", 10_000.0)},
+        FULL: full | {"rope_theta": m.number("rope.freq_base", 1_000_000.0)},
+        WINDOWED: {"rope_type": "default", "rope_theta": m.number("rope.freq_base_swa", 10_000.0)},
     }
 
 

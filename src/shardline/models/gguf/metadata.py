@@ -72,6 +72,10 @@ class Metadata:
         """Whether the file has a tensor of this name."""
         return key in self.checkpoint.tensors
 
+    def last_layer_with(self, key: str) -> int:
+        """The last layer that has a tensor of this name; -1: none has."""
+        return max((index for index in range(self.num_blocks()) if self.has_tensor(f"blk.{index}.{key}")), default=-1)
+
     def factors(self, key: str) -> list[float] | None:
         """The numbers of a small F32 tensor; None: there is no such tensor."""
         tensor = self.checkpoint.tensors.get(key)

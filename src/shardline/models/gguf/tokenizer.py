@@ -13,66 +13,13 @@ from typing import Any, NamedTuple
 
 from shardline.models.gguf.header import GGUFHeader
 from shardline.models.gguf.special_tokens import end_token_ids, special_ids
+from shardline.models.gguf.splits import SPLITS
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 """Values of token_type."""
 _KINDS = ("gpt2", "llama", "gemma4")
 _SPACE = "\u2581"
 _OVERRIDE = "give the model's own tokenizer with --tokenizer"
-
-_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LLAMA3 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN2 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN35 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SEED = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-_DEEPSEEK3 = (
-    r"\p{N}{1,3}",
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-
-
-class _Split(NamedTuple):
-    """How a byte-level tokenizer splits text before merges."""
-
-    patterns: tuple[str, ...] = ()
-    """Regular expressions, applied one after another; none: GPT-2's own."""
-    digits_alone: bool = False
-    ignores_merges: bool = False
-    """Whether a piece that is a token becomes this token, whatever its merges are."""
-    adds_bos: bool = False
-    """What a file without add_bos_token means."""
-    composes: bool = False
-    """Whether text is normalized first (NFC)."""
-
-
-_SPLITS: dict[str, _Split] = {
-    **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
-        _Split((_LLAMA3,), ignores_merges=True, adds_bos=True),
-    ),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _Split((_LLAMA3,))),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez"), _Split((_QWEN2,), composes=True)),
-    "qwen35": _Split((_QWEN35,), composes=True),
-    "tekken": _Split((_TEKKEN,), ignores_merges=True, adds_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _Split((_GPT4O,))),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _Split(_DEEPSEEK3)),
-    "seed-coder": _Split((_SEED,)),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "granite-docling", "mellum"), _Split()),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), _Split(digits_alone=True)),
-    "command-r": _Split(digits_alone=True, composes=True),
-}
-"""By `tokenizer.ggml.pre`. A wrong split gives wrong tokens without a message, so others are refused."""
 
 _END_TEXTS = (
     "<|eot_id|>",
@@ -158,12 +105,12 @@ def read_chat_templates(header: GGUFHeader) -> dict[str, str]:
 
 def _byte_level(header: GGUFHeader, tokens: list[str], types: Sequence[int], ids: dict[str, int]) -> dict[str, Any]:
     pre = header.metadata.get("tokenizer.ggml.pre")
-    if pre not in _SPLITS:
+    if pre not in SPLITS:
         raise header.error(
             "tokenizer.ggml.pre", f"is {pre!r}: this way of splitting text is not known, and a guess would give wrong "
             f"tokens; {_OVERRIDE}"
         )  # fmt: skip
-    split = _SPLITS[pre]
+    split = SPLITS[pre]
     merges = [_pair(header, merge) for merge in header.strings("tokenizer.ggml.merges")]
     steps: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}

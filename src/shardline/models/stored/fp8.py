@@ -42,6 +42,7 @@ def read(section: HFConfig) -> StoredRules:
     rules: tuple[PackingRule, ...] = (PackingRule(packing, layouts=() if refusal else layouts, refusal=refusal),)
     if section.text("moe_quant_algo", "").upper() == "NVFP4":
         # ModelOpt's names of other modules are those that it left as they were: in fp8.
-        rules = (replace(modelopt.USUAL[0], only_experts=True, refusal="experts in NVFP4 are not supported"), *rules)
+        refusal = "experts in NVFP4 beside other weights in fp8 are not supported"
+        rules = (replace(modelopt.USUAL[0], only_experts=True, layouts=(), refusal=refusal), *rules)
         excluded, summary = (), f"{summary}; experts in NVFP4"
     return StoredRules(rules, excluded, summary=summary)

@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 from shardline.models.hf_config import HFConfig
+from shardline.models.stored_layout import BlockLayout, Codes, Scales
 from shardline.models.stored_weights import Packing, PackingRule, StoredRules, label_of
 
-_NVFP4 = Packing("nvfp4", 4, block_rows=1, block_columns=16, scale_bytes=1, tensor_bytes=8)
-_PER_TENSOR = Packing(label_of("float", 8), 8, tensor_bytes=8)
-USUAL = (PackingRule(_NVFP4),)
+_GROUP = 16
+_NVFP4 = PackingRule(
+    Packing("nvfp4", 4, block_rows=1, block_columns=_GROUP, scale_bytes=1, tensor_bytes=8),
+    layouts=(
+        BlockLayout(
+            codes=Codes("weight", "U8", 4),
+            scales=Scales(
+                "weight_scale",
+                ("F8_E4M3",),
+                block_columns=_GROUP,
+                whole_blocks=True,
+                multiplier="weight_scale_2",
+            ),
+            table="e2m1",
+        ),
+    ),
+)
+_E4M3 = PackingRule(
+    Packing(label_of("float", 8), 8, tensor_bytes=8),
+    layouts=(BlockLayout(codes=Codes("weight", "F8_E4M3"), scales=Scales("weight_scale", block_rows=0), table="e4m3"),),
+)
+_RULES = {"NVFP4": _NVFP4, "FP8": _E4M3}
+_SUMMARIES = {"NVFP4": f"NVFP4 in groups of {_GROUP}", "FP8": "e4m3, a scale for each tensor"}
+USUAL = (_NVFP4,)
 
 
 def read(section: HFConfig) -> StoredRules:
     """See `stored_weights.Method`."""
     algorithm = section.text("quant_algo", "NVFP4").upper()
+    if algorithm not in _RULES:
+        raise section.error("quant_algo", f"{algorithm!r} is not supported; supported: {', '.join(_RULES)}")
+    if algorithm == "NVFP4":
+        section.only("group_size", _GROUP)
     excluded = section.names("ignore") or section.names("exclude_modules")
-    if algorithm not in ("NVFP4", "FP8"):
-        raise section.error("quant_algo", f"{algorithm!r} is not known; known: NVFP4, FP8")
-    packing = _NVFP4 if algorithm == "NVFP4" else _PER_TENSOR
-    refusal = f"modelopt's {algorithm} is not supported"
-    return StoredRules((PackingRule(packing, refusal=refusal),), excluded, summary=algorithm)
+    unused = tuple(key for key in ("kv_cache_scheme", "kv_cache_quant_algo") if section.has(key))
+    return StoredRules((_RULES[algorithm],), excluded, summary=_SUMMARIES[algorithm], unused=unused)

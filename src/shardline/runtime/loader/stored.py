@@ -164,6 +164,8 @@ def _read_scales(module: StoredModule, scales: Scales, tensor: ReadTensor) -> Te
     found = stored if stored.dtype in (torch.float16, torch.bfloat16) else stored.float()
     if scales.divisor:
         found = found.float() / _there(tensor, scales.divisor).float().reshape(())
+    if scales.multiplier:
+        found = found.float() * _there(tensor, scales.multiplier).float().reshape(())
     if scales.factor != 1.0:
         found = found.float() * scales.factor
     if not bool(torch.isfinite(found).all()):
