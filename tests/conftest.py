@@ -83,7 +83,7 @@ def fork_server() -> Iterator[Forks]:
 def forked_engines(fork_server: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines and ranks of `LLM` and `AsyncLLM` start as after a failure, as forks: they need not import torch each.
 
-    For tests of answers. Tests of starts, failures and ends do without.
+    For tests of answers. Tests of starts and ends do without.
     """
 
     class SharedForks(KeptForks):
