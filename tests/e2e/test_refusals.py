@@ -12,7 +12,6 @@ import pytest
 
 from tests.models.checkpoints import make_checkpoint
 
-
 REFUSALS: list[tuple[list[str], str]] = [
     (["no/such-model-here"], "no/such-model-here"),
     (["-tp", "9"], "use 8"),

@@ -24,9 +24,7 @@ from shardline.types import Request
 class Replica:
     """An engine, with two ranks unless options say otherwise, and what it told its front."""
 
-    def __init__(
-        self, step_timeout: float, model: str = "demo", forks: Forks | None = None, **options: object
-    ) -> None:
+    def __init__(self, step_timeout: float, model: str = "demo", forks: Forks | None = None, **options: object) -> None:
         """`forks`: the processes are forks, as after a failure."""
         self.messages: queue.Queue[EngineOutputs | EngineFailed] = queue.Queue()
         options = {"model": model, "step_timeout": step_timeout, **(options or {"tensor_parallel_size": 2})}
