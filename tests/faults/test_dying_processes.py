@@ -163,7 +163,8 @@ def test_code_in_the_current_directory_is_not_imported(tmp_path: Path) -> None:
 from shardline.config.engine import EngineConfig
 from shardline.engine.client import EngineClient
 from shardline.deployment.here import resolve_here
-client = EngineClient(resolve_here(EngineConfig.from_options(model="demo", tensor_parallel_size=2)), 0, print)
+config = EngineConfig.from_options(model="demo", distributed_executor_backend="mp")
+client = EngineClient(resolve_here(config), 0, print)
 client.wait_ready(60)
 client.close()
 """
