@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -27,6 +28,8 @@ from shardline.api import engines
 from shardline.engine.forks import Forks, KeptForks
 from shardline.engine.start import modules_to_import
 
+hypothesis.settings.register_profile("suite", deadline=None)  # a busy machine is no mistake
+hypothesis.settings.load_profile("suite")
 torch.set_num_threads(1)  # the oracles are small, and workers of the suite share the cores
 BEST_ISA = _cpu.isa()
 
@@ -83,7 +86,7 @@ def fork_server() -> Iterator[Forks]:
 def forked_engines(fork_server: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines and ranks of `LLM` and `AsyncLLM` start as after a failure, as forks: they need not import torch each.
 
-    For tests of answers. Tests of starts, failures and ends do without.
+    For tests of answers. Tests of starts and ends do without.
     """
 
     class SharedForks(KeptForks):

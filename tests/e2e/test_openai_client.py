@@ -108,7 +108,7 @@ def test_bad_requests_are_told_and_hurt_nobody(server: Server, body: dict[str, o
 def test_streams_outlive_a_rank(server: Server) -> None:
     """Runs last in this module, because it kills a rank of one replica."""
     client = server.client()
-    asked = {**LONG, "max_tokens": 300}
+    asked = {**LONG, "max_tokens": 150}
     streams = [client.completions.create(model="demo", stream=True, temperature=0.0, **asked) for _ in range(2)]
     texts = [next(iter(stream)).choices[0].text for stream in streams]
     os.kill(server.rank_pids[1], signal.SIGKILL)

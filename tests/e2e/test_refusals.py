@@ -12,36 +12,65 @@ import pytest
 
 from tests.models.checkpoints import make_checkpoint
 
+REFUSALS: list[tuple[list[str], str]] = [
+    (["no/such-model-here"], "no/such-model-here"),
+    (["-tp", "9"], "use 8"),
+    (["-pp", "9"], "8 or fewer"),
+    (["--pipeline-stages", "4,5", "-pp", "2"], "add up to"),
+    (["--max-model-len", "4096"], "2048"),
+    (["--kv-cache-memory", "64KiB"], "--kv-cache-memory"),
+    (["--kv-cache-memory", "lots"], "is not a size"),
+    (["--dtype", "float16"], "bfloat16"),
+    (["--cpu-threads", "4000"], "cores"),
+    (["--context-parallel-size", "2"], "not supported yet"),
+    (["--tensor-paralel-size", "2"], "--tensor-parallel-size"),
+]
+ONE_AFTER_ANOTHER = """
+import contextlib, io, json, sys
+from shardline.cli.main import main
+
+found = []
+for arguments in json.load(sys.stdin):
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            code = main(["serve", *arguments])
+        except SystemExit as end:
+            code = end.code
+    found.append((code, errors.getvalue()))
+json.dump(found, sys.stdout)
+"""
+"""What the command prints and its exit code, for each list of arguments. They share the imports."""
+
+
+def the_error(code: int, errors: str) -> str:
+    assert code == 2, errors
+    assert "Traceback" not in errors
+    [line] = [line for line in errors.splitlines() if "error:" in line]
+    return line
+
 
 def refused(*arguments: str) -> str:
     """The error of `shardline serve` with these arguments."""
     done = subprocess.run(
         [sys.executable, "-m", "shardline", "serve", *arguments], capture_output=True, text=True, timeout=30
     )
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    [line] = [line for line in done.stderr.splitlines() if "error:" in line]
-    return line
+    return the_error(done.returncode, done.stderr)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["no/such-model-here"], "no/such-model-here"),
-        (["-tp", "9"], "use 8"),
-        (["-pp", "9"], "8 or fewer"),
-        (["--pipeline-stages", "4,5", "-pp", "2"], "add up to"),
-        (["--max-model-len", "4096"], "2048"),
-        (["--kv-cache-memory", "64KiB"], "--kv-cache-memory"),
-        (["--kv-cache-memory", "lots"], "is not a size"),
-        (["--dtype", "float16"], "bfloat16"),
-        (["--cpu-threads", "4000"], "cores"),
-        (["--context-parallel-size", "2"], "not supported yet"),
-        (["--tensor-paralel-size", "2"], "--tensor-parallel-size"),
-    ],
-)
-def test_options(arguments: list[str], says: str) -> None:
-    assert says in refused(*arguments)
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, tuple[int, str]]:
+    """By what an error must say, the exit code of the command and what it printed."""
+    given = json.dumps([arguments for arguments, _ in REFUSALS])
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_AFTER_ANOTHER], input=given, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return {says: found for (_, says), found in zip(REFUSALS, json.loads(done.stdout), strict=True)}
+
+
+@pytest.mark.parametrize("says", [says for _, says in REFUSALS])
+def test_options(says: str, refusals: dict[str, tuple[int, str]]) -> None:
+    assert says in the_error(*refusals[says])
 
 
 def test_port_in_use() -> None:

@@ -36,7 +36,8 @@ class Person(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serve("-tp", "2", "--enable-auto-tool-choice") as server:
+    # Without restarts there is no fork server, which would import torch too.
+    with serve("-tp", "2", "--enable-auto-tool-choice", "--on-failure", "exit") as server:
         yield server
 
 

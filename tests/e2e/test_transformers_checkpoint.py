@@ -19,7 +19,7 @@ def test_greedy_tokens_equal(tmp_path: Path) -> None:
         expected = oracle.generate(
             torch.tensor([prompt]), do_sample=False, max_new_tokens=24, min_new_tokens=24, pad_token_id=0
         )[0, len(prompt) :].tolist()
-    with serve(str(model), "-tp", "2", "--served-model-name", "tiny") as server:
+    with serve(str(model), "-tp", "2", "--on-failure", "exit", "--served-model-name", "tiny") as server:
         stream = server.client().completions.create(
             model="tiny",
             prompt=prompt,

@@ -167,8 +167,19 @@ def layouts_of_formats() -> list[Case]:
     return cases
 
 
-def pairwise_sample(families: Sequence[str], schemes: Sequence[str]) -> list[Case]:
-    """Cases in which every two values of different axes meet at least once (greedy covering array)."""
+def _effort(case: Case) -> float:
+    """About how long a case takes, with its golden answers, in seconds."""
+    seconds = 0.25 + 0.05 * case.tensor * case.pipeline * case.data
+    for is_so, factor in ((case.cache == "warm", 1.5), (case.batch == "alone", 1.3), (case.memory == "tight", 1.2)):
+        seconds *= factor if is_so else 1.0
+    return seconds + 0.15
+
+
+def pairwise_sample(families: Sequence[str], schemes: Sequence[str], *, quick: bool = False) -> list[Case]:
+    """Cases in which every two values of different axes meet at least once (greedy covering array).
+
+    `quick`: chosen among more candidates, and those that take little time are preferred.
+    """
     values = axes(families, schemes, KV_TYPES[:2])
     if not any(has_experts(family) for family in families):
         values = [[value for value in axis if value != WHOLE_EXPERTS] for axis in values]
@@ -184,12 +195,13 @@ def pairwise_sample(families: Sequence[str], schemes: Sequence[str]) -> list[Cas
     while missing:
         i, a, j, b = min(missing, key=str)
         candidates = []
-        for _ in range(50):
+        for _ in range(200 if quick else 50):
             choice = [rng.choice(axis) for axis in values]
             choice[i], choice[j] = a, b
             case = Case(*choice)
             if case.possible:
-                candidates.append((len(missing & set(_pairs(case))), case))
+                found = len(missing & set(_pairs(case)))
+                candidates.append((found / _effort(case) ** 0.3 if quick else found, case))
         best = max(candidates, key=lambda candidate: candidate[0])[1]
         missing -= set(_pairs(best))
         cases.append(best)

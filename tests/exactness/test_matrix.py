@@ -75,7 +75,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             else list(
                 dict.fromkeys(
                     [
-                        *pairwise_sample(SAMPLED_FAMILIES, SCHEMES),
+                        *pairwise_sample(SAMPLED_FAMILIES, SCHEMES, quick=True),
                         *latent_layouts(),
                         *layouts_of_own_parts(),
                         *layouts_of_formats(),

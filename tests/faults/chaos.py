@@ -103,7 +103,11 @@ class Report:
 class Chaos:
     """A server, its clients, and the faults."""
 
-    def __init__(self, folder: Path, seed: int, layout: Sequence[str] = ("-dp", "2", "-pp", "2")) -> None:
+    def __init__(
+        self, folder: Path, seed: int, layout: Sequence[str] = ("-dp", "2", "-pp", "2"), pause: float = 0.0
+    ) -> None:
+        """`layout`: flags of the server. `pause`: seconds that a client waits after each answer."""
+        self._pause = pause
         self._random = random.Random(seed)
         self.report = Report()
         self._stopping = threading.Event()
@@ -282,6 +286,7 @@ class Chaos:
             self.report.answers += 1
             if not right:
                 self.report.wrong.append(f"request {number} has another answer: {self._difference(number, answer)}")
+            self._stopping.wait(self._pause)
 
     def _count(self, change: int) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""The commands of files in deploy/, run on two hosts: the demo model, CPUs and two ranks per host instead of eight."""
+"""The commands of files in deploy/, run on two hosts: the demo model, CPUs and one rank per host instead of eight."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ KEY = "a-key-of-these-tests-only"
 
 def scaled_down(words: list[str]) -> list[str]:
     """The command with a smaller model and fewer ranks."""
-    small = {"Qwen/Qwen3-32B": "demo", "--tensor-parallel-size=8": "--tensor-parallel-size=2"}
+    small = {"Qwen/Qwen3-32B": "demo", "--tensor-parallel-size=8": "--tensor-parallel-size=1"}
     found = [small.get(word, word) for word in words]
     if "-tp" in found:
-        found[found.index("-tp") + 1] = "2"
+        found[found.index("-tp") + 1] = "1"
     assert "demo" in found
     return [*found, *SMALL[1:]]
 

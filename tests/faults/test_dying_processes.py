@@ -1,4 +1,7 @@
-"""Real processes that are killed, stopped or orphaned: the failure is named and bounded, and nobody is left behind."""
+"""Real processes that are killed, stopped or orphaned: the failure is named and bounded, and nobody is left behind.
+
+Most are forks, as after a failure. Fresh ones are where the way of starting matters.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import shardline
+from shardline.engine.forks import Forks
 from tests.faults.processes import Replica, assert_all_end, clean_up
 from tests.models.checkpoints import make_checkpoint
 
@@ -26,17 +30,26 @@ def replica() -> Iterator[Replica]:
 
 
 @pytest.fixture
-def expert_parallel(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Replica]:
-    """Ranks that spend most of their time in exchanges of tokens."""
-    model = make_checkpoint("qwen3_moe", tmp_path / "model", max_position_embeddings=2048)
-    replica = Replica(2.0, str(model), tensor_parallel_size=2, enable_expert_parallel=True, collectives=request.param)
+def forked_replica(fork_server: Forks) -> Iterator[Replica]:
+    replica = Replica(step_timeout=2.0, forks=fork_server, tensor_parallel_size=2)
     yield replica
     clean_up(replica)
 
 
-@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
-def test_a_killed_rank_is_named(replica: Replica, busy: bool) -> None:
-    if busy:
+@pytest.fixture
+def expert_parallel(request: pytest.FixtureRequest, tmp_path: Path, fork_server: Forks) -> Iterator[Replica]:
+    """Ranks that spend most of their time in exchanges of tokens."""
+    model = make_checkpoint("qwen3_moe", tmp_path / "model", max_position_embeddings=2048)
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "collectives": request.param}
+    replica = Replica(2.0, str(model), fork_server, **options)
+    yield replica
+    clean_up(replica)
+
+
+@pytest.mark.parametrize("start", ["replica", "forked_replica"], ids=["busy", "idle"])
+def test_a_killed_rank_is_named(start: str, request: pytest.FixtureRequest) -> None:
+    replica: Replica = request.getfixturevalue(start)
+    if start == "replica":
         replica.start_long_request()
     victim = replica.worker_pids[1]
     os.kill(victim, signal.SIGKILL)
@@ -48,11 +61,12 @@ def test_a_killed_rank_is_named(replica: Replica, busy: bool) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_replica_in_lockstep_that_is_gone_ends_the_step_with_its_name(tmp_path: Path, number: int) -> None:
+def test_a_replica_in_lockstep_that_is_gone_ends_the_step_with_its_name(
+    tmp_path: Path, number: int, fork_server: Forks
+) -> None:
     """The other replica has the request, and waits for the idle one in the exchange of experts."""
-    replica = Replica(
-        2.0, str(make_checkpoint("qwen3_moe", tmp_path)), data_parallel_size=2, enable_expert_parallel=True
-    )
+    model = str(make_checkpoint("qwen3_moe", tmp_path))
+    replica = Replica(2.0, model, fork_server, data_parallel_size=2, enable_expert_parallel=True)
     try:
         replica.start_long_request(200)
         victim = replica.worker_pids[1]
@@ -81,7 +95,8 @@ def test_a_rank_that_goes_in_an_exchange_of_tokens_is_named(expert_parallel: Rep
     assert_all_end([expert_parallel.engine_pid, *expert_parallel.worker_pids], within=10)
 
 
-def test_a_stopped_rank_is_named_at_the_deadline(replica: Replica) -> None:
+def test_a_stopped_rank_is_named_at_the_deadline(forked_replica: Replica) -> None:
+    replica = forked_replica
     replica.start_long_request()
     victim = replica.worker_pids[1]
     os.kill(victim, signal.SIGSTOP)
@@ -148,7 +163,8 @@ def test_code_in_the_current_directory_is_not_imported(tmp_path: Path) -> None:
 from shardline.config.engine import EngineConfig
 from shardline.engine.client import EngineClient
 from shardline.deployment.here import resolve_here
-client = EngineClient(resolve_here(EngineConfig.from_options(model="demo", tensor_parallel_size=2)), 0, print)
+config = EngineConfig.from_options(model="demo", distributed_executor_backend="mp")
+client = EngineClient(resolve_here(config), 0, print)
 client.wait_ready(60)
 client.close()
 """

@@ -73,6 +73,7 @@ def test_a_stopped_rank_is_named_without_a_request(replica: Replica) -> None:
     assert_all_end(processes, within=10)
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_stopped_engines_of_one_rank_are_named_and_their_streams_go_on(caplog: pytest.LogCaptureFixture) -> None:
     """One engine is in the middle of a stream, the other one is idle."""
     params = SamplingParams(max_tokens=300, ignore_eos=True, seed=5)

@@ -86,8 +86,11 @@ def undisturbed() -> list[object]:
     ids=["a rank of the only replica", "an engine of two, twice"],
 )
 def test_nobody_can_tell_from_the_tokens(
-    undisturbed: list[object], options: dict[str, object], kills: list[str]
+    undisturbed: list[object], options: dict[str, object], kills: list[str], request: pytest.FixtureRequest
 ) -> None:
+    """The ranks of the only replica start afresh each time, and engines are forks."""
+    if "engine" in kills:
+        request.getfixturevalue("forked_engines")
     outputs, pids = asyncio.run(asyncio.wait_for(run(options, kills), 120))
     assert outputs == undisturbed
     assert_all_end(pids, within=10)

@@ -21,6 +21,9 @@ from tests.parallel.carriers import SOCKETS, run_ranks, zeros
 
 PATIENCE_S = 30.0
 
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([__name__])  # torch is imported once, and not by each process
+
 
 @pytest.mark.parametrize("data_bytes", [1 << 14, SOCKETS])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -168,12 +171,11 @@ def collectives_in_process(name: str, rank: int, size: int, results: multiproces
 
 def test_collectives_between_processes():
     size = 2
-    context = multiprocessing.get_context("spawn")
     memory = SharedMemory(create=True, size=SharedGroup.required_bytes(size, 1 << 12))
     try:
-        queue = context.Queue()
+        queue = PROCESSES.Queue()
         ranks = [
-            context.Process(target=collectives_in_process, args=(memory.name, rank, size, queue))
+            PROCESSES.Process(target=collectives_in_process, args=(memory.name, rank, size, queue))
             for rank in range(size)
         ]
         for process in ranks:
@@ -329,7 +331,7 @@ def test_mailbox_between_processes():
     try:
         array = np.frombuffer(memory.buf, dtype=np.uint8)
         mailbox = Mailbox(array)
-        process = multiprocessing.get_context("spawn").Process(target=send_all, args=(memory.name,))
+        process = PROCESSES.Process(target=send_all, args=(memory.name,))
         process.start()
         for message in messages():
             assert mailbox.recv(60.0) == message.numpy().tobytes()

@@ -60,6 +60,7 @@ def test_one_answer(layout: str, tmp_path: Path) -> None:
         assert output.outputs[0].digests == answer.digests
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_fast_numerics_answer_alike() -> None:
     """Partial sums across ranks change last bits, not what a confident model says in float32."""
     messages = [{"role": "user", "content": "What does os.path.join do?"}]

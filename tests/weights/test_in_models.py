@@ -96,6 +96,7 @@ def test_the_demo_model_still_knows_its_answers(name: str) -> None:
     )
 
 
+@pytest.mark.usefixtures("forked_engines")
 @pytest.mark.parametrize("name", SCHEMES)
 def test_fast_numerics_take_every_format(name: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=16)

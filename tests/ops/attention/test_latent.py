@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -93,6 +93,18 @@ def attend(
     return list(op(query_latent, query_rope, cache, tables, starts, context_lens, scale).split(lengths))
 
 
+def random_batch(rng, dtype, **sizes) -> list[tuple[Sequence, int, int]]:
+    lengths = [(0, 37), (36, 37), (600, 603), (0, 1), (1020, 1030)]
+    return [(random_sequence(rng, end, dtype, **sizes), begin, end) for begin, end in lengths]
+
+
+@cache
+def references(dtype, stored, **sizes) -> list[Tensor]:
+    """The reference's outputs of `random_batch`, which are those of every ISA."""
+    batch = random_batch(torch.Generator().manual_seed(0), dtype, **sizes)
+    return attend(batch, stored=stored, poison=False, op=mla_attention_reference)
+
+
 @pytest.mark.parametrize(
     ("heads", "latent", "rope", "stored"),
     [
@@ -109,13 +121,9 @@ def attend(
 )
 @pytest.mark.usefixtures("isa")
 def test_matches_reference(dtype, rng, heads, latent, rope, stored):
-    lengths = [(0, 37), (36, 37), (600, 603), (0, 1), (1020, 1030)]
-    batch = [
-        (random_sequence(rng, end, dtype, heads=heads, latent=latent, rope=rope), begin, end) for begin, end in lengths
-    ]
-    actual = attend(batch, stored=stored)
-    expected = attend(batch, stored=stored, poison=False, op=mla_attention_reference)
-    for a, e in zip(actual, expected, strict=True):
+    sizes = {"heads": heads, "latent": latent, "rope": rope}
+    actual = attend(random_batch(rng, dtype, **sizes), stored=stored)
+    for a, e in zip(actual, references(dtype, stored, **sizes), strict=True):
         if dtype == torch.float32:
             assert_close(a, e, scale=2.0)
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -107,27 +107,37 @@ def attend(
     return list(out.split(lengths))
 
 
+@cache
+def references(sizes: bool, dtype, heads, kv_heads, dim, **options) -> list[Tensor]:
+    """The reference's outputs of `random_batch`, which are those of every ISA; `sizes`: of the values' magnitudes."""
+    batch = random_batch(torch.Generator().manual_seed(0), dtype, heads, kv_heads, dim)
+    if sizes:
+        batch = [(replace(sequence, value=sequence.value.abs()), begin, end) for sequence, begin, end in batch]
+    return attend(batch, **options, poison=False, op=paged_attention_reference)
+
+
+def random_batch(rng, dtype, heads, kv_heads, dim) -> list[tuple[Sequence, int, int]]:
+    lengths = [(0, 37), (36, 37), (600, 603), (0, 1), (1020, 1030)]
+    return [
+        (random_sequence(rng, end, dtype, heads=heads, kv_heads=kv_heads, dim=dim), begin, end)
+        for begin, end in lengths
+    ]
+
+
 @pytest.mark.parametrize("stored", [None, torch.int8, E4M3])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 128), (2, 2, 80), (8, 1, 36), (1, 1, 7)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 5.0), (700, 30.0)])
 def test_matches_reference(isa, stored, dtype, rng, heads, kv_heads, dim, window, softcap):
     dim -= dim % 2 if dtype == torch.bfloat16 else 0
-    lengths = [(0, 37), (36, 37), (600, 603), (0, 1), (1020, 1030)]
-    batch = [
-        (random_sequence(rng, end, dtype, heads=heads, kv_heads=kv_heads, dim=dim), begin, end)
-        for begin, end in lengths
-    ]
-    actual = attend(batch, stored=stored, window=window, softcap=softcap)
-    expected = attend(batch, stored=stored, window=window, softcap=softcap, poison=False, op=paged_attention_reference)
+    options = {"stored": stored, "window": window, "softcap": softcap}
+    actual = attend(random_batch(rng, dtype, heads, kv_heads, dim), **options)
+    expected = references(False, dtype, heads, kv_heads, dim, **options)
     if not rounds_weights(isa, dtype):
         for a, e in zip(actual, expected, strict=True):
             assert_close(a, e, scale=2.0)
         return
     # Weights w_j (1 + d_j), |d_j| <= 2^-8, over their own sum, are off by at most 2^-8 sum_j w_j (|value_j| + |out|).
-    sizes = attend(
-        [(replace(sequence, value=sequence.value.abs()), begin, end) for sequence, begin, end in batch],
-        stored=stored, window=window, softcap=softcap, poison=False, op=paged_attention_reference,
-    )  # fmt: skip
+    sizes = references(True, dtype, heads, kv_heads, dim, **options)
     for a, e, size in zip(actual, expected, sizes, strict=True):
         one_ulp = e.double().abs() * 2**-7
         bound = 2**-8 * (1 + 2**-7) * (size.double() + e.double().abs()) + one_ulp + 2e-5
@@ -135,19 +145,28 @@ def test_matches_reference(isa, stored, dtype, rng, heads, kv_heads, dim, window
         assert (error <= bound).all(), f"off by {error.max()}"
 
 
+SINKS = torch.tensor([-200.0, -1.0, 2.0, 40.0])
+
+
+@cache
+def reference_with_sinks(**options) -> Tensor:
+    """The reference's output, which is that of every ISA."""
+    sequence = random_sequence(torch.Generator().manual_seed(0), 1100, torch.float32, dim=32)
+    (expected,) = attend([(sequence, 0, 1100)], **options, sinks=SINKS, poison=False, op=paged_attention_reference)
+    return expected
+
+
 @pytest.mark.parametrize(("window", "chunked"), [(None, False), (20, True), (700, True)])
 @pytest.mark.usefixtures("isa")
 def test_sinks_and_chunks(stored, rng, window, chunked):
     """They match the reference, and neither steps nor neighbours change their bits."""
-    sinks = torch.tensor([-200.0, -1.0, 2.0, 40.0])
-    options = {"stored": stored, "window": window, "chunked": chunked, "sinks": sinks}
+    options = {"stored": stored, "window": window, "chunked": chunked}
     sequence = random_sequence(rng, 1100, torch.float32, dim=32)
-    (whole,) = attend([(sequence, 0, 1100)], **options)
-    (expected,) = attend([(sequence, 0, 1100)], **options, poison=False, op=paged_attention_reference)
-    assert_close(whole, expected, scale=2.0)
+    (whole,) = attend([(sequence, 0, 1100)], **options, sinks=SINKS)
+    assert_close(whole, reference_with_sinks(**options), scale=2.0)
     for begin, end in [(0, 5), (19, 41), (699, 701), (1099, 1100)]:
         batch = [(random_sequence(rng, 40, torch.float32, dim=32), 3, 40), (sequence, begin, end)]
-        assert_same_bits(attend(batch, **options, shuffle=begin)[1], whole[begin:end])
+        assert_same_bits(attend(batch, **options, sinks=SINKS, shuffle=begin)[1], whole[begin:end])
 
 
 @pytest.mark.parametrize("query_scale", [0.2, 1.0])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -97,19 +99,33 @@ def test_filters_against_brute_force(logits, temperature, top_k, top_p, min_p, s
     assert sample_rows(row[None], **filters, seeds=seed, choices=3, positions=7).item() == expected
 
 
+@cache
+def large_logits(spread: float) -> Tensor:
+    """20 rows, flat or peaked."""
+    return randn(20, 32000, rng=torch.Generator().manual_seed(0)) * spread
+
+
+@cache
+def references(spread: float, top_k: int, top_p: float, min_p: float) -> list[tuple[np.ndarray, int]]:
+    """For each of these rows, the weights of the tokens that stay and the drawn one, which are those of every ISA."""
+    filters = {"temperature": 1.0, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    return [
+        (kept_tokens_reference(row, **filters), sample_reference(row, _cpu.uniform(0, 0, number, 0), **filters))
+        for number, row in enumerate(large_logits(spread).numpy())
+    ]
+
+
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (500, 1.0, 0.0), (0, 0.7, 0.0), (900, 0.9, 0.01)])
 @pytest.mark.parametrize("spread", [0.5, 3.0])
 @pytest.mark.usefixtures("isa")
-def test_a_large_vocabulary(rng, top_k, top_p, min_p, spread):
+def test_a_large_vocabulary(top_k, top_p, min_p, spread):
     """Flat and peaked rows, so that the nucleus is small, large, or nearly everything."""
-    logits = randn(20, 32000, rng=rng) * spread
-    tokens = sample_rows(logits, top_k=top_k, top_p=top_p, min_p=min_p, positions=torch.arange(20))
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    tokens = sample_rows(large_logits(spread).clone(), **filters, positions=torch.arange(20))
     agree = 0
-    for row, token in enumerate(tokens.tolist()):
-        values, filters = logits[row].numpy(), {"temperature": 1.0, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        weights = kept_tokens_reference(values, **filters)
+    for token, (weights, expected) in zip(tokens.tolist(), references(spread, **filters), strict=True):
         assert weights[token] > 0
-        agree += token == sample_reference(values, _cpu.uniform(0, 0, row, 0), **filters)
+        agree += token == expected
     assert agree >= 19  # a draw may fall between the fp32 and the fp64 weights
 
 
