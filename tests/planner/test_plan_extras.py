@@ -153,3 +153,6 @@ def test_the_command_names_the_only_cache_type_of_compressed_entries(capsys: pyt
     assert "--tensor-parallel-size 4 --max-model-len 8192 --kv-cache-dtype fp8" in told
     assert main(["plan", "deepseek-ai/DeepSeek-V4-Flash", "--gpus", "16xH100", "-tp", "16"]) == 2
     assert "cannot share 8 groups of outputs among 16 ranks" in capsys.readouterr().err
+    assert main(["plan", "deepseek-ai/DeepSeek-V4-Flash", "--gpus", "4x8xL4", "-pp", "32"]) == 0, (
+        "stages of windows only"
+    )

@@ -223,7 +223,7 @@ def _compressed_blocks(layers: Sequence[tuple[CompressedMQA, int]], dtype: KVDTy
     """
     if not layers:
         return []
-    depth = max(-(-sum(count for _, count in layers) // 2), *(count for one, count in layers if one.ratio))
+    depth = max((-(-sum(count for _, count in layers) // 2), *(count for one, count in layers if one.ratio)))
     found: dict[_Blocks, None] = {}
     for attention, _ in layers:
         window, entries, keys = cache_rows(attention, dtype)
