@@ -191,3 +191,21 @@ def test_help_is_instant_and_loads_nothing_heavy() -> None:
             return
         time.sleep(0.5)
     assert min(times) < 0.15
+
+
+@pytest.mark.parametrize("length", [3, 300_000])
+def test_output_that_nobody_reads_is_no_error(length: int) -> None:
+    code = (
+        "import argparse, sys, time\n"
+        "from shardline.cli import main\n"
+        "run = argparse.Namespace(run=lambda args: (time.sleep(0.2), print('x' * int(sys.argv[1]))) and None)\n"
+        "main.build_parser = lambda: argparse.Namespace(parse_args=lambda words: run)\n"
+        "sys.exit(main.main([]))"
+    )
+    words = [sys.executable, "-c", code, str(length)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert process.returncode == 141

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -18,24 +19,41 @@ from shardline.cli.flags import USAGE_ERROR, Parser
 
 FAILURE = 1
 INTERRUPTED = 130
+UNREAD = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code: 0, 1 (it failed), 2 (the user's mistake) or 130 (ctrl-C).
+    """Run a command and return the exit code: 0, 1 (it failed), 2 (the user's mistake), 130 (ctrl-C) or 141 (nobody
+    reads the output any more, as after `| head`).
 
     A command's `run` raises ValueError for a user's mistake, and RuntimeError or OSError for a failure. The user sees
     the message; with SHARDLINE_LOG_LEVEL=DEBUG, also the traceback.
     """
     args = build_parser().parse_args(argv)
     try:
-        return int(args.run(args) or 0)
+        code = int(args.run(args) or 0)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED
     except (ValueError, RuntimeError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _drop_unread_output():
+            return UNREAD
         if env.log_level() == "DEBUG":
             raise
         print(f"shardline: error: {error}", file=sys.stderr)
         return USAGE_ERROR if isinstance(error, ValueError) else FAILURE
+
+
+def _drop_unread_output() -> bool:
+    """Whether nobody reads the output any more. If so, what is left of it is dropped."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would complain once more when it flushes the output at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def build_parser() -> Parser:
