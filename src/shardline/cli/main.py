@@ -9,6 +9,7 @@ import argparse
 import importlib
 import os
 import pkgutil
+import select
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -47,13 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _drop_unread_output() -> bool:
     """Whether nobody reads the output any more. If so, what is left of it is dropped."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    unread = any(event & select.POLLERR for _, event in output.poll(0))
+    if unread:
         # Python would complain once more when it flushes the output at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    return unread
 
 
 def build_parser() -> Parser:
