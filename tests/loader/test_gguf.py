@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -21,6 +22,7 @@ from shardline.deployment.here import resolve_here
 from shardline.models.checkpoint import Checkpoint
 from shardline.models.gguf.architectures import ARCHITECTURES as known_architectures
 from shardline.models.gguf.checkpoint import GGUFCheckpoint
+from shardline.models.gguf.config import read_config
 from shardline.models.gguf.header import BLOCK_TYPES, PACKED_TYPES
 from shardline.models.gguf.norms import without_norm_offsets
 from shardline.models.hub import resolve_model
@@ -138,6 +140,22 @@ def test_a_converted_model_is_the_model(family: str, options: dict[str, Any], tm
     assert ours == replace(without_norm_offsets(theirs), dtype="bfloat16")
     plain = CheckpointWeights(Checkpoint.open(save_plain(tmp_path / "plain", source, tensors)), theirs, torch.float32)
     _assert_same_weights(GGUFWeights(GGUFCheckpoint.open(file), ours, torch.float32), plain, ours, (1, 3))
+    _assert_bad_metadata_is_named(GGUFCheckpoint.open(file))
+
+
+def _assert_bad_metadata_is_named(checkpoint: GGUFCheckpoint) -> None:
+    """Whatever an entry is, nothing but ValueError is raised, in one line."""
+    metadata = checkpoint.header.metadata
+    for key in (key for key in metadata if key.startswith(f"{checkpoint.architecture}.")):
+        for value in (0, -1, 3, 1 << 31, 1.5, "x", True):
+            changed = dataclasses.replace(checkpoint.header, metadata={**metadata, key: value})
+            damaged = dataclasses.replace(checkpoint, header=changed)
+            message = ""
+            try:
+                damaged.check(decoder_spec(read_config(damaged, None)))
+            except ValueError as error:
+                message = str(error)
+            assert "\n" not in message, key
 
 
 def test_every_architecture_is_tested() -> None:

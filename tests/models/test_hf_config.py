@@ -23,6 +23,7 @@ _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": 
         ({"hidden_size": "4096"}, "hidden_size must be a whole number, got '4096'"),
         ({"hidden_size": True}, "hidden_size must be a whole number"),
         ({"hidden_size": 0}, "hidden_size must be at least 1"),
+        ({"head_dim": 1 << 31}, "needs heads of at most 65536 elements, got 2147483648"),
         ({"num_hidden_layers": 1 << 40}, "num_hidden_layers must be at most 4096, got 1099511627776"),
         ({"model_type": "gpt2", "n_layer": 1 << 40}, "n_layer must be at most 4096"),
         ({"model_type": "mixtral", "num_local_experts": 1 << 40}, r"has 35184372088832 experts in 32 layers, and at"),

@@ -18,6 +18,8 @@ from shardline.models.hf_config import HFConfig
 from shardline.models.spec import Rope
 
 _Frequencies = tuple[NDArray[np.float32], float]
+_MAX_HEAD_DIM = 1 << 16
+"""Many more elements than any head has. A damaged configuration may state any number, and the rope has a table."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def read_rope(
     if fraction > 1.0 or (fraction != 1.0 and not partial):
         raise section.error("partial_rotary_factor", f"{fraction} is not supported for this model type")
     rotary_dim = int(head_dim * fraction)
+    _check_head_dim(section, head_dim)
     if rotary_dim % 2 or rotary_dim == 0:
         raise section.error("", f"needs an even rotary size, got {rotary_dim} (head_dim {head_dim})")
     # As in transformers, a value outside the rope parameters takes precedence. phi3 has it there.
@@ -109,12 +112,18 @@ def proportional_rope(section: HFConfig, head_dim: int, default_theta: float, de
         ValueError: a parameter is wrong.
     """
     fraction = section.number("partial_rotary_factor", default_fraction)
+    _check_head_dim(section, head_dim)
     if fraction > 1.0 or head_dim % 2:
         raise section.error("partial_rotary_factor", f"{fraction} does not fit heads of {head_dim}")
     num_rotated = int(fraction * head_dim // 2)
     powers = _powers(section.number("rope_theta", default_theta), head_dim)[:num_rotated]
     inv_freq = np.float32(1.0) / powers / np.float32(section.number("factor", 1.0))
     return Rope((*(float(f) for f in inv_freq), *(0.0,) * (head_dim // 2 - num_rotated)))
+
+
+def _check_head_dim(section: HFConfig, head_dim: int) -> None:
+    if head_dim > _MAX_HEAD_DIM:
+        raise section.error("", f"needs heads of at most {_MAX_HEAD_DIM} elements, got {head_dim}")
 
 
 def rotated_layers(config: HFConfig, num_layers: int) -> list[bool]:

@@ -121,9 +121,8 @@ def _gemma(m: Metadata) -> dict[str, Any]:
 
 def _query_scale(m: Metadata, big_layers: int) -> int:
     """query_pre_attn_scalar, which files leave out: the head size, but hidden size / heads in the 27B models."""
-    heads = m.integer("attention.head_count")
     if m.num_blocks() == big_layers:
-        return m.integer("embedding_length") // heads
+        return m.width_per_head()
     return m.integer("attention.key_length")
 
 
@@ -152,7 +151,7 @@ def _gemma3(m: Metadata) -> dict[str, Any]:
 
 
 def _phi3(m: Metadata) -> dict[str, Any]:
-    head_dim = m.integer("embedding_length") // m.integer("attention.head_count")
+    head_dim = max(1, m.width_per_head())
     return {
         "model_type": "phi3",
         "sliding_window": m.integer("attention.sliding_window", 0) or None,
@@ -227,7 +226,7 @@ def _deepseek2(m: Metadata) -> dict[str, Any]:
 def _llama4(m: Metadata) -> dict[str, Any]:
     if m.integer("attention.sliding_window", _LLAMA4_CHUNK) == 0:
         raise m.header.error("llama4.attention.sliding_window", "is 0 (no chunks), which is not supported")
-    whole = m.integer("embedding_length") // m.integer("attention.head_count")
+    whole = m.width_per_head()
     head_dim = m.integer("attention.key_length", m.integer("rope.dimension_count", whole))
     own = {
         "model_type": "llama4_text",
@@ -254,7 +253,7 @@ def _sigmoid_experts(m: Metadata, count_key: str) -> dict[str, Any]:
 def _glm4(m: Metadata) -> dict[str, Any]:
     if m.has("rope.dimension_sections"):
         raise m.error("rope.dimension_sections", "is there: files of GLM-4V have another order of rows, not supported")
-    head_dim = m.integer("attention.key_length", m.integer("embedding_length") // m.integer("attention.head_count"))
+    head_dim = m.size("attention.key_length", m.width_per_head())
     return {
         "model_type": "glm4",
         "head_dim": head_dim,
@@ -264,7 +263,7 @@ def _glm4(m: Metadata) -> dict[str, Any]:
 
 
 def _glm4_moe(m: Metadata) -> dict[str, Any]:
-    head_dim = m.integer("attention.key_length")
+    head_dim = m.size("attention.key_length")
     own = {
         "model_type": "glm4_moe",
         "partial_rotary_factor": m.integer("rope.dimension_count") / head_dim,

@@ -21,6 +21,8 @@ def gemma4_config(m: Metadata) -> dict[str, Any]:
     """
     is_windowed = [bool(number) for number in m.layer_numbers("attention.sliding_window_pattern")]
     sizes, shared = m.layer_numbers("feed_forward_length"), m.integer("attention.shared_kv_layers", 0)
+    if not 0 <= shared < len(sizes):
+        raise m.error("attention.shared_kv_layers", f"must leave some of {len(sizes)} layers, got {shared}")
     is_wide = sizes != sizes[:1] * len(sizes)
     doubled = [sizes[0] * (1 + (index >= len(sizes) - shared)) for index in range(len(sizes))]
     if is_wide and sizes != doubled:

@@ -26,6 +26,17 @@ class Metadata:
             raise self.error(key, f"must be a whole number, got {value!r:.40}")
         return value
 
+    def size(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self.integer(key, default)
+        if value < 1:
+            raise self.error(key, f"must be at least 1, got {value}")
+        return value
+
+    def width_per_head(self) -> int:
+        """Elements of the residual stream for each head: the size of a head, unless the file states another."""
+        return self.size("embedding_length") // self.size("attention.head_count")
+
     def num_blocks(self) -> int:
         """The number of layers. Each has tensors of its own."""
         count = self.integer("block_count")

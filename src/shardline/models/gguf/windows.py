@@ -43,7 +43,7 @@ def exaone4(m: Metadata) -> dict[str, Any]:
 
 def cohere2(m: Metadata) -> dict[str, Any]:
     """Command R7B, Command A."""
-    head_dim = m.integer("embedding_length") // m.integer("attention.head_count")
+    head_dim = m.width_per_head()
     if (rotated := m.integer("rope.dimension_count", head_dim)) != head_dim:
         raise m.error("rope.dimension_count", f"must be the size of a head, {head_dim}, got {rotated}")
     return {
