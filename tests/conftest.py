@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-gc.disable()  # imports make a million objects, none of them garbage; until pytest_collection_finish
 os.environ["TRITON_INTERPRET"] = "1"
 import triton.experimental.gluon
 import triton.language  # noqa: F401
@@ -44,6 +43,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="exactness: the full product of the axes instead of a pairwise sample",
     )
+
+
+def pytest_collection() -> None:
+    """Imports make many objects, none of them garbage."""
+    gc.disable()
 
 
 def pytest_collection_finish() -> None:
