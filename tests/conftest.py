@@ -6,6 +6,7 @@ Triton decides as it is imported, and as kernels are, whether they run in its in
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -42,6 +43,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="exactness: the full product of the axes instead of a pairwise sample",
     )
+
+
+def pytest_collection() -> None:
+    """Imports make many objects, none of them garbage."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: the garbage collector need not look at it again and again."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(params=_cpu.available_isas())
