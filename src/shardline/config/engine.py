@@ -225,7 +225,7 @@ class EngineConfig:
         """
         parts: dict[str, Any] = {}
         if isinstance(options.get("speculative_config"), dict):
-            options["speculative_config"] = json.dumps(options["speculative_config"])
+            options["speculative_config"] = json.dumps(options["speculative_config"], default=str)
         for part in dataclasses.fields(cls):
             part_class = part.default_factory
             assert isinstance(part_class, type)

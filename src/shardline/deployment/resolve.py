@@ -168,41 +168,29 @@ def _rank_weights(
     dtype: DType,
     held: FormatChoice,
 ) -> tuple[RankWeights, ...]:
-    parallel = config.parallel
-    return model.keep(
-        (id(spec), layout.grid, layout.device, stages, dtype, held, parallel.numerics, parallel.enable_expert_parallel),
-        lambda: _find_rank_weights(config, layout, model, spec, stages, dtype, held),
-    )
-
-
-def _find_rank_weights(
-    config: EngineConfig,
-    layout: Layout,
-    model: ModelDescription,
-    spec: DecoderSpec,
-    stages: tuple[Span, ...],
-    dtype: DType,
-    held: FormatChoice,
-) -> tuple[RankWeights, ...]:
-    own = _own_formats(model, spec, layout.device, held)
     numerics = cast(Numerics, config.parallel.numerics)
     whole_experts = config.parallel.enable_expert_parallel
-    found: dict[tuple[int, ...], RankWeights] = {}
-    weights = []
-    for place in map(layout.grid.place, range(layout.grid.world_size)):
-        # Replicas have the same weights, unless they share experts.
-        key = (place.pp_rank, place.tp_rank, place.dp_rank if whole_experts else 0)
-        if key in found:
+
+    def find() -> tuple[RankWeights, ...]:
+        own = _own_formats(model, spec, layout.device, held)
+        found: dict[tuple[int, ...], RankWeights] = {}
+        weights = []
+        for place in map(layout.grid.place, range(layout.grid.world_size)):
+            # Replicas have the same weights, unless they share experts.
+            key = (place.pp_rank, place.tp_rank, place.dp_rank if whole_experts else 0)
+            if key in found:
+                weights.append(found[key])
+                continue
+            total = weight_bytes(spec, place, stages, dtype, numerics, held, whole_experts, own)
+            touched = 0
+            if layout.device == "cpu":
+                largest = largest_weight_bytes(spec, place, stages, dtype, numerics, whole_experts)
+                touched = max(0, total - min(largest, _MAPPED_BYTES))
+            found[key] = RankWeights(total, touched)
             weights.append(found[key])
-            continue
-        total = weight_bytes(spec, place, stages, dtype, numerics, held, whole_experts, own)
-        touched = 0
-        if layout.device == "cpu":
-            largest = largest_weight_bytes(spec, place, stages, dtype, numerics, whole_experts)
-            touched = max(0, total - min(largest, _MAPPED_BYTES))
-        found[key] = RankWeights(total, touched)
-        weights.append(found[key])
-    return tuple(weights)
+        return tuple(weights)
+
+    return model.keep((id(spec), layout.grid, layout.device, stages, dtype, held, numerics, whole_experts), find)
 
 
 def _num_experts(spec: DecoderSpec) -> int:

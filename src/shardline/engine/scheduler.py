@@ -167,7 +167,7 @@ class Scheduler:
             decodes.sort(key=lambda sequence: sequence.last_step)
         # Every sequence that may be in the plan can sample a token before others have guesses.
         samples = min(self.state.registry.num_live, self.state.max_running)
-        draft.spare = min(self.state.max_samples - samples, MOST_WITH_GUESSES - samples, draft.budget - share)
+        draft.spare = min(min(self.state.max_samples, MOST_WITH_GUESSES) - samples, draft.budget - share)
         for sequence in decodes:
             if len(draft.steps) == share:
                 break
