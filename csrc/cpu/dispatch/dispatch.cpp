@@ -3,6 +3,11 @@
 #include <atomic>
 #include <stdexcept>
 
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "dispatch/kernels.h"
 
 namespace shardline {
@@ -12,9 +17,23 @@ namespace portable { extern const Kernels kKernels; }
 namespace avx2 { extern const Kernels kKernels; }
 namespace avx512 { extern const Kernels kKernels; }
 namespace avx512_bf16 { extern const Kernels kKernels; }
+namespace avx512_amx { extern const Kernels kKernels; }
 #endif
 
 namespace {
+
+#if defined(SHARDLINE_X86)
+// Whether this CPU has AMX, and Linux lets this process use it. All threads and forks of the process may use it then.
+bool may_use_amx() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+         __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 std::vector<const Kernels*> find_available() {
   std::vector<const Kernels*> found = {&portable::kKernels};
@@ -27,10 +46,12 @@ std::vector<const Kernels*> find_available() {
     return found;
   }
   found.push_back(&avx512::kKernels);
-  if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
-      __builtin_cpu_supports("avx512vbmi")) {
-    found.push_back(&avx512_bf16::kKernels);
+  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni") ||
+      !__builtin_cpu_supports("avx512vbmi")) {
+    return found;
   }
+  found.push_back(&avx512_bf16::kKernels);
+  if (may_use_amx()) found.push_back(&avx512_amx::kKernels);
 #endif
   return found;
 }

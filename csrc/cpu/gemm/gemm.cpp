@@ -1,6 +1,7 @@
 // out[M, N] = x[M, K] weight[N, K]^T + bias. Every output is one chain of multiply-adds over k = 0..K-1 in that order,
 // in fp32, and then one rounding. Tiling over rows, columns and blocks of K decides when a product is added, never in
 // which order.
+#include "gemm/gemm_amx.h"
 #include "gemm/gemm_chain.h"
 
 namespace shardline::SHARDLINE_ISA {
@@ -45,15 +46,36 @@ void add_tile(const LinearArgs& args, const Tile& tile) {
   }
 }
 
+#if defined(__AMX_BF16__)
+
+void linear_in_tiles(const LinearArgs& args) {
+  const PanelLayout layout = {ceil_div(args.depth, kStep<bf16>), kPanelRowBytes};
+  const auto add = [&](const Tile& tile) {
+    const bf16* x = static_cast<const bf16*>(args.x) + tile.row * args.x_stride;
+    if (tile.begin == 0) __builtin_memset(tile.sums, 0, static_cast<size_t>(tile.rows * kPanelRowBytes));
+    add_amx_tile<Bf16Products>({reinterpret_cast<const char*>(x), args.x_stride * 2}, args.depth * 2, tile);
+  };
+  for_each_tile<AmxTiles>(args, layout, add, finish_of<FloatSums<LinearArgs>>(args));
+}
+
+#endif
+
 template <class T>
 void linear_of(const LinearArgs& args) {
   const PanelLayout layout = {ceil_div(args.depth, kStep<T>), kStep<T> * kPanelColumns * int64_t{sizeof(T)}};
   const auto add = [&](const Tile& tile, auto rows, auto wide) { add_tile<T, rows.kValue, wide.kValue>(args, tile); };
-  for_each_tile<kTileRows<T>, kWideMin, kWideMax>(args, layout, add, finish_of<FloatSums<LinearArgs>>(args));
+  for_each_tile<ConstantTiles<kTileRows<T>, kWideMin, kWideMax>>(args, layout, add, finish_of<FloatSums<LinearArgs>>(args));
 }
 
 }  // namespace
 
-void linear(const LinearArgs& args) { args.dtype == DType::kFloat32 ? linear_of<float>(args) : linear_of<bf16>(args); }
+void linear(const LinearArgs& args) {
+  if (args.dtype == DType::kFloat32) return linear_of<float>(args);
+#if defined(__AMX_BF16__)
+  linear_in_tiles(args);
+#else
+  linear_of<bf16>(args);
+#endif
+}
 
 }  // namespace shardline::SHARDLINE_ISA

@@ -253,7 +253,7 @@ void multiply_blocks(const GroupedLinearArgs& args, const Unpacker& unpacker) {
     if (tile.unpacked != nullptr) return add_first_tile<Unpacker, kNumbers, rows.kValue>(args, unpacker, tile);
     add_unpacked_tile<T, kParts, kNumbers, rows.kValue>(args, tile);
   };
-  for_each_tile<kTileRows, 1, 0>(args, layout, add, finish_of<FloatSums<GroupedLinearArgs, kRowSums>>(args));
+  for_each_tile<ConstantTiles<kTileRows, 1, 0>>(args, layout, add, finish_of<FloatSums<GroupedLinearArgs, kRowSums>>(args));
 }
 
 // Two levels of scales are expanded once a block, since many tiles would multiply them again.
@@ -285,7 +285,7 @@ void multiply_codes(const GroupedLinearArgs& args, const CodeTables& tables) {
   const auto add = [&](const Tile& tile, auto rows, auto) {
     add_decoded_tile<false, false, direct_vectors<Decoder>(rows.kValue), rows.kValue>(args, decoder, tile);
   };
-  for_each_tile<kTileRows, 1, 0>(args, layout, add, finish_of<FloatSums<GroupedLinearArgs, kRowSums>>(args));
+  for_each_tile<ConstantTiles<kTileRows, 1, 0>>(args, layout, add, finish_of<FloatSums<GroupedLinearArgs, kRowSums>>(args));
 }
 
 #endif

@@ -238,7 +238,7 @@ void linear_int4(const QuantizedLinearArgs& args) {
   const Finish<QuantizedLinearArgs> finish = finish_of<Int8Sums>(args);
   if (args.num_rows < kUnpackRows) {
     const auto add = [&](const Tile& tile, auto rows, auto wide) { add_tile<rows.kValue, wide.kValue>(args, tile); };
-    return for_each_tile<kTileRows, kWideMin, kWideMax>(args, layout, add, finish);
+    return for_each_tile<ConstantTiles<kTileRows, kWideMin, kWideMax>>(args, layout, add, finish);
   }
   layout.unpacked_bytes = kGroupDepth * kPanelColumns;
   const auto add = [&](const Tile& tile, auto rows, auto wide) {
@@ -248,7 +248,7 @@ void linear_int4(const QuantizedLinearArgs& args) {
     bytes.ahead_stride = ceil_div(tile.ahead_stride, kQuadsOfGroup);
     add_int8_tile<rows.kValue, wide.kValue>(args, bytes);
   };
-  for_each_tile<kInt8TileRows, kInt8WideMin, kInt8WideMax>(args, layout, add, finish, unpack_groups);
+  for_each_tile<ConstantTiles<kInt8TileRows, kInt8WideMin, kInt8WideMax>>(args, layout, add, finish, unpack_groups);
 }
 
 }  // namespace shardline::SHARDLINE_ISA

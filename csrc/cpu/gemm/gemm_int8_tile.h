@@ -5,6 +5,7 @@
 // sum of the row's bytes.
 #pragma once
 
+#include "gemm/gemm_amx.h"
 #include "gemm/gemm_tiles.h"
 #include "simd/vec_bytes.h"
 
@@ -60,6 +61,25 @@ void add_int8_tile(const QuantizedLinearArgs& args, const Tile& tile) {
     }
   }
 }
+
+#if defined(__AMX_INT8__)
+
+// From this many rows on AMX is faster.
+constexpr int64_t kAmxInt8Rows = 4;
+
+inline void add_int8_amx_tile(const QuantizedLinearArgs& args, const Tile& tile) {
+  const int64_t x_stride = ceil_div(args.depth, kGroupDepth) * kGroupDepth;
+  const int64_t row_sums_stride = ceil_div(args.depth, kGroupDepth) + 1;
+  int32_t* sums = static_cast<int32_t*>(tile.sums);
+  for (int64_t r = 0; tile.begin == 0 && r < tile.rows; ++r) {
+    const I32 start = broadcast_int(-128 * args.row_sums[(tile.row + r) * row_sums_stride]);
+    for (int64_t c = 0; c < kPanelColumns; c += kLanes) store(sums + r * kPanelColumns + c, start);
+  }
+  const int8_t* x = args.x + tile.row * x_stride;
+  add_amx_tile<ByteProducts>({reinterpret_cast<const char*>(x), x_stride}, x_stride, tile);
+}
+
+#endif
 
 // Converts such sums to values, for gemm_finish.h.
 class Int8Sums {

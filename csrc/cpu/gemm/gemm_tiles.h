@@ -60,56 +60,81 @@ class Ahead {
   int64_t stride_;
 };
 
-// Calls body(tile, Constant<rows>, Constant<wide>) for a tile of at most kMost rows, or a wide one.
-template <int kMost, class Body>
-void with_rows(const Tile& tile, const Body& body) {
-  if constexpr (kMost > 1) {
-    if (tile.rows < kMost) return with_rows<kMost - 1>(tile, body);
+// How the rows of a task are cut into tiles, for tiles whose number of rows is a constant of their code: at most
+// kTileRows, or one wide tile of kWideMin to kWideMax rows.
+template <int kTileRows, int kWideMin, int kWideMax>
+struct ConstantTiles {
+  static constexpr int64_t kTaskRows = 240, kRowsTogether = 1, kStepsTogether = 1;
+
+  explicit ConstantTiles(int64_t rows)
+      : wide(rows >= kWideMin && rows <= kWideMax), num_tiles(wide ? 1 : ceil_div(rows, kTileRows)), num_rows(rows) {}
+
+  // Evenly: 9 rows are 5 + 4, not 6 + 3.
+  int64_t begin(int64_t t) const { return num_rows / num_tiles * t + min64(t, num_rows % num_tiles); }
+  bool asks() const { return wide || num_tiles > 1; }
+  int64_t block_bytes() const { return 128 << 10; }
+
+  // Calls add(tile, Constant<rows>, Constant<wide>).
+  template <class Add>
+  static void call(const Tile& tile, const Add& add) {
+    tile.wide ? with_wide_rows<kWideMax>(tile, add) : with_rows<kTileRows>(tile, add);
   }
-  body(tile, Constant<kMost>(), Constant<false>());
-}
-template <int kWideMin, int kRows, class Body>
-void with_wide_rows(const Tile& tile, const Body& body) {
-  if constexpr (kRows >= kWideMin) {
-    if (tile.rows < kRows) return with_wide_rows<kWideMin, kRows - 1>(tile, body);
-    body(tile, Constant<kRows>(), Constant<true>());
+
+  const bool wide;
+  const int64_t num_tiles, num_rows;
+
+ private:
+  template <int kMost, class Add>
+  static void with_rows(const Tile& tile, const Add& add) {
+    if constexpr (kMost > 1) {
+      if (tile.rows < kMost) return with_rows<kMost - 1>(tile, add);
+    }
+    add(tile, Constant<kMost>(), Constant<false>());
   }
-}
+  template <int kRows, class Add>
+  static void with_wide_rows(const Tile& tile, const Add& add) {
+    if constexpr (kRows >= kWideMin) {
+      if (tile.rows < kRows) return with_wide_rows<kRows - 1>(tile, add);
+      add(tile, Constant<kRows>(), Constant<true>());
+    }
+  }
+};
 
 // Multiplies some rows by one panel. The memory that is prefetched follows: the next block of K, or the panel of the
 // thread's next task. A block leaves room for it in L2.
-template <int kTileRows, int kWideMin, int kWideMax, class Args, class Add, class Unpack>
+template <class Tiles, class Args, class Add, class Unpack>
 void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index, int64_t row_begin, int64_t rows,
                 const Add& add, Finish<Args> finish, const Unpack& unpack) {
-  constexpr int64_t kBlockBytes = 128 << 10;
   if (write_excluded_panel(args, row_begin, rows, panel_index)) return;
-  const bool wide = rows >= kWideMin && rows <= kWideMax;
-  const int64_t num_tiles = wide ? 1 : ceil_div(rows, kTileRows);
-  const int64_t least_rows = rows / num_tiles;  // evenly: 9 rows are 5 + 4, not 6 + 3
-  const bool ask = wide || num_tiles > 1;
+  const Tiles tiles(rows);
   const int64_t panel_bytes = layout.num_steps * layout.step_bytes, num_sums = rows * layout.row_sums;
   const int64_t block_step_bytes = max64(layout.step_bytes, layout.unpacked_bytes);
-  const bool cut = ask || layout.unpacked_bytes > 0;
-  const int64_t num_blocks = cut ? ceil_div(layout.num_steps * block_step_bytes, kBlockBytes) : 1;
-  const int64_t unpacked_bytes = ceil_div(layout.num_steps, num_blocks) * layout.unpacked_bytes;
+  const bool cut = tiles.asks() || layout.unpacked_bytes > 0;
+  const int64_t num_units = ceil_div(layout.num_steps, Tiles::kStepsTogether);
+  const int64_t num_blocks =
+      cut ? min64(num_units, ceil_div(layout.num_steps * block_step_bytes, tiles.block_bytes())) : 1;
+  const int64_t unpacked_bytes = ceil_div(num_units, num_blocks) * Tiles::kStepsTogether * layout.unpacked_bytes;
   const char* panel = static_cast<const char*>(static_cast<const void*>(args.panels)) + panel_index * panel_bytes;
   float* sums = static_cast<float*>(thread_scratch(static_cast<size_t>(num_sums) * sizeof(float) +
                                                    static_cast<size_t>(unpacked_bytes)));
+  const auto step_at = [&](int64_t b) {
+    return min64(layout.num_steps, num_units * b / num_blocks * Tiles::kStepsTogether);
+  };
   for (int64_t b = 0; b < num_blocks; ++b) {
-    const int64_t begin = layout.num_steps * b / num_blocks, end = layout.num_steps * (b + 1) / num_blocks;
+    const int64_t begin = step_at(b), end = step_at(b + 1);
     const char* packed = panel + begin * layout.step_bytes;
     char* unpacked = layout.unpacked_bytes > 0 ? static_cast<char*>(static_cast<void*>(sums + num_sums)) : nullptr;
     if (unpacked != nullptr && !layout.tiles_unpack) unpack(packed, end - begin, unpacked);
-    const int64_t share = ask ? ceil_div((end - begin) * layout.step_bytes, num_tiles) : 0;
+    const int64_t share = tiles.asks() ? ceil_div((end - begin) * layout.step_bytes, tiles.num_tiles) : 0;
     const int64_t stride = ceil_div(share, end - begin);
-    for (int64_t t = 0, first = 0, last; t < num_tiles; ++t, first = last) {
-      last = first + least_rows + (t < rows % num_tiles ? 1 : 0);
+    for (int64_t t = 0; t < tiles.num_tiles; ++t) {
+      const int64_t first = tiles.begin(t), last = tiles.begin(t + 1);
       const bool unpacks = layout.tiles_unpack && t == 0;
       const char* steps = unpacked == nullptr || unpacks ? packed : unpacked;
-      const Tile tile = {row_begin + first, static_cast<int>(last - first), wide, steps, begin, end,
+      const Tile tile = {row_begin + first, static_cast<int>(last - first), tiles.wide, steps, begin, end,
                          sums + first * layout.row_sums, panel + end * layout.step_bytes + t * share, stride,
                          panel_index, unpacks ? unpacked : nullptr};
-      wide ? with_wide_rows<kWideMin, kWideMax>(tile, add) : with_rows<kTileRows>(tile, add);
+      Tiles::call(tile, add);
       if (b + 1 == num_blocks) finish(args, {tile.row, last - first, panel_index, tile.sums});
     }
   }
@@ -117,26 +142,26 @@ void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index
 
 inline void keep_packed(const char*, int64_t, void*) {}
 
-// Calls add(tile, Constant<rows>, Constant<wide>) over all of the output and its K, and finish(args, FinishedTile) for
-// each tile when its sums are complete.
-template <int kTileRows, int kWideMin, int kWideMax, class Args, class Add,
-          class Unpack = decltype(keep_packed)>
+// Calls Tiles::call(tile, add) over all of the output and its K, and finish(args, FinishedTile) for each tile when its
+// sums are complete.
+template <class Tiles, class Args, class Add, class Unpack = decltype(keep_packed)>
 void for_each_tile(const Args& args, const PanelLayout& layout, const Add& add, Finish<Args> finish,
                    const Unpack& unpack = keep_packed) {
-  constexpr int64_t kTaskRows = 240;  // at most, so that their slice of x stays in L2 while a panel passes
   constexpr int64_t kSmallWork = 1 << 16;
   if (args.num_rows == 0 || args.num_columns == 0) return;
   const int64_t num_panels = ceil_div(args.num_columns, args.gated ? kGatedColumns : kPanelColumns);
-  int64_t task_rows = kTaskRows;
-  while (task_rows > 30 && num_panels * ceil_div(args.num_rows, task_rows) < 2 * num_threads()) task_rows /= 2;
+  int64_t task_rows = Tiles::kTaskRows;  // at most, so that their slice of x stays in L2 while a panel passes
+  while (task_rows > Tiles::kTaskRows / 8 && num_panels * ceil_div(args.num_rows, task_rows) < 2 * num_threads()) task_rows /= 2;
   const int64_t row_blocks = ceil_div(args.num_rows, task_rows);
+  const int64_t num_units = ceil_div(args.num_rows, Tiles::kRowsTogether);
   const bool parallel = args.num_rows * num_panels * kPanelColumns * args.depth > kSmallWork;
   parallel_for_if(parallel, row_blocks * num_panels, [&](int64_t task) {
     const int64_t block = task / num_panels;
-    const int64_t row_begin = args.num_rows * block / row_blocks;
-    const int64_t row_end = args.num_rows * (block + 1) / row_blocks;
-    panel_task<kTileRows, kWideMin, kWideMax>(args, layout, task % num_panels, row_begin, row_end - row_begin, add,
-                                              finish, unpack);
+    const auto row_at = [&](int64_t b) {
+      return min64(args.num_rows, num_units * b / row_blocks * Tiles::kRowsTogether);
+    };
+    const int64_t row_begin = row_at(block), row_end = row_at(block + 1);
+    panel_task<Tiles>(args, layout, task % num_panels, row_begin, row_end - row_begin, add, finish, unpack);
   });
 }
 

@@ -42,7 +42,7 @@ def random_sequence(rng, length, dtype, *, heads=4, kv_heads=2, dim=64) -> Seque
 
 
 def rounds_weights(isa: str, dtype: torch.dtype) -> bool:
-    return isa == "avx512_bf16" and dtype == torch.bfloat16
+    return isa in ("avx512_bf16", "avx512_amx") and dtype == torch.bfloat16
 
 
 E4M3 = torch.float8_e4m3fn

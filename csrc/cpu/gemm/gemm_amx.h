@@ -1,0 +1,188 @@
+// Rows times a panel in the tile registers of AMX (Sapphire Rapids and later), for bf16 and for bytes.
+//
+// A tile register holds 16 rows of 64 bytes. Panels lie in memory as AMX reads weights: a row of 16 columns with 4 bytes
+// each, which are 2 neighbours along K of bf16 or 4 bytes. So a step has 32 bf16 or 64 bytes of K. In bf16, a step adds
+//
+//   sum += (x0 w0 + x2 w2 + ... + x30 w30) + (x1 w1 + x3 w3 + ... + x31 w31)
+//
+// where each bracket is a chain of fused multiply-adds from zero. The end of K is padded with zeros.
+#pragma once
+
+#if defined(__AMX_TILE__)
+
+#include <immintrin.h>
+
+#include "gemm/gemm_tiles.h"
+
+namespace shardline::SHARDLINE_ISA {
+
+constexpr int64_t kAmxRows = 16, kAmxRowBytes = 64, kAmxColumns = 16;
+constexpr int64_t kPanelRowBytes = kPanelColumns * 4, kAmxStepBytes = kAmxRows * kPanelRowBytes;
+
+// The tiles of rows that use these registers.
+struct AmxTiles {
+  static constexpr int64_t kRowsTogether = 2 * kAmxRows, kStepsTogether = kAmxRows;
+  static constexpr int64_t kTaskRows = 8 * kRowsTogether;
+
+  explicit AmxTiles(int64_t rows) : num_tiles(ceil_div(rows, kRowsTogether)), num_rows(rows) {}
+  ~AmxTiles() { _tile_release(); }
+  AmxTiles(const AmxTiles&) = delete;
+
+  int64_t begin(int64_t t) const { return min64(t * kRowsTogether, num_rows); }
+  bool asks() const { return true; }
+  // Many tiles read a block from L1, few prefetch the next block while they read this one.
+  int64_t block_bytes() const { return num_tiles >= 4 ? 32 << 10 : 128 << 10; }
+
+  template <class Add>
+  static void call(const Tile& tile, const Add& add) {
+    add(tile);
+  }
+
+  static constexpr bool wide = false;
+  const int64_t num_tiles, num_rows;
+};
+
+// Compilers do not know that tile loads read memory. This makes what was written to `memory`, and elsewhere, visible.
+inline void finish_stores(const void* memory) { __asm__ volatile("" ::"r"(memory) : "memory"); }
+
+// Tiles 0 and 1 are sums of the first 16 rows, 2 and 3 of the others; 4 and 5 are rows of x, 6 and 7 columns of weights.
+// With at most 16 rows, tiles 0 to 3 are sums of all columns of the panel, 4 is x, and 5 to 7 are weights.
+inline void configure_tiles(int rows) {
+  struct alignas(64) {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  const bool two = rows > kAmxRows;
+  const auto upper = static_cast<uint8_t>(two ? kAmxRows : rows), lower = static_cast<uint8_t>(two ? rows - kAmxRows : rows);
+  const uint8_t whole = kAmxRows;
+  const uint8_t counts[8] = {upper, upper, lower, lower, upper, two ? lower : whole, whole, whole};
+  for (int i = 0; i < 8; ++i) {
+    config.row_bytes[i] = kAmxRowBytes;
+    config.rows[i] = counts[i];
+  }
+  finish_stores(&config);
+  _tile_loadconfig(&config);
+}
+
+struct Bf16Products {
+  static inline void add_two_by_two() {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  static inline void add_first() { _tile_dpbf16ps(0, 4, 5); }
+  static inline void add_second() { _tile_dpbf16ps(1, 4, 6); }
+  static inline void add_third() { _tile_dpbf16ps(2, 4, 7); }
+  static inline void add_fourth() { _tile_dpbf16ps(3, 4, 5); }
+};
+
+// Signed bytes of x times unsigned bytes of weights.
+struct ByteProducts {
+  static inline void add_two_by_two() {
+    _tile_dpbsud(0, 4, 6);
+    _tile_dpbsud(2, 5, 6);
+    _tile_dpbsud(1, 4, 7);
+    _tile_dpbsud(3, 5, 7);
+  }
+  static inline void add_first() { _tile_dpbsud(0, 4, 5); }
+  static inline void add_second() { _tile_dpbsud(1, 4, 6); }
+  static inline void add_third() { _tile_dpbsud(2, 4, 7); }
+  static inline void add_fourth() { _tile_dpbsud(3, 4, 5); }
+};
+
+// The rows of a tile as AMX reads them: `bytes` of each row, from the first step of a block on.
+struct AmxRowsOfX {
+  const char* data;
+  int64_t stride;
+};
+
+// Adds one step of 32 columns or of all columns.
+template <class Products>
+inline void add_two_by_two(const AmxRowsOfX& x, const char* w) {
+  _tile_loadd(6, w, kPanelRowBytes);
+  _tile_loadd(4, x.data, x.stride);
+  _tile_loadd(5, x.data + kAmxRows * x.stride, x.stride);
+  _tile_loadd(7, w + kAmxRowBytes, kPanelRowBytes);
+  Products::add_two_by_two();
+}
+template <class Products>
+inline void add_one_by_four(const AmxRowsOfX& x, const char* w) {
+  _tile_loadd(4, x.data, x.stride);
+  _tile_loadd(5, w, kPanelRowBytes);
+  Products::add_first();
+  _tile_loadd(6, w + kAmxRowBytes, kPanelRowBytes);
+  Products::add_second();
+  _tile_loadd(7, w + 2 * kAmxRowBytes, kPanelRowBytes);
+  Products::add_third();
+  _tile_loadd(5, w + 3 * kAmxRowBytes, kPanelRowBytes);
+  Products::add_fourth();
+}
+
+// The last step of K, if it is not whole, padded with zeros.
+struct AmxLastStep {
+  AmxLastStep(const AmxRowsOfX& rows, int num_rows, int64_t row_bytes, const char* w, int64_t panel_rows) {
+    for (int r = 0; r < num_rows; ++r) __builtin_memcpy(x[r], rows.data + r * rows.stride, static_cast<size_t>(row_bytes));
+    __builtin_memcpy(weights, w, static_cast<size_t>(panel_rows * kPanelRowBytes));
+  }
+
+  alignas(64) char x[2 * kAmxRows][kAmxRowBytes] = {};
+  alignas(64) char weights[kAmxStepBytes] = {};
+};
+
+// Adds the steps of a block to the sums of a tile of rows. `x` is its first row, `depth_bytes` are the bytes of a row.
+template <class Products>
+void add_amx_tile(const AmxRowsOfX& x, int64_t depth_bytes, const Tile& tile, int64_t row_sums = kPanelColumns) {
+  configure_tiles(tile.rows);
+  finish_stores(tile.sums);
+  const int64_t bytes = min64(tile.end * 4, depth_bytes) - tile.begin * 4;
+  const int64_t num_steps = bytes / kAmxRowBytes, rest = bytes % kAmxRowBytes;
+  const AmxRowsOfX rows = {x.data + tile.begin * 4, x.stride};
+  const int64_t stride = row_sums * 4;
+  const int64_t lines = ceil_div(tile.ahead_stride * kAmxRows, kCacheLine);
+  const char* ahead = tile.ahead;
+  const auto each_step = [&](int64_t column, int64_t part_lines, const auto& add) {
+    for (int64_t s = 0; s < num_steps; ++s) {
+      for (int64_t i = 0; i < part_lines; ++i, ahead += kCacheLine) __builtin_prefetch(ahead, 0, kToL2);
+      add({rows.data + s * kAmxRowBytes, rows.stride}, tile.steps + s * kAmxStepBytes + column * 4);
+    }
+    if (rest > 0) {
+      const int64_t panel_rows = tile.end - tile.begin - num_steps * kAmxRows;
+      const AmxLastStep last({rows.data + num_steps * kAmxRowBytes, rows.stride}, tile.rows, rest,
+                             tile.steps + num_steps * kAmxStepBytes, panel_rows);
+      finish_stores(&last);
+      add({last.x[0], kAmxRowBytes}, last.weights + column * 4);
+    }
+  };
+  if (tile.rows <= kAmxRows) {
+    char* sums = static_cast<char*>(tile.sums);
+    _tile_loadd(0, sums, stride);
+    _tile_loadd(1, sums + kAmxRowBytes, stride);
+    _tile_loadd(2, sums + 2 * kAmxRowBytes, stride);
+    _tile_loadd(3, sums + 3 * kAmxRowBytes, stride);
+    each_step(0, lines, add_one_by_four<Products>);
+    _tile_stored(0, sums, stride);
+    _tile_stored(1, sums + kAmxRowBytes, stride);
+    _tile_stored(2, sums + 2 * kAmxRowBytes, stride);
+    _tile_stored(3, sums + 3 * kAmxRowBytes, stride);
+    return;
+  }
+  for (int64_t column = 0; column < kPanelColumns; column += 2 * kAmxColumns) {
+    char* sums = static_cast<char*>(tile.sums) + column * 4;
+    char* lower = sums + kAmxRows * stride;
+    _tile_loadd(0, sums, stride);
+    _tile_loadd(1, sums + kAmxRowBytes, stride);
+    _tile_loadd(2, lower, stride);
+    _tile_loadd(3, lower + kAmxRowBytes, stride);
+    each_step(column, lines / 2, add_two_by_two<Products>);
+    _tile_stored(0, sums, stride);
+    _tile_stored(1, sums + kAmxRowBytes, stride);
+    _tile_stored(2, lower, stride);
+    _tile_stored(3, lower + kAmxRowBytes, stride);
+  }
+}
+
+}  // namespace shardline::SHARDLINE_ISA
+
+#endif
