@@ -1,6 +1,7 @@
 // Query rows that pass over the splits together.
 #pragma once
 
+#include "attention/attention_amx.h"
 #include "attention/attention_split.h"
 #include "attention/tile_tasks.h"
 
@@ -12,7 +13,7 @@ template <class T, class Stored, bool kLatents>
 class RowTile {
  public:
   // Rows that meet a split together. Latents are so wide that more rows should share them.
-  static constexpr int kBlockRows = kLatents ? kMostBlockRows : kMaxRows;
+  static constexpr int kBlockRows = kLatents ? kMostBlockRows : kUsesAmx<T, Stored, kLatents> ? 32 : kMaxRows;
   // The most rows of a tile, which pass over a split together: they find it in L2, where their outputs stay, too.
   static constexpr int64_t kMostRows = kLatents ? kMostBlockRows : 480;
 
@@ -27,7 +28,7 @@ class RowTile {
   // Takes the thread's scratch memory, with room for `extra` words, which it returns.
   int32_t* prepare(int64_t extra = 0) {
     const int64_t num_rows = index_.num_rows, row_words = kSplitKeys + output_width(args_);
-    const size_t split_words = Split::scratch_words(args_);
+    const size_t split_words = Split::scratch_words(args_) + JoinedValues::scratch_words(args_);
     // One more row than there are: queries over latents are joined there.
     const int64_t num_words = (num_rows + 1) * query_width(args_) + kBlockRows * row_words + extra;
     auto* memory = static_cast<int32_t*>(
@@ -39,6 +40,7 @@ class RowTile {
       rows_[r].partial.output = reinterpret_cast<float*>(memory + kSplitKeys);
     }
     split_.prepare(memory, args_);
+    joined_.prepare(memory + Split::scratch_words(args_), args_);
     load_queries();
     return memory + split_words;
   }
@@ -62,10 +64,11 @@ class RowTile {
     int64_t begin = 0, end = index_.num_rows;
     while (begin < end && seen(begin, split_begin).empty()) ++begin;
     while (begin < end && seen(end - 1, split_begin).empty()) --end;
-    const int64_t num_blocks = end - begin <= kBlockRows ? 1 : ceil_div(end - begin, kBestRows);
+    const int64_t num_blocks = end - begin <= kBlockRows ? 1 : ceil_div(end - begin, fits_amx() ? kBlockRows : kBestRows);
     const Range keys = {max64(0, visible(0).begin - split_begin),
                         min64(kSplitKeys, visible(index_.num_rows - 1).end - split_begin)};
     split_.find(args_, index_.sequence, index_.kv_head, split, keys, num_blocks == 1, next);
+    joined_.clear();
     for (int64_t block = 0; block < num_blocks; ++block) {  // evenly, as in for_parts
       const int64_t first = begin + (end - begin) * block / num_blocks;
       const int num_rows = static_cast<int>(begin + (end - begin) * (block + 1) / num_blocks - first);
@@ -73,7 +76,7 @@ class RowTile {
         rows_[r].query = queries_ + (first + r) * query_width(args_);
         rows_[r].keys = seen(first + r, split_begin);
       }
-      attend_split<W>(rows_, num_rows, split_, args_);
+      attend_rows(num_rows);
       take(first, num_rows, rows_);
     }
   }
@@ -94,6 +97,17 @@ class RowTile {
  private:
   using W = typename WordElement<T>::Type;
   using Split = KvSplit<W, Stored, kLatents>;
+
+  // Whether tile registers take the model's heads.
+  bool fits_amx() const {
+    return kUsesAmx<T, Stored, kLatents> && args_.key_dim % kAmxDims == 0 && args_.value_dim % kAmxDims == 0;
+  }
+  void attend_rows(int num_rows) {
+    if constexpr (kUsesAmx<T, Stored, kLatents>) {
+      if (fits_amx()) return attend_split_in_tiles(rows_, num_rows, split_, joined_, args_);
+    }
+    attend_split<W>(rows_, num_rows, split_, args_);
+  }
 
   static int64_t query_width(const AttentionArgs& args) { return whole_vectors(words_of<W>(args.key_dim)); }
 
@@ -144,6 +158,7 @@ class RowTile {
   int32_t* queries_ = nullptr;
   Row rows_[kBlockRows];
   Split split_;
+  JoinedValues joined_;
 };
 
 // Partials that outlive the tile that computed them.

@@ -153,6 +153,8 @@ class KvSplit {
     }
   }
 
+  // The panels that can be read.
+  Range panels() const { return {first_, end_}; }
   // A panel as it is stored.
   const Stored* key_bytes(int64_t panel) const { return reinterpret_cast<const Stored*>(reads_[panel - first_]); }
   const Stored* value_bytes(int64_t panel) const {
