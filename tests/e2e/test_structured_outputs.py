@@ -29,6 +29,8 @@ TOOLS: list[Any] = [
 class Person(pydantic.BaseModel):
     """What a model is asked for."""
 
+    model_config = pydantic.ConfigDict(extra="forbid")  # so that every answer is short
+
     name: str = pydantic.Field(max_length=10)
     kind: Literal["adult", "child"]
     friends: list[Literal["Ann", "Bob"]] = pydantic.Field(max_length=2)

@@ -15,9 +15,13 @@ constexpr int kTileRows = kLanes == 16 ? 6 : 3;
 constexpr int64_t kValueBytes = kGroupDepth * kPanelColumns / 2, kQuadsOfGroup = kGroupDepth / kQuad;
 constexpr float kMaxScale = 15.0f;
 
-// From this many rows on a panel is unpacked: unpacking costs as much as about 50 rows save. Without the dot
-// instruction, bytes of at most 15 are multiplied faster than others.
+// From this many rows on a panel is unpacked: unpacking costs as much as about 50 rows save, or few with AMX. Without the
+// dot instruction, bytes of at most 15 are multiplied faster than others.
+#if defined(__AMX_INT8__)
+constexpr int64_t kUnpackRows = 16;
+#else
 constexpr int64_t kUnpackRows = kHasByteDot ? 56 : int64_t{1} << 62;
+#endif
 
 // Without the dot instruction gcc 12 reorders the sums of unrolled steps until they no longer fit the registers.
 constexpr int kPairUnroll = kHasByteDot ? 4 : 1;
@@ -241,14 +245,22 @@ void linear_int4(const QuantizedLinearArgs& args) {
     return for_each_tile<ConstantTiles<kTileRows, kWideMin, kWideMax>>(args, layout, add, finish);
   }
   layout.unpacked_bytes = kGroupDepth * kPanelColumns;
-  const auto add = [&](const Tile& tile, auto rows, auto wide) {
+  const auto as_bytes = [](const Tile& tile) {
     Tile bytes = tile;
     bytes.begin *= kQuadsOfGroup;
     bytes.end *= kQuadsOfGroup;
     bytes.ahead_stride = ceil_div(tile.ahead_stride, kQuadsOfGroup);
-    add_int8_tile<rows.kValue, wide.kValue>(args, bytes);
+    return bytes;
+  };
+#if defined(__AMX_INT8__)
+  const auto add = [&](const Tile& tile) { add_int8_amx_tile(args, as_bytes(tile)); };
+  for_each_tile<AmxTiles>(args, layout, add, finish, unpack_groups);
+#else
+  const auto add = [&](const Tile& tile, auto rows, auto wide) {
+    add_int8_tile<rows.kValue, wide.kValue>(args, as_bytes(tile));
   };
   for_each_tile<ConstantTiles<kInt8TileRows, kInt8WideMin, kInt8WideMax>>(args, layout, add, finish, unpack_groups);
+#endif
 }
 
 }  // namespace shardline::SHARDLINE_ISA
