@@ -74,7 +74,7 @@ GPU_ROWS = [("llama", "bfloat16", "none"), ("llama", "float32", "int8"), ("mixtr
 """Cases with a prompt of more than 64 rows in one step. Layers are fused for at most 64 rows."""
 
 GPU_LAYOUTS = [("llama", "bfloat16", "tp2"), ("mixtral", "float32", "tp2 ep")]
-ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "avx512_amx")
 _LONG = {"num_hidden_layers": 2, "max_position_embeddings": 1024, "hidden_size": 288, "intermediate_size": 592}
 LONG_SHAPES: dict[str, dict[str, Any]] = {
     "gemma2": {**_LONG, "sliding_window": 300},

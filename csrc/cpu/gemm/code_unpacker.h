@@ -80,20 +80,28 @@ class FastUnpacker {
   void unpack(const GroupedLinearArgs& args, const Tile& tile) const {
     const auto* octet = reinterpret_cast<const uint8_t*>(tile.steps);
     char* to = tile.unpacked;
-    for (int64_t o = tile.begin; o < tile.end; ++o) {
-      const int64_t group = tile.panel * args.num_groups + o * kOctet / args.group_size;
+    const int64_t group_octets = args.group_size / kOctet;
+    for (int64_t begin = tile.begin, end; begin < tile.end; begin = end) {
+      const int64_t g = begin / group_octets;
+      end = min64(tile.end, (g + 1) * group_octets);
+      I32 offsets[kVectors];
 #pragma GCC unroll 8
-      for (int64_t v = 0; v < kPanelColumns / kLanes; ++v) {
-        const I32 offsets = load_offsets<Decoder>(args, group, v * kLanes);
-#pragma GCC unroll 2
-        for (int step = 0; step < kOctet / 2; step += kSteps) {
-          I32 pairs[kSteps * kNumParts];
-          decoder_.decode(octet, v, offsets, step, pairs);
-          write(pairs, step, to + v * kLanes * 4);
-        }
+      for (int64_t v = 0; v < kVectors; ++v) {
+        offsets[v] = load_offsets<Decoder>(args, tile.panel * args.num_groups + g, v * kLanes);
       }
-      octet += octet_bytes(Decoder::kBits);
-      to += kUnpackedBytes<T, kNumParts>;
+      for (int64_t o = begin; o < end; ++o) {
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 2
+          for (int step = 0; step < kOctet / 2; step += kSteps) {
+            I32 pairs[kSteps * kNumParts];
+            decoder_.decode(octet, v, offsets[v], step, pairs);
+            write(pairs, step, to + v * kLanes * 4);
+          }
+        }
+        octet += octet_bytes(Decoder::kBits);
+        to += kUnpackedBytes<T, kNumParts>;
+      }
     }
   }
 
@@ -115,6 +123,8 @@ class FastUnpacker {
   const Decoder& decoder() const { return decoder_; }
 
  private:
+  static constexpr int64_t kVectors = kPanelColumns / kLanes;
+
   const Decoder decoder_;
 };
 

@@ -52,10 +52,10 @@ void linear_in_tiles(const LinearArgs& args) {
   const PanelLayout layout = {ceil_div(args.depth, kStep<bf16>), kPanelRowBytes};
   const auto add = [&](const Tile& tile) {
     const bf16* x = static_cast<const bf16*>(args.x) + tile.row * args.x_stride;
-    if (tile.begin == 0) __builtin_memset(tile.sums, 0, static_cast<size_t>(tile.rows * kPanelRowBytes));
-    add_amx_tile<Bf16Products>({reinterpret_cast<const char*>(x), args.x_stride * 2}, args.depth * 2, tile);
+    add_amx_tile<Bf16Products>({reinterpret_cast<const char*>(x), args.x_stride * 2}, args.depth * 2, tile,
+                               tile.begin == 0);
   };
-  for_each_tile<AmxTiles>(args, layout, add, finish_of<FloatSums<LinearArgs>>(args));
+  for_each_tile<AmxTiles<>>(args, layout, add, finish_of<FloatSums<LinearArgs>>(args));
 }
 
 #endif

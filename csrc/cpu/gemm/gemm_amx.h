@@ -18,9 +18,10 @@ namespace shardline::SHARDLINE_ISA {
 constexpr int64_t kAmxColumns = 16;
 constexpr int64_t kPanelRowBytes = kPanelColumns * 4, kAmxStepBytes = kAmxRows * kPanelRowBytes;
 
-// The tiles of rows that use these registers.
+// The tiles of rows that use these registers. A step of AMX has `kSteps` steps of the panel.
+template <int64_t kSteps = kAmxRows>
 struct AmxTiles {
-  static constexpr int64_t kRowsTogether = 2 * kAmxRows, kStepsTogether = kAmxRows;
+  static constexpr int64_t kRowsTogether = 2 * kAmxRows, kStepsTogether = kSteps;
   static constexpr int64_t kTaskRows = 8 * kRowsTogether;
 
   explicit AmxTiles(int64_t rows) : num_tiles(ceil_div(rows, kRowsTogether)), num_rows(rows) {}
@@ -29,16 +30,25 @@ struct AmxTiles {
 
   int64_t begin(int64_t t) const { return min64(t * kRowsTogether, num_rows); }
   bool asks() const { return true; }
-  // Many tiles read a block from L1, few prefetch the next block while they read this one.
-  int64_t block_bytes() const { return num_tiles >= 4 ? 32 << 10 : 128 << 10; }
+  // Many tiles read a block from L1, and a tile that unpacks a block finds it there. Other tiles prefetch the next block
+  // while they read this one.
+  int64_t block_bytes(bool unpacks) const {
+    if (unpacks && num_tiles == 1) return 16 << 10;
+    return unpacks || num_tiles >= 4 ? 32 << 10 : 128 << 10;
+  }
 
   template <class Add>
-  static void call(const Tile& tile, const Add& add) {
+  void call(const Tile& tile, const Add& add) {
+    if (tile.rows != configured_) configure_tiles(tile.rows);
+    configured_ = tile.rows;
     add(tile);
   }
 
   static constexpr bool wide = false;
   const int64_t num_tiles, num_rows;
+
+ private:
+  int configured_ = 0;  // rows
 };
 
 struct Bf16Products {
@@ -107,55 +117,68 @@ struct AmxLastStep {
   alignas(64) char weights[kAmxStepBytes] = {};
 };
 
-// Adds the steps of a block to the sums of a tile of rows. `x` is its first row, `depth_bytes` are the bytes of a row.
+// The sums of up to 32 rows and 32 columns, or of up to 16 rows and all columns of a panel, in tiles 0 to 3.
+struct AmxSums {
+  AmxSums(char* data, int64_t stride, bool is_tall)
+      : stride(stride), at{data, data + kAmxRowBytes, is_tall ? data + kAmxRows * stride : data + 2 * kAmxRowBytes,
+                           is_tall ? data + kAmxRows * stride + kAmxRowBytes : data + 3 * kAmxRowBytes} {}
+
+  void begin(bool from_zero) const {
+    if (from_zero) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      return;
+    }
+    finish_stores(at[0]);
+    _tile_loadd(0, at[0], stride);
+    _tile_loadd(1, at[1], stride);
+    _tile_loadd(2, at[2], stride);
+    _tile_loadd(3, at[3], stride);
+  }
+  void end() const {
+    _tile_stored(0, at[0], stride);
+    _tile_stored(1, at[1], stride);
+    _tile_stored(2, at[2], stride);
+    _tile_stored(3, at[3], stride);
+  }
+
+  const int64_t stride;
+  char* const at[4];
+};
+
+// Adds the steps of a tile to its sums, which have `row_sums` places a row; they may begin from zero. `x` is the tile's
+// first row, and `depth_bytes` are the bytes of a row.
 template <class Products>
-void add_amx_tile(const AmxRowsOfX& x, int64_t depth_bytes, const Tile& tile, int64_t row_sums = kPanelColumns) {
-  configure_tiles(tile.rows);
-  finish_stores(tile.sums);
+void add_amx_tile(const AmxRowsOfX& x, int64_t depth_bytes, const Tile& tile, bool from_zero,
+                  int64_t row_sums = kPanelColumns) {
   const int64_t bytes = min64(tile.end * 4, depth_bytes) - tile.begin * 4;
   const int64_t num_steps = bytes / kAmxRowBytes, rest = bytes % kAmxRowBytes;
   const AmxRowsOfX rows = {x.data + tile.begin * 4, x.stride};
-  const int64_t stride = row_sums * 4;
-  const int64_t lines = ceil_div(tile.ahead_stride * kAmxRows, kCacheLine);
+  const bool is_tall = tile.rows > kAmxRows;
+  const int64_t width = is_tall ? 2 * kAmxColumns : kPanelColumns;
+  const int64_t lines = ceil_div(tile.ahead_stride * kAmxRows * width, kCacheLine * kPanelColumns);
   const char* ahead = tile.ahead;
-  const auto each_step = [&](int64_t column, int64_t part_lines, const auto& add) {
+  finish_stores(tile.steps);
+  for (int64_t column = 0; column < kPanelColumns; column += width) {
+    const AmxSums sums(static_cast<char*>(tile.sums) + column * 4, row_sums * 4, is_tall);
+    sums.begin(from_zero);
+    const auto add = [&](const AmxRowsOfX& step_rows, const char* w) {
+      is_tall ? add_two_by_two<Products>(step_rows, w + column * 4) : add_one_by_four<Products>(step_rows, w);
+    };
     for (int64_t s = 0; s < num_steps; ++s) {
-      for (int64_t i = 0; i < part_lines; ++i, ahead += kCacheLine) __builtin_prefetch(ahead, 0, kToL2);
-      add({rows.data + s * kAmxRowBytes, rows.stride}, tile.steps + s * kAmxStepBytes + column * 4);
+      for (int64_t i = 0; i < lines; ++i, ahead += kCacheLine) __builtin_prefetch(ahead, 0, kToL2);
+      add({rows.data + s * kAmxRowBytes, rows.stride}, tile.steps + s * kAmxStepBytes);
     }
     if (rest > 0) {
       const int64_t panel_rows = tile.end - tile.begin - num_steps * kAmxRows;
       const AmxLastStep last({rows.data + num_steps * kAmxRowBytes, rows.stride}, tile.rows, rest,
                              tile.steps + num_steps * kAmxStepBytes, panel_rows);
       finish_stores(&last);
-      add({last.x[0], kAmxRowBytes}, last.weights + column * 4);
+      add({last.x[0], kAmxRowBytes}, last.weights);
     }
-  };
-  if (tile.rows <= kAmxRows) {
-    char* sums = static_cast<char*>(tile.sums);
-    _tile_loadd(0, sums, stride);
-    _tile_loadd(1, sums + kAmxRowBytes, stride);
-    _tile_loadd(2, sums + 2 * kAmxRowBytes, stride);
-    _tile_loadd(3, sums + 3 * kAmxRowBytes, stride);
-    each_step(0, lines, add_one_by_four<Products>);
-    _tile_stored(0, sums, stride);
-    _tile_stored(1, sums + kAmxRowBytes, stride);
-    _tile_stored(2, sums + 2 * kAmxRowBytes, stride);
-    _tile_stored(3, sums + 3 * kAmxRowBytes, stride);
-    return;
-  }
-  for (int64_t column = 0; column < kPanelColumns; column += 2 * kAmxColumns) {
-    char* sums = static_cast<char*>(tile.sums) + column * 4;
-    char* lower = sums + kAmxRows * stride;
-    _tile_loadd(0, sums, stride);
-    _tile_loadd(1, sums + kAmxRowBytes, stride);
-    _tile_loadd(2, lower, stride);
-    _tile_loadd(3, lower + kAmxRowBytes, stride);
-    each_step(column, lines / 2, add_two_by_two<Products>);
-    _tile_stored(0, sums, stride);
-    _tile_stored(1, sums + kAmxRowBytes, stride);
-    _tile_stored(2, lower, stride);
-    _tile_stored(3, lower + kAmxRowBytes, stride);
+    sums.end();
   }
 }
 

@@ -10,6 +10,7 @@
 #include "gemm/code_decoder.h"
 #include "gemm/code_unpacker.h"
 #include "gemm/gemm_chain.h"
+#include "gemm/gemm_grouped_amx.h"
 #include "gemm/group_numbers.h"
 
 namespace shardline::SHARDLINE_ISA {
@@ -268,6 +269,9 @@ void multiply_unpacked(const GroupedLinearArgs& args, const CodeTables& tables) 
 void multiply_any_codes(const GroupedLinearArgs& args, const CodeTables& tables) {
   if (args.dtype == DType::kFloat32) return multiply_unpacked<AnyUnpacker<float, 1>>(args, tables);
   if (tables.num_parts == 2) return multiply_unpacked<AnyUnpacker<bf16, 2>>(args, tables);
+#if defined(__AMX_BF16__)
+  if (fits_amx(args)) return multiply_in_tiles<AnyUnpacker<bf16, 1>>(args, tables);
+#endif
   multiply_unpacked<AnyUnpacker<bf16, 1>>(args, tables);
 }
 
@@ -279,6 +283,11 @@ void multiply_codes(const GroupedLinearArgs& args, const CodeTables& tables) {
     if constexpr (Decoder::kNumParts == 1) return multiply_unpacked<FastUnpacker<float, Decoder>>(args, tables);
     return multiply_any_codes(args, tables);
   }
+#if defined(__AMX_BF16__)
+  if constexpr (Decoder::kNumParts == 1) {
+    if (fits_amx(args)) return multiply_in_tiles<FastUnpacker<bf16, Decoder>>(args, tables);
+  }
+#endif
   if (args.num_rows >= kUnpackRows) return multiply_unpacked<FastUnpacker<bf16, Decoder>>(args, tables);
   const Decoder decoder(tables);
   const PanelLayout layout = {ceil_div(args.depth, kOctet), octet_bytes(args.bits), 0, kRowSums};

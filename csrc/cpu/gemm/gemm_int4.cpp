@@ -254,7 +254,7 @@ void linear_int4(const QuantizedLinearArgs& args) {
   };
 #if defined(__AMX_INT8__)
   const auto add = [&](const Tile& tile) { add_int8_amx_tile(args, as_bytes(tile)); };
-  for_each_tile<AmxTiles>(args, layout, add, finish, unpack_groups);
+  for_each_tile<AmxTiles<kAmxRows / kQuadsOfGroup>>(args, layout, add, finish, unpack_groups);
 #else
   const auto add = [&](const Tile& tile, auto rows, auto wide) {
     add_int8_tile<rows.kValue, wide.kValue>(args, as_bytes(tile));

@@ -53,7 +53,7 @@ void linear_int8(const QuantizedLinearArgs& args) {
   const PanelLayout layout = {ceil_div(args.depth, kQuad), kQuad * kPanelColumns};
 #if defined(__AMX_INT8__)
   if (args.num_rows >= kAmxInt8Rows) {
-    return for_each_tile<AmxTiles>(args, layout, [&](const Tile& tile) { add_int8_amx_tile(args, tile); },
+    return for_each_tile<AmxTiles<>>(args, layout, [&](const Tile& tile) { add_int8_amx_tile(args, tile); },
                                    finish_of<Int8Sums>(args));
   }
 #endif

@@ -76,7 +76,7 @@ inline void add_int8_amx_tile(const QuantizedLinearArgs& args, const Tile& tile)
     for (int64_t c = 0; c < kPanelColumns; c += kLanes) store(sums + r * kPanelColumns + c, start);
   }
   const int8_t* x = args.x + tile.row * x_stride;
-  add_amx_tile<ByteProducts>({reinterpret_cast<const char*>(x), x_stride}, x_stride, tile);
+  add_amx_tile<ByteProducts>({reinterpret_cast<const char*>(x), x_stride}, x_stride, tile, false);
 }
 
 #endif

@@ -72,7 +72,7 @@ struct ConstantTiles {
   // Evenly: 9 rows are 5 + 4, not 6 + 3.
   int64_t begin(int64_t t) const { return num_rows / num_tiles * t + min64(t, num_rows % num_tiles); }
   bool asks() const { return wide || num_tiles > 1; }
-  int64_t block_bytes() const { return 128 << 10; }
+  int64_t block_bytes(bool) const { return 128 << 10; }
 
   // Calls add(tile, Constant<rows>, Constant<wide>).
   template <class Add>
@@ -106,13 +106,13 @@ template <class Tiles, class Args, class Add, class Unpack>
 void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index, int64_t row_begin, int64_t rows,
                 const Add& add, Finish<Args> finish, const Unpack& unpack) {
   if (write_excluded_panel(args, row_begin, rows, panel_index)) return;
-  const Tiles tiles(rows);
+  Tiles tiles(rows);
   const int64_t panel_bytes = layout.num_steps * layout.step_bytes, num_sums = rows * layout.row_sums;
   const int64_t block_step_bytes = max64(layout.step_bytes, layout.unpacked_bytes);
   const bool cut = tiles.asks() || layout.unpacked_bytes > 0;
   const int64_t num_units = ceil_div(layout.num_steps, Tiles::kStepsTogether);
   const int64_t num_blocks =
-      cut ? min64(num_units, ceil_div(layout.num_steps * block_step_bytes, tiles.block_bytes())) : 1;
+      cut ? min64(num_units, ceil_div(layout.num_steps * block_step_bytes, tiles.block_bytes(layout.unpacked_bytes > 0))) : 1;
   const int64_t unpacked_bytes = ceil_div(num_units, num_blocks) * Tiles::kStepsTogether * layout.unpacked_bytes;
   const char* panel = static_cast<const char*>(static_cast<const void*>(args.panels)) + panel_index * panel_bytes;
   float* sums = static_cast<float*>(thread_scratch(static_cast<size_t>(num_sums) * sizeof(float) +
@@ -134,7 +134,7 @@ void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index
       const Tile tile = {row_begin + first, static_cast<int>(last - first), tiles.wide, steps, begin, end,
                          sums + first * layout.row_sums, panel + end * layout.step_bytes + t * share, stride,
                          panel_index, unpacks ? unpacked : nullptr};
-      Tiles::call(tile, add);
+      tiles.call(tile, add);
       if (b + 1 == num_blocks) finish(args, {tile.row, last - first, panel_index, tile.sums});
     }
   }
@@ -142,7 +142,7 @@ void panel_task(const Args& args, const PanelLayout& layout, int64_t panel_index
 
 inline void keep_packed(const char*, int64_t, void*) {}
 
-// Calls Tiles::call(tile, add) over all of the output and its K, and finish(args, FinishedTile) for each tile when its
+// Calls tiles.call(tile, add) over all of the output and its K, and finish(args, FinishedTile) for each tile when its
 // sums are complete.
 template <class Tiles, class Args, class Add, class Unpack = decltype(keep_packed)>
 void for_each_tile(const Args& args, const PanelLayout& layout, const Add& add, Finish<Args> finish,
