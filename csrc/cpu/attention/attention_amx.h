@@ -18,8 +18,8 @@ constexpr bool kUsesAmx = sizeof(T) == 2 && sizeof(Stored) == 2 && !kLatents;
 
 constexpr int64_t kStepKeys = 32, kStepWords = kStepKeys / 2, kSplitSteps = kSplitKeys / kStepKeys;
 
-// The values of the steps of a split, [16 pairs of keys][value_dim] words each. Two panels that do not follow each other
-// in memory are copied together.
+// The values of the steps of a split, [16 pairs of keys][value_dim] words each. Two panels that do not follow each
+// other in memory are copied together.
 class JoinedValues {
  public:
   static size_t scratch_words(const AttentionArgs& args) {
@@ -167,8 +167,8 @@ void add_in_tiles(const AmxRows& weights, const AmxRows& outputs, int64_t value_
   }
 }
 
-// Adds a step with values that are infinite or NaN, and that some rows must not see: each row alone, as if hidden values
-// were zero.
+// Adds a step with values that are infinite or NaN, and that some rows must not see: each row alone, as if hidden
+// values were zero.
 template <class Split>
 void add_masked_step(Row* rows, int num_rows, const Split& split, JoinedValues& joined, int64_t step) {
   configure_tiles(1);

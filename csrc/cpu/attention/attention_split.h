@@ -4,7 +4,7 @@
 // come the scores, each a sum over the head's width from its start, and their maximum. Then come the weights, which are
 // exp(score - maximum), as bf16 if pairs of bf16 are multiplied, and the weighted sum of the values, key after key.
 // Splits merge in index order. Rows share loads of keys and values, never arithmetic: the result of a row does not
-// depend on the rows beside it.
+// depend on the rows beside it. attention_amx.h has the same for AMX, whose sums have another order.
 #pragma once
 
 #include "attention/attention_args.h"

@@ -64,7 +64,8 @@ class RowTile {
     int64_t begin = 0, end = index_.num_rows;
     while (begin < end && seen(begin, split_begin).empty()) ++begin;
     while (begin < end && seen(end - 1, split_begin).empty()) --end;
-    const int64_t num_blocks = end - begin <= kBlockRows ? 1 : ceil_div(end - begin, fits_amx() ? kBlockRows : kBestRows);
+    const int64_t best_rows = fits_amx() ? kBlockRows : kBestRows;
+    const int64_t num_blocks = end - begin <= kBlockRows ? 1 : ceil_div(end - begin, best_rows);
     const Range keys = {max64(0, visible(0).begin - split_begin),
                         min64(kSplitKeys, visible(index_.num_rows - 1).end - split_begin)};
     split_.find(args_, index_.sequence, index_.kv_head, split, keys, num_blocks == 1, next);

@@ -1,6 +1,6 @@
 // out[M, N] = x[M, K] weight[N, K]^T + bias. Every output is one chain of multiply-adds over k = 0..K-1 in that order,
 // in fp32, and then one rounding. Tiling over rows, columns and blocks of K decides when a product is added, never in
-// which order.
+// which order. With AMX, bf16 is added in another order, see gemm_amx.h.
 #include "gemm/gemm_amx.h"
 #include "gemm/gemm_chain.h"
 

@@ -1,7 +1,7 @@
 // Rows times a panel in the tile registers of AMX (Sapphire Rapids and later), for bf16 and for bytes.
 //
-// A tile register holds 16 rows of 64 bytes. Panels lie in memory as AMX reads weights: a row of 16 columns with 4 bytes
-// each, which are 2 neighbours along K of bf16 or 4 bytes. So a step has 32 bf16 or 64 bytes of K. In bf16, a step adds
+// A tile register holds 16 rows of 64 bytes. Panels lie in memory as AMX reads weights: a row of 16 columns with 4
+// bytes each, which are 2 neighbours along K of bf16 or 4 bytes. So a step has 32 bf16 or 64 bytes of K. A step of bf16 adds
 //
 //   sum += (x0 w0 + x2 w2 + ... + x30 w30) + (x1 w1 + x3 w3 + ... + x31 w31)
 //
@@ -30,8 +30,8 @@ struct AmxTiles {
 
   int64_t begin(int64_t t) const { return min64(t * kRowsTogether, num_rows); }
   bool asks() const { return true; }
-  // Many tiles read a block from L1, and a tile that unpacks a block finds it there. Other tiles prefetch the next block
-  // while they read this one.
+  // Many tiles read a block from L1, and a tile that unpacks a block finds it there. Other tiles prefetch the next
+  // block while they read this one.
   int64_t block_bytes(bool unpacks) const {
     if (unpacks && num_tiles == 1) return 16 << 10;
     return unpacks || num_tiles >= 4 ? 32 << 10 : 128 << 10;
@@ -109,7 +109,9 @@ inline void add_one_by_four(const AmxRowsOfX& x, const char* w) {
 // The last step of K, if it is not whole, padded with zeros.
 struct AmxLastStep {
   AmxLastStep(const AmxRowsOfX& rows, int num_rows, int64_t row_bytes, const char* w, int64_t panel_rows) {
-    for (int r = 0; r < num_rows; ++r) __builtin_memcpy(x[r], rows.data + r * rows.stride, static_cast<size_t>(row_bytes));
+    for (int r = 0; r < num_rows; ++r) {
+      __builtin_memcpy(x[r], rows.data + r * rows.stride, static_cast<size_t>(row_bytes));
+    }
     __builtin_memcpy(weights, w, static_cast<size_t>(panel_rows * kPanelRowBytes));
   }
 

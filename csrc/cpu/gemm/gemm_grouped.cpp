@@ -7,6 +7,7 @@
 // are not are the sum of two bf16, which follow each other in the chain. If x is rounded to e4m3, a group's sum is first
 // multiplied by the scale that the row of x has in this group. A few rows multiply codes that are decoded in
 // registers; many rows multiply panels that are unpacked block by block. Both have the same bits.
+// With AMX, groups of whole steps are summed as gemm_grouped_amx.h says.
 #include "gemm/code_decoder.h"
 #include "gemm/code_unpacker.h"
 #include "gemm/gemm_chain.h"

@@ -78,7 +78,8 @@ void multiply_in_tiles(const GroupedLinearArgs& args, const CodeTables& tables) 
     }
     add_grouped_amx_tile(args, unpacked);
   };
-  for_each_tile<AmxTiles<kStepOctets>>(args, layout, add, finish_of<FloatSums<GroupedLinearArgs, 2 * kPanelColumns>>(args));
+  using Sums = FloatSums<GroupedLinearArgs, 2 * kPanelColumns>;
+  for_each_tile<AmxTiles<kStepOctets>>(args, layout, add, finish_of<Sums>(args));
 }
 
 }  // namespace shardline::SHARDLINE_ISA

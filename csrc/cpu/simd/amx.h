@@ -23,7 +23,8 @@ inline void configure_tiles(int rows) {
     uint8_t rows[16] = {};
   } config;
   const bool two = rows > kAmxRows;
-  const auto upper = static_cast<uint8_t>(two ? kAmxRows : rows), lower = static_cast<uint8_t>(two ? rows - kAmxRows : rows);
+  const auto upper = static_cast<uint8_t>(two ? kAmxRows : rows);
+  const auto lower = static_cast<uint8_t>(two ? rows - kAmxRows : rows);
   const uint8_t whole = kAmxRows;
   const uint8_t counts[8] = {upper, upper, lower, lower, upper, two ? lower : whole, whole, whole};
   for (int i = 0; i < 8; ++i) {
