@@ -3,6 +3,9 @@
 #include <atomic>
 #include <stdexcept>
 
+#if defined(SHARDLINE_AMX)
+#include <cpuid.h>
+#endif
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -17,18 +20,22 @@ namespace portable { extern const Kernels kKernels; }
 namespace avx2 { extern const Kernels kKernels; }
 namespace avx512 { extern const Kernels kKernels; }
 namespace avx512_bf16 { extern const Kernels kKernels; }
+#if defined(SHARDLINE_AMX)
 namespace avx512_amx { extern const Kernels kKernels; }
+#endif
 #endif
 
 namespace {
 
-#if defined(SHARDLINE_X86)
+#if defined(SHARDLINE_AMX)
 // Whether this CPU has AMX, and Linux lets this process use it. All threads and forks of the process may use it then.
 bool may_use_amx() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr unsigned kAmx = 1u << 22 | 1u << 24 | 1u << 25;    // bf16, tiles, int8; clang does not name them
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-         __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & kAmx) == kAmx &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;
 #endif
@@ -51,7 +58,9 @@ std::vector<const Kernels*> find_available() {
     return found;
   }
   found.push_back(&avx512_bf16::kKernels);
+#if defined(SHARDLINE_AMX)
   if (may_use_amx()) found.push_back(&avx512_amx::kKernels);
+#endif
 #endif
   return found;
 }

@@ -23,6 +23,7 @@ template <int64_t kSteps = kAmxRows>
 struct AmxTiles {
   static constexpr int64_t kRowsTogether = 2 * kAmxRows, kStepsTogether = kSteps;
   static constexpr int64_t kTaskRows = 8 * kRowsTogether;
+  static constexpr int64_t kTaskElements = 1 << 20;  // of x, which stay in L2
 
   explicit AmxTiles(int64_t rows) : num_tiles(ceil_div(rows, kRowsTogether)), num_rows(rows) {}
   ~AmxTiles() { _tile_release(); }

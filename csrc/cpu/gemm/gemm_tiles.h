@@ -64,6 +64,7 @@ class Ahead {
 // kTileRows, or one wide tile of kWideMin to kWideMax rows.
 template <int kTileRows, int kWideMin, int kWideMax>
 struct ConstantTiles {
+  static constexpr int64_t kTaskElements = int64_t{1} << 62;  // of x: any number
   static constexpr int64_t kTaskRows = 240, kRowsTogether = 1, kStepsTogether = 1;
 
   explicit ConstantTiles(int64_t rows)
@@ -150,8 +151,12 @@ void for_each_tile(const Args& args, const PanelLayout& layout, const Add& add, 
   constexpr int64_t kSmallWork = 1 << 16;
   if (args.num_rows == 0 || args.num_columns == 0) return;
   const int64_t num_panels = ceil_div(args.num_columns, args.gated ? kGatedColumns : kPanelColumns);
-  int64_t task_rows = Tiles::kTaskRows;  // at most, so that their slice of x stays in L2 while a panel passes
-  while (task_rows > Tiles::kTaskRows / 8 && num_panels * ceil_div(args.num_rows, task_rows) < 2 * num_threads()) task_rows /= 2;
+  // At most so many rows that their slice of x stays in L2 while a panel passes, and so many that all threads have tasks.
+  const auto are_too_many = [&](int64_t rows) {
+    return num_panels * ceil_div(args.num_rows, rows) < 2 * num_threads() || rows * args.depth > Tiles::kTaskElements;
+  };
+  int64_t task_rows = Tiles::kTaskRows;
+  while (task_rows > Tiles::kTaskRows / 8 && are_too_many(task_rows)) task_rows /= 2;
   const int64_t row_blocks = ceil_div(args.num_rows, task_rows);
   const int64_t num_units = ceil_div(args.num_rows, Tiles::kRowsTogether);
   const bool parallel = args.num_rows * num_panels * kPanelColumns * args.depth > kSmallWork;
