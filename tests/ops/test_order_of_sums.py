@@ -1,4 +1,4 @@
-"""The order in which products of bf16 add, as csrc/cpu/gemm says: models in float64 with a rounding after each addition."""
+"""The order in which products of bf16 add: models in float64 with a rounding after each addition."""
 
 from __future__ import annotations
 
