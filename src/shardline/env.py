@@ -105,3 +105,11 @@ def for_children(gpus: str | None = None) -> dict[str, str]:
 def for_fork_server() -> dict[str, str]:
     """The environment of a fork server, which must have no threads; its children get one of their own."""
     return {**for_children(), "OPENBLAS_NUM_THREADS": "1"}
+
+
+def for_sandbox() -> dict[str, str]:
+    """The environment of a sandbox's nursery, which must have one thread and needs no secret."""
+    threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    secrets = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+    inherited = {name: value for name, value in os.environ.items() if not any(word in name.upper() for word in secrets)}
+    return {**inherited, **threads}

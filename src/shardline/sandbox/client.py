@@ -1,0 +1,188 @@
+"""The client's side of a sandbox: it starts the nursery, and gets workers and their answers from it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+
+from shardline import env
+from shardline.sandbox.confinement import Limit, limit_from_exit
+from shardline.sandbox.nursery import ANSWER, PID, REQUEST
+
+_CODE = "import sys; sys.path[:] = [p for p in sys.path if p]; import shardline.sandbox.nursery as n; n.main()"
+_STATUS_SECONDS = 1.0
+"""Seconds that the nursery may take to tell how a worker has ended."""
+
+
+class WorkerEnded(Exception):
+    """A worker has ended in the middle of a job; `limit` says why."""
+
+    def __init__(self, limit: Limit) -> None:
+        super().__init__(limit.value)
+        self.limit = limit
+
+
+class Worker:
+    """A confined process that does one job after another. Jobs may be sent before earlier ones are answered."""
+
+    def __init__(self, sock: socket.socket, status_fd: int) -> None:
+        """`sock`: of the jobs. `status_fd`: the nursery writes the worker's exit code there."""
+        self.sock = sock
+        self.pid = 0
+        """0 until the worker has begun."""
+        self._pidfd = -1
+        self._status_fd = status_fd
+        self._unread = bytearray()
+
+    def fileno(self) -> int:
+        """The descriptor that is readable when `take_answers` has something to do."""
+        return self.sock.fileno()
+
+    def send(self, body: bytes, seconds: float) -> None:
+        """Send a job that may take so many seconds of the processor; waits while the worker's socket is full.
+
+        An error is not reported here: `take_answers` does.
+        """
+        with contextlib.suppress(ConnectionError):
+            self.sock.sendall(REQUEST.pack(seconds, len(body)) + body)
+
+    def receive(self, timeout: float) -> bytes:
+        """The answer of the only job that was sent.
+
+        Raises:
+            WorkerEnded: the worker has ended, or has not answered in time and was killed.
+            RuntimeError: the service failed; the message is its traceback.
+        """
+        while True:
+            poll = select.poll()
+            poll.register(self.sock, select.POLLIN)
+            if not poll.poll(1000 * timeout):
+                self.kill()
+                raise WorkerEnded(Limit.TIME)
+            if answers := self.take_answers():
+                return answers[0]
+
+    def take_answers(self) -> list[bytes]:
+        """The answers that have come, without waiting if the socket is readable.
+
+        Raises:
+            WorkerEnded: the worker has ended.
+            RuntimeError: the service failed; the message is its traceback.
+        """
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            data = self.sock.recv(1 << 20)
+        if not data:
+            raise WorkerEnded(self._find_limit())
+        self._unread += data
+        if self.pid == 0 and len(self._unread) >= PID.size:
+            (self.pid,) = PID.unpack_from(self._unread)
+            del self._unread[: PID.size]
+            with contextlib.suppress(ProcessLookupError):
+                self._pidfd = os.pidfd_open(self.pid)
+        answers: list[bytes] = []
+        while self.pid and len(self._unread) >= ANSWER.size:
+            failed, size = ANSWER.unpack_from(self._unread)
+            if len(self._unread) < ANSWER.size + size:
+                break
+            body = bytes(self._unread[ANSWER.size : ANSWER.size + size])
+            del self._unread[: ANSWER.size + size]
+            if failed:
+                raise RuntimeError(f"a job in a sandbox failed\n{body.decode()}")
+            answers.append(body)
+        return answers
+
+    def _find_limit(self) -> Limit:
+        """Why the worker has ended."""
+        poll = select.poll()
+        poll.register(self._status_fd, select.POLLIN)
+        code = os.read(self._status_fd, PID.size) if poll.poll(1000 * _STATUS_SECONDS) else b""
+        return limit_from_exit(PID.unpack(code)[0]) if code else Limit.UNKNOWN
+
+    def yield_processor(self) -> None:
+        """Let the worker run only when nothing else wants the processor."""
+        with contextlib.suppress(OSError):
+            if self.pid:
+                os.setpriority(os.PRIO_PROCESS, self.pid, 19)
+
+    def kill(self) -> None:
+        """Kill the worker, even in the middle of a job."""
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Give the worker up and kill it. One that has not begun ends when it does."""
+        self.kill()
+        self.sock.close()
+        for fd in (self._status_fd, self._pidfd):
+            if fd >= 0:
+                os.close(fd)
+
+
+class Sandbox:
+    """Workers of one service. Its nursery starts with the first worker, and again if it has ended.
+
+    The kernel kills the nursery and its workers when the thread that started them ends.
+    """
+
+    def __init__(self, module: str, argument: str = "", *, title: str, memory: int) -> None:
+        """`module`: has `open_service(argument)`, see `nursery.Service`. `memory`: bytes that a worker may allocate."""
+        self._arguments = [module, argument, title, str(memory)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
+
+    def fork(self) -> Worker:
+        """A new worker. It begins when the nursery has prepared its service."""
+        ours, theirs = socket.socketpair()
+        status, status_end = os.pipe()
+        try:
+            self._send_request([theirs.fileno(), status_end])
+        except BaseException:
+            ours.close()
+            os.close(status)
+            raise
+        finally:
+            theirs.close()
+            os.close(status_end)
+        return Worker(ours, status)
+
+    def _send_request(self, fds: list[int]) -> None:
+        if self._requests is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                socket.send_fds(self._requests, [b"fork"], fds)
+                return
+        self.close()
+        self._start()
+        assert self._requests is not None
+        socket.send_fds(self._requests, [b"fork"], fds)
+
+    def _start(self) -> None:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CODE, str(os.getpid()), str(theirs.fileno()), *self._arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=env.for_sandbox(),
+            )
+
+    @property
+    def pid(self) -> int | None:
+        """The nursery's process id; None: it has not started."""
+        return None if self._process is None else self._process.pid
+
+    def close(self) -> None:
+        """End the nursery and all workers."""
+        if self._requests is not None:
+            self._requests.close()
+            self._requests = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
