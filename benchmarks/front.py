@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from shardline.channel import Channel, encode_message
 from shardline.config.engine import EngineConfig
 from shardline.config.server import ServerConfig
-from shardline.deployment.messages import PrepareGrammar
 from shardline.engine.ipc import (
     AbortRequests,
     AddRequests,
@@ -70,9 +69,6 @@ class StubClient:
         """Hand over aborts."""
         self._channel.send(AbortRequests(list(request_ids)))
 
-    def prepare_grammar(self, grammar: str) -> None:
-        """Does nothing."""
-
     def close(self, timeout: float = 10.0) -> None:
         """End the stub."""
         with contextlib.suppress(OSError):
@@ -101,7 +97,7 @@ def run_engine(descriptor: int, seconds_per_token: float, num_streams: int) -> N
         message = channel.receive()
         if isinstance(message, AddRequests):
             running.update((request.request_id, request) for request in message.requests)
-        elif not isinstance(message, PrepareGrammar):
+        else:
             return
     most = next(iter(running.values())).sampling.max_tokens
     assert most is not None

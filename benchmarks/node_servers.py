@@ -147,9 +147,6 @@ class _NoEngine:
     def abort(self, request_ids: Sequence[str]) -> None:
         pass
 
-    def prepare_grammar(self, grammar: str) -> None:
-        pass
-
     def close(self, timeout: float = 10.0) -> None:
         pass
 

@@ -64,6 +64,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     choice: int
     eos_token_ids: tuple[int, ...]
     constraints: Constraints | None = None
+    """Without the grammar, which the engine follows."""
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
@@ -83,6 +84,8 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     draft: list[int] = []
     """Guesses of the tokens after the one at `start`. The step computes these too, and samples a token at each of its
     positions; `num_tokens` includes them. The result has the tokens up to the first that differs from its guess."""
+    allowed: bytes = b""
+    """The tokens that the sequence's grammar allows next, as bits in words of 32; empty: it has no grammar."""
 
     @property
     def num_samples(self) -> int:
@@ -148,11 +151,13 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     """Why the tokens are invalid and the sequence must end; empty: they are valid."""
     finished: bool = False
-    """Whether the sequence's grammar is at its end after the last token."""
+    """Whether the sequence's grammar is at its end after the last token; ranks do not know."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Those of the prompt's tokens after the step's positions; None: the step scored none."""
     embedding: bytes = b""
     """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
+    refused: bool = False
+    """Whether what the request asks for is at fault for the error."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -183,6 +188,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The final hidden state of the prompt's last token, float32; empty unless prompts are embedded."""
     timeline: EngineTimeline | None = None
     """Everything that the engine has noted so far; None: it is as the front has it, apart from further tokens."""
+    refused: bool = False
+    """Whether what the request asks for is at fault, so that its client gets a 4xx."""
 
 
 Decode = Callable[[int], str | None]

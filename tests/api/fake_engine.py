@@ -79,9 +79,6 @@ class FakeEngineClient:
             self.running.update({request.request_id: (request, len(request.output_token_ids)) for request in requests})
             self._changed.notify()
 
-    def prepare_grammar(self, grammar: str) -> None:
-        self.grammars.append(grammar)
-
     def abort(self, request_ids: Sequence[str]) -> None:
         with self._changed:
             self.aborted.extend(request_ids)

@@ -179,6 +179,7 @@ def golden(model: Path, dtype: str, quantization: str, kv: str, requests: Sequen
             model, dtype=dtype, quantization=quantization, kv_cache_dtype=kv, enable_prefix_caching=False
         )
         answers = run(engine, requests, "alone")
+        engine.close()
         executor.close()
     return answers
 
@@ -245,6 +246,7 @@ def _run_case(
             answers |= run(engine, share, case.batch)
             stats.append(engine.stats())
         finally:
+            engine.close()
             executor.close()
     return answers, stats
 

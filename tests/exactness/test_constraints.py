@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from shardline.engine.masks.lanes import MaskLanes
+from shardline.engine.masks.service import MaskAnswer
 from shardline.sampling_params import StructuredOutputsParams
 from shardline.structured.grammar import structured_grammar
 from shardline.types import Constraints, Request
@@ -107,3 +110,35 @@ def test_one_answer(
     }
     if memory == "tight":
         assert sum(replica.num_preemptions for replica in stats) > 0
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
+def test_late_masks_change_no_answer(
+    model: Path,
+    requests: list[Request],
+    expected: dict[str, Answer],
+    tensor: int,
+    pipeline: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sequences leave the batch when their masks are late, and come back; some are preempted meanwhile."""
+    collect, dice, kept, held = MaskLanes.collect, random.Random(5), list[tuple[int, MaskAnswer]](), 0
+
+    def collect_late(lanes: MaskLanes, timeout: float) -> list[tuple[int, MaskAnswer]]:
+        nonlocal held
+        kept.extend(collect(lanes, 0.0 if kept else timeout))
+        kept[:] = [answer for answer in kept if answer[0] in lanes._followed]  # others were dropped meanwhile
+        dice.shuffle(kept)
+        late = kept[: dice.randrange(len(kept) + 1)]
+        held += len(kept) - len(late)
+        del kept[: len(late)]
+        return late
+
+    monkeypatch.setattr(MaskLanes, "collect", collect_late)
+    rest = ("staggered", "chunked", "warm", "tight", "none", "split-experts", "kv-auto", "one-host")
+    answers, stats = run_case(model, Case("llama", "float32", tensor, pipeline, 1, *rest), requests, expected)
+    assert {key: dataclasses.astuple(answer) for key, answer in answers.items()} == {
+        key: dataclasses.astuple(answer) for key, answer in expected.items()
+    }
+    assert held > 100
+    assert sum(replica.num_preemptions for replica in stats) > 0

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from shardline.models.hub import DEMO_FOLDER
 from shardline.models.partition import Span
 from shardline.runtime.ops.sampling.mask import TokenMasks
-from shardline.runtime.sampling.token_mask import ConstraintMaker, MaskMemory, TokenMask
-from shardline.sampling_params import SamplingParams, StructuredOutputsParams
-from shardline.structured.grammar import structured_grammar
+from shardline.runtime.sampling.token_mask import MaskMemory, TokenMask, collect_masks, make_mask
+from shardline.sampling_params import SamplingParams
 from shardline.types import Constraints, SequenceStart
 
 VOCAB_SIZE, EOS = 2048, 2
-MAKER = ConstraintMaker(VOCAB_SIZE, str(Path(DEMO_FOLDER) / "tokenizer.json"))
 
 
 def make(output: tuple[int, ...] = (), *, min_tokens: int = 0, **constraints: object) -> TokenMask:
     params = SamplingParams(max_tokens=100, min_tokens=min_tokens, stop_token_ids=[7])
     given = Constraints(**constraints)  # type: ignore[arg-type]
-    mask = MAKER.make_mask(SequenceStart(1, [1, 5, *output], 2, params, 0, (EOS,), given))
+    mask = make_mask(SequenceStart(1, [1, 5, *output], 2, params, 0, (EOS,), given), VOCAB_SIZE)
     assert mask is not None
     return mask
 
@@ -33,12 +28,16 @@ def allowed(mask: TokenMask) -> set[int]:
     return {token for token in range(VOCAB_SIZE) if words[token >> 5] >> (token & 31) & 1}
 
 
-def regex(pattern: str) -> str:
-    return structured_grammar(StructuredOutputsParams(regex=pattern))
+def bits(*token_ids: int) -> bytes:
+    """What a grammar allows."""
+    words = np.zeros(-(-VOCAB_SIZE // 32), dtype=np.uint32)
+    for token_id in token_ids:
+        words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+    return words.tobytes()
 
 
 def test_no_constraints_no_mask() -> None:
-    assert MAKER.make_mask(SequenceStart(1, [1], 1, SamplingParams(), 0, (EOS,))) is None
+    assert make_mask(SequenceStart(1, [1], 1, SamplingParams(), 0, (EOS,)), VOCAB_SIZE) is None
 
 
 def test_allowed_tokens_and_bad_words() -> None:
@@ -54,53 +53,25 @@ def test_min_tokens_exclude_the_ends() -> None:
     assert allowed(make((3,), allowed_token_ids=(3, 7, EOS), min_tokens=1)) == {3, 7, EOS}
 
 
-def test_the_end_is_allowed_where_the_grammar_may_end() -> None:
-    mask = make(grammar=regex("(a|b)+"))
-    first = allowed(mask)
-    assert EOS not in first
-    mask.append_token(min(first))
-    assert EOS in allowed(mask)
-    mask.append_token(EOS)
-    assert mask.is_finished
-
-
-def test_a_restart_has_the_state_of_the_whole_output() -> None:
-    mask = make(grammar=regex("(a|b){3}c"))
-    output: list[int] = []
-    while not mask.is_finished:
-        assert allowed(make(tuple(output), grammar=regex("(a|b){3}c"))) == allowed(mask)
-        output.append(max(allowed(mask)))
-        mask.append_token(output[-1])
-    assert make(tuple(output), grammar=regex("(a|b){3}c")).is_finished
+def test_a_grammar_is_one_of_the_constraints() -> None:
+    mask = make(bad_words=((9,),))
+    mask.set_grammar(bits(3, 9, 11, EOS))
+    assert allowed(mask) == {3, 11, EOS}
+    mask.set_grammar(bits(4)[:4])  # of a tokenizer with fewer tokens than the model
+    assert allowed(mask) == {4}
+    mask.set_grammar(bits(4, 1999) + bits(5))  # and of one with more
+    assert allowed(mask) == {4, 1999}
 
 
 def test_an_empty_mask_is_an_error() -> None:
-    masks, errors = MAKER.collect_masks([None, make(allowed_token_ids=(EOS,), min_tokens=3), make(bad_words=((9,),))])
+    masks, errors = collect_masks([None, make(allowed_token_ids=(EOS,), min_tokens=3), make(bad_words=((9,),))])
     assert masks is not None
     assert masks.rows.tolist() == [2]
     assert "no token may follow" in errors[1]
+    excluded = make(allowed_token_ids=(3,))
+    excluded.set_grammar(bits(4))
     with pytest.raises(ValueError, match="no token"):
-        make(grammar=regex("a"), allowed_token_ids=(3,)).find_allowed()
-
-
-def test_masks_are_the_same_from_several_threads() -> None:
-    grammar = regex("[0-9]{1,3}(,[0-9]+)*")
-
-    def together(num_threads: int) -> torch.Tensor:
-        maker = ConstraintMaker(VOCAB_SIZE, str(Path(DEMO_FOLDER) / "tokenizer.json"), num_threads)
-        starts = [SequenceStart(n, [1], 1, SamplingParams(), 0, (EOS,), Constraints(grammar)) for n in range(6)]
-        sequences = [maker.make_mask(start) for start in starts]
-        for number, mask in enumerate(sequences):
-            assert mask is not None
-            for _ in range(number):
-                mask.append_token(min(allowed(mask)))
-        masks, errors = maker.collect_masks([None, *sequences])
-        assert masks is not None
-        assert not errors
-        assert masks.rows.tolist() == [1, 2, 3, 4, 5, 6]
-        return masks.bits
-
-    assert torch.equal(together(2), together(1))
+        excluded.find_allowed()
 
 
 @pytest.mark.parametrize("span", [Span(0, 200), Span(0, 70), Span(64, 200), Span(67, 133), Span(190, 200)])

@@ -75,9 +75,6 @@ class FakeEngine:
                 self._taken[request.request_id] = done
         self._wake.set()
 
-    def prepare_grammar(self, grammar: str) -> None:
-        self.grammars.append(grammar)
-
     def abort(self, request_ids: Sequence[str]) -> None:
         with self._lock:
             self.aborted += request_ids

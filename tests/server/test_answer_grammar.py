@@ -22,7 +22,7 @@ from shardline.text.tool_parsers import find_tool_parser
 from tests.structured.test_grammar import accepts
 
 TOKENIZER = Tokenizer.from_folder(Path(DEMO_FOLDER))
-COMPILER = GrammarCompiler(str(Path(DEMO_FOLDER) / "tokenizer.json"))
+COMPILER = GrammarCompiler((Path(DEMO_FOLDER) / "tokenizer.json").read_bytes())
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 FORM = ResponseFormat(type="json_schema", json_schema={"schema": SCHEMA})
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

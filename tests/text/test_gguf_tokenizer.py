@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
 
+from shardline.engine.masks.service import MaskAnswer, MaskJob, open_service
 from shardline.models.gguf.header import read_header
 from shardline.models.gguf.splits import SPLITS
 from shardline.models.gguf.tokenizer import read_tokenizer_json, read_vocabulary
-from shardline.runtime.sampling.token_mask import ConstraintMaker
+from shardline.sampling_params import StructuredOutputsParams
+from shardline.structured.grammar import structured_grammar
 from shardline.text.chat_template import ChatTemplate
 from shardline.text.tokenizer import Tokenizer
 
@@ -176,8 +179,10 @@ def test_sentencepiece(tmp_path: Path) -> None:
 
 def test_a_grammar_reads_the_tokenizer_of_the_file(tmp_path: Path) -> None:
     _, file = _sentencepiece(tmp_path)
-    maker = ConstraintMaker(900, str(file))
-    maker.prepare_grammar("start: /[0-9]+/")
+    job = MaskJob(0, [], structured_grammar(StructuredOutputsParams(regex="[0-9]+")))
+    answer = msgspec.msgpack.decode(open_service(str(file))(msgspec.msgpack.encode(job)), type=MaskAnswer)
+    assert not answer.error
+    assert any(answer.words)
 
 
 @pytest.mark.parametrize(

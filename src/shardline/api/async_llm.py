@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Literal
@@ -28,9 +27,6 @@ State = Literal["starting", "ready", "recovering", "draining", "dead"]
 
 MAX_INLINE_GRAMMAR_CHARS = 4096
 """Longest grammar that is checked on the event loop. It takes about 1 ms."""
-
-_RANKS_TIME = 3
-"""How much longer ranks may take to compile a grammar than the front takes to check it."""
 
 
 class AsyncLLM:
@@ -101,21 +97,17 @@ class AsyncLLM:
         await self._dead.wait()
 
     async def prepare_grammar(self, grammar: str) -> None:
-        """Check a grammar, and have the ranks compile it beside their steps, so that no stream waits for it.
+        """Check a grammar.
 
         Raises:
             ValueError: it cannot be compiled; the message says what it lacks.
         """
         if is_checked(grammar):
             return
-        started = time.perf_counter()
         if len(grammar) <= MAX_INLINE_GRAMMAR_CHARS:
             check_grammar(grammar)
         else:
             await asyncio.to_thread(check_grammar, grammar)
-        self._replicas.prepare_grammar(grammar)
-        # Ranks also build tables over the vocabulary, so they need longer than the check.
-        await asyncio.sleep(_RANKS_TIME * (time.perf_counter() - started))
 
     async def submit(
         self,

@@ -78,12 +78,6 @@ class Probe(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-class PrepareGrammar(msgspec.Struct, frozen=True, tag=True):
-    """Engine to worker, and front to engine: compile a grammar, because a request with it will follow."""
-
-    grammar: str
-
-
 class StoreValue(msgspec.Struct, frozen=True, tag=True):
     """Engine to worker: the value that a StoreGet asked for."""
 
@@ -99,7 +93,7 @@ class StoreCount(msgspec.Struct, frozen=True, tag=True):
     value: int
 
 
-StepRequest = RunStep | Probe | PrepareGrammar
+StepRequest = RunStep | Probe
 """What a rank on another host gets over its connection for steps."""
 WorkerRequest = StartWorker | AllocateCache | StoreValue | StoreCount | StepRequest
 

@@ -13,7 +13,7 @@ import msgspec
 
 from shardline.channel import Channel, encode_message
 from shardline.deployment.deployment import Deployment
-from shardline.deployment.messages import PrepareGrammar, Probe, ProbeDone
+from shardline.deployment.messages import Probe, ProbeDone
 from shardline.engine.ipc import (
     AbortRequests,
     AddRequests,
@@ -107,10 +107,6 @@ class EngineClient:
     def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests; outputs that have already been sent may still arrive."""
         self._outbox.put(encode_message(AbortRequests(list(request_ids))))
-
-    def prepare_grammar(self, grammar: str) -> None:
-        """Have the engine's ranks compile a grammar, because a request with it will follow."""
-        self._outbox.put(encode_message(PrepareGrammar(grammar)))
 
     def close(self, timeout: float = 10.0) -> None:
         """End the engine process and wait for it; it is killed if it does not end in time."""

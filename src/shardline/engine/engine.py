@@ -11,6 +11,8 @@ import msgspec
 from shardline.deployment.deployment import Deployment
 from shardline.engine.executor.base import Executor
 from shardline.engine.expert_load import expert_load
+from shardline.engine.masks.lanes import MaskLanes
+from shardline.engine.masks.sequences import PATIENCE, SequenceMasks
 from shardline.engine.schedule_state import ScheduleState
 from shardline.engine.scheduler import Scheduler
 from shardline.stats import EngineStats, ExpertLoad, merge_drafts
@@ -57,6 +59,7 @@ class Engine:
             )
             for _ in range(deployment.grid.data)
         ]
+        self._masks = SequenceMasks(MaskLanes(deployment.model.tokenizer_file))
         self._in_flight: deque[list[StepPlan]] = deque()
         self._engine_seconds = 0.0
         self._expert_load: ExpertLoad | None = None
@@ -69,20 +72,20 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queue a request on the replica that has the fewest."""
-        min(self._schedulers, key=lambda scheduler: scheduler.num_unfinished).add_request(request, time.monotonic())
+        scheduler = min(self._schedulers, key=lambda scheduler: scheduler.num_unfinished)
+        sequence = scheduler.add_request(request, time.monotonic())
+        if sequence is not None and sequence.has_grammar:
+            self._masks.begin(scheduler.state, sequence)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Forget requests; unknown ids are ignored."""
         for scheduler in self._schedulers:
             scheduler.abort_requests(request_ids)
+        self._masks.forget_finished()
 
-    def prepare_grammar(self, grammar: str) -> None:
-        """Have the ranks compile a grammar, because a request with it will follow.
-
-        Raises:
-            ExecutorFailure: a rank is gone.
-        """
-        self._executor.prepare_grammar(grammar)
+    def close(self) -> None:
+        """End the processes that compute masks. The executor stays."""
+        self._masks.close()
 
     def step(self) -> list[SequenceOutput]:
         """Submit as many steps as the executor takes, wait for the oldest one, and return its outputs.
@@ -91,7 +94,10 @@ class Engine:
             ExecutorFailure: a rank died, failed or missed its deadline.
         """
         started = time.perf_counter()
+        self._masks.collect(0.0)
         while len(self._in_flight) < self._executor.max_in_flight:
+            if self._in_flight and self._awaits_step():
+                break
             plans = self._schedule()
             if not plans:
                 break
@@ -100,17 +106,32 @@ class Engine:
         waited = 0.0
         outputs: list[SequenceOutput] = []
         if not self._in_flight:
+            if not any(scheduler.state.registry.has_outputs for scheduler in self._schedulers):
+                self._masks.collect(PATIENCE)
             for scheduler in self._schedulers:
                 outputs += scheduler.take_outputs()
         else:
             before = time.perf_counter()
             results = self._executor.collect_results()
             waited = time.perf_counter() - before
+            if self._masks.num_followed:
+                results = self._masks.follow_results([scheduler.state for scheduler in self._schedulers], results)
             now = time.monotonic()
             for scheduler, plan, result in zip(self._schedulers, self._in_flight.popleft(), results, strict=True):
                 outputs += scheduler.update(plan, result, now)
+        self._masks.forget_finished()
         self._engine_seconds += time.perf_counter() - started - waited
         return outputs
+
+    def _awaits_step(self) -> bool:
+        """Whether a sequence cannot be planned before the steps in flight, so that a batch would fall apart.
+
+        A pipeline's plans in flight have disjoint sequences anyway.
+        """
+        if not self._masks.num_followed or self._deployment.grid.pipeline > 1:
+            return False
+        flights = [flight for scheduler in self._schedulers for flight in scheduler.state.in_flight]
+        return any(step.allowed for flight in flights for step in flight.plan.steps)
 
     def _schedule(self) -> list[StepPlan]:
         """The next plan of every replica; empty if no replica can run anything."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shardline.deployment.deployment import Deployment
-from shardline.deployment.messages import PrepareGrammar, Probe, ProbeDone
+from shardline.deployment.messages import Probe, ProbeDone
 from shardline.segment.activity import Activity
 from shardline.stats import EngineStats
 from shardline.types import Request, SequenceOutput
@@ -37,7 +37,7 @@ class StopEngine(msgspec.Struct, frozen=True, tag=True):
     """Front to engine: end now."""
 
 
-FrontMessage = StartEngine | AddRequests | AbortRequests | PrepareGrammar | Probe | StopEngine
+FrontMessage = StartEngine | AddRequests | AbortRequests | Probe | StopEngine
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from shardline.engine.preemption import cheapest_victim
 from shardline.engine.schedule_state import ScheduleState
 from shardline.engine.sequence import LiveSequence, State
@@ -53,6 +55,10 @@ class Placer:
                 return
             reach = kv.reach(sequence)
         end = min(start + num_tokens, reach)
+        if sequence.awaits_mask and end == sequence.num_tokens:
+            end -= 1  # the last token is computed with the step that samples
+            if end == start:
+                return
         guessed = list(guesses[: reach - end])
         tokens = sequence.tokens
         token_id = tokens[start] if start < len(tokens) else -1
@@ -60,7 +66,12 @@ class Placer:
         score = sequence.is_scored(start, end)
         blocks = kv.grow_tables(sequence, end + len(guessed))
         count = end - start + len(guessed)
-        draft.steps.append(SequenceStep(sequence.seq_id, start, count, blocks, token_id, sample, score, guessed))
+        allowed = b""
+        if sample and sequence.allowed:
+            allowed, sequence.allowed, sequence.awaits_mask = sequence.allowed, b"", True
+        draft.steps.append(
+            SequenceStep(sequence.seq_id, start, count, blocks, token_id, sample, score, guessed, allowed)
+        )
         draft.sequences.append(sequence)
         draft.budget -= count
         draft.spare -= len(guessed)
@@ -120,7 +131,9 @@ class Placer:
 
 def _start_message(sequence: LiveSequence) -> SequenceStart:
     """What workers must know of a sequence before its first step."""
-    request = sequence.request
+    request, constraints = sequence.request, sequence.request.constraints
+    if constraints is not None and constraints.grammar:
+        constraints = msgspec.structs.replace(constraints, grammar="")
     return SequenceStart(
         sequence.seq_id,
         list(sequence.tokens),
@@ -128,5 +141,5 @@ def _start_message(sequence: LiveSequence) -> SequenceStart:
         request.sampling,
         request.choice,
         request.eos_token_ids,
-        request.constraints,
+        constraints,
     )

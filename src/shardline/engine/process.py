@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from shardline.channel import Channel, readable
 from shardline.deployment.fingerprint import fingerprint
-from shardline.deployment.messages import PrepareGrammar, Probe, ProbeDone
+from shardline.deployment.messages import Probe, ProbeDone
 from shardline.engine.engine import Engine
 from shardline.engine.executor import make_executor
 from shardline.engine.executor.base import Executor, ExecutorFailure
@@ -56,6 +56,7 @@ class EngineProcess:
         self._stopping = False
         self._ready = False
         self._executor: Executor | None = None
+        self._engine: Engine | None = None
         self._outbox = Outbox()
 
     def run(self) -> None:
@@ -73,7 +74,7 @@ class EngineProcess:
             isas = {report.isa for report in ranks}
             if len(isas) > 1 and deployment.numerics == "exact":
                 raise ValueError(f"ranks run unlike kernel paths ({', '.join(sorted(isas))}); set SHARDLINE_ISA")
-            engine = Engine(deployment, executor)
+            self._engine = engine = Engine(deployment, executor)
             seconds = {"weights": max(rank.load_seconds for rank in ranks), "engine": time.perf_counter() - began}
             self._channel.send(
                 EngineReady(
@@ -95,6 +96,8 @@ class EngineProcess:
             else:
                 self._tell(error)
         finally:
+            if self._engine is not None:
+                self._engine.close()
             if self._executor is not None:
                 self._executor.close()
 
@@ -129,15 +132,12 @@ class EngineProcess:
                 return
 
     def _take_messages(self, engine: Engine) -> bool:
-        """Whether a message came that may change what the engine does or reports, other than a probe or a grammar."""
+        """Whether a message came that may change what the engine does or reports, other than a probe."""
         changed = False
         while not self._stopping and readable([self._channel.fileno()]):
             message = self._channel.receive()
             if isinstance(message, Probe):
                 self._channel.send(ProbeDone(message.number))
-                continue
-            if isinstance(message, PrepareGrammar):
-                engine.prepare_grammar(message.grammar)
                 continue
             changed = True
             if isinstance(message, AddRequests):

@@ -61,6 +61,20 @@ class SequenceQueues:
         """The `seq_id`s that were given up since the last `take_ends`."""
         self._kv = kv
 
+    def add(self, sequence: LiveSequence) -> None:
+        """Let a sequence wait that has no blocks."""
+        if sequence.awaits_mask:
+            sequence.state = State.PARKED
+        else:
+            sequence.state = State.WAITING
+            self.waiting.push(sequence)
+
+    def give_mask(self, sequence: LiveSequence, allowed: bytes) -> None:
+        """Note the mask of a sequence's next token, see `LiveSequence.allowed`."""
+        sequence.allowed, sequence.awaits_mask = allowed, False
+        if sequence.state is State.PARKED:
+            self.add(sequence)
+
     def start(self, sequence: LiveSequence) -> None:
         """Run a waiting sequence."""
         self.waiting.remove(sequence)
@@ -86,8 +100,7 @@ class SequenceQueues:
         self.ends.append(sequence.seq_id)
         if sequence.state is State.PREEMPTED:
             sequence.forget_computed()
-            sequence.state = State.WAITING
-            self.waiting.push(sequence)
+            self.add(sequence)
 
     def take_ends(self) -> list[int]:
         """The `seq_id`s that workers can forget, each once."""

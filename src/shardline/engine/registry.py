@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardline.engine.kv_cache import KVCache
 from shardline.engine.sequence import LiveSequence
 from shardline.models.kv_groups import KVGroup, blocks_per_request
-from shardline.types import Request, SequenceOutput, SequenceResult
+from shardline.types import FinishReason, Request, SequenceOutput, SequenceResult
 
 
 @dataclass
@@ -102,6 +102,8 @@ class RequestRegistry:
             self.totals.prompt_tokens += len(sequence.tokens)
         count, reason = sequence.append_tokens(result.token_ids)
         stop_token_id = sequence.tokens[-1] if reason == "stop" else None
+        if reason == "length" and sequence.awaits_mask:
+            reason = None  # its grammar may be at its end, too
         if result.finished and count == len(result.token_ids):
             reason = "stop"
         self.totals.generation_tokens += count
@@ -133,19 +135,25 @@ class RequestRegistry:
             embedding=embedding,
         )
 
-    def fail_sequence(self, sequence: LiveSequence, error: str) -> SequenceOutput:
-        """End a live sequence whose computation failed; returns its last output."""
+    def fail_sequence(self, sequence: LiveSequence, error: str, *, refused: bool) -> SequenceOutput:
+        """End a live sequence whose computation failed; returns its last output. See `SequenceOutput.refused`."""
         self._forget(sequence)
         request = sequence.request
-        return SequenceOutput(request.request_id, request.choice, [], finish_reason="error", error=error)
+        return SequenceOutput(
+            request.request_id, request.choice, [], finish_reason="error", error=error, refused=refused
+        )
 
-    def abort_sequence(self, sequence: LiveSequence) -> None:
+    def refuse_sequence(self, sequence: LiveSequence, error: str) -> None:
+        """End a live sequence whose grammar cannot be followed; `take_outputs` has its last output."""
+        self._outputs.append(self.fail_sequence(sequence, error, refused=True))
+
+    def finish_sequence(self, sequence: LiveSequence, reason: FinishReason) -> None:
         """End a live sequence without a result; `take_outputs` has its last output."""
         self._forget(sequence)
         request = sequence.request
         cached = sequence.num_cached_tokens or 0
         self._outputs.append(
-            SequenceOutput(request.request_id, request.choice, [], finish_reason="abort", num_cached_tokens=cached)
+            SequenceOutput(request.request_id, request.choice, [], finish_reason=reason, num_cached_tokens=cached)
         )
 
     def take_outputs(self) -> list[SequenceOutput]:

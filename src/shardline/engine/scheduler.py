@@ -43,6 +43,7 @@ class Scheduler:
     * `draft` follows the sequence's last token, and only if no other plan in flight steps the sequence. The result has
       one token more than it accepts, and the next step begins with that token.
     * `token_id` is the token at `start` if the scheduler knows it, else -1.
+    * `allowed` is set in steps that sample if the sequence has a grammar. No other plan in flight steps it then.
 
     `last_token_known=True` is for drafts, and for pipelines, whose first stage never sees what the last one samples. A
     sequence whose next token is unknown is not stepped, so plans in flight decode disjoint sets of sequences, each
@@ -72,18 +73,22 @@ class Scheduler:
         self._placer = placer or Placer(state)
         self._applier = applier or ResultApplier(state)
 
-    def add_request(self, request: Request, now: float = 0.0) -> None:
-        """Queue a request. If it can never run, the next `take_outputs` has an error for it."""
+    def add_request(self, request: Request, now: float = 0.0) -> LiveSequence | None:
+        """Queue a request. None: it can never run, and the next `take_outputs` has an error for it.
+
+        If it has a grammar, it waits until `state.queues.give_mask` was called for its sequence.
+        """
         sequence = self.state.registry.add_request(request)
         if sequence is not None:
             sequence.recorder.added = now
-            self.state.queues.waiting.push(sequence)
+            self.state.queues.add(sequence)
+        return sequence
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End all choices of these requests; `take_outputs` has their last outputs. Unknown ids are ignored."""
         for sequence in self.state.registry.find_sequences(request_ids):
             self.state.queues.leave(sequence, State.FINISHED)
-            self.state.registry.abort_sequence(sequence)
+            self.state.registry.finish_sequence(sequence, "abort")
 
     def take_outputs(self) -> list[SequenceOutput]:
         """Outputs that belong to no step: errors and aborts since the last call of this method or of `update`."""
@@ -120,7 +125,7 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next plan; None if nothing can run, or not before another result has come.
 
-        If a request is unfinished and no plan is in flight, there is always a plan.
+        If a request is unfinished and no plan is in flight, there is always a plan, unless all sequences await masks.
         """
         if len(self.state.in_flight) >= self.max_in_flight:
             return None
@@ -158,6 +163,8 @@ class Scheduler:
         decodes: list[LiveSequence] = []
         prefills: list[LiveSequence] = []
         for sequence in self.state.queues.running:
+            if sequence.awaits_mask and sequence.num_uncomputed == 1:
+                continue
             (decodes if sequence.num_uncomputed == 1 else prefills).append(sequence)
         share = len(decodes)
         if self.last_token_known:

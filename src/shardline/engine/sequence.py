@@ -12,12 +12,14 @@ from shardline.types import FinishReason, Request, TokenLogprobs
 
 
 class State(enum.Enum):
-    """Where a sequence stands. Blocks may be held in every state but WAITING."""
+    """Where a sequence stands. Blocks may be held in every state but WAITING and PARKED."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()
     """It waits again as soon as its plans in flight are collected; their results still count."""
+    PARKED = enum.auto()
+    """It waits as soon as the mask of its next token is there."""
     FINISHED = enum.auto()
     """The front has its last output; further results of its plans in flight are dropped."""
 
@@ -80,6 +82,12 @@ class LiveSequence:
     stop_token_ids: frozenset[int] = frozenset()
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Those of the prompt's tokens from the second one on, as far as they are known; None: nobody asked for them."""
+    mask_key: int = -1
+    """What its masks are asked for by, if it has a grammar."""
+    allowed: bytes = b""
+    """The tokens that its grammar allows next, see `SequenceStep.allowed`."""
+    awaits_mask: bool = False
+    """Whether it has a grammar and `allowed` is not known yet, so that its next token cannot be sampled."""
     lookup: PromptLookup | None = None
     """What its drafts come from; None: it has had none."""
     recorder: TimelineRecorder = field(default_factory=lambda: TimelineRecorder(0.0))
@@ -91,6 +99,12 @@ class LiveSequence:
             self.prompt_logprobs = []
         eos = () if sampling.ignore_eos else self.request.eos_token_ids
         self.stop_token_ids = frozenset((*eos, *sampling.stop_token_ids))
+        self.awaits_mask = self.has_grammar
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar constrains its output."""
+        return self.request.constraints is not None and bool(self.request.constraints.grammar)
 
     @property
     def num_tokens(self) -> int:

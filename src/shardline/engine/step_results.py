@@ -49,7 +49,7 @@ class ResultApplier:
         queues, registry = self.state.queues, self.state.registry
         if result.error:
             queues.leave(sequence, State.FINISHED)
-            return registry.fail_sequence(sequence, result.error)
+            return registry.fail_sequence(sequence, result.error, refused=result.refused)
         if result.embedding:
             queues.leave(sequence, State.FINISHED)
             return registry.finish_embedding(sequence, result.embedding)

@@ -57,6 +57,15 @@ class FiniteChecker:
         return errors
 
 
-def with_errors(results: list[SequenceResult], errors: dict[int, str]) -> list[SequenceResult]:
-    """`results`, in which the sequences in `errors` are marked as failed."""
-    return [msgspec.structs.replace(result, error=errors.get(result.seq_id, "")) for result in results]
+def with_errors(
+    results: list[SequenceResult], errors: dict[int, str], refusals: dict[int, str]
+) -> list[SequenceResult]:
+    """`results`, in which the sequences in `errors` and `refusals` are marked as failed, see `SequenceResult`."""
+    return [
+        msgspec.structs.replace(
+            result,
+            error=errors.get(result.seq_id) or refusals.get(result.seq_id, ""),
+            refused=result.seq_id not in errors and result.seq_id in refusals,
+        )
+        for result in results
+    ]

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from shardline.runtime.sampling.prompt_scores import (
     plan_scoring,
 )
 from shardline.runtime.sampling.sampler import Sampled, Sampler, SamplingPlan
-from shardline.runtime.sampling.token_mask import ConstraintMaker, MaskMemory
+from shardline.runtime.sampling.token_mask import MaskMemory, collect_masks, make_mask
 from shardline.runtime.sequences import SequenceTable, WorkerSequence
 from shardline.runtime.speculative.rows import join_rows, sampled_rows
 from shardline.runtime.step import StepInput
@@ -69,6 +68,9 @@ class _Launched(NamedTuple):
     sequences: list[WorkerSequence]
     """The sequences that are sampled."""
     errors: dict[int, str]
+    """What failed, by sequence."""
+    refusals: dict[int, str]
+    """Why no token may follow, by sequence."""
     drafts: list[list[int]] | None = None
     """Those of `sequences`; None: no sequence has one."""
     scores: PromptScores | None = None
@@ -98,22 +100,20 @@ class Runner:
         sizes: StepSizes,
         finite_checker: FiniteChecker | None,
         expert_load: Counters | None = None,
-        constraints: ConstraintMaker | None = None,
     ) -> None:
-        """`forward`: the stage's forward pass, or a `Replay` of it. `expert_load` is published after each launch.
-
-        `constraints` makes the masks of sequences, on ranks that sample.
-        """
+        """`forward`: the stage's forward pass, or a `Replay` of it. `expert_load` is published after each launch."""
         self._stage = stage
         self._groups = groups
         self._forward = forward
         self._sizes = sizes
         self._finite_checker = finite_checker
         self._expert_load = expert_load
-        self._constraints = constraints
         self._sampler: Sampler | None = None
         self._mask_memory: MaskMemory | None = None
+        self._vocab_size = 0
+        """0: this rank does not sample."""
         if stage.lm_head is not None:
+            self._vocab_size = max(span.stop for span in stage.lm_head.spans)
             self._mask_memory = MaskMemory(sizes.max_seqs, stage.lm_head.spans[groups.tensor.rank])
             self._sampler = Sampler(backend.kernels, stage.lm_head.spans, groups.tensor, backend.device)
         self._sequences = SequenceTable(sizes.num_kv_groups, sizes.max_blocks)
@@ -121,11 +121,6 @@ class Runner:
         self._in_flight: deque[PendingStep] = deque()
         self._finished = 0.0
         """When the last step finished, by `time.perf_counter`."""
-
-    def prepare_grammar(self, grammar: str) -> None:
-        """Begin to compile a grammar in another thread, if this rank samples."""
-        if self._constraints is not None:
-            self._constraints.prepare_grammar(grammar)
 
     def run_step(self, rank_step: RankStep) -> StepResult | None:
         """Run one step. Ranks of the last stage return the sampled tokens, other ranks return None."""
@@ -146,9 +141,8 @@ class Runner:
         for seq_id in plan.ends:
             self._sequences.end_sequence(seq_id)
         for start in plan.starts:
-            mask = self._constraints.make_mask(start) if self._constraints is not None else None
-            self._sequences.start_sequence(start, mask)
-        launched = _Launched(None, None, [], {})
+            self._sequences.start_sequence(start, make_mask(start, self._vocab_size) if self._vocab_size else None)
+        launched = _Launched(None, None, [], {}, {})
         if plan.steps:
             launched = self._compute(rank_step)
         elif any(rank_step.replica_tokens):
@@ -169,7 +163,7 @@ class Runner:
         if launched.pooled is not None:
             rows = zip(launched.sequences, downloaded[0], strict=True)
             pooled = [SequenceResult(sequence.seq_id, [], embedding=row.numpy().tobytes()) for sequence, row in rows]
-            return StepResult(step_id, with_errors(pooled, launched.errors), time.perf_counter() - started)
+            return StepResult(step_id, with_errors(pooled, launched.errors, {}), time.perf_counter() - started)
         if self._sampler is None and not self._stage.embeds_prompts:
             return None
         results: list[SequenceResult] = []
@@ -179,15 +173,13 @@ class Runner:
             results = self._sampler.make_results(launched.sampling, launched.sampled.from_copies(downloaded))
             if launched.drafts is not None:
                 results = join_rows(launched.drafts, results)
-            for index, (sequence, result) in enumerate(zip(launched.sequences, results, strict=True)):
+            for sequence, result in zip(launched.sequences, results, strict=True):
                 sequence.take_tokens(result.token_ids)
-                if sequence.mask is not None and sequence.mask.is_finished:
-                    results[index] = msgspec.structs.replace(result, finished=True)
         if launched.scores is not None:
             scores = launched.scores
             results = add_scores(results, scores.from_copies(downloaded[-len(scores.logprobs) :]))
-        if launched.errors:
-            results = with_errors(results, launched.errors)
+        if launched.errors or launched.refusals:
+            results = with_errors(results, launched.errors, launched.refusals)
         # A step that was launched during another step began when that step ended.
         now = time.perf_counter()
         seconds, self._finished = now - max(started, self._finished), now
@@ -203,12 +195,10 @@ class Runner:
         scoring = plan_scoring(plan.steps, stepped)
         fuses_argmax = lm_head is not None and lm_head.fuses_argmax and scoring is None
         greedy = fuses_argmax and sampling is not None and sampling.is_greedy
-        # A new grammar may still be compiled, beside the forward pass, so its first mask is applied after it.
-        greedy = greedy and not any(row.starts_constrained for row in rows)
         step = self._inputs.make_step(rank_step, stepped, sampling, greedy)
-        errors: dict[int, str] = {}
+        refusals: dict[int, str] = {}
         if greedy:
-            step, errors = self._restrict_search(step, rows)
+            step, refusals = self._restrict_search(step, rows)
         if self._groups.from_previous is None:
             hidden = self._stage.embed(step)
         else:
@@ -222,24 +212,23 @@ class Runner:
             output = self._forward(step, hidden)
         if self._groups.to_next is not None:
             self._groups.to_next.send(output)
-        errors |= self._finite_checker.report_step(plan) if self._finite_checker is not None else {}
+        errors = self._finite_checker.report_step(plan) if self._finite_checker is not None else {}
         if self._stage.embeds_prompts and sequences:
-            return _Launched(None, None, sequences, errors, pooled=output.float())
+            return _Launched(None, None, sequences, errors, {}, pooled=output.float())
         if sampler is None or sampling is None:
-            return _Launched(None, None, [], errors, scores=scores)
+            return _Launched(None, None, [], errors, {}, scores=scores)
         inputs = sampling.inputs if step.sampling is None else step.sampling
         if step.greedy:
             sampled = sampler.choose_best(output)
         else:
-            masks, mask_errors = self._collect_masks(rows, output.device)
-            errors |= mask_errors
+            masks, refusals = self._collect_masks(rows, output.device)
             sampled = sampler.sample_tokens(output, sampling, inputs, masks)
         self._inputs.keep_tokens(inputs, sampled.tokens)
         for sequence in sequences:
             if not sequence.num_guessed:
                 sequence.append_pending()
         drafts = [entry.draft for entry in plan.steps if entry.sample] if len(rows) > len(sequences) else None
-        return _Launched(sampling, sampled, sequences, errors, drafts, scores)
+        return _Launched(sampling, sampled, sequences, errors, refusals, drafts, scores)
 
     def _score(
         self, step: StepInput, hidden: Tensor, sampler: Sampler, scoring: ScoringPlan
@@ -275,8 +264,7 @@ class Runner:
             return None, {}
         while any(sequence.num_pending for sequence in constrained):
             self._in_flight[0].result()
-        assert self._constraints is not None
-        masks, errors = self._constraints.collect_masks([sequence.mask for sequence in sequences])
+        masks, errors = collect_masks([sequence.mask for sequence in sequences])
         if masks is not None:
             masks = TokenMasks(masks.rows.to(device), masks.bits.to(device))
         return masks, {sequences[row].seq_id: error for row, error in errors.items()}

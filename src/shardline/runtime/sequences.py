@@ -71,11 +71,6 @@ class WorkerSequence:
         return params.temperature > 0.0 or reported or adjusted
 
     @property
-    def starts_constrained(self) -> bool:
-        """Whether the next token is the first one, and constrained: its grammar may still be compiled."""
-        return self.mask is not None and self.num_tokens == self.num_prompt_tokens
-
-    @property
     def ends_are_banned(self) -> bool:
         """Whether the next token must not end the sequence."""
         return self.num_tokens - self.num_prompt_tokens < self.sampling.min_tokens
@@ -206,6 +201,8 @@ class SequenceTable:
         if step.start == sequence.num_tokens and step.token_id >= 0:
             sequence.append_token(step.token_id)
         sequence.append_guesses(step.draft)
+        if sequence.mask is not None:
+            sequence.mask.set_grammar(step.allowed)
         assert step.start + step.num_tokens <= sequence.num_tokens, "the plan computes unknown tokens"
         return sequence
 

@@ -24,7 +24,6 @@ from shardline.runtime.loader.weights import open_weights
 from shardline.runtime.memory_profile import largest_step
 from shardline.runtime.parallel.groups import RankGroups
 from shardline.runtime.runner import Runner
-from shardline.runtime.sampling.token_mask import ConstraintMaker
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +84,6 @@ class Worker:
             self._sizes,
             self._finite_checker,
             self._expert_load,
-            self._make_constraints(stage),
         )
         return RankReport(
             rank=place.rank,
@@ -162,13 +160,6 @@ class Worker:
             _log.info("Packed weights that became dense, in %s: %s", deployment.dtype, kinds)
         backend.finish_loading(loader.loaded_products(deployment.limits.max_num_batched_tokens))
         return stage, loaded
-
-    def _make_constraints(self, stage: DecoderStage) -> ConstraintMaker | None:
-        """What makes the masks of constrained sequences; None: this rank does not sample."""
-        if stage.lm_head is None:
-            return None
-        deployment = self._deployment
-        return ConstraintMaker(deployment.spec.vocab_size, deployment.model.tokenizer_file, self._backend.num_threads)
 
     def _make_replay(self, stage: DecoderStage) -> Replay:
         """The back end's replay of decode steps over the stage's forward pass."""

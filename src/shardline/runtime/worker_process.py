@@ -24,7 +24,6 @@ from shardline.deployment.deployment import KVAllocation
 from shardline.deployment.messages import (
     AllocateCache,
     MemoryUse,
-    PrepareGrammar,
     Probe,
     ProbeDone,
     RankFailed,
@@ -52,8 +51,8 @@ if TYPE_CHECKING:
     from shardline.runtime.runner import PendingStep, Runner
     from shardline.runtime.worker import Agree
 
-    _Event = RankStep | PendingStep | Probe | PrepareGrammar
-    """What the thread that runs steps waits for: a plan, a step that is over, a probe, or a grammar to prepare."""
+    _Event = RankStep | PendingStep | Probe
+    """What the thread that runs steps waits for: a plan, a step that is over, or a probe."""
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_WAIT = 600.0
@@ -95,9 +94,6 @@ def serve_rank(channel: Channel[WorkerRequest], segment: memoryview) -> None:
             event = events.get()
             if isinstance(event, Probe):
                 answer(ProbeDone(event.number))
-                continue
-            if isinstance(event, PrepareGrammar):
-                runner.prepare_grammar(event.grammar)
                 continue
             pending = runner.launch_step(event) if isinstance(event, RankStep) else event
             note_work()  # kernels of a GPU do not count themselves
@@ -216,7 +212,7 @@ def _read_messages(
             message = channel.receive()
             if isinstance(message, AllocateCache):
                 allocations.put(message.allocation)
-            elif isinstance(message, (Probe, PrepareGrammar)):
+            elif isinstance(message, Probe):
                 events.put(message)
             elif isinstance(message, (StoreValue, StoreCount)):
                 store.put_answer(message)

@@ -15,6 +15,8 @@ from shardline.sandbox.confinement import Limit, limit_from_exit
 from shardline.sandbox.nursery import ANSWER, PID, REQUEST
 
 _CODE = "import sys; sys.path[:] = [p for p in sys.path if p]; import shardline.sandbox.nursery as n; n.main()"
+_SEND_SECONDS = 1.0
+"""Seconds that a worker may take to read a job; it reads while it has none."""
 _STATUS_SECONDS = 1.0
 """Seconds that the nursery may take to tell how a worker has ended."""
 
@@ -48,8 +50,12 @@ class Worker:
 
         An error is not reported here: `take_answers` does.
         """
-        with contextlib.suppress(ConnectionError):
+        try:
             self.sock.sendall(REQUEST.pack(seconds, len(body)) + body)
+        except ConnectionError:
+            pass
+        except TimeoutError:  # it is stopped
+            self.kill()
 
     def receive(self, timeout: float) -> bytes:
         """The answer of the only job that was sent.
@@ -137,12 +143,14 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
 
-    def fork(self) -> Worker:
-        """A new worker. It begins when the nursery has prepared its service."""
+    def fork(self, niceness: int = 0) -> Worker:
+        """A new worker, which yields to others the more, the larger its niceness is. It begins when the nursery has
+        prepared its service."""
         ours, theirs = socket.socketpair()
+        ours.settimeout(_SEND_SECONDS)
         status, status_end = os.pipe()
         try:
-            self._send_request([theirs.fileno(), status_end])
+            self._send_request(str(niceness).encode(), [theirs.fileno(), status_end])
         except BaseException:
             ours.close()
             os.close(status)
@@ -152,15 +160,15 @@ class Sandbox:
             os.close(status_end)
         return Worker(ours, status)
 
-    def _send_request(self, fds: list[int]) -> None:
+    def _send_request(self, request: bytes, fds: list[int]) -> None:
         if self._requests is not None:
             with contextlib.suppress(OSError):  # it has ended
-                socket.send_fds(self._requests, [b"fork"], fds)
+                socket.send_fds(self._requests, [request], fds)
                 return
         self.close()
         self._start()
         assert self._requests is not None
-        socket.send_fds(self._requests, [b"fork"], fds)
+        socket.send_fds(self._requests, [request], fds)
 
     def _start(self) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -53,7 +53,7 @@ def main() -> None:
 def _fork_workers(requests: socket.socket) -> socket.socket | None:
     """Fork until the client ends. Returns the socket of its jobs in each worker, and None in the nursery at the end.
 
-    The client gets a worker's exit code over a pipe of its own.
+    A request is what is added to the worker's niceness. The client gets a worker's exit code over a pipe of its own.
     """
     nursery = os.getpid()
     statuses: dict[int, int] = {}
@@ -78,6 +78,7 @@ def _fork_workers(requests: socket.socket) -> socket.socket | None:
                 return None
             job_fd, status_fd = fds
             if (pid := os.fork()) == 0:
+                os.nice(int(data))
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 end_with_parent(nursery)

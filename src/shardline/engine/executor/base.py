@@ -58,13 +58,6 @@ class Executor(ABC):
             ExecutorFailure: a rank died or failed, or the step missed its deadline.
         """
 
-    def prepare_grammar(self, grammar: str) -> None:  # noqa: B027  optional
-        """Have the ranks compile a grammar beside their steps. If they do not, its first sequence waits for it.
-
-        Raises:
-            ExecutorFailure: a rank is gone.
-        """
-
     def watched_fds(self) -> list[int]:
         """File descriptors that become readable when a rank answers or dies while nothing is in flight."""
         return []

@@ -13,7 +13,6 @@ from shardline.deployment.kv_budget import agree_allocation, fixed_allocation
 from shardline.deployment.messages import (
     AllocateCache,
     MemoryUse,
-    PrepareGrammar,
     Probe,
     ProbeDone,
     RankBeat,
@@ -110,9 +109,6 @@ class MultiprocessExecutor(Executor):
         self._submitted.append(plans[0].step_id)
         for rank in range(self._num_ranks):
             self._channels.send_step(rank, messages[rank // self._replica_size])
-
-    def prepare_grammar(self, grammar: str) -> None:
-        self._channels.send_step_to_all(encode_message(PrepareGrammar(grammar)))
 
     def collect_results(self) -> list[StepResult]:
         last_progress, work = time.monotonic(), self._processes.work

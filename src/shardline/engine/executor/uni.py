@@ -72,10 +72,6 @@ class UniExecutor(Executor):
         assert result is not None
         return [result]
 
-    def prepare_grammar(self, grammar: str) -> None:
-        assert self._runner is not None
-        self._runner.prepare_grammar(grammar)
-
     def _launch(self) -> None:
         assert self._runner is not None
         with _named_failure():

@@ -1,0 +1,90 @@
+"""The service of a mask worker: it follows the grammars of sequences, and computes which tokens may come next."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from shardline.models.gguf.header import read_header
+from shardline.models.gguf.names import is_gguf
+from shardline.models.gguf.tokenizer import read_tokenizer_json
+from shardline.sandbox.nursery import Service
+from shardline.structured.compiler import GrammarCompiler, Matcher
+
+
+class MaskJob(msgspec.Struct, frozen=True, array_like=True):
+    """Tell which tokens a sequence may have next."""
+
+    key: int
+    """Of the sequence; a new one, or one that a job of this worker has started."""
+    token_ids: list[int]
+    """What it has got since its last job; all of its output if it starts."""
+    grammar: str = ""
+    """Not empty: the sequence starts with this grammar."""
+    end_ids: tuple[int, ...] = ()
+    """The tokens that end its answer, if it starts."""
+    drops: tuple[int, ...] = ()
+    """Sequences that have ended."""
+
+
+class MaskAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """What may come next."""
+
+    words: bytes = b""
+    """The tokens that are allowed, as bits in words of 32; empty: there is no next token."""
+    finished: bool = False
+    """Whether the grammar is at its end, so that the sequence ends."""
+    error: str = ""
+    """Why the sequence cannot go on; empty: it can."""
+    seconds: float = 0.0
+    """Processor time of the job."""
+    mask_seconds: float = 0.0
+    """Processor time of the mask alone, without compiling or reading."""
+
+
+def open_service(tokenizer_file: str) -> Service:
+    """Masks over the vocabulary of a tokenizer.json, or of a GGUF file."""
+    file = Path(tokenizer_file)
+    try:
+        content = read_tokenizer_json(read_header(file)) if is_gguf(file) else file.read_bytes()
+        masks = _Masks(GrammarCompiler(content))
+    except (ValueError, OSError) as error:
+        refusal = msgspec.msgpack.encode(MaskAnswer(error=str(error)))
+        return lambda body: refusal
+    decoder, encoder = msgspec.msgpack.Decoder(MaskJob), msgspec.msgpack.Encoder()
+    return lambda body: encoder.encode(masks.answer(decoder.decode(body)))
+
+
+class _Masks:
+    """The sequences of one worker."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._sequences: dict[int, tuple[Matcher, tuple[int, ...]]] = {}
+
+    def answer(self, job: MaskJob) -> MaskAnswer:
+        """Do one job."""
+        began = time.process_time()
+        for key in job.drops:
+            self._sequences.pop(key, None)
+        if job.grammar:
+            self._sequences[job.key] = self._compiler.start_grammar(job.grammar), job.end_ids
+        matcher, ends = self._sequences[job.key]
+        for token_id in job.token_ids:
+            matcher.append_token(token_id, is_end=token_id in ends)
+        if matcher.is_finished:
+            return MaskAnswer(finished=True, seconds=time.process_time() - began)
+        read = time.process_time()
+        try:
+            words, may_end = matcher.find_allowed()
+        except ValueError as error:
+            return MaskAnswer(error=str(error))
+        if may_end and ends:
+            words = np.pad(words, (0, max(0, max(ends) // 32 + 1 - len(words))))
+            for token_id in ends:
+                words.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+        now = time.process_time()
+        return MaskAnswer(words.tobytes(), seconds=now - began, mask_seconds=now - read)
