@@ -55,7 +55,6 @@ class FakeEngineClient:
         self.paused = threading.Event()
         self.aborted: list[str] = []
         self.added: list[Request] = []
-        self.grammars: list[str] = []
         self.running: dict[str, tuple[Request, int]] = {}
         self.closed = False
         self._on_message = on_message

@@ -37,7 +37,6 @@ class FakeEngine:
         self.tokenizer: Tokenizer = tokenizer(byte_level_json())
         self.aborted: list[str] = []
         self.requests: list[Request] = []
-        self.grammars: list[str] = []
         self.paused = False
         self.embedding = [3.0, 4.0, 12.0] if config.embeds else []
         self.seconds_per_token = 0.0
