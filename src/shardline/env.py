@@ -100,8 +100,3 @@ def for_children(gpus: str | None = None) -> dict[str, str]:
     seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
     inherited = {name: value for name, value in os.environ.items() if name != _JOIN_TOKEN}
     return {"GLOO_SOCKET_IFNAME": "lo", **inherited, **seen}
-
-
-def for_fork_server() -> dict[str, str]:
-    """The environment of a fork server, which must have no threads; its children get one of their own."""
-    return {**for_children(), "OPENBLAS_NUM_THREADS": "1"}

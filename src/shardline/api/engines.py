@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from shardline.config.engine import EngineConfig
-from shardline.engine.forks import KeptForks
 from shardline.engine.ipc import EngineFailed, EngineOutputs, EngineReady
 from shardline.types import Request
 
 if TYPE_CHECKING:
     from shardline.cluster.cluster import Cluster
     from shardline.cluster.ray_nodes import RayNodes
+    from shardline.deployment.deployment import Deployment
 
 _POLL_SECONDS = 0.2
 
@@ -75,9 +75,6 @@ class Engines:
         """
         self._ray: RayNodes | None = None
         self._cluster: Cluster | None = None
-        self._forks = KeptForks()
-        self._modules: list[str] = []
-        """What engines and ranks import, for a fork server; empty: they are not forked."""
         if connect is None:
             connect, config = self._deploy(config)
         self.config = config
@@ -131,7 +128,6 @@ class Engines:
         if self._cluster is not None:
             last = msgspec.structs.replace(ready[-1], report=[*ready[-1].report, *self._cluster.describe_links()])
             ready[-1] = last
-        self._prepare_restarts()
         return ready
 
     def restart_engine(self, index: int, failed: Client) -> None:
@@ -150,7 +146,6 @@ class Engines:
             if clients:
                 with ThreadPoolExecutor(len(clients), "close") as pool:
                     list(pool.map(lambda client: client.close(), clients))
-        self._forks.close()
         if self._cluster is not None:
             self._cluster.close(code, why)
         if self._ray is not None:
@@ -206,12 +201,7 @@ class Engines:
             return str(error)
         self._on_event(index, EngineRestarted(client))
         announced.set()
-        self._prepare_restarts()
         return None
-
-    def _prepare_restarts(self) -> None:
-        if self.config.parallel.on_failure == "restart":
-            self._forks.start_later(self._modules)
 
     def _wait_ready(self, client: Client) -> EngineReady:
         # Waits are short, since a client that is closed meanwhile may never answer.
@@ -229,14 +219,14 @@ class Engines:
         """
         from shardline.deployment.here import resolve_here
         from shardline.engine.client import EngineClient
-        from shardline.engine.start import StartedEngine, modules_to_import, start_engine
+        from shardline.engine.start import StartedEngine, start_engine
 
         if config.places_with_ray:
             from shardline.cluster.ray_nodes import RayNodes
 
             self._ray = RayNodes(config)
             config = self._ray.config
-        start: Callable[..., StartedEngine] = start_engine
+        start: Callable[[Deployment, int], StartedEngine] = start_engine
         try:
             if config.cluster.has_nodes:
                 from shardline.cluster.cluster import Cluster
@@ -255,9 +245,8 @@ class Engines:
 
         def connect(config: EngineConfig, index: int, on_event: Callable[[EngineEvent], None]) -> Client:
             current = deployment if self._cluster is None else self._cluster.deployment
-            return EngineClient(current, index, on_event, partial(start, forks=self._forks.current))
+            return EngineClient(current, index, on_event, start)
 
-        self._modules = modules_to_import(deployment.device)
         found = dataclasses.replace(config.model, model=deployment.model.folder)
         return connect, dataclasses.replace(config, model=found)
 

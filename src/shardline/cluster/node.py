@@ -52,7 +52,6 @@ from shardline.segment.pulse import CHECK_INTERVAL
 _NOTICE_SECONDS = 30.0
 _OWN_DELAY = 2.0
 _TELL_SECONDS = 2.0
-_HELD_SECONDS = 0.02
 _log = logging.getLogger(__name__)
 
 
@@ -89,7 +88,6 @@ def run_node(config: EngineConfig, token: str | None = None) -> int:
     node = Node(config, token, join)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: node.ask_to_leave())
-    node.import_modules()
     return node.run()
 
 
@@ -119,17 +117,11 @@ class Node:
         self._streams: Streams
         self._poller: zmq.Poller
         self._heard = time.monotonic()
-        self._held: dict[Stream, list[bytes]] = {}
-        """Streams whose processes start once they can be forked, and the frames that have come for them."""
         self._measured: queue.SimpleQueue[Listening | Measured] = queue.SimpleQueue()
 
     def ask_to_leave(self) -> None:
         """End soon; for signal handlers."""
         self._asked_to_leave = True
-
-    def import_modules(self) -> None:
-        """Import what ranks need while the head is awaited."""
-        self._processes.import_modules(self._join.host.devices[-1].kind)  # the first one is the host itself
 
     def run(self) -> int:
         """Serve heads, one after another, until one says when to end."""
@@ -137,7 +129,7 @@ class Node:
             with self._watch:
                 return self._serve_heads()
         finally:
-            self._processes.close()
+            self._processes.end_all()
 
     def _serve_heads(self) -> int:
         address, port = self._config.cluster.head_address, self._config.cluster.head_port
@@ -158,7 +150,6 @@ class Node:
                 self._wire.send(Unfit(host.name, host.address, str(error)))
                 raise
             finally:
-                self._held.clear()
                 self._processes.end_all()
                 self._streams.close_all()
                 self._wire.close()
@@ -231,11 +222,7 @@ class Node:
                 next_beat = now + BEAT_SECONDS
             while not self._measured.empty():
                 self._wire.send(self._measured.get())
-            if self._held and not self._processes.is_importing:
-                self._start_held()
             patience = min(next_check, next_beat) - time.monotonic()
-            if self._held:
-                patience = min(patience, _HELD_SECONDS)
             for source, event in self._poller.poll(max(1, int(1000 * patience) + 1)):
                 if source is self._wire.socket:
                     self._handle_messages()
@@ -253,16 +240,12 @@ class Node:
     def _handle(self, message: HeadMessage) -> None:
         self._heard = time.monotonic()
         if isinstance(message, StreamData):
-            if (frames := self._held.get(message.stream)) is not None:
-                frames.append(message.data)
-            else:
-                self._streams.write(message.stream, message.data)
+            self._streams.write(message.stream, message.data)
         elif isinstance(message, Launch):
             self._deployment = message.deployment
         elif isinstance(message, StartStream):
-            self._held[message.stream] = []
+            self._start(message.stream)
         elif isinstance(message, StreamEnded):
-            self._held.pop(message.stream, None)
             self._streams.close(message.stream)
             self._processes.retire(message.stream)
         elif isinstance(message, HostLost):
@@ -281,13 +264,6 @@ class Node:
         elif isinstance(message, Shutdown):
             _log.log(logging.ERROR if message.code else logging.INFO, "the head ends: %s", message.reason)
             raise _Ending(message.code)
-
-    def _start_held(self) -> None:
-        held, self._held = self._held, {}
-        for stream, frames in held.items():
-            self._start(stream)
-            for data in frames:
-                self._streams.write(stream, data)
 
     def _start(self, stream: Stream) -> None:
         """Start the engine or the rank at this end of a stream."""
