@@ -6,7 +6,6 @@ and its children would end with it. So one thread starts all children, and it li
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import queue
@@ -21,11 +20,15 @@ _PR_SET_PDEATHSIG = 1
 _Start = Callable[[], "subprocess.Popen[bytes]"]
 _Order = tuple[_Start, "Future[subprocess.Popen[bytes]]"]
 
-_BEGIN = (
-    "import sys; sys.path[:] = [p for p in sys.path if p]; "
-    "from shardline.lifeline import end_with_parent; end_with_parent({pid})\n"
-)
-"""What a child does first. The current directory may be a model's folder, and code in it must not be imported."""
+_BEGIN = """\
+import sys; sys.path[:] = [p for p in sys.path if p]
+import ctypes, os; ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {SIGKILL})
+if os.getppid() != {pid}: os._exit(1)
+"""
+"""What a child does first: its parent may have ended before the kernel knew what to do then.
+
+The current directory may be a model's folder, and code in it must not be imported.
+"""
 
 
 def start_process(
@@ -43,7 +46,8 @@ def start_process(
     Raises:
         OSError: it cannot be started.
     """
-    command = [sys.executable, "-c", _BEGIN.format(pid=os.getpid()) + code, *map(str, arguments)]
+    begin = _BEGIN.format(PR_SET_PDEATHSIG=_PR_SET_PDEATHSIG, SIGKILL=int(signal.SIGKILL), pid=os.getpid())
+    command = [sys.executable, "-c", begin + code, *map(str, arguments)]
 
     def start() -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -58,13 +62,6 @@ def start_process(
     process: Future[subprocess.Popen[bytes]] = Future()
     _orders_of(os.getpid()).put((start, process))
     return process.result()
-
-
-def end_with_parent(pid: int) -> None:
-    """Have the kernel kill this process when its parent, which has this `pid`, ends. It may have ended already."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != pid:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @functools.cache

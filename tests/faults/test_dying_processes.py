@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import shardline
-from tests.faults.processes import Replica, assert_all_end, clean_up
+from tests.faults.processes import Replica, assert_all_end, clean_up, command_line
 from tests.models.checkpoints import make_checkpoint
 
 
@@ -181,9 +181,8 @@ client.close()
 
 
 def is_worker(pid: int) -> bool:
-    """Whether the process runs our code; just after the fork it still shows its parent's command line."""
-    command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b"shardline.runtime.worker_process" in command or command.startswith(b"shardline: rank")
+    """Whether the process is about to load."""
+    return command_line(pid).startswith("shardline: rank")
 
 
 def children_of(pid: int) -> list[int]:
