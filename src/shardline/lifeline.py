@@ -61,7 +61,10 @@ def start_process(
 
     process: Future[subprocess.Popen[bytes]] = Future()
     _orders_of(os.getpid()).put((start, process))
-    return process.result()
+    try:
+        return process.result()
+    finally:
+        del process  # its error refers to this frame, and so to the descriptors of all callers
 
 
 @functools.cache
@@ -79,3 +82,4 @@ def _start_children(orders: queue.SimpleQueue[_Order]) -> None:
             process.set_result(start())
         except BaseException as error:
             process.set_exception(error)
+        del start, process

@@ -45,6 +45,7 @@ from shardline.cluster.wire import BEAT_SECONDS, SILENCE, NodeSocket
 from shardline.config.cluster import ClusterConfig
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
+from shardline.limits import raise_file_limit
 from shardline.log import configure_logging
 from shardline.process_title import set_process_title
 from shardline.segment.pulse import CHECK_INTERVAL
@@ -77,6 +78,7 @@ def run_node(config: EngineConfig, token: str | None = None) -> int:
         ValueError: the configuration is at fault, or the head refuses this node; the message says what to change.
     """
     configure_logging()
+    raise_file_limit()
     set_process_title("node")
     token = token or find_token(config.cluster)
     address = own_address(config.cluster)

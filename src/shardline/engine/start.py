@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from dataclasses import dataclass
 
@@ -25,15 +26,20 @@ class StartedEngine:
 
 def start_engine(deployment: Deployment, engine: int, *, sends_start: bool = True) -> StartedEngine:
     """Start an engine's process on this host. With `sends_start`, this process is its front."""
-    ours, theirs = socket.socketpair()
-    pairs = {rank: socket.socketpair() for rank in deployment.remote_ranks(engine)}
-    streams = [pair[0] for pair in pairs.values()]
     host = deployment.placements[engine][0].host
-    gpus = deployment.gpus_of(engine, host)
-    fds = [theirs.fileno(), *(sock.fileno() for sock in streams)]
-    child = Child("shardline.engine.process", fds, gpus)
-    for sock in (theirs, *streams):
-        sock.close()
-    if sends_start:
-        Channel(ours, StartEngine).send(StartEngine(deployment, engine))
-    return StartedEngine(child, ours, {rank: pair[1] for rank, pair in pairs.items()})
+    # A start that fails for want of a descriptor must keep none.
+    with contextlib.ExitStack() as inherited, contextlib.ExitStack() as kept:
+        ours, theirs = _open_pair(kept, inherited)
+        pairs = {rank: _open_pair(kept, inherited) for rank in deployment.remote_ranks(engine)}
+        fds = [theirs.fileno(), *(sock.fileno() for _, sock in pairs.values())]
+        child = Child("shardline.engine.process", fds, deployment.gpus_of(engine, host))
+        if sends_start:
+            Channel(ours, StartEngine).send(StartEngine(deployment, engine))
+        kept.pop_all()
+    return StartedEngine(child, ours, {rank: sock for rank, (sock, _) in pairs.items()})
+
+
+def _open_pair(kept: contextlib.ExitStack, inherited: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets: one that this process keeps, and one for the engine's."""
+    ours, theirs = socket.socketpair()
+    return kept.enter_context(ours), inherited.enter_context(theirs)
