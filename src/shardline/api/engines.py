@@ -214,7 +214,7 @@ class Engines:
                 with self._closing:
                     if client in self._open:
                         self._open.remove(client)
-            return error
+            return error.with_traceback(None)  # its frames hold descriptors
         self._on_event(index, EngineRestarted(client))
         announced.set()
         return None

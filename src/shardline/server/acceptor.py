@@ -102,6 +102,7 @@ class Acceptor:
                 connection.setblocking(False)
                 connection.send(last_answer(too_many_connections()))
                 connection.shutdown(socket.SHUT_WR)
+                connection.recv(65536)  # what is not read resets the connection, and may take the answer with it
 
     def _note_refusal(self) -> None:
         self._num_refused += 1
