@@ -45,7 +45,7 @@ from shardline.cluster.wire import BEAT_SECONDS, SILENCE, NodeSocket
 from shardline.config.cluster import ClusterConfig
 from shardline.config.engine import EngineConfig
 from shardline.deployment.deployment import Deployment
-from shardline.limits import raise_file_limit
+from shardline.limits import describe_shortage, raise_file_limit
 from shardline.log import configure_logging
 from shardline.process_title import set_process_title
 from shardline.segment.pulse import CHECK_INTERVAL
@@ -246,7 +246,7 @@ class Node:
         elif isinstance(message, Launch):
             self._deployment = message.deployment
         elif isinstance(message, StartStream):
-            self._start(message.stream)
+            self._try_to_start(message.stream)
         elif isinstance(message, StreamEnded):
             self._streams.close(message.stream)
             self._processes.retire(message.stream)
@@ -266,6 +266,17 @@ class Node:
         elif isinstance(message, Shutdown):
             _log.log(logging.ERROR if message.code else logging.INFO, "the head ends: %s", message.reason)
             raise _Ending(message.code)
+
+    def _try_to_start(self, stream: Stream) -> None:
+        """Start what is at this end of a stream. If the host lacks what that needs, the far end is told."""
+        try:
+            self._start(stream)
+        except OSError as error:
+            why = f"could not be started on {self._join.host.name}: {describe_shortage(error) or error}"
+            _log.error("a process %s", why)
+            self._send_data(stream, last_words(stream, why))
+            self._wire.send(StreamEnded(stream))
+            self._processes.retire(stream)
 
     def _start(self, stream: Stream) -> None:
         """Start the engine or the rank at this end of a stream."""
